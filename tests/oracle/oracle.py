@@ -11,8 +11,8 @@ Two stages, as in the paper (DBSA, section 3):
   key norm where the model has one) and its values. They depend on the encoding mask and positions through
   the hidden states of the layers below.
 * **Answering** (:func:`log_probs`, :func:`answer_logprobs`). The selected pieces' kept keys are rotated to
-  new contiguous positions 0..|D'|-1 in view order, put into a ``DynamicCache``, and the request's own tokens run
-  causally behind them at positions |D'|, |D'|+1, ...
+  new contiguous positions 0..|D'|-1 in view order, put into a ``DynamicCache``, and the request's own tokens
+  run causally behind them at positions |D'|, |D'|+1, ...
 
 The rotation of a key by its position is linear, so keeping the unrotated key and rotating it anew is exact.
 """
@@ -83,7 +83,8 @@ def _capture(model: torch.nn.Module):
     """Collect, in every forward inside the context, each layer's unrotated keys and its values.
 
     Yields (keys, values), lists with one tensor [key-value heads, tokens, head_dim] a layer, refilled by
-    every forward. Qwen3 normalises its keys per head between projection and rotation; the norm's output is taken.
+    every forward. Qwen3 normalises its keys per head between projection and rotation; the norm's output is
+    taken.
     """
     layers = model.model.layers
     keys: list[torch.Tensor] = [torch.empty(0)] * len(layers)

@@ -20,7 +20,14 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers import models as token_models
 from tokenizers import trainers as token_trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCAB_SIZE = 384
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -207,3 +214,12 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Mod
     """Load a saved model for the oracle: on the CPU, with the attention that takes any additive mask."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Load a saved model's tokenizer exactly as its ``tokenizer.json`` says.
+
+    ``AutoTokenizer`` loads it too, but puts Qwen2's own pre-tokenizer in place of the file's where the folder's
+    model is a Qwen2, which cuts line breaks differently; SGLang undoes that.
+    """
+    return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -203,9 +203,7 @@ def encode(
             past_positions = torch.arange(before)
             own_positions = torch.arange(before, before + len(block))
         else:
-            past_positions = torch.cat(
-                [torch.arange(offsets[b], offsets[b + 1]) for b in seen] or [torch.arange(0)]
-            )
+            past_positions = torch.cat([torch.arange(offsets[b], offsets[b + 1]) for b in seen] or [torch.arange(0)])
             own_positions = torch.arange(offsets[i], offsets[i + 1])
         past = _past(model, done, whole_blocks(blocks, seen), past_positions)
         allowed = torch.ones(len(block), before + len(block), dtype=torch.bool).tril(before)
@@ -306,7 +304,4 @@ def answer_logprobs(
         places.append((len(own), len(own) + len(answer)))
         own += list(answer)
     table = log_probs(model, encoded, selection, own)
-    return [
-        table[start - 1 : end - 1].gather(1, torch.tensor(own[start:end])[:, None])[:, 0]
-        for start, end in places
-    ]
+    return [table[start - 1 : end - 1].gather(1, torch.tensor(own[start:end])[:, None])[:, 0] for start, end in places]

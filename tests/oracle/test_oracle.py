@@ -6,7 +6,6 @@ from itertools import islice
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from tests.oracle import models, oracle
 
@@ -26,7 +25,7 @@ def model(saved):
 
 @pytest.fixture(scope="module")
 def tokenizer(saved):
-    return AutoTokenizer.from_pretrained(saved)
+    return models.load_tokenizer(saved)
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +148,7 @@ def test_float32_is_precise_enough(saved, model, blocks, own):
         tables = []
         for m in (model, exact):
             encoded = oracle.encode(m, blocks, positions=positions)
-            tables.append(
-                oracle.log_probs(m, encoded, oracle.whole_blocks(blocks, [0, 6, 2]), own[0]).double()
-            )
+            tables.append(oracle.log_probs(m, encoded, oracle.whole_blocks(blocks, [0, 6, 2]), own[0]).double())
         assert (tables[0] - tables[1]).abs().max() < 2e-5
 
 

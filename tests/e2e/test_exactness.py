@@ -1,0 +1,503 @@
+"""Answers over stitched views equal those of ``transformers`` within 1e-4, on the real engine in float32.
+
+What must be right is computed by ``tests/oracle``, which uses none of this project's code. Read back from the
+engine are only facts, never states: a pool's blocks with their token ids, the selection in view order, and the
+tokens that were generated. Every comparison covers the generated tokens' log-probabilities and, at each step,
+the eight most probable tokens.
+
+Every engine start takes ten seconds and more, so that the engines differ in several things at once (model, chunk
+size, overlap scheduling) and every test runs on each of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.oracle import models, oracle
+
+TOLERANCE = 1e-4  # on log-probabilities; the oracle's mistakes (test_oracle.py) are all above 1e-2
+CONTEXT = 512  # tokens; short, so that one pool can be longer than the context
+TOP = 8
+
+# No chunk size divides a block: every engine cuts blocks between two chunks, 32 also the same block twice.
+ENGINES: dict[str, dict[str, Any]] = {
+    "llama-chunk32": {"model": "llama", "chunked_prefill_size": 32},
+    "llama-chunk48-no_overlap": {
+        "model": "llama",
+        "chunked_prefill_size": 48,
+        "disable_overlap_schedule": True,
+    },
+    "qwen2-chunk64": {"model": "qwen2", "chunked_prefill_size": 64},
+    "qwen3-chunk48": {"model": "qwen3", "chunked_prefill_size": 48},
+    "llama3_rope-chunk32-no_overlap": {
+        "model": "llama3_rope",
+        "chunked_prefill_size": 32,
+        "disable_overlap_schedule": True,
+    },
+    "yarn-chunk64": {"model": "yarn", "chunked_prefill_size": 64},
+}
+
+# Name -> encoding options. Each is created with both position modes.
+ENCODINGS: dict[str, dict[str, Any]] = {
+    "full": {"pattern": "full"},
+    "sink_previous_self": {"pattern": "sink+previous+self"},
+    "sink_self": {"pattern": "sink+self"},
+    "self": {"pattern": "self"},
+    "two_sinks_one_previous": {"pattern": "sink+previous+self", "sink_blocks": 2, "previous_blocks": 1},
+    "no_previous": {"pattern": "sink+previous+self", "previous_blocks": 0},
+    "four_previous": {"pattern": "sink+previous+self", "previous_blocks": 4},
+}
+POOLS = [f"{name}-{positions}" for name in ENCODINGS for positions in oracle.POSITIONS]
+
+DEMONSTRATIONS = 20  # in blocks of 3: seven blocks of about 45 tokens, the last one short
+BLOCK_SIZE = 3
+
+
+# --------------------------------------------------------------------------- asking and comparing
+
+
+@dataclass
+class Ask:
+    """One request: its own tokens behind a selection from a pool (no pool: a plain request).
+
+    ``before`` are the tokens of earlier turns, which are part of what is sent.
+    """
+
+    pool: str | None
+    own: list[int]
+    select: dict[str, Any] = field(default_factory=dict)
+    before: list[int] = field(default_factory=list)
+    new_tokens: int = 6
+
+    @property
+    def sent(self) -> list[int]:
+        return [*self.before, *self.own]
+
+
+@dataclass
+class Answer:
+    """What the engine said to an ``Ask``."""
+
+    ask: Ask
+    meta: dict[str, Any]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for _, token, *_ in self.meta["output_token_logprobs"]]
+
+    @property
+    def view(self) -> dict[str, Any]:
+        return self.meta["sglang_ext"]
+
+
+class Served:
+    """One engine, the same checkpoint in ``transformers``, and what the oracle has encoded so far."""
+
+    def __init__(self, engine: Any, model: torch.nn.Module, tokenizer: Any) -> None:
+        self.engine, self.model, self.tokenizer = engine, model, tokenizer
+        self._encoded: dict[tuple[str, int], oracle.EncodedBlocks] = {}
+
+    def text(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def info(self, pool: str) -> dict[str, Any]:
+        return self.engine.pool(pool, tokens=True)
+
+    def blocks(self, pool: str) -> list[list[int]]:
+        blocks = self.info(pool)["blocks"]
+        assert [b["id"] for b in blocks] == list(range(len(blocks)))
+        return [list(b["token_ids"]) for b in blocks]
+
+    def encoded(self, pool: str) -> oracle.EncodedBlocks:
+        info = self.info(pool)
+        key = (pool, info["version"])
+        if key not in self._encoded:
+            options = {k: info["options"][k] for k in ("pattern", "sink_blocks", "previous_blocks", "positions")}
+            self._encoded[key] = oracle.encode(self.model, self.blocks(pool), **options)
+        return self._encoded[key]
+
+    def generate(self, asks: Sequence[Ask], **arguments: Any) -> list[Answer]:
+        """Send all ``asks`` as one batch."""
+        params = []
+        for ask in asks:
+            p: dict[str, Any] = {"max_new_tokens": ask.new_tokens, "temperature": 0, "ignore_eos": True}
+            if ask.pool is not None:
+                p["custom_params"] = {"pool": ask.pool, "raw": True, **ask.select}
+            params.append(p)
+        out = self.engine.generate(
+            input_ids=[ask.sent for ask in asks],
+            sampling_params=params,
+            return_logprob=True,
+            top_logprobs_num=TOP,
+            **arguments,
+        )
+        return [Answer(ask, o["meta_info"]) for ask, o in zip(asks, out, strict=True)]
+
+    def pieces(self, answer: Answer) -> list[oracle.Piece]:
+        """The view's pieces as the engine names them: explicit pieces, or else whole blocks."""
+        if answer.ask.pool is None:
+            return []
+        if "pieces" in answer.view:
+            return [tuple(p) for p in answer.view["pieces"]]
+        return oracle.whole_blocks(self.blocks(answer.ask.pool), answer.view["blocks"])
+
+    def table(self, answer: Answer, pieces: Sequence[oracle.Piece]) -> torch.Tensor:
+        """The oracle's log-probabilities over all sent and generated tokens, [tokens, vocabulary]."""
+        nothing = oracle.EncodedBlocks([], [], [], [])
+        encoded = self.encoded(answer.ask.pool) if answer.ask.pool else nothing
+        return oracle.log_probs(self.model, encoded, pieces, answer.ask.sent + answer.tokens)
+
+    def deviation(self, answer: Answer, pieces: Sequence[oracle.Piece] | None = None) -> str | None:
+        """None when the answer is exact, else one line that says where it first is not and by how much."""
+        pieces = self.pieces(answer) if pieces is None else list(pieces)
+        table = self.table(answer, pieces)
+        first = len(answer.ask.sent) - 1
+        worst, where = 0.0, None
+        for step, (logprob, token, *_) in enumerate(answer.meta["output_token_logprobs"]):
+            row = table[first + step]
+            known = [(logprob, token), *((lp, t) for lp, t, *_ in answer.meta["output_top_logprobs"][step])]
+            error = max(abs(lp - row[t].item()) for lp, t in known)
+            error = max(error, row.max().item() - row[token].item())  # greedy: the best token was taken
+            if error > TOLERANCE and where is None:
+                where = step
+            worst = max(worst, error)
+        if where is None:
+            return None
+        ask = answer.ask
+        return (
+            f"{ask.pool} {ask.select}: pieces {pieces}, {len(ask.sent)} own tokens, cached_tokens "
+            f"{answer.meta['cached_tokens']}; first wrong at generated token {where} of {len(answer.tokens)}, "
+            f"largest error {worst:.2e}"
+        )
+
+    def assert_exact(self, answers: Sequence[Answer]) -> None:
+        wrong = [line for line in (self.deviation(a) for a in answers) if line]
+        assert not wrong, f"{len(wrong)} of {len(answers)} answers deviate:\n" + "\n".join(wrong[:20])
+
+
+# --------------------------------------------------------------------------- fixtures
+
+
+@pytest.fixture(scope="module", params=sorted(ENGINES))
+def served(request, tmp_path_factory):
+    """An engine with every pool of ``POOLS`` and the oracle's copy of its model."""
+    from sglang_ext import Engine
+
+    options = dict(ENGINES[request.param])
+    name = options.pop("model")
+    folder = models.save_model(name, tmp_path_factory.mktemp(name), max_position_embeddings=CONTEXT)
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    engine = Engine(
+        model_path=str(folder),
+        dtype="float32",
+        max_total_tokens=12288,
+        max_running_requests=16,
+        log_level="error",
+        **options,
+    )
+    try:
+        for pool in POOLS:
+            encoding, positions = pool.split("-")
+            engine.create_pool(
+                pool,
+                models.demonstrations(DEMONSTRATIONS),
+                block_size=BLOCK_SIZE,
+                positions=positions,
+                **ENCODINGS[encoding],
+            )
+        yield Served(engine, models.load_model(folder), models.load_tokenizer(folder))
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture
+def question(served):
+    """Own tokens of a short request."""
+    return served.text("77: freeze my card, case 3\nLabel:")
+
+
+@pytest.fixture
+def long_question(served):
+    """Own tokens of a request that takes several chunks by itself."""
+    shots = "".join(f"{d['input']}\nLabel: {d['output']}\n\n" for d in models.demonstrations(6, seed=9))
+    return served.text(shots + "78: open the branch, case 4?\nLabel:")
+
+
+# Selections by block ids, as (view order) over seven blocks; the sinks (at most two) stand first.
+SELECTIONS = {
+    "sinks": [0, 1],
+    "pool order": [0, 1, 3, 6],
+    "reversed": [0, 1, 6, 4, 3],
+    "mixed": [0, 1, 5, 2, 6],
+    "neighbours": [0, 1, 2, 3],
+    "all": [0, 1, 2, 3, 4, 5, 6],
+    "all, rest reversed": [0, 1, 6, 5, 4, 3, 2],
+}
+
+
+# --------------------------------------------------------------------------- tests
+
+
+def test_pools_are_what_was_asked_for(served):
+    """The blocks: seven, BOS once, at the very beginning; every demonstration in exactly one block."""
+    for pool in POOLS:
+        info = served.info(pool)
+        blocks = served.blocks(pool)
+        assert info["status"] == "ready"
+        assert len(blocks) == 7
+        flat = [t for b in blocks for t in b]
+        assert flat[0] == served.tokenizer.bos_token_id
+        assert flat.count(served.tokenizer.bos_token_id) == 1
+        assert sum(len(b) for b in blocks) == info["tokens"]
+        names = [d for b in info["blocks"] for d in b["demonstrations"]]
+        assert sorted(names) == sorted(f"d{i}" for i in range(DEMONSTRATIONS))
+        demos = models.demonstrations(DEMONSTRATIONS)
+        for number, block in enumerate(info["blocks"]):
+            parts = [demos[int(d[1:])] for d in block["demonstrations"]]
+            text = "".join(f"{d['input']}\nLabel: {d['output']}\n\n" for d in parts)
+            expected = served.text(text)
+            assert block["token_ids"] == ([served.tokenizer.bos_token_id, *expected] if number == 0 else expected)
+
+
+def test_plain_requests(served, question, long_question):
+    """Requests without a pool are the plain model's: the engine and the oracle agree where nothing is ours."""
+    asks = [Ask(None, [served.tokenizer.bos_token_id, *own]) for own in (question, long_question)]
+    served.assert_exact(served.generate(asks))
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_every_encoding_and_selection(served, pool, question):
+    """(a), (b): one pattern and position mode, every selection of ``SELECTIONS``, in one batch."""
+    asks = [Ask(pool, question, {"block_ids": ids}) for ids in SELECTIONS.values()]
+    answers = served.generate(asks)
+    blocks = served.blocks(pool)
+    for answer in answers:
+        ids = answer.ask.select["block_ids"]
+        stitched = sum(len(blocks[b]) for b in ids)
+        assert answer.view["pool"] == pool
+        assert list(answer.view["blocks"]) == ids
+        assert answer.view["stitched_tokens"] == stitched
+        assert answer.meta["cached_tokens"] >= stitched
+    served.assert_exact(answers)
+
+
+def test_full_pattern_is_the_dense_model(served, question):
+    """Without a detour over the oracle's encoder: pattern full and all blocks are the plain dense prompt."""
+    for positions in oracle.POSITIONS:
+        pool = f"full-{positions}"
+        flat = [t for b in served.blocks(pool) for t in b]
+        stitched, dense = served.generate(
+            [Ask(pool, question, {"block_ids": list(range(7))}), Ask(None, flat + question)]
+        )
+        assert stitched.tokens == dense.tokens
+        pairs = zip(stitched.meta["output_token_logprobs"], dense.meta["output_token_logprobs"], strict=True)
+        assert max(abs(a[0] - b[0]) for a, b in pairs) < TOLERANCE
+
+
+def test_many_selections_in_one_batch(served, question, long_question):
+    """Every pool and selection at once, with plain requests between: more than can run together, of different
+    lengths, so that batches mix prefill and decoding and change their members at every step.
+    """
+    asks = []
+    for n, pool in enumerate(POOLS):
+        for k, ids in enumerate(SELECTIONS.values()):
+            own = long_question if (n + k) % 3 == 0 else question
+            asks.append(Ask(pool, own, {"block_ids": ids}, new_tokens=2 + (5 * n + 3 * k) % 9))
+        asks.append(Ask(None, [served.tokenizer.bos_token_id, *question], new_tokens=3 + n % 4))
+    asks = asks[::2] + asks[1::2]
+    served.assert_exact(served.generate(asks))
+
+
+def test_alone_equals_in_a_batch(served, question):
+    asks = [Ask(pool, question, {"block_ids": [0, 1, 6, 3]}) for pool in POOLS]
+    together = served.generate(asks)
+    alone = [served.generate([ask])[0] for ask in asks]
+    assert [a.tokens for a in together] == [a.tokens for a in alone]
+    served.assert_exact(alone)
+
+
+def test_repeating_a_request_hits_its_own_tokens(served, long_question):
+    """The own part is cached under its (pool, selection): nearly all of it is hit, and the answer stays."""
+    pool = "sink_previous_self-sequential"
+    ask = Ask(pool, [*long_question, 7], {"block_ids": [0, 1, 5, 4]})
+    first, second = (served.generate([ask])[0] for _ in range(2))
+    served.assert_exact([first, second])
+    assert second.meta["cached_tokens"] >= second.view["stitched_tokens"] + len(ask.own) - 1
+
+
+def test_equal_tokens_under_different_selections_do_not_mix(served, long_question):
+    """Requests with the same own tokens over different views, one after the other: none hits another's tokens."""
+    pool = "sink_previous_self-sequential"
+    own = [*long_question, 8]
+    for ids in ([0, 1, 4, 5], [0, 1, 5, 4], [0, 1, 4], [0, 1, 4, 5]):
+        served.assert_exact(served.generate([Ask(pool, own, {"block_ids": ids})]))
+
+
+@pytest.mark.parametrize("order", ["pool", "low_to_high", "high_to_low", "reversed"])
+def test_orders(served, question, order):
+    """(b): retrieval by the server, in every order and both position modes; the sinks stay first."""
+    pools = [f"{name}-{p}" for name in ("sink_previous_self", "two_sinks_one_previous") for p in oracle.POSITIONS]
+    query = "report my loan and freeze the refund"
+    asks = [Ask(p, question, {"blocks": 5, "order": order, "query": query}) for p in pools]
+    other = "high_to_low" if order == "low_to_high" else "low_to_high"
+    mirror = [Ask(p, question, {"blocks": 5, "order": other, "query": query}) for p in pools]
+    answers = served.generate(asks + mirror)
+    served.assert_exact(answers)
+    for answer, mirrored in zip(answers[: len(pools)], answers[len(pools) :], strict=True):
+        sinks = 2 if "two_sinks" in answer.ask.pool else 1
+        ids = list(answer.view["blocks"])
+        rest, other_rest = ids[sinks:], list(mirrored.view["blocks"])[sinks:]
+        assert len(ids) == 5
+        assert ids[:sinks] == list(range(sinks))
+        assert sorted(rest) == sorted(other_rest)
+        if order == "pool":
+            assert rest == sorted(rest)
+        elif order == "reversed":
+            assert rest == sorted(rest, reverse=True)
+        else:
+            assert rest == other_rest[::-1]
+
+
+def test_multi_turn(served, question):
+    """(c): three turns over one selection; every turn hits all of the turns before it but the last token."""
+    rng = torch.Generator().manual_seed(5)
+    talks = [Ask(pool, question, {"block_ids": SELECTIONS[view]}) for pool in POOLS for view in ("mixed", "reversed")]
+    for turn in range(3):
+        answers = served.generate(talks)
+        served.assert_exact(answers)
+        for answer in answers:
+            if turn > 0:
+                hit = answer.meta["cached_tokens"] - answer.view["stitched_tokens"]
+                assert hit >= len(answer.ask.before) - 1, (turn, answer.ask.pool, answer.meta)
+        talks = [
+            Ask(
+                a.ask.pool,
+                torch.randint(7, 370, (5 + turn,), generator=rng).tolist(),
+                a.ask.select,
+                before=a.ask.sent + a.tokens,
+            )
+            for a in answers
+        ]
+
+
+def test_logprobs_of_given_answers(served, question):
+    """Teacher-forced: the log-probabilities of the prompt's last tokens, as scoring and ``select`` ask for them."""
+    answers = [served.text(a) for a in (" card issue", " card", " lost item\n\n")]
+    pool = "sink_previous_self-local"
+    asks = [Ask(pool, question + a, {"block_ids": [0, 1, 6, 2]}, new_tokens=1) for a in answers]
+    lengths = [a.meta["prompt_tokens"] for a in served.generate(asks)]
+    starts = [n - len(a) - 1 for n, a in zip(lengths, answers, strict=True)]
+    for given, scored in zip(answers, served.generate(asks, logprob_start_len=starts), strict=True):
+        assert scored.meta["cached_tokens"] >= scored.view["stitched_tokens"]
+        entries = scored.meta["input_token_logprobs"][-len(given) :]
+        assert [token for _, token, *_ in entries] == given
+        table = served.table(scored, served.pieces(scored))
+        first = len(scored.ask.sent) - len(given) - 1
+        for step, (logprob, token, *_) in enumerate(entries):
+            assert abs(logprob - table[first + step, token].item()) < TOLERANCE
+        assert served.deviation(scored) is None
+
+
+def test_pool_longer_than_the_context(served, question):
+    """Local positions carry a pool over the model's context; what a request selects still fits into it."""
+    pool = "long-local"
+    served.engine.create_pool(pool, models.demonstrations(60), block_size=5, positions="local")
+    blocks = served.blocks(pool)
+    assert sum(len(b) for b in blocks) > CONTEXT
+    views = ([0, len(blocks) - 1], [0, 3, 9, 5], [0, 11, 10, 1])
+    served.assert_exact(served.generate([Ask(pool, question, {"block_ids": v}) for v in views]))
+    served.engine.delete(pool)
+
+
+@pytest.mark.parametrize("positions", oracle.POSITIONS)
+def test_appended_and_purged(served, question, positions):
+    """Blocks that come later, and the pool after one demonstration was purged, are as if made that way."""
+    pool = f"changing-{positions}"
+    demos = models.demonstrations(DEMONSTRATIONS)
+    served.engine.create_pool(pool, demos[:9], block_size=BLOCK_SIZE, positions=positions)
+    served.engine.append(pool, demos[9:15])
+    assert len(served.blocks(pool)) == 5
+    views = [{"block_ids": v} for v in ([0, 4], [0, 1, 2, 3, 4], [0, 4, 2])]
+    served.assert_exact(served.generate([Ask(pool, question, v) for v in views]))
+    victim = served.info(pool)["blocks"][2]["demonstrations"][1]
+    served.engine.delete(pool, demonstration_id=victim, purge=True)
+    assert all(victim not in b["demonstrations"] for b in served.info(pool)["blocks"])
+    served.assert_exact(served.generate([Ask(pool, question, v) for v in views]))
+    served.engine.delete(pool)
+
+
+def _demonstration_pieces(served: Served, pool: str) -> dict[str, oracle.Piece]:
+    """Demonstration id -> the tokens that hold its text and separator, cut where the tokenizer's offsets say."""
+    demos = models.demonstrations(DEMONSTRATIONS)
+    found = {}
+    for block in served.info(pool)["blocks"]:
+        parts = [
+            f"{demos[int(d[1:])]['input']}\nLabel: {demos[int(d[1:])]['output']}\n\n" for d in block["demonstrations"]
+        ]
+        offsets = served.tokenizer("".join(parts), add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
+        shift = len(block["token_ids"]) - len(offsets)  # BOS
+        starts = {start: token for token, (start, _) in enumerate(offsets)}
+        starts[sum(map(len, parts))] = len(offsets)
+        at = 0
+        for name, part in zip(block["demonstrations"], parts, strict=True):
+            found[name] = (block["id"], starts[at] + shift, starts[at + len(part)] + shift)
+            at += len(part)
+    return found
+
+
+def test_example_granularity(served, question):
+    """(d): demonstrations cut out of their blocks by the server, in every order, both position modes.
+
+    The response must name the pieces, and each piece must be one demonstration: its tokens, as offsets say (a
+    whole sink block, BOS included, may stand first).
+    """
+    asks = [
+        Ask(
+            f"{name}-{positions}",
+            question,
+            {"granularity": "example", "ratio": 0.5, "order": order, "query": "cancel my card"},
+        )
+        for name in ("sink_previous_self", "full", "two_sinks_one_previous")
+        for positions in oracle.POSITIONS
+        for order in ("pool", "low_to_high", "high_to_low", "reversed")
+    ]
+    answers = served.generate(asks)
+    for answer in answers:
+        assert "pieces" in answer.view, sorted(answer.view)
+        pieces = served.pieces(answer)
+        assert answer.view["stitched_tokens"] == sum(e - s for _, s, e in pieces)
+        sinks = 2 if "two_sinks" in answer.ask.pool else 1
+        cuts = _demonstration_pieces(served, answer.ask.pool)
+        boundaries = {(b, t) for b, s, e in cuts.values() for t in (s, e)} | {(b, 0) for b in range(sinks)}
+        assert all({(b, s), (b, e)} <= boundaries for b, s, e in pieces)
+        inside = [name for name, cut in cuts.items() if any(_contains(p, cut) for p in pieces)]
+        assert len(inside) == DEMONSTRATIONS // 2
+    served.assert_exact(answers)
+
+
+def _contains(piece: oracle.Piece, cut: oracle.Piece) -> bool:
+    return piece[0] == cut[0] and piece[1] <= cut[1] and cut[2] <= piece[2]
+
+
+def test_explicit_pieces(served, question):
+    """(d): runs of tokens named by the request, cut anywhere, several from one block."""
+    asks = []
+    for pool in ("sink_previous_self-sequential", "sink_previous_self-local", "self-local"):
+        sizes = [len(b) for b in served.blocks(pool)]
+        for pieces in (
+            [[0, 0, sizes[0]], [3, 5, 21], [5, 0, 9]],
+            [[0, 0, sizes[0]], [5, 11, sizes[5]], [2, 3, 4], [5, 2, 10]],
+        ):
+            asks.append(Ask(pool, question, {"pieces": pieces}))
+    answers = served.generate(asks)
+    for answer in answers:
+        line = served.deviation(answer, [tuple(p) for p in answer.ask.select["pieces"]])
+        assert line is None, line

@@ -1,0 +1,5 @@
+"""Rotation of queries and keys by position *differences* (rebasing)."""
+
+from sglang_ext.kernels.rope.reference import Rope, rotate
+
+__all__ = ["Rope", "rotate"]

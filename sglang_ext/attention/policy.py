@@ -1,0 +1,115 @@
+"""What a KV-cache policy tells the attention backend, and the registry of policies.
+
+A policy answers one question for each request of a forward pass: what do its query rows see? The answer is a list of
+(query rows, view). A view may be built before the layers run, or be a function called in each layer with that layer's
+queries and caches: that is how views differ per layer and per key-value head, and how token lists are chosen on the
+device in the step itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from sglang_ext.kernels.rope import Rope
+from sglang_ext.kernels.view_attention import View
+
+if TYPE_CHECKING:
+    from sglang_ext.cache.rows import Row
+
+ENTRY_POINTS = "sglang_ext.policies"
+
+
+@dataclass(frozen=True)
+class Caches:
+    """One layer's KV cache and what is needed to read it.
+
+    Attributes:
+        layer: index of the layer.
+        keys: [num_slots, kv_heads, head_dim], rotated at `slot_pos`.
+        values: [num_slots, kv_heads, value_dim].
+        slot_pos: [num_slots] int32, the position each slot was written at.
+        rope: the model's rotation.
+        scale: factor of the logits.
+    """
+
+    layer: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    slot_pos: torch.Tensor
+    rope: Rope
+    scale: float
+
+
+@dataclass(frozen=True)
+class RequestRows:
+    """One request in one forward pass.
+
+    Attributes:
+        slots: [seq_len] the request's KV slots in column order, those of this pass included.
+        begin: column of the first query row; the query rows are columns [begin, seq_len).
+        slot_pos: [num_slots] int32, already holding the positions of this pass.
+        row: what the request's row begins with, or None for a plain request.
+        request: slot number of the request in SGLang's request pool, stable through its life.
+    """
+
+    slots: torch.Tensor
+    begin: int
+    slot_pos: torch.Tensor
+    row: Row | None
+    request: int
+
+    @property
+    def end(self) -> int:
+        return self.slots.numel()
+
+
+LayerView: TypeAlias = Callable[[Caches, torch.Tensor, torch.Tensor], View]
+"""(caches, query [rows, heads, head_dim], query positions [rows]) -> the view of these rows in this layer."""
+
+RowViews: TypeAlias = Sequence[tuple[int, int, View | LayerView]]
+"""(first column, end column, view) for disjoint runs of query rows that together are [begin, end)."""
+
+
+class Policy:
+    """Base class: a policy that changes nothing."""
+
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
+        """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start."""
+        return 0
+
+    def positions(self, row: Row, begin: int, end: int) -> list[int] | None:
+        """Positions of columns [begin, end) of a request's row, or None where they are the column numbers."""
+        return None
+
+    def views(self, rows: RequestRows) -> RowViews | None:
+        """What the query rows see, or None for SGLang's own dense causal attention."""
+        return None
+
+    def observe(
+        self, caches: Caches, rows: RequestRows, query: torch.Tensor, query_pos: torch.Tensor, view: View, lse: torch.Tensor
+    ) -> None:
+        """Called after each layer's attention over `view`; lse is [rows, heads] float32, for scores."""
+
+
+def _dbsa() -> Policy:
+    from sglang_ext.attention.dbsa import DbsaPolicy
+
+    return DbsaPolicy()
+
+
+_POLICIES: dict[str, Callable[[], Policy]] = {"dbsa": _dbsa}
+
+
+def policies() -> dict[str, Callable[[], Policy]]:
+    """Name of the attention backend -> factory of its policy; other packages add theirs by entry point."""
+    found: dict[str, Any] = dict(_POLICIES)
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name in _POLICIES:
+            raise ValueError(f"entry point {entry.name} of {ENTRY_POINTS}: the name is sglang_ext's own; choose another")
+        found[entry.name] = entry.load()
+    return found

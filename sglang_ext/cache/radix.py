@@ -1,0 +1,295 @@
+"""SGLang's radix cache with demonstration blocks as nodes of their own and prefixes stitched from them.
+
+A block is one child of the root under its own namespace, so that it is locked, counted and evicted on its own whatever
+else is in the tree. A request that selects blocks gets, as its cached prefix, their slots one after the other; its own
+tokens live under the namespace of the selection. Everything that is not about blocks is SGLang's `RadixCache`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from sglang_ext import compat
+from sglang_ext.cache.rows import Row
+from sglang_ext.compat import (
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+    RadixCache,
+    RadixKey,
+    TreeNode,
+)
+
+_BLOCK = "block:"
+
+
+class NodeHooks(Protocol):
+    """What may be attached to tree nodes by a policy (cluster summaries, host copies, ...)."""
+
+    def on_insert(self, node: TreeNode) -> None:
+        """`node` is new in the tree."""
+
+    def on_split(self, head: TreeNode, tail: TreeNode) -> None:
+        """A node was cut in two; `head` is new and holds the first `len(head.key)` tokens."""
+
+    def on_evict(self, node: TreeNode) -> None:
+        """`node` leaves the tree; its slots are free."""
+
+
+class StitchNode:
+    """Stands for the nodes a stitched prefix is made of, wherever SGLang keeps one `last_node`."""
+
+    __slots__ = ("members", "tail")
+
+    def __init__(self, members: Iterable[TreeNode], tail: TreeNode) -> None:
+        self.members = tuple(members)
+        self.tail = tail
+
+    @property
+    def backuped(self) -> bool:
+        return False
+
+
+class MissingBlocks(RuntimeError):
+    """Blocks a request needs are not in the tree."""
+
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__(f"{len(keys)} demonstration blocks are not in the KV cache: {', '.join(keys[:4])}")
+        self.keys = keys
+
+
+class BlockRadixCache(RadixCache):
+    """`--radix-cache-backend sglang_ext`."""
+
+    def __init__(self, params: Any) -> None:
+        self.hooks: list[NodeHooks] = []
+        self.hits: Counter[str] = Counter()
+        self.saved_tokens = 0
+        super().__init__(params)
+
+    # ---- blocks -------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        self.blocks: dict[str, TreeNode] = {}
+        self.owners: dict[str, set[str]] = defaultdict(set)  # block -> who holds it
+        super().reset()
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """Which of the blocks named `keys` are not resident."""
+        return [key for key in dict.fromkeys(keys) if key not in self.blocks]
+
+    def hold(self, owner: str, keys: Iterable[str]) -> None:
+        """Lock resident blocks for `owner`; a block held by several stays until all let go."""
+        for key in keys:
+            owners = self.owners[key]
+            if not owners:
+                super().inc_lock_ref(self.blocks[key])
+            owners.add(owner)
+
+    def release(self, owner: str, keys: Iterable[str] | None = None) -> None:
+        """Take back `owner`'s holds, all of them or those on `keys`; unknown ones are none."""
+        for key in list(self.owners) if keys is None else keys:
+            owners = self.owners.get(key)
+            if owners and owner in owners:
+                owners.discard(owner)
+                if not owners:
+                    del self.owners[key]
+                    super().dec_lock_ref(self.blocks[key])
+
+    def drop(self, keys: Iterable[str]) -> int:
+        """Free blocks that nobody holds or uses, at once; returns how many tokens that freed."""
+        freed = 0
+        for key in keys:
+            node = self.blocks.get(key)
+            if node is not None and node.lock_ref == 0:
+                self.token_to_kv_pool_allocator.free(node.value)
+                freed += len(node.value)
+                self._delete_leaf(node)
+        return freed
+
+    def held_tokens(self) -> int:
+        """Tokens of blocks that some owner holds."""
+        return sum(len(self.blocks[key].key) for key, owners in self.owners.items() if owners)
+
+    def _add_block(self, key: str, token_ids: array, slots: torch.Tensor) -> TreeNode:
+        radix_key = RadixKey(token_ids, _BLOCK + key)
+        result = self.insert(InsertParams(key=radix_key, value=slots))
+        node = result.last_device_node
+        self.blocks[key] = node
+        return node
+
+    # ---- node life ----------------------------------------------------------------------------------------------
+
+    def _insert_helper(self, node: TreeNode, key: RadixKey, *args: Any, **kwargs: Any) -> tuple[int, TreeNode]:
+        total = len(key)
+        prefix_len, last = super()._insert_helper(node, key, *args, **kwargs)
+        if prefix_len < total:
+            for hook in self.hooks:
+                hook.on_insert(last)
+        return prefix_len, last
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        head = super()._split_node(key, child, split_len)
+        for hook in self.hooks:
+            hook.on_split(head, child)
+        return head
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        name = node.key.extra_key
+        super()._delete_leaf(node)
+        if name is not None and name.startswith(_BLOCK):
+            self.blocks.pop(name[len(_BLOCK) :], None)
+        for hook in self.hooks:
+            hook.on_evict(node)
+
+    # ---- locks --------------------------------------------------------------------------------------------------
+
+    def inc_lock_ref(self, node: Any) -> Any:
+        if not isinstance(node, StitchNode):
+            return super().inc_lock_ref(node)
+        result = super().inc_lock_ref(node.tail)
+        for member in node.members:
+            result.delta += super().inc_lock_ref(member).delta
+        return result
+
+    def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
+        if not isinstance(node, StitchNode):
+            return super().dec_lock_ref(node, params)
+        result = super().dec_lock_ref(node.tail)
+        for member in node.members:
+            result.delta += super().dec_lock_ref(member).delta
+        return result
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        row = compat.request_row(params.req) if params.req is not None else None
+        if row is None:
+            return super().match_prefix(params)
+        try:
+            return self._match_row(row, params.key, params.req.extra_key)
+        except MissingBlocks as error:
+            # Never a dense prefix instead: that would be another answer.
+            compat.abort_unscheduled(params.req, f"sglang_ext: {error}; retry")
+            return self._empty_match_result
+
+    def _match_row(self, row: Row, key: RadixKey, extra_key: str | None) -> MatchResult:
+        """The stitched prefix, then what is known of the request's own tokens (or of the blocks it encodes)."""
+        absent = self.missing(piece.key for piece in row.prefix)
+        if absent:
+            raise MissingBlocks(absent)
+        members = [self.blocks[piece.key] for piece in row.prefix]
+        slots = [node.value[p.start : p.end] for node, p in zip(members, row.prefix, strict=True)]
+        limit, matched, tail = len(key), row.prefix_tokens, self.root_node
+        if matched > limit:
+            raise ValueError(
+                f"the request must recompute from token {limit} on, inside its {matched} stitched tokens;"
+                " log-probabilities can start at the request's own tokens only"
+            )
+        if row.new:
+            for block in row.new:
+                node = self.blocks.get(block.key)
+                if node is None or matched + block.tokens > limit:
+                    break
+                members.append(node)
+                slots.append(node.value)
+                matched += block.tokens
+                self.hold(row.owner, [block.key])
+        elif limit > matched:
+            own = super().match_prefix(MatchPrefixParams(key=self._own_key(row, key.token_ids[:limit], extra_key)))
+            slots.append(own.device_indices)
+            tail = own.last_device_node
+        now = compat.now()
+        for node in members:
+            node.last_access_time = now
+        indices = torch.cat(slots) if slots else self._empty_match_result.device_indices
+        stitch = StitchNode(dict.fromkeys(members), tail)
+        return MatchResult(
+            device_indices=indices, last_device_node=stitch, last_host_node=stitch, best_match_node=stitch
+        )
+
+    def _own_key(self, row: Row, token_ids: array, extra_key: str | None) -> RadixKey:
+        return RadixKey(token_ids[row.prefix_tokens :], row.namespace(extra_key))
+
+    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+        row = compat.request_row(req)
+        if row is None or self.disable:
+            return super().cache_unfinished_req(req, chunked=chunked)
+        fill_ids = req.get_fill_ids()
+        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(fill_ids)]
+        protected, node = self._store(req, row, fill_ids, slots, chunked)
+        self.inc_lock_ref(node)
+        self.dec_lock_ref(req.last_node)
+        # The row was rewritten where the tree already had the same tokens: read it again.
+        req.prefix_indices = slots.to(dtype=torch.int64, copy=True)
+        req.cache_protected_len = protected
+        req.last_node = node
+
+    def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        row = compat.request_row(req)
+        if row is None or self.disable:
+            return super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        token_ids = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
+        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(token_ids)]
+        stored = req.cache_protected_len
+        if is_insert and not self.disable_finished_insert:
+            stored, _ = self._store(req, row, token_ids, slots, chunked=False)
+        self.token_to_kv_pool_allocator.free(slots[stored:])
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node)
+
+    def _store(
+        self, req: Any, row: Row, token_ids: array, slots: torch.Tensor, chunked: bool
+    ) -> tuple[int, StitchNode]:
+        """Give the tree what the request has computed beyond its protected prefix.
+
+        Slots of tokens that the tree holds already are freed and the request's row is pointed at the tree's.
+
+        Returns:
+            (how many leading tokens of the row the tree now holds, the node that stands for them).
+        """
+        members = [self.blocks[piece.key] for piece in row.prefix]
+        if not row.new:
+            key = self._own_key(row, token_ids, req.extra_key)
+            begin = row.prefix_tokens
+            known = self.insert(
+                InsertParams(
+                    key=key,
+                    value=slots[begin:].to(torch.int64, copy=True),
+                    chunked=chunked,
+                    priority=getattr(req, "priority", 0) or 0,
+                )
+            ).prefix_len
+            match = super().match_prefix(MatchPrefixParams(key=key))
+            self._replace(req, slots, req.cache_protected_len, begin + known, match.device_indices, begin)
+            return begin + len(match.device_indices), StitchNode(dict.fromkeys(members), match.last_device_node)
+
+        begin = row.prefix_tokens
+        for block in row.new:
+            end = begin + block.tokens
+            if end > len(token_ids):
+                break  # cut by a chunk: the next chunk completes it
+            node = self.blocks.get(block.key)
+            if node is None:
+                node = self._add_block(block.key, token_ids[begin:end], slots[begin:end].to(torch.int64, copy=True))
+            elif end > req.cache_protected_len:
+                self._replace(req, slots, begin, end, node.value, begin)
+            self.hold(row.owner, [block.key])
+            members.append(node)
+            begin = end
+        return begin, StitchNode(dict.fromkeys(members), self.root_node)
+
+    def _replace(
+        self, req: Any, slots: torch.Tensor, begin: int, end: int, values: torch.Tensor, values_at: int
+    ) -> None:
+        """Free the request's slots [begin, end) and put the tree's in their place; values[0] is token `values_at`."""
+        if begin < end:
+            self.token_to_kv_pool_allocator.free(slots[begin:end].clone())
+            self.req_to_token_pool.write(
+                (req.req_pool_idx, slice(begin, end)), values[begin - values_at : end - values_at].to(slots.dtype)
+            )

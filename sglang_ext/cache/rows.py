@@ -1,0 +1,85 @@
+"""What the scheduler is told about a request: which blocks its row of KV slots begins with.
+
+The tokenizer process decides (selection, order, encoding plan); the scheduler processes only look blocks up by name.
+The description travels as one JSON string in `sampling_params.custom_params[WIRE_KEY]`, because SGLang passes nothing
+else on to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WIRE_KEY = "sglang_ext"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, end) of the block named `key`, seen one after the other."""
+
+    key: str
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class NewBlock:
+    """A block that an encoding request writes.
+
+    Attributes:
+        key: the block's name (policies.dbsa.block_identity).
+        tokens: how many tokens it has.
+        position: position of its first token while it is encoded.
+        seen: (number of the block in the row, position of its first token) for every block it attends to besides
+            itself, in view order. The row is the prefix pieces followed by the new blocks.
+    """
+
+    key: str
+    tokens: int
+    position: int
+    seen: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The leading part of a request's row: pieces of resident blocks, then blocks the request itself encodes.
+
+    Attributes:
+        prefix: pieces of resident blocks, in view order.
+        new: blocks to encode; empty for a request that answers.
+        owner: who holds the new blocks (a pool's version); they stay locked until the owner lets go.
+    """
+
+    prefix: tuple[Piece, ...]
+    new: tuple[NewBlock, ...] = field(default=())
+    owner: str = ""
+
+    @property
+    def prefix_tokens(self) -> int:
+        return sum(piece.tokens for piece in self.prefix)
+
+    def namespace(self, extra_key: str | None) -> str:
+        """The radix namespace of the request's own tokens: equal selections share it, which is multi-turn reuse."""
+        named = [extra_key, [[piece.key, piece.start, piece.end] for piece in self.prefix]]
+        return "rows:" + hashlib.blake2b(json.dumps(named).encode(), digest_size=16).hexdigest()
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def load(cls, text: str) -> Row:
+        data: dict[str, Any] = json.loads(text)
+        return cls(
+            prefix=tuple(Piece(**piece) for piece in data["prefix"]),
+            new=tuple(
+                NewBlock(block["key"], block["tokens"], block["position"], tuple((a, b) for a, b in block["seen"]))
+                for block in data["new"]
+            ),
+            owner=data["owner"],
+        )

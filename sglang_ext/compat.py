@@ -1,0 +1,146 @@
+"""Every access to an SGLang internal that a new SGLang version may move, in one file.
+
+Verified against sglang 0.5.16 and 0.5.17. A port to another version starts and, mostly, ends here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.scheduler import NextBatchPlan
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_ext.cache.rows import WIRE_KEY, Row
+
+__all__ = [
+    "InsertParams",
+    "MatchPrefixParams",
+    "MatchResult",
+    "NextBatchPlan",
+    "RadixCache",
+    "RadixKey",
+    "TorchNativeAttnBackend",
+    "TreeNode",
+    "abort",
+    "abort_unscheduled",
+    "add_dispatch",
+    "bos",
+    "encode_request",
+    "generate",
+    "kv_bytes_per_token",
+    "logical_rids",
+    "now",
+    "num_kv_slots",
+    "refuse_layer",
+    "request_row",
+    "set_request_row",
+    "view_backend",
+    "write_kv",
+]
+
+_ROW = "sglang_ext_row"
+
+
+def request_row(req: Any) -> Row | None:
+    """The stitched row of a scheduler request, or None for a plain one."""
+    return getattr(req, _ROW, None)
+
+
+def set_request_row(req: Any, row: Row | None) -> None:
+    setattr(req, _ROW, row)
+
+
+def now() -> float:
+    """The clock of the radix tree's access times, in seconds."""
+    return time.monotonic()
+
+
+def num_kv_slots(model_runner: Any) -> int:
+    """Rows of every layer's KV buffer; slot 0 is SGLang's padding slot."""
+    pool = model_runner.token_to_kv_pool
+    return pool.size + pool.page_size
+
+
+def write_kv(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Store a layer's new keys and values at `slots`."""
+    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values)
+
+
+def refuse_layer(layer: Any) -> None:
+    """ValueError for attention layers that views do not serve."""
+    window = layer.sliding_window_size
+    if layer.is_cross_attention or (window is not None and window > -1) or getattr(layer, "logit_cap", 0):
+        raise ValueError(
+            f"attention layer {layer.layer_id}: cross attention, sliding windows and logit caps are not supported with views"
+        )
+
+
+def abort(req: Any, message: str, status: int) -> None:
+    """End a request that has not been scheduled yet, with an HTTP status."""
+    req.set_finish_with_abort(message)
+    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "ServiceUnavailableError"
+    req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
+
+
+def abort_unscheduled(req: Any, message: str) -> None:
+    """End a request while the scheduler looks up its prefix: what it would prefill shrinks to one token."""
+    abort(req, message, HTTPStatus.SERVICE_UNAVAILABLE)
+    req._refresh_fill_ids()
+
+
+def add_dispatch(dispatcher: Any, kind: type, handler: Any) -> None:
+    """Route messages of `kind` to `handler`."""
+    dispatcher += TypeBasedDispatcher([(kind, handler)])
+
+
+def kv_bytes_per_token(scheduler: Any) -> int:
+    """Bytes of keys and values of one token on one rank, all layers."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    key_bytes, value_bytes = pool.get_kv_size_bytes()
+    return int((key_bytes + value_bytes) // (pool.size + pool.page_size))
+
+
+def view_backend(model_runner: Any) -> Any | None:
+    """The view backend among a model runner's attention backends, or None when another one was chosen."""
+    from sglang_ext.attention.backend import ViewAttnBackend
+
+    backend = getattr(model_runner, "attn_backend", None)
+    return backend if isinstance(backend, ViewAttnBackend) else None
+
+
+def encode_request(rid: str, token_ids: list[int], row: str) -> Any:
+    """A request that only writes keys and values: nothing is generated."""
+    return GenerateReqInput(
+        rid=rid,
+        input_ids=token_ids,
+        sampling_params={"max_new_tokens": 0, "temperature": 0.0, "custom_params": {WIRE_KEY: row}},
+        stream=False,
+    )
+
+
+def generate(manager: Any, request: Any) -> AsyncIterator[Any]:
+    """SGLang's own generate_request, without our composition (the request already says what it needs)."""
+    return manager.generate_request(request)
+
+
+def bos(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens a prompt of this tokenizer begins with: (BOS,), or nothing where it adds none."""
+    ids = tokenizer("", add_special_tokens=True)["input_ids"]
+    if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]:
+        return (tokenizer.bos_token_id,)
+    return ()
+
+
+def logical_rids(request: Any) -> list[str]:
+    """Request ids of a GenerateReqInput after normalisation, one a prompt."""
+    return [request.rid] if isinstance(request.rid, str) else list(request.rid or [])

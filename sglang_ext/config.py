@@ -1,0 +1,176 @@
+"""Options that users set, as frozen dataclasses: the HTTP API, the Python API and the command line all read these."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.policies.dbsa import BlockSparse
+
+ATTENTION_BACKEND = "dbsa"
+RADIX_CACHE_BACKEND = "sglang_ext"
+
+GROUPINGS = ("length_balanced", "random", "cluster", "cluster_diverse")
+ORDERS = ("pool", "low_to_high", "high_to_low", "reversed")
+GRANULARITIES = ("block", "example")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_FIELDS = ("{input}", "{output}")
+
+
+def check_name(name: str) -> str:
+    """A pool's name, or ValueError: it stands in URLs and file names."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"pool name {name!r}: expected 1 to 128 letters, digits, '_', '-' and '.', starting with a letter or digit"
+        )
+    return name
+
+
+def _typed(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """`values` checked against the dataclass `cls`: unknown names and wrong types are errors."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ValueError(f"{what}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(fields))}")
+    for name, value in values.items():
+        expected = str(fields[name].type).split("|")
+        kinds = {"str": str, "int": int, "float": (int, float), "bool": bool, "None": type(None), "tuple[int, ...]": (list, tuple)}
+        accepted = [kinds[part.strip()] for part in expected]
+        is_bool = isinstance(value, bool)
+        if not any(isinstance(value, kind) and (not is_bool or kind is bool) for kind in accepted):
+            raise ValueError(f"{what}: {name}={value!r} is a {type(value).__name__}; expected {fields[name].type}")
+    return dict(values)
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """How a pool of demonstrations is written, cut into blocks and encoded (DBSA, sections 2.1 and 3).
+
+    Attributes:
+        template: text of one demonstration; must contain `{input}` and `{output}`, may contain `{label_prefix}`.
+        label_prefix: what stands before an output.
+        separator: text after every demonstration.
+        block_size: demonstrations in a block (the paper: 50).
+        sink_blocks: first blocks that every block attends to and every request selects (the paper: 1).
+        previous_blocks: blocks just before it that a block attends to (the paper: 2).
+        grouping: how demonstrations are dealt into blocks.
+        pattern: attention pattern of encoding.
+        positions: `sequential` (the paper) or `local`, which pools longer than the context need.
+        seed: of the grouping.
+        pinned: keep the blocks in memory; an unpinned pool's evicted blocks are encoded again when next needed.
+        system: system prompt of chat requests that use the pool.
+    """
+
+    template: str = "{input}\n{label_prefix}{output}"
+    label_prefix: str = "Label: "
+    separator: str = "\n\n"
+    block_size: int = 50
+    sink_blocks: int = 1
+    previous_blocks: int = 2
+    grouping: str = "length_balanced"
+    pattern: str = "sink+previous+self"
+    positions: str = "sequential"
+    seed: int = 0
+    pinned: bool = True
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in _FIELDS:
+            if field not in self.template:
+                raise ValueError(f"template {self.template!r} lacks {field}; it must contain {' and '.join(_FIELDS)}")
+        if self.template.index("{input}") > self.template.index("{output}"):
+            raise ValueError(f"template {self.template!r}: {{output}} must come after {{input}}, it is what is generated")
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size}: expected at least 1 demonstration a block")
+        if self.grouping not in GROUPINGS:
+            raise ValueError(f"grouping {self.grouping!r}: expected one of {', '.join(GROUPINGS)}")
+        self.block_sparse  # noqa: B018  its own checks
+
+    @property
+    def block_sparse(self) -> BlockSparse:
+        """The attention pattern these options ask for."""
+        return BlockSparse(self.pattern, self.sink_blocks, self.previous_blocks, self.positions)
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> PoolOptions:
+        """Options from JSON-like values; ValueError names an unknown option, a wrong type or a wrong value."""
+        return cls(**_typed(cls, values, "pool options"))
+
+    def render(self, input: str, output: str) -> str:
+        """One demonstration as text, without the separator."""
+        return self._fill(self.template, input=input, output=output)
+
+    def render_query(self, input: str) -> tuple[str, str]:
+        """(prompt of a question, the white space its answer starts with).
+
+        The prompt is the template up to the output with trailing white space taken off, because a tokenizer puts a
+        space at the beginning of the next word.
+        """
+        text = self._fill(self.template.split("{output}")[0], input=input, output="")
+        stripped = text.rstrip()
+        return stripped, text[len(stripped) :]
+
+    def _fill(self, template: str, **values: str) -> str:
+        values["label_prefix"] = self.label_prefix
+        # One pass, so that a field's name inside a demonstration's text stays text.
+        return re.sub(r"\{(input|output|label_prefix)\}", lambda match: values[match[1]], template)
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request asks of a pool: the keys of `custom_params`.
+
+    Attributes:
+        pool: the pool's name.
+        ratio: share of the pool's blocks (or demonstrations) to attend to, in (0, 1]; the paper: 0.3.
+        blocks: how many blocks instead, sinks included.
+        block_ids: the selection itself, in view order, for users with their own retriever.
+        order: order of the selected blocks after the sinks.
+        retriever: name in the registry of retrievers.
+        granularity: `block`, or `example` for single demonstrations cut out of their blocks (Table 6).
+        constrain: `labels` makes the answer one of the pool's labels.
+        label_probs: also return each label's probability.
+        query: text to retrieve with, when the request brings token ids.
+        raw: take the request's text as it is instead of through the pool's template.
+    """
+
+    pool: str
+    ratio: float | None = None
+    blocks: int | None = None
+    block_ids: tuple[int, ...] | None = None
+    order: str = "pool"
+    retriever: str = "bm25"
+    granularity: str = "block"
+    constrain: str | None = None
+    label_probs: bool = False
+    query: str | None = None
+    raw: bool = False
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order {self.order!r}: expected one of {', '.join(ORDERS)}")
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity {self.granularity!r}: expected one of {', '.join(GRANULARITIES)}")
+        if self.constrain not in (None, "labels"):
+            raise ValueError(f"constrain {self.constrain!r}: expected 'labels' or nothing")
+        given = [name for name in ("ratio", "blocks", "block_ids") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} given: expected at most one of ratio, blocks and block_ids")
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> RequestOptions:
+        """Options from `custom_params`; ValueError names an unknown option, a wrong type or a wrong value."""
+        values = _typed(cls, values, "custom_params")
+        if values.get("block_ids") is not None:
+            ids = values["block_ids"]
+            if not all(isinstance(block, int) and not isinstance(block, bool) for block in ids):
+                raise ValueError(f"custom_params: block_ids={ids!r}: expected whole numbers")
+            values["block_ids"] = tuple(ids)
+        return cls(**values)
+
+
+DEFAULT_RATIO = 0.3  # DBSA, section 3: "we retrieve 30% of the total demonstration pool"

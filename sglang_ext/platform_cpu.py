@@ -1,0 +1,78 @@
+"""An out-of-tree SGLang platform that runs the real engine on plain PyTorch, on a machine without a GPU.
+
+SGLang's own CPU mode needs a CPU build of `sgl-kernel` that the package registry lacks. A platform of kind OOT with
+dispatch key "native" makes every layer take its `forward_native` path instead, so the scheduler, the radix cache and
+the server are SGLang's own. It stands aside as soon as a CUDA device exists.
+"""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+ATTENTION_BACKEND = "torch_native"
+
+
+class TorchCpuPlatform(SRTPlatform):
+    """Plain PyTorch on the CPU; device memory is the machine's RAM, in bytes."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return int(psutil.virtual_memory().total)
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
+        memory = psutil.virtual_memory()
+        return float(memory.total - memory.available)
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
+
+    def get_device(self, device_id: int = 0) -> str:
+        return "cpu"
+
+    def set_device(self, device: torch.device) -> None:
+        """There is one CPU device: nothing to choose."""
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        return "cpu"
+
+    def get_device_uuid(self, device_id: int = 0) -> str:
+        return "cpu"
+
+    def get_device_capability(self, device_id: int = 0) -> None:
+        return None
+
+    def empty_cache(self) -> None:
+        """PyTorch keeps no cache of CPU memory."""
+
+    def synchronize(self) -> None:
+        """CPU work is synchronous."""
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+        return PagedTokenToKVPoolAllocator
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+
+def activate() -> str | None:
+    """Entry point of the group `sglang.srt.platforms`: the platform's qualified name, or None where a GPU exists."""
+    if torch.cuda.is_available():
+        return None
+    return "sglang_ext.platform_cpu.TorchCpuPlatform"

@@ -1,0 +1,212 @@
+"""Entry point of the group `sglang.srt.plugins`: hooks into SGLang, checked one by one.
+
+SGLang only logs an exception in a plugin and goes on without it; a server that answers without its views would answer
+wrongly. So every hook target is resolved here, and what cannot be resolved ends the process with a plain message.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from sglang_ext.config import RADIX_CACHE_BACKEND
+
+SUPPORTED_SGLANG = ("0.5.16", "0.5.18")  # at least, below
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One patch: a dotted SGLang name, how it is wrapped, and `module:function` of ours (imported when needed)."""
+
+    target: str
+    kind: str
+    ours: str
+
+    def load(self) -> Callable[..., Any]:
+        return pkgutil.resolve_name(self.ours)
+
+
+_SRT = "sglang.srt."
+_OURS = "sglang_ext.serving."
+
+HOOKS = (
+    Hook(_SRT + "utils.common.support_triton", "around", "sglang_ext.plugin:around_support_triton"),
+    Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", "sglang_ext.serving.checks:after_server_args"),
+    Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init"),
+    Hook(
+        _SRT + "managers.schedule_batch.Req.set_finish_with_abort",
+        "after",
+        _OURS + "scheduler:after_set_finish_with_abort",
+    ),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.init_req_max_new_tokens",
+        "after",
+        _OURS + "scheduler:after_init_req_max_new_tokens",
+    ),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
+        "around",
+        _OURS + "scheduler:around_get_new_batch_prefill",
+    ),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.init_request_dispatcher",
+        "after",
+        _OURS + "scheduler:after_init_request_dispatcher",
+    ),
+    Hook(_SRT + "managers.scheduler.Scheduler.get_internal_state", "after", _OURS + "scheduler:after_get_internal_state"),
+    Hook(
+        _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
+        "after",
+        _OURS + "scheduler:after_forward_batch_init_new",
+    ),
+    Hook(
+        _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        "after",
+        "sglang_ext.plugin:after_compute_cell_size",
+    ),
+    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "tokenizer:after_init"),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        "around",
+        _OURS + "tokenizer:around_generate_request",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+        "around",
+        _OURS + "tokenizer:around_tokenize_one_request",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.flush_cache",
+        "around",
+        _OURS + "tokenizer:around_flush_cache",
+    ),
+    Hook(
+        _SRT + "entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
+        "around",
+        _OURS + "chat:around_process_messages",
+    ),
+    Hook(
+        _SRT + "entrypoints.http_server._setup_and_run_http_server",
+        "before",
+        _OURS + "http:before_setup_and_run_http_server",
+    ),
+)
+
+
+def installed_sglang() -> str:
+    """Version of the installed SGLang."""
+    return version("sglang")
+
+
+def check_version(found: str) -> str | None:
+    """None for a supported SGLang version, else what is wrong with it."""
+    from packaging.version import Version
+
+    low, high = SUPPORTED_SGLANG
+    if Version(low) <= Version(found) < Version(high):
+        return None
+    return f"sglang {found} is installed, sglang_ext needs sglang>={low},<{high}: pip install 'sglang>={low},<{high}'"
+
+
+def unresolved() -> list[str]:
+    """Hook targets that this SGLang does not have, and hooks of ours that do not import."""
+    problems = []
+    for hook in HOOKS:
+        for name, what in ((hook.target, "hook target"), (hook.ours, "hook")):
+            try:
+                pkgutil.resolve_name(name)
+            except (ImportError, AttributeError) as error:
+                problems.append(f"{what} {name}: {error}")
+    return problems
+
+
+def register() -> None:
+    """Load the plugin in one process of the server.
+
+    Raises:
+        SystemExit: this SGLang is not supported or lacks a hook target. SGLang catches exceptions but not this one.
+    """
+    problem = check_version(installed_sglang())
+    problems = [problem] if problem else unresolved()
+    if problems:
+        raise SystemExit(
+            f"sglang_ext cannot work with sglang {installed_sglang()}:\n  "
+            + "\n  ".join(problems)
+            + "\nInstall a supported version, or uninstall sglang_ext to run stock SGLang."
+        )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    _register_backends()
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.load(), HookType(hook.kind))
+
+
+def _register_backends() -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.managers.io_struct import hook_custom_types
+    from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend, registered_radix_cache_backends
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    from sglang_ext.attention.policy import policies
+    from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
+
+    names = list(policies())
+    add_attention_backend_choices(names)
+    for name in names:
+        if name not in ATTENTION_BACKENDS:
+            register_attention_backend(name)(_backend_factory(name))
+    if RADIX_CACHE_BACKEND not in registered_radix_cache_backends():
+        register_radix_cache_backend(RADIX_CACHE_BACKEND, _build_radix_cache)
+    hook_custom_types(ExtAdminReqInput, ExtAdminReqOutput)
+    spec = ("ext_admin", ExtAdminReqOutput)
+    if spec not in _COMMUNICATOR_SPECS:
+        _COMMUNICATOR_SPECS.append(spec)
+
+
+def _backend_factory(name: str) -> Callable[[Any], Any]:
+    def build(model_runner: Any) -> Any:
+        from sglang_ext.attention.backend import ViewAttnBackend
+        from sglang_ext.attention.policy import policies
+
+        return ViewAttnBackend(model_runner, policies()[name]())
+
+    return build
+
+
+def _build_radix_cache(context: Any) -> Any:
+    from sglang_ext.cache.radix import BlockRadixCache
+
+    return BlockRadixCache(context.params)
+
+
+def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:
+    """AROUND support_triton: it goes by name, and would send our names to Triton on a machine without a GPU."""
+    import torch
+
+    from sglang_ext.attention.policy import policies
+
+    return original("torch_native" if backend in policies() and not torch.cuda.is_available() else backend)
+
+
+def after_compute_cell_size(result: int, _configurator: Any, kvc: Any, num_layers: int) -> int:
+    """AFTER _compute_cell_size: a policy's own bytes a token count in SGLang's memory budget."""
+    from sglang_ext.attention.policy import policies
+
+    factory = policies().get(kvc.server_args.attention_backend)
+    if factory is None:
+        return result
+    config = kvc.model_config
+    return result + factory().extra_bytes_per_token(
+        layers=num_layers, kv_heads=config.get_num_kv_heads(kvc.ps.attn_tp_size), head_dim=config.head_dim
+    )
+
+
+def is_disabled() -> bool:
+    """Whether SGLANG_PLUGINS leaves this plugin out."""
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    return bool(allowed) and "sglang_ext" not in [name.strip() for name in allowed.split(",")]

@@ -1,0 +1,2 @@
+def around_process_messages(original, *args, **kwargs):
+    return original(*args, **kwargs)

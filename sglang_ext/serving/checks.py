@@ -1,0 +1,61 @@
+"""Server arguments that views do not serve yet are refused at start, by name, with what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.attention.policy import policies
+from sglang_ext.config import RADIX_CACHE_BACKEND
+
+# (argument, is it set to something views do not serve?, what to do)
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("page_size", lambda v: v not in (None, 1), "set --page-size 1"),
+    ("speculative_algorithm", bool, "leave out --speculative-algorithm"),
+    ("enable_hierarchical_cache", bool, "leave out --enable-hierarchical-cache"),
+    ("disaggregation_mode", lambda v: v not in (None, "null"), "leave out --disaggregation-mode"),
+    ("dp_size", lambda v: v > 1, "set --dp-size 1 and run several servers"),
+    ("pp_size", lambda v: v > 1, "set --pp-size 1; --tp-size is supported"),
+    ("enable_lora", bool, "leave out --enable-lora and --lora-paths"),
+    ("kv_cache_dtype", lambda v: "fp8" in str(v) or "fp4" in str(v), "set --kv-cache-dtype auto"),
+    ("tokenizer_worker_num", lambda v: v > 1, "set --tokenizer-worker-num 1"),
+    ("enable_tokenizer_batch_encode", bool, "leave out --enable-tokenizer-batch-encode"),
+    ("disable_radix_cache", bool, "leave out --disable-radix-cache: blocks live in the radix tree"),
+    ("enable_lmcache", bool, "leave out --enable-lmcache"),
+    ("enable_session_radix_cache", bool, "leave out --enable-session-radix-cache"),
+    ("dllm_algorithm", bool, "leave out --dllm-algorithm"),
+)
+
+
+def is_active(server_args: Any) -> bool:
+    """Whether this server was asked to use one of our attention backends."""
+    return server_args.attention_backend in policies()
+
+
+def refusals(server_args: Any) -> list[str]:
+    """What in `server_args` our backend does not serve, each with what to change; empty when all is well."""
+    problems = []
+    for name, refused, remedy in _REFUSED:
+        value = getattr(server_args, name, None)
+        if value is not None and refused(value):
+            problems.append(f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}")
+    return problems
+
+
+def after_server_args(_result: Any, server_args: Any) -> None:
+    """AFTER ServerArgs.__post_init__: refuse what is not supported, and set what our backend needs.
+
+    Raises:
+        ValueError: every problem, a line each.
+    """
+    ours = is_active(server_args)
+    cache = server_args.radix_cache_backend == RADIX_CACHE_BACKEND
+    if not ours and not cache:
+        return
+    if ours != cache:
+        raise ValueError(
+            f"--attention-backend {server_args.attention_backend} with --radix-cache-backend"
+            f" {server_args.radix_cache_backend}: set both, one of {', '.join(policies())} and {RADIX_CACHE_BACKEND}"
+        )
+    problems = refusals(server_args)
+    if problems:
+        raise ValueError("sglang_ext:\n  " + "\n  ".join(problems))

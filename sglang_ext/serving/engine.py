@@ -1,0 +1,82 @@
+"""SGLang's offline engine with pools."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from sglang.srt.entrypoints.engine import Engine as SglangEngine
+
+from sglang_ext.config import ATTENTION_BACKEND, RADIX_CACHE_BACKEND
+from sglang_ext.serving.tokenizer import POOL_DIR_ENV, pools_of
+
+
+def server_defaults() -> dict[str, Any]:
+    """Arguments that make a server one of ours; on a machine without a GPU, those of the embedded CPU platform."""
+    import torch
+
+    defaults: dict[str, Any] = {
+        "attention_backend": ATTENTION_BACKEND,
+        "radix_cache_backend": RADIX_CACHE_BACKEND,
+        "page_size": 1,
+        "disable_cuda_graph": True,
+    }
+    if not torch.cuda.is_available():
+        defaults |= {"device": "cpu", "sampling_backend": "pytorch"}
+    return defaults
+
+
+class Engine(SglangEngine):
+    """`sglang.Engine` that serves pools of demonstrations.
+
+    Takes SGLang's arguments (`sglang.srt.server_args.ServerArgs`) and `pool_dir`, a folder in which pools are kept.
+    Requests name a pool in `sampling_params["custom_params"]` (see `sglang_ext.config.RequestOptions`).
+    """
+
+    def __init__(self, pool_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+        if pool_dir is not None:
+            os.environ[POOL_DIR_ENV] = os.fspath(pool_dir)
+        else:
+            os.environ.pop(POOL_DIR_ENV, None)
+        if "server_args" not in kwargs:
+            kwargs = {**server_defaults(), **kwargs}
+        super().__init__(**kwargs)
+        self._pools = pools_of(self.tokenizer_manager)
+        self._run(self._pools.restored())
+
+    def _run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def create_pool(self, name: str, demonstrations: Iterable[Any], **options: Any) -> dict[str, Any]:
+        """Encode demonstrations (objects with `input` and `output`) into the pool `name`, replacing it if it is there.
+
+        Options are those of `sglang_ext.config.PoolOptions`. Returns the pool's description.
+        """
+        return self._run(self._pools.put(name, demonstrations, options))
+
+    def append(self, name: str, demonstrations: Iterable[Any]) -> dict[str, Any]:
+        """Add demonstrations to a pool; only the new blocks are encoded."""
+        return self._run(self._pools.append(name, demonstrations))
+
+    def delete(self, name: str, demonstration_id: str | None = None, purge: bool = False) -> dict[str, Any]:
+        """Delete a pool, or one demonstration: at once for retrieval, with `purge` from every block it reached."""
+        if demonstration_id is None:
+            return self._run(self._pools.delete(name))
+        return self._run(self._pools.delete_demonstration(name, demonstration_id, purge))
+
+    def pools(self) -> list[dict[str, Any]]:
+        """A line for each pool."""
+        return self._pools.list()
+
+    def pool(self, name: str, tokens: bool = False) -> dict[str, Any]:
+        """One pool with its blocks; with `tokens`, each block's token ids and the span of each demonstration."""
+        return self._run(self._pools.info(name, tokens))
+
+    def cancel(self, name: str) -> dict[str, Any]:
+        """Stop the encoding under way."""
+        return self._run(self._pools.cancel(name))
+
+    def plan_pool(self, demonstrations: Iterable[Any], **options: Any) -> dict[str, Any]:
+        """Tokens, bytes and blocks a pool would take, and how many such pools fit."""
+        return self._pools.plan(demonstrations, options, self._run(self._pools.admin("state")))

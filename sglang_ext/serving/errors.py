@@ -1,0 +1,23 @@
+"""Errors that users see, with the HTTP status each one has."""
+
+from __future__ import annotations
+
+import fastapi
+
+
+class PoolError(fastapi.HTTPException, ValueError):
+    """A request about a pool that cannot be served; `status_code` is its HTTP status, `detail` says what to do."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        fastapi.HTTPException.__init__(self, status_code=status, detail=message)
+
+    def __str__(self) -> str:
+        return str(self.detail)
+
+
+class UnknownPool(PoolError):
+    """There is no pool of that name."""
+
+    def __init__(self, name: str, known: list[str]) -> None:
+        names = ", ".join(sorted(known)) or "none yet"
+        super().__init__(f"unknown pool {name!r}; pools on this server: {names}", 404)

@@ -1,0 +1,38 @@
+"""Probabilities of a pool's labels as the answer to one question."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from typing import Any
+
+from sglang_ext import compat
+from sglang_ext.serving.pool import Definition
+
+
+async def label_probabilities(manager: Any, definition: Definition, prompt: list[int], row: str) -> dict[str, float]:
+    """Share of each label among all labels, from the log-probability of its whole text after the prompt.
+
+    Every label is scored with what follows an answer in the demonstrations, so that a label that begins another does
+    not take the other's probability. The prompt's keys and values are cached: each label costs its own tokens.
+    """
+    options = definition.options
+    lead = options.render_query("")[1]
+    end = options.template.split("{output}", 1)[1] + options.separator
+    texts = [lead + label + end for label in definition.labels]
+    token_ids = manager.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    scores = await asyncio.gather(*(_score(manager, prompt, ids, row) for ids in token_ids))
+    top = max(scores)
+    weights = [math.exp(score - top) for score in scores]
+    return {label: weight / sum(weights) for label, weight in zip(definition.labels, weights, strict=True)}
+
+
+async def _score(manager: Any, prompt: list[int], answer: list[int], row: str) -> float:
+    """Sum of the natural-log probabilities of `answer` after `prompt`."""
+    request = compat.encode_request(f"sglang-ext-label-{uuid.uuid4().hex}", prompt + answer, row)
+    request.return_logprob, request.logprob_start_len = True, len(prompt) - 1
+    async for out in compat.generate(manager, request):
+        values = out["meta_info"]["input_token_logprobs"][-len(answer) :]
+        return float(sum(value for value, *_ in values))
+    raise RuntimeError("the scoring request gave no answer")

@@ -1,0 +1,163 @@
+"""From demonstrations to blocks of tokens: grouping, rendering, tokenizing. Pure functions, no server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from sglang_ext.config import PoolOptions
+from sglang_ext.policies.dbsa import block_identities
+from sglang_ext.retrievers.grouping import group
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One example of the task."""
+
+    id: str
+    input: str
+    output: str
+
+
+def parse_demonstrations(items: Iterable[Any], taken: Iterable[str] = ()) -> list[Demonstration]:
+    """Demonstrations from JSON-like objects; those without an id get `d0`, `d1`, ...
+
+    Raises:
+        ValueError: an item is not an object with `input` and `output` strings, an id is taken twice, or there are none.
+            Says which item (counted from 1).
+    """
+    used = set(taken)
+    result: list[Demonstration] = []
+    fresh = 0
+    for number, item in enumerate(items, start=1):
+        if not isinstance(item, Mapping):
+            raise ValueError(f"demonstration {number} is a {type(item).__name__}: expected an object with input and output")
+        # The data sets people have use these names; nothing else is guessed.
+        text, label = item.get("input", item.get("text")), item.get("output", item.get("label"))
+        if not isinstance(text, str) or not isinstance(label, str) or not label:
+            raise ValueError(
+                f"demonstration {number}: got {json.dumps(item, ensure_ascii=False)[:200]}; expected strings"
+                ' "input" and "output" ("text" and "label" do too), the output not empty'
+            )
+        name = item.get("id")
+        if name is None:
+            while f"d{fresh}" in used:
+                fresh += 1
+            name = f"d{fresh}"
+        elif not isinstance(name, str) or not name:
+            raise ValueError(f"demonstration {number}: id {name!r}: expected a non-empty string")
+        if name in used:
+            raise ValueError(f"demonstration {number}: id {name!r} is taken; ids are unique in a pool")
+        used.add(name)
+        result.append(Demonstration(name, text, label))
+    if not result:
+        raise ValueError("no demonstrations: a pool needs at least one")
+    return result
+
+
+def parse_jsonl(text: str) -> list[Any]:
+    """Objects of a JSON-lines text; ValueError names the line that is not JSON."""
+    items = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                items.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} is not JSON ({error.msg}): {line[:120]!r}") from error
+    return items
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of demonstrations, tokenized.
+
+    Attributes:
+        key: the name of its states (policies.dbsa).
+        token_ids: its tokens; the first block's begin with the header (BOS, or the chat template's).
+        demonstrations: ids in order.
+        spans: (first token, end token) of each demonstration, its separator included.
+        position: position of the first token when encoded.
+    """
+
+    key: str
+    token_ids: tuple[int, ...]
+    demonstrations: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
+    position: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A pool's demonstrations in blocks, tokenized behind one header."""
+
+    header: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(block.token_ids) for block in self.blocks)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(block.token_ids) for block in self.blocks)
+
+
+def group_demonstrations(demonstrations: Sequence[Demonstration], options: PoolOptions, tokenizer: Any) -> list[list[str]]:
+    """Ids of the demonstrations of each block."""
+    texts = [options.render(item.input, item.output) + options.separator for item in demonstrations]
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    chosen = group(texts, lengths, options.block_size, options.grouping, options.seed)
+    return [[demonstrations[index].id for index in block] for block in chosen]
+
+
+def lay_out(
+    groups: Sequence[Sequence[str]],
+    demonstrations: Mapping[str, Demonstration],
+    options: PoolOptions,
+    tokenizer: Any,
+    header: Sequence[int],
+    model: str,
+) -> Layout:
+    """Tokenize every block once, alone, and name it (ALGORITHMS: block boundaries are token boundaries).
+
+    Raises:
+        ValueError: the tokenizer has no offsets (it is not a fast one), so that demonstrations cannot be told apart.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"tokenizer {type(tokenizer).__name__} is not a fast one: pools need its character offsets;"
+            " convert it with transformers (AutoTokenizer.from_pretrained(..., use_fast=True))"
+        )
+    rendered = [[options.render(demonstrations[id].input, demonstrations[id].output) + options.separator for id in ids] for ids in groups]
+    encoded = tokenizer(["".join(texts) for texts in rendered], add_special_tokens=False, return_offsets_mapping=True)
+    token_ids, spans = [], []
+    for number, texts in enumerate(rendered):
+        lead = len(header) if number == 0 else 0
+        ids = encoded["input_ids"][number]
+        token_ids.append((*header, *ids) if number == 0 else tuple(ids))
+        spans.append(_spans(texts, encoded["offset_mapping"][number], lead))
+    keys = block_identities(model, options.block_sparse, token_ids)
+    lengths = [len(ids) for ids in token_ids]
+    blocks = []
+    for number, key in enumerate(keys):
+        start = options.block_sparse.starts(number, lengths)[number]
+        blocks.append(Block(key, token_ids[number], tuple(groups[number]), spans[number], start))
+    return Layout(tuple(header), tuple(blocks))
+
+
+def _spans(texts: Sequence[str], offsets: Sequence[tuple[int, int]], lead: int) -> tuple[tuple[int, int], ...]:
+    """Token span of each text; a token belongs to the text in which its first character lies."""
+    ends, total = [], 0
+    for text in texts:
+        total += len(text)
+        ends.append(total)
+    spans, token = [], 0
+    for end in ends:
+        first = token
+        while token < len(offsets) and offsets[token][0] < end:
+            token += 1
+        spans.append((first + lead, token + lead))
+    return tuple(spans)

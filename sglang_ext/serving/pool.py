@@ -1,0 +1,134 @@
+"""A pool and its versions: what is served under one name, without any server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from sglang_ext.config import PoolOptions, RequestOptions
+from sglang_ext.retrievers import registry
+from sglang_ext.retrievers.base import Retriever
+from sglang_ext.serving.layout import Demonstration, Layout
+
+COMPLETION, CHAT = "completion", "chat"
+
+_owners = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What users wrote: everything that is needed to build the pool again.
+
+    Attributes:
+        demonstrations: by id, in order of arrival.
+        groups: ids of the demonstrations of each block.
+        deleted: ids that retrieval and views leave out, though the blocks they stand in were encoded with them.
+    """
+
+    options: PoolOptions
+    demonstrations: Mapping[str, Demonstration]
+    groups: tuple[tuple[str, ...], ...]
+    deleted: frozenset[str] = frozenset()
+
+    def without(self, id: str) -> Definition:
+        """The same with demonstration `id` left out of retrieval and of every view."""
+        return replace(self, deleted=self.deleted | {id})
+
+    def purged(self) -> Definition:
+        """The same with deleted demonstrations gone from their blocks; a block that is left empty goes too."""
+        groups = [tuple(id for id in group if id not in self.deleted) for group in self.groups]
+        kept = {id: item for id, item in self.demonstrations.items() if id not in self.deleted}
+        return replace(self, demonstrations=kept, groups=tuple(group for group in groups if group), deleted=frozenset())
+
+    def live(self) -> list[Demonstration]:
+        """Demonstrations that were not deleted."""
+        return [item for id, item in self.demonstrations.items() if id not in self.deleted]
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Different outputs of the live demonstrations, in order of first appearance."""
+        return tuple(dict.fromkeys(item.output for item in self.live()))
+
+    def block_text(self, group: Sequence[str]) -> str:
+        """What retrievers index of a block."""
+        return self.options.separator.join(self.example_text(id) for id in group if id not in self.deleted)
+
+    def example_text(self, id: str) -> str:
+        """What retrievers index of a demonstration."""
+        item = self.demonstrations[id]
+        return self.options.render(item.input, item.output)
+
+    def dump(self) -> dict[str, Any]:
+        """JSON-like; `load` reads it back."""
+        return {
+            "options": {name: getattr(self.options, name) for name in self.options.__dataclass_fields__},
+            "demonstrations": [
+                {"id": item.id, "input": item.input, "output": item.output} for item in self.demonstrations.values()
+            ],
+            "groups": [list(group) for group in self.groups],
+            "deleted": sorted(self.deleted),
+        }
+
+    @classmethod
+    def load(cls, data: Mapping[str, Any]) -> Definition:
+        items = [Demonstration(**item) for item in data["demonstrations"]]
+        return cls(
+            PoolOptions.parse(data["options"]),
+            {item.id: item for item in items},
+            tuple(tuple(group) for group in data["groups"]),
+            frozenset(data["deleted"]),
+        )
+
+
+@dataclass
+class Version:
+    """One state of a pool that requests can be served from. It lives until the last request on it has ended.
+
+    Attributes:
+        number: counts up with every change of the pool.
+        definition: what it serves.
+        layouts: blocks by variant: `completion`, and `chat` once a chat request came.
+        users: requests in flight on it.
+        retired: a newer version took its place, or the pool was deleted.
+        resident: variants whose blocks are known to be held in the KV cache; others are looked up before use.
+    """
+
+    name: str
+    number: int
+    definition: Definition
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    users: int = 0
+    retired: bool = False
+    resident: set[str] = field(default_factory=set)
+    owner: str = field(default_factory=lambda: f"pool:{next(_owners)}")
+    _retrievers: dict[tuple[str, str], Retriever] = field(default_factory=dict)
+
+    @property
+    def sinks(self) -> int:
+        """How many first blocks every selection holds."""
+        return min(self.definition.options.sink_blocks, len(self.definition.groups))
+
+    def retriever(self, options: RequestOptions) -> Retriever:
+        """The retriever a request asks for, built over blocks or examples at its first use."""
+        key = (options.retriever, options.granularity)
+        if key not in self._retrievers:
+            definition = self.definition
+            if options.granularity == "block":
+                texts = [definition.block_text(group) for group in definition.groups]
+            else:
+                texts = [definition.example_text(id) for group in definition.groups for id in group]
+            self._retrievers[key] = registry.get(options.retriever).build(texts)
+        return self._retrievers[key]
+
+
+@dataclass
+class Progress:
+    """How far an encoding is."""
+
+    blocks: int
+    tokens: int
+    blocks_done: int = 0
+    tokens_done: int = 0

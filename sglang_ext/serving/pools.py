@@ -1,0 +1,504 @@
+"""The pools of one server: creating, changing, encoding and leasing them. Runs in SGLang's tokenizer process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext import compat
+from sglang_ext.config import PoolOptions, check_name
+from sglang_ext.serving.encode import Run, closure, plan_runs
+from sglang_ext.serving.errors import PoolError, UnknownPool
+from sglang_ext.serving.layout import (
+    Layout,
+    group_demonstrations,
+    lay_out,
+    parse_demonstrations,
+)
+from sglang_ext.serving.messages import ExtAdminReqInput
+from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Progress, Version
+from sglang_ext.serving.store import PoolStore
+
+logger = logging.getLogger(__name__)
+
+ROOM_FOR_REQUESTS = 128  # tokens that pools leave free, so that a question always fits
+
+
+@dataclass
+class Pool:
+    """A name, the version requests are served from, and the change under way."""
+
+    name: str
+    current: Version | None = None
+    task: asyncio.Task[None] | None = None
+    progress: Progress | None = None
+    status: str = "encoding"
+    error: str | None = None
+    versions: int = 0
+    seconds: float = 0.0
+
+
+class PoolService:
+    """All pools of a server. Its methods run on the tokenizer manager's event loop."""
+
+    def __init__(self, manager: Any, directory: str | None = None) -> None:
+        self.manager = manager
+        self.pools: dict[str, Pool] = {}
+        self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
+        self.store = PoolStore(directory) if directory else None
+        self._restore: dict[str, dict[str, Any]] = self.store.load() if self.store else {}
+        self._restoring: asyncio.Task[None] | None = None
+        self._admin_lock = asyncio.Lock()
+        self._encoding = asyncio.Lock()
+        self._tasks: set[asyncio.Future[None]] = set()
+        self.bytes_per_token = 0
+
+    # ---- reading --------------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> Pool:
+        """The pool of that name, or UnknownPool (404) with the names there are."""
+        if name not in self.pools:
+            raise UnknownPool(str(name), list(self.pools))
+        return self.pools[name]
+
+    def version(self, name: str) -> Version:
+        """The version of a pool that requests are served from now."""
+        pool = self.get(name)
+        if pool.current is None:
+            raise PoolError(f"pool {name!r} is still being encoded; wait until GET /v1/pools/{name} says ready", 409)
+        return pool.current
+
+    async def info(self, name: str, tokens: bool = False) -> dict[str, Any]:
+        """What is in a pool: options, labels, blocks with their demonstrations, residency and hits."""
+        pool = self.get(name)
+        info = self._summary(pool)
+        version = pool.current
+        if version is None:
+            return info
+        layout = version.layouts[COMPLETION]
+        state = await self.admin("blocks", keys=[block.key for block in layout.blocks])
+        info["blocks"] = [
+            {
+                "id": number,
+                "key": block.key,
+                "demonstrations": list(block.demonstrations),
+                "tokens": len(block.token_ids),
+                "position": block.position,
+                "resident": resident,
+                "hits": hits,
+            }
+            | ({"token_ids": list(block.token_ids), "spans": [list(s) for s in block.spans]} if tokens else {})
+            for number, (block, resident, hits) in enumerate(
+                zip(layout.blocks, state["resident"], state["hits"], strict=True)
+            )
+        ]
+        return info
+
+    def list(self) -> list[dict[str, Any]]:
+        """A line for each pool."""
+        return [self._summary(self.pools[name]) for name in sorted(self.pools)]
+
+    def _summary(self, pool: Pool) -> dict[str, Any]:
+        info: dict[str, Any] = {
+            "name": pool.name,
+            "version": pool.current.number if pool.current else 0,
+            "status": pool.status,
+            "error": pool.error,
+            "setup_seconds": round(pool.seconds, 3),
+        }
+        if pool.progress:
+            info["progress"] = vars(pool.progress).copy()
+        if pool.current:
+            definition, layout = pool.current.definition, pool.current.layouts[COMPLETION]
+            info |= {
+                "options": definition.dump()["options"],
+                "labels": list(definition.labels),
+                "demonstrations": len(definition.live()),
+                "deleted": sorted(definition.deleted),
+                "num_blocks": len(layout.blocks),
+                "tokens": layout.tokens,
+                "bytes": layout.tokens * self.bytes_per_token,
+                "requests_in_flight": pool.current.users,
+            }
+        return info
+
+    # ---- changing -------------------------------------------------------------------------------------------------
+
+    async def put(
+        self, name: str, demonstrations: Iterable[Any], options: Mapping[str, Any], wait: bool = True
+    ) -> dict[str, Any]:
+        """Create or replace a pool. Until the new blocks are encoded, requests are served from the old version."""
+        check_name(name)
+        parsed = PoolOptions.parse(options)
+        items = parse_demonstrations(demonstrations)
+        self._refuse_busy(name)
+        groups = group_demonstrations(items, parsed, self._tokenizer())
+        definition = Definition(parsed, {item.id: item for item in items}, tuple(tuple(group) for group in groups))
+        return await self._change(name, definition, wait)
+
+    async def append(self, name: str, demonstrations: Iterable[Any], wait: bool = True) -> dict[str, Any]:
+        """Add demonstrations as new blocks; the blocks there are stay as they are."""
+        definition = self.version(name).definition
+        items = parse_demonstrations(demonstrations, taken=definition.demonstrations)
+        self._refuse_busy(name)
+        groups = group_demonstrations(items, definition.options, self._tokenizer())
+        grown = Definition(
+            definition.options,
+            {**definition.demonstrations, **{item.id: item for item in items}},
+            (*definition.groups, *(tuple(group) for group in groups)),
+            definition.deleted,
+        )
+        return await self._change(name, grown, wait)
+
+    async def delete_demonstration(
+        self, name: str, id: str, purge: bool = False, wait: bool = True
+    ) -> dict[str, Any]:
+        """Leave a demonstration out of retrieval and views at once; with `purge`, encode again all it reached."""
+        definition = self.version(name).definition
+        if id not in definition.demonstrations:
+            raise PoolError(f"pool {name!r} has no demonstration {id!r}", 404)
+        self._refuse_busy(name)
+        smaller = definition.without(id)
+        if not smaller.live():
+            raise PoolError(f"{id!r} is the last demonstration of pool {name!r}: delete the pool instead", 409)
+        return await self._change(name, smaller.purged() if purge else smaller, wait)
+
+    async def delete(self, name: str) -> dict[str, Any]:
+        """Delete a pool. Requests in flight finish on it; its blocks are freed after the last one."""
+        pool = self.get(name)
+        await self.cancel(name)
+        if self.store:
+            self.store.delete(name)
+        self.pools.pop(name, None)
+        if pool.current:
+            await self._retire(pool.current)
+        return {"name": name, "status": "deleted"}
+
+    async def cancel(self, name: str) -> dict[str, Any]:
+        """Stop the encoding under way; the pool stays as it was before, and vanishes if it never was ready."""
+        pool = self.get(name)
+        if pool.task is not None:
+            pool.task.cancel()
+            await asyncio.wait([pool.task])
+        return self._summary(pool)
+
+    def plan(self, demonstrations: Iterable[Any], options: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+        """Tokens, bytes and blocks a pool would take, and how many such pools fit in an empty KV cache."""
+        parsed = PoolOptions.parse(options)
+        items = parse_demonstrations(demonstrations)
+        groups = group_demonstrations(items, parsed, self._tokenizer())
+        layout = self._lay_out(Definition(parsed, {i.id: i for i in items}, tuple(map(tuple, groups))), COMPLETION)
+        capacity = state["total_tokens"] - ROOM_FOR_REQUESTS
+        return {
+            "demonstrations": len(items),
+            "blocks": len(layout.blocks),
+            "tokens": layout.tokens,
+            "tokens_per_block": list(layout.lengths),
+            "bytes": layout.tokens * state["bytes_per_token"],
+            "capacity_tokens": capacity,
+            "fits": capacity // layout.tokens,
+        }
+
+    def _refuse_busy(self, name: str) -> None:
+        pool = self.pools.get(name)
+        if pool is not None and pool.task is not None:
+            raise PoolError(
+                f"pool {name!r} is being changed already; wait for it, or cancel it with POST /v1/pools/{name}/cancel", 409
+            )
+
+    async def _change(self, name: str, definition: Definition, wait: bool) -> dict[str, Any]:
+        """Make `definition` the pool's next version: check, encode, store, switch over."""
+        pool = self.pools.get(name) or Pool(name)
+        version = Version(name, pool.versions + 1, definition)
+        version.layouts[COMPLETION] = self._lay_out(definition, COMPLETION)
+        self._check_context(version, version.layouts[COMPLETION])
+        layout = version.layouts[COMPLETION]
+        # The task is in its place before anything is awaited: of two changes at once, the second sees the first.
+        started = asyncio.get_running_loop().create_future()
+        pool.progress = Progress(len(layout.blocks), layout.tokens)
+        pool.task = asyncio.create_task(self._make(pool, version, started))
+        previous_status, pool.status = pool.status, "encoding"
+        self.pools[name] = pool
+        try:
+            await started  # the checks against memory: raises, and then nothing has changed
+        except BaseException:
+            if pool.current is None:
+                self.pools.pop(name, None)
+            else:
+                pool.status = previous_status
+            raise
+        if not wait:
+            return self._summary(pool)
+        task = pool.task
+        if task is not None:
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if not task.cancelled():  # the client went away, not the encoding
+                    task.cancel()
+                    raise
+                raise PoolError(f"the encoding of pool {name!r} was cancelled", 409) from None
+        if pool.error is not None:
+            raise PoolError(pool.error, 503)
+        return await self.info(name)
+
+    async def _make(self, pool: Pool, version: Version, started: asyncio.Future[None]) -> None:
+        """Encode a new version and serve from it; on failure or cancellation leave everything as it was."""
+        begin = time.perf_counter()
+        layout = version.layouts[COMPLETION]
+        pool.error = None
+        try:
+            try:
+                missing = await self._hold(version.owner, layout, range(len(layout.blocks)))
+                await self._check_memory(version.name, sum(layout.lengths[block] for block in missing))
+            except BaseException as error:
+                if not started.done():
+                    if isinstance(error, asyncio.CancelledError):
+                        started.set_exception(PoolError(f"the change of pool {version.name!r} was cancelled", 409))
+                    else:
+                        started.set_exception(error)
+                await self.admin("release", owner=version.owner, drop=True)
+                return
+            started.set_result(None)
+            done = [layout.lengths[block] for block in range(len(layout.blocks)) if block not in missing]
+            assert pool.progress is not None
+            pool.progress.blocks_done, pool.progress.tokens_done = len(done), sum(done)
+            await self._encode(version, layout, sorted(missing), version.owner, pool.progress)
+            version.resident.add(COMPLETION)
+            if self.store:
+                self.store.save(version.name, version.definition.dump())
+            old, pool.current, pool.versions = pool.current, version, version.number
+            pool.status, pool.seconds = "ready", time.perf_counter() - begin
+            if not version.definition.options.pinned:
+                version.resident.clear()
+                await self.admin("release", owner=version.owner)
+            if old is not None:
+                await self._retire(old)
+        except BaseException as error:
+            if pool.current is not version:
+                await self.admin("release", owner=version.owner, drop=True)
+                pool.status = "ready" if pool.current else "cancelled"
+                if pool.current is None:
+                    self.pools.pop(pool.name, None)
+                if not isinstance(error, asyncio.CancelledError):
+                    logger.exception("sglang_ext: encoding pool %s failed", pool.name)
+                    pool.error = f"encoding pool {pool.name!r} failed: {error}"
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            pool.task = None
+
+    # ---- leases: a version lives until its last request has ended ---------------------------------------------------
+
+    def lease(self, version: Version) -> None:
+        """A request begins on `version`."""
+        version.users += 1
+
+    def end_lease(self, version: Version) -> None:
+        """A request on `version` has ended."""
+        version.users -= 1
+        if version.retired and version.users == 0:
+            self._background(self._free(version))
+
+    async def _retire(self, version: Version) -> None:
+        version.retired = True
+        if version.users == 0:
+            await self._free(version)
+
+    async def _free(self, version: Version) -> None:
+        await self.admin("release", owner=version.owner, drop=True)
+
+    # ---- encoding ---------------------------------------------------------------------------------------------------
+
+    async def ensure(self, version: Version, variant: str, blocks: Collection[int], owner: str) -> bool:
+        """See that `blocks` of a variant are in the KV cache; encode those that are not.
+
+        Returns:
+            Whether `owner` now holds the blocks and must let go of them (`release`).
+        """
+        if variant in version.resident:
+            return False
+        layout = version.layouts[variant]
+        pattern = version.definition.options.block_sparse
+        pinned = version.definition.options.pinned
+        wanted = range(len(layout.blocks)) if pinned else blocks
+        holder = version.owner if pinned else owner
+        async with self._encoding:
+            if variant in version.resident:
+                return False
+            missing = await self._hold(holder, layout, wanted)
+            if missing:
+                others = [b for b in range(len(layout.blocks)) if b not in wanted]
+                known = await self.admin("blocks", keys=[layout.blocks[block].key for block in others])
+                resident = {b for b, there in zip(others, known["resident"], strict=True) if there}
+                resident.update(block for block in wanted if block not in missing)
+                needed = closure(pattern, sorted(missing), resident)
+                context = {o for block in needed for o in pattern.attended(block) if o not in needed}
+                await self._hold(holder, layout, sorted(context))
+                await self._check_memory(version.name, sum(layout.lengths[block] for block in needed))
+                self.counters["reencoded_blocks"] += len(needed)
+                await self._encode(version, layout, needed, holder, None, locked=True)
+            if pinned:
+                version.resident.add(variant)
+        return not pinned
+
+    async def release(self, owner: str) -> None:
+        """Let go of what `ensure` held for a request."""
+        await self.admin("release", owner=owner)
+
+    def release_later(self, owner: str) -> None:
+        """`release`, without waiting for the answer."""
+        self._background(self.release(owner))
+
+    def flushed(self) -> None:
+        """The KV cache was or will be emptied: what is resident must be looked up again before it is used."""
+        for pool in self.pools.values():
+            if pool.current:
+                pool.current.resident.clear()
+
+    async def variant(self, version: Version, header: Sequence[int] | None) -> str:
+        """The variant behind a chat header, laid out when it is first asked for; None is the completion variant."""
+        if header is None:
+            return COMPLETION
+        known = version.layouts.get(CHAT)
+        if known is None:
+            layout = self._lay_out(version.definition, CHAT, tuple(header))
+            self._check_context(version, layout)
+            version.layouts[CHAT] = layout
+        elif known.header != tuple(header):
+            raise PoolError(
+                f"pool {version.name!r} serves chat requests behind one system prompt"
+                f" ({version.definition.options.system!r}); put the pool with another `system` to change it"
+            )
+        return CHAT
+
+    async def _hold(self, owner: str, layout: Layout, blocks: Iterable[int]) -> set[int]:
+        """Hold what is resident of `blocks`; returns the numbers of those that are not."""
+        numbers = list(blocks)
+        answer = await self.admin("hold", owner=owner, keys=[layout.blocks[block].key for block in numbers])
+        absent = set(answer["missing"])
+        return {block for block in numbers if layout.blocks[block].key in absent}
+
+    async def _encode(
+        self,
+        version: Version,
+        layout: Layout,
+        blocks: Sequence[int],
+        owner: str,
+        progress: Progress | None,
+        locked: bool = False,
+    ) -> None:
+        state = await self.admin("state")
+        chunk = state["chunked_prefill_size"] or 8192
+        pattern = version.definition.options.block_sparse
+        for run in plan_runs(layout, pattern, blocks, owner, chunk, state["max_req_input_len"] - 1):
+            if locked:
+                await self._encode_run(run)
+            else:
+                async with self._encoding:
+                    await self._encode_run(run)
+            if progress:
+                progress.blocks_done += len(run.row.new)
+                progress.tokens_done += run.new_tokens
+
+    async def _encode_run(self, run: Run) -> None:
+        """One encoding request through SGLang's scheduler; aborted there when this task is cancelled."""
+        request = compat.encode_request(f"sglang-ext-encode-{uuid.uuid4().hex}", list(run.token_ids), run.row.dump())
+        try:
+            async for _ in compat.generate(self.manager, request):
+                pass
+        except asyncio.CancelledError:
+            self.manager.abort_request(rid=request.rid)
+            raise
+        except Exception as error:
+            raise PoolError(f"encoding failed: {error}", 503) from error
+
+    async def _check_memory(self, name: str, needed: int) -> None:
+        state = await self.admin("state")
+        available = state["total_tokens"] - state["held_tokens"] - ROOM_FOR_REQUESTS
+        if needed > available:
+            raise PoolError(
+                f"pool {name!r} needs {needed} tokens of KV cache, {max(available, 0)} are available"
+                f" ({state['total_tokens']} in all, {state['held_tokens']} held by pools, {ROOM_FOR_REQUESTS} kept for"
+                " requests); nothing was changed. Use fewer demonstrations, delete a pool or raise --max-total-tokens",
+                413,
+            )
+
+    def _check_context(self, version: Version, layout: Layout) -> None:
+        """Positions must stay inside the model's context."""
+        pattern, limit = version.definition.options.block_sparse, self.manager.context_len
+        for block in range(len(layout.blocks)):
+            start = pattern.starts(block, layout.lengths)[block]
+            if start + layout.lengths[block] >= limit:
+                advice = (
+                    'use positions="local", or fewer demonstrations'
+                    if pattern.positions == "sequential"
+                    else "use smaller blocks, fewer previous blocks or another pattern"
+                )
+                raise PoolError(
+                    f"block {block} of pool {version.name!r} would end at position {start + layout.lengths[block]},"
+                    f" the model's context is {limit} tokens: {advice}"
+                )
+
+    # ---- plumbing -----------------------------------------------------------------------------------------------------
+
+    async def admin(self, op: str, **payload: Any) -> dict[str, Any]:
+        """One operation on the schedulers (serving.scheduler.Admin)."""
+        self.manager.auto_create_handle_loop()
+        async with self._admin_lock:
+            answers = await self.manager.ext_admin_communicator(
+                ExtAdminReqInput(op=op, payload=json.dumps(payload))
+            )
+        result: dict[str, Any] = json.loads(answers[0].payload)
+        if "error" in result:
+            raise PoolError(f"sglang_ext: {op} failed: {result['error']}", 503)
+        if op == "state":
+            self.bytes_per_token = result["bytes_per_token"]
+        return result
+
+    def _tokenizer(self) -> Any:
+        if self.manager.tokenizer is None:
+            raise PoolError("the server runs with --skip-tokenizer-init: pools are text and need the tokenizer")
+        return self.manager.tokenizer
+
+    def _lay_out(self, definition: Definition, variant: str, header: Sequence[int] | None = None) -> Layout:
+        tokenizer = self._tokenizer()
+        if header is None:
+            header = compat.bos(tokenizer)
+        return lay_out(
+            definition.groups, definition.demonstrations, definition.options, tokenizer, header, self.model_name()
+        )
+
+    def model_name(self) -> str:
+        """Names the weights and cache format that block states belong to."""
+        args = self.manager.server_args
+        return f"{self.manager.model_path}@{args.revision}:{args.dtype}:{args.kv_cache_dtype}:{args.quantization}"
+
+    def _background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+    # ---- start --------------------------------------------------------------------------------------------------------
+
+    async def restored(self) -> None:
+        """Encode the pools of `--pool-dir`, once; requests wait for it."""
+        if self._restoring is None:
+            if not self._restore:
+                return
+            self._restoring = asyncio.create_task(self._restore_all())
+        await asyncio.shield(self._restoring)
+
+    async def _restore_all(self) -> None:
+        for name, data in self._restore.items():
+            await self._change(name, Definition.load(data), wait=True)
+        self._restore = {}
+
+

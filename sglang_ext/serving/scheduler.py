@@ -1,0 +1,180 @@
+"""What runs inside SGLang's scheduler processes: admission, admin operations, fair turns between encoding and decoding.
+
+Every decision here follows from messages that all tensor-parallel ranks receive in the same order, so all ranks decide
+alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext import compat
+from sglang_ext.cache.radix import BlockRadixCache
+from sglang_ext.cache.rows import WIRE_KEY, Row
+from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
+
+# ---- requests ---------------------------------------------------------------------------------------------------------
+
+
+def after_req_init(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER Req.__init__: the row of the request, from its sampling parameters."""
+    custom = req.sampling_params.custom_params
+    text = custom.get(WIRE_KEY) if isinstance(custom, dict) else None
+    compat.set_request_row(req, Row.load(text) if text else None)
+
+
+def after_set_finish_with_abort(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER Req.set_finish_with_abort: what is left of the request is one plain token."""
+    compat.set_request_row(req, None)
+
+
+def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> None:
+    """AFTER Scheduler.init_req_max_new_tokens: admit what can run, refuse with numbers what never can."""
+    cache = scheduler.tree_cache
+    if not isinstance(cache, BlockRadixCache):
+        return
+    row = compat.request_row(req)
+    shared = 0
+    if row is not None:
+        absent = cache.missing(piece.key for piece in row.prefix)
+        if absent:
+            compat.abort(req, f"sglang_ext: {len(absent)} demonstration blocks are not in the KV cache; retry", 503)
+            return
+        shared = row.prefix_tokens
+        for piece in row.prefix:
+            cache.hits[piece.key] += 1
+        if not row.new:
+            cache.saved_tokens += shared
+    # Held blocks never leave: what they take is not there for this request.
+    free = scheduler.max_total_num_tokens - cache.held_tokens()
+    own = len(req.origin_input_ids) - shared
+    if own + 2 > free and not (row is not None and row.new):
+        compat.abort(
+            req,
+            f"the request needs {own} tokens of KV cache, {free} of {scheduler.max_total_num_tokens} are not held by"
+            " demonstration pools; shorten it, delete a pool or raise --max-total-tokens",
+            400,
+        )
+        return
+    limit = max(0, free - own - 2)
+    params = req.sampling_params
+    if params.max_new_tokens is not None and params.max_new_tokens > limit:
+        params.max_new_tokens = limit
+        params.min_new_tokens = min(params.min_new_tokens, limit)
+
+
+# ---- turns ------------------------------------------------------------------------------------------------------------
+
+
+def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    """AROUND Scheduler.get_new_batch_prefill: after a chunk of encoding, running requests decode once.
+
+    SGLang lets prefill win every time; a pool of many chunks would stop every running answer for its whole length.
+    """
+    chunked = scheduler.chunked_req
+    row = compat.request_row(chunked) if chunked is not None else None
+    if row is not None and row.new and not running_batch.is_empty() and not running_batch.is_prefill_only:
+        scheduler.ext_encode_turn = not getattr(scheduler, "ext_encode_turn", False)
+        if scheduler.ext_encode_turn:
+            return compat.NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+    return original(scheduler, running_batch)
+
+
+# ---- admin ------------------------------------------------------------------------------------------------------------
+
+
+class Admin:
+    """Operations on the blocks of one scheduler. Each takes and returns JSON-like values."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    @property
+    def cache(self) -> BlockRadixCache:
+        cache = self.scheduler.tree_cache
+        if not isinstance(cache, BlockRadixCache):
+            raise ValueError(
+                f"the radix cache is {type(cache).__name__}: pools need --radix-cache-backend sglang_ext"
+            )
+        return cache
+
+    def handle(self, message: ExtAdminReqInput) -> ExtAdminReqOutput:
+        operation = getattr(self, "op_" + message.op, None)
+        try:
+            if operation is None:
+                raise ValueError(f"unknown operation {message.op!r}")
+            result = operation(**json.loads(message.payload))
+        except Exception as error:  # the answer carries it: an admin request must never stop the scheduler
+            result = {"error": f"{type(error).__name__}: {error}"}
+        return ExtAdminReqOutput(payload=json.dumps(result))
+
+    def op_state(self) -> dict[str, Any]:
+        """Capacity in tokens, and what is held."""
+        cache, scheduler = self.cache, self.scheduler
+        return {
+            "total_tokens": scheduler.max_total_num_tokens,
+            "held_tokens": cache.held_tokens(),
+            "available_tokens": scheduler.token_to_kv_pool_allocator.available_size() + cache.evictable_size(),
+            "max_req_input_len": scheduler.max_req_input_len,
+            "chunked_prefill_size": scheduler.chunked_prefill_size,
+            "bytes_per_token": compat.kv_bytes_per_token(scheduler),
+        }
+
+    def op_hold(self, owner: str, keys: list[str]) -> dict[str, Any]:
+        """Hold those of `keys` that are resident; says which are missing."""
+        absent = set(self.cache.missing(keys))
+        self.cache.hold(owner, [key for key in keys if key not in absent])
+        return {"missing": [key for key in keys if key in absent]}
+
+    def op_release(self, owner: str, keys: list[str] | None = None, drop: bool = False) -> dict[str, Any]:
+        """Let go of an owner's blocks; with `drop`, free at once those that nobody else holds or uses."""
+        held = [key for key, owners in self.cache.owners.items() if owner in owners] if keys is None else keys
+        self.cache.release(owner, held)
+        return {"freed_tokens": self.cache.drop(held) if drop else 0}
+
+    def op_blocks(self, keys: list[str]) -> dict[str, Any]:
+        """Residency and hits of blocks."""
+        return {
+            "resident": [key in self.cache.blocks for key in keys],
+            "hits": [self.cache.hits[key] for key in keys],
+        }
+
+    def op_stats(self) -> dict[str, Any]:
+        return stats(self.scheduler)
+
+
+def stats(scheduler: Any) -> dict[str, Any]:
+    """Counters of one scheduler, for /server_info and /metrics."""
+    cache = scheduler.tree_cache
+    if not isinstance(cache, BlockRadixCache):
+        return {}
+    return {
+        "blocks_resident": len(cache.blocks),
+        "block_tokens_resident": sum(len(node.key) for node in cache.blocks.values()),
+        "held_tokens": cache.held_tokens(),
+        "block_hits": sum(cache.hits.values()),
+        "saved_tokens": cache.saved_tokens,
+    }
+
+
+def after_init_request_dispatcher(_result: Any, scheduler: Any) -> None:
+    """AFTER Scheduler.init_request_dispatcher: our messages."""
+    compat.add_dispatch(scheduler._request_dispatcher, ExtAdminReqInput, Admin(scheduler).handle)
+
+
+def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
+    """AFTER Scheduler.get_internal_state: our counters in /server_info."""
+    result.internal_state["sglang_ext"] = stats(scheduler)
+    return result
+
+
+# ---- forward batches ----------------------------------------------------------------------------------------------------
+
+
+def after_forward_batch_init_new(result: Any, _cls: Any, batch: Any, model_runner: Any, **_kwargs: Any) -> None:
+    """AFTER ForwardBatch.init_new: rows and positions for the attention backend."""
+    backend = compat.view_backend(model_runner)
+    if backend is not None:
+        backend.prepare(batch, result)

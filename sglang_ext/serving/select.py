@@ -1,0 +1,113 @@
+"""From a question to the pieces of blocks it attends to (DBSA, section 2.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_ext.cache.rows import Piece
+from sglang_ext.config import DEFAULT_RATIO, RequestOptions
+from sglang_ext.retrievers.selection import budget, example_budget, select, select_examples
+from sglang_ext.serving.layout import Block, Layout
+from sglang_ext.serving.pool import Version
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a request attends to: `pieces` in view order, and the numbers of the blocks they come from."""
+
+    pieces: tuple[Piece, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece.tokens for piece in self.pieces)
+
+
+def select_pieces(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> Selection:
+    """The pieces of `layout` that a request with these options attends to.
+
+    Raises:
+        ValueError: a wrong budget, unknown or repeated block ids, or no text to retrieve with.
+    """
+    if options.granularity == "example":
+        return _examples(version, layout, options, query)
+    blocks = _blocks(version, layout, options, query)
+    pieces: list[Piece] = []
+    for number in blocks:
+        pieces.extend(_live(layout.blocks[number], version.definition.deleted))
+    return Selection(tuple(pieces), tuple(blocks))
+
+
+def _blocks(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> list[int]:
+    total = len(layout.blocks)
+    if options.block_ids is not None:
+        ids = list(options.block_ids)
+        wrong = [block for block in ids if not 0 <= block < total]
+        if wrong or not ids:
+            raise ValueError(f"block_ids {ids}: expected ids of the pool's blocks, 0 to {total - 1}")
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"block_ids {ids}: a block is named twice; its tokens would count twice")
+        return ids
+    m = budget(_ratio(options), options.blocks, total=total, sinks=version.sinks)
+    scores = version.retriever(options).score(_text(query, options))
+    return select(scores, m, version.sinks, options.order)
+
+
+def _examples(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> Selection:
+    if options.block_ids is not None:
+        raise ValueError("block_ids with granularity 'example': name blocks, or let a retriever choose examples")
+    deleted = version.definition.deleted
+    sizes = [len(block.demonstrations) for block in layout.blocks]
+    m = example_budget(_ratio(options), options.blocks, block_sizes=sizes, sinks=version.sinks)
+    scores = version.retriever(options).score(_text(query, options)).copy()
+    gone = [id in deleted for block in layout.blocks for id in block.demonstrations]
+    scores[gone] = scores.min() - 1.0
+    chosen = [
+        (number, at)
+        for number, at in select_examples(scores, sizes, m, version.sinks, options.order)
+        if layout.blocks[number].demonstrations[at] not in deleted
+    ]
+
+    pieces: list[Piece] = []
+    first = layout.blocks[0]
+    if layout.header:
+        pieces.append(Piece(first.key, 0, len(layout.header)))
+    for number, at in chosen:
+        block = layout.blocks[number]
+        start, end = block.spans[at]
+        if pieces and pieces[-1].key == block.key and pieces[-1].end == start:
+            pieces[-1] = Piece(block.key, pieces[-1].start, end)
+        else:
+            pieces.append(Piece(block.key, start, end))
+    return Selection(tuple(pieces), tuple(dict.fromkeys(number for number, _ in chosen)))
+
+
+def _live(block: Block, deleted: frozenset[str]) -> list[Piece]:
+    """The block less its deleted demonstrations."""
+    pieces, start = [], 0
+    for id, (low, high) in zip(block.demonstrations, block.spans, strict=True):
+        if id in deleted:
+            if start < low:
+                pieces.append(Piece(block.key, start, low))
+            start = high
+    if start < len(block.token_ids):
+        pieces.append(Piece(block.key, start, len(block.token_ids)))
+    return pieces
+
+
+def _ratio(options: RequestOptions) -> float | None:
+    """The ratio asked for; without any budget, the paper's, or everything for the retriever `all`."""
+    if options.ratio is not None or options.blocks is not None:
+        return options.ratio
+    return 1.0 if options.retriever == "all" else DEFAULT_RATIO
+
+
+def _text(query: str | None, options: RequestOptions) -> str:
+    if query:
+        return query
+    if options.retriever in ("all",):
+        return "all"
+    raise ValueError(
+        f"retriever {options.retriever!r} needs text: send the question as text, or with input_ids put it in"
+        ' custom_params["query"], or name the blocks in "block_ids"'
+    )

@@ -1,0 +1,237 @@
+"""What runs inside SGLang's tokenizer manager: the one place where a request meets its pool.
+
+/generate, the OpenAI routes, `Engine.generate` and the frontend language all end in
+`TokenizerManager.generate_request` and tokenize each prompt in `_tokenize_one_request`; composing there serves them all.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext import compat
+from sglang_ext.cache.rows import WIRE_KEY, Row
+from sglang_ext.config import RequestOptions
+from sglang_ext.serving import checks
+from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.grammar import label_grammar
+from sglang_ext.serving.labels import label_probabilities
+from sglang_ext.serving.pool import Version
+from sglang_ext.serving.pools import PoolService
+from sglang_ext.serving.select import select_pieces
+
+CHAT_KEY = "_chat_header"  # set by serving.chat: the tokens before the first user message
+POOL_DIR_ENV = "SGLANG_EXT_POOL_DIR"
+
+
+@dataclass
+class Lease:
+    """What one prompt uses of a pool until its answer is complete."""
+
+    version: Version
+    meta: dict[str, Any]
+    options: RequestOptions
+    prompt: list[int]
+    row: str
+    holds: str | None = None
+
+
+def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER TokenizerManager.__init__: the server's pools, when one of our backends was chosen."""
+    manager.ext_pools = None
+    manager.ext_leases = {}
+    if checks.is_active(manager.server_args):
+        manager.ext_pools = PoolService(manager, os.environ.get(POOL_DIR_ENV) or None)
+
+
+def pools_of(manager: Any) -> PoolService:
+    """The server's pools, or an error that says how to start a server that has them."""
+    service: PoolService | None = getattr(manager, "ext_pools", None)
+    if service is None:
+        raise PoolError(
+            f"this server runs --attention-backend {manager.server_args.attention_backend}: pools need"
+            " --attention-backend dbsa --radix-cache-backend sglang_ext (or: sglang-ext serve MODEL)"
+        )
+    return service
+
+
+def custom_params(obj: Any) -> list[dict[str, Any]]:
+    """The custom_params of every prompt of a request, empty ones left out."""
+    params = getattr(obj, "sampling_params", None)
+    listed = params if isinstance(params, list) else [params]
+    found = [(item or {}).get("custom_params") for item in listed]
+    return [item for item in found if isinstance(item, dict) and item]
+
+
+async def around_generate_request(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """AROUND TokenizerManager.generate_request: leases end with the request, answers say what they used."""
+    if not any("pool" in custom for custom in custom_params(obj)):
+        async for out in original(manager, obj, request):
+            yield out
+        return
+    service = pools_of(manager)
+    await service.restored()
+    leases: dict[str, Lease] = manager.ext_leases
+    try:
+        async for out in original(manager, obj, request):
+            await _annotate(service, manager, obj, leases, out)
+            yield out
+    finally:
+        for rid in compat.logical_rids(obj):
+            lease = leases.pop(rid, None)
+            if lease is not None:
+                service.end_lease(lease.version)
+                if lease.holds:
+                    service.release_later(lease.holds)
+
+
+async def _annotate(service: PoolService, manager: Any, obj: Any, leases: dict[str, Lease], out: Any) -> None:
+    """Put meta_info["sglang_ext"] into every answer of `out`."""
+    rids = compat.logical_rids(obj)
+    copies = getattr(obj, "parallel_sample_num", 1) or 1
+    for place, item in enumerate(out if isinstance(out, list) else [out]):
+        index = item.get("index", place) if len(rids) * copies > 1 else 0
+        lease = leases.get(rids[index // copies])
+        if lease is None:
+            continue
+        if lease.options.label_probs and item["meta_info"].get("finish_reason"):
+            lease.meta["label_probs"] = await label_probabilities(
+                manager, lease.version.definition, lease.prompt, lease.row
+            )
+        item["meta_info"]["sglang_ext"] = dict(lease.meta)
+
+
+async def around_tokenize_one_request(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
+    """AROUND TokenizerManager._tokenize_one_request: the prompt becomes stitched blocks and the request's own tokens."""
+    params = getattr(obj, "sampling_params", None) or {}
+    custom = params.get("custom_params")
+    if not isinstance(custom, dict):
+        return await original(manager, obj)
+    if WIRE_KEY in custom and "pool" not in custom:
+        if not str(obj.rid).startswith("sglang-ext-"):
+            raise ValueError(f"custom_params[{WIRE_KEY!r}] is for the server's own requests")
+        return await original(manager, obj)
+    if "pool" not in custom:
+        return await original(manager, obj)
+    lease = await compose(manager, obj, dict(custom))
+    previous = manager.ext_leases.get(obj.rid)
+    manager.ext_leases[obj.rid] = lease
+    if previous is not None:
+        pools_of(manager).end_lease(previous.version)
+    return await original(manager, obj)
+
+
+async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
+    """Retrieve, and rewrite `obj` in place: token ids, constraint, and what the schedulers need to know.
+
+    Raises:
+        ValueError: (PoolError and UnknownPool among them) the request cannot be served; says what to change.
+    """
+    service = pools_of(manager)
+    header = custom.pop(CHAT_KEY, None)
+    options = RequestOptions.parse(custom)
+    if getattr(obj, "session_params", None) or getattr(obj, "lora_path", None) or getattr(obj, "input_embeds", None):
+        raise ValueError("a request with a pool takes no session, LoRA or input_embeds")
+    version = service.version(options.pool)
+    service.lease(version)
+    holds = None
+    try:
+        variant = await service.variant(version, header)
+        layout = version.layouts[variant]
+        own, lead, query = _own_tokens(manager, obj, version, options)
+        begin = time.perf_counter()
+        selection = select_pieces(version, layout, options, query)
+        retrieval = time.perf_counter() - begin
+        if await service.ensure(version, variant, selection.blocks, f"request:{obj.rid}"):
+            holds = f"request:{obj.rid}"
+        stitched = selection.tokens
+        if stitched + len(own) >= manager.context_len:
+            raise ValueError(
+                f"the question has {len(own)} tokens and the selected blocks {stitched}; together they must stay below"
+                f" the model's context of {manager.context_len} tokens: shorten the question or lower the ratio"
+            )
+        row = Row(selection.pieces).dump()
+        by_key = {block.key: block for block in layout.blocks}
+        prefix = [t for piece in selection.pieces for t in by_key[piece.key].token_ids[piece.start : piece.end]]
+        obj.input_ids, obj.text = prefix + own, None
+        params = copy.copy(obj.sampling_params)
+        params["custom_params"] = {WIRE_KEY: row}
+        if options.constrain == "labels":
+            _constrain(params, version, lead)
+        obj.sampling_params = params
+        if getattr(obj, "return_logprob", False) and obj.logprob_start_len is not None and obj.logprob_start_len >= 0:
+            # Users count in their own prompt; the stitched tokens have no log-probabilities to give.
+            obj.logprob_start_len += stitched
+    except BaseException:
+        service.end_lease(version)
+        if holds:
+            service.release_later(holds)
+        raise
+    service.counters["requests"] += 1
+    service.counters["stitched_tokens"] += stitched
+    service.counters["retrieval_seconds"] += retrieval
+    meta = {
+        "pool": version.name,
+        "version": version.number,
+        "blocks": list(selection.blocks),
+        "stitched_tokens": stitched,
+        "retrieval_ms": round(retrieval * 1e3, 4),
+    }
+    return Lease(version, meta, options, list(obj.input_ids), row, holds)
+
+
+def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOptions) -> tuple[list[int], str, str | None]:
+    """(the request's own tokens, the white space its answer starts with, the text to retrieve with)."""
+    definition = version.definition
+    if obj.input_ids is not None:
+        if not obj.input_ids:
+            raise ValueError("input_ids is empty: a request needs at least one token of its own")
+        lead = definition.options.render_query("")[1]
+        return list(obj.input_ids), lead, options.query
+    if not isinstance(obj.text, str) or not obj.text.strip():
+        raise ValueError("the question is empty: send it as text, or as input_ids")
+    if options.raw:
+        text, lead = obj.text, definition.options.render_query("")[1]
+        if text != text.rstrip():
+            lead = ""
+    else:
+        text, lead = definition.options.render_query(obj.text)
+    ids = manager.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(ids), lead, options.query or obj.text
+
+
+def _constrain(params: dict[str, Any], version: Version, lead: str) -> None:
+    definition = version.definition
+    for name in ("regex", "json_schema", "ebnf", "structural_tag"):
+        if params.get(name):
+            raise ValueError(f'constrain="labels" and {name} are both given: choose one')
+    end = answer_end(version)
+    params["ebnf"] = label_grammar(definition.labels, lead, end)
+    params.setdefault("temperature", 0.0)
+    if end:
+        stops = params.get("stop") or []
+        params["stop"] = [*([stops] if isinstance(stops, str) else stops), end]
+
+
+def answer_end(version: Version) -> str:
+    """What follows an output in a pool's demonstrations: the rest of the template, and the separator."""
+    options = version.definition.options
+    return options.template.split("{output}", 1)[1] + options.separator
+
+
+async def around_flush_cache(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND TokenizerManager.flush_cache: blocks are looked up again before they are used."""
+    service: PoolService | None = getattr(manager, "ext_pools", None)
+    if service is not None:
+        service.flushed()
+    result = await original(manager, *args, **kwargs)
+    if service is not None:
+        service.flushed()
+    return result
+

@@ -35,6 +35,16 @@ _OURS = "sglang_ext.serving."
 
 HOOKS = (
     Hook(_SRT + "utils.common.support_triton", "around", "sglang_ext.plugin:around_support_triton"),
+    Hook(
+        _SRT + "constrained.xgrammar_backend._allocate_token_bitmask",
+        "around",
+        "sglang_ext.plugin:around_allocate_token_bitmask",
+    ),
+    Hook(
+        _SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        "around",
+        "sglang_ext.plugin:around_apply_vocab_mask",
+    ),
     Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", "sglang_ext.serving.checks:after_server_args"),
     Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init"),
     Hook(
@@ -193,8 +203,30 @@ def around_support_triton(original: Callable[[str], bool], backend: str) -> bool
     return original("torch_native" if backend in policies() and not torch.cuda.is_available() else backend)
 
 
+def around_allocate_token_bitmask(original: Callable[[int, int], Any], vocab_size: int, batch_size: int) -> Any:
+    """AROUND xgrammar's _allocate_token_bitmask: it pins memory for a copy to a GPU, which fails where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return original(vocab_size, batch_size)
+    import xgrammar
+
+    return xgrammar.allocate_token_bitmask(batch_size, vocab_size)
+
+
+def around_apply_vocab_mask(original: Callable[..., None], grammar: Any, logits: Any, vocab_mask: Any) -> None:
+    """AROUND XGrammarGrammar.apply_vocab_mask: SGLang applies masks on accelerators only, xgrammar itself on the CPU too."""
+    if logits.device.type != "cpu":
+        return original(grammar, logits, vocab_mask)
+    import xgrammar
+
+    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+
 def after_compute_cell_size(result: int, _configurator: Any, kvc: Any, num_layers: int) -> int:
     """AFTER _compute_cell_size: a policy's own bytes a token count in SGLang's memory budget."""
+    from sglang.srt.runtime_context import get_parallel
+
     from sglang_ext.attention.policy import policies
 
     factory = policies().get(kvc.server_args.attention_backend)
@@ -202,7 +234,7 @@ def after_compute_cell_size(result: int, _configurator: Any, kvc: Any, num_layer
         return result
     config = kvc.model_config
     return result + factory().extra_bytes_per_token(
-        layers=num_layers, kv_heads=config.get_num_kv_heads(kvc.ps.attn_tp_size), head_dim=config.head_dim
+        layers=num_layers, kv_heads=config.get_num_kv_heads(get_parallel().attn_tp_size), head_dim=config.head_dim
     )
 
 

@@ -23,7 +23,10 @@ def server_defaults() -> dict[str, Any]:
         "disable_cuda_graph": True,
     }
     if not torch.cuda.is_available():
-        defaults |= {"device": "cpu", "sampling_backend": "pytorch"}
+        # The scheduler polls while it is idle, and three more processes of the server want a core each: a torch thread
+        # that waits for a core holds up all the others of its parallel region.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
+        defaults |= {"device": "cpu", "sampling_backend": "pytorch", "sleep_on_idle": True}
     return defaults
 
 

@@ -30,7 +30,7 @@ class ViewAttnBackend(TorchNativeAttnBackend):
         self._rows: dict[int, Row] = {}  # request slot -> its row, of stitched requests only
         self._views: list[tuple[RequestRows, RowViews] | None] = []
 
-    # ---- before a forward pass ------------------------------------------------------------------------------------
+    # ---- before a forward pass ----
 
     def prepare(self, batch: Any, forward_batch: Any) -> None:
         """Note each request's row, and give encoded blocks their positions. Runs when SGLang builds a ForwardBatch."""
@@ -71,7 +71,7 @@ class ViewAttnBackend(TorchNativeAttnBackend):
             views = self.policy.views(rows)
             self._views.append(None if views is None else (rows, views))
 
-    # ---- in every layer -------------------------------------------------------------------------------------------
+    # ---- in every layer ----
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any

@@ -72,7 +72,7 @@ class BlockRadixCache(RadixCache):
         self.saved_tokens = 0
         super().__init__(params)
 
-    # ---- blocks -------------------------------------------------------------------------------------------------
+    # ---- blocks ----
 
     def reset(self) -> None:
         self.blocks: dict[str, TreeNode] = {}
@@ -123,7 +123,7 @@ class BlockRadixCache(RadixCache):
         self.blocks[key] = node
         return node
 
-    # ---- node life ----------------------------------------------------------------------------------------------
+    # ---- node life ----
 
     def _insert_helper(self, node: TreeNode, key: RadixKey, *args: Any, **kwargs: Any) -> tuple[int, TreeNode]:
         total = len(key)
@@ -147,7 +147,7 @@ class BlockRadixCache(RadixCache):
         for hook in self.hooks:
             hook.on_evict(node)
 
-    # ---- locks --------------------------------------------------------------------------------------------------
+    # ---- locks ----
 
     def inc_lock_ref(self, node: Any) -> Any:
         if not isinstance(node, StitchNode):
@@ -165,7 +165,7 @@ class BlockRadixCache(RadixCache):
             result.delta += super().dec_lock_ref(member).delta
         return result
 
-    # ---- requests -----------------------------------------------------------------------------------------------
+    # ---- requests ----
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         row = compat.request_row(params.req) if params.req is not None else None

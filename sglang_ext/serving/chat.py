@@ -1,2 +1,90 @@
-def around_process_messages(original, *args, **kwargs):
-    return original(*args, **kwargs)
+"""Pools in chat requests: the demonstrations take their place inside the model's chat template.
+
+The conversation is rendered by the template with a mark before the first user message. What stands before the mark
+(BOS, system prompt, the user turn's header) becomes the head of the pool's first block; the demonstrations follow it,
+inside the user turn; what stands after the mark are the request's own tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.config import RequestOptions
+from sglang_ext.serving.tokenizer import CHAT_KEY, pools_of
+
+_MARK = "\ue000sglang-ext-demonstrations\ue000"  # private-use characters: no one's text
+
+
+def around_process_messages(original: Callable[..., Any], handler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND OpenAIServingChat._process_messages: a chat request with a pool brings its own tokens."""
+    custom = request.custom_params
+    if isinstance(custom, dict) and "pool" in custom:
+        compose_chat(handler.tokenizer_manager, handler.template_manager, request)
+    return original(handler, request, *args, **kwargs)
+
+
+def compose_chat(manager: Any, templates: Any, request: Any) -> None:
+    """Replace the messages of `request` by token ids, and note the header for `serving.tokenizer.compose`.
+
+    Raises:
+        ValueError: the request has what pools do not serve (images, tools, another system prompt), or no user message.
+    """
+    options = RequestOptions.parse(request.custom_params)
+    service = pools_of(manager)
+    definition = service.version(options.pool).definition
+    if request.tools:
+        raise ValueError("tools with a pool are not supported: leave out the tools or the pool")
+    if templates.chat_template_name is not None:
+        raise ValueError(
+            f"--chat-template {templates.chat_template_name} is one of SGLang's legacy templates: pools need the"
+            " model's own (Jinja) chat template"
+        )
+    messages = [_plain(message) for message in request.messages]
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    if system and system != [definition.options.system]:
+        raise ValueError(
+            f"the request's system prompt is {system[0]!r}, the pool's {definition.options.system!r}: the blocks are"
+            " encoded behind it, so put the pool with that `system`, or leave the system message out"
+        )
+    if definition.options.system is not None and not system:
+        messages.insert(0, {"role": "system", "content": definition.options.system})
+    first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise ValueError("a chat request with a pool needs a user message")
+    question = messages[first]["content"]
+    shown = question if options.raw else definition.options.render_query(question)[0]
+    messages[first] = {"role": "user", "content": _MARK + shown}
+
+    tokenizer = manager.tokenizer
+    text = tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=not request.continue_final_message,
+        continue_final_message=request.continue_final_message,
+        **(request.chat_template_kwargs or {}),
+    )
+    if text.count(_MARK) != 1:
+        raise ValueError("the model's chat template does not keep the first user message as it is: pools cannot be placed")
+    before, after = text.split(_MARK)
+    header = tuple(tokenizer(before, add_special_tokens=False)["input_ids"])
+    name = hashlib.blake2b(repr(header).encode(), digest_size=8).hexdigest()
+    service.headers[name] = header
+    request.input_ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    # Every turn retrieves with the first question, so that a later turn finds the earlier ones in the cache.
+    request.custom_params = {**request.custom_params, "query": options.query or question, CHAT_KEY: name}
+
+
+def _plain(message: Any) -> dict[str, str]:
+    """A message as role and text."""
+    data = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
+    content = data.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") if part.get("type") == "text" else None for part in content]
+        if None in parts:
+            raise ValueError("messages with images, audio or video cannot be combined with a pool")
+        content = "".join(parts)
+    if not isinstance(content, str):
+        raise ValueError(f"a message of role {data.get('role')!r} has no text content")
+    return {"role": data["role"], "content": content}

@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.serving.pool import Definition
 
 
-async def label_probabilities(manager: Any, definition: Definition, prompt: list[int], row: str) -> dict[str, float]:
+async def label_probabilities(
+    manager: Any, labels: Sequence[str], lead: str, end: str, prompt: list[int], row: str
+) -> dict[str, float]:
     """Share of each label among all labels, from the log-probability of its whole text after the prompt.
 
-    Every label is scored with what follows an answer in the demonstrations, so that a label that begins another does
-    not take the other's probability. The prompt's keys and values are cached: each label costs its own tokens.
+    Every label is scored with what ends an answer (the separator, or end of sequence in a chat), so that a label that
+    begins another does not take the other's probability. The prompt's keys and values are cached: each label costs its
+    own tokens.
     """
-    options = definition.options
-    lead = options.render_query("")[1]
-    end = options.template.split("{output}", 1)[1] + options.separator
-    texts = [lead + label + end for label in definition.labels]
-    token_ids = manager.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    token_ids = manager.tokenizer([lead + label + end for label in labels], add_special_tokens=False)["input_ids"]
+    if not end and manager.tokenizer.eos_token_id is not None:
+        token_ids = [[*ids, manager.tokenizer.eos_token_id] for ids in token_ids]
     scores = await asyncio.gather(*(_score(manager, prompt, ids, row) for ids in token_ids))
     top = max(scores)
     weights = [math.exp(score - top) for score in scores]
-    return {label: weight / sum(weights) for label, weight in zip(definition.labels, weights, strict=True)}
+    return {label: weight / sum(weights) for label, weight in zip(labels, weights, strict=True)}
 
 
 async def _score(manager: Any, prompt: list[int], answer: list[int], row: str) -> float:

@@ -56,10 +56,11 @@ class PoolService:
         self._restoring: asyncio.Task[None] | None = None
         self._admin_lock = asyncio.Lock()
         self._encoding = asyncio.Lock()
+        self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
         self._tasks: set[asyncio.Future[None]] = set()
         self.bytes_per_token = 0
 
-    # ---- reading --------------------------------------------------------------------------------------------------
+    # ---- reading ----
 
     def get(self, name: str) -> Pool:
         """The pool of that name, or UnknownPool (404) with the names there are."""
@@ -128,7 +129,7 @@ class PoolService:
             }
         return info
 
-    # ---- changing -------------------------------------------------------------------------------------------------
+    # ---- changing ----
 
     async def put(
         self, name: str, demonstrations: Iterable[Any], options: Mapping[str, Any], wait: bool = True
@@ -294,7 +295,7 @@ class PoolService:
         finally:
             pool.task = None
 
-    # ---- leases: a version lives until its last request has ended ---------------------------------------------------
+    # ---- leases: a version lives until its last request has ended ----
 
     def lease(self, version: Version) -> None:
         """A request begins on `version`."""
@@ -314,7 +315,7 @@ class PoolService:
     async def _free(self, version: Version) -> None:
         await self.admin("release", owner=version.owner, drop=True)
 
-    # ---- encoding ---------------------------------------------------------------------------------------------------
+    # ---- encoding ----
 
     async def ensure(self, version: Version, variant: str, blocks: Collection[int], owner: str) -> bool:
         """See that `blocks` of a variant are in the KV cache; encode those that are not.
@@ -446,7 +447,7 @@ class PoolService:
                     f" the model's context is {limit} tokens: {advice}"
                 )
 
-    # ---- plumbing -----------------------------------------------------------------------------------------------------
+    # ---- plumbing ----
 
     async def admin(self, op: str, **payload: Any) -> dict[str, Any]:
         """One operation on the schedulers (serving.scheduler.Admin)."""
@@ -486,7 +487,7 @@ class PoolService:
         task.add_done_callback(self._tasks.discard)
 
 
-    # ---- start --------------------------------------------------------------------------------------------------------
+    # ---- start ----
 
     async def restored(self) -> None:
         """Encode the pools of `--pool-dir`, once; requests wait for it."""

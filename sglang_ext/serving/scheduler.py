@@ -15,7 +15,7 @@ from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.cache.rows import WIRE_KEY, Row
 from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
 
-# ---- requests ---------------------------------------------------------------------------------------------------------
+# ---- requests ----
 
 
 def after_req_init(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -65,7 +65,7 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
         params.min_new_tokens = min(params.min_new_tokens, limit)
 
 
-# ---- turns ------------------------------------------------------------------------------------------------------------
+# ---- turns ----
 
 
 def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
@@ -82,7 +82,7 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, r
     return original(scheduler, running_batch)
 
 
-# ---- admin ------------------------------------------------------------------------------------------------------------
+# ---- admin ----
 
 
 class Admin:
@@ -170,7 +170,7 @@ def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
     return result
 
 
-# ---- forward batches ----------------------------------------------------------------------------------------------------
+# ---- forward batches ----
 
 
 def after_forward_batch_init_new(result: Any, _cls: Any, batch: Any, model_runner: Any, **_kwargs: Any) -> None:

@@ -24,8 +24,16 @@ from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.select import select_pieces
 
-CHAT_KEY = "_chat_header"  # set by serving.chat: the tokens before the first user message
+CHAT_KEY = "_chat_header"  # set by serving.chat: names the tokens before the first user message
 POOL_DIR_ENV = "SGLANG_EXT_POOL_DIR"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How an answer is set: the white space before it and what ends it (nothing: end of sequence)."""
+
+    lead: str
+    end: str
 
 
 @dataclass
@@ -37,6 +45,7 @@ class Lease:
     options: RequestOptions
     prompt: list[int]
     row: str
+    answer: Answer
     holds: str | None = None
 
 
@@ -101,8 +110,9 @@ async def _annotate(service: PoolService, manager: Any, obj: Any, leases: dict[s
         if lease is None:
             continue
         if lease.options.label_probs and item["meta_info"].get("finish_reason"):
+            labels, answer = lease.version.definition.labels, lease.answer
             lease.meta["label_probs"] = await label_probabilities(
-                manager, lease.version.definition, lease.prompt, lease.row
+                manager, labels, answer.lead, answer.end, lease.prompt, lease.row
             )
         item["meta_info"]["sglang_ext"] = dict(lease.meta)
 
@@ -134,7 +144,9 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         ValueError: (PoolError and UnknownPool among them) the request cannot be served; says what to change.
     """
     service = pools_of(manager)
-    header = custom.pop(CHAT_KEY, None)
+    chat = custom.pop(CHAT_KEY, None)
+    if chat is not None and chat not in service.headers:
+        raise ValueError(f"custom_params: unknown option {CHAT_KEY}")
     options = RequestOptions.parse(custom)
     if getattr(obj, "session_params", None) or getattr(obj, "lora_path", None) or getattr(obj, "input_embeds", None):
         raise ValueError("a request with a pool takes no session, LoRA or input_embeds")
@@ -142,9 +154,11 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
     service.lease(version)
     holds = None
     try:
-        variant = await service.variant(version, header)
+        variant = await service.variant(version, service.headers[chat] if chat else None)
         layout = version.layouts[variant]
         own, lead, query = _own_tokens(manager, obj, version, options)
+        # In a chat the answer is a turn of its own: nothing before it, its end is the turn's.
+        answer = Answer("", "") if chat else Answer(lead, answer_end(version))
         begin = time.perf_counter()
         selection = select_pieces(version, layout, options, query)
         retrieval = time.perf_counter() - begin
@@ -163,7 +177,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         params = copy.copy(obj.sampling_params)
         params["custom_params"] = {WIRE_KEY: row}
         if options.constrain == "labels":
-            _constrain(params, version, lead)
+            _constrain(params, version, answer)
         obj.sampling_params = params
         if getattr(obj, "return_logprob", False) and obj.logprob_start_len is not None and obj.logprob_start_len >= 0:
             # Users count in their own prompt; the stitched tokens have no log-probabilities to give.
@@ -183,7 +197,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         "stitched_tokens": stitched,
         "retrieval_ms": round(retrieval * 1e3, 4),
     }
-    return Lease(version, meta, options, list(obj.input_ids), row, holds)
+    return Lease(version, meta, options, list(obj.input_ids), row, answer, holds)
 
 
 def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOptions) -> tuple[list[int], str, str | None]:
@@ -206,17 +220,16 @@ def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOption
     return list(ids), lead, options.query or obj.text
 
 
-def _constrain(params: dict[str, Any], version: Version, lead: str) -> None:
+def _constrain(params: dict[str, Any], version: Version, answer: Answer) -> None:
     definition = version.definition
     for name in ("regex", "json_schema", "ebnf", "structural_tag"):
         if params.get(name):
             raise ValueError(f'constrain="labels" and {name} are both given: choose one')
-    end = answer_end(version)
-    params["ebnf"] = label_grammar(definition.labels, lead, end)
+    params["ebnf"] = label_grammar(definition.labels, answer.lead, answer.end)
     params.setdefault("temperature", 0.0)
-    if end:
+    if answer.end:
         stops = params.get("stop") or []
-        params["stop"] = [*([stops] if isinstance(stops, str) else stops), end]
+        params["stop"] = [*([stops] if isinstance(stops, str) else stops), answer.end]
 
 
 def answer_end(version: Version) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import NextBatchPlan
@@ -39,9 +40,10 @@ __all__ = [
     "generate",
     "kv_bytes_per_token",
     "logical_rids",
+    "metrics_enabled",
     "now",
     "num_kv_slots",
-    "refuse_layer",
+    "refuse_model",
     "request_row",
     "set_request_row",
     "view_backend",
@@ -76,13 +78,30 @@ def write_kv(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, val
     pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values)
 
 
-def refuse_layer(layer: Any) -> None:
-    """ValueError for attention layers that views do not serve."""
-    window = layer.sliding_window_size
-    if layer.is_cross_attention or (window is not None and window > -1) or getattr(layer, "logit_cap", 0):
+def refuse_model(model_runner: Any) -> None:
+    """ValueError, naming the reason, for models whose attention views do not serve."""
+    problems = []
+    if model_runner.use_mla_backend:
+        problems.append("multi-head latent attention (MLA)")
+    if model_runner.is_hybrid_swa:
+        problems.append("hybrid sliding-window attention")
+    layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+    if any(layer.is_cross_attention for layer in layers):
+        problems.append("cross attention")
+    if any(layer.sliding_window_size is not None and layer.sliding_window_size > -1 for layer in layers):
+        problems.append("sliding windows")
+    if any(layer.logit_cap for layer in layers):
+        problems.append("attention logit caps")
+    if problems:
         raise ValueError(
-            f"attention layer {layer.layer_id}: cross attention, sliding windows and logit caps are not supported with views"
+            f"{type(model_runner.model).__name__} has {', '.join(problems)}: not supported with views;"
+            " serve it with a stock attention backend"
         )
+
+
+def metrics_enabled(scheduler: Any) -> bool:
+    """Whether this scheduler process reports to Prometheus (one rank of each group does)."""
+    return bool(scheduler.metrics_reporter.enable_metrics)
 
 
 def abort(req: Any, message: str, status: int) -> None:

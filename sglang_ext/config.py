@@ -19,6 +19,14 @@ GRANULARITIES = ("block", "example")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _FIELDS = ("{input}", "{output}")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "None": (type(None),),
+    "tuple[int, ...]": (list, tuple),
+}
 
 
 def check_name(name: str) -> str:
@@ -37,11 +45,9 @@ def _typed(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"{what}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(fields))}")
     for name, value in values.items():
-        expected = str(fields[name].type).split("|")
-        kinds = {"str": str, "int": int, "float": (int, float), "bool": bool, "None": type(None), "tuple[int, ...]": (list, tuple)}
-        accepted = [kinds[part.strip()] for part in expected]
-        is_bool = isinstance(value, bool)
-        if not any(isinstance(value, kind) and (not is_bool or kind is bool) for kind in accepted):
+        accepted = [kind for part in str(fields[name].type).split("|") for kind in _KINDS[part.strip()]]
+        # bool is a subclass of int, and 1 token is not "true".
+        if not isinstance(value, tuple(accepted)) or (isinstance(value, bool) and bool not in accepted):
             raise ValueError(f"{what}: {name}={value!r} is a {type(value).__name__}; expected {fields[name].type}")
     return dict(values)
 
@@ -83,7 +89,7 @@ class PoolOptions:
             if field not in self.template:
                 raise ValueError(f"template {self.template!r} lacks {field}; it must contain {' and '.join(_FIELDS)}")
         if self.template.index("{input}") > self.template.index("{output}"):
-            raise ValueError(f"template {self.template!r}: {{output}} must come after {{input}}, it is what is generated")
+            raise ValueError(f"template {self.template!r}: {{output}} must come after {{input}}: it is generated")
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size}: expected at least 1 demonstration a block")
         if self.grouping not in GROUPINGS:

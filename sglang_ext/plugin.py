@@ -67,7 +67,11 @@ HOOKS = (
         "after",
         _OURS + "scheduler:after_init_request_dispatcher",
     ),
-    Hook(_SRT + "managers.scheduler.Scheduler.get_internal_state", "after", _OURS + "scheduler:after_get_internal_state"),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.get_internal_state",
+        "after",
+        _OURS + "scheduler:after_get_internal_state",
+    ),
     Hook(
         _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
         "after",
@@ -93,6 +97,11 @@ HOOKS = (
         _SRT + "managers.tokenizer_manager.TokenizerManager.flush_cache",
         "around",
         _OURS + "tokenizer:around_flush_cache",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        "around",
+        _OURS + "tokenizer:around_get_internal_state",
     ),
     Hook(
         _SRT + "entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
@@ -204,7 +213,7 @@ def around_support_triton(original: Callable[[str], bool], backend: str) -> bool
 
 
 def around_allocate_token_bitmask(original: Callable[[int, int], Any], vocab_size: int, batch_size: int) -> Any:
-    """AROUND xgrammar's _allocate_token_bitmask: it pins memory for a copy to a GPU, which fails where there is none."""
+    """AROUND xgrammar's _allocate_token_bitmask: it pins memory for a GPU, which fails where there is none."""
     import torch
 
     if torch.cuda.is_available():
@@ -215,7 +224,7 @@ def around_allocate_token_bitmask(original: Callable[[int, int], Any], vocab_siz
 
 
 def around_apply_vocab_mask(original: Callable[..., None], grammar: Any, logits: Any, vocab_mask: Any) -> None:
-    """AROUND XGrammarGrammar.apply_vocab_mask: SGLang applies masks on accelerators only, xgrammar itself on the CPU too."""
+    """AROUND XGrammarGrammar.apply_vocab_mask: SGLang masks on accelerators only, xgrammar on the CPU too."""
     if logits.device.type != "cpu":
         return original(grammar, logits, vocab_mask)
     import xgrammar

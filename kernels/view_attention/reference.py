@@ -51,7 +51,7 @@ def view_attention(
     rows, heads, _ = query.shape
     kv_heads = key_cache.shape[1]
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads over {kv_heads} key-value heads: the first must be a multiple of the second")
+        raise ValueError(f"{heads} query heads over {kv_heads} key-value heads: expected a multiple")
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = query.to(dtype).view(rows, kv_heads, heads // kv_heads, -1)
     logits, values = [], []
@@ -91,7 +91,9 @@ def _segment_logits(
         keys, values = (cache[safe[0]].transpose(0, 1).to(dtype) for cache in (key_cache, value_cache))
     else:
         head = torch.arange(key_cache.shape[1], device=cells.device).unsqueeze(-1)
-        keys, values = key_cache[safe, head].to(dtype), value_cache[safe, head].to(dtype)
+        keys = key_cache[safe, head].to(dtype)
+        # Padding reads slot 0, which may hold anything: 0 * NaN would reach the output.
+        values = value_cache[safe, head].to(dtype).masked_fill(~kept.unsqueeze(-1), 0.0)
     written = slot_pos[safe]  # [1 or kv_heads, tokens]
 
     rule = segment.positions
@@ -104,7 +106,7 @@ def _segment_logits(
         if isinstance(rule, Consecutive):
             positions = torch.arange(rule.start, rule.start + cells.shape[1], device=cells.device).expand_as(cells)
         elif isinstance(rule, Ranks):
-            positions = rule.ranks.expand_as(cells)
+            positions = torch.atleast_2d(rule.ranks)
         elif isinstance(rule, Written):
             positions = written
         else:
@@ -121,9 +123,7 @@ def _segment_logits(
     return logits.masked_fill(~visible.unsqueeze(2), float("-inf")), values
 
 
-def merge_states(
-    outputs: torch.Tensor, lses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_states(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over disjoint parts into attention over their union, exactly.
 
     Args:

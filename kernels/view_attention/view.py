@@ -1,6 +1,6 @@
 """The attention view: the one idea that carries DBSA, Double-P, cascades and Ltri-LLM.
 
-A *view* is, for a set of query rows, an ordered list of disjoint *segments*; a segment is a list of KV slots plus a rule
+A *view* is, for a set of query rows, an ordered list of disjoint *segments*; a segment is KV slots plus a rule
 that gives the position at which each of its tokens is seen. Keys stay where they were written, rotated at the position
 they were written at (`slot_pos[slot]`); seeing one elsewhere is a rotation by the difference.
 

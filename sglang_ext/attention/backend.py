@@ -22,6 +22,7 @@ class ViewAttnBackend(TorchNativeAttnBackend):
     """PyTorch attention over the views of one policy, on any device; the base class serves plain requests."""
 
     def __init__(self, model_runner: Any, policy: Policy) -> None:
+        compat.refuse_model(model_runner)
         super().__init__(model_runner)
         self.policy = policy
         self.rope = find_rope(model_runner.model)
@@ -90,7 +91,6 @@ class ViewAttnBackend(TorchNativeAttnBackend):
     def _forward(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
     ) -> torch.Tensor:
-        compat.refuse_layer(layer)
         if save_kv_cache and k is not None and v is not None:
             compat.write_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -117,7 +117,14 @@ class ViewAttnBackend(TorchNativeAttnBackend):
                     positions = forward_batch.positions[part]
                     chosen = view(caches, query[part], positions) if callable(view) else view
                     out[part], lse = view_attention(
-                        query[part], positions, chosen, caches.keys, caches.values, self.slot_pos, self.rope, caches.scale
+                        query[part],
+                        positions,
+                        chosen,
+                        caches.keys,
+                        caches.values,
+                        self.slot_pos,
+                        self.rope,
+                        caches.scale,
                     )
                     self.policy.observe(caches, rows, query[part], positions, chosen, lse)
             first += length

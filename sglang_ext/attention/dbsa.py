@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
+
 import torch
 
 from sglang_ext.attention.policy import Policy, RequestRows, RowViews
-from sglang_ext.cache.rows import Row
+from sglang_ext.cache.rows import NewBlock, Row
 from sglang_ext.kernels.view_attention import Consecutive, Segment, View
 
 
@@ -34,11 +37,10 @@ class DbsaPolicy(Policy):
         return [(rows.begin, rows.end, View((Segment(rows.slots, Consecutive(0), causal=True),)))]
 
     def _encoding(self, rows: RequestRows, row: Row) -> RowViews:
-        bounds = [0]
-        for part in (*row.prefix, *row.new):
-            bounds.append(bounds[-1] + part.tokens)
+        lengths = [part.tokens for part in row.prefix] + [block.tokens for block in row.new]
+        bounds = [0, *accumulate(lengths)]
         views = []
-        for number, (block, start) in enumerate(_new_blocks(row), start=len(row.prefix)):
+        for block, start in _new_blocks(row):
             low, high = max(rows.begin, start), min(rows.end, start + block.tokens)
             if low >= high:
                 continue
@@ -51,10 +53,9 @@ class DbsaPolicy(Policy):
         return views
 
 
-def _new_blocks(row: Row):
+def _new_blocks(row: Row) -> Iterator[tuple[NewBlock, int]]:
     """(block, its first column) for every block the row encodes."""
     start = row.prefix_tokens
     for block in row.new:
         yield block, start
         start += block.tokens
-

@@ -91,7 +91,13 @@ class Policy:
         return None
 
     def observe(
-        self, caches: Caches, rows: RequestRows, query: torch.Tensor, query_pos: torch.Tensor, view: View, lse: torch.Tensor
+        self,
+        caches: Caches,
+        rows: RequestRows,
+        query: torch.Tensor,
+        query_pos: torch.Tensor,
+        view: View,
+        lse: torch.Tensor,
     ) -> None:
         """Called after each layer's attention over `view`; lse is [rows, heads] float32, for scores."""
 
@@ -110,6 +116,8 @@ def policies() -> dict[str, Callable[[], Policy]]:
     found: dict[str, Any] = dict(_POLICIES)
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name in _POLICIES:
-            raise ValueError(f"entry point {entry.name} of {ENTRY_POINTS}: the name is sglang_ext's own; choose another")
+            raise ValueError(
+                f"entry point {entry.name} of {ENTRY_POINTS}: the name is sglang_ext's own; choose another"
+            )
         found[entry.name] = entry.load()
     return found

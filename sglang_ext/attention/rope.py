@@ -7,6 +7,8 @@ rotated wrongly.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,7 +25,7 @@ def find_rope(model: nn.Module) -> Rope:
     """
     found = {id(module): module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] == "rotary_emb"}
     if not found:
-        raise ValueError(f"{type(model).__name__} has no rotary embedding: views need one to move keys; use a RoPE model")
+        raise ValueError(f"{type(model).__name__} has no rotary embedding: views need one to move keys")
     ropes = [rope_of(module) for module in found.values()]
     first = ropes[0]
     for other in ropes[1:]:
@@ -32,18 +34,19 @@ def find_rope(model: nn.Module) -> Rope:
     return first
 
 
-def rope_of(module: nn.Module) -> Rope:
+def rope_of(module: Any) -> Rope:
     """The rotation of one rotary-embedding module of SGLang; ValueError names a module that is not linear."""
     name = type(module).__name__
     table = getattr(module, "cos_sin_cache", None)
-    if table is None or not hasattr(module, "_compute_inv_freq") or name.startswith(("MRotary", "DualChunk", "Fourier")):
+    refused = name.startswith(("MRotary", "DualChunk", "Fourier"))
+    if refused or table is None or not hasattr(module, "_compute_inv_freq"):
         raise ValueError(f"rotary embedding {name}: not linear in position, so keys cannot be moved; not supported")
     inv_freq = _inv_freq(module, name)
     _check_linear(name, table, inv_freq)
     return Rope(inv_freq.to(device=table.device, dtype=torch.float32), bool(module.is_neox_style))
 
 
-def _inv_freq(module: nn.Module, name: str) -> torch.Tensor:
+def _inv_freq(module: Any, name: str) -> torch.Tensor:
     if name in ("YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding"):
         return module._compute_inv_freq(module.scaling_factor)
     inv_freq = module._compute_inv_freq(module.base)

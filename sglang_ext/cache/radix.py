@@ -70,6 +70,7 @@ class BlockRadixCache(RadixCache):
         self.hooks: list[NodeHooks] = []
         self.hits: Counter[str] = Counter()
         self.saved_tokens = 0
+        self.stitch_seconds = 0.0
         super().__init__(params)
 
     # ---- blocks ----
@@ -171,12 +172,15 @@ class BlockRadixCache(RadixCache):
         row = compat.request_row(params.req) if params.req is not None else None
         if row is None:
             return super().match_prefix(params)
+        begin = compat.now()
         try:
             return self._match_row(row, params.key, params.req.extra_key)
         except MissingBlocks as error:
             # Never a dense prefix instead: that would be another answer.
             compat.abort_unscheduled(params.req, f"sglang_ext: {error}; retry")
             return self._empty_match_result
+        finally:
+            self.stitch_seconds += compat.now() - begin
 
     def _match_row(self, row: Row, key: RadixKey, extra_key: str | None) -> MatchResult:
         """The stitched prefix, then what is known of the request's own tokens (or of the blocks it encodes)."""

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 WIRE_KEY = "sglang_ext"
+INTERNAL = "sglang-ext-"  # how the ids of the server's own requests begin (encoding, scoring of labels)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
         **(request.chat_template_kwargs or {}),
     )
     if text.count(_MARK) != 1:
-        raise ValueError("the model's chat template does not keep the first user message as it is: pools cannot be placed")
+        raise ValueError("the model's chat template changes the first user message: demonstrations cannot be placed")
     before, after = text.split(_MARK)
     header = tuple(tokenizer(before, add_special_tokens=False)["input_ids"])
     name = hashlib.blake2b(repr(header).encode(), digest_size=8).hexdigest()
@@ -81,10 +81,9 @@ def _plain(message: Any) -> dict[str, str]:
     data = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
     content = data.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if part.get("type") == "text" else None for part in content]
-        if None in parts:
+        if any(part.get("type") != "text" for part in content):
             raise ValueError("messages with images, audio or video cannot be combined with a pool")
-        content = "".join(parts)
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ValueError(f"a message of role {data.get('role')!r} has no text content")
     return {"role": data["role"], "content": content}

@@ -37,7 +37,9 @@ def refusals(server_args: Any) -> list[str]:
     for name, refused, remedy in _REFUSED:
         value = getattr(server_args, name, None)
         if value is not None and refused(value):
-            problems.append(f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}")
+            problems.append(
+                f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
+            )
     return problems
 
 

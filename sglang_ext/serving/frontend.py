@@ -1,7 +1,7 @@
 """SGLang's frontend language (`gen`, `select`) over a pool.
 
-    backend = sglang_ext.RuntimeEndpoint("http://127.0.0.1:30000")
-    program.run(question="...", backend=backend.with_pool("tickets", ratio=0.3))
+backend = sglang_ext.RuntimeEndpoint("http://127.0.0.1:30000")
+program.run(question="...", backend=backend.with_pool("tickets", ratio=0.3))
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class RuntimeEndpoint(SglangRuntimeEndpoint):
         if self._options is None or "input_ids" in data:  # input_ids: a choice's probability without any context
             return super()._generate_http_request(s, data)
         # `constrain` is for generation; `select` chooses among its own choices.
-        custom = {key: value for key, value in self._custom_params(s).items() if key not in ("constrain", "label_probs")}
+        custom = {
+            key: value for key, value in self._custom_params(s).items() if key not in ("constrain", "label_probs")
+        }
         data = {**data, "sampling_params": {**data["sampling_params"], "custom_params": custom}}
         answer = super()._generate_http_request(s, data)
         for item in answer if isinstance(answer, list) else [answer]:

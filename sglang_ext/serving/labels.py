@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_ext import compat
+from sglang_ext.cache.rows import INTERNAL
 
 
 async def label_probabilities(
@@ -31,7 +32,7 @@ async def label_probabilities(
 
 async def _score(manager: Any, prompt: list[int], answer: list[int], row: str) -> float:
     """Sum of the natural-log probabilities of `answer` after `prompt`."""
-    request = compat.encode_request(f"sglang-ext-label-{uuid.uuid4().hex}", prompt + answer, row)
+    request = compat.encode_request(f"{INTERNAL}label-{uuid.uuid4().hex}", prompt + answer, row)
     request.return_logprob, request.logprob_start_len = True, len(prompt) - 1
     async for out in compat.generate(manager, request):
         values = out["meta_info"]["input_token_logprobs"][-len(answer) :]

@@ -34,7 +34,9 @@ def parse_demonstrations(items: Iterable[Any], taken: Iterable[str] = ()) -> lis
     fresh = 0
     for number, item in enumerate(items, start=1):
         if not isinstance(item, Mapping):
-            raise ValueError(f"demonstration {number} is a {type(item).__name__}: expected an object with input and output")
+            raise ValueError(
+                f"demonstration {number} is a {type(item).__name__}: expected an object with input and output"
+            )
         # The data sets people have use these names; nothing else is guessed.
         text, label = item.get("input", item.get("text")), item.get("output", item.get("label"))
         if not isinstance(text, str) or not isinstance(label, str) or not label:
@@ -105,7 +107,9 @@ class Layout:
         return tuple(len(block.token_ids) for block in self.blocks)
 
 
-def group_demonstrations(demonstrations: Sequence[Demonstration], options: PoolOptions, tokenizer: Any) -> list[list[str]]:
+def group_demonstrations(
+    demonstrations: Sequence[Demonstration], options: PoolOptions, tokenizer: Any
+) -> list[list[str]]:
     """Ids of the demonstrations of each block."""
     texts = [options.render(item.input, item.output) + options.separator for item in demonstrations]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
@@ -131,7 +135,10 @@ def lay_out(
             f"tokenizer {type(tokenizer).__name__} is not a fast one: pools need its character offsets;"
             " convert it with transformers (AutoTokenizer.from_pretrained(..., use_fast=True))"
         )
-    rendered = [[options.render(demonstrations[id].input, demonstrations[id].output) + options.separator for id in ids] for ids in groups]
+    rendered = [
+        [options.render(demonstrations[id].input, demonstrations[id].output) + options.separator for id in ids]
+        for ids in groups
+    ]
     encoded = tokenizer(["".join(texts) for texts in rendered], add_special_tokens=False, return_offsets_mapping=True)
     token_ids, spans = [], []
     for number, texts in enumerate(rendered):

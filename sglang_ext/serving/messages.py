@@ -5,14 +5,14 @@ from __future__ import annotations
 from sglang.srt.managers.io_struct import BaseReq
 
 
-class ExtAdminReqInput(BaseReq, kw_only=True):
+class ExtAdminReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]  # msgspec's
     """An operation on the schedulers' blocks; `payload` is JSON (see serving.scheduler.Admin)."""
 
     op: str
     payload: str = "{}"
 
 
-class ExtAdminReqOutput(BaseReq, kw_only=True):
+class ExtAdminReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """The answer of the first rank; `payload` is JSON, with `error` when the operation failed."""
 
     payload: str

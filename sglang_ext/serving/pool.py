@@ -83,7 +83,7 @@ class Definition:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Version:
     """One state of a pool that requests can be served from. It lives until the last request on it has ended.
 

@@ -7,12 +7,14 @@ import json
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.config import PoolOptions, check_name
+from sglang_ext.cache.rows import INTERNAL
+from sglang_ext.config import PoolOptions, RequestOptions, check_name
 from sglang_ext.serving.encode import Run, closure, plan_runs
 from sglang_ext.serving.errors import PoolError, UnknownPool
 from sglang_ext.serving.layout import (
@@ -22,6 +24,7 @@ from sglang_ext.serving.layout import (
     parse_demonstrations,
 )
 from sglang_ext.serving.messages import ExtAdminReqInput
+from sglang_ext.serving.metrics import TokenizerMetrics
 from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Progress, Version
 from sglang_ext.serving.store import PoolStore
 
@@ -51,12 +54,14 @@ class PoolService:
         self.manager = manager
         self.pools: dict[str, Pool] = {}
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
+        self.metrics = TokenizerMetrics(manager.enable_metrics, manager.server_args.served_model_name)
         self.store = PoolStore(directory) if directory else None
         self._restore: dict[str, dict[str, Any]] = self.store.load() if self.store else {}
         self._restoring: asyncio.Task[None] | None = None
         self._admin_lock = asyncio.Lock()
         self._encoding = asyncio.Lock()
         self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
+        self._versions: weakref.WeakSet[Version] = weakref.WeakSet()
         self._tasks: set[asyncio.Future[None]] = set()
         self.bytes_per_token = 0
 
@@ -157,9 +162,7 @@ class PoolService:
         )
         return await self._change(name, grown, wait)
 
-    async def delete_demonstration(
-        self, name: str, id: str, purge: bool = False, wait: bool = True
-    ) -> dict[str, Any]:
+    async def delete_demonstration(self, name: str, id: str, purge: bool = False, wait: bool = True) -> dict[str, Any]:
         """Leave a demonstration out of retrieval and views at once; with `purge`, encode again all it reached."""
         definition = self.version(name).definition
         if id not in definition.demonstrations:
@@ -177,6 +180,7 @@ class PoolService:
         if self.store:
             self.store.delete(name)
         self.pools.pop(name, None)
+        self.metrics.changed(name, 0, 0, 0.0)
         if pool.current:
             await self._retire(pool.current)
         return {"name": name, "status": "deleted"}
@@ -189,12 +193,14 @@ class PoolService:
             await asyncio.wait([pool.task])
         return self._summary(pool)
 
-    def plan(self, demonstrations: Iterable[Any], options: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    def plan(
+        self, demonstrations: Iterable[Any], options: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit in an empty KV cache."""
         parsed = PoolOptions.parse(options)
         items = parse_demonstrations(demonstrations)
         groups = group_demonstrations(items, parsed, self._tokenizer())
-        layout = self._lay_out(Definition(parsed, {i.id: i for i in items}, tuple(map(tuple, groups))), COMPLETION)
+        layout = self._lay_out(Definition(parsed, {i.id: i for i in items}, tuple(map(tuple, groups))))
         capacity = state["total_tokens"] - ROOM_FOR_REQUESTS
         return {
             "demonstrations": len(items),
@@ -210,19 +216,20 @@ class PoolService:
         pool = self.pools.get(name)
         if pool is not None and pool.task is not None:
             raise PoolError(
-                f"pool {name!r} is being changed already; wait for it, or cancel it with POST /v1/pools/{name}/cancel", 409
+                f"pool {name!r} is being changed already; wait for it, or cancel it with POST /v1/pools/{name}/cancel",
+                409,
             )
 
     async def _change(self, name: str, definition: Definition, wait: bool) -> dict[str, Any]:
         """Make `definition` the pool's next version: check, encode, store, switch over."""
         pool = self.pools.get(name) or Pool(name)
         version = Version(name, pool.versions + 1, definition)
-        version.layouts[COMPLETION] = self._lay_out(definition, COMPLETION)
-        self._check_context(version, version.layouts[COMPLETION])
-        layout = version.layouts[COMPLETION]
+        self._versions.add(version)
+        self._lay_out_all(version, pool.current)
         # The task is in its place before anything is awaited: of two changes at once, the second sees the first.
         started = asyncio.get_running_loop().create_future()
-        pool.progress = Progress(len(layout.blocks), layout.tokens)
+        layouts = version.layouts.values()
+        pool.progress = Progress(sum(len(each.blocks) for each in layouts), sum(each.tokens for each in layouts))
         pool.task = asyncio.create_task(self._make(pool, version, started))
         previous_status, pool.status = pool.status, "encoding"
         self.pools[name] = pool
@@ -252,30 +259,41 @@ class PoolService:
     async def _make(self, pool: Pool, version: Version, started: asyncio.Future[None]) -> None:
         """Encode a new version and serve from it; on failure or cancellation leave everything as it was."""
         begin = time.perf_counter()
-        layout = version.layouts[COMPLETION]
+        progress = pool.progress
+        assert progress is not None
         pool.error = None
         try:
             try:
-                missing = await self._hold(version.owner, layout, range(len(layout.blocks)))
-                await self._check_memory(version.name, sum(layout.lengths[block] for block in missing))
+                missing = {
+                    variant: sorted(await self._hold(version.owner, layout, range(len(layout.blocks))))
+                    for variant, layout in version.layouts.items()
+                }
+                needed = {
+                    layout.blocks[block].key: layout.lengths[block]
+                    for variant, layout in version.layouts.items()
+                    for block in missing[variant]
+                }
+                await self._check_memory(version.name, sum(needed.values()))
             except BaseException as error:
-                if not started.done():
-                    if isinstance(error, asyncio.CancelledError):
-                        started.set_exception(PoolError(f"the change of pool {version.name!r} was cancelled", 409))
-                    else:
-                        started.set_exception(error)
+                if isinstance(error, asyncio.CancelledError):
+                    error = PoolError(f"the change of pool {version.name!r} was cancelled", 409)
+                started.set_exception(error)
                 await self.admin("release", owner=version.owner, drop=True)
                 return
             started.set_result(None)
-            done = [layout.lengths[block] for block in range(len(layout.blocks)) if block not in missing]
-            assert pool.progress is not None
-            pool.progress.blocks_done, pool.progress.tokens_done = len(done), sum(done)
-            await self._encode(version, layout, sorted(missing), version.owner, pool.progress)
-            version.resident.add(COMPLETION)
+            progress.blocks_done = progress.blocks - sum(len(blocks) for blocks in missing.values())
+            progress.tokens_done = progress.tokens - sum(
+                layout.lengths[block] for variant, layout in version.layouts.items() for block in missing[variant]
+            )
+            for variant, layout in version.layouts.items():
+                await self._encode(version, layout, missing[variant], version.owner, progress)
+                version.resident.add(variant)
+            version.retriever(RequestOptions(version.name))  # the default one, so that no request waits for it
             if self.store:
                 self.store.save(version.name, version.definition.dump())
             old, pool.current, pool.versions = pool.current, version, version.number
             pool.status, pool.seconds = "ready", time.perf_counter() - begin
+            self.metrics.changed(pool.name, progress.tokens, progress.blocks, pool.seconds)
             if not version.definition.options.pinned:
                 version.resident.clear()
                 await self.admin("release", owner=version.owner)
@@ -344,6 +362,7 @@ class PoolService:
                 await self._hold(holder, layout, sorted(context))
                 await self._check_memory(version.name, sum(layout.lengths[block] for block in needed))
                 self.counters["reencoded_blocks"] += len(needed)
+                self.metrics.reencoded(version.name, len(needed))
                 await self._encode(version, layout, needed, holder, None, locked=True)
             if pinned:
                 version.resident.add(variant)
@@ -359,9 +378,8 @@ class PoolService:
 
     def flushed(self) -> None:
         """The KV cache was or will be emptied: what is resident must be looked up again before it is used."""
-        for pool in self.pools.values():
-            if pool.current:
-                pool.current.resident.clear()
+        for version in self._versions:
+            version.resident.clear()
 
     async def variant(self, version: Version, header: Sequence[int] | None) -> str:
         """The variant behind a chat header, laid out when it is first asked for; None is the completion variant."""
@@ -369,7 +387,7 @@ class PoolService:
             return COMPLETION
         known = version.layouts.get(CHAT)
         if known is None:
-            layout = self._lay_out(version.definition, CHAT, tuple(header))
+            layout = self._lay_out(version.definition, tuple(header))
             self._check_context(version, layout)
             version.layouts[CHAT] = layout
         elif known.header != tuple(header):
@@ -410,7 +428,7 @@ class PoolService:
 
     async def _encode_run(self, run: Run) -> None:
         """One encoding request through SGLang's scheduler; aborted there when this task is cancelled."""
-        request = compat.encode_request(f"sglang-ext-encode-{uuid.uuid4().hex}", list(run.token_ids), run.row.dump())
+        request = compat.encode_request(f"{INTERNAL}encode-{uuid.uuid4().hex}", list(run.token_ids), run.row.dump())
         try:
             async for _ in compat.generate(self.manager, request):
                 pass
@@ -453,9 +471,7 @@ class PoolService:
         """One operation on the schedulers (serving.scheduler.Admin)."""
         self.manager.auto_create_handle_loop()
         async with self._admin_lock:
-            answers = await self.manager.ext_admin_communicator(
-                ExtAdminReqInput(op=op, payload=json.dumps(payload))
-            )
+            answers = await self.manager.ext_admin_communicator(ExtAdminReqInput(op=op, payload=json.dumps(payload)))
         result: dict[str, Any] = json.loads(answers[0].payload)
         if "error" in result:
             raise PoolError(f"sglang_ext: {op} failed: {result['error']}", 503)
@@ -468,7 +484,19 @@ class PoolService:
             raise PoolError("the server runs with --skip-tokenizer-init: pools are text and need the tokenizer")
         return self.manager.tokenizer
 
-    def _lay_out(self, definition: Definition, variant: str, header: Sequence[int] | None = None) -> Layout:
+    def _lay_out_all(self, version: Version, old: Version | None) -> None:
+        """Blocks of every variant that the pool serves: a chat's stay known when the pool is changed."""
+        version.layouts[COMPLETION] = self._lay_out(version.definition)
+        if (
+            old is not None
+            and CHAT in old.layouts
+            and old.definition.options.system == version.definition.options.system
+        ):
+            version.layouts[CHAT] = self._lay_out(version.definition, old.layouts[CHAT].header)
+        for layout in version.layouts.values():
+            self._check_context(version, layout)
+
+    def _lay_out(self, definition: Definition, header: Sequence[int] | None = None) -> Layout:
         tokenizer = self._tokenizer()
         if header is None:
             header = compat.bos(tokenizer)
@@ -486,7 +514,6 @@ class PoolService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-
     # ---- start ----
 
     async def restored(self) -> None:
@@ -501,5 +528,3 @@ class PoolService:
         for name, data in self._restore.items():
             await self._change(name, Definition.load(data), wait=True)
         self._restore = {}
-
-

@@ -12,8 +12,9 @@ from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.cache.radix import BlockRadixCache
-from sglang_ext.cache.rows import WIRE_KEY, Row
+from sglang_ext.cache.rows import INTERNAL, WIRE_KEY, Row
 from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
+from sglang_ext.serving.metrics import SchedulerMetrics
 
 # ---- requests ----
 
@@ -36,6 +37,7 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
     if not isinstance(cache, BlockRadixCache):
         return
     row = compat.request_row(req)
+    show_metrics(scheduler)
     shared = 0
     if row is not None:
         absent = cache.missing(piece.key for piece in row.prefix)
@@ -43,9 +45,8 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
             compat.abort(req, f"sglang_ext: {len(absent)} demonstration blocks are not in the KV cache; retry", 503)
             return
         shared = row.prefix_tokens
-        for piece in row.prefix:
-            cache.hits[piece.key] += 1
-        if not row.new:
+        if not str(req.rid).startswith(INTERNAL):
+            cache.hits.update(dict.fromkeys((piece.key for piece in row.prefix), 1))
             cache.saved_tokens += shared
     # Held blocks never leave: what they take is not there for this request.
     free = scheduler.max_total_num_tokens - cache.held_tokens()
@@ -95,9 +96,7 @@ class Admin:
     def cache(self) -> BlockRadixCache:
         cache = self.scheduler.tree_cache
         if not isinstance(cache, BlockRadixCache):
-            raise ValueError(
-                f"the radix cache is {type(cache).__name__}: pools need --radix-cache-backend sglang_ext"
-            )
+            raise ValueError(f"the radix cache is {type(cache).__name__}: pools need --radix-cache-backend sglang_ext")
         return cache
 
     def handle(self, message: ExtAdminReqInput) -> ExtAdminReqOutput:
@@ -108,6 +107,7 @@ class Admin:
             result = operation(**json.loads(message.payload))
         except Exception as error:  # the answer carries it: an admin request must never stop the scheduler
             result = {"error": f"{type(error).__name__}: {error}"}
+        show_metrics(self.scheduler)
         return ExtAdminReqOutput(payload=json.dumps(result))
 
     def op_state(self) -> dict[str, Any]:
@@ -156,7 +156,18 @@ def stats(scheduler: Any) -> dict[str, Any]:
         "held_tokens": cache.held_tokens(),
         "block_hits": sum(cache.hits.values()),
         "saved_tokens": cache.saved_tokens,
+        "stitch_seconds": round(cache.stitch_seconds, 6),
     }
+
+
+def show_metrics(scheduler: Any) -> None:
+    """Bring the gauges on /metrics up to date, where metrics are enabled."""
+    if not compat.metrics_enabled(scheduler):
+        return
+    metrics = getattr(scheduler, "ext_metrics", None)
+    if metrics is None:
+        metrics = scheduler.ext_metrics = SchedulerMetrics(scheduler.server_args.served_model_name)
+    metrics.show(stats(scheduler))
 
 
 def after_init_request_dispatcher(_result: Any, scheduler: Any) -> None:

@@ -1,7 +1,7 @@
 """What runs inside SGLang's tokenizer manager: the one place where a request meets its pool.
 
 /generate, the OpenAI routes, `Engine.generate` and the frontend language all end in
-`TokenizerManager.generate_request` and tokenize each prompt in `_tokenize_one_request`; composing there serves them all.
+`TokenizerManager.generate_request` and tokenize each prompt in `_tokenize_one_request`: composing there serves all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.cache.rows import WIRE_KEY, Row
+from sglang_ext.cache.rows import INTERNAL, WIRE_KEY, Row
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving import checks
 from sglang_ext.serving.errors import PoolError
@@ -118,13 +118,13 @@ async def _annotate(service: PoolService, manager: Any, obj: Any, leases: dict[s
 
 
 async def around_tokenize_one_request(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
-    """AROUND TokenizerManager._tokenize_one_request: the prompt becomes stitched blocks and the request's own tokens."""
+    """AROUND TokenizerManager._tokenize_one_request: the prompt becomes stitched blocks and own tokens."""
     params = getattr(obj, "sampling_params", None) or {}
     custom = params.get("custom_params")
     if not isinstance(custom, dict):
         return await original(manager, obj)
     if WIRE_KEY in custom and "pool" not in custom:
-        if not str(obj.rid).startswith("sglang-ext-"):
+        if not str(obj.rid).startswith(INTERNAL):
             raise ValueError(f"custom_params[{WIRE_KEY!r}] is for the server's own requests")
         return await original(manager, obj)
     if "pool" not in custom:
@@ -187,6 +187,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         if holds:
             service.release_later(holds)
         raise
+    service.metrics.answered(version.name, stitched, retrieval)
     service.counters["requests"] += 1
     service.counters["stitched_tokens"] += stitched
     service.counters["retrieval_seconds"] += retrieval
@@ -248,3 +249,12 @@ async def around_flush_cache(original: Callable[..., Any], manager: Any, *args: 
         service.flushed()
     return result
 
+
+async def around_get_internal_state(original: Callable[..., Any], manager: Any) -> Any:
+    """AROUND TokenizerManager.get_internal_state: pools and counters beside the schedulers' in /server_info."""
+    states = await original(manager)
+    service: PoolService | None = getattr(manager, "ext_pools", None)
+    if service is not None:
+        for state in states:
+            state["sglang_ext"] = {**state.get("sglang_ext", {}), **service.counters, "pools": service.list()}
+    return states

@@ -1,0 +1,85 @@
+"""Counters and times of pools, on SGLang's own /metrics.
+
+SGLang runs Prometheus in multiprocess mode: a metric may only be created after SGLang has set the folder that the
+processes share, so each process creates its own when it first has something to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
+
+
+class TokenizerMetrics:
+    """What the tokenizer process counts; does nothing unless the server runs with --enable-metrics."""
+
+    def __init__(self, enabled: bool, model: str) -> None:
+        self.enabled = enabled
+        self.model = model
+
+    @cached_property
+    def _metrics(self) -> dict[str, Any]:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        labels = ["model_name", "pool"]
+        return {
+            "requests": Counter("sglang_ext:pool_requests", "Requests answered over a pool.", labels),
+            "stitched": Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
+            "reencoded": Counter("sglang_ext:reencoded_blocks", "Evicted blocks that were encoded again.", labels),
+            "retrieval": Histogram(
+                "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
+            ),
+            "encoding": Counter("sglang_ext:encoding_seconds", "Time spent creating and changing a pool.", labels),
+            "tokens": Gauge(
+                "sglang_ext:pool_tokens", "Tokens in a pool's blocks.", labels, multiprocess_mode="mostrecent"
+            ),
+            "blocks": Gauge("sglang_ext:pool_blocks", "Blocks of a pool.", labels, multiprocess_mode="mostrecent"),
+        }
+
+    def _of(self, name: str, pool: str) -> Any:
+        return self._metrics[name].labels(model_name=self.model, pool=pool)
+
+    def answered(self, pool: str, stitched: int, seconds: float) -> None:
+        """A request was composed over `pool`."""
+        if self.enabled:
+            self._of("requests", pool).inc()
+            self._of("stitched", pool).inc(stitched)
+            self._of("retrieval", pool).observe(seconds)
+
+    def reencoded(self, pool: str, blocks: int) -> None:
+        """Blocks of `pool` were missing and are encoded again."""
+        if self.enabled:
+            self._of("reencoded", pool).inc(blocks)
+
+    def changed(self, pool: str, tokens: int, blocks: int, seconds: float) -> None:
+        """A pool is ready, after `seconds`; zero tokens and blocks when it was deleted."""
+        if self.enabled:
+            self._of("tokens", pool).set(tokens)
+            self._of("blocks", pool).set(blocks)
+            self._of("encoding", pool).inc(seconds)
+
+
+class SchedulerMetrics:
+    """What a scheduler process shows: the counters of serving.scheduler.stats as gauges."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self._gauges: dict[str, Any] = {}
+
+    def show(self, values: Mapping[str, float]) -> None:
+        """Set every gauge to its current value."""
+        from prometheus_client import Gauge
+
+        for name, value in values.items():
+            if name not in self._gauges:
+                gauge = Gauge(
+                    f"sglang_ext:{name}",
+                    f"{name.replace('_', ' ').capitalize()}, of the scheduler's block cache.",
+                    ["model_name"],
+                    multiprocess_mode="mostrecent",
+                )
+                self._gauges[name] = gauge.labels(model_name=self.model)
+            self._gauges[name].set(value)

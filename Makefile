@@ -1,0 +1,72 @@
+# `make demo` and `make test` set everything up. Needed: make, and Python 3.10 to 3.12 with pip. No GPU.
+#   PYTHON=/path/to/python  the interpreter to build the environment with (default: the first that fits)
+#   ARGS="..."              more arguments for the command: make test ARGS="-k exactness", make demo ARGS="--queries 50"
+
+SHELL := /bin/sh
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+# Whether a Python is one we support, and whether it can install things. A name on PATH need not run (pyenv leaves such).
+FITS := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
+FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
+
+.PHONY: help demo test lint format env clean
+
+help:
+	@echo "make demo    answer 250 questions from a pool of demonstrations, on this machine"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make env     create $(VENV) (the others do it too): about 9 GB and a few minutes"
+	@echo "make clean   remove build outputs and caches; $(VENV) stays (rm -r $(VENV) removes it)"
+
+demo: $(READY)
+	@$(BIN)/sglang-ext demo $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+env: $(READY)
+
+# An environment that is there is used as it is; pip does nothing where all is installed. The stamp comes last, so that
+# an installation that broke off is taken up again.
+$(READY): pyproject.toml
+	@if [ ! -x $(BIN)/python ]; then \
+	  python=; \
+	  for name in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 python3.10 python3 python); do \
+	    if "$$name" -c '$(FITS_AND_INSTALLS)' 2>/dev/null; then python=$$name; break; fi; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo "$(if $(PYTHON),$(PYTHON) is not,There is no) Python 3.10, 3.11 or 3.12 with pip$(if $(PYTHON),, on PATH)." \
+	      "Install one, or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "creating $(VENV) with $$("$$python" --version), $$(command -v "$$python")"; \
+	  if ! "$$python" -m venv --clear $(VENV) 2>/dev/null; then \
+	    echo "(without ensurepip: pip comes from the registry)"; \
+	    "$$python" -m venv --clear --without-pip $(VENV) && \
+	      "$$python" -m pip --python $(BIN)/python install --quiet pip || { rm -rf $(VENV); exit 1; }; \
+	  fi; \
+	elif ! $(BIN)/python -c '$(FITS)'; then \
+	  echo "$(VENV) holds $$($(BIN)/python --version); 3.10, 3.11 or 3.12 is needed: remove it (rm -r $(VENV)) and run again" >&2; \
+	  exit 1; \
+	elif ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  $(BIN)/python -m ensurepip --default-pip >/dev/null; \
+	fi
+	@echo "installing sglang-ext and what it needs into $(VENV) (the first time: about 9 GB, a few minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .demo
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

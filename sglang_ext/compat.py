@@ -33,11 +33,14 @@ __all__ = [
     "TorchNativeAttnBackend",
     "TreeNode",
     "abort",
+    "abort_missing",
     "abort_unscheduled",
     "add_dispatch",
+    "blocks_were_missing",
     "bos",
     "encode_request",
     "generate",
+    "is_internal",
     "kv_bytes_per_token",
     "logical_rids",
     "metrics_enabled",
@@ -51,6 +54,7 @@ __all__ = [
 ]
 
 _ROW = "sglang_ext_row"
+_INTERNAL = "sglang_ext_internal"
 
 
 def request_row(req: Any) -> Row | None:
@@ -111,9 +115,22 @@ def abort(req: Any, message: str, status: int) -> None:
     req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
 
 
-def abort_unscheduled(req: Any, message: str) -> None:
-    """End a request while the scheduler looks up its prefix: what it would prefill shrinks to one token."""
-    abort(req, message, HTTPStatus.SERVICE_UNAVAILABLE)
+_MISSING = "sglang_ext: demonstration blocks are not in the KV cache"
+
+
+def abort_missing(req: Any, count: int) -> None:
+    """End a request whose blocks are not in the cache; `blocks_were_missing` knows it again in the other process."""
+    abort(req, f"{_MISSING} ({count} of them); retry", HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def blocks_were_missing(error: Any) -> bool:
+    """Whether an HTTPException comes from `abort_missing`."""
+    return error.status_code == HTTPStatus.SERVICE_UNAVAILABLE and str(error.detail).startswith(_MISSING)
+
+
+def abort_unscheduled(req: Any, count: int) -> None:
+    """`abort_missing` while the scheduler looks up a prefix: what the request would prefill shrinks to one token."""
+    abort_missing(req, count)
     req._refresh_fill_ids()
 
 
@@ -139,12 +156,19 @@ def view_backend(model_runner: Any) -> Any | None:
 
 def encode_request(rid: str, token_ids: list[int], row: str) -> Any:
     """A request that only writes keys and values: nothing is generated."""
-    return GenerateReqInput(
+    request = GenerateReqInput(
         rid=rid,
         input_ids=token_ids,
         sampling_params={"max_new_tokens": 0, "temperature": 0.0, "custom_params": {WIRE_KEY: row}},
         stream=False,
     )
+    setattr(request, _INTERNAL, True)
+    return request
+
+
+def is_internal(request: Any) -> bool:
+    """Whether `encode_request` made this request; unlike its id, nothing a client sends can say so."""
+    return getattr(request, _INTERNAL, False)
 
 
 def generate(manager: Any, request: Any) -> AsyncIterator[Any]:

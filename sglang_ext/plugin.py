@@ -45,6 +45,11 @@ HOOKS = (
         "around",
         "sglang_ext.plugin:around_apply_vocab_mask",
     ),
+    Hook(
+        _SRT + "distributed.device_communicators.pynccl.PyNcclCommunicator.__init__",
+        "around",
+        "sglang_ext.plugin:around_pynccl_init",
+    ),
     Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", "sglang_ext.serving.checks:after_server_args"),
     Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init"),
     Hook(
@@ -92,6 +97,11 @@ HOOKS = (
         _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
         "around",
         _OURS + "tokenizer:around_tokenize_one_request",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._wait_one_response",
+        "around",
+        _OURS + "tokenizer:around_wait_one_response",
     ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.flush_cache",
@@ -230,6 +240,15 @@ def around_apply_vocab_mask(original: Callable[..., None], grammar: Any, logits:
     import xgrammar
 
     xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+
+def around_pynccl_init(
+    original: Callable[..., None], communicator: Any, group: Any, device: Any, *args: Any, **kwargs: Any
+) -> None:
+    """AROUND PyNcclCommunicator.__init__: NCCL's library is installed without a GPU too, and cannot serve the CPU."""
+    if str(device) != "cpu":
+        return original(communicator, group, device, *args, **kwargs)
+    communicator.group, communicator.available, communicator.disabled = group, False, True
 
 
 def after_compute_cell_size(result: int, _configurator: Any, kvc: Any, num_layers: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_ext import compat
-from sglang_ext.cache.rows import Row
+from sglang_ext.cache.rows import REQUEST_OWNER, Row
 from sglang_ext.compat import (
     InsertParams,
     MatchPrefixParams,
@@ -113,9 +113,10 @@ class BlockRadixCache(RadixCache):
                 self._delete_leaf(node)
         return freed
 
-    def held_tokens(self) -> int:
-        """Tokens of blocks that some owner holds."""
-        return sum(len(self.blocks[key].key) for key, owners in self.owners.items() if owners)
+    def held_tokens(self, prefix: str = "") -> int:
+        """Tokens of blocks that some owner holds whose name begins with `prefix`."""
+        held = (key for key, owners in self.owners.items() if any(owner.startswith(prefix) for owner in owners))
+        return sum(len(self.blocks[key].key) for key in held)
 
     def _add_block(self, key: str, token_ids: array, slots: torch.Tensor) -> TreeNode:
         radix_key = RadixKey(token_ids, _BLOCK + key)
@@ -177,7 +178,7 @@ class BlockRadixCache(RadixCache):
             return self._match_row(row, params.key, params.req.extra_key)
         except MissingBlocks as error:
             # Never a dense prefix instead: that would be another answer.
-            compat.abort_unscheduled(params.req, f"sglang_ext: {error}; retry")
+            compat.abort_unscheduled(params.req, len(error.keys))
             return self._empty_match_result
         finally:
             self.stitch_seconds += compat.now() - begin
@@ -246,6 +247,8 @@ class BlockRadixCache(RadixCache):
         self.token_to_kv_pool_allocator.free(slots[stored:])
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
+        if req.finished():  # and not retracted: a retracted request comes back for its blocks
+            self.release(REQUEST_OWNER + req.rid, [piece.key for piece in row.prefix])
 
     def _store(
         self, req: Any, row: Row, token_ids: array, slots: torch.Tensor, chunked: bool

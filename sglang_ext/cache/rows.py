@@ -15,6 +15,8 @@ from typing import Any
 WIRE_KEY = "sglang_ext"
 INTERNAL = "sglang-ext-"  # how the ids of the server's own requests begin (encoding, scoring of labels)
 
+POOL_OWNER, REQUEST_OWNER = "pool:", "request:"  # how the names of those who hold blocks begin
+
 
 @dataclass(frozen=True)
 class Piece:

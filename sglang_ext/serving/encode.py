@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.cache.rows import NewBlock, Piece, Row
@@ -17,18 +17,6 @@ class Run:
     row: Row
     token_ids: tuple[int, ...]
     new_tokens: int
-
-
-def closure(pattern: BlockSparse, wanted: Collection[int], resident: Collection[int]) -> list[int]:
-    """The blocks to encode so that all `wanted` become resident: a block needs those it attends to, in pool order."""
-    needed: set[int] = set()
-    stack = [block for block in wanted if block not in resident]
-    while stack:
-        block = stack.pop()
-        if block not in needed:
-            needed.add(block)
-            stack.extend(other for other in pattern.attended(block) if other not in resident)
-    return sorted(needed)
 
 
 def plan_runs(

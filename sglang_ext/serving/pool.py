@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from sglang_ext.cache.rows import POOL_OWNER
 from sglang_ext.config import PoolOptions, RequestOptions
 from sglang_ext.retrievers import registry
 from sglang_ext.retrievers.base import Retriever
@@ -103,7 +104,7 @@ class Version:
     users: int = 0
     retired: bool = False
     resident: set[str] = field(default_factory=set)
-    owner: str = field(default_factory=lambda: f"pool:{next(_owners)}")
+    owner: str = field(default_factory=lambda: f"{POOL_OWNER}{next(_owners)}")
     _retrievers: dict[tuple[str, str], Retriever] = field(default_factory=dict)
 
     @property

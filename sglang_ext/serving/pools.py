@@ -15,7 +15,7 @@ from typing import Any
 from sglang_ext import compat
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
-from sglang_ext.serving.encode import Run, closure, plan_runs
+from sglang_ext.serving.encode import Run, plan_runs
 from sglang_ext.serving.errors import PoolError, UnknownPool
 from sglang_ext.serving.layout import (
     Layout,
@@ -30,6 +30,7 @@ from sglang_ext.serving.store import PoolStore
 
 logger = logging.getLogger(__name__)
 
+WAIT_FOR_ROOM_SECONDS = 120
 ROOM_FOR_REQUESTS = 128  # tokens that pools leave free, so that a question always fits
 
 
@@ -344,29 +345,56 @@ class PoolService:
         if variant in version.resident:
             return False
         layout = version.layouts[variant]
-        pattern = version.definition.options.block_sparse
         pinned = version.definition.options.pinned
         wanted = range(len(layout.blocks)) if pinned else blocks
         holder = version.owner if pinned else owner
-        async with self._encoding:
-            if variant in version.resident:
-                return False
-            missing = await self._hold(holder, layout, wanted)
-            if missing:
-                others = [b for b in range(len(layout.blocks)) if b not in wanted]
-                known = await self.admin("blocks", keys=[layout.blocks[block].key for block in others])
-                resident = {b for b, there in zip(others, known["resident"], strict=True) if there}
-                resident.update(block for block in wanted if block not in missing)
-                needed = closure(pattern, sorted(missing), resident)
-                context = {o for block in needed for o in pattern.attended(block) if o not in needed}
-                await self._hold(holder, layout, sorted(context))
-                await self._check_memory(version.name, sum(layout.lengths[block] for block in needed))
-                self.counters["reencoded_blocks"] += len(needed)
-                self.metrics.reencoded(version.name, len(needed))
-                await self._encode(version, layout, needed, holder, None, locked=True)
-            if pinned:
-                version.resident.add(variant)
-        return not pinned
+        deadline = time.monotonic() + WAIT_FOR_ROOM_SECONDS
+        while True:
+            async with self._encoding:
+                if variant in version.resident:
+                    return False
+                if await self._make_resident(version, layout, wanted, holder):
+                    if pinned:
+                        version.resident.add(variant)
+                    return not pinned
+            # What other requests hold fills the cache. They let go of it when they finish.
+            if time.monotonic() > deadline:
+                raise PoolError(
+                    f"no room in the KV cache for the blocks of pool {version.name!r} within {WAIT_FOR_ROOM_SECONDS} s:"
+                    " other requests hold it; retry, lower the ratio or raise --max-total-tokens",
+                    503,
+                )
+            await asyncio.sleep(0.02)
+
+    async def _make_resident(self, version: Version, layout: Layout, wanted: Collection[int], holder: str) -> bool:
+        """Hold `wanted`, encoding what is missing; False, and nothing held, when other requests fill the cache."""
+        pattern = version.definition.options.block_sparse
+        held = set(wanted)
+        while True:
+            missing = await self._hold(holder, layout, sorted(held))
+            # What a missing block attends to must be there while it is encoded, and may be missing itself.
+            context = {other for block in missing for other in pattern.attended(block)}
+            if context <= held:
+                break
+            held |= context
+        if not missing:
+            return True
+        needed = sorted(missing)
+        tokens = sum(layout.lengths[block] for block in needed)
+        state = await self.admin("state")
+        pinned = version.definition.options.pinned
+        if tokens > state["total_tokens"] - state["held_tokens"] - ROOM_FOR_REQUESTS:
+            if not pinned:
+                await self.release(holder)
+            await self._check_memory(version.name, tokens, state["total_tokens"] - state["held_by_pools"])
+            return False
+        self.counters["reencoded_blocks"] += len(needed)
+        self.metrics.reencoded(version.name, len(needed))
+        await self._encode(version, layout, needed, holder, None, locked=True)
+        spare = held - set(wanted)
+        if spare and not pinned:
+            await self.admin("release", owner=holder, keys=[layout.blocks[block].key for block in sorted(spare)])
+        return True
 
     async def release(self, owner: str) -> None:
         """Let go of what `ensure` held for a request."""
@@ -438,9 +466,10 @@ class PoolService:
         except Exception as error:
             raise PoolError(f"encoding failed: {error}", 503) from error
 
-    async def _check_memory(self, name: str, needed: int) -> None:
+    async def _check_memory(self, name: str, needed: int, room: int | None = None) -> None:
+        """PoolError (413) when `needed` tokens exceed `room`, by default what nobody holds."""
         state = await self.admin("state")
-        available = state["total_tokens"] - state["held_tokens"] - ROOM_FOR_REQUESTS
+        available = (state["total_tokens"] - state["held_tokens"] if room is None else room) - ROOM_FOR_REQUESTS
         if needed > available:
             raise PoolError(
                 f"pool {name!r} needs {needed} tokens of KV cache, {max(available, 0)} are available"

@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.cache.radix import BlockRadixCache
-from sglang_ext.cache.rows import INTERNAL, WIRE_KEY, Row
+from sglang_ext.cache.rows import INTERNAL, POOL_OWNER, WIRE_KEY, Row
 from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
 from sglang_ext.serving.metrics import SchedulerMetrics
 
@@ -42,7 +42,7 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
     if row is not None:
         absent = cache.missing(piece.key for piece in row.prefix)
         if absent:
-            compat.abort(req, f"sglang_ext: {len(absent)} demonstration blocks are not in the KV cache; retry", 503)
+            compat.abort_missing(req, len(absent))
             return
         shared = row.prefix_tokens
         if not str(req.rid).startswith(INTERNAL):
@@ -116,6 +116,7 @@ class Admin:
         return {
             "total_tokens": scheduler.max_total_num_tokens,
             "held_tokens": cache.held_tokens(),
+            "held_by_pools": cache.held_tokens(POOL_OWNER),
             "available_tokens": scheduler.token_to_kv_pool_allocator.available_size() + cache.evictable_size(),
             "max_req_input_len": scheduler.max_req_input_len,
             "chunked_prefill_size": scheduler.chunked_prefill_size,

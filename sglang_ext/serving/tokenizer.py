@@ -13,8 +13,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import fastapi
+
 from sglang_ext import compat
-from sglang_ext.cache.rows import INTERNAL, WIRE_KEY, Row
+from sglang_ext.cache.rows import REQUEST_OWNER, WIRE_KEY, Row
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving import checks
 from sglang_ext.serving.errors import PoolError
@@ -87,17 +89,62 @@ async def around_generate_request(
     service = pools_of(manager)
     await service.restored()
     leases: dict[str, Lease] = manager.ext_leases
+    asked = copy.copy(obj)
+    try:
+        try:
+            async for out in original(manager, obj, request):
+                await _annotate(service, manager, obj, leases, out)
+                yield out
+        except fastapi.HTTPException as error:
+            # The KV cache was emptied behind our back (new weights, say). What is resident is looked up again; a
+            # single question is asked once more, so that nobody sees it.
+            if not compat.blocks_were_missing(error):
+                raise
+            service.flushed()
+            if not obj.is_single:
+                raise
+            _end_leases(service, manager, obj)
+            asked.rid = obj.rid
+            async for out in original(manager, asked, request):
+                await _annotate(service, manager, asked, leases, out)
+                yield out
+    finally:
+        _end_leases(service, manager, obj)
+
+
+def _end_leases(service: PoolService, manager: Any, obj: Any) -> None:
+    for rid in compat.logical_rids(obj):
+        lease = manager.ext_leases.pop(rid, None)
+        if lease is not None:
+            service.end_lease(lease.version)
+            if lease.holds:
+                service.release_later(lease.holds)
+
+
+def around_wait_one_response(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """AROUND TokenizerManager._wait_one_response: an answer may come before it is waited for.
+
+    SGLang looks up a request's state when it begins to wait, which in a batch is after the last prompt was tokenized,
+    and forgets the state when the answer is complete. Composing a prompt may take a while (blocks to encode), so the
+    state is kept from the moment the request was sent.
+    """
+    return _wait(original, manager, obj, request, manager.rid_to_state.get(obj.rid))
+
+
+async def _wait(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any, state: Any
+) -> AsyncIterator[Any]:
+    early = state is not None and obj.rid not in manager.rid_to_state
+    if early:
+        manager.rid_to_state[obj.rid] = state
     try:
         async for out in original(manager, obj, request):
-            await _annotate(service, manager, obj, leases, out)
             yield out
     finally:
-        for rid in compat.logical_rids(obj):
-            lease = leases.pop(rid, None)
-            if lease is not None:
-                service.end_lease(lease.version)
-                if lease.holds:
-                    service.release_later(lease.holds)
+        if early:
+            manager.rid_to_state.pop(obj.rid, None)
 
 
 async def _annotate(service: PoolService, manager: Any, obj: Any, leases: dict[str, Lease], out: Any) -> None:
@@ -124,7 +171,7 @@ async def around_tokenize_one_request(original: Callable[..., Any], manager: Any
     if not isinstance(custom, dict):
         return await original(manager, obj)
     if WIRE_KEY in custom and "pool" not in custom:
-        if not str(obj.rid).startswith(INTERNAL):
+        if not compat.is_internal(obj):
             raise ValueError(f"custom_params[{WIRE_KEY!r}] is for the server's own requests")
         return await original(manager, obj)
     if "pool" not in custom:
@@ -162,8 +209,9 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         begin = time.perf_counter()
         selection = select_pieces(version, layout, options, query)
         retrieval = time.perf_counter() - begin
-        if await service.ensure(version, variant, selection.blocks, f"request:{obj.rid}"):
-            holds = f"request:{obj.rid}"
+        owner = REQUEST_OWNER + obj.rid
+        if await service.ensure(version, variant, selection.blocks, owner):
+            holds = owner
         stitched = selection.tokens
         if stitched + len(own) >= manager.context_len:
             raise ValueError(

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import sglang_ext
 from sglang_ext.launch import demo_data
@@ -75,6 +75,10 @@ class Row:
 # ---- the server -----------------------------------------------------------------------------------------------------
 
 
+class ServerError(Exception):
+    """A failure inside the server; its log says more."""
+
+
 class Server:
     """An HTTP client of one SGLang server. Threads share it; each has its own connection."""
 
@@ -83,15 +87,24 @@ class Server:
         self._local = threading.local()
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """JSON in, JSON out; ValueError with the server's own words for a status other than 2xx."""
+        """JSON in, JSON out.
+
+        Raises:
+            ValueError: the server refused; in its own words.
+            ServerError: something broke in it (status 5xx), or it is gone.
+        """
         import requests
 
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
             self._local.session.trust_env = False  # a proxy has no business between us and this machine
-        response = self._local.session.request(method, self.url + path, json=body, timeout=ANSWER_SECONDS)
+        try:
+            response = self._local.session.request(method, self.url + path, json=body, timeout=ANSWER_SECONDS)
+        except requests.RequestException as error:
+            raise ServerError(f"{method} {path}: {error}") from error
         if not response.ok:
-            raise ValueError(f"{method} {path}: HTTP {response.status_code}: {response.text[:2000]}")
+            kind = ServerError if response.status_code >= 500 else ValueError
+            raise kind(f"{method} {path}: HTTP {response.status_code}: {response.text[:2000]}")
         return response.json()
 
     def is_up(self) -> bool:
@@ -150,13 +163,20 @@ def served(model: str, kv_tokens: int, extra: Sequence[str] = ()) -> Iterator[Se
                     what = (
                         f"ended with status {ended}" if ended is not None else f"is not up after {START_SECONDS:.0f} s"
                     )
-                    log.seek(0)
-                    tail = "".join(log.readlines()[-30:])
-                    raise ValueError(f"the server {what}; the end of its log:\n{tail}")
+                    raise ValueError(f"the server {what}; the end of its log:\n{_tail(log)}")
                 time.sleep(0.3)
-            yield server
+            try:
+                yield server
+            except ServerError as error:
+                raise ValueError(f"{error}; the end of the server's log:\n{_tail(log)}") from error
         finally:
             _stop(process)
+
+
+def _tail(log: IO[str]) -> str:
+    """The last lines of a log that another process writes."""
+    log.seek(0)
+    return "".join(log.readlines()[-40:])
 
 
 def _stop(process: subprocess.Popen[Any]) -> None:

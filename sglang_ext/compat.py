@@ -37,7 +37,6 @@ __all__ = [
     "abort_unscheduled",
     "add_dispatch",
     "blocks_were_missing",
-    "bos",
     "encode_request",
     "generate",
     "is_internal",
@@ -174,14 +173,6 @@ def is_internal(request: Any) -> bool:
 def generate(manager: Any, request: Any) -> AsyncIterator[Any]:
     """SGLang's own generate_request, without our composition (the request already says what it needs)."""
     return manager.generate_request(request)
-
-
-def bos(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens a prompt of this tokenizer begins with: (BOS,), or nothing where it adds none."""
-    ids = tokenizer("", add_special_tokens=True)["input_ids"]
-    if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]:
-        return (tokenizer.bos_token_id,)
-    return ()
 
 
 def logical_rids(request: Any) -> list[str]:

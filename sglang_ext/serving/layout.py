@@ -63,7 +63,8 @@ def parse_demonstrations(items: Iterable[Any], taken: Iterable[str] = ()) -> lis
 def parse_jsonl(text: str) -> list[Any]:
     """Objects of a JSON-lines text; ValueError names the line that is not JSON."""
     items = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines(): it also cuts at U+2028 and others, which JSON strings may hold as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 items.append(json.loads(line))
@@ -105,6 +106,14 @@ class Layout:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(block.token_ids) for block in self.blocks)
+
+
+def bos(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens a prompt of this tokenizer begins with: (BOS,), or nothing where it adds none."""
+    ids = tokenizer("", add_special_tokens=True)["input_ids"]
+    if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]:
+        return (tokenizer.bos_token_id,)
+    return ()
 
 
 def group_demonstrations(

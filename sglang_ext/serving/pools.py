@@ -19,19 +19,20 @@ from sglang_ext.serving.encode import Run, plan_runs
 from sglang_ext.serving.errors import PoolError, UnknownPool
 from sglang_ext.serving.layout import (
     Layout,
+    bos,
     group_demonstrations,
     lay_out,
     parse_demonstrations,
 )
 from sglang_ext.serving.messages import ExtAdminReqInput
 from sglang_ext.serving.metrics import TokenizerMetrics
+from sglang_ext.serving.plan import ROOM_FOR_REQUESTS, beyond_context, describe
 from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Progress, Version
 from sglang_ext.serving.store import PoolStore
 
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_ROOM_SECONDS = 120
-ROOM_FOR_REQUESTS = 128  # tokens that pools leave free, so that a question always fits
 
 
 @dataclass
@@ -202,16 +203,7 @@ class PoolService:
         items = parse_demonstrations(demonstrations)
         groups = group_demonstrations(items, parsed, self._tokenizer())
         layout = self._lay_out(Definition(parsed, {i.id: i for i in items}, tuple(map(tuple, groups))))
-        capacity = state["total_tokens"] - ROOM_FOR_REQUESTS
-        return {
-            "demonstrations": len(items),
-            "blocks": len(layout.blocks),
-            "tokens": layout.tokens,
-            "tokens_per_block": list(layout.lengths),
-            "bytes": layout.tokens * state["bytes_per_token"],
-            "capacity_tokens": capacity,
-            "fits": capacity // layout.tokens,
-        }
+        return describe(layout, parsed, state["bytes_per_token"], self.manager.context_len, state["total_tokens"])
 
     def _refuse_busy(self, name: str) -> None:
         pool = self.pools.get(name)
@@ -480,19 +472,9 @@ class PoolService:
 
     def _check_context(self, version: Version, layout: Layout) -> None:
         """Positions must stay inside the model's context."""
-        pattern, limit = version.definition.options.block_sparse, self.manager.context_len
-        for block in range(len(layout.blocks)):
-            start = pattern.starts(block, layout.lengths)[block]
-            if start + layout.lengths[block] >= limit:
-                advice = (
-                    'use positions="local", or fewer demonstrations'
-                    if pattern.positions == "sequential"
-                    else "use smaller blocks, fewer previous blocks or another pattern"
-                )
-                raise PoolError(
-                    f"block {block} of pool {version.name!r} would end at position {start + layout.lengths[block]},"
-                    f" the model's context is {limit} tokens: {advice}"
-                )
+        problem = beyond_context(layout, version.definition.options, self.manager.context_len)
+        if problem:
+            raise PoolError(f"pool {version.name!r}: {problem}")
 
     # ---- plumbing ----
 
@@ -528,7 +510,7 @@ class PoolService:
     def _lay_out(self, definition: Definition, header: Sequence[int] | None = None) -> Layout:
         tokenizer = self._tokenizer()
         if header is None:
-            header = compat.bos(tokenizer)
+            header = bos(tokenizer)
         return lay_out(
             definition.groups, definition.demonstrations, definition.options, tokenizer, header, self.model_name()
         )

@@ -1,0 +1,57 @@
+"""Command-line flags made from the option dataclasses, so that the command line has every option there is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
+
+
+def text(value: str) -> str:
+    r"""A text option. Shells pass `\n` on as two characters: here `\n`, `\t` and `\\` are newline, tab, backslash."""
+    return re.sub(r"\\[nt\\]", lambda match: _ESCAPES[match[0]], value)
+
+
+def numbers(value: str) -> list[int]:
+    """Whole numbers separated by commas."""
+    return [int(part) for part in value.split(",")]
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {"str": text, "int": int, "float": float, "tuple[int, ...]": numbers}
+_SHOWN = {"text": "TEXT", "int": "N", "float": "X", "numbers": "N,N,..."}
+
+
+def described(cls: type) -> dict[str, str]:
+    """What the `Attributes:` section of a dataclass's docstring says about each field."""
+    section = (cls.__doc__ or "").split("Attributes:", 1)[-1]
+    entries = re.findall(r"^ +(\w+): (.*(?:\n +(?!\w+: ).*)*)", section, flags=re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in entries}
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type, title: str, skip: Collection[str] = ()) -> None:
+    """A flag for each field of `cls`; a flag that is not given leaves nothing in the namespace."""
+    group = parser.add_argument_group(title)
+    helps = described(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in skip:
+            continue
+        flag, kind = "--" + field.name.replace("_", "-"), str(field.type).split("|")[0].strip()
+        default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default!r})"
+        words = (helps.get(field.name, "") + default).replace("`", "").replace("%", "%%")
+        if kind == "bool":
+            action: Any = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=words)
+        else:
+            convert = _TYPES[kind]
+            shown = _SHOWN[convert.__name__]
+            group.add_argument(flag, type=convert, default=argparse.SUPPRESS, metavar=shown, help=words)
+
+
+def given(args: argparse.Namespace, cls: type, skip: Collection[str] = ()) -> dict[str, Any]:
+    """The options of `cls` that the user gave, by name."""
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in skip]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}

@@ -1,0 +1,120 @@
+"""SGLang's own server, with pools.
+
+sglang-ext serve [MODEL] [--pool-dir DIR] [any flag of sglang.launch_server]
+
+MODEL comes first: a folder or a name on the Hugging Face hub; left out, it is the small model that comes with this
+package. The attention backend, the radix cache and what else pools need are set unless you set them; every other flag
+goes to SGLang unchanged (python -m sglang.launch_server --help lists them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sglang_ext
+
+PASSES_ON = True
+REFERENCE_MODEL = Path(sglang_ext.__file__).parent / "assets" / "reference"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `sglang-ext serve`."""
+    parser.usage = "sglang-ext serve [MODEL] [--pool-dir DIR] [SGLang's flags]"
+    add_pool_dir(parser)
+
+
+def add_pool_dir(parser: argparse.ArgumentParser) -> None:
+    """--pool-dir."""
+    parser.add_argument("--pool-dir", metavar="DIR", help="keep pools in this folder, and serve those found there")
+
+
+def load_plugin() -> None:
+    """Load SGLang's plugins in this process, ours among them.
+
+    Raises:
+        ValueError: ours was not loaded, so that SGLang would serve without pools.
+    """
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_ext.config import ATTENTION_BACKEND
+
+    load_plugins()
+    if ATTENTION_BACKEND not in ATTENTION_BACKENDS:
+        raise ValueError("SGLang did not load the plugin sglang_ext; sglang-ext doctor says why")
+
+
+def given_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """The SGLang arguments that a command line sets, by their names in ServerArgs; defaults are left out.
+
+    Raises:
+        ValueError: there is something that is no SGLang flag.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog="sglang-ext", add_help=False)
+    ServerArgs.add_cli_args(parser)
+    for action in parser._actions:
+        action.default, action.required = argparse.SUPPRESS, False
+    if "--config" in argv:
+        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ValueError(
+            f"{' '.join(unknown)}: not a flag of this command nor of SGLang"
+            " (python -m sglang.launch_server --help lists those; MODEL comes first)"
+        )
+    return vars(found)
+
+
+def as_flags(arguments: dict[str, Any]) -> list[str]:
+    """SGLang arguments as a command line."""
+    line: list[str] = []
+    for name, value in arguments.items():
+        line.append("--" + name.replace("_", "-"))
+        if value is not True:
+            line.append(str(value))
+    return line
+
+
+def server_argv(rest: Sequence[str]) -> list[str]:
+    """The command line for SGLang's server: the user's, and our defaults for what it leaves open.
+
+    Raises:
+        ValueError: an unknown flag, or two models.
+    """
+    from sglang_ext.serving.engine import server_defaults
+
+    model, flags = (rest[0], list(rest[1:])) if rest and not rest[0].startswith("-") else (None, list(rest))
+    found = given_flags(flags)
+    if model is not None and "model_path" in found:
+        raise ValueError(f"two models, {model} and --model-path {found['model_path']}: give one")
+    defaults = {name: value for name, value in server_defaults().items() if name not in found}
+    if "model_path" not in found:
+        defaults = {"model_path": model or str(REFERENCE_MODEL), **defaults}
+    return [*as_flags(defaults), *flags]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    from sglang_ext.serving.tokenizer import POOL_DIR_ENV
+
+    load_plugin()
+    if args.pool_dir is not None:
+        os.environ[POOL_DIR_ENV] = os.path.abspath(args.pool_dir)
+    server_args = prepare_server_args(server_argv(args.rest))
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0

@@ -7,12 +7,15 @@ the server are SGLang's own. It stands aside as soon as a CUDA device exists.
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 ATTENTION_BACKEND = "torch_native"
+MAX_TOTAL_TOKENS = 65_536
 
 
 class TorchCpuPlatform(SRTPlatform):
@@ -21,6 +24,17 @@ class TorchCpuPlatform(SRTPlatform):
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Settings for a machine that is also used for other things; whatever the user set stays."""
+        server_args.device = "cpu"
+        if server_args.sampling_backend is None:
+            server_args.sampling_backend = "pytorch"
+        if server_args.max_total_tokens is None:
+            # SGLang would take nearly all memory for the KV cache, as is right on a GPU of one's own.
+            server_args.max_total_tokens = MAX_TOTAL_TOKENS
+        # An idle scheduler polls, at the expense of a core that the next request needs.
+        server_args.sleep_on_idle = True
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return int(psutil.virtual_memory().total)

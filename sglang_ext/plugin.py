@@ -50,7 +50,8 @@ HOOKS = (
         "around",
         "sglang_ext.plugin:around_pynccl_init",
     ),
-    Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", "sglang_ext.serving.checks:after_server_args"),
+    Hook(_SRT + "server_args.ServerArgs.__post_init__", "before", _OURS + "checks:before_server_args"),
+    Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", _OURS + "checks:after_server_args"),
     Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init"),
     Hook(
         _SRT + "managers.schedule_batch.Req.set_finish_with_abort",

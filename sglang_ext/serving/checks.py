@@ -43,8 +43,15 @@ def refusals(server_args: Any) -> list[str]:
     return problems
 
 
+def before_server_args(server_args: Any) -> None:
+    """BEFORE ServerArgs.__post_init__: what our backend needs, before SGLang works out what follows from it."""
+    if is_active(server_args):
+        # Views are planned on the host in every step: there is nothing to capture.
+        server_args.disable_cuda_graph = True
+
+
 def after_server_args(_result: Any, server_args: Any) -> None:
-    """AFTER ServerArgs.__post_init__: refuse what is not supported, and set what our backend needs.
+    """AFTER ServerArgs.__post_init__: refuse what is not supported.
 
     Raises:
         ValueError: every problem, a line each.

@@ -13,20 +13,18 @@ from sglang_ext.serving.tokenizer import POOL_DIR_ENV, pools_of
 
 
 def server_defaults() -> dict[str, Any]:
-    """Arguments that make a server one of ours; on a machine without a GPU, those of the embedded CPU platform."""
+    """Arguments that make a server one of ours (platform_cpu adds those of a machine without a GPU)."""
     import torch
 
     defaults: dict[str, Any] = {
         "attention_backend": ATTENTION_BACKEND,
         "radix_cache_backend": RADIX_CACHE_BACKEND,
         "page_size": 1,
-        "disable_cuda_graph": True,
     }
     if not torch.cuda.is_available():
-        # The scheduler polls while it is idle, and three more processes of the server want a core each: a torch thread
-        # that waits for a core holds up all the others of its parallel region.
+        # Three more processes of the server want a core each: a torch thread that waits for a core holds up all the
+        # others of its parallel region.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
-        defaults |= {"device": "cpu", "sampling_backend": "pytorch", "sleep_on_idle": True}
     return defaults
 
 

@@ -142,6 +142,8 @@ async def _body(request: fastapi.Request) -> tuple[list[Any], dict[str, Any], bo
         raise ValueError(
             f"the body is not JSON: {error.msg} at line {error.lineno}; for JSON lines set Content-Type: {_JSONL[0]}"
         ) from error
+    except RecursionError as error:
+        raise ValueError("the body is nested too deeply") from error
     if not isinstance(data, dict) or not isinstance(data.get("demonstrations"), list):
         raise ValueError('the body must be an object with a list "demonstrations", and options beside it')
     demonstrations, wait = data.pop("demonstrations"), data.pop("wait", True)

@@ -62,6 +62,7 @@ class PoolService:
         self._restoring: asyncio.Task[None] | None = None
         self._admin_lock = asyncio.Lock()
         self._encoding = asyncio.Lock()
+        self._promised: dict[str, int] = {}  # version's owner -> tokens that its encoding under way has yet to write
         self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
         self._versions: weakref.WeakSet[Version] = weakref.WeakSet()
         self._tasks: set[asyncio.Future[None]] = set()
@@ -222,6 +223,7 @@ class PoolService:
         # The task is in its place before anything is awaited: of two changes at once, the second sees the first.
         started = asyncio.get_running_loop().create_future()
         layouts = version.layouts.values()
+        previous_progress = pool.progress
         pool.progress = Progress(sum(len(each.blocks) for each in layouts), sum(each.tokens for each in layouts))
         pool.task = asyncio.create_task(self._make(pool, version, started))
         previous_status, pool.status = pool.status, "encoding"
@@ -232,7 +234,7 @@ class PoolService:
             if pool.current is None:
                 self.pools.pop(name, None)
             else:
-                pool.status = previous_status
+                pool.status, pool.progress = previous_status, previous_progress
             raise
         if not wait:
             return self._summary(pool)
@@ -267,6 +269,7 @@ class PoolService:
                     for block in missing[variant]
                 }
                 await self._check_memory(version.name, sum(needed.values()))
+                self._promised[version.owner] = sum(needed.values())
             except BaseException as error:
                 if isinstance(error, asyncio.CancelledError):
                     error = PoolError(f"the change of pool {version.name!r} was cancelled", 409)
@@ -304,6 +307,7 @@ class PoolService:
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
+            self._promised.pop(version.owner, None)
             pool.task = None
 
     # ---- leases: a version lives until its last request has ended ----
@@ -375,7 +379,8 @@ class PoolService:
         tokens = sum(layout.lengths[block] for block in needed)
         state = await self.admin("state")
         pinned = version.definition.options.pinned
-        if tokens > state["total_tokens"] - state["held_tokens"] - ROOM_FOR_REQUESTS:
+        promised = sum(self._promised.values())
+        if tokens > state["total_tokens"] - state["held_tokens"] - promised - ROOM_FOR_REQUESTS:
             if not pinned:
                 await self.release(holder)
             await self._check_memory(version.name, tokens, state["total_tokens"] - state["held_by_pools"])
@@ -442,6 +447,8 @@ class PoolService:
             else:
                 async with self._encoding:
                     await self._encode_run(run)
+            if version.owner in self._promised:
+                self._promised[version.owner] -= run.new_tokens
             if progress:
                 progress.blocks_done += len(run.row.new)
                 progress.tokens_done += run.new_tokens
@@ -462,6 +469,7 @@ class PoolService:
         """PoolError (413) when `needed` tokens exceed `room`, by default what nobody holds."""
         state = await self.admin("state")
         available = (state["total_tokens"] - state["held_tokens"] if room is None else room) - ROOM_FOR_REQUESTS
+        available -= sum(self._promised.values())  # of two pools encoded at once, each needs its own room
         if needed > available:
             raise PoolError(
                 f"pool {name!r} needs {needed} tokens of KV cache, {max(available, 0)} are available"

@@ -13,10 +13,17 @@ from sglang_ext.serving.pool import Version
 
 @dataclass(frozen=True)
 class Selection:
-    """What a request attends to: `pieces` in view order, and the numbers of the blocks they come from."""
+    """What a request attends to.
+
+    Attributes:
+        pieces: in view order.
+        blocks: numbers of the blocks they come from, in view order, each once.
+        demonstrations: ids in view order, for a selection of single demonstrations.
+    """
 
     pieces: tuple[Piece, ...]
     blocks: tuple[int, ...]
+    demonstrations: tuple[str, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -79,7 +86,8 @@ def _examples(version: Version, layout: Layout, options: RequestOptions, query: 
             pieces[-1] = Piece(block.key, pieces[-1].start, end)
         else:
             pieces.append(Piece(block.key, start, end))
-    return Selection(tuple(pieces), tuple(dict.fromkeys(number for number, _ in chosen)))
+    blocks = tuple(dict.fromkeys(number for number, _ in chosen))
+    return Selection(tuple(pieces), blocks, tuple(layout.blocks[number].demonstrations[at] for number, at in chosen))
 
 
 def _live(block: Block, deleted: frozenset[str]) -> list[Piece]:

@@ -99,6 +99,9 @@ async def around_generate_request(
             # The KV cache was emptied behind our back (new weights, say). What is resident is looked up again; a
             # single question is asked once more, so that nobody sees it.
             if not compat.blocks_were_missing(error):
+                if isinstance(error, PoolError) and request is not None and not obj.stream:
+                    # The completions route answers every ValueError with 400: keep the error's own status.
+                    raise fastapi.HTTPException(error.status_code, error.detail) from error
                 raise
             service.flushed()
             if not obj.is_single:
@@ -246,6 +249,8 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         "stitched_tokens": stitched,
         "retrieval_ms": round(retrieval * 1e3, 4),
     }
+    if selection.demonstrations is not None:
+        meta["demonstrations"] = list(selection.demonstrations)
     return Lease(version, meta, options, list(obj.input_ids), row, answer, holds)
 
 

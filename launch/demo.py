@@ -31,14 +31,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-import sglang_ext
+import requests
+
 from sglang_ext.launch import demo_data
+from sglang_ext.launch.client import PoolClient, ServerError
 from sglang_ext.launch.demo_data import Example, Task
+from sglang_ext.launch.serve import REFERENCE_MODEL
 
 POOL = "demo"
-REFERENCE_MODEL = Path(sglang_ext.__file__).parent / "assets" / "reference"
 START_SECONDS = 600.0  # for the server; a model of many gigabytes takes minutes to load
-ANSWER_SECONDS = 600.0  # for one request
 
 Log = Callable[[str], None]
 
@@ -75,42 +76,21 @@ class Row:
 # ---- the server -----------------------------------------------------------------------------------------------------
 
 
-class ServerError(Exception):
-    """A failure inside the server; its log says more."""
-
-
 class Server:
-    """An HTTP client of one SGLang server. Threads share it; each has its own connection."""
+    """A running server, asked from several threads; each has its own connection."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._local = threading.local()
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """JSON in, JSON out.
-
-        Raises:
-            ValueError: the server refused; in its own words.
-            ServerError: something broke in it (status 5xx), or it is gone.
-        """
-        import requests
-
-        if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
-            self._local.session.trust_env = False  # a proxy has no business between us and this machine
-        try:
-            response = self._local.session.request(method, self.url + path, json=body, timeout=ANSWER_SECONDS)
-        except requests.RequestException as error:
-            raise ServerError(f"{method} {path}: {error}") from error
-        if not response.ok:
-            kind = ServerError if response.status_code >= 500 else ValueError
-            raise kind(f"{method} {path}: HTTP {response.status_code}: {response.text[:2000]}")
-        return response.json()
+        """One request; JSON in, JSON out. Raises ServerError with the server's own words."""
+        if not hasattr(self._local, "client"):
+            self._local.client = PoolClient(self.url)
+        return self._local.client.call(method, path, body)
 
     def is_up(self) -> bool:
         """Whether the server has loaded its model and finished its warm-up."""
-        import requests
-
         try:
             return requests.get(self.url + "/health", timeout=5).status_code == 200
         except requests.RequestException:
@@ -143,7 +123,7 @@ def served(model: str, kv_tokens: int, extra: Sequence[str] = ()) -> Iterator[Se
         extra: further SGLang flags.
 
     Raises:
-        ValueError: the server ended or was not up in time; holds the end of its log.
+        ServerError: the server ended, was not up in time, or failed at a request; with the end of its log.
     """
     port = _free_port()
     with tempfile.NamedTemporaryFile("w+", suffix=".log", prefix="sglang-ext-demo-", errors="replace") as log:
@@ -163,12 +143,12 @@ def served(model: str, kv_tokens: int, extra: Sequence[str] = ()) -> Iterator[Se
                     what = (
                         f"ended with status {ended}" if ended is not None else f"is not up after {START_SECONDS:.0f} s"
                     )
-                    raise ValueError(f"the server {what}; the end of its log:\n{_tail(log)}")
+                    raise ServerError(f"the server {what}; the end of its log:\n{_tail(log)}")
                 time.sleep(0.3)
             try:
                 yield server
             except ServerError as error:
-                raise ValueError(f"{error}; the end of the server's log:\n{_tail(log)}") from error
+                raise ServerError(f"{error}; the end of the server's log:\n{_tail(log)}") from error
         finally:
             _stop(process)
 
@@ -491,21 +471,11 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the demo and print its table; 0, or 1 with a message on what went wrong."""
-    try:
-        result = run(args, lambda text: print(text, file=sys.stderr, flush=True))
-    except (ValueError, OSError) as error:
-        print(f"sglang-ext demo: {error}", file=sys.stderr)
-        return 1
+    """Run the demo and print its table."""
+    # Whoever ends the demo (a time limit, say) ends its server too: as an exception, not at once.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    result = run(args, lambda text: print(text, file=sys.stderr, flush=True))
     print(describe(result))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    _parser = argparse.ArgumentParser(
-        prog="sglang-ext demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(_parser)
-    sys.exit(main(_parser.parse_args()))

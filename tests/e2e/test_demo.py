@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_ext.launch import demo, demo_data
+from sglang_ext.launch import cli, demo, demo_data
 
 METHODS = ("DBSA 30%", "Fixed ICL", "RetICL", "zero-shot")
 QUERIES = 16
@@ -31,15 +31,9 @@ def banking77() -> Path:
     pytest.skip(f"no banking77 in {', '.join(map(str, places))}; name its parent folder in SGLANG_EXT_DATA")
 
 
-def arguments(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return parser.parse_args(given)
-
-
 def run(capsys: pytest.CaptureFixture[str], json_file: Path, *given: str) -> tuple[dict[str, Any], str]:
     """(what --json wrote, what was printed) of one run."""
-    status = demo.main(arguments("--queries", str(QUERIES), "--json", str(json_file), *given))
+    status = cli.main(["demo", "--queries", str(QUERIES), "--json", str(json_file), *given])
     printed = capsys.readouterr()
     assert status == 0, printed.err
     return json.loads(json_file.read_text(encoding="utf-8")), printed.out
@@ -135,16 +129,24 @@ def test_bad_data_is_refused_before_a_server_starts(
 ) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(text, encoding="utf-8")
-    assert demo.main(arguments("--data", str(file))) == 1
+    assert cli.main(["demo", "--data", str(file)]) == cli.BAD_INPUT
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [("--queries", "0"), ("--ratio", "0"), ("--ratio", "1.5"), ("--concurrency", "-1")])
 def test_bad_options_are_refused(given: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(arguments(*given)) == 1
+    assert cli.main(["demo", *given]) == cli.BAD_INPUT
     assert given[0] in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(arguments("--data", "no/such/file.jsonl")) == 1
+    assert cli.main(["demo", "--data", "no/such/file.jsonl"]) == cli.BAD_INPUT
     assert "no/such/file.jsonl" in capsys.readouterr().err
+
+
+def test_a_server_that_cannot_start_shows_its_log(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    command = [sys.executable, "-c", "print('no room for the model'); raise SystemExit(3)"]
+    monkeypatch.setattr(demo, "_server_command", lambda *_: command)
+    assert cli.main(["demo", "--queries", "5"]) == cli.FAILED
+    said = capsys.readouterr().err
+    assert "ended with status 3" in said and "no room for the model" in said

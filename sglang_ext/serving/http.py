@@ -79,7 +79,7 @@ def add_routes(app: fastapi.FastAPI, manager: Any) -> None:
     @route("POST", "/v1/pools/plan")
     async def plan(request: fastapi.Request) -> fastapi.Response:
         demonstrations, options, _ = await _body(request)
-        return JSONResponse(service().plan(demonstrations, options, await service().admin("state")))
+        return JSONResponse(await service().plan(demonstrations, options, await service().admin("state")))
 
     @route("PUT", "/v1/pools/{name}")
     async def put(request: fastapi.Request) -> fastapi.Response:
@@ -106,7 +106,7 @@ def add_routes(app: fastapi.FastAPI, manager: Any) -> None:
             raise ValueError(f"{', '.join(sorted(options))}: a pool's options are set when it is put, not on appending")
         return _changed(await service().append(request.path_params["name"], demonstrations, wait))
 
-    @route("DELETE", "/v1/pools/{name}/demonstrations/{id}")
+    @route("DELETE", "/v1/pools/{name}/demonstrations/{id:path}")
     async def delete_demonstration(request: fastapi.Request) -> fastapi.Response:
         params = request.path_params
         purge, wait = _flag(request, "purge", False), _flag(request, "wait", True)

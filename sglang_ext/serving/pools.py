@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import time
 import uuid
 import weakref
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_ext import compat
 from sglang_ext.cache.rows import INTERNAL
@@ -33,6 +35,8 @@ from sglang_ext.serving.store import PoolStore
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_ROOM_SECONDS = 120
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -65,6 +69,8 @@ class PoolService:
         self._promised: dict[str, int] = {}  # version's owner -> tokens that its encoding under way has yet to write
         self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
         self._versions: weakref.WeakSet[Version] = weakref.WeakSet()
+        self._own_tokenizer: Any = None
+        self._thread = ThreadPoolExecutor(1, "sglang-ext-layout")
         self._tasks: set[asyncio.Future[None]] = set()
         self.bytes_per_token = 0
 
@@ -147,34 +153,36 @@ class PoolService:
         parsed = PoolOptions.parse(options)
         items = parse_demonstrations(demonstrations)
         self._refuse_busy(name)
-        groups = group_demonstrations(items, parsed, self._tokenizer())
+        groups = await self._apart(group_demonstrations, items, parsed, self._tokenizer())
         definition = Definition(parsed, {item.id: item for item in items}, tuple(tuple(group) for group in groups))
         return await self._change(name, definition, wait)
 
     async def append(self, name: str, demonstrations: Iterable[Any], wait: bool = True) -> dict[str, Any]:
         """Add demonstrations as new blocks; the blocks there are stay as they are."""
-        definition = self.version(name).definition
+        base = self.version(name)
+        definition = base.definition
         items = parse_demonstrations(demonstrations, taken=definition.demonstrations)
         self._refuse_busy(name)
-        groups = group_demonstrations(items, definition.options, self._tokenizer())
+        groups = await self._apart(group_demonstrations, items, definition.options, self._tokenizer())
         grown = Definition(
             definition.options,
             {**definition.demonstrations, **{item.id: item for item in items}},
             (*definition.groups, *(tuple(group) for group in groups)),
             definition.deleted,
         )
-        return await self._change(name, grown, wait)
+        return await self._change(name, grown, wait, base)
 
     async def delete_demonstration(self, name: str, id: str, purge: bool = False, wait: bool = True) -> dict[str, Any]:
         """Leave a demonstration out of retrieval and views at once; with `purge`, encode again all it reached."""
-        definition = self.version(name).definition
+        base = self.version(name)
+        definition = base.definition
         if id not in definition.demonstrations:
             raise PoolError(f"pool {name!r} has no demonstration {id!r}", 404)
         self._refuse_busy(name)
         smaller = definition.without(id)
         if not smaller.live():
             raise PoolError(f"{id!r} is the last demonstration of pool {name!r}: delete the pool instead", 409)
-        return await self._change(name, smaller.purged() if purge else smaller, wait)
+        return await self._change(name, smaller.purged() if purge else smaller, wait, base)
 
     async def delete(self, name: str) -> dict[str, Any]:
         """Delete a pool. Requests in flight finish on it; its blocks are freed after the last one."""
@@ -196,14 +204,15 @@ class PoolService:
             await asyncio.wait([pool.task])
         return self._summary(pool)
 
-    def plan(
+    async def plan(
         self, demonstrations: Iterable[Any], options: Mapping[str, Any], state: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit in an empty KV cache."""
         parsed = PoolOptions.parse(options)
         items = parse_demonstrations(demonstrations)
-        groups = group_demonstrations(items, parsed, self._tokenizer())
-        layout = self._lay_out(Definition(parsed, {i.id: i for i in items}, tuple(map(tuple, groups))))
+        groups = await self._apart(group_demonstrations, items, parsed, self._tokenizer())
+        definition = Definition(parsed, {item.id: item for item in items}, tuple(map(tuple, groups)))
+        layout = await self._apart(self._lay_out, definition)
         return describe(layout, parsed, state["bytes_per_token"], self.manager.context_len, state["total_tokens"])
 
     def _refuse_busy(self, name: str) -> None:
@@ -214,18 +223,25 @@ class PoolService:
                 409,
             )
 
-    async def _change(self, name: str, definition: Definition, wait: bool) -> dict[str, Any]:
-        """Make `definition` the pool's next version: check, encode, store, switch over."""
-        pool = self.pools.get(name) or Pool(name)
-        version = Version(name, pool.versions + 1, definition)
+    async def _change(
+        self, name: str, definition: Definition, wait: bool, base: Version | None = None
+    ) -> dict[str, Any]:
+        """Make `definition`, a change of `base`, the pool's next version: check, encode, store, switch over."""
+        known = self.pools.get(name)
+        version = Version(name, known.versions + 1 if known else 1, definition)
         self._versions.add(version)
-        self._lay_out_all(version, pool.current)
-        # The task is in its place before anything is awaited: of two changes at once, the second sees the first.
+        await self._apart(self._lay_out_all, version, known.current if known else None)
+        # Nothing is awaited from here until the task is in its place: of two changes at once, one finds the other.
+        self._refuse_busy(name)
+        pool = self.pools.get(name) or Pool(name)
+        if pool.versions + 1 != version.number or (base is not None and pool.current is not base):
+            raise PoolError(f"pool {name!r} was changed meanwhile; nothing was done, retry", 409)
         started = asyncio.get_running_loop().create_future()
         layouts = version.layouts.values()
         previous_progress = pool.progress
-        pool.progress = Progress(sum(len(each.blocks) for each in layouts), sum(each.tokens for each in layouts))
-        pool.task = asyncio.create_task(self._make(pool, version, started))
+        progress = Progress(sum(len(each.blocks) for each in layouts), sum(each.tokens for each in layouts))
+        pool.progress = progress
+        pool.task = asyncio.create_task(self._make(pool, version, progress, started))
         previous_status, pool.status = pool.status, "encoding"
         self.pools[name] = pool
         try:
@@ -251,11 +267,9 @@ class PoolService:
             raise PoolError(pool.error, 503)
         return await self.info(name)
 
-    async def _make(self, pool: Pool, version: Version, started: asyncio.Future[None]) -> None:
+    async def _make(self, pool: Pool, version: Version, progress: Progress, started: asyncio.Future[None]) -> None:
         """Encode a new version and serve from it; on failure or cancellation leave everything as it was."""
         begin = time.perf_counter()
-        progress = pool.progress
-        assert progress is not None
         pool.error = None
         try:
             try:
@@ -412,7 +426,7 @@ class PoolService:
             return COMPLETION
         known = version.layouts.get(CHAT)
         if known is None:
-            layout = self._lay_out(version.definition, tuple(header))
+            layout = await self._apart(self._lay_out, version.definition, tuple(header))
             self._check_context(version, layout)
             version.layouts[CHAT] = layout
         elif known.header != tuple(header):
@@ -498,10 +512,17 @@ class PoolService:
             self.bytes_per_token = result["bytes_per_token"]
         return result
 
+    async def _apart(self, work: Callable[..., T], *args: Any) -> T:
+        """Tokenizing and grouping a pool takes up to seconds: done in a thread (one: tokenizers are not shared)."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
     def _tokenizer(self) -> Any:
+        """A tokenizer of our own: layouts are made in a thread, and two users of one fast tokenizer collide."""
         if self.manager.tokenizer is None:
             raise PoolError("the server runs with --skip-tokenizer-init: pools are text and need the tokenizer")
-        return self.manager.tokenizer
+        if self._own_tokenizer is None:
+            self._own_tokenizer = copy.deepcopy(self.manager.tokenizer)
+        return self._own_tokenizer
 
     def _lay_out_all(self, version: Version, old: Version | None) -> None:
         """Blocks of every variant that the pool serves: a chat's stay known when the pool is changed."""

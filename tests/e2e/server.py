@@ -1,0 +1,256 @@
+"""A real SGLang server in a process of its own, for tests: started, waited for, talked to, and killed with its tree.
+
+with Server(model, max_total_tokens=4000) as server:
+    server.put("pool", demonstrations, block_size=10)
+    answer = server.generate("a question", pool="pool", ratio=0.5)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+from tests.oracle import models
+
+START_SECONDS = 180.0  # a start takes ten seconds on an idle machine, much more on a crowded one
+REQUEST_SECONDS = 120.0
+OURS = {"attention_backend": "dbsa", "radix_cache_backend": "sglang_ext"}
+STOCK = {"attention_backend": "torch_native"}
+_CPU = {
+    "device": "cpu",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "sleep_on_idle": True,
+    "dtype": "float32",
+    "enable_cache_report": True,
+    "skip_server_warmup": True,
+    "max_running_requests": 48,
+}
+
+
+@cache
+def model(name: str = "llama", **overrides: Any) -> Path:
+    """The oracle's tiny random model of that name, written once a test run."""
+    folder = Path(tempfile.mkdtemp(prefix=f"sglang-ext-{name}-"))
+    return models.save_model(name, folder, **overrides)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def arguments(**options: Any) -> list[str]:
+    """Keyword arguments as SGLang's command line; True is a bare flag, None and False are left out."""
+    listed: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        listed.append("--" + name.replace("_", "-"))
+        if value is not True:
+            listed.append(str(value))
+    return listed
+
+
+class Server:
+    """`python -m sglang.launch_server` on a free port of this machine, up while the `with` block runs.
+
+    Args:
+        path: model folder.
+        stock: leave our two backends out: SGLang as it is, on the same platform.
+        env: environment variables beside the test's own.
+        wait: whether to wait until the server answers; without, only the process is started.
+        options: SGLang's arguments, with underscores.
+    """
+
+    def __init__(
+        self, path: Path, stock: bool = False, env: Mapping[str, str] | None = None, wait: bool = True, **options: Any
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.wait = wait
+        self.api_key = options.get("api_key")
+        chosen = {**_CPU, **(STOCK if stock else OURS), **options}
+        self.command = [sys.executable, "-m", "sglang.launch_server"] + arguments(
+            model_path=path, host="127.0.0.1", port=self.port, **chosen
+        )
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        handle, name = tempfile.mkstemp(prefix="sglang-ext-server-", suffix=".log")
+        os.close(handle)
+        self.log_file = Path(name)
+        self.session = requests.Session()
+        if self.api_key:
+            self.session.headers["Authorization"] = f"Bearer {self.api_key}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    # ---- life ----
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self.kill()
+        if kind is None:
+            self.log_file.unlink(missing_ok=True)
+        else:
+            print(f"server log, {self.log_file}:\n{self.tail()}")
+
+    def start(self) -> None:
+        """Start the process (again), and wait until it answers."""
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        if not self.wait:
+            return
+        end = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                if requests.get(self.url + "/health", timeout=5).status_code == 200:
+                    return
+            except requests.RequestException:
+                pass
+            if self.process.poll() is not None or time.monotonic() > end:
+                code = self.process.poll()
+                self.kill()
+                raise RuntimeError(f"the server did not come up (exit status {code}):\n{self.tail()}")
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """SIGKILL to the server and all its children, as a crash would be."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        try:
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            family = []
+        for member in family:
+            try:
+                member.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(family, timeout=20)
+        process.wait(timeout=20)
+
+    def wait_for_exit(self, seconds: float = START_SECONDS) -> int:
+        """Exit status of a server that ends by itself."""
+        assert self.process is not None
+        return self.process.wait(timeout=seconds)
+
+    # ---- the log ----
+
+    def log(self) -> str:
+        """All the server has printed."""
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+    def tail(self, lines: int = 60) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log().splitlines()[-lines:])
+
+    def faults(self) -> list[str]:
+        """Lines of the log that tell of an exception or a leak; refusals of bad requests are none."""
+        signs = ("Traceback", "Error:", "Exception", "leak", "ERROR", "double free", "CRITICAL")
+        lines = [line for line in self.log().splitlines() if "[http_server] Error:" not in line]
+        return [line for line in lines if any(sign in line for sign in signs)]
+
+    # ---- talking ----
+
+    def call(self, method: str, path: str, **kwargs: Any) -> requests.Response:
+        """One HTTP request, whatever its answer."""
+        kwargs.setdefault("timeout", REQUEST_SECONDS)
+        return self.session.request(method, self.url + path, **kwargs)
+
+    def json(self, method: str, path: str, **kwargs: Any) -> Any:
+        """One HTTP request that must succeed; its JSON."""
+        answer = self.call(method, path, **kwargs)
+        assert answer.status_code in (200, 202), f"{method} {path}: {answer.status_code} {answer.text[:800]}"
+        return answer.json()
+
+    def put(self, name: str, demonstrations: list[dict[str, str]], **options: Any) -> Any:
+        """PUT a pool that must succeed."""
+        return self.json("PUT", f"/v1/pools/{name}", json={"demonstrations": demonstrations, **options})
+
+    def pool(self, name: str, tokens: bool = False) -> Any:
+        """GET a pool."""
+        return self.json("GET", f"/v1/pools/{name}", params={"tokens": str(tokens).lower()})
+
+    def payload(self, prompt: str | list[int], max_new_tokens: int = 8, **options: Any) -> dict[str, Any]:
+        """A /generate body: greedy, with log-probabilities; options are those of custom_params, none for plain."""
+        params: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
+        if options:
+            params["custom_params"] = options
+        own = {"text": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+        return {**own, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+
+    def generate(self, prompt: str | list[int], max_new_tokens: int = 8, **options: Any) -> Any:
+        """One greedy answer over /generate."""
+        return self.json("POST", "/generate", json=self.payload(prompt, max_new_tokens, **options))
+
+    def stream(self, body: dict[str, Any], session: requests.Session | None = None) -> Iterator[Any]:
+        """The events of a streaming /generate; closing the iterator hangs up."""
+        with (session or requests).post(
+            self.url + "/generate",
+            json={**body, "stream": True},
+            stream=True,
+            timeout=REQUEST_SECONDS,
+            headers=dict(self.session.headers),
+        ) as answer:
+            assert answer.status_code == 200, answer.text
+            for line in answer.iter_lines():
+                if line.startswith(b"data: ") and line != b"data: [DONE]":
+                    yield json.loads(line[6:])
+
+    def state(self) -> dict[str, Any]:
+        """The scheduler's internal state, of /server_info."""
+        return self.json("GET", "/server_info")["internal_states"][0]
+
+    def idle(self, seconds: float = 60.0) -> dict[str, Any]:
+        """Wait until nothing runs or waits; the load as SGLang reports it."""
+        end = time.monotonic() + seconds
+        while True:
+            load = self.json("GET", "/v1/loads")["loads"][0]
+            if load["num_running_reqs"] == 0 and load["num_waiting_reqs"] == 0:
+                return load
+            assert time.monotonic() < end, f"the server did not become idle: {load}"
+            time.sleep(0.1)
+
+
+def answer_tokens(answer: Any) -> list[int]:
+    """Generated token ids of a /generate answer with log-probabilities."""
+    return [token for _, token, *_ in answer["meta_info"]["output_token_logprobs"]]
+
+
+def answer_logprobs(answer: Any) -> list[float]:
+    """Their natural-log probabilities."""
+    return [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
+
+
+def input_logprobs(answer: Any) -> list[float]:
+    """Natural-log probabilities of the prompt's tokens, the first (which has none) left out."""
+    return [value for value, *_ in answer["meta_info"]["input_token_logprobs"] if value is not None]
+
+
+def error_of(response: requests.Response) -> str:
+    """The message of an error answer, whichever of SGLang's envelopes it has."""
+    data = response.json()
+    error = data.get("error", data)
+    if isinstance(error, dict):
+        return str(error.get("message", error))
+    return str(error)

@@ -80,4 +80,5 @@ class Engine(SglangEngine):
 
     def plan_pool(self, demonstrations: Iterable[Any], **options: Any) -> dict[str, Any]:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit."""
-        return self._pools.plan(demonstrations, options, self._run(self._pools.admin("state")))
+        state = self._run(self._pools.admin("state"))
+        return self._run(self._pools.plan(demonstrations, options, state))

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_ext import compat
 from sglang_ext.cache.radix import BlockRadixCache, StitchNode
-from sglang_ext.cache.rows import NewBlock, Piece, Row
+from sglang_ext.cache.rows import REQUEST_OWNER, NewBlock, Piece, Row
 
 LENGTHS = {"a": 3, "b": 4, "c": 2, "d": 5, "e": 1, "f": 6, "g": 3, "h": 4}  # tokens of the blocks of the tests
 
@@ -76,6 +76,8 @@ class AuditedPaged(Audited, PagedTokenToKVPoolAllocator):
 class Request:
     """What the cache reads of SGLang's `Req`."""
 
+    _numbers = itertools.count()
+
     def __init__(self, row: Row | None, own: Sequence[int], extra_key: str | None = None) -> None:
         tokens = []
         if row is not None:
@@ -87,6 +89,8 @@ class Request:
         self.output_ids = array("q")
         self.extra_key = extra_key
         self.priority = None
+        self.rid = f"r{next(self._numbers)}"
+        self.is_finished = False
         self.req_pool_idx: int | None = None
         self.computed = 0
         self.prefix_indices = torch.empty(0, dtype=torch.int64)
@@ -98,6 +102,9 @@ class Request:
     @property
     def tokens(self) -> array:
         return self.origin_input_ids + self.output_ids
+
+    def finished(self) -> bool:
+        return self.is_finished
 
     def get_fill_ids(self) -> array:
         return self.tokens[: self.computed]
@@ -208,7 +215,8 @@ class World:
         req.output_ids.append(token)
         return self.compute(req, 1)
 
-    def finish(self, req: Request, is_insert: bool = True) -> None:
+    def finish(self, req: Request, is_insert: bool = True, retracted: bool = False) -> None:
+        req.is_finished = not retracted
         # SGLang frees inside a group when a batch finishes.
         self.allocator.free_group_begin()
         self.cache.cache_finished_req(req, is_insert, kv_len_to_handle=req.computed)
@@ -336,6 +344,25 @@ def test_a_block_in_use_is_neither_dropped_nor_evicted(world: World) -> None:
     assert world.cache.drop(["b"]) == 4
 
 
+def test_what_a_request_holds_is_let_go_when_it_ends_and_not_when_it_is_retracted(world: World) -> None:
+    """Blocks that the server encoded for one request (of an unpinned pool) wait for it, even through a retraction."""
+    world.encode("a", "b", "c")
+    req = Request(answering("a", "c"), [1, 2])
+    world.cache.hold(REQUEST_OWNER + req.rid, ["a", "c"])
+    world.cache.release("pool")
+    assert world.cache.held_tokens() == world.cache.held_tokens(REQUEST_OWNER) == 5
+    assert world.cache.held_tokens("pool") == 0
+    world.start(req)
+    world.compute(req, 2)
+    world.finish(req, is_insert=False, retracted=True)
+    world.cache.evict(EvictParams(num_tokens=100))
+    assert sorted(world.cache.blocks) == ["a", "c"]
+    world.start(req)
+    world.compute(req, 2)
+    world.finish(req)
+    assert world.cache.held_tokens() == 0 and world.cache.drop(["a", "c"]) == 5
+
+
 # ---- matching ------------------------------------------------------------------------------------
 
 
@@ -426,7 +453,7 @@ def test_missing_blocks_end_the_request_and_never_fall_through_to_a_dense_prefix
     req = Request(answering("a", "b"), [1, 2])
     match = world.match(req)
     assert len(match.device_indices) == 0 and match.last_device_node is world.cache.root_node
-    assert "1 demonstration blocks are not in the KV cache: b" in req.error
+    assert "demonstration blocks are not in the KV cache (1 of them)" in req.error
     assert req.to_finish.status_code == 503 and req.refreshed and compat.request_row(req) is None
 
 
@@ -632,7 +659,7 @@ def test_a_thousand_random_operations(allocator: str, seed: int) -> None:
             if not fits:
                 if req.output_ids and len(req.tokens) > req.computed:
                     req.output_ids.pop()
-                world.finish(req, is_insert=False)
+                world.finish(req, is_insert=False, retracted=True)
                 operation = "retract"
             elif len(req.tokens) == req.computed and (rng.random() < 0.3 or (row is not None and row.new)):
                 world.finish(req)

@@ -260,6 +260,10 @@ def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOption
     if obj.input_ids is not None:
         if not obj.input_ids:
             raise ValueError("input_ids is empty: a request needs at least one token of its own")
+        vocabulary = manager.model_config.vocab_size
+        strange = [id for id in obj.input_ids if not 0 <= id < vocabulary]
+        if strange:  # SGLang passes them on, and the embedding's index error ends the scheduler
+            raise ValueError(f"input_ids {strange[:4]}: the model's vocabulary has ids 0 to {vocabulary - 1}")
         lead = definition.options.render_query("")[1]
         return list(obj.input_ids), lead, options.query
     if not isinstance(obj.text, str) or not obj.text.strip():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -27,8 +28,8 @@ _SHOWN = {"text": "TEXT", "int": "N", "float": "X", "numbers": "N,N,..."}
 
 def described(cls: type) -> dict[str, str]:
     """What the `Attributes:` section of a dataclass's docstring says about each field."""
-    section = (cls.__doc__ or "").split("Attributes:", 1)[-1]
-    entries = re.findall(r"^ +(\w+): (.*(?:\n +(?!\w+: ).*)*)", section, flags=re.MULTILINE)
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)
     return {name: " ".join(words.split()) for name, words in entries}
 
 
@@ -41,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, title: str, skip: Coll
             continue
         flag, kind = "--" + field.name.replace("_", "-"), str(field.type).split("|")[0].strip()
         default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default!r})"
-        words = (helps.get(field.name, "") + default).replace("`", "").replace("%", "%%")
+        words = (helps.get(field.name, "").rstrip(".") + default).replace("`", "").replace("%", "%%")
         if kind == "bool":
             action: Any = argparse.BooleanOptionalAction
             group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=words)

@@ -1,0 +1,194 @@
+"""What is installed, what is active, what is refused and why; exit status 1 when pools cannot be served here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+from sglang_ext import plugin
+from sglang_ext.launch.output import size, table
+from sglang_ext.launch.serve import REFERENCE_MODEL
+
+PLUGIN, PLATFORM = "sglang_ext", "sglang_ext_cpu"  # names of our entry points
+_GROUPS = {PLUGIN: "sglang.srt.plugins", PLATFORM: "sglang.srt.platforms"}
+_DISTRIBUTION = "sglang-ext"
+_PACKAGES = (
+    _DISTRIBUTION,
+    "sglang",
+    "torch",
+    "transformers",
+    "triton",
+    "flashinfer-python",
+    "sglang-kernel",
+    "xgrammar",
+)
+_VARIABLES = ("SGLANG_PLUGINS", "SGLANG_PLATFORM", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SGLANG_EXT_POOL_DIR")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `sglang-ext doctor`."""
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions by package."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def devices() -> list[dict[str, Any]]:
+    """GPUs that torch sees, with their memory in bytes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
+        for each in every
+    ]
+
+
+def entry_point_problems(gpu: bool) -> list[str]:
+    """Why SGLang would not load the plugin, or the CPU platform where there is no GPU."""
+    problems = []
+    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    chosen = os.environ.get("SGLANG_PLATFORM", "")
+    for name, group in _GROUPS.items():
+        points = {point.name for point in entry_points(group=group)}
+        if name == PLATFORM and gpu:
+            continue
+        if name not in points:
+            problems.append(f"entry point {name} of group {group} is not installed: pip install sglang-ext")
+        elif allowed and name not in allowed and not (name == PLATFORM and chosen):
+            problems.append(
+                f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves {name} out: add it, or unset the variable"
+            )
+    if chosen and chosen != PLATFORM:
+        problems.append(
+            f"SGLANG_PLATFORM={chosen}: SGLang then leaves out every plugin of a package whose platform is another"
+            f" one, sglang_ext among them; unset it{'' if gpu else f', or set it to {PLATFORM}'}"
+        )
+    elif chosen and gpu:
+        problems.append(f"SGLANG_PLATFORM={chosen} is for machines without a GPU, and this one has one: unset it")
+    return problems
+
+
+def active() -> dict[str, Any]:
+    """What SGLang has registered once its plugins are loaded: platform, attention and radix cache backends."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.mem_cache.registry import registered_radix_cache_backends
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_ext.attention.policy import policies
+
+    load_plugins()
+    kind = type(current_platform)
+    return {
+        "platform": f"{kind.__module__}.{kind.__qualname__}",
+        "attention_backends": [name for name in policies() if name in ATTENTION_BACKENDS],
+        "stock_attention_backends": sorted(set(ATTENTION_BACKENDS) - set(policies())),
+        "radix_cache_backends": sorted(registered_radix_cache_backends()),
+    }
+
+
+def backend_problems(found: dict[str, Any], gpu: bool) -> list[str]:
+    """What is missing among what SGLang has registered."""
+    from sglang_ext.attention.policy import policies
+    from sglang_ext.config import RADIX_CACHE_BACKEND
+
+    problems = [
+        f"attention backend {name} is not registered with SGLang"
+        for name in policies()
+        if name not in found["attention_backends"]
+    ]
+    if RADIX_CACHE_BACKEND not in found["radix_cache_backends"]:
+        problems.append(f"radix cache backend {RADIX_CACHE_BACKEND} is not registered with SGLang")
+    if not gpu and not found["platform"].startswith("sglang_ext."):
+        problems.append(f"no GPU, and SGLang's platform is {found['platform']} instead of {PLATFORM}")
+    return problems
+
+
+def refused() -> list[dict[str, str]]:
+    """Server arguments that are refused with our backends, each with what to do."""
+    from sglang_ext.serving.checks import _REFUSED
+
+    return [{"argument": "--" + name.replace("_", "-"), "instead": remedy} for name, _, remedy in _REFUSED]
+
+
+def examine() -> dict[str, Any]:
+    """Everything; `problems` lists what keeps pools from being served."""
+    report: dict[str, Any] = {"versions": versions(), "gpus": devices()}
+    gpu = bool(report["gpus"])
+    report["environment"] = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    found = report["versions"]["sglang"]
+    if found == "not installed":
+        report["problems"] = ["sglang is not installed: pip install sglang-ext"]
+        return report
+    problem = plugin.check_version(found)
+    problems = [problem] if problem else []
+    report["hooks"] = {"targets": [hook.target for hook in plugin.HOOKS], "unresolved": plugin.unresolved()}
+    problems += report["hooks"]["unresolved"]
+    problems += entry_point_problems(gpu)
+    if not problems:  # the plugin ends the process when it cannot work
+        report["active"] = active()
+        problems += backend_problems(report["active"], gpu)
+    report["refused"] = refused()
+    report["embedded_model"] = str(REFERENCE_MODEL)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        if not (REFERENCE_MODEL / name).is_file():
+            problems.append(f"{REFERENCE_MODEL / name} is missing: install the package again")
+    report["problems"] = problems
+    return report
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report for people."""
+    parts = ["versions", table(("package", "version"), list(report["versions"].items())), ""]
+    if report["gpus"]:
+        rows = [(each["name"], size(each["memory_bytes"]), each["capability"]) for each in report["gpus"]]
+        parts += [table(("GPU", "memory", "capability"), rows)]
+    else:
+        parts += [f"no GPU: SGLang's engine runs on plain PyTorch ({PLATFORM}), {os.cpu_count()} cores"]
+    if report["environment"]:
+        parts += ["", *(f"{name}={value}" for name, value in report["environment"].items())]
+    if "hooks" in report:
+        hooks = report["hooks"]
+        bad = len(hooks["unresolved"])
+        parts += ["", f"hooks: {len(hooks['targets'])} targets in SGLang, {bad or 'none'} unresolved"]
+    if "active" in report:
+        live = report["active"]
+        parts += [
+            "",
+            f"platform:           {live['platform']}",
+            f"attention backends: {', '.join(live['attention_backends'])}  (--attention-backend)",
+            f"radix caches:       {', '.join(live['radix_cache_backends'])}  (--radix-cache-backend)",
+        ]
+    if "refused" in report:
+        rows = [(each["argument"], each["instead"]) for each in report["refused"]]
+        parts += ["", "refused with these backends", table(("argument", "instead"), rows)]
+        parts += ["and models with MLA, sliding windows, logit caps, or rotary embeddings not linear in position."]
+    parts += [""]
+    parts += ["PROBLEMS", *(f"- {each}" for each in report["problems"])] if report["problems"] else ["all is well"]
+    return "\n".join(parts)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the report; 1 when there are problems."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, about kernels it does without
+        report = examine()
+    print(json.dumps(report, indent=1) if args.json else describe(report), file=sys.stdout)
+    return 1 if report["problems"] else 0

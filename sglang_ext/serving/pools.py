@@ -316,7 +316,8 @@ class PoolService:
                 if pool.current is None:
                     self.pools.pop(pool.name, None)
                 if not isinstance(error, asyncio.CancelledError):
-                    logger.exception("sglang_ext: encoding pool %s failed", pool.name)
+                    known = isinstance(error, PoolError)
+                    logger.error("sglang_ext: encoding pool %s: %s", pool.name, error, exc_info=not known)
                     pool.error = f"encoding pool {pool.name!r} failed: {error}"
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -471,8 +472,10 @@ class PoolService:
         """One encoding request through SGLang's scheduler; aborted there when this task is cancelled."""
         request = compat.encode_request(f"{INTERNAL}encode-{uuid.uuid4().hex}", list(run.token_ids), run.row.dump())
         try:
-            async for _ in compat.generate(self.manager, request):
-                pass
+            async for out in compat.generate(self.manager, request):
+                reason = out["meta_info"].get("finish_reason") or {}
+                if reason.get("type") == "abort":  # SGLang's own abort of everything: the blocks are not written
+                    raise PoolError(f"aborted: {reason.get('message')}", 503)
         except asyncio.CancelledError:
             self.manager.abort_request(rid=request.rid)
             raise

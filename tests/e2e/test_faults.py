@@ -481,17 +481,17 @@ def test_cancelling_a_replacement_keeps_the_old_version(server: Server) -> None:
     server.json("DELETE", "/v1/pools/kept")
 
 
-def test_aborting_all_requests_in_mid_encode(server: Server) -> None:
+@pytest.mark.parametrize("pattern", ["self", "sink+previous+self"])
+def test_aborting_all_requests_in_mid_encode(server: Server, pattern: str) -> None:
     """SGLang's abort of everything takes the encoding with it; the name is free again."""
-    body = {"demonstrations": many(140, 71), "block_size": 14, "positions": "local", "wait": False}
+    body = {"demonstrations": many(140, 71), "block_size": 14, "pattern": pattern, "positions": "local", "wait": False}
     server.json("PUT", "/v1/pools/aborted", json=body)
     until(lambda: server.pool("aborted")["progress"]["blocks_done"])
     server.call("POST", "/abort_request", json={"abort_all": True}).raise_for_status()
     until(lambda: gone(server, "aborted") or server.pool("aborted")["status"] != "encoding")
-    if not gone(server, "aborted"):
+    if not gone(server, "aborted"):  # the abort found no chunk of it under way
         pool = server.pool("aborted")
-        if pool["status"] == "ready":
-            assert all(block["resident"] for block in pool["blocks"])
+        assert pool["status"] == "ready" and all(block["resident"] for block in pool["blocks"])
         server.json("DELETE", "/v1/pools/aborted")
 
 

@@ -425,7 +425,7 @@ def run(args: argparse.Namespace, log: Log) -> dict[str, Any]:
     task = make_task(args.data, args.queries, args.pool_tokens, args.seed, tokenizer)
     # Room for the pool twice (stitched blocks and the dense prompt) and for every request's own dense prompt.
     kv_tokens = max(32768, (2 + args.concurrency) * args.pool_tokens + 4096)
-    log(f"starting the server on {args.model} ...")
+    log("starting the server ...")
     begin = time.perf_counter()
     with served(args.model, kv_tokens) as server:
         started = time.perf_counter() - begin
@@ -437,7 +437,7 @@ def run(args: argparse.Namespace, log: Log) -> dict[str, Any]:
             log(f"{row.method}: {row.queries} queries in {row.seconds:.1f} s")
             rows.append(row)
     return {
-        "model": args.model,
+        "model": "the embedded one" if args.model == str(REFERENCE_MODEL) else args.model,
         "data": task.name,
         "machine": machine(),
         "demonstrations": len(task.demonstrations),

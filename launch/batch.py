@@ -311,6 +311,7 @@ def main(args: argparse.Namespace) -> int:
         Path(args.input).read_bytes().decode("utf-8-sig"), sampling, custom, bool(pools or custom)
     )
 
+    arguments = _engine_arguments(args)
     path = Path(args.output)
     file, done = open_output(path, args.retry_failed)
     with file:
@@ -325,21 +326,30 @@ def main(args: argparse.Namespace) -> int:
             print(f"{path}: {len(done)} of {len(questions)} are there already", file=sys.stderr)
         failed = sum(not answered for answered in done.values())
         if left:
-            failed += _run(args, left, demonstrations, file, len(questions))
+            failed += _run(args, arguments, left, demonstrations, file, len(questions))
     print(f"{path}: {len(questions) - failed} answers, {failed} errors", file=sys.stderr)
     return 1 if failed else 0
 
 
+def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    arguments = given_flags(args.rest) if args.rest else {}
+    if args.model is not None and "model_path" in arguments:
+        raise ValueError(f"two models, {args.model} and --model-path {arguments['model_path']}: give one")
+    arguments.setdefault("model_path", args.model or str(REFERENCE_MODEL))
+    return arguments
+
+
 def _run(
-    args: argparse.Namespace, left: Sequence[Question], demonstrations: Mapping[str, Any], file: IO[bytes], total: int
+    args: argparse.Namespace,
+    arguments: Mapping[str, Any],
+    left: Sequence[Question],
+    demonstrations: Mapping[str, Any],
+    file: IO[bytes],
+    total: int,
 ) -> int:
     """Start the engine, make the pools, answer; returns how many failed."""
     from tqdm import tqdm
 
-    arguments = given_flags(args.rest)
-    if args.model is not None and "model_path" in arguments:
-        raise ValueError(f"two models, {args.model} and --model-path {arguments['model_path']}: give one")
-    arguments.setdefault("model_path", args.model or str(REFERENCE_MODEL))
     load_plugin()
     from sglang_ext import Engine
 

@@ -101,7 +101,11 @@ class Server:
     # ---- life ----
 
     def __enter__(self) -> Server:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.kill()  # a test's time limit, too, must leave no server behind
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:

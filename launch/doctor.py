@@ -30,6 +30,24 @@ _PACKAGES = (
 )
 _VARIABLES = ("SGLANG_PLUGINS", "SGLANG_PLATFORM", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SGLANG_EXT_POOL_DIR")
 
+# Why our backends refuse an argument; what to set instead is in `sglang_ext.serving.checks`.
+WHY = {
+    "page_size": "blocks end at any token, pages do not",
+    "speculative_algorithm": "draft tokens are verified under masks that views do not describe",
+    "enable_hierarchical_cache": "blocks would move to host memory and back to other slots",
+    "disaggregation_mode": "keys and values are handed over as plain prefixes",
+    "dp_size": "pools live in one radix tree",
+    "pp_size": "a view needs all layers in one process",
+    "enable_lora": "a block's keys and values would depend on the adapter",
+    "kv_cache_dtype": "keys are rotated again at each read, which is not tested on 8 bits",
+    "tokenizer_worker_num": "pools live in one tokenizer process",
+    "enable_tokenizer_batch_encode": "it goes round the place where a request meets its pool",
+    "disable_radix_cache": "blocks live in the radix tree",
+    "enable_lmcache": "it stores plain prefixes",
+    "enable_session_radix_cache": "it is another tree",
+    "dllm_algorithm": "views are for causal decoding",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `sglang-ext doctor`."""
@@ -122,10 +140,13 @@ def backend_problems(found: dict[str, Any], gpu: bool) -> list[str]:
 
 
 def refused() -> list[dict[str, str]]:
-    """Server arguments that are refused with our backends, each with what to do."""
+    """Server arguments that are refused with our backends, why, and what to do."""
     from sglang_ext.serving.checks import _REFUSED
 
-    return [{"argument": "--" + name.replace("_", "-"), "instead": remedy} for name, _, remedy in _REFUSED]
+    return [
+        {"argument": "--" + name.replace("_", "-"), "why": WHY.get(name, "not supported yet"), "instead": remedy}
+        for name, _, remedy in _REFUSED
+    ]
 
 
 def examine() -> dict[str, Any]:
@@ -177,8 +198,9 @@ def describe(report: dict[str, Any]) -> str:
             f"radix caches:       {', '.join(live['radix_cache_backends'])}  (--radix-cache-backend)",
         ]
     if "refused" in report:
-        rows = [(each["argument"], each["instead"]) for each in report["refused"]]
-        parts += ["", "refused with these backends", table(("argument", "instead"), rows)]
+        columns = ("argument", "why", "instead")
+        rows = [tuple(each[name] for name in columns) for each in report["refused"]]
+        parts += ["", "refused with these backends", table(columns, rows)]
         parts += ["and models with MLA, sliding windows, logit caps, or rotary embeddings not linear in position."]
     parts += [""]
     parts += ["PROBLEMS", *(f"- {each}" for each in report["problems"])] if report["problems"] else ["all is well"]

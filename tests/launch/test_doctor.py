@@ -1,0 +1,121 @@
+"""`sglang-ext doctor`: what it reports, and its exit status when something essential is broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sglang_ext import plugin
+from sglang_ext.launch import cli, doctor
+from sglang_ext.serving.checks import _REFUSED
+
+ALIVE = {
+    "platform": "sglang_ext.platform_cpu.TorchCpuPlatform",
+    "attention_backends": ["dbsa"],
+    "stock_attention_backends": ["triton"],
+    "radix_cache_backends": ["sglang_ext"],
+}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, on which all is well; plugins are not loaded into this process."""
+    monkeypatch.setattr(doctor, "devices", lambda: [])
+    monkeypatch.setattr(doctor, "active", lambda: dict(ALIVE))
+    for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def report(capsys: pytest.CaptureFixture[str], status: int) -> dict:
+    assert cli.main(["doctor", "--json"]) == status
+    found: dict = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_all_is_well(capsys) -> None:
+    found = report(capsys, 0)
+    assert found["problems"] == [] and found["hooks"]["unresolved"] == []
+    assert len(found["hooks"]["targets"]) == len(plugin.HOOKS)
+    assert found["versions"]["sglang"] == plugin.installed_sglang()
+    assert found["active"] == ALIVE
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("all is well", "dbsa", "none unresolved", "no GPU", found["versions"]["torch"]):
+        assert text in printed
+
+
+def test_everything_refused_is_there_with_a_reason(capsys) -> None:
+    rows = report(capsys, 0)["refused"]
+    assert [row["argument"] for row in rows] == ["--" + name.replace("_", "-") for name, _, _ in _REFUSED]
+    assert set(doctor.WHY) == {name for name, _, _ in _REFUSED}
+    assert all(row["why"] and row["instead"] for row in rows)
+
+
+def test_a_missing_hook_target(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = plugin.Hook("sglang.srt.managers.scheduler.Scheduler.gone", "after", "sglang_ext.plugin:gone_too")
+    monkeypatch.setattr(plugin, "HOOKS", (*plugin.HOOKS, missing))
+    monkeypatch.setattr(doctor, "active", lambda: pytest.fail("a plugin that cannot work ends the process"))
+    found = report(capsys, 1)
+    assert len(found["problems"]) == 2
+    assert "hook target sglang.srt.managers.scheduler.Scheduler.gone" in found["problems"][0]
+    assert "hook sglang_ext.plugin:gone_too" in found["problems"][1]
+    assert cli.main(["doctor"]) == 1
+    assert "PROBLEMS" in capsys.readouterr().out
+
+
+def test_an_unsupported_sglang(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "SUPPORTED_SGLANG", ("9.0", "9.1"))
+    assert "pip install 'sglang>=9.0,<9.1'" in report(capsys, 1)["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("SGLANG_PLUGINS", "another", "leaves sglang_ext out"),
+        ("SGLANG_PLUGINS", "sglang_ext", "leaves sglang_ext_cpu out"),
+        ("SGLANG_PLUGINS", " sglang_ext , sglang_ext_cpu", None),
+        ("SGLANG_PLATFORM", "sglang_ext_cpu", None),
+        ("SGLANG_PLATFORM", "another", "SGLANG_PLATFORM=another"),
+    ],
+)
+def test_variables_that_leave_us_out(capsys, monkeypatch, name: str, value: str, problem: str | None) -> None:
+    monkeypatch.setenv(name, value)
+    found = report(capsys, 1 if problem else 0)
+    assert found["environment"][name] == value
+    assert any(problem in each for each in found["problems"]) if problem else not found["problems"]
+
+
+def test_a_gpu_needs_no_platform(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"name": "A GPU", "memory_bytes": 80 * 2**30, "capability": "9.0"}
+    monkeypatch.setattr(doctor, "devices", lambda: [gpu])
+    monkeypatch.setattr(doctor, "active", lambda: {**ALIVE, "platform": "sglang.srt.platforms.cuda.CudaSRTPlatform"})
+    monkeypatch.setenv("SGLANG_PLUGINS", "sglang_ext")
+    assert report(capsys, 0)["gpus"] == [gpu]
+    assert cli.main(["doctor"]) == 0
+    assert "80.0 GiB" in capsys.readouterr().out
+    monkeypatch.setenv("SGLANG_PLATFORM", "sglang_ext_cpu")
+    assert "this one has one" in report(capsys, 1)["problems"][0]
+
+
+@pytest.mark.parametrize("part", ["platform", "attention_backends", "radix_cache_backends"])
+def test_what_was_not_registered(capsys, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setattr(doctor, "active", lambda: {**ALIVE, part: "a.b" if part == "platform" else []})
+    assert len(report(capsys, 1)["problems"]) == 1
+
+
+def test_entry_points_that_are_not_installed(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "entry_points", lambda group: ())
+    assert all("is not installed" in each for each in report(capsys, 1)["problems"])
+
+
+def test_the_installed_package() -> None:
+    """All of it in a process of its own, plugins loaded."""
+    command = [sys.executable, "-m", "sglang_ext.launch.cli", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert "dbsa" in found["active"]["attention_backends"]
+    assert "sglang_ext" in found["active"]["radix_cache_backends"]

@@ -81,7 +81,8 @@ def read_questions(
     Raises:
         ValueError: two lines have one id, so that answers could not be told apart.
     """
-    questions, places = [], {}
+    questions: list[Question] = []
+    places: dict[str | int, int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -155,7 +156,7 @@ def open_output(path: Path, retry_failed: bool) -> tuple[IO[bytes], dict[str | i
     Raises:
         ValueError: another run has the file, or a line is not one of ours.
     """
-    file = path.open("ab+")
+    file: IO[bytes] = path.open("ab+")
     try:
         _lock(file, path)
         file.seek(0)

@@ -76,8 +76,9 @@ def _parse(module: ModuleType, prog: str, arguments: list[str]) -> argparse.Name
     module.add_arguments(parser)
     if not getattr(module, "PASSES_ON", False):
         return parser.parse_args(arguments)
-    args, args.rest = parser.parse_known_args(arguments)
-    return args
+    known, rest = parser.parse_known_args(arguments)
+    known.rest = rest
+    return known
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -316,7 +316,7 @@ def test_retrievers(server: Server, retriever: str, granularity: str) -> None:
 
 
 def test_examples_are_cut_out_of_their_blocks(server: Server) -> None:
-    answer = server.generate(DEMOS[20]["input"], pool="p", granularity="example", blocks=8)
+    answer = server.generate(DEMOS[20]["input"], pool="p", granularity="example", blocks=2)
     blocks = server.pool("p", tokens=True)["blocks"]
     home = next(b for b in blocks if "d20" in b["demonstrations"])
     assert home["id"] in ext(answer)["blocks"] and 0 < ext(answer)["stitched_tokens"] < server.pool("p")["tokens"]
@@ -376,7 +376,7 @@ def test_completions_through_the_openai_client(server: Server, client: openai.Op
 
 
 def test_chat_and_its_second_turn(server: Server, client: openai.OpenAI) -> None:
-    extra = {"custom_params": {"pool": "p", "ratio": 0.5}, "return_meta_info": True}
+    extra = {"custom_params": {"pool": "p", "ratio": 0.5}}
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     common = {"model": "m", "max_tokens": 10, "temperature": 0, "extra_body": extra}
     first = client.chat.completions.create(messages=messages, **common)

@@ -33,19 +33,21 @@ __all__ = [
     "TorchNativeAttnBackend",
     "TreeNode",
     "abort",
-    "abort_missing",
     "abort_unscheduled",
     "add_dispatch",
     "blocks_were_missing",
     "encode_request",
     "generate",
+    "is_aborted",
     "is_internal",
     "kv_bytes_per_token",
     "logical_rids",
     "metrics_enabled",
+    "missing_message",
     "now",
     "num_kv_slots",
     "refuse_model",
+    "request_options",
     "request_row",
     "set_request_row",
     "view_backend",
@@ -59,6 +61,14 @@ _INTERNAL = "sglang_ext_internal"
 def request_row(req: Any) -> Row | None:
     """The stitched row of a scheduler request, or None for a plain one."""
     return getattr(req, _ROW, None)
+
+
+def request_options(req: Any) -> dict[str, Any]:
+    """What a scheduler request's custom_params say, besides what SGLang and we put there."""
+    custom = req.sampling_params.custom_params
+    if not isinstance(custom, dict):
+        return {}
+    return {name: value for name, value in custom.items() if name not in ("__req__", WIRE_KEY)}
 
 
 def set_request_row(req: Any, row: Row | None) -> None:
@@ -117,19 +127,24 @@ def abort(req: Any, message: str, status: int) -> None:
 _MISSING = "sglang_ext: demonstration blocks are not in the KV cache"
 
 
-def abort_missing(req: Any, count: int) -> None:
-    """End a request whose blocks are not in the cache; `blocks_were_missing` knows it again in the other process."""
-    abort(req, f"{_MISSING} ({count} of them); retry", HTTPStatus.SERVICE_UNAVAILABLE)
+def missing_message(count: int) -> str:
+    """What a request is told whose blocks are not in the cache; `blocks_were_missing` knows it again."""
+    return f"{_MISSING} ({count} of them); retry"
+
+
+def is_aborted(req: Any) -> bool:
+    """Whether a request was or is about to be aborted."""
+    return isinstance(req.finished_reason or req.to_finish, FINISH_ABORT)
 
 
 def blocks_were_missing(error: Any) -> bool:
-    """Whether an HTTPException comes from `abort_missing`."""
+    """Whether an HTTPException carries `missing_message`."""
     return error.status_code == HTTPStatus.SERVICE_UNAVAILABLE and str(error.detail).startswith(_MISSING)
 
 
-def abort_unscheduled(req: Any, count: int) -> None:
-    """`abort_missing` while the scheduler looks up a prefix: what the request would prefill shrinks to one token."""
-    abort_missing(req, count)
+def abort_unscheduled(req: Any, message: str, status: int) -> None:
+    """`abort` while the scheduler looks up a prefix: what the request would prefill shrinks to one token."""
+    abort(req, message, status)
     req._refresh_fill_ids()
 
 

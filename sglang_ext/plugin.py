@@ -6,7 +6,6 @@ wrongly. So every hook target is resolved here, and what cannot be resolved ends
 
 from __future__ import annotations
 
-import os
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,9 +208,15 @@ def _backend_factory(name: str) -> Callable[[Any], Any]:
 
 
 def _build_radix_cache(context: Any) -> Any:
+    from sglang_ext import compat
     from sglang_ext.cache.radix import BlockRadixCache
 
-    return BlockRadixCache(context.params)
+    cache = BlockRadixCache(context.params)
+    backend = compat.view_backend(context.tp_worker.model_runner)
+    if backend is not None:
+        cache.hooks.extend(backend.policy.node_hooks())
+        cache.on_release.append(backend.release)
+    return cache
 
 
 def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:
@@ -265,9 +270,3 @@ def after_compute_cell_size(result: int, _configurator: Any, kvc: Any, num_layer
     return result + factory().extra_bytes_per_token(
         layers=num_layers, kv_heads=config.get_num_kv_heads(get_parallel().attn_tp_size), head_dim=config.head_dim
     )
-
-
-def is_disabled() -> bool:
-    """Whether SGLANG_PLUGINS leaves this plugin out."""
-    allowed = os.environ.get("SGLANG_PLUGINS", "")
-    return bool(allowed) and "sglang_ext" not in [name.strip() for name in allowed.split(",")]

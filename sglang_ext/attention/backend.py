@@ -12,11 +12,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import Caches, Policy, RequestRows, RowViews
+from sglang_ext.attention.policy import Attended, Caches, Policy, Request, RequestRows, RowViews
 from sglang_ext.attention.rope import find_rope
-from sglang_ext.cache.rows import Row
 from sglang_ext.compat import TorchNativeAttnBackend
-from sglang_ext.kernels.view_attention import view_attention
+from sglang_ext.kernels.view_attention import merge_states, view_attention
 
 
 class ViewAttnBackend(TorchNativeAttnBackend):
@@ -29,29 +28,45 @@ class ViewAttnBackend(TorchNativeAttnBackend):
         self.rope = find_rope(model_runner.model)
         slots = compat.num_kv_slots(model_runner)
         self.slot_pos = torch.zeros(slots, dtype=torch.int32, device=self.device)
-        self._rows: dict[int, Row] = {}  # request slot -> its row, of stitched requests only
+        self._requests: dict[int, Request] = {}  # by request slot
         self._views: list[tuple[RequestRows, RowViews] | None] = []
 
     # ---- before a forward pass ----
 
     def prepare(self, batch: Any, forward_batch: Any) -> None:
-        """Note each request's row, and give encoded blocks their positions. Runs when SGLang builds a ForwardBatch."""
+        """Note each request, and set positions that are not columns. Runs when SGLang builds a ForwardBatch."""
+        extend = forward_batch.extend_seq_lens_cpu is not None
         offset = 0
         for index, req in enumerate(batch.reqs):
-            row = compat.request_row(req)
-            if row is None:
-                self._rows.pop(req.req_pool_idx, None)
+            request = self._note(req)
+            if extend:
+                length, begin = forward_batch.extend_seq_lens_cpu[index], forward_batch.extend_prefix_lens_cpu[index]
             else:
-                self._rows[req.req_pool_idx] = row
-            if forward_batch.extend_seq_lens_cpu is None:
-                continue
-            length, begin = forward_batch.extend_seq_lens_cpu[index], forward_batch.extend_prefix_lens_cpu[index]
-            if row is not None:
-                positions = self.policy.positions(row, begin, begin + length)
-                if positions is not None:
-                    own = forward_batch.positions[offset : offset + length]
-                    own.copy_(torch.tensor(positions, dtype=own.dtype, device=own.device))
+                length, begin = 1, int(forward_batch.seq_lens_cpu[index]) - 1
+            positions = self.policy.positions(request, begin, begin + length)
+            if positions is not None:
+                own = forward_batch.positions[offset : offset + length]
+                own.copy_(torch.tensor(positions, dtype=own.dtype, device=own.device))
             offset += length
+
+    def _note(self, req: Any) -> Request:
+        """The request behind a scheduler's `Req`; a new one starts at the policy."""
+        slot = req.req_pool_idx
+        known = self._requests.get(slot)
+        if known is not None and known.rid == req.rid:
+            return known
+        if known is not None:
+            self.policy.finish(known)
+        request = Request(slot, req.rid, compat.request_row(req), compat.request_options(req))
+        self._requests[slot] = request
+        self.policy.start(request)
+        return request
+
+    def release(self, slot: int) -> None:
+        """The request in `slot` ended or was retracted."""
+        known = self._requests.pop(slot, None)
+        if known is not None:
+            self.policy.finish(known)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
@@ -64,11 +79,10 @@ class ViewAttnBackend(TorchNativeAttnBackend):
         lengths = forward_batch.extend_seq_lens.tolist() if extend else [1] * len(requests)
         for request, seq_len, length in zip(requests, seq_lens, lengths, strict=True):
             rows = RequestRows(
+                request=self._requests.get(request) or Request(request, "", None, {}),  # SGLang's own dummy batches
                 slots=self.req_to_token_pool.req_to_token[request, :seq_len],
                 begin=seq_len - length,
                 slot_pos=self.slot_pos,
-                row=self._rows.get(request),
-                request=request,
             )
             views = self.policy.views(rows)
             self._views.append(None if views is None else (rows, views))
@@ -117,17 +131,22 @@ class ViewAttnBackend(TorchNativeAttnBackend):
                     part = slice(first + low - rows.begin, first + high - rows.begin)
                     positions = forward_batch.positions[part]
                     chosen = view(caches, query[part], positions) if callable(view) else view
-                    out[part], lse = view_attention(
+                    attended = chosen if isinstance(chosen, Attended) else Attended(chosen)
+                    partial, lse = view_attention(
                         query[part],
                         positions,
-                        chosen,
+                        attended.view,
                         caches.keys,
                         caches.values,
                         self.slot_pos,
                         self.rope,
                         caches.scale,
                     )
-                    self.policy.observe(caches, rows, query[part], positions, chosen, lse)
+                    if attended.parts:
+                        outs, lses = zip((partial, lse), *attended.parts, strict=True)
+                        partial, lse = merge_states(torch.stack(outs), torch.stack(lses))
+                    out[part] = partial
+                    self.policy.observe(caches, rows, query[part], positions, attended.view, lse)
             first += length
         return out.view(out.shape[0], -1)
 

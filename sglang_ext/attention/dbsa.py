@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from sglang_ext.attention.policy import Policy, RequestRows, RowViews
+from sglang_ext.attention.policy import Policy, Request, RequestRows, RowViews
 from sglang_ext.cache.rows import NewBlock, Row
 from sglang_ext.kernels.view_attention import Consecutive, Segment, View
 
@@ -15,9 +15,12 @@ from sglang_ext.kernels.view_attention import Consecutive, Segment, View
 class DbsaPolicy(Policy):
     """Views of demonstration blocks (DBSA, section 2)."""
 
-    def positions(self, row: Row, begin: int, end: int) -> list[int] | None:
-        if not row.new:
+    def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
+        row = request.row
+        if row is None or not row.new:
             return None
+        if begin >= row.prefix_tokens + sum(block.tokens for block in row.new):
+            return None  # the step that overlap scheduling runs past the end of an encoding; nobody reads it
         positions: list[int] = []
         for block, start in _new_blocks(row):
             low, high = max(begin, start), min(end, start + block.tokens)
@@ -50,6 +53,9 @@ class DbsaPolicy(Policy):
             ]
             itself = Segment(rows.slots[start:high], Consecutive(block.position), causal=True)
             views.append((low, high, View((*seen, itself))))
+        past = max(rows.begin, bounds[-1])
+        if past < rows.end:  # see `positions`
+            views.append((past, rows.end, View((Segment(rows.slots[past:], Consecutive(past), causal=True),))))
         return views
 
 

@@ -8,7 +8,7 @@ device in the step itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,6 +19,7 @@ from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import View
 
 if TYPE_CHECKING:
+    from sglang_ext.cache.radix import NodeHooks
     from sglang_ext.cache.rows import Row
 
 ENTRY_POINTS = "sglang_ext.policies"
@@ -46,30 +47,65 @@ class Caches:
 
 
 @dataclass(frozen=True)
+class Request:
+    """One request, for as long as it has a row of KV slots.
+
+    Attributes:
+        slot: its number in SGLang's request pool; used again by later requests.
+        rid: SGLang's name of it.
+        row: what its row begins with, or None for a plain request.
+        options: its `custom_params`, for policies that take options a request.
+    """
+
+    slot: int
+    rid: str
+    row: Row | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class RequestRows:
     """One request in one forward pass.
 
     Attributes:
+        request: whose rows they are.
         slots: [seq_len] the request's KV slots in column order, those of this pass included.
         begin: column of the first query row; the query rows are columns [begin, seq_len).
         slot_pos: [num_slots] int32, already holding the positions of this pass.
-        row: what the request's row begins with, or None for a plain request.
-        request: slot number of the request in SGLang's request pool, stable through its life.
     """
 
+    request: Request
     slots: torch.Tensor
     begin: int
     slot_pos: torch.Tensor
-    row: Row | None
-    request: int
+
+    @property
+    def row(self) -> Row | None:
+        return self.request.row
 
     @property
     def end(self) -> int:
         return self.slots.numel()
 
 
-LayerView: TypeAlias = Callable[[Caches, torch.Tensor, torch.Tensor], View]
-"""(caches, query [rows, heads, head_dim], query positions [rows]) -> the view of these rows in this layer."""
+@dataclass(frozen=True)
+class Attended:
+    """A view, and attention over parts that are not tokens of the cache: merged with it, exactly, by log-sum-exp.
+
+    Double-P's summaries enter here: a cluster of s tokens with mean key C and mean value V counts as
+    s * exp(q . C / sqrt(D)) at V, in the same softmax as the tokens.
+
+    Attributes:
+        view: disjoint from the parts.
+        parts: (output [rows, heads, value_dim], log-sum-exp [rows, heads]) of each part.
+    """
+
+    view: View
+    parts: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+
+LayerView: TypeAlias = Callable[[Caches, torch.Tensor, torch.Tensor], View | Attended]
+"""(caches, query [rows, heads, head_dim], query positions [rows]) -> what these rows see in this layer."""
 
 RowViews: TypeAlias = Sequence[tuple[int, int, View | LayerView]]
 """(first column, end column, view) for disjoint runs of query rows that together are [begin, end)."""
@@ -82,8 +118,18 @@ class Policy:
         """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start."""
         return 0
 
-    def positions(self, row: Row, begin: int, end: int) -> list[int] | None:
-        """Positions of columns [begin, end) of a request's row, or None where they are the column numbers."""
+    def node_hooks(self) -> Sequence[NodeHooks]:
+        """What follows the nodes of the radix tree through their lives: insert, split, evict."""
+        return ()
+
+    def start(self, request: Request) -> None:
+        """A request gets its row of slots; after a retraction, once more and from nothing."""
+
+    def finish(self, request: Request) -> None:
+        """A request loses its row of slots: it ended, was aborted or retracted."""
+
+    def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
+        """Positions at which columns [begin, end) are written, or None where they are the column numbers."""
         return None
 
     def views(self, rows: RequestRows) -> RowViews | None:
@@ -99,7 +145,11 @@ class Policy:
         view: View,
         lse: torch.Tensor,
     ) -> None:
-        """Called after each layer's attention over `view`; lse is [rows, heads] float32, for scores."""
+        """Called after each layer's attention over `view`; lse is [rows, heads] float32, for scores.
+
+        Overlap scheduling computes one step more than a request keeps: what is seen in one step may change a policy's
+        state from the next call of `views` on, which that step never has.
+        """
 
 
 def _dbsa() -> Policy:

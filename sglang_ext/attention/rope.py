@@ -55,6 +55,9 @@ def _inv_freq(module: Any, name: str) -> torch.Tensor:
         if len(factors) != 1:
             raise ValueError(f"rotary embedding {name} with scaling factors {factors}: expected one")
         return inv_freq / factors[0]
+    if name == "DynamicNTKAlphaRotaryEmbedding":
+        exponent = module.rotary_dim / (module.rotary_dim - 2)
+        return module._compute_inv_freq(module.base * module.scaling_alpha**exponent)
     if name == "DynamicNTKScalingRotaryEmbedding":
         # Its table is built once, for the longest context, from one base: linear, with that base.
         longest = module.max_position_embeddings * module.scaling_factor

@@ -7,9 +7,10 @@ tokens live under the namespace of the selection. Everything that is not about b
 
 from __future__ import annotations
 
+import secrets
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,9 @@ from sglang_ext.compat import (
     TreeNode,
 )
 
-_BLOCK = "block:"
+# Namespaces of the tree. Users choose `extra_key` freely, and must not reach a block with it.
+_SECRET = secrets.token_hex(8)
+_BLOCK = f"{_SECRET}:block:"
 
 
 class NodeHooks(Protocol):
@@ -39,6 +42,9 @@ class NodeHooks(Protocol):
 
     def on_evict(self, node: TreeNode) -> None:
         """`node` leaves the tree; its slots are free."""
+
+    def on_reset(self) -> None:
+        """The whole tree was emptied."""
 
 
 class StitchNode:
@@ -63,11 +69,21 @@ class MissingBlocks(RuntimeError):
         self.keys = keys
 
 
+class StitchTooShort(RuntimeError):
+    """A request's cached prefix would have to end inside its stitched blocks."""
+
+
 class BlockRadixCache(RadixCache):
-    """`--radix-cache-backend sglang_ext`."""
+    """`--radix-cache-backend sglang_ext`.
+
+    Attributes:
+        hooks: told of every node's life.
+        on_release: called with the request slot of every request that ends or is retracted.
+    """
 
     def __init__(self, params: Any) -> None:
         self.hooks: list[NodeHooks] = []
+        self.on_release: list[Callable[[int], None]] = []
         self.hits: Counter[str] = Counter()
         self.saved_tokens = 0
         self.stitch_seconds = 0.0
@@ -77,20 +93,29 @@ class BlockRadixCache(RadixCache):
 
     def reset(self) -> None:
         self.blocks: dict[str, TreeNode] = {}
-        self.owners: dict[str, set[str]] = defaultdict(set)  # block -> who holds it
+        self.owners: dict[str, set[str]] = {}  # block -> who holds it
         super().reset()
+        for hook in self.hooks:
+            hook.on_reset()
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Which of the blocks named `keys` are not resident."""
         return [key for key in dict.fromkeys(keys) if key not in self.blocks]
 
     def hold(self, owner: str, keys: Iterable[str]) -> None:
-        """Lock resident blocks for `owner`; a block held by several stays until all let go."""
+        """Lock resident blocks for `owner`; a block held by several stays until all let go.
+
+        Raises:
+            MissingBlocks: some are not resident; nothing was locked.
+        """
+        keys = list(keys)
+        absent = self.missing(keys)
+        if absent:
+            raise MissingBlocks(absent)
         for key in keys:
-            owners = self.owners[key]
-            if not owners:
+            if key not in self.owners:
                 super().inc_lock_ref(self.blocks[key])
-            owners.add(owner)
+            self.owners.setdefault(key, set()).add(owner)
 
     def release(self, owner: str, keys: Iterable[str] | None = None) -> None:
         """Take back `owner`'s holds, all of them or those on `keys`; unknown ones are none."""
@@ -111,6 +136,7 @@ class BlockRadixCache(RadixCache):
                 self.token_to_kv_pool_allocator.free(node.value)
                 freed += len(node.value)
                 self._delete_leaf(node)
+                self._record_remove_event(node)
         return freed
 
     def held_tokens(self, prefix: str = "") -> int:
@@ -175,15 +201,18 @@ class BlockRadixCache(RadixCache):
             return super().match_prefix(params)
         begin = compat.now()
         try:
-            return self._match_row(row, params.key, params.req.extra_key)
+            return self._match_row(row, params.key, params.req)
+        except StitchTooShort as error:
+            compat.abort_unscheduled(params.req, str(error), 400)
+            return self._empty_match_result
         except MissingBlocks as error:
             # Never a dense prefix instead: that would be another answer.
-            compat.abort_unscheduled(params.req, len(error.keys))
+            compat.abort_unscheduled(params.req, compat.missing_message(len(error.keys)), 503)
             return self._empty_match_result
         finally:
             self.stitch_seconds += compat.now() - begin
 
-    def _match_row(self, row: Row, key: RadixKey, extra_key: str | None) -> MatchResult:
+    def _match_row(self, row: Row, key: RadixKey, req: Any) -> MatchResult:
         """The stitched prefix, then what is known of the request's own tokens (or of the blocks it encodes)."""
         absent = self.missing(piece.key for piece in row.prefix)
         if absent:
@@ -192,7 +221,7 @@ class BlockRadixCache(RadixCache):
         slots = [node.value[p.start : p.end] for node, p in zip(members, row.prefix, strict=True)]
         limit, matched, tail = len(key), row.prefix_tokens, self.root_node
         if matched > limit:
-            raise ValueError(
+            raise StitchTooShort(
                 f"the request must recompute from token {limit} on, inside its {matched} stitched tokens;"
                 " log-probabilities can start at the request's own tokens only"
             )
@@ -204,9 +233,9 @@ class BlockRadixCache(RadixCache):
                 members.append(node)
                 slots.append(node.value)
                 matched += block.tokens
-                self.hold(row.owner, [block.key])
+                self._hold_new(req, row, block.key)
         elif limit > matched:
-            own = super().match_prefix(MatchPrefixParams(key=self._own_key(row, key.token_ids[:limit], extra_key)))
+            own = super().match_prefix(MatchPrefixParams(key=self._own_key(row, key.token_ids[:limit], req.extra_key)))
             slots.append(own.device_indices)
             tail = own.last_device_node
         now = compat.now()
@@ -218,8 +247,13 @@ class BlockRadixCache(RadixCache):
             device_indices=indices, last_device_node=stitch, last_host_node=stitch, best_match_node=stitch
         )
 
+    def _hold_new(self, req: Any, row: Row, key: str) -> None:
+        """Hold a block for the owner that had it encoded, unless the owner gave up and has let go already."""
+        if not compat.is_aborted(req):
+            self.hold(row.owner, [key])
+
     def _own_key(self, row: Row, token_ids: array, extra_key: str | None) -> RadixKey:
-        return RadixKey(token_ids[row.prefix_tokens :], row.namespace(extra_key))
+        return RadixKey(token_ids[row.prefix_tokens :], f"{_SECRET}:{row.namespace(extra_key)}")
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         row = compat.request_row(req)
@@ -236,6 +270,8 @@ class BlockRadixCache(RadixCache):
         req.last_node = node
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        for released in self.on_release:
+            released(req.req_pool_idx)
         row = compat.request_row(req)
         if row is None or self.disable:
             return super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
@@ -286,7 +322,7 @@ class BlockRadixCache(RadixCache):
                 node = self._add_block(block.key, token_ids[begin:end], slots[begin:end].to(torch.int64, copy=True))
             elif end > req.cache_protected_len:
                 self._replace(req, slots, begin, end, node.value, begin)
-            self.hold(row.owner, [block.key])
+            self._hold_new(req, row, block.key)
             members.append(node)
             begin = end
         return begin, StitchNode(dict.fromkeys(members), self.root_node)

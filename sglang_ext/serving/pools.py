@@ -85,6 +85,8 @@ class PoolService:
     def version(self, name: str) -> Version:
         """The version of a pool that requests are served from now."""
         pool = self.get(name)
+        if pool.status == "failed" and pool.current is None:
+            raise PoolError(f"{pool.error}; put it again, or delete it", 409)
         if pool.current is None:
             raise PoolError(f"pool {name!r} is still being encoded; wait until GET /v1/pools/{name} says ready", 409)
         return pool.current
@@ -264,6 +266,8 @@ class PoolService:
                     raise
                 raise PoolError(f"the encoding of pool {name!r} was cancelled", 409) from None
         if pool.error is not None:
+            if pool.current is None:
+                self.pools.pop(name, None)  # who waited knows why; others find it as `failed`
             raise PoolError(pool.error, 503)
         return await self.info(name)
 
@@ -312,10 +316,11 @@ class PoolService:
         except BaseException as error:
             if pool.current is not version:
                 await self.admin("release", owner=version.owner, drop=True)
-                pool.status = "ready" if pool.current else "cancelled"
-                if pool.current is None:
+                cancelled = isinstance(error, asyncio.CancelledError)
+                pool.status = "ready" if pool.current else "cancelled" if cancelled else "failed"
+                if pool.current is None and cancelled:
                     self.pools.pop(pool.name, None)
-                if not isinstance(error, asyncio.CancelledError):
+                if not cancelled:
                     known = isinstance(error, PoolError)
                     logger.error("sglang_ext: encoding pool %s: %s", pool.name, error, exc_info=not known)
                     pool.error = f"encoding pool {pool.name!r} failed: {error}"

@@ -42,7 +42,7 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
     if row is not None:
         absent = cache.missing(piece.key for piece in row.prefix)
         if absent:
-            compat.abort_missing(req, len(absent))
+            compat.abort(req, compat.missing_message(len(absent)), 503)
             return
         shared = row.prefix_tokens
         if not str(req.rid).startswith(INTERNAL):

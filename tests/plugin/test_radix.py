@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_ext import compat
+from sglang_ext.cache import radix
 from sglang_ext.cache.radix import BlockRadixCache, StitchNode
 from sglang_ext.cache.rows import REQUEST_OWNER, NewBlock, Piece, Row
 
@@ -97,6 +98,7 @@ class Request:
         self.cache_protected_len = 0
         self.last_node: Any = None
         self.to_finish: Any = None
+        self.finished_reason: Any = None
         compat.set_request_row(self, row)
 
     @property
@@ -150,6 +152,10 @@ class Recorder:
     def on_evict(self, node: TreeNode) -> None:
         assert self.nodes.pop(node) == len(node.key)
         self.events.append("evict")
+
+    def on_reset(self) -> None:
+        self.nodes.clear()
+        self.events.append("reset")
 
 
 class World:
@@ -271,8 +277,8 @@ class World:
         assert set(cache.evictable_leaves) - {cache.root_node} == {
             n for n in nodes if not n.lock_ref and not n.children
         }
-        named = {node.key.extra_key: node for node in nodes if (node.key.extra_key or "").startswith("block:")}
-        assert {"block:" + key: node for key, node in cache.blocks.items()} == named
+        named = {node.key.extra_key: node for node in nodes if (node.key.extra_key or "").startswith(radix._BLOCK)}
+        assert {radix._BLOCK + key: node for key, node in cache.blocks.items()} == named
         for key, node in cache.blocks.items():
             assert node.parent is cache.root_node and len(node.value) == LENGTHS[key] and not node.children
             assert [self.holds[slot] for slot in node.value.tolist()] == [
@@ -429,8 +435,34 @@ def test_the_limit_of_what_may_be_matched(world: World) -> None:
         match = world.match(Request(row, own), limit)
         assert len(match.device_indices) == expected
     for limit in (0, 3, 6):
-        with pytest.raises(ValueError, match=f"recompute from token {limit} on, inside its 7 stitched tokens"):
-            world.match(Request(row, own), limit)
+        req = Request(row, own)
+        match = world.match(req, limit)
+        assert len(match.device_indices) == 0 and match.last_device_node is world.cache.root_node
+        assert f"recompute from token {limit} on, inside its 7 stitched tokens" in req.error
+        assert req.to_finish.status_code == 400 and req.refreshed and compat.request_row(req) is None
+
+
+def test_a_users_extra_key_does_not_reach_blocks(world: World) -> None:
+    world.encode("a", "b")
+    world.run(Request(None, [*block_tokens("a")[:2], 50, 51], extra_key="block:a"))
+    row = answering("a", "b")
+    world.run(Request(None, block_tokens("a"), extra_key=row.namespace(None)))
+    assert len(world.match(Request(row, [7, 8])).device_indices) == row.prefix_tokens
+    world.check()
+
+
+def test_an_encoding_that_was_given_up_holds_nothing(world: World) -> None:
+    """The owner lets go before the aborted request has ended in the scheduler."""
+    req = Request(encoding(["a", "b", "c"]), [])
+    world.start(req)
+    world.compute(req, 4)
+    world.cache.release("pool")
+    req.to_finish = compat.FINISH_ABORT("given up")
+    world.compute(req, 5)
+    req.is_finished = True
+    world.finish(req)
+    assert world.cache.held_tokens() == 0
+    world.check()
 
 
 def test_an_encoding_row_matches_whole_blocks_only(world: World) -> None:

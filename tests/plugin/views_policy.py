@@ -131,6 +131,9 @@ class ViewsPolicy(DbsaPolicy):
     def on_evict(self, node) -> None:
         self._log("evict", node=node.id, tokens=len(node.key))
 
+    def on_reset(self) -> None:
+        self._log("reset")
+
     def _log(self, event: str, **what) -> None:
         with (self.folder / "log").open("a") as log:
             log.write(json.dumps({"event": event, **what}) + "\n")

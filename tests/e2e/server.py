@@ -109,8 +109,9 @@ class Server:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        died = self.wait and self.process is not None and self.process.poll() is not None
         self.kill()
-        if kind is None:
+        if kind is None and not died:
             self.log_file.unlink(missing_ok=True)
         else:
             print(f"server log, {self.log_file}:\n{self.tail()}")

@@ -1,0 +1,101 @@
+"""Retraction under memory pressure, and pools that outlive a killed server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.e2e.server import Server, answer_tokens, model
+from tests.oracle import models
+
+QUESTION = "how do i activate my card?"
+DEMOS = models.demonstrations(24)
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_retracted_requests_answer_as_unhurried_ones() -> None:
+    """SGLang takes running requests' memory away and begins them again: same tokens, same books."""
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+    with Server(model(), env=env, max_total_tokens=2000, chunked_prefill_size=64) as server:
+        server.put("p", DEMOS, block_size=6)
+        server.put("u", models.demonstrations(12, seed=4), block_size=4, pinned=False)
+        asked: list[tuple[str, dict[str, Any]]] = [
+            (f"question {i} about my card", options)
+            for i in range(4)
+            for options in ({}, {"pool": "p"}, {"pool": "p", "granularity": "example"}, {"pool": "u", "ratio": 1.0})
+        ]
+        alone = [answer_tokens(server.generate(text, 60, **options)) for text, options in asked]
+        with ThreadPoolExecutor(len(asked)) as threads:
+            answers = list(threads.map(lambda one: server.generate(one[0], 60, **one[1]), asked))
+        assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 5, "nothing was retracted"
+        assert [answer_tokens(answer) for answer in answers] == alone
+        server.idle()
+        for name in ("p", "u"):
+            server.json("DELETE", f"/v1/pools/{name}")
+        assert server.state()["sglang_ext"]["held_tokens"] == 0
+        assert server.faults() == []
+
+
+def told(server: Server, name: str) -> dict[str, Any]:
+    """What does not change when a server is started again."""
+    info = server.pool(name, tokens=True)
+    keep = ("demonstrations", "options", "labels", "deleted", "tokens")
+    return {key: info[key] for key in keep} | {"keys": [block["key"] for block in info["blocks"]]}
+
+
+def test_a_killed_server_comes_back_with_its_pools(tmp_path: Path) -> None:
+    """kill -9 right after a PUT keeps it; kill -9 in the middle of one leaves the old pool."""
+    folder = tmp_path / "pools"
+    env = {"SGLANG_EXT_POOL_DIR": str(folder)}
+    large = [{**d, "input": f"new {d['input']}"} for d in models.demonstrations(200, seed=7)]
+    server = Server(model(), env=env, max_total_tokens=6000, chunked_prefill_size=32)
+    with server:
+        server.put("kept", DEMOS, block_size=6)
+        server.json("DELETE", "/v1/pools/kept/demonstrations/d3")
+        server.put("gone", DEMOS[:4])
+        server.json("DELETE", "/v1/pools/gone")
+        before, answer = told(server, "kept"), server.generate(QUESTION, pool="kept", ratio=0.6)
+        server.json(
+            "PUT",
+            "/v1/pools/kept",
+            json={"demonstrations": large, "block_size": 10, "positions": "local", "wait": False},
+        )
+        while not server.pool("kept")["progress"]["blocks_done"]:
+            time.sleep(0.005)
+        assert server.pool("kept")["status"] == "encoding", "the kill came too late"
+        server.kill()
+        (folder / ".kept.x.tmp").write_text('{"half')  # what a crash while writing leaves
+        server.start()
+        assert [pool["name"] for pool in server.json("GET", "/v1/pools")["pools"]] == ["kept"]
+        assert told(server, "kept") == before
+        again = server.generate(QUESTION, pool="kept", ratio=0.6)
+        assert answer_tokens(again) == answer_tokens(answer)
+        assert again["meta_info"]["sglang_ext"]["blocks"] == answer["meta_info"]["sglang_ext"]["blocks"]
+        assert not list(folder.glob(".*")), "what was half written is removed"
+        # right after: as soon as the answer to the PUT is there, the pool is safe
+        server.json("POST", "/v1/pools/kept/demonstrations", json={"demonstrations": large[:6]})
+        server.kill()
+        server.start()
+        first = threading.Thread(target=lambda: requests.get(server.url + "/v1/pools", timeout=60))
+        first.start()  # a request while pools are restored waits for them
+        after = server.generate(QUESTION, pool="kept", ratio=0.6)
+        first.join()
+        assert told(server, "kept")["demonstrations"] == 29
+        assert told(server, "kept")["keys"][: len(before["keys"])] == before["keys"]
+        assert after["meta_info"]["sglang_ext"]["stitched_tokens"] > 0
+
+
+def test_a_damaged_pool_file_is_named(tmp_path: Path) -> None:
+    """Nothing is skipped in silence: the server does not start without a pool that should be there."""
+    (tmp_path / "bad.json").write_text('{"format": 1}')
+    env = {"SGLANG_EXT_POOL_DIR": str(tmp_path)}
+    with Server(model(), env=env, wait=False, max_total_tokens=1000) as server:
+        assert server.wait_for_exit(250) != 0
+        assert "bad.json is not a pool definition" in server.log(), server.tail()

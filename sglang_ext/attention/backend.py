@@ -51,13 +51,13 @@ class ViewAttnBackend(TorchNativeAttnBackend):
 
     def _note(self, req: Any) -> Request:
         """The request behind a scheduler's `Req`; a new one starts at the policy."""
-        slot = req.req_pool_idx
+        slot, row = req.req_pool_idx, compat.request_row(req)
         known = self._requests.get(slot)
-        if known is not None and known.rid == req.rid:
+        if known is not None and known.rid == req.rid and known.row is row:
             return known
         if known is not None:
             self.policy.finish(known)
-        request = Request(slot, req.rid, compat.request_row(req), compat.request_options(req))
+        request = Request(slot, req.rid, row, compat.request_options(req))
         self._requests[slot] = request
         self.policy.start(request)
         return request

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_ext import compat
-from sglang_ext.cache.rows import REQUEST_OWNER, Row
+from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, Row
 from sglang_ext.compat import (
     InsertParams,
     MatchPrefixParams,
@@ -138,6 +138,11 @@ class BlockRadixCache(RadixCache):
                 self._delete_leaf(node)
                 self._record_remove_event(node)
         return freed
+
+    def loose_tokens(self, keys: Iterable[str]) -> int:
+        """Tokens of those blocks among `keys` that no pool holds."""
+        loose = (k for k in set(keys) if not any(o.startswith(POOL_OWNER) for o in self.owners.get(k, ())))
+        return sum(len(self.blocks[key].key) for key in loose)
 
     def held_tokens(self, prefix: str = "") -> int:
         """Tokens of blocks that some owner holds whose name begins with `prefix`."""

@@ -66,6 +66,7 @@ class PoolService:
         self._restoring: asyncio.Task[None] | None = None
         self._admin_lock = asyncio.Lock()
         self._encoding = asyncio.Lock()
+        self._flushes = 0
         self._promised: dict[str, int] = {}  # version's owner -> tokens that its encoding under way has yet to write
         self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
         self._versions: weakref.WeakSet[Version] = weakref.WeakSet()
@@ -286,7 +287,7 @@ class PoolService:
                     for variant, layout in version.layouts.items()
                     for block in missing[variant]
                 }
-                await self._check_memory(version.name, sum(needed.values()))
+                await self._check_memory(version, sum(needed.values()))
                 self._promised[version.owner] = sum(needed.values())
             except BaseException as error:
                 if isinstance(error, asyncio.CancelledError):
@@ -299,9 +300,11 @@ class PoolService:
             progress.tokens_done = progress.tokens - sum(
                 layout.lengths[block] for variant, layout in version.layouts.items() for block in missing[variant]
             )
+            flushes = self._flushes
             for variant, layout in version.layouts.items():
                 await self._encode(version, layout, missing[variant], version.owner, progress)
-                version.resident.add(variant)
+            if flushes == self._flushes:  # else the first request finds what is missing, and encodes it
+                version.resident.update(version.layouts)
             version.retriever(RequestOptions(version.name))  # the default one, so that no request waits for it
             if self.store:
                 self.store.save(version.name, version.definition.dump())
@@ -369,7 +372,10 @@ class PoolService:
             async with self._encoding:
                 if variant in version.resident:
                     return False
+                flushes = self._flushes
                 if await self._make_resident(version, layout, wanted, holder):
+                    if flushes != self._flushes:
+                        continue  # the cache was emptied meanwhile
                     if pinned:
                         version.resident.add(variant)
                     return not pinned
@@ -399,11 +405,10 @@ class PoolService:
         tokens = sum(layout.lengths[block] for block in needed)
         state = await self.admin("state")
         pinned = version.definition.options.pinned
-        promised = sum(self._promised.values())
-        if tokens > state["total_tokens"] - state["held_tokens"] - promised - ROOM_FOR_REQUESTS:
+        if tokens > state["total_tokens"] - state["held_tokens"] - self._owed(version) - ROOM_FOR_REQUESTS:
             if not pinned:
                 await self.release(holder)
-            await self._check_memory(version.name, tokens, state["total_tokens"] - state["held_by_pools"])
+            await self._check_memory(version, tokens, state["total_tokens"] - state["held_by_pools"])
             return False
         self.counters["reencoded_blocks"] += len(needed)
         self.metrics.reencoded(version.name, len(needed))
@@ -423,6 +428,7 @@ class PoolService:
 
     def flushed(self) -> None:
         """The KV cache was or will be emptied: what is resident must be looked up again before it is used."""
+        self._flushes += 1
         for version in self._versions:
             version.resident.clear()
 
@@ -487,14 +493,29 @@ class PoolService:
         except Exception as error:
             raise PoolError(f"encoding failed: {error}", 503) from error
 
-    async def _check_memory(self, name: str, needed: int, room: int | None = None) -> None:
+    def _owed(self, version: Version) -> int:
+        """Tokens that others than `version` have a right to and do not hold yet.
+
+        They are what encodings under way have still to write, and pinned pools whose blocks a flush took.
+        """
+        flushed = {
+            block.key: len(block.token_ids)
+            for pool in self.pools.values()
+            if pool.current not in (None, version) and pool.current.definition.options.pinned
+            for variant, layout in pool.current.layouts.items()
+            if variant not in pool.current.resident
+            for block in layout.blocks
+        }
+        return sum(self._promised.values()) + sum(flushed.values())
+
+    async def _check_memory(self, version: Version, needed: int, room: int | None = None) -> None:
         """PoolError (413) when `needed` tokens exceed `room`, by default what nobody holds."""
         state = await self.admin("state")
         available = (state["total_tokens"] - state["held_tokens"] if room is None else room) - ROOM_FOR_REQUESTS
-        available -= sum(self._promised.values())  # of two pools encoded at once, each needs its own room
+        available -= self._owed(version)
         if needed > available:
             raise PoolError(
-                f"pool {name!r} needs {needed} tokens of KV cache, {max(available, 0)} are available"
+                f"pool {version.name!r} needs {needed} tokens of KV cache, {max(available, 0)} are available"
                 f" ({state['total_tokens']} in all, {state['held_tokens']} held by pools, {ROOM_FOR_REQUESTS} kept for"
                 " requests); nothing was changed. Use fewer demonstrations, delete a pool or raise --max-total-tokens",
                 413,

@@ -48,8 +48,10 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
         if not str(req.rid).startswith(INTERNAL):
             cache.hits.update(dict.fromkeys((piece.key for piece in row.prefix), 1))
             cache.saved_tokens += shared
-    # Held blocks never leave: what they take is not there for this request.
-    free = scheduler.max_total_num_tokens - cache.held_tokens()
+    # What pools hold never leaves: it is not there for this request. What requests hold is waited for.
+    free = scheduler.max_total_num_tokens - cache.held_tokens(POOL_OWNER)
+    if row is not None:
+        free -= cache.loose_tokens(piece.key for piece in row.prefix)
     own = len(req.origin_input_ids) - shared
     if own + 2 > free and not (row is not None and row.new):
         compat.abort(

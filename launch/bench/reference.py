@@ -125,7 +125,7 @@ class Reader:
         # bfloat16 matrix products are slow on most CPUs, and float32 is what the CPU engine serves
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.tokenizer = AutoTokenizer.from_pretrained(str(path))
-        self.model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa")
         self.model.to(self.device).eval()
         self.context = self.model.config.max_position_embeddings
 
@@ -274,9 +274,7 @@ def measure_suite(reader: Reader, args: argparse.Namespace, suite: Suite) -> lis
         while most < max(map(len, pool.values())) and len(reader.prompt(demonstrations(pool, most + 1, seed))) <= room:
             most += 1
         if not most:
-            raise ValueError(
-                f"one demonstration a class of {suite.key} takes more than {room} tokens; raise --context or drop the suite"
-            )
+            raise ValueError(f"one demonstration a class of {suite.key}: over {room} tokens; raise --context")
         for shots in sorted({*(2**i for i in range(12) if 2**i <= most), most}):
             demos = demonstrations(pool, shots, seed)
             started = time.perf_counter()
@@ -301,7 +299,12 @@ def measure_suite(reader: Reader, args: argparse.Namespace, suite: Suite) -> lis
                 f"{p['tokens']:5} tokens: {p['accuracy']:.3f}  BM25 {p['bm25']:.3f}  tf-idf {p['tfidf']:.3f}",
                 flush=True,
             )
-    results = []
+    return summarise(suite, points)
+
+
+def summarise(suite: Suite, points: dict[int, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Medians over the seeds by demonstrations a class (0: as many as fit), the aim, and whether the curve rises."""
+    results: list[dict[str, Any]] = []
     for shots in sorted(points, key=lambda s: s or 1 << 30):
         runs = points[shots]
         value, baseline = (statistics.median(r[k] for r in runs) for k in ("accuracy", "bm25"))
@@ -369,7 +372,7 @@ def measure_passkey(reader: Reader, args: argparse.Namespace) -> list[dict[str, 
                 ]
                 out = reader.continue_greedily([ids for ids, _ in rows], 5)
                 right += sum(
-                    reader.tokenizer.decode(ids).strip() == key for ids, (_, key) in zip(out, rows, strict=True)
+                    str(reader.tokenizer.decode(ids)).strip() == key for ids, (_, key) in zip(out, rows, strict=True)
                 )
             cells.append(right / count)
         print(
@@ -411,41 +414,10 @@ def commit() -> str:
         return "unknown"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``sglang-ext bench reference``."""
-    parser.add_argument("--data", required=True, help="directory of the classification sets, one folder a set")
-    parser.add_argument("--model", default=str(MODEL), help="model directory (default: the embedded one)")
-    parser.add_argument("--device", default=None, help="cuda or cpu (default: cuda where there is one)")
-    parser.add_argument("--suites", nargs="*", default=[s.key for s in SUITES], help="sets to measure")
-    parser.add_argument("--queries", type=int, default=250, help="queries a point")
-    parser.add_argument("--seeds", type=int, default=3, help="draws of demonstrations, names and queries")
-    parser.add_argument("--context", type=int, default=1 << 30, help="use at most this many tokens")
-    parser.add_argument("--passkey-lengths", type=int, nargs="*", default=[4096, 8192, 16384], help="tokens")
-    parser.add_argument(
-        "--passkey-trials", type=int, nargs="*", default=[20], help="prompts a depth, for each length or for all"
-    )
-    parser.add_argument("--passkey-batch", type=int, default=10, help="prompts at once")
-    parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
-    parser.add_argument("--out", default=str(RESULTS / "reference.json"), help="JSON file to write")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Measure, print the table, write the JSON; 0 whether or not the aims are met."""
+def write(args: argparse.Namespace, reader: Reader, results: list[dict[str, Any]]) -> None:
+    """Write the JSON; called after every suite, so that a run that is cut short leaves what it measured."""
     import transformers
 
-    known = {s.key: s for s in SUITES}
-    if set(args.suites) - set(known):
-        raise ValueError(f"--suites {args.suites}; expected some of {sorted(known)}")
-    reader = Reader(args.model, args.device)
-    results: list[dict[str, Any]] = []
-    for name in args.suites:
-        results += measure_suite(reader, args, known[name])
-    results += measure_passkey(reader, args)
-    print(f"\n{'measurement':68} {'value':>7} {'BM25 1-NN':>9} {'ratio':>6} {'aim':>5} met")
-    for r in results:
-        cell = [("" if r[k] is None else f"{r[k]:.3f}") for k in ("value", "baseline", "ratio", "aim")]
-        met = "" if r["met"] is None else "yes" if r["met"] else "NO"
-        print(f"{r['name']:68} {cell[0]:>7} {cell[1]:>9} {cell[2]:>6} {cell[3]:>5} {met}")
     report = {
         "bench": "reference",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -468,7 +440,44 @@ def main(args: argparse.Namespace) -> int:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"wrote {out}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``sglang-ext bench reference``."""
+    parser.add_argument("--data", required=True, help="directory of the classification sets, one folder a set")
+    parser.add_argument("--model", default=str(MODEL), help="model directory (default: the embedded one)")
+    parser.add_argument("--device", default=None, help="cuda or cpu (default: cuda where there is one)")
+    parser.add_argument("--suites", nargs="*", default=[s.key for s in SUITES], help="sets to measure")
+    parser.add_argument("--queries", type=int, default=250, help="queries a point")
+    parser.add_argument("--seeds", type=int, default=3, help="draws of demonstrations, names and queries")
+    parser.add_argument("--context", type=int, default=1 << 30, help="use at most this many tokens")
+    parser.add_argument("--passkey-lengths", type=int, nargs="*", default=[4096, 8192, 16384], help="tokens")
+    parser.add_argument(
+        "--passkey-trials", type=int, nargs="*", default=[20], help="prompts a depth, for each length or for all"
+    )
+    parser.add_argument("--passkey-batch", type=int, default=10, help="prompts at once")
+    parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
+    parser.add_argument("--out", default=str(RESULTS / "reference.json"), help="JSON file to write")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, print the table, write the JSON; 0 whether or not the aims are met."""
+    known = {s.key: s for s in SUITES}
+    if set(args.suites) - set(known):
+        raise ValueError(f"--suites {args.suites}; expected some of {sorted(known)}")
+    reader = Reader(args.model, args.device)
+    results: list[dict[str, Any]] = []
+    for name in args.suites:
+        results += measure_suite(reader, args, known[name])
+        write(args, reader, results)
+    results += measure_passkey(reader, args)
+    write(args, reader, results)
+    print(f"\n{'measurement':68} {'value':>7} {'BM25 1-NN':>9} {'ratio':>6} {'aim':>5} met")
+    for r in results:
+        cell = [("" if r[k] is None else f"{r[k]:.3f}") for k in ("value", "baseline", "ratio", "aim")]
+        met = "" if r["met"] is None else "yes" if r["met"] else "NO"
+        print(f"{r['name']:68} {cell[0]:>7} {cell[1]:>9} {cell[2]:>6} {cell[3]:>5} {met}")
+    print(f"wrote {args.out}")
     return 0
 
 

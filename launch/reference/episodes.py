@@ -476,11 +476,9 @@ class EpisodeSampler:
         parts: list[tuple[list[int], list[int], list[int], list[int], int, bool]] = []
         done = 0
         for item, upto in zip(items, bounds, strict=True):
-            run = (
-                filler.flat[filler.start[done] : filler.start[upto - 1] + filler.size[upto - 1]] if upto > done else []
-            )
-            if len(run):
-                parts.append((list(run), [], [], [], keys, False))
+            if upto > done:
+                run = filler.flat[filler.start[done] : filler.start[upto - 1] + filler.size[upto - 1]]
+                parts.append((run.tolist(), [], [], [], keys, False))
             done = max(done, int(upto))
             parts.append((item[2], item[3], item[4], item[5], item[1], item[6]))
         if done < len(filler.size):
@@ -490,7 +488,10 @@ class EpisodeSampler:
             [corpus.special[BOS]],
             corpus.special[PAD],
             np.array([p[4] for p in parts]),
-            *(Ragged.of([p[i] for p in parts]) for i in range(4)),
+            Ragged.of([p[0] for p in parts]),
+            Ragged.of([p[1] for p in parts]),
+            Ragged.of([p[2] for p in parts]),
+            Ragged.of([p[3] for p in parts]),
             np.array([p[5] for p in parts]),
             0.0,
             PASSKEY_WEIGHT,

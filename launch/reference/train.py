@@ -88,13 +88,14 @@ class Muon:
         """One step at ``scale`` times the learning rate."""
         lr = self.lr * scale
         for group, buffer in zip(self.groups, self.state, strict=True):
-            grad = torch.stack([p.grad for p in group])
+            tensors: list[torch.Tensor] = list(group)
+            grad = torch.stack([p.grad for p in group if p.grad is not None])
             buffer.lerp_(grad, 1 - self.momentum)
             update = orthogonalise(grad.lerp(buffer, self.momentum))
             rows, columns = group[0].shape
             update = update * (-lr * max(1.0, rows / columns) ** 0.5)
-            torch._foreach_mul_(group, 1 - lr * self.decay)
-            torch._foreach_add_(group, list(update.to(group[0].dtype).unbind(0)))
+            torch._foreach_mul_(tensors, 1 - lr * self.decay)
+            torch._foreach_add_(tensors, list(update.to(group[0].dtype).unbind(0)))
 
 
 def orthogonalise(x: torch.Tensor, steps: int = 5) -> torch.Tensor:

@@ -126,7 +126,7 @@ class Reader:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.tokenizer = AutoTokenizer.from_pretrained(str(path))
         self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa")
-        self.model.to(self.device).eval()
+        self.model.to(self.device).eval()  # type: ignore[arg-type]
         self.context = self.model.config.max_position_embeddings
 
     def encode(self, text: str) -> list[int]:

@@ -25,8 +25,8 @@ PROMPTS = [
     " ".join(d["input"] for d in models.demonstrations(20, seed=3)),
     "hello",
 ]
-# Float32 log-probabilities around -5: where a prefix or an earlier chunk is read back, our plain prefill computes the new
-# rows only (attention.backend) and PyTorch takes another kernel for that shape, so that the last bits differ.
+# Float32 log-probabilities around -5: where a prefix or an earlier chunk is read back, our plain prefill computes new
+# rows only (attention.backend), PyTorch takes another kernel for that shape, so that the last bits differ.
 LAST_BITS = 5e-6
 CHUNK = 48  # cuts the long prompts several times
 SETTINGS: dict[str, dict[str, Any]] = {"chunks": {}, "mixed": {"enable_mixed_chunk": True}}

@@ -45,6 +45,9 @@ WHY = {
     "disable_radix_cache": "blocks live in the radix tree",
     "enable_lmcache": "it stores plain prefixes",
     "enable_session_radix_cache": "it is another tree",
+    "prefill_attention_backend": "two backends would see two different rows",
+    "decode_attention_backend": "two backends would see two different rows",
+    "schedule_policy": "dfs-weight walks the tree, where a stitched prefix is no node",
     "dllm_algorithm": "views are for causal decoding",
 }
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 PATTERNS = ("sink+previous+self", "sink+self", "self", "full")
 POSITIONS = ("sequential", "local")
@@ -75,7 +76,8 @@ class BlockSparse:
         """
         seen = (*self.attended(block), block)
         if self.positions == "sequential":
-            return {other: sum(lengths[:other]) for other in seen}
+            offsets = [0, *accumulate(lengths[:block])]
+            return {other: offsets[other] for other in seen}
         starts, position = {}, 0
         for other in seen:
             starts[other] = position

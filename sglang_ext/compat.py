@@ -1,4 +1,6 @@
-"""Every access to an SGLang internal that a new SGLang version may move, in one file.
+"""SGLang's names and fields that a new SGLang version is known or likely to move, in one file.
+
+The cache, the scheduler hooks and the backend are written against SGLang's classes and read their fields directly.
 
 Verified against sglang 0.5.16 and 0.5.17. A port to another version starts and, mostly, ends here.
 """
@@ -40,6 +42,8 @@ __all__ = [
     "generate",
     "is_aborted",
     "is_internal",
+    "is_missing_message",
+    "keep_first_abort",
     "kv_bytes_per_token",
     "logical_rids",
     "metrics_enabled",
@@ -55,6 +59,7 @@ __all__ = [
 ]
 
 _ROW = "sglang_ext_row"
+_ABORT = "sglang_ext_abort"
 _INTERNAL = "sglang_ext_internal"
 
 
@@ -122,6 +127,14 @@ def abort(req: Any, message: str, status: int) -> None:
     req.set_finish_with_abort(message)
     kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "ServiceUnavailableError"
     req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
+    setattr(req, _ABORT, req.to_finish)
+
+
+def keep_first_abort(req: Any) -> None:
+    """SGLang goes on checking an aborted request, whose prompt is one token now, and finds faults with that."""
+    first = getattr(req, _ABORT, None)
+    if first is not None:
+        req.to_finish = first
 
 
 _MISSING = "sglang_ext: demonstration blocks are not in the KV cache"
@@ -135,6 +148,11 @@ def missing_message(count: int) -> str:
 def is_aborted(req: Any) -> bool:
     """Whether a request was or is about to be aborted."""
     return isinstance(req.finished_reason or req.to_finish, FINISH_ABORT)
+
+
+def is_missing_message(message: str) -> bool:
+    """Whether an abort's message is `missing_message`."""
+    return message.startswith(_MISSING)
 
 
 def blocks_were_missing(error: Any) -> bool:

@@ -90,6 +90,11 @@ class PoolOptions:
                 raise ValueError(f"template {self.template!r} lacks {field}; it must contain {' and '.join(_FIELDS)}")
         if self.template.index("{input}") > self.template.index("{output}"):
             raise ValueError(f"template {self.template!r}: {{output}} must come after {{input}}: it is generated")
+        tail = self.template.split("{output}", 1)[1]
+        if any(field in tail for field in _FIELDS):
+            raise ValueError(
+                f"template {self.template!r}: {{input}} and {{output}} stand once, the output last of them"
+            )
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size}: expected at least 1 demonstration a block")
         if self.grouping not in GROUPINGS:
@@ -105,6 +110,11 @@ class PoolOptions:
     def parse(cls, values: Mapping[str, Any]) -> PoolOptions:
         """Options from JSON-like values; ValueError names an unknown option, a wrong type or a wrong value."""
         return cls(**_typed(cls, values, "pool options"))
+
+    @property
+    def answer_end(self) -> str:
+        """What follows an output in the demonstrations: the rest of the template, and the separator."""
+        return self._fill(self.template.split("{output}", 1)[1], input="", output="") + self.separator
 
     def render(self, input: str, output: str) -> str:
         """One demonstration as text, without the separator."""

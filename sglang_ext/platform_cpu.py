@@ -26,7 +26,7 @@ class TorchCpuPlatform(SRTPlatform):
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Settings for a machine that is also used for other things; whatever the user set stays."""
+        """Settings for a machine that is also used for other things; values the user gave stay."""
         server_args.device = "cpu"
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"

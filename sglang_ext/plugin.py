@@ -58,6 +58,11 @@ HOOKS = (
         _OURS + "scheduler:after_set_finish_with_abort",
     ),
     Hook(
+        _SRT + "managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        "around",
+        _OURS + "scheduler:around_check_decode_mem",
+    ),
+    Hook(
         _SRT + "managers.scheduler.Scheduler.init_req_max_new_tokens",
         "after",
         _OURS + "scheduler:after_init_req_max_new_tokens",
@@ -213,9 +218,13 @@ def _build_radix_cache(context: Any) -> Any:
 
     cache = BlockRadixCache(context.params)
     backend = compat.view_backend(context.tp_worker.model_runner)
-    if backend is not None:
-        cache.hooks.extend(backend.policy.node_hooks())
-        cache.on_release.append(backend.release)
+    if backend is None:
+        raise ValueError(
+            "--radix-cache-backend sglang_ext needs one of our attention backends for both prefill and decoding; got"
+            f" {type(context.tp_worker.model_runner.attn_backend).__name__}"
+        )
+    cache.hooks.extend(backend.policy.node_hooks())
+    cache.on_release.append(backend.release)
     return cache
 
 

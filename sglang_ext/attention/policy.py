@@ -112,7 +112,14 @@ RowViews: TypeAlias = Sequence[tuple[int, int, View | LayerView]]
 
 
 class Policy:
-    """Base class: a policy that changes nothing."""
+    """Base class: a policy that changes nothing.
+
+    Attributes:
+        request_options: names in `custom_params` that the policy reads itself (`Request.options`); over a pool they are
+            passed on beside the pool's own.
+    """
+
+    request_options: frozenset[str] = frozenset()
 
     def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
         """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start."""

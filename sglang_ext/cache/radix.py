@@ -127,6 +127,16 @@ class BlockRadixCache(RadixCache):
                     del self.owners[key]
                     super().dec_lock_ref(self.blocks[key])
 
+    def release_requests(self, keep: Iterable[str]) -> None:
+        """Take back what requests hold for themselves, except those with the ids `keep`.
+
+        Those that wait lose nothing but time: blocks that are evicted then are encoded again.
+        """
+        kept = tuple(REQUEST_OWNER + str(rid) for rid in keep)
+        for owner in {owner for owners in self.owners.values() for owner in owners}:
+            if owner.startswith(REQUEST_OWNER) and not owner.startswith(kept):
+                self.release(owner)
+
     def drop(self, keys: Iterable[str]) -> int:
         """Free blocks that nobody holds or uses, at once; returns how many tokens that freed."""
         freed = 0
@@ -138,6 +148,10 @@ class BlockRadixCache(RadixCache):
                 self._delete_leaf(node)
                 self._record_remove_event(node)
         return freed
+
+    def unlocked_tokens(self, keys: Iterable[str]) -> int:
+        """Tokens of resident blocks that nothing locks: what holding them takes from what can be evicted."""
+        return sum(len(self.blocks[key].key) for key in set(keys) if self.blocks[key].lock_ref == 0)
 
     def loose_tokens(self, keys: Iterable[str]) -> int:
         """Tokens of those blocks among `keys` that no pool holds."""
@@ -243,9 +257,10 @@ class BlockRadixCache(RadixCache):
             own = super().match_prefix(MatchPrefixParams(key=self._own_key(row, key.token_ids[:limit], req.extra_key)))
             slots.append(own.device_indices)
             tail = own.last_device_node
+        # Not all at one time: among equals, eviction follows the order of a set, which differs between TP ranks.
         now = compat.now()
-        for node in members:
-            node.last_access_time = now
+        for order, node in enumerate(members):
+            node.last_access_time = now + order * 1e-6
         indices = torch.cat(slots) if slots else self._empty_match_result.device_indices
         stitch = StitchNode(dict.fromkeys(members), tail)
         return MatchResult(

@@ -31,8 +31,9 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     Raises:
         ValueError: the request has what pools do not serve (images, tools, another system prompt), or no user message.
     """
-    options = RequestOptions.parse(request.custom_params)
     service = pools_of(manager)
+    custom = {name: value for name, value in request.custom_params.items() if name not in service.policy_options}
+    options = RequestOptions.parse(custom)
     definition = service.version(options.pool).definition
     if request.tools:
         raise ValueError("tools with a pool are not supported: leave out the tools or the pool")
@@ -53,6 +54,8 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("a chat request with a pool needs a user message")
+    if any(message["role"] != "system" for message in messages[:first]):
+        raise ValueError("only a system message may stand before the first user message of a chat over a pool")
     question = messages[first]["content"]
     shown = question if options.raw else definition.options.render_query(question)[0]
     messages[first] = {"role": "user", "content": _MARK + shown}
@@ -68,6 +71,12 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     if text.count(_MARK) != 1:
         raise ValueError("the model's chat template changes the first user message: demonstrations cannot be placed")
     before, after = text.split(_MARK)
+    plain = tokenizer.apply_chat_template(messages[: first + 1], tokenize=False)
+    if plain.split(_MARK)[0] != before:
+        raise ValueError(
+            "chat_template_kwargs change what stands before the first user message, and the pool's blocks are encoded"
+            " behind the template's own: leave them out"
+        )
     header = tuple(tokenizer(before, add_special_tokens=False)["input_ids"])
     name = hashlib.blake2b(repr(header).encode(), digest_size=8).hexdigest()
     service.headers[name] = header

@@ -22,6 +22,9 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("disable_radix_cache", bool, "leave out --disable-radix-cache: blocks live in the radix tree"),
     ("enable_lmcache", bool, "leave out --enable-lmcache"),
     ("enable_session_radix_cache", bool, "leave out --enable-session-radix-cache"),
+    ("prefill_attention_backend", bool, "leave out --prefill-attention-backend: both phases read the same views"),
+    ("decode_attention_backend", bool, "leave out --decode-attention-backend: both phases read the same views"),
+    ("schedule_policy", lambda v: v == "dfs-weight", "set --schedule-policy fcfs or lpm"),
     ("dllm_algorithm", bool, "leave out --dllm-algorithm"),
 )
 

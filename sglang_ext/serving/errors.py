@@ -15,6 +15,13 @@ class PoolError(fastapi.HTTPException, ValueError):
         return str(self.detail)
 
 
+class BlocksLost(PoolError):
+    """Blocks that an encoding needs were evicted before it ran."""
+
+    def __init__(self) -> None:
+        super().__init__("blocks that the encoding attends to were evicted before it ran; retry", 503)
+
+
 class UnknownPool(PoolError):
     """There is no pool of that name."""
 

@@ -70,6 +70,8 @@ def parse_jsonl(text: str) -> list[Any]:
                 items.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ValueError(f"line {number} is not JSON ({error.msg}): {line[:120]!r}") from error
+            except RecursionError as error:
+                raise ValueError(f"line {number} is nested too deeply: {line[:120]!r}") from error
     return items
 
 

@@ -16,6 +16,8 @@ from sglang_ext.serving.layout import Demonstration, Layout
 
 COMPLETION, CHAT = "completion", "chat"
 
+MAX_RETRIEVERS = 8
+
 _owners = itertools.count(1)
 
 
@@ -112,6 +114,10 @@ class Version:
         """How many first blocks every selection holds."""
         return min(self.definition.options.sink_blocks, len(self.definition.groups))
 
+    def has_retriever(self, options: RequestOptions) -> bool:
+        """Whether `retriever` would answer at once."""
+        return (options.retriever, options.granularity) in self._retrievers
+
     def retriever(self, options: RequestOptions) -> Retriever:
         """The retriever a request asks for, built over blocks or examples at its first use."""
         key = (options.retriever, options.granularity)
@@ -121,6 +127,8 @@ class Version:
                 texts = [definition.block_text(group) for group in definition.groups]
             else:
                 texts = [definition.example_text(id) for group in definition.groups for id in group]
+            while len(self._retrievers) >= MAX_RETRIEVERS:  # clients choose the names: "random:1", "random:2", ...
+                self._retrievers.pop(next(iter(self._retrievers)))
             self._retrievers[key] = registry.get(options.retriever).build(texts)
         return self._retrievers[key]
 

@@ -9,16 +9,19 @@ import logging
 import time
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import fastapi
+
 from sglang_ext import compat
+from sglang_ext.attention.policy import policies
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
 from sglang_ext.serving.encode import Run, plan_runs
-from sglang_ext.serving.errors import PoolError, UnknownPool
+from sglang_ext.serving.errors import BlocksLost, PoolError, UnknownPool
 from sglang_ext.serving.layout import (
     Layout,
     bos,
@@ -59,6 +62,8 @@ class PoolService:
     def __init__(self, manager: Any, directory: str | None = None) -> None:
         self.manager = manager
         self.pools: dict[str, Pool] = {}
+        policy = policies()[manager.server_args.attention_backend]()
+        self.policy_options = policy.request_options
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
         self.metrics = TokenizerMetrics(manager.enable_metrics, manager.server_args.served_model_name)
         self.store = PoolStore(directory) if directory else None
@@ -72,7 +77,7 @@ class PoolService:
         self._versions: weakref.WeakSet[Version] = weakref.WeakSet()
         self._own_tokenizer: Any = None
         self._thread = ThreadPoolExecutor(1, "sglang-ext-layout")
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.bytes_per_token = 0
 
     # ---- reading ----
@@ -80,6 +85,8 @@ class PoolService:
     def get(self, name: str) -> Pool:
         """The pool of that name, or UnknownPool (404) with the names there are."""
         if name not in self.pools:
+            if name in self._restore:
+                raise PoolError(f"pool {name!r} is being restored from disk; retry", 503)
             raise UnknownPool(str(name), list(self.pools))
         return self.pools[name]
 
@@ -190,7 +197,10 @@ class PoolService:
     async def delete(self, name: str) -> dict[str, Any]:
         """Delete a pool. Requests in flight finish on it; its blocks are freed after the last one."""
         pool = self.get(name)
-        await self.cancel(name)
+        while pool.task is not None:
+            await self.cancel(name)
+        if self.pools.get(name) not in (None, pool):
+            raise PoolError(f"pool {name!r} was put again meanwhile; retry", 409)
         if self.store:
             self.store.delete(name)
         self.pools.pop(name, None)
@@ -311,11 +321,12 @@ class PoolService:
             old, pool.current, pool.versions = pool.current, version, version.number
             pool.status, pool.seconds = "ready", time.perf_counter() - begin
             self.metrics.changed(pool.name, progress.tokens, progress.blocks, pool.seconds)
+            # The switch is made: what follows must happen whoever cancels.
             if not version.definition.options.pinned:
                 version.resident.clear()
-                await self.admin("release", owner=version.owner)
+                await asyncio.shield(self.background(self.release(version.owner)))
             if old is not None:
-                await self._retire(old)
+                await asyncio.shield(self.background(self._retire(old)))
         except BaseException as error:
             if pool.current is not version:
                 await self.admin("release", owner=version.owner, drop=True)
@@ -343,7 +354,7 @@ class PoolService:
         """A request on `version` has ended."""
         version.users -= 1
         if version.retired and version.users == 0:
-            self._background(self._free(version))
+            self.background(self._free(version))
 
     async def _retire(self, version: Version) -> None:
         version.retired = True
@@ -373,7 +384,13 @@ class PoolService:
                 if variant in version.resident:
                     return False
                 flushes = self._flushes
-                if await self._make_resident(version, layout, wanted, holder):
+                try:
+                    held = await self._make_resident(version, layout, wanted, holder)
+                except BlocksLost:  # running requests needed the room
+                    held = False
+                    if not pinned:
+                        await self.release(holder)
+                if held:
                     if flushes != self._flushes:
                         continue  # the cache was emptied meanwhile
                     if pinned:
@@ -424,7 +441,12 @@ class PoolService:
 
     def release_later(self, owner: str) -> None:
         """`release`, without waiting for the answer."""
-        self._background(self.release(owner))
+        self.background(self.release(owner))
+
+    async def prepare_retriever(self, version: Version, options: RequestOptions) -> None:
+        """Build the retriever a request asks for beside the event loop: a dense one may load a model."""
+        if not version.has_retriever(options):
+            await self._apart(version.retriever, options)
 
     def flushed(self) -> None:
         """The KV cache was or will be emptied: what is resident must be looked up again before it is used."""
@@ -437,21 +459,28 @@ class PoolService:
         if header is None:
             return COMPLETION
         known = version.layouts.get(CHAT)
-        if known is None:
+        if known is None or known.header != tuple(header):  # a template may put today's date there
             layout = await self._apart(self._lay_out, version.definition, tuple(header))
             self._check_context(version, layout)
             version.layouts[CHAT] = layout
-        elif known.header != tuple(header):
-            raise PoolError(
-                f"pool {version.name!r} serves chat requests behind one system prompt"
-                f" ({version.definition.options.system!r}); put the pool with another `system` to change it"
-            )
+            version.resident.discard(CHAT)
+            if known is not None:
+                keys = [block.key for block in known.blocks]
+                self.background(self.admin("release", owner=version.owner, keys=keys, drop=True))
         return CHAT
 
     async def _hold(self, owner: str, layout: Layout, blocks: Iterable[int]) -> set[int]:
         """Hold what is resident of `blocks`; returns the numbers of those that are not."""
         numbers = list(blocks)
-        answer = await self.admin("hold", owner=owner, keys=[layout.blocks[block].key for block in numbers])
+        keys = [layout.blocks[block].key for block in numbers]
+        deadline = time.monotonic() + WAIT_FOR_ROOM_SECONDS
+        while True:
+            answer = await self.admin("hold", owner=owner, keys=keys)
+            if not answer.get("busy"):
+                break
+            if time.monotonic() > deadline:
+                raise PoolError("a long prompt takes all of the KV cache; retry", 503)
+            await asyncio.sleep(0.01)
         absent = set(answer["missing"])
         return {block for block in numbers if layout.blocks[block].key in absent}
 
@@ -491,6 +520,8 @@ class PoolService:
             self.manager.abort_request(rid=request.rid)
             raise
         except Exception as error:
+            if isinstance(error, fastapi.HTTPException) and compat.blocks_were_missing(error):
+                raise BlocksLost from error
             raise PoolError(f"encoding failed: {error}", 503) from error
 
     def _owed(self, version: Version) -> int:
@@ -516,7 +547,7 @@ class PoolService:
         if needed > available:
             raise PoolError(
                 f"pool {version.name!r} needs {needed} tokens of KV cache, {max(available, 0)} are available"
-                f" ({state['total_tokens']} in all, {state['held_tokens']} held by pools, {ROOM_FOR_REQUESTS} kept for"
+                f" ({state['total_tokens']} in all, {state['held_tokens']} held, {ROOM_FOR_REQUESTS} kept for"
                 " requests); nothing was changed. Use fewer demonstrations, delete a pool or raise --max-total-tokens",
                 413,
             )
@@ -531,6 +562,10 @@ class PoolService:
 
     async def admin(self, op: str, **payload: Any) -> dict[str, Any]:
         """One operation on the schedulers (serving.scheduler.Admin)."""
+        # A caller that is cancelled must not leave its answer behind for the next one: the exchange goes on without it.
+        return await asyncio.shield(self.background(self._exchange(op, payload)))
+
+    async def _exchange(self, op: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         self.manager.auto_create_handle_loop()
         async with self._admin_lock:
             answers = await self.manager.ext_admin_communicator(ExtAdminReqInput(op=op, payload=json.dumps(payload)))
@@ -578,10 +613,12 @@ class PoolService:
         args = self.manager.server_args
         return f"{self.manager.model_path}@{args.revision}:{args.dtype}:{args.kv_cache_dtype}:{args.quantization}"
 
-    def _background(self, work: Awaitable[None]) -> None:
+    def background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Work that goes on whoever waits for it; the loop keeps only weak references to tasks."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ---- start ----
 
@@ -594,6 +631,10 @@ class PoolService:
         await asyncio.shield(self._restoring)
 
     async def _restore_all(self) -> None:
-        for name, data in self._restore.items():
-            await self._change(name, Definition.load(data), wait=True)
-        self._restore = {}
+        for name, data in list(self._restore.items()):
+            try:
+                await self._change(name, Definition.load(data), wait=True)
+            except Exception as error:  # one pool that no longer fits must not take the others away
+                logger.error("sglang_ext: pool %s of the pool directory cannot be served: %s", name, error)
+                self.pools[name] = Pool(name, status="failed", error=f"pool {name!r} cannot be restored: {error}")
+            del self._restore[name]

@@ -29,6 +29,7 @@ def after_req_init(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
 def after_set_finish_with_abort(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Req.set_finish_with_abort: what is left of the request is one plain token."""
     compat.set_request_row(req, None)
+    compat.keep_first_abort(req)
 
 
 def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> None:
@@ -38,31 +39,38 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
         return
     row = compat.request_row(req)
     show_metrics(scheduler)
-    shared = 0
     if row is not None:
         absent = cache.missing(piece.key for piece in row.prefix)
         if absent:
             compat.abort(req, compat.missing_message(len(absent)), 503)
             return
-        shared = row.prefix_tokens
         if not str(req.rid).startswith(INTERNAL):
             cache.hits.update(dict.fromkeys((piece.key for piece in row.prefix), 1))
-            cache.saved_tokens += shared
+            cache.saved_tokens += row.prefix_tokens
+    if row is None or not row.new:
+        fit(scheduler, req, row)
+
+
+def fit(scheduler: Any, req: Any, row: Row | None) -> None:
+    """Cap what a request may generate by the KV cache it can ever have; end it, with numbers, when it has none."""
+    cache = scheduler.tree_cache
     # What pools hold never leaves: it is not there for this request. What requests hold is waited for.
     free = scheduler.max_total_num_tokens - cache.held_tokens(POOL_OWNER)
+    shared = 0
     if row is not None:
+        shared = row.prefix_tokens
         free -= cache.loose_tokens(piece.key for piece in row.prefix)
-    own = len(req.origin_input_ids) - shared
-    if own + 2 > free and not (row is not None and row.new):
+    generated = len(req.output_ids)
+    own = len(req.origin_input_ids) + generated - shared
+    if own + 2 > free:
         compat.abort(
             req,
-            f"the request needs {own} tokens of KV cache, {free} of {scheduler.max_total_num_tokens} are not held by"
-            " demonstration pools; shorten it, delete a pool or raise --max-total-tokens",
+            f"the request needs {own} tokens of KV cache, {max(free, 0)} of {scheduler.max_total_num_tokens} are not"
+            " taken by demonstration pools; shorten it, delete a pool or raise --max-total-tokens",
             400,
         )
         return
-    limit = max(0, free - own - 2)
-    params = req.sampling_params
+    params, limit = req.sampling_params, generated + free - own - 2
     if params.max_new_tokens is not None and params.max_new_tokens > limit:
         params.max_new_tokens = limit
         params.min_new_tokens = min(params.min_new_tokens, limit)
@@ -82,10 +90,51 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, r
         scheduler.ext_encode_turn = not getattr(scheduler, "ext_encode_turn", False)
         if scheduler.ext_encode_turn:
             return compat.NextBatchPlan(batch_to_run=None, running_batch=running_batch)
-    return original(scheduler, running_batch)
+    plan = original(scheduler, running_batch)
+    if plan.batch_to_run is None and _stuck(scheduler, plan.running_batch):
+        make_room(scheduler)
+        plan.running_batch.batch_is_full = False  # SGLang clears it only when something that runs ends
+        plan = original(scheduler, plan.running_batch)
+    return plan
+
+
+def around_check_decode_mem(original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:
+    """AROUND ScheduleBatch.check_decode_mem: waiting requests let go of blocks before a running one is retracted."""
+    enough = original(batch, *args, **kwargs)
+    if enough or not isinstance(batch.tree_cache, BlockRadixCache):
+        return enough
+    batch.tree_cache.release_requests(keep=[req.rid for req in batch.reqs])
+    return original(batch, *args, **kwargs)
+
+
+def _stuck(scheduler: Any, running_batch: Any) -> bool:
+    """Whether requests wait, none runs, and so nothing will become free by itself."""
+    return (
+        isinstance(scheduler.tree_cache, BlockRadixCache)
+        and bool(scheduler.waiting_queue)
+        and running_batch.is_empty()
+        and scheduler.chunked_req is None
+        and scheduler.last_batch is None
+    )
+
+
+def make_room(scheduler: Any) -> None:
+    """Let the first waiting request run, or end it: blocks that were held since it was admitted leave it no room.
+
+    What pools hold stays, and the request's answer is capped by what is left. What other requests hold for themselves
+    is let go of; their blocks may be evicted then, and they are asked again.
+    """
+    cache, first = scheduler.tree_cache, scheduler.waiting_queue[0]
+    cache.release_requests(keep=[first.rid])
+    row = compat.request_row(first)
+    if row is None or not row.new:
+        fit(scheduler, first, row)
 
 
 # ---- admin ----
+
+
+CHUNK_MARGIN = 64  # tokens that requests which run beside a chunked prompt generate until it is through
 
 
 class Admin:
@@ -126,9 +175,20 @@ class Admin:
         }
 
     def op_hold(self, owner: str, keys: list[str]) -> dict[str, Any]:
-        """Hold those of `keys` that are resident; says which are missing."""
+        """Hold those of `keys` that are resident; says which are missing, or that it must be asked again (`busy`).
+
+        A prompt that is being prefilled in chunks was admitted with the room that evictable blocks leave. Holding them
+        would take it away, and SGLang has no way back from there.
+        """
         absent = set(self.cache.missing(keys))
-        self.cache.hold(owner, [key for key in keys if key not in absent])
+        there = [key for key in keys if key not in absent]
+        scheduler, chunked = self.scheduler, self.scheduler.chunked_req
+        if chunked is not None:
+            left = len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices)
+            room = scheduler.token_to_kv_pool_allocator.available_size() + self.cache.evictable_size()
+            if room - self.cache.unlocked_tokens(there) < left + CHUNK_MARGIN:
+                return {"missing": [], "busy": True}
+        self.cache.hold(owner, there)
         return {"missing": [key for key in keys if key in absent]}
 
     def op_release(self, owner: str, keys: list[str] | None = None, drop: bool = False) -> dict[str, Any]:
@@ -143,9 +203,6 @@ class Admin:
             "resident": [key in self.cache.blocks for key in keys],
             "hits": [self.cache.hits[key] for key in keys],
         }
-
-    def op_stats(self) -> dict[str, Any]:
-        return stats(self.scheduler)
 
 
 def stats(scheduler: Any) -> dict[str, Any]:

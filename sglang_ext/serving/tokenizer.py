@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import time
@@ -28,6 +29,7 @@ from sglang_ext.serving.select import select_pieces
 
 CHAT_KEY = "_chat_header"  # set by serving.chat: names the tokens before the first user message
 POOL_DIR_ENV = "SGLANG_EXT_POOL_DIR"
+MAX_RETRIES = 8  # of a question whose blocks were evicted before it ran
 
 
 @dataclass(frozen=True)
@@ -88,40 +90,60 @@ async def around_generate_request(
         return
     service = pools_of(manager)
     await service.restored()
-    leases: dict[str, Lease] = manager.ext_leases
-    asked = copy.copy(obj)
+    # SGLang refuses an id that is in use; the lease under it is somebody else's then.
+    others = set(compat.logical_rids(obj)) & set(manager.ext_leases)
+    asked, begun, attempt, trials = copy.copy(obj), False, obj, 0
     try:
-        try:
-            async for out in original(manager, obj, request):
-                await _annotate(service, manager, obj, leases, out)
-                yield out
-        except fastapi.HTTPException as error:
-            # The KV cache was emptied behind our back (new weights, say). What is resident is looked up again; a
-            # single question is asked once more, so that nobody sees it.
-            if not compat.blocks_were_missing(error):
-                if isinstance(error, PoolError) and request is not None and not obj.stream:
-                    # The completions route answers every ValueError with 400: keep the error's own status.
-                    raise fastapi.HTTPException(error.status_code, error.detail) from error
-                raise
-            service.flushed()
-            if not obj.is_single:
-                raise
-            _end_leases(service, manager, obj)
-            asked.rid = obj.rid
-            async for out in original(manager, asked, request):
-                await _annotate(service, manager, asked, leases, out)
-                yield out
+        while True:
+            try:
+                async for out in _answers(service, original, manager, attempt, request):
+                    begun = True
+                    yield out
+                return
+            except fastapi.HTTPException as error:
+                if not compat.blocks_were_missing(error):
+                    if isinstance(error, PoolError) and request is not None and not obj.stream:
+                        # The completions route answers every ValueError with 400: keep the error's own status.
+                        raise fastapi.HTTPException(error.status_code, error.detail) from error
+                    raise
+                # The KV cache was emptied behind our back (new weights, say), or running requests needed the room.
+                # What is resident is looked up again; a single question is asked again, so that nobody sees it.
+                service.flushed()
+                trials += 1
+                if begun or not obj.is_single or trials > MAX_RETRIES:
+                    raise
+                await _end_leases(service, manager, obj, others)
+                attempt = copy.copy(asked)
+                attempt.rid = obj.rid
+                await asyncio.sleep(0.05 * trials)
     finally:
-        _end_leases(service, manager, obj)
+        await asyncio.shield(service.background(_end_leases(service, manager, obj, others)))
 
 
-def _end_leases(service: PoolService, manager: Any, obj: Any) -> None:
+async def _answers(
+    service: PoolService, original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
+) -> AsyncIterator[Any]:
+    """SGLang's answers with what they used of the pool; blocks that were missing raise in a stream too."""
+    async for out in original(manager, obj, request):
+        for item in out if isinstance(out, list) else [out]:
+            reason = (item.get("meta_info") or {}).get("finish_reason")
+            if isinstance(reason, dict) and compat.is_missing_message(str(reason.get("message") or "")):
+                raise fastapi.HTTPException(503, reason["message"])
+        await _annotate(service, manager, obj, manager.ext_leases, out)
+        yield out
+
+
+async def _end_leases(service: PoolService, manager: Any, obj: Any, others: set[str]) -> None:
     for rid in compat.logical_rids(obj):
-        lease = manager.ext_leases.pop(rid, None)
+        lease = None if rid in others else manager.ext_leases.pop(rid, None)
         if lease is not None:
-            service.end_lease(lease.version)
-            if lease.holds:
-                service.release_later(lease.holds)
+            await _end(service, lease)
+
+
+async def _end(service: PoolService, lease: Lease) -> None:
+    service.end_lease(lease.version)
+    if lease.holds:
+        await service.release(lease.holds)
 
 
 def around_wait_one_response(
@@ -180,6 +202,9 @@ async def around_tokenize_one_request(original: Callable[..., Any], manager: Any
     if "pool" not in custom:
         return await original(manager, obj)
     lease = await compose(manager, obj, dict(custom))
+    if obj.rid not in manager.rid_to_state:  # the rest of its batch failed while this prompt was composed
+        await _end(pools_of(manager), lease)
+        raise ValueError(f"request {obj.rid} was given up")
     previous = manager.ext_leases.get(obj.rid)
     manager.ext_leases[obj.rid] = lease
     if previous is not None:
@@ -197,6 +222,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
     chat = custom.pop(CHAT_KEY, None)
     if chat is not None and chat not in service.headers:
         raise ValueError(f"custom_params: unknown option {CHAT_KEY}")
+    passed_on = {name: custom.pop(name) for name in service.policy_options if name in custom}
     options = RequestOptions.parse(custom)
     if getattr(obj, "session_params", None) or getattr(obj, "lora_path", None) or getattr(obj, "input_embeds", None):
         raise ValueError("a request with a pool takes no session, LoRA or input_embeds")
@@ -208,13 +234,15 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         layout = version.layouts[variant]
         own, lead, query = _own_tokens(manager, obj, version, options)
         # In a chat the answer is a turn of its own: nothing before it, its end is the turn's.
-        answer = Answer("", "") if chat else Answer(lead, answer_end(version))
+        answer = Answer("", "") if chat else Answer(lead, version.definition.options.answer_end)
+        await service.prepare_retriever(version, options)
         begin = time.perf_counter()
         selection = select_pieces(version, layout, options, query)
         retrieval = time.perf_counter() - begin
-        owner = REQUEST_OWNER + obj.rid
-        if await service.ensure(version, variant, selection.blocks, owner):
-            holds = owner
+        # The scheduler lets go of a request's own name when it ends; the scoring of labels comes after that.
+        owner = REQUEST_OWNER + obj.rid + (":labels" if options.label_probs else "")
+        holds = None if version.definition.options.pinned else owner  # let go of, however far `ensure` comes
+        await service.ensure(version, variant, selection.blocks, owner)
         stitched = selection.tokens
         if stitched + len(own) >= manager.context_len:
             raise ValueError(
@@ -226,7 +254,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         prefix = [t for piece in selection.pieces for t in by_key[piece.key].token_ids[piece.start : piece.end]]
         obj.input_ids, obj.text = prefix + own, None
         params = copy.copy(obj.sampling_params)
-        params["custom_params"] = {WIRE_KEY: row}
+        params["custom_params"] = {WIRE_KEY: row, **passed_on}
         if options.constrain == "labels":
             _constrain(params, version, answer)
         obj.sampling_params = params
@@ -283,17 +311,15 @@ def _constrain(params: dict[str, Any], version: Version, answer: Answer) -> None
     for name in ("regex", "json_schema", "ebnf", "structural_tag"):
         if params.get(name):
             raise ValueError(f'constrain="labels" and {name} are both given: choose one')
-    params["ebnf"] = label_grammar(definition.labels, answer.lead, answer.end)
+    labels = definition.labels
+    params["ebnf"] = label_grammar(labels, answer.lead, answer.end)
     params.setdefault("temperature", 0.0)
-    if answer.end:
+    # The grammar ends the answer. A token is a byte at least, so this many never cut a label.
+    longest = max(len((answer.lead + label + answer.end).encode()) for label in labels) + 1
+    params["max_new_tokens"] = max(params.get("max_new_tokens") or 0, longest)
+    if answer.end and not any(answer.end in label for label in labels):
         stops = params.get("stop") or []
         params["stop"] = [*([stops] if isinstance(stops, str) else stops), answer.end]
-
-
-def answer_end(version: Version) -> str:
-    """What follows an output in a pool's demonstrations: the rest of the template, and the separator."""
-    options = version.definition.options
-    return options.template.split("{output}", 1)[1] + options.separator
 
 
 async def around_flush_cache(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:

@@ -101,3 +101,46 @@ def test_a_damaged_pool_file_is_named(tmp_path: Path) -> None:
     with Server(model(), env=env, wait=False, max_total_tokens=1000) as server:
         assert server.wait_for_exit(250) != 0
         assert "bad.json is not a pool definition" in server.log(), server.tail()
+
+
+def test_requests_that_do_not_fit_together_take_turns() -> None:
+    """Blocks held by waiting requests must not lock each other out: every request ends, with its own answer."""
+    with Server(model(), max_total_tokens=900, chunked_prefill_size=64) as server:
+        server.put("u", DEMOS, block_size=4, positions="local", pinned=False)
+        blocks = server.pool("u")["num_blocks"]
+        picks = [[0, first, first + 1] for first in range(1, blocks - 1)]
+        questions = [(f"question {i}", {"pool": "u", "block_ids": pick}) for i, pick in enumerate(picks)]
+        alone = [server.generate(text, 24, **options)["output_ids"] for text, options in questions]
+        plain = "how " * 150
+        for _ in range(3):
+            with ThreadPoolExecutor(len(questions) + 2) as threads:
+                crowd = [threads.submit(server.generate, plain, 400) for _ in range(2)]
+                answers = list(threads.map(lambda one: server.generate(one[0], 24, **one[1])["output_ids"], questions))
+                assert all(one.result()["output_ids"] for one in crowd)
+            assert answers == alone
+        server.idle()
+        # A pool takes its room while requests run and wait: they go on with what is left.
+        server.json("PUT", "/v1/pools/late", json={"demonstrations": DEMOS[:20], "block_size": 4, "wait": False})
+        with ThreadPoolExecutor(4) as threads:
+            crowd = [threads.submit(server.generate, "how " * 40, 200) for _ in range(4)]
+            assert all(len(one.result()["output_ids"]) > 0 for one in crowd)
+        while server.pool("late")["status"] == "encoding":
+            time.sleep(0.05)
+        assert server.pool("late")["status"] == "ready"
+        server.idle()
+        assert server.faults() == []
+
+
+def test_a_pool_that_no_longer_fits_leaves_the_others(tmp_path: Path) -> None:
+    env = {"SGLANG_EXT_POOL_DIR": str(tmp_path / "pools")}
+    with Server(model(), env=env, max_total_tokens=3000, chunked_prefill_size=128) as server:
+        server.put("large", models.demonstrations(80, seed=7), block_size=10, positions="local")
+        server.put("small", DEMOS[:8], block_size=4)
+        answer = server.generate(QUESTION, pool="small", ratio=1.0)
+    with Server(model(), env=env, max_total_tokens=1000, chunked_prefill_size=128) as server:
+        assert server.generate(QUESTION, pool="small", ratio=1.0)["output_ids"] == answer["output_ids"]
+        pools = {pool["name"]: pool for pool in server.json("GET", "/v1/pools")["pools"]}
+        assert pools["small"]["status"] == "ready" and pools["large"]["status"] == "failed"
+        assert "tokens of KV cache" in pools["large"]["error"]
+        server.json("DELETE", "/v1/pools/large")
+        assert [pool["name"] for pool in server.json("GET", "/v1/pools")["pools"]] == ["small"]

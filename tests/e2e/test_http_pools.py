@@ -23,7 +23,7 @@ CONTEXT = 1024
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(model(), max_total_tokens=6000, chunked_prefill_size=128, api_key=KEY) as running:
+    with Server(model(), max_total_tokens=6000, chunked_prefill_size=128, api_key=KEY, enable_metrics=True) as running:
         running.put("p", DEMOS, block_size=6)
         yield running
         assert running.faults() == []
@@ -401,6 +401,48 @@ def test_chat_constrained(client: openai.OpenAI) -> None:
         model="m", max_tokens=32, messages=[{"role": "user", "content": QUESTION}], extra_body=extra
     )
     assert answer.choices[0].message.content in {d["output"] for d in DEMOS}
+    again = client.chat.completions.create(
+        model="m",
+        max_tokens=1,  # the grammar ends the answer, not the limit
+        messages=[{"role": "user", "content": QUESTION}],
+        extra_body=extra | {"return_meta_info": True},
+    )
+    assert again.choices[0].message.content == answer.choices[0].message.content
+    probs = again.choices[0].model_extra["meta_info"]["sglang_ext"]["label_probs"]
+    assert set(probs) == {d["output"] for d in DEMOS} and sum(probs.values()) == pytest.approx(1.0)
+
+
+def test_only_a_system_message_stands_before_the_first_question(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": QUESTION}]
+    with pytest.raises(openai.BadRequestError, match="only a system message"):
+        client.chat.completions.create(model="m", messages=messages, extra_body={"custom_params": {"pool": "p"}})
+
+
+def test_metrics_and_counters(server: Server) -> None:
+    def shown() -> dict[str, float]:
+        text = server.call("GET", "/metrics").text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("sglang_ext:")]
+        return {name: float(value) for name, value in lines}
+
+    def counter(values: dict[str, float], name: str) -> float:
+        return sum(value for key, value in values.items() if key.startswith(f"sglang_ext:{name}") and 'pool="p"' in key)
+
+    def gauge(values: dict[str, float], name: str) -> float:
+        return next(value for key, value in values.items() if key.startswith(f"sglang_ext:{name}{{"))
+
+    before, state = shown(), server.state()["sglang_ext"]
+    answer = server.generate("a question nobody asked before", 4, pool="p", ratio=0.5)
+    after, now = shown(), server.state()["sglang_ext"]
+    stitched = ext(answer)["stitched_tokens"]
+    assert counter(after, "pool_requests_total") == counter(before, "pool_requests_total") + 1
+    assert counter(after, "stitched_tokens_total") == counter(before, "stitched_tokens_total") + stitched
+    assert counter(after, "retrieval_seconds_count") == counter(before, "retrieval_seconds_count") + 1
+    assert counter(after, "pool_tokens") == server.pool("p")["tokens"]
+    assert gauge(after, "held_tokens") > 0 and gauge(after, "blocks_resident") > 0
+    assert now["saved_tokens"] == state["saved_tokens"] + stitched
+    assert now["block_hits"] == state["block_hits"] + len(ext(answer)["blocks"])
+    assert now["stitch_seconds"] > state["stitch_seconds"] and now["retrieval_seconds"] > state["retrieval_seconds"]
+    assert now["requests"] == state["requests"] + 1
 
 
 def test_system_prompts(server: Server, client: openai.OpenAI) -> None:

@@ -15,9 +15,10 @@ from sglang_ext.launch import cli, demo, demo_data
 METHODS = ("DBSA 30%", "Fixed ICL", "RetICL", "zero-shot")
 QUERIES = 16
 
-# Least accuracy of DBSA and Fixed ICL over QUERIES queries, by task. None: not checked, which is right for as long as
-# the embedded model may still change.
-ACCURACY_FLOOR: dict[str, float | None] = {"generated": None, "banking77": None}
+# Least accuracy of DBSA and Fixed ICL over QUERIES queries, by task: far above chance (0.083) and far below what the
+# embedded model reaches (launch/bench/results/demo.json). None: not checked; 3,072 tokens of banking77 are two or three
+# demonstrations a label.
+ACCURACY_FLOOR: dict[str, float | None] = {"generated": 0.25, "banking77": None}
 
 
 def banking77() -> Path:

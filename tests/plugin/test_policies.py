@@ -342,10 +342,6 @@ def test_a_policys_bytes_count_in_the_memory_budget(served) -> None:
 
 
 def test_hooks_of_a_policy_are_told_of_every_node(served) -> None:
-    from sglang_ext.attention.policy import Policy
-
-    if not hasattr(Policy, "node_hooks"):
-        pytest.skip("Policy.node_hooks is not there yet")
     served.kind("dense")
     served.engine.flush_cache()
     shared, tails = [47, *range(100, 130)], ([201, 202, 203], [211, 212, 213])

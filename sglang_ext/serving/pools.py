@@ -302,8 +302,10 @@ class PoolService:
             except BaseException as error:
                 if isinstance(error, asyncio.CancelledError):
                     error = PoolError(f"the change of pool {version.name!r} was cancelled", 409)
-                started.set_exception(error)
-                await self.admin("release", owner=version.owner, drop=True)
+                try:
+                    await self.admin("release", owner=version.owner, drop=True)
+                finally:  # last: who is told may ask for the next change at once
+                    started.set_exception(error)
                 return
             started.set_result(None)
             progress.blocks_done = progress.blocks - sum(len(blocks) for blocks in missing.values())

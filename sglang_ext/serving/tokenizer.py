@@ -112,12 +112,14 @@ async def around_generate_request(
                 trials += 1
                 if begun or not obj.is_single or trials > MAX_RETRIES:
                     raise
-                await _end_leases(service, manager, obj, others)
+                for owner in _end_leases(service, manager, obj, others):
+                    await service.release(owner)  # before the next attempt holds under the same name
                 attempt = copy.copy(asked)
                 attempt.rid = obj.rid
                 await asyncio.sleep(0.05 * trials)
     finally:
-        await asyncio.shield(service.background(_end_leases(service, manager, obj, others)))
+        for owner in _end_leases(service, manager, obj, others):
+            service.release_later(owner)
 
 
 async def _answers(
@@ -133,17 +135,13 @@ async def _answers(
         yield out
 
 
-async def _end_leases(service: PoolService, manager: Any, obj: Any, others: set[str]) -> None:
-    for rid in compat.logical_rids(obj):
-        lease = None if rid in others else manager.ext_leases.pop(rid, None)
-        if lease is not None:
-            await _end(service, lease)
-
-
-async def _end(service: PoolService, lease: Lease) -> None:
-    service.end_lease(lease.version)
-    if lease.holds:
-        await service.release(lease.holds)
+def _end_leases(service: PoolService, manager: Any, obj: Any, others: set[str]) -> list[str]:
+    """End the leases of a request's prompts; returns the names under which they held blocks, to be released."""
+    mine = [rid for rid in compat.logical_rids(obj) if rid not in others]
+    ended = [lease for lease in (manager.ext_leases.pop(rid, None) for rid in mine) if lease is not None]
+    for lease in ended:
+        service.end_lease(lease.version)
+    return [lease.holds for lease in ended if lease.holds]
 
 
 def around_wait_one_response(
@@ -203,7 +201,9 @@ async def around_tokenize_one_request(original: Callable[..., Any], manager: Any
         return await original(manager, obj)
     lease = await compose(manager, obj, dict(custom))
     if obj.rid not in manager.rid_to_state:  # the rest of its batch failed while this prompt was composed
-        await _end(pools_of(manager), lease)
+        pools_of(manager).end_lease(lease.version)
+        if lease.holds:
+            pools_of(manager).release_later(lease.holds)
         raise ValueError(f"request {obj.rid} was given up")
     previous = manager.ext_leases.get(obj.rid)
     manager.ext_leases[obj.rid] = lease

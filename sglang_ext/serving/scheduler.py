@@ -168,7 +168,6 @@ class Admin:
             "total_tokens": scheduler.max_total_num_tokens,
             "held_tokens": cache.held_tokens(),
             "held_by_pools": cache.held_tokens(POOL_OWNER),
-            "available_tokens": scheduler.token_to_kv_pool_allocator.available_size() + cache.evictable_size(),
             "max_req_input_len": scheduler.max_req_input_len,
             "chunked_prefill_size": scheduler.chunked_prefill_size,
             "bytes_per_token": compat.kv_bytes_per_token(scheduler),

@@ -124,6 +124,11 @@ HOOKS = (
         _OURS + "chat:around_process_messages",
     ),
     Hook(
+        _SRT + "entrypoints.openai.serving_completions.OpenAIServingCompletion._build_sampling_params",
+        "around",
+        _OURS + "chat:around_build_sampling_params",
+    ),
+    Hook(
         _SRT + "entrypoints.http_server._setup_and_run_http_server",
         "before",
         _OURS + "http:before_setup_and_run_http_server",

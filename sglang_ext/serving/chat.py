@@ -22,7 +22,21 @@ def around_process_messages(original: Callable[..., Any], handler: Any, request:
     custom = request.custom_params
     if isinstance(custom, dict) and "pool" in custom:
         compose_chat(handler.tokenizer_manager, handler.template_manager, request)
+        label_temperature(request)
     return original(handler, request, *args, **kwargs)
+
+
+def around_build_sampling_params(original: Callable[..., Any], handler: Any, request: Any) -> Any:
+    """AROUND OpenAIServingCompletion._build_sampling_params: see `label_temperature`."""
+    if isinstance(request.custom_params, dict) and "pool" in request.custom_params:
+        label_temperature(request)
+    return original(handler, request)
+
+
+def label_temperature(request: Any) -> None:
+    """A label is the most likely one unless the request names a temperature, as on /generate; OpenAI's default is 1."""
+    if request.custom_params.get("constrain") == "labels" and "temperature" not in request.model_fields_set:
+        request.temperature = 0.0
 
 
 def compose_chat(manager: Any, templates: Any, request: Any) -> None:

@@ -396,20 +396,38 @@ def test_chat_and_its_second_turn(server: Server, client: openai.OpenAI) -> None
 
 
 def test_chat_constrained(client: openai.OpenAI) -> None:
-    extra = {"custom_params": {"pool": "p", "constrain": "labels", "label_probs": True}}
-    answer = client.chat.completions.create(
-        model="m", max_tokens=32, messages=[{"role": "user", "content": QUESTION}], extra_body=extra
-    )
-    assert answer.choices[0].message.content in {d["output"] for d in DEMOS}
-    again = client.chat.completions.create(
-        model="m",
-        max_tokens=1,  # the grammar ends the answer, not the limit
-        messages=[{"role": "user", "content": QUESTION}],
-        extra_body=extra | {"return_meta_info": True},
-    )
-    assert again.choices[0].message.content == answer.choices[0].message.content
-    probs = again.choices[0].model_extra["meta_info"]["sglang_ext"]["label_probs"]
+    extra = {"custom_params": {"pool": "p", "constrain": "labels", "label_probs": True}, "return_meta_info": True}
+    question: list[Any] = [{"role": "user", "content": QUESTION}]
+    answers = {
+        limit: client.chat.completions.create(model="m", max_tokens=limit, messages=question, extra_body=extra)
+        for limit in (32, 1)  # the grammar ends the answer, not the limit
+    }
+    texts = {answer.choices[0].message.content for answer in answers.values()}
+    assert len(texts) == 1 and texts <= {d["output"] for d in DEMOS}
+    probs = answers[1].choices[0].model_extra["meta_info"]["sglang_ext"]["label_probs"]
     assert set(probs) == {d["output"] for d in DEMOS} and sum(probs.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("route", ["chat", "completions"])
+def test_a_label_is_sampled_only_when_a_temperature_is_named(client: openai.OpenAI, route: str) -> None:
+    """OpenAI's default temperature of 1 is not meant for a label; an explicit one is obeyed."""
+
+    def answers(**named: float) -> set[str | None]:
+        common: dict[str, Any] = {
+            "model": "m",
+            "extra_body": {"custom_params": {"pool": "p", "constrain": "labels"}},
+            **named,
+        }
+        if route == "completions":
+            return {client.completions.create(prompt=QUESTION, **common).choices[0].text.strip() for _ in range(12)}
+        messages = [{"role": "user", "content": QUESTION}]
+        return {
+            client.chat.completions.create(messages=messages, **common).choices[0].message.content for _ in range(12)
+        }
+
+    greedy = answers(temperature=0)
+    assert len(greedy) == 1 and answers() == greedy
+    assert len(answers(temperature=2)) > 1
 
 
 def test_only_a_system_message_stands_before_the_first_question(client: openai.OpenAI) -> None:

@@ -9,3 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests use models made here: a name that is not a folder is a mistake, not something to download.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch  # after the settings above
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # our Triton kernels run, slowly, on the CPU

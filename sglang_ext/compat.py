@@ -53,12 +53,15 @@ __all__ = [
     "refuse_model",
     "request_options",
     "request_row",
+    "request_written",
     "set_request_row",
+    "set_request_written",
     "view_backend",
     "write_kv",
 ]
 
 _ROW = "sglang_ext_row"
+_WRITTEN = "sglang_ext_written"
 _ABORT = "sglang_ext_abort"
 _INTERNAL = "sglang_ext_internal"
 
@@ -78,6 +81,15 @@ def request_options(req: Any) -> dict[str, Any]:
 
 def set_request_row(req: Any, row: Row | None) -> None:
     setattr(req, _ROW, row)
+
+
+def request_written(req: Any) -> tuple[int, ...]:
+    """Position at which the first token of each prefix piece of a request's row was written."""
+    return getattr(req, _WRITTEN, ())
+
+
+def set_request_written(req: Any, written: tuple[int, ...]) -> None:
+    setattr(req, _WRITTEN, written)
 
 
 def now() -> float:
@@ -180,10 +192,10 @@ def kv_bytes_per_token(scheduler: Any) -> int:
 
 def view_backend(model_runner: Any) -> Any | None:
     """The view backend among a model runner's attention backends, or None when another one was chosen."""
-    from sglang_ext.attention.backend import ViewAttnBackend
+    from sglang_ext.attention.requests import ViewBackend
 
     backend = getattr(model_runner, "attn_backend", None)
-    return backend if isinstance(backend, ViewAttnBackend) else None
+    return backend if isinstance(backend, ViewBackend) else None
 
 
 def encode_request(rid: str, token_ids: list[int], row: str) -> Any:

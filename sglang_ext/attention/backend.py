@@ -12,13 +12,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import Attended, Caches, Policy, Request, RequestRows, RowViews
+from sglang_ext.attention.policy import Attended, Caches, Policy, RequestRows, RowViews
+from sglang_ext.attention.requests import RequestTable, ViewBackend, note_batch
 from sglang_ext.attention.rope import find_rope
 from sglang_ext.compat import TorchNativeAttnBackend
 from sglang_ext.kernels.view_attention import merge_states, view_attention
 
 
-class ViewAttnBackend(TorchNativeAttnBackend):
+class ViewAttnBackend(ViewBackend, TorchNativeAttnBackend):
     """PyTorch attention over the views of one policy, on any device; the base class serves plain requests."""
 
     def __init__(self, model_runner: Any, policy: Policy) -> None:
@@ -28,45 +29,16 @@ class ViewAttnBackend(TorchNativeAttnBackend):
         self.rope = find_rope(model_runner.model)
         slots = compat.num_kv_slots(model_runner)
         self.slot_pos = torch.zeros(slots, dtype=torch.int32, device=self.device)
-        self._requests: dict[int, Request] = {}  # by request slot
+        self.requests = RequestTable(policy)
         self._views: list[tuple[RequestRows, RowViews] | None] = []
 
     # ---- before a forward pass ----
 
     def prepare(self, batch: Any, forward_batch: Any) -> None:
-        """Note each request, and set positions that are not columns. Runs when SGLang builds a ForwardBatch."""
-        extend = forward_batch.extend_seq_lens_cpu is not None
-        offset = 0
-        for index, req in enumerate(batch.reqs):
-            request = self._note(req)
-            if extend:
-                length, begin = forward_batch.extend_seq_lens_cpu[index], forward_batch.extend_prefix_lens_cpu[index]
-            else:
-                length, begin = 1, int(forward_batch.seq_lens_cpu[index]) - 1
-            positions = self.policy.positions(request, begin, begin + length)
-            if positions is not None:
-                own = forward_batch.positions[offset : offset + length]
-                own.copy_(torch.tensor(positions, dtype=own.dtype, device=own.device))
-            offset += length
-
-    def _note(self, req: Any) -> Request:
-        """The request behind a scheduler's `Req`; a new one starts at the policy."""
-        slot, row = req.req_pool_idx, compat.request_row(req)
-        known = self._requests.get(slot)
-        if known is not None and known.rid == req.rid and known.row is row:
-            return known
-        if known is not None:
-            self.policy.finish(known)
-        request = Request(slot, req.rid, row, compat.request_options(req))
-        self._requests[slot] = request
-        self.policy.start(request)
-        return request
+        note_batch(self.requests, batch, forward_batch)
 
     def release(self, slot: int) -> None:
-        """The request in `slot` ended or was retracted."""
-        known = self._requests.pop(slot, None)
-        if known is not None:
-            self.policy.finish(known)
+        self.requests.release(slot)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
@@ -79,7 +51,7 @@ class ViewAttnBackend(TorchNativeAttnBackend):
         lengths = forward_batch.extend_seq_lens.tolist() if extend else [1] * len(requests)
         for request, seq_len, length in zip(requests, seq_lens, lengths, strict=True):
             rows = RequestRows(
-                request=self._requests.get(request) or Request(request, "", None, {}),  # SGLang's own dummy batches
+                request=self.requests.get(request),
                 slots=self.req_to_token_pool.req_to_token[request, :seq_len],
                 begin=seq_len - length,
                 slot_pos=self.slot_pos,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-import torch
-
-from sglang_ext.attention.policy import Policy, Request, RequestRows, RowViews
+from sglang_ext.attention.policy import Policy, Request, RequestRows, RowRuns, RowViews, Run
 from sglang_ext.cache.rows import NewBlock, Row
-from sglang_ext.kernels.view_attention import Consecutive, Segment, View
+from sglang_ext.kernels.view_attention import Consecutive, Segment, View, Written
 
 
 class DbsaPolicy(Policy):
     """Views of demonstration blocks (DBSA, section 2)."""
+
+    plans = True
 
     def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
         row = request.row
@@ -29,34 +29,61 @@ class DbsaPolicy(Policy):
             raise ValueError(f"columns [{begin}, {end}) are not all columns of new blocks of the row")
         return positions
 
-    def views(self, rows: RequestRows) -> RowViews | None:
-        if rows.row is not None and rows.row.new:
-            return self._encoding(rows, rows.row)
-        # Column t is position t. Keys that were written there need nothing of us: that is a plain request.
-        written = rows.slot_pos[rows.slots.long()]
-        columns = torch.arange(rows.end, device=written.device)
-        if bool((written == columns).all()):
+    def runs(self, request: Request, begin: int, end: int) -> Sequence[RowRuns] | None:
+        row = request.row
+        if row is None:
             return None
-        return [(rows.begin, rows.end, View((Segment(rows.slots, Consecutive(0), causal=True),)))]
+        if row.new:
+            return self._encoding(row, request.written, begin, end)
+        pieces = []
+        column = 0
+        for piece, written in zip(row.prefix, request.written, strict=True):
+            pieces.append(Run(column, piece.tokens, column, written, (piece.key, piece.start, piece.end)))
+            column += piece.tokens
+        return [RowRuns(begin, end, tuple(pieces), tail=column)]
 
-    def _encoding(self, rows: RequestRows, row: Row) -> RowViews:
+    def views(self, rows: RequestRows) -> RowViews | None:
+        runs = self.runs(rows.request, rows.begin, rows.end)
+        if runs is None:
+            return None
+        row = rows.row
+        if row is not None and not row.new and all(run.delta == 0 for run in runs[0].runs):
+            return None  # every key stands at its column: plain attention over the row
+        return [(seen.begin, seen.end, _view(rows, seen)) for seen in runs]
+
+    def _encoding(self, row: Row, written: Sequence[int], begin: int, end: int) -> list[RowRuns]:
         lengths = [part.tokens for part in row.prefix] + [block.tokens for block in row.new]
         bounds = [0, *accumulate(lengths)]
-        views = []
+        positions = [*written, *(block.position for block in row.new)]
+        keys = [(piece.key, piece.start, piece.end) for piece in row.prefix]
+        keys += [(block.key, 0, block.tokens) for block in row.new]
+        found = []
         for block, start in _new_blocks(row):
-            low, high = max(rows.begin, start), min(rows.end, start + block.tokens)
+            low, high = max(begin, start), min(end, start + block.tokens)
             if low >= high:
                 continue
             seen = [
-                Segment(rows.slots[bounds[other] : bounds[other + 1]], Consecutive(position))
+                Run(bounds[other], lengths[other], position, positions[other], keys[other])
                 for other, position in block.seen
             ]
-            itself = Segment(rows.slots[start:high], Consecutive(block.position), causal=True)
-            views.append((low, high, View((*seen, itself))))
-        past = max(rows.begin, bounds[-1])
-        if past < rows.end:  # see `positions`
-            views.append((past, rows.end, View((Segment(rows.slots[past:], Consecutive(past), causal=True),))))
-        return views
+            found.append(RowRuns(low, high, tuple(seen), tail=start))
+        past = max(begin, bounds[-1])
+        if past < end:  # see `positions`
+            found.append(RowRuns(past, end, (), tail=past))
+        return found
+
+
+def _view(rows: RequestRows, seen: RowRuns) -> View:
+    """The runs as segments, one for those that follow each other, and the request's own tokens."""
+    joined: list[tuple[int, int, int]] = []  # (column, end column, position)
+    for run in seen.runs:
+        if joined and joined[-1][1] == run.column and run.column - joined[-1][0] == run.seen - joined[-1][2]:
+            joined[-1] = (joined[-1][0], run.column + run.tokens, joined[-1][2])
+        else:
+            joined.append((run.column, run.column + run.tokens, run.seen))
+    segments = [Segment(rows.slots[low:high], Consecutive(position)) for low, high, position in joined]
+    own = Segment(rows.slots[seen.tail : seen.end], Written(), causal=True)
+    return View((*segments, own))
 
 
 def _new_blocks(row: Row) -> Iterator[tuple[NewBlock, int]]:

@@ -8,7 +8,7 @@ device in the step itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -55,12 +55,14 @@ class Request:
         rid: SGLang's name of it.
         row: what its row begins with, or None for a plain request.
         options: its `custom_params`, for policies that take options a request.
+        written: position at which the first token of each prefix piece of `row` was written.
     """
 
     slot: int
     rid: str
     row: Row | None
     options: Mapping[str, Any]
+    written: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,47 @@ class Attended:
 LayerView: TypeAlias = Callable[[Caches, torch.Tensor, torch.Tensor], View | Attended]
 """(caches, query [rows, heads, head_dim], query positions [rows]) -> what these rows see in this layer."""
 
+
+@dataclass(frozen=True)
+class Run:
+    """Columns of a request's row that some query rows see, one after the other, as they were written.
+
+    Attributes:
+        column: the first column.
+        tokens: how many columns.
+        seen: position at which the first token is seen.
+        written: position at which it was written.
+        key: equal keys of two requests name equal KV slots (a block's tokens), which are then read once for both; None
+            for tokens that are the request's own.
+    """
+
+    column: int
+    tokens: int
+    seen: int
+    written: int
+    key: Hashable = None
+
+    @property
+    def delta(self) -> int:
+        """By how many positions every key of the run is turned."""
+        return self.seen - self.written
+
+
+@dataclass(frozen=True)
+class RowRuns:
+    """What the query rows at columns [begin, end) of a request see; all of it is known on the host.
+
+    Attributes:
+        runs: seen whole by every row.
+        tail: first column of the request's own tokens, seen causally up to each row's own column, not turned.
+    """
+
+    begin: int
+    end: int
+    runs: tuple[Run, ...]
+    tail: int
+
+
 RowViews: TypeAlias = Sequence[tuple[int, int, View | LayerView]]
 """(first column, end column, view) for disjoint runs of query rows that together are [begin, end)."""
 
@@ -117,9 +160,11 @@ class Policy:
     Attributes:
         request_options: names in `custom_params` that the policy reads itself (`Request.options`); over a pool they are
             passed on beside the pool's own.
+        plans: whether `runs` answers for every request.
     """
 
     request_options: frozenset[str] = frozenset()
+    plans: bool = False
 
     def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
         """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start."""
@@ -138,6 +183,14 @@ class Policy:
     def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
         """Positions at which columns [begin, end) are written, or None where they are the column numbers."""
         return None
+
+    def runs(self, request: Request, begin: int, end: int) -> Sequence[RowRuns] | None:
+        """What the query rows at columns [begin, end) see, from host data alone; None for plain causal attention.
+
+        A policy that can say so is served by kernels that plan on the host, read runs of equal keys once for the whole
+        batch and stay inside CUDA graphs (`attention.planned`). `plans` says whether it can.
+        """
+        raise NotImplementedError
 
     def views(self, rows: RequestRows) -> RowViews | None:
         """What the query rows see, or None for SGLang's own dense causal attention."""

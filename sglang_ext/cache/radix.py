@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_ext import compat
-from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, Row
+from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, NewBlock, Row
 from sglang_ext.compat import (
     InsertParams,
     MatchPrefixParams,
@@ -93,6 +93,7 @@ class BlockRadixCache(RadixCache):
 
     def reset(self) -> None:
         self.blocks: dict[str, TreeNode] = {}
+        self.written: dict[str, int] = {}  # block -> position its first token was written at
         self.owners: dict[str, set[str]] = {}  # block -> who holds it
         super().reset()
         for hook in self.hooks:
@@ -163,11 +164,12 @@ class BlockRadixCache(RadixCache):
         held = (key for key, owners in self.owners.items() if any(owner.startswith(prefix) for owner in owners))
         return sum(len(self.blocks[key].key) for key in held)
 
-    def _add_block(self, key: str, token_ids: array, slots: torch.Tensor) -> TreeNode:
-        radix_key = RadixKey(token_ids, _BLOCK + key)
+    def _add_block(self, block: NewBlock, token_ids: array, slots: torch.Tensor) -> TreeNode:
+        radix_key = RadixKey(token_ids, _BLOCK + block.key)
         result = self.insert(InsertParams(key=radix_key, value=slots))
         node = result.last_device_node
-        self.blocks[key] = node
+        self.blocks[block.key] = node
+        self.written[block.key] = block.position
         return node
 
     # ---- node life ----
@@ -191,6 +193,7 @@ class BlockRadixCache(RadixCache):
         super()._delete_leaf(node)
         if name is not None and name.startswith(_BLOCK):
             self.blocks.pop(name[len(_BLOCK) :], None)
+            self.written.pop(name[len(_BLOCK) :], None)
         for hook in self.hooks:
             hook.on_evict(node)
 
@@ -238,6 +241,7 @@ class BlockRadixCache(RadixCache):
             raise MissingBlocks(absent)
         members = [self.blocks[piece.key] for piece in row.prefix]
         slots = [node.value[p.start : p.end] for node, p in zip(members, row.prefix, strict=True)]
+        compat.set_request_written(req, tuple(self.written[piece.key] + piece.start for piece in row.prefix))
         limit, matched, tail = len(key), row.prefix_tokens, self.root_node
         if matched > limit:
             raise StitchTooShort(
@@ -339,7 +343,7 @@ class BlockRadixCache(RadixCache):
                 break  # cut by a chunk: the next chunk completes it
             node = self.blocks.get(block.key)
             if node is None:
-                node = self._add_block(block.key, token_ids[begin:end], slots[begin:end].to(torch.int64, copy=True))
+                node = self._add_block(block, token_ids[begin:end], slots[begin:end].to(torch.int64, copy=True))
             elif end > req.cache_protected_len:
                 self._replace(req, slots, begin, end, node.value, begin)
             self._hold_new(req, row, block.key)

@@ -1,0 +1,76 @@
+"""The requests behind the rows of a forward pass, and what every view backend owes the scheduler hooks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from sglang_ext import compat
+from sglang_ext.attention.policy import Policy, Request
+
+
+class RequestTable:
+    """Requests by their number in SGLang's request pool; tells the policy when one starts and ends."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._requests: dict[int, Request] = {}
+
+    def note(self, req: Any) -> Request:
+        """The request behind a scheduler's `Req`; a new one starts at the policy."""
+        slot, row = req.req_pool_idx, compat.request_row(req)
+        known = self._requests.get(slot)
+        if known is not None and known.rid == req.rid and known.row is row:
+            return known
+        if known is not None:
+            self.policy.finish(known)
+        request = Request(slot, req.rid, row, compat.request_options(req), compat.request_written(req))
+        self._requests[slot] = request
+        self.policy.start(request)
+        return request
+
+    def get(self, slot: int) -> Request:
+        """The request in `slot`; SGLang's own dummy batches have none, and get a plain one."""
+        return self._requests.get(slot) or Request(slot, "", None, {}, ())
+
+    def release(self, slot: int) -> None:
+        """The request in `slot` ended or was retracted."""
+        known = self._requests.pop(slot, None)
+        if known is not None:
+            self.policy.finish(known)
+
+
+class ViewBackend(ABC):
+    """What the scheduler hooks and the radix cache call, whichever kernels serve the views."""
+
+    policy: Policy
+
+    @abstractmethod
+    def prepare(self, batch: Any, forward_batch: Any) -> None:
+        """Note the requests of a batch and set their positions. Runs when SGLang builds a ForwardBatch."""
+
+    @abstractmethod
+    def release(self, slot: int) -> None:
+        """The request in `slot` of SGLang's request pool ended or was retracted."""
+
+
+def note_batch(table: RequestTable, batch: Any, forward_batch: Any) -> list[tuple[Request, int, int]]:
+    """(request, first column, end column) of every request's new rows; writes positions that are not columns."""
+    extend = forward_batch.extend_seq_lens_cpu is not None
+    rows: list[tuple[Request, int, int]] = []
+    offset = 0
+    for index, req in enumerate(batch.reqs):
+        request = table.note(req)
+        if extend:
+            length, begin = forward_batch.extend_seq_lens_cpu[index], forward_batch.extend_prefix_lens_cpu[index]
+        else:
+            length, begin = 1, int(forward_batch.seq_lens_cpu[index]) - 1
+        positions = table.policy.positions(request, begin, begin + length)
+        if positions is not None:
+            own = forward_batch.positions[offset : offset + length]
+            own.copy_(torch.tensor(positions, dtype=own.dtype, device=own.device))
+        rows.append((request, begin, begin + length))
+        offset += length
+    return rows

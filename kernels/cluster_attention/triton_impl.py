@@ -1,0 +1,488 @@
+"""Attention over clusters in Triton: scores of all centroids, then exact tokens and summaries in one kernel.
+
+`_scores` reads every centroid of a request's tiles once for the whole group of heads. `_attend` is a fixed number of
+programs: the work of all rows (a row: a request's key-value head) is counted in tiles on the device (exact tokens, the
+summaries, the dense tokens), summed up, and cut into equal runs of tiles, so that peaked and flat heads balance. A run
+may span rows; program p writes its part of row r to place p + r, which is unique since both only grow. `_merge` joins
+the parts of a row; with `Tuning.fused` the program that finishes a row last does.
+
+A summary costs its mean value and the logit that `_scores` wrote: centroids are not read a second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens, check
+from sglang_ext.kernels.top_p.selection import Selection
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is chosen by measurement.
+
+    Attributes:
+        programs: programs of `_attend`; three for each of an H200's 132 multiprocessors, which is what 168 registers leave
+            room for.
+        summaries: centroid summaries of a tile of work; they cost half of what a token costs.
+        warps, stages: of `_attend`.
+        registers: the most a thread of `_attend` may use, for more programs on a multiprocessor; None: the compiler's.
+        score_warps, score_stages: of `_scores`.
+        score_tiles: cluster tiles that one program of `_scores` reads.
+        merge_parts: parts that `_merge` reads at once.
+        fused: merge in the last program of a row instead of in a second kernel.
+    """
+
+    programs: int = 396
+    summaries: int = 128
+    warps: int = 4
+    stages: int = 2
+    registers: int | None = 168
+    score_warps: int = 4
+    score_stages: int = 3
+    score_tiles: int = 2
+    merge_parts: int = 16
+    fused: bool = False
+
+
+TUNING = Tuning()
+
+
+@triton.jit
+def _scores(
+    query, centroids, sizes, starts, tiles, tile_counts, rotation, logits, out_sizes, out_starts,
+    scale, most_tiles, rotations,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, TILES: tl.constexpr, ROTATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    request, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    begin = tl.program_id(0) * TILES
+    end = tl.minimum(begin + TILES, tl.load(tile_counts + request))
+    g, d, c = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, WIDTH)
+    of_query = (head * GROUP + g)[:, None] * DIM + d[None, :]
+    in_query = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    row = request * KV_HEADS + head
+    q = tl.load(query + request * rotations * KV_HEADS * GROUP * DIM + of_query, mask=in_query, other=0.0)
+    for place in tl.range(begin, end):
+        tile = tl.load(tiles + request * most_tiles + place).to(tl.int64)
+        if ROTATED:
+            turn = tl.load(rotation + request * most_tiles + place)
+            turned = query + (request * rotations + turn) * KV_HEADS * GROUP * DIM
+            q = tl.load(turned + of_query, mask=in_query, other=0.0)
+        base = (tile * KV_HEADS + head) * WIDTH
+        centroid = tl.load(centroids + (base + c)[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+        size = tl.load(sizes + base + c)
+        x = tl.dot(q, tl.trans(centroid), input_precision=PRECISION) * scale
+        filled = size > 0
+        x = tl.where(filled[None, :], x + tl.log(tl.maximum(size, 1).to(tl.float32))[None, :], float("-inf"))
+        cell = place * WIDTH + c
+        cells = most_tiles * WIDTH
+        tl.store(logits + (row * GROUP + g)[:, None] * cells + cell[None, :], x, mask=(g < GROUP)[:, None])
+        tl.store(out_sizes + row * cells + cell, size)
+        tl.store(out_starts + row * cells + cell, tl.load(starts + base + c))
+
+
+def centroid_scores(
+    query: torch.Tensor,
+    pool: ClusterPool,
+    rows: ClusterRows,
+    scale: float,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    tuning: Tuning = TUNING,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.centroid_scores` on the device: a fixed grid over the most tiles; counts are read from tensors.
+
+    Args:
+        query: [batch, rotations, heads, head_dim] contiguous, in the centroids' dtype.
+        pool, rows, scale: as in the reference.
+        out: (logits float32, sizes, starts) to write to; needed under CUDA graphs.
+        tuning: see `Tuning`.
+
+    Returns:
+        As the reference, but nothing is written from a request's count on.
+
+    Raises:
+        ValueError: as in the reference; a query that is not contiguous or of another dtype than the centroids.
+    """
+    check(query, pool, rows)
+    _check_dtype(query, pool.centroids)
+    batch, rotations, heads, dim = query.shape
+    _, kv_heads, width, _ = pool.centroids.shape
+    group, most = heads // kv_heads, rows.tiles.shape[1]
+    if out is None:
+        shape = (batch, kv_heads, most * width)
+        logits = torch.empty(batch, kv_heads, group, most * width, dtype=torch.float32, device=query.device)
+        sizes = torch.empty(shape, dtype=torch.int32, device=query.device)
+        out = (logits, sizes, torch.empty_like(sizes))
+    if most == 0:
+        return out
+    _scores[(triton.cdiv(most, tuning.score_tiles), kv_heads, batch)](
+        query, pool.centroids, pool.sizes, pool.starts, rows.tiles, rows.counts, rows.rotation, *out,
+        scale, most, rotations,
+        KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        DIM_PAD=max(16, triton.next_power_of_2(dim)), TILES=tuning.score_tiles, ROTATED=rows.rotation is not None,
+        PRECISION=_precision(query.dtype), num_warps=tuning.score_warps, num_stages=tuning.score_stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _update(top, total, acc, x, values):
+    """One step of the running softmax; a row without a single visible entry keeps its maximum of -inf."""
+    new = tl.maximum(top, tl.max(x, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    weight = tl.exp2(x - safe[:, None])
+    old = tl.exp2(top - safe)
+    return new, total * old + tl.sum(weight, 1), acc * old[:, None], weight
+
+
+@triton.jit
+def _turned_scores(
+    q, keys, turn, visible, query, of_query, in_query, turn_stride,
+    ROTATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q . k for each token with the query's rotation that reads it; a tile's tokens name few of them."""
+    kt = tl.trans(keys)
+    if ROTATED:
+        low = tl.min(tl.where(visible, turn, 0x7FFFFFFF), 0)
+        high = tl.max(tl.where(visible, turn, -1), 0)
+        x = tl.zeros([q.shape[0], keys.shape[0]], tl.float32)
+        for r in range(low, high + 1):
+            turned = tl.load(query + r * turn_stride + of_query, mask=in_query, other=0.0)
+            x = tl.where((turn == r)[None, :], tl.dot(turned, kt, input_precision=PRECISION), x)
+    else:
+        x = tl.dot(q, kt, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def _work(counts, dense_counts, rows, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+          SUMMARIES: tl.constexpr):  # fmt: skip
+    """Tiles of work of each row, at least one each, so that some program writes every row's output."""
+    row = tl.arange(0, ROWS)
+    valid = row < rows
+    tokens = tl.load(counts + row * 4 + 1, mask=valid, other=0)
+    approx = tl.load(counts + row * 4 + 2, mask=valid, other=0)
+    dense = tl.load(dense_counts + row // KV_HEADS, mask=valid, other=0)
+    tiles = (tokens + TILE - 1) // TILE + (approx + SUMMARIES - 1) // SUMMARIES + (dense + TILE - 1) // TILE
+    tiles = tl.where(valid, tl.maximum(tiles, 1), 0)
+    return row, tiles, tl.cumsum(tiles, 0), tl.sum(tiles, 0)
+
+
+@triton.jit
+def _merge_row(
+    parts, part_lse, out, lse, row, first_program, last_program, g, in_group,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of head g of a row: base-2 log-sum-exps in, natural ones out."""
+    d, k = tl.arange(0, VALUE_PAD), tl.arange(0, PARTS)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([VALUE_PAD], tl.float32)
+    for program in range(first_program, last_program + 1, PARTS):
+        place = (program + k + row) * GROUP + g
+        valid = (program + k <= last_program) & in_group
+        part = tl.load(part_lse + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        mask = valid[:, None] & (d < VALUE_DIM)[None, :]
+        values = tl.load(
+            parts + place.to(tl.int64)[:, None] * VALUE_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+        )
+        new = tl.maximum(top, tl.max(part, 0))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        old, weight = tl.exp2(top - safe), tl.exp2(part - safe)
+        acc = acc * old + tl.sum(values * weight[:, None], 0)
+        total = total * old + tl.sum(weight, 0)
+        top = new
+    inverse = tl.where(total > 0, 1.0 / tl.maximum(total, 1e-38), 0.0)
+    result = (acc * inverse).to(out.dtype.element_ty)
+    tl.store(out + (row * GROUP + g).to(tl.int64) * VALUE_DIM + d, result, mask=(d < VALUE_DIM) & in_group)
+    natural = tl.where(total > 0, (top + tl.log2(tl.maximum(total, 1e-38))) * 0.6931471805599453, float("-inf"))
+    tl.store(lse + row * GROUP + g + tl.arange(0, 1), natural, mask=in_group)
+
+
+@triton.jit
+def _attend(
+    query, key_cache, value_cache, summaries, members, tiles, rotation, dense_slots, dense_counts, dense_rotation,
+    counts, exact, prefix, shift, approx, first, logits, parts, part_lse, arrived, out, lse,
+    scale, rows, rotations, most_tiles, most_dense, most_first, most_members,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SUMMARIES: tl.constexpr, TILE_ROTATED: tl.constexpr, DENSE_ROTATED: tl.constexpr,
+    PRECISION: tl.constexpr, FUSED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    index, row_tiles, row_ends, total_tiles = _work(counts, dense_counts, rows, KV_HEADS, ROWS, TILE, SUMMARIES)
+    # With fewer tiles than programs the rest have none: every program up to `programs` writes what `_merge` expects.
+    programs = tl.minimum(tl.num_programs(0), total_tiles)
+    program = tl.program_id(0)
+    if program < programs:
+        position = (program.to(tl.int64) * total_tiles // programs).to(tl.int32)
+        stop = ((program + 1).to(tl.int64) * total_tiles // programs).to(tl.int32)
+        row = tl.sum((row_ends <= position).to(tl.int32), 0)
+        g, d, v = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
+        t, s = tl.arange(0, TILE), tl.arange(0, SUMMARIES)
+        cells = most_tiles * WIDTH
+        # exp2 is what the hardware has: logits in units of log 2.
+        log2e = 1.4426950408889634
+        while position < stop:
+            row_end = tl.sum(tl.where(index == row, row_ends, 0), 0)
+            row_begin = row_end - tl.sum(tl.where(index == row, row_tiles, 0), 0)
+            until = tl.minimum(stop, row_end) - row_begin
+            since = position - row_begin
+            request, head = (row // KV_HEADS).to(tl.int64), row % KV_HEADS
+            of_query = (head * GROUP + g)[:, None] * DIM + d[None, :]
+            in_query = (g < GROUP)[:, None] & (d < DIM)[None, :]
+            turn_stride = KV_HEADS * GROUP * DIM
+            queries = query + request * rotations * turn_stride
+            q = tl.load(queries + of_query, mask=in_query, other=0.0)
+            n_exact = tl.load(counts + row * 4)
+            n_tokens = tl.load(counts + row * 4 + 1)
+            n_approx = tl.load(counts + row * 4 + 2)
+            n_dense = tl.load(dense_counts + request)
+            exact_tiles = (n_tokens + TILE - 1) // TILE
+            approx_tiles = (n_approx + SUMMARIES - 1) // SUMMARIES
+            top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+            total = tl.zeros([GROUP_PAD], tl.float32)
+            acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+            lists = row.to(tl.int64) * cells
+
+            for tile in tl.range(since, tl.minimum(until, exact_tiles)):
+                token = tile * TILE + t
+                visible = token < n_tokens
+                # A tile of n tokens lies in at most n clusters, the first of which is known.
+                place = tl.load(first + row.to(tl.int64) * most_first + tile) + t
+                begins = tl.load(prefix + lists + place, mask=place < n_exact, other=0x7FFFFFFF)
+                ends = tl.load(prefix + lists + place + 1, mask=place + 1 < n_exact, other=0x7FFFFFFF)
+                moved = tl.load(shift + lists + place, mask=place < n_exact, other=0)
+                holds = (begins[None, :] <= token[:, None]) & (token[:, None] < ends[None, :])
+                member = token + tl.sum(tl.where(holds, moved[None, :], 0), 1)
+                slot = tl.load(members + head.to(tl.int64) * most_members + member, mask=visible, other=0).to(tl.int64)
+                turn = tl.zeros([TILE], tl.int32)
+                if TILE_ROTATED:
+                    cell = tl.load(exact + lists + place, mask=place < n_exact, other=0)
+                    turns = tl.load(rotation + request * most_tiles + cell // WIDTH, mask=place < n_exact, other=0)
+                    turn = tl.sum(tl.where(holds, turns[None, :], 0), 1)
+                at = slot * KV_HEADS + head
+                keys = tl.load(
+                    key_cache + at[:, None] * DIM + d[None, :], mask=visible[:, None] & (d < DIM)[None, :], other=0.0
+                )
+                values = tl.load(
+                    value_cache + at[:, None] * VALUE_DIM + v[None, :],
+                    mask=visible[:, None] & (v < VALUE_DIM)[None, :],
+                    other=0.0,
+                )
+                x = _turned_scores(
+                    q, keys, turn, visible, queries, of_query, in_query, turn_stride, TILE_ROTATED, PRECISION
+                )
+                x = tl.where(visible[None, :], x * (scale * log2e), float("-inf"))
+                top, total, acc, weight = _update(top, total, acc, x, values)
+                acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
+
+            for tile in tl.range(tl.maximum(since - exact_tiles, 0), tl.minimum(until - exact_tiles, approx_tiles)):
+                place = tile * SUMMARIES + s
+                visible = place < n_approx
+                cell = tl.load(approx + lists + place, mask=visible, other=0)
+                pooled = tl.load(tiles + request * most_tiles + cell // WIDTH, mask=visible, other=0).to(tl.int64)
+                at = (pooled * KV_HEADS + head) * WIDTH + cell % WIDTH
+                values = tl.load(
+                    summaries + at[:, None] * VALUE_DIM + v[None, :],
+                    mask=visible[:, None] & (v < VALUE_DIM)[None, :],
+                    other=0.0,
+                )
+                x = tl.load(
+                    logits + (row.to(tl.int64) * GROUP + g)[:, None] * cells + cell[None, :],
+                    mask=(g < GROUP)[:, None] & visible[None, :],
+                    other=float("-inf"),
+                )
+                top, total, acc, weight = _update(top, total, acc, x * log2e, values)
+                acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
+
+            before = exact_tiles + approx_tiles
+            for tile in tl.range(
+                tl.maximum(since - before, 0), tl.minimum(until - before, (n_dense + TILE - 1) // TILE)
+            ):
+                token = tile * TILE + t
+                slot = tl.load(dense_slots + request * most_dense + token, mask=token < n_dense, other=-1).to(tl.int64)
+                visible = slot >= 0
+                turn = tl.zeros([TILE], tl.int32)
+                if DENSE_ROTATED:
+                    turn += tl.load(dense_rotation + request * ((most_dense + TILE - 1) // TILE) + tile)
+                at = slot * KV_HEADS + head
+                keys = tl.load(
+                    key_cache + at[:, None] * DIM + d[None, :], mask=visible[:, None] & (d < DIM)[None, :], other=0.0
+                )
+                values = tl.load(
+                    value_cache + at[:, None] * VALUE_DIM + v[None, :],
+                    mask=visible[:, None] & (v < VALUE_DIM)[None, :],
+                    other=0.0,
+                )
+                x = _turned_scores(
+                    q, keys, turn, visible, queries, of_query, in_query, turn_stride, DENSE_ROTATED, PRECISION
+                )
+                x = tl.where(visible[None, :], x * (scale * log2e), float("-inf"))
+                top, total, acc, weight = _update(top, total, acc, x, values)
+                acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
+
+            part = (program + row).to(tl.int64) * GROUP + g
+            acc = acc / tl.maximum(total, 1e-38)[:, None]
+            tl.store(
+                parts + part[:, None] * VALUE_DIM + v[None, :],
+                acc,
+                mask=(g < GROUP)[:, None] & (v < VALUE_DIM)[None, :],
+            )
+            joined = tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-38)), float("-inf"))
+            tl.store(part_lse + part, joined, mask=g < GROUP)
+            if FUSED:
+                tl.debug_barrier()  # the whole part, before its arrival is told
+                owner_first = (((row_begin + 1).to(tl.int64) * programs - 1) // total_tiles).to(tl.int32)
+                owner_last = ((row_end.to(tl.int64) * programs - 1) // total_tiles).to(tl.int32)
+                if tl.atomic_add(arrived + row, 1, sem="acq_rel") == owner_last - owner_first:
+                    tl.debug_barrier()
+                    tl.store(arrived + row, 0)  # for the next launch
+                    for one in range(GROUP):
+                        _merge_row(
+                            parts, part_lse, out, lse, row, owner_first, owner_last, one, one < GROUP,
+                            GROUP, VALUE_DIM, VALUE_PAD, PARTS,
+                        )  # fmt: skip
+            position = row_begin + until
+            row += 1
+
+
+@triton.jit
+def _merge(
+    counts, dense_counts, parts, part_lse, out, lse, rows, programs,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SUMMARIES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    index, row_tiles, row_ends, total_tiles = _work(counts, dense_counts, rows, KV_HEADS, ROWS, TILE, SUMMARIES)
+    row = tl.program_id(0)
+    programs = tl.minimum(programs, total_tiles).to(tl.int64)
+    row_end = tl.sum(tl.where(index == row, row_ends, 0), 0)
+    row_begin = row_end - tl.sum(tl.where(index == row, row_tiles, 0), 0)
+    # The program that holds tile t is the last one whose first tile is not after t.
+    owner_first = (((row_begin + 1).to(tl.int64) * programs - 1) // total_tiles).to(tl.int32)
+    owner_last = ((row_end.to(tl.int64) * programs - 1) // total_tiles).to(tl.int32)
+    _merge_row(
+        parts, part_lse, out, lse, row, owner_first, owner_last, tl.program_id(1), tl.program_id(1) < GROUP,
+        GROUP, VALUE_DIM, VALUE_PAD, PARTS,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Buffers of `cluster_attention`, shared by all layers; allocate once, before a CUDA graph is captured.
+
+    Attributes:
+        parts: [programs + batch * kv_heads, group, value_dim] float32.
+        part_lse: [programs + batch * kv_heads, group] float32.
+        arrived: [batch * kv_heads] int32, zero between launches.
+    """
+
+    parts: torch.Tensor
+    part_lse: torch.Tensor
+    arrived: torch.Tensor
+
+    @staticmethod
+    def empty(
+        batch: int, kv_heads: int, group: int, value_dim: int, device: torch.device | str, tuning: Tuning = TUNING
+    ) -> Workspace:
+        places = tuning.programs + batch * kv_heads
+        return Workspace(
+            torch.empty(places, group, value_dim, dtype=torch.float32, device=device),
+            torch.empty(places, group, dtype=torch.float32, device=device),
+            torch.zeros(batch * kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def cluster_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    pool: ClusterPool,
+    rows: ClusterRows,
+    dense: DenseTokens,
+    selection: Selection,
+    logits: torch.Tensor,
+    scale: float,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: Workspace | None = None,
+    tuning: Tuning = TUNING,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.cluster_attention` on the device: a fixed grid; all counts are read from tensors.
+
+    Args:
+        query: [batch, rotations, heads, head_dim] contiguous, in the caches' dtype.
+        key_cache: [num_slots, kv_heads, head_dim] contiguous.
+        value_cache: [num_slots, kv_heads, value_dim] contiguous.
+        pool, rows, dense, selection, scale: as in the reference; integers int32, contiguous.
+        logits: [batch, kv_heads, group, cells] float32 contiguous.
+        out: (output [batch, heads, value_dim], log-sum-exp [batch, heads] float32) to write to.
+        workspace: made for this tuning; needed under CUDA graphs, made otherwise.
+        tuning: see `Tuning`.
+
+    Returns:
+        As the reference; sums are float32.
+
+    Raises:
+        ValueError: as in the reference; tensors that are not contiguous or of mixed dtypes.
+    """
+    check(query, pool, rows, dense)
+    for tensor in (pool.centroids, pool.values, key_cache, value_cache):
+        _check_dtype(query, tensor)
+    batch, rotations, heads, dim = query.shape
+    _, kv_heads, width, value_dim = pool.values.shape
+    group, count = heads // kv_heads, batch * kv_heads
+    if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape[-1] != rows.tiles.shape[1] * width:
+        raise ValueError(
+            f"logits {logits.dtype} of shape {tuple(logits.shape)}: expected contiguous float32 [batch, kv_heads, "
+            f"group, {rows.tiles.shape[1] * width}], as centroid_scores writes them"
+        )
+    if out is None:
+        output = torch.empty(batch, heads, value_dim, dtype=query.dtype, device=query.device)
+        out = (output, torch.empty(batch, heads, dtype=torch.float32, device=query.device))
+    workspace = workspace or Workspace.empty(batch, kv_heads, group, value_dim, query.device, tuning)
+    if workspace.parts.shape[0] < tuning.programs + count:
+        raise ValueError(
+            f"workspace of {workspace.parts.shape[0]} parts: expected {tuning.programs + count}; make it for this "
+            "tuning"
+        )
+    padded, value_pad = triton.next_power_of_2(count), max(16, triton.next_power_of_2(value_dim))
+    counted = dict(ROWS=padded, TILE=selection.tile, SUMMARIES=tuning.summaries, PARTS=tuning.merge_parts)
+    _attend[(tuning.programs,)](
+        query, key_cache, value_cache, pool.values, pool.members, rows.tiles, rows.rotation,
+        dense.slots, dense.counts, dense.rotation,
+        selection.counts, selection.exact, selection.prefix, selection.shift, selection.approx, selection.first,
+        logits, workspace.parts, workspace.part_lse, workspace.arrived, *out,
+        scale, count, rotations, rows.tiles.shape[1], dense.slots.shape[1], selection.first.shape[-1],
+        pool.members.shape[-1],
+        KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim, WIDTH=width,
+        GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        VALUE_PAD=value_pad, TILE_ROTATED=rows.rotation is not None, DENSE_ROTATED=dense.rotation is not None,
+        PRECISION=_precision(query.dtype), FUSED=tuning.fused, **counted,
+        num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers,
+    )  # fmt: skip
+    if not tuning.fused:
+        _merge[(count, group)](
+            selection.counts, dense.counts, workspace.parts, workspace.part_lse, *out, count, tuning.programs,
+            KV_HEADS=kv_heads, GROUP=group, VALUE_DIM=value_dim, VALUE_PAD=value_pad, **counted, num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+def _precision(dtype: torch.dtype) -> str:
+    # TF32 would lose 13 bits of float32 inputs; half precision does not look at this.
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _check_dtype(query: torch.Tensor, other: torch.Tensor) -> None:
+    if query.dtype != other.dtype or not query.is_contiguous() or not other.is_contiguous():
+        raise ValueError(
+            f"query {query.dtype} (contiguous: {query.is_contiguous()}) beside {other.dtype} (contiguous: "
+            f"{other.is_contiguous()}): expected contiguous tensors of one dtype"
+        )

@@ -1,0 +1,76 @@
+"""What a selection says: compacted lists of clusters with device-side counts, in fixed buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+GROUPS = ("union", "mean")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Clusters of every (request, key-value head): read token by token, or by their centroid.
+
+    The lists are in ascending cluster order; what lies behind their counts is stale. The tokens of the exact clusters
+    are numbered one after the other, 0 .. counts[..., 1] - 1, in list order: that is the work that attention splits.
+
+    Attributes:
+        counts: [batch, kv_heads, 4] int32: exact clusters, their tokens, approximated clusters, non-empty clusters.
+        exact: [batch, kv_heads, cells] int32 clusters computed token by token.
+        prefix: [batch, kv_heads, cells] int32, number of the first token of each listed exact cluster.
+        shift: [batch, kv_heads, cells] int32: token number + shift = index into the list of members.
+        approx: [batch, kv_heads, cells] int32 clusters computed by their centroid.
+        first: [batch, kv_heads, token tiles] int32: place in `exact` of the cluster that holds token `tile * t`.
+        tile: t above, tokens.
+    """
+
+    counts: torch.Tensor
+    exact: torch.Tensor
+    prefix: torch.Tensor
+    shift: torch.Tensor
+    approx: torch.Tensor
+    first: torch.Tensor
+    tile: int
+
+    @staticmethod
+    def empty(
+        batch: int, kv_heads: int, cells: int, tokens: int, device: torch.device | str, tile: int = 64
+    ) -> Selection:
+        """Uninitialised buffers.
+
+        Args:
+            batch, kv_heads: rows of the buffers.
+            cells: the most clusters of a request, empty ones counted.
+            tokens: the most clustered tokens of a request.
+            device: of the buffers.
+            tile: tokens of a tile of work; what attention is called with.
+        """
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.empty(batch, kv_heads, *shape, dtype=torch.int32, device=device)
+
+        tiles = max(1, -(-tokens // tile))
+        return Selection(ints(4), ints(cells), ints(cells), ints(cells), ints(cells), ints(tiles), tile)
+
+
+def check(
+    logits: torch.Tensor, sizes: torch.Tensor, starts: torch.Tensor, cells: torch.Tensor, p: torch.Tensor, group: str
+) -> None:
+    """Raise ValueError where shapes, dtypes or the group rule do not fit `select`."""
+    if logits.dim() != 4:
+        raise ValueError(f"logits of shape {tuple(logits.shape)}: expected [batch, kv_heads, group, cells]")
+    batch, kv_heads, _, width = logits.shape
+    for name, tensor, shape in (
+        ("sizes", sizes, (batch, kv_heads, width)),
+        ("starts", starts, (batch, kv_heads, width)),
+        ("cells", cells, (batch,)),
+        ("p", p, (batch, 2)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)}: expected {shape} for logits {tuple(logits.shape)}"
+            )
+    if group not in GROUPS:
+        raise ValueError(f"group={group!r}: expected one of {', '.join(GROUPS)}")

@@ -226,14 +226,14 @@ class Plan:
         """How many more tokens each row may append before a new plan is needed.
 
         Args:
-            seq_lens: [num_rows] integer sequence lengths that the last step had; left out, those of the plan.
+            seq_lens: [at least num_rows] integer sequence lengths that the last step had; left out, those of the plan.
         """
         grows = self.tail_item >= 0
         if not self.room or not grows.any():
             return 0
         if seq_lens is None:
             return self.room
-        return int((self.tail_base + self.tail_room - np.asarray(seq_lens))[grows].min())
+        return int((self.tail_base + self.tail_room - np.asarray(seq_lens)[: self.num_rows])[grows].min())
 
 
 def plan_rows(
@@ -408,7 +408,7 @@ def split(tile_len: Ints, workers: int, config: Config) -> tuple[Ints, Ints, Int
         (tile, first token, tokens) of each item, each [items], and work_ptr [workers + 1].
     """
     block, least = config.block_n, -(-config.min_split // config.block_n)
-    steps = -(-tile_len // block)
+    steps: Ints = -(-tile_len // block)
     cost_end = (steps + config.item_cost).cumsum()
     step_begin = steps.cumsum() - steps
     total = int(steps.sum())
@@ -421,7 +421,7 @@ def split(tile_len: Ints, workers: int, config: Config) -> tuple[Ints, Ints, Int
     to_end = short & ~to_begin
     inside = np.where(to_begin, 0, np.where(to_end, size, inside))
     at = step_begin[tile] + inside
-    begin = np.unique(np.concatenate((step_begin, at[at < total])))
+    begin: Ints = np.unique(np.concatenate((step_begin, at[at < total])))
     item_tile = step_begin.searchsorted(begin, side="right") - 1
     first = (begin - step_begin[item_tile]) * block
     end = np.empty_like(begin)

@@ -1,4 +1,4 @@
-"""Cascading KV cache: a window split into sub-caches that accept ever fewer tokens (Willette et al., 2024, section 3.2).
+"""Cascading KV cache: a window in sub-caches that accept ever fewer tokens (Willette et al., 2024, section 3.2).
 
 The window of W tokens is split into c sub-caches. The newest takes every token; each further one takes, of what the one
 before evicts, every second token, and where it does not it keeps the better attended of the evicted token and its own
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -31,8 +32,8 @@ class Cascade:
         window: tokens kept behind the sinks, a multiple of `cascades`.
         cascades: number of sub-caches (the paper: 4; 8 for passkeys); 1 is StreamingLLM.
         sinks: first tokens, never evicted and not counted in the window (the paper: 64).
-        stride: tokens attended to and added together (section 3.1; the paper: 4,096 passkey, 1,024 PG19, 512 LongBench).
-            Strides begin at multiples of it, counted from the sequence's first token.
+        stride: tokens attended to and added together (section 3.1; the paper: 4,096 for passkeys, 1,024 for PG19, 512
+            for LongBench). Strides begin at multiples of it, counted from the sequence's first token.
         beta: decay of the scores a query, at least 0 and below 1.
         head_reduction: how the attention of the query heads that share a score becomes one number, `mean` or `max`.
             It is reduced query by query, before the decayed sum, so that a score does not depend on how the queries
@@ -62,8 +63,8 @@ class Cascade:
         if self.window % self.cascades:
             below = self.window // self.cascades * self.cascades
             raise ValueError(
-                f"window={self.window}, cascades={self.cascades}: expected a multiple, sub-caches are of one size; take "
-                f"window={below + self.cascades}" + (f" or {below}" if below else "")
+                f"window={self.window}, cascades={self.cascades}: expected a multiple, sub-caches are of one size; "
+                f"take window={below + self.cascades}" + (f" or {below}" if below else "")
             )
         if isinstance(self.beta, bool) or not isinstance(self.beta, (int, float)) or not 0 <= self.beta < 1:
             raise ValueError(f"beta={self.beta!r}: expected a number of at least 0 and below 1; the paper takes 0.9999")
@@ -115,7 +116,7 @@ class Cascade:
         """Cut the tokens [begin, end) of a sequence where strides end, at absolute multiples of `stride`."""
         cuts = range((begin // self.stride + 1) * self.stride, end, self.stride)
         bounds = [begin, *cuts, end]
-        return [(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if a < b]
+        return [(a, b) for a, b in pairwise(bounds) if a < b]
 
 
 def decay(score: torch.Tensor, attention: torch.Tensor, beta: float) -> torch.Tensor:

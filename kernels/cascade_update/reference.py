@@ -1,10 +1,11 @@
 """Adding tokens to the cascading cache in plain PyTorch: one token at a time, and a whole stride at once.
 
-The rule (Cascading KV cache, section 3.2 and Algorithm 2). Behind the sinks, token by token, step u = 0, 1, 2, ...: the
-new token enters sub-cache 0. A sub-cache that accepts appends the token; if it is full, the oldest makes room and enters
-the next sub-cache in the same step, from the last one it is dropped. A sub-cache that does not accept compares the token
-with its newest entry: the higher score stays in that place, the incoming token on a tie; the other is dropped. While the
-window is not full all sub-caches accept; afterwards sub-cache i accepts in step u when 2^i divides u.
+The rule (Cascading KV cache, section 3.2 and Algorithm 2). Behind the sinks, token by token, step u = 0, 1, 2, ...:
+the new token enters sub-cache 0. A sub-cache that accepts appends the token; if it is full, the oldest makes room and
+enters the next sub-cache in the same step; from the last one it is dropped. A sub-cache that does not accept compares
+the token with its newest entry: the higher score stays in that place, on a tie the incoming token; the other is
+dropped. While the window is not full all sub-caches accept; afterwards sub-cache i accepts in step u when 2^i divides
+u. A score that is not a number loses against none and wins against none: the newest entry stays.
 
 A stride at once. Once the window is full, sub-cache i receives a token in the steps that 2^(i-1) divides and accepts
 every second of them, so an entry meets exactly one challenger, half a period later, before anything can push it out:
@@ -113,8 +114,8 @@ def _requests(rows: torch.Tensor, seen: torch.Tensor, count: torch.Tensor, rings
     for row, before, new in found:
         if before < 0 or not 0 <= new <= rings.stride:
             raise ValueError(
-                f"row {row}: {new} tokens to add behind {before}; expected 0 to {rings.stride} (the stride) behind 0 or "
-                "more; add longer runs stride by stride"
+                f"row {row}: {new} tokens to add behind {before}; expected 0 to {rings.stride} (the stride) behind 0 "
+                "or more; add longer runs stride by stride"
             )
     return found
 
@@ -128,7 +129,7 @@ def _fill(lanes: list[torch.Tensor], begin: int, end: int, rings: Rings) -> None
     waiting = _pending(begin, end, rings, lanes[0].device)
     fresh = torch.arange(begin, end, device=waiting.device, dtype=torch.int32) + rings.stride
     index = torch.arange(begin, end, device=waiting.device)
-    for array, after in zip(lanes, (fresh, fresh, 0.0), strict=True):
+    for array, after in zip(lanes, (fresh, fresh, torch.zeros((), device=fresh.device)), strict=True):
         if begin < rings.sinks:
             array[..., index] = array[..., waiting]
         else:

@@ -8,10 +8,10 @@ A *lane* is one (layer, request, key-value head). It keeps `sinks + window + str
 | `sinks + i * size + r` | index r of the ring of sub-cache i (0 = newest) |
 | `sinks + window + n % stride` | token n while its stride is open |
 
-After the window has filled, step u (the u-th token behind the sinks) is accepted by sub-cache i exactly when 2^i divides
-u, whatever the scores are. So how full a ring is, and which of its indices is the oldest, follow from the number of
-tokens seen; scores decide only *which* token sits at an index. All lanes of a request share one map from view columns
-to entries, and nothing has to be read back from the device.
+After the window has filled, step u (the u-th token behind the sinks) is accepted by sub-cache i exactly when 2^i
+divides u, whatever the scores are. So how full a ring is, and which of its indices is the oldest, follow from the
+number of tokens seen; scores decide only *which* token sits at an index. All lanes of a request share one map from view
+columns to entries, and nothing has to be read back from the device.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Adding a stride to the cascading cache on a GPU: a program a lane and tile of steps, all sub-caches in one pass.
 
 See `reference.py` for the rule and why a whole stride can be added at once. A tile is aligned to the period of the
-deepest sub-cache, 2^(cascades - 1) steps, so that every entry meets its challenger inside one tile; tiles touch disjoint
-ring indices, and nothing is exchanged between programs. Inside a tile the sub-caches are taken from the deepest to the
-newest, each reading what the next newer one is about to evict, with a barrier between reading and overwriting.
+deepest sub-cache, 2^(cascades - 1) steps, so that every entry meets its challenger inside one tile; tiles touch
+disjoint ring indices, and nothing is exchanged between programs. Inside a tile the sub-caches are taken from the
+deepest to the newest, each reading what the next newer one is about to evict, with a barrier between reading and
+overwriting.
 
 The grid depends on shapes alone and counts are read on the device, so a launch can be part of a CUDA graph.
 """

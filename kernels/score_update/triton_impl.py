@@ -1,0 +1,329 @@
+"""Decayed column sums of the attention on a GPU: a program owns a block of columns and passes over the queries once.
+
+Every logit is computed anew and its probability taken from the log-sum-exp, so the cost is that of the first half of
+flash attention, one matrix product and one exponential a logit, and nothing quadratic is stored. The decay is part of
+the exponent: w_t·exp(x - lse_t) = exp2(log2(e)·x + bias_t). Only blocks on the diagonal are masked.
+
+Grids depend on shapes alone, counts are read on the device: a launch can be part of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.kernels.score_update.reference import check, check_target
+
+LOG2_E = math.log2(math.e)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What may be tuned: columns and query rows a tile, warps a program, stages of the pipeline over the rows."""
+
+    columns: int = 128
+    rows: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+PREFILL = Tuning()
+DECODE = Tuning(columns=64, rows=16, warps=4, stages=1)  # few rows: the keys are read once and that is the time
+
+
+def column_sums(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    lse: torch.Tensor,
+    before: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    scale: float,
+    beta: float,
+    reduction: str = "mean",
+    homogeneous: bool = False,
+    tuning: Tuning | None = None,
+) -> torch.Tensor:
+    """`reference.column_sums` on the device, without synchronisation: counts out of range cannot be refused here.
+
+    Raises:
+        ValueError: also for a dtype other than float32, bfloat16 and float16.
+    """
+    check(query, keys, lse, before, count, beta, reduction)
+    batch, kv_heads, columns, _ = keys.shape
+    out = lse.new_empty(batch, 1 if homogeneous else kv_heads, columns)
+    _launch(out, None, before, query, keys, lse, before, count, scale, beta, reduction, tuning)
+    return out
+
+
+def update_scores(
+    score: torch.Tensor,
+    entries: torch.Tensor,
+    rows: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    lse: torch.Tensor,
+    before: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    scale: float,
+    beta: float,
+    reduction: str = "mean",
+    tuning: Tuning | None = None,
+) -> None:
+    """`reference.update_scores` on the device, in one launch and without synchronisation.
+
+    Raises:
+        ValueError: also for a dtype other than float32, bfloat16 and float16, or scores that are not float32.
+    """
+    check(query, keys, lse, before, count, beta, reduction)
+    check_target(score, entries, rows, keys)
+    if score.dtype != torch.float32:
+        raise ValueError(f"score is {score.dtype}: expected float32 on the GPU")
+    _launch(score, entries.contiguous(), rows, query, keys, lse, before, count, scale, beta, reduction, tuning)
+
+
+def _launch(
+    out: torch.Tensor,
+    entries: torch.Tensor | None,
+    rows: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    lse: torch.Tensor,
+    before: torch.Tensor,
+    count: torch.Tensor,
+    scale: float,
+    beta: float,
+    reduction: str,
+    tuning: Tuning | None,
+) -> None:
+    if query.dtype not in DTYPES:
+        raise ValueError(f"query is {query.dtype}: expected one of {DTYPES}; take the reference for float64")
+    batch, most, heads, head_dim = query.shape
+    kv_heads, columns = keys.shape[1:3]
+    out_heads = out.shape[1]
+    if out.numel() == 0 or keys.numel() == 0:
+        return
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    if keys.stride(3) != 1:
+        keys = keys.contiguous()
+    tuning = tuning or (DECODE if most <= DECODE.rows else PREFILL)
+    grid = (triton.cdiv(columns, tuning.columns), out_heads, batch)
+    _columns_kernel[grid](
+        query,
+        keys,
+        lse.contiguous(),
+        before,
+        count,
+        out,
+        entries if entries is not None else before,
+        rows,
+        columns,
+        out.shape[2],
+        scale * LOG2_E,
+        math.log2(1 - beta),
+        # 0 queries later nothing has decayed, also with beta 0: so not minus infinity, which times 0 is not a number.
+        math.log2(beta) if beta > 0 else -1e30,
+        1.0 / (heads // out_heads) if reduction == "mean" else 1.0,
+        *query.stride()[:3],
+        *keys.stride()[:3],
+        lse.shape[1],
+        HEADS=heads,
+        OUT_HEADS=out_heads,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads // out_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        COLUMNS=tuning.columns,
+        ROWS=tuning.rows,
+        MAXIMUM=reduction == "max",
+        FOLD=entries is not None,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+    )
+
+
+@triton.jit
+def _load_keys(keys, column, visible, stride_column, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[columns, BLOCK_D]; zero where nothing is seen: it may hold anything, and 0 * NaN would reach other columns."""
+    d = tl.arange(0, BLOCK_D)
+    mask = visible[:, None] if HEAD_DIM == BLOCK_D else visible[:, None] & (d[None, :] < HEAD_DIM)
+    return tl.load(keys + column.to(tl.int64)[:, None] * stride_column + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _attention(
+    k,
+    t,
+    head,
+    on,
+    query,
+    lse,
+    rows,
+    scale,
+    log2_share,
+    log2_beta,
+    stride_row,
+    stride_head,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Weighted attention [columns, rows of the tile] of row t[j] in head head[j]; 0 in rows that do not count."""
+    d = tl.arange(0, BLOCK_D)
+    mask = on[None, :] if HEAD_DIM == BLOCK_D else on[None, :] & (d[:, None] < HEAD_DIM)
+    at = query + (t.to(tl.int64) * stride_row + head * stride_head)[None, :] + d[:, None]
+    q = tl.load(at, mask=mask, other=0.0)
+    level = tl.load(lse + t * HEADS + head, mask=on, other=0.0) * 1.4426950408889634
+    weight = log2_share + (rows - 1 - t).to(tl.float32) * log2_beta
+    # Rows that do not count are cut off here and nowhere else.
+    bias = tl.where(on, weight - level, float("-inf"))
+    x = tl.dot(k, q, input_precision="ieee")
+    return tl.exp2(x * scale + bias[None, :])
+
+
+@triton.jit
+def _columns_kernel(
+    query,
+    keys,
+    lse,
+    before,
+    count,
+    out,
+    entries,
+    state_rows,
+    columns,
+    out_columns,
+    scale,
+    log2_share,
+    log2_beta,
+    factor,
+    stride_query,
+    stride_row,
+    stride_head,
+    stride_keys,
+    stride_kv,
+    stride_column,
+    lse_rows,
+    HEADS: tl.constexpr,
+    OUT_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    request = tl.program_id(2)
+    out_head = tl.program_id(1)
+    first = tl.program_id(0) * COLUMNS
+    seen = tl.load(before + request).to(tl.int32)
+    rows = tl.load(count + request).to(tl.int32)
+    if FOLD and (first >= seen + rows or rows == 0):
+        return  # nothing to fold where nothing is seen; plain sums are 0 there
+    column = first + tl.arange(0, COLUMNS)
+    visible = column < seen + rows
+    query += request.to(tl.int64) * stride_query + out_head * KV_HEADS * GROUP * stride_head
+    keys += request.to(tl.int64) * stride_keys + out_head.to(tl.int64) * KV_HEADS * stride_kv
+    lse += request.to(tl.int64) * lse_rows * HEADS + out_head * KV_HEADS * GROUP
+    k = _load_keys(keys, column, visible, stride_column, HEAD_DIM, BLOCK_D)
+    lowest = tl.maximum(first - seen, 0)  # the first row that sees a column of this block
+    whole = tl.maximum(first + COLUMNS - 1 - seen, 0)  # and the first that sees all of them
+
+    sums = tl.zeros([COLUMNS], tl.float32)
+    if KV_HEADS == 1 and not MAXIMUM:
+        # The heads of a group lie side by side: a tile's rows are (query, head) pairs, also in decoding.
+        begin = lowest * GROUP // ROWS * ROWS
+        middle = tl.minimum(tl.cdiv(whole * GROUP, ROWS) * ROWS, rows * GROUP)
+        for r in range(begin, middle, ROWS):
+            pair = r + tl.arange(0, ROWS)
+            t = pair // GROUP
+            p = _attention(
+                k,
+                t,
+                pair % GROUP,
+                t < rows,
+                query,
+                lse,
+                rows,
+                scale,
+                log2_share,
+                log2_beta,
+                stride_row,
+                stride_head,
+                HEADS,
+                HEAD_DIM,
+                BLOCK_D,
+            )
+            sums += tl.sum(tl.where(column[:, None] - seen <= t[None, :], p, 0.0), axis=1)
+        for r in range(middle, rows * GROUP, ROWS):
+            pair = r + tl.arange(0, ROWS)
+            t = pair // GROUP
+            p = _attention(
+                k,
+                t,
+                pair % GROUP,
+                t < rows,
+                query,
+                lse,
+                rows,
+                scale,
+                log2_share,
+                log2_beta,
+                stride_row,
+                stride_head,
+                HEADS,
+                HEAD_DIM,
+                BLOCK_D,
+            )
+            sums += tl.sum(p, axis=1)
+    else:
+        # All heads of one tile of queries before the next: their maximum is taken query by query.
+        begin = lowest // ROWS
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
+        for i in range(begin * KV_HEADS * GROUP, tl.cdiv(rows, ROWS) * KV_HEADS * GROUP):
+            head = i % (KV_HEADS * GROUP)
+            t = i // (KV_HEADS * GROUP) * ROWS + tl.arange(0, ROWS)
+            if KV_HEADS > 1:
+                kv = head // GROUP
+                k = _load_keys(keys + kv * stride_kv, column, visible, stride_column, HEAD_DIM, BLOCK_D)
+            p = _attention(
+                k,
+                t,
+                head,
+                t < rows,
+                query,
+                lse,
+                rows,
+                scale,
+                log2_share,
+                log2_beta,
+                stride_row,
+                stride_head,
+                HEADS,
+                HEAD_DIM,
+                BLOCK_D,
+            )
+            total = tl.maximum(total, p) if MAXIMUM else total + p
+            if head == KV_HEADS * GROUP - 1:
+                sums += tl.sum(tl.where(column[:, None] - seen <= t[None, :], total, 0.0), axis=1)
+                total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    sums *= factor
+    if FOLD:
+        row = tl.load(state_rows + request).to(tl.int64)
+        entry = tl.load(entries + request.to(tl.int64) * columns + column, mask=visible, other=-1)
+        place = out + (row * OUT_HEADS + out_head) * out_columns + entry
+        some = visible & (entry >= 0)
+        old = tl.load(place, mask=some, other=0.0)
+        tl.store(place, old * tl.exp2(rows.to(tl.float32) * log2_beta) + sums, mask=some)
+    else:
+        place = out + (request.to(tl.int64) * OUT_HEADS + out_head) * out_columns + column
+        tl.store(place, tl.where(visible, sums, 0.0), mask=column < columns)

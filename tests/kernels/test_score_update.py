@@ -1,0 +1,208 @@
+"""Decayed column sums against the whole attention matrix written down in float64.
+
+The definition here builds each query's attention by its own softmax over what it sees, knows no log-sum-exp, and adds
+the queries up one by one, `score = beta * score + (1 - beta) * attention`. Queries, keys and log-sum-exps past what
+counts are NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from sglang_ext.kernels import score_update
+from sglang_ext.kernels.cascade_update import CascadeState
+from sglang_ext.kernels.score_update import reference
+from sglang_ext.kernels.score_update import triton_impl as triton
+from sglang_ext.policies.cascade import Cascade, decay
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter multiplies the bits of bfloat16 as integers.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+# Beside the largest sum. Half precision: the inputs are the same numbers in both, products are added in float32.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, HALF: 2e-6}
+SMALL = triton.Tuning(columns=32, rows=16, warps=2, stages=1)
+SCALE = 0.3
+
+
+class Case:
+    """Queries over keys in view order, several requests of different lengths in one batch."""
+
+    def __init__(self, dtype, heads=6, kv_heads=2, head_dim=24, before=(37, 0, 70), count=(13, 21, 0), seed=0):
+        gen = torch.Generator().manual_seed(seed)
+        batch, rows, columns = len(before), max(count) + 2, max(b + c for b, c in zip(before, count, strict=True)) + 9
+        draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)  # noqa: E731
+        self.query, self.keys = draw(batch, rows, heads, head_dim), draw(batch, kv_heads, columns, head_dim)
+        self.before, self.count = (torch.tensor(x, dtype=torch.int32) for x in (before, count))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.lse = torch.full((batch, rows, heads), float("nan"), dtype=wide)
+        # attention[b]: [rows that count, heads, columns], 0 where unseen
+        self.attention = []
+        for b in range(batch):
+            seen, new = before[b], count[b]
+            probabilities = torch.zeros(new, heads, columns, dtype=torch.float64)
+            for t, h in itertools.product(range(new), range(heads)):
+                k = self.keys[b, h // (heads // kv_heads), : seen + t + 1].double()
+                logits = SCALE * (k @ self.query[b, t, h].double())
+                probabilities[t, h, : seen + t + 1] = torch.softmax(logits, 0)
+                self.lse[b, t, h] = torch.logsumexp(logits, 0)
+            self.attention.append(probabilities)
+            self.query[b, new:] = float("nan")
+            self.keys[b, :, seen + new :] = float("nan")
+
+    def expected(self, beta, reduction, out_heads, score=None):
+        """The scores after all queries, one query at a time; [batch, out_heads, columns] float64."""
+        batch, columns = self.keys.shape[0], self.keys.shape[2]
+        out = torch.zeros(batch, out_heads, columns, dtype=torch.float64) if score is None else score.clone()
+        for b, attention in enumerate(self.attention):
+            for a in attention:
+                grouped = a.view(out_heads, -1, columns)
+                out[b] = beta * out[b] + (1 - beta) * (grouped.mean(1) if reduction == "mean" else grouped.amax(1))
+        return out
+
+    def tensors(self):
+        return [t.to(DEVICE) for t in (self.query, self.keys, self.lse, self.before, self.count)]
+
+
+IMPLEMENTATIONS = [
+    pytest.param(reference, torch.float64, {}, id="reference-float64"),
+    pytest.param(reference, torch.float32, {}, id="reference-float32"),
+    pytest.param(triton, torch.float32, {"tuning": SMALL}, id="triton-small tiles"),
+    pytest.param(triton, torch.float32, {}, id="triton-float32"),
+    pytest.param(triton, HALF, {}, id="triton-half"),
+]
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["independent", "homogeneous"])
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+@pytest.mark.parametrize("module, dtype, more", IMPLEMENTATIONS)
+def test_column_sums(module, dtype, more, reduction, homogeneous):
+    case = Case(dtype)
+    for beta in (0.9999, 0.8, 0.0):
+        got = module.column_sums(
+            *case.tensors(), scale=SCALE, beta=beta, reduction=reduction, homogeneous=homogeneous, **more
+        )
+        want = case.expected(beta, reduction, 1 if homogeneous else 2)
+        assert got.shape == want.shape and got.dtype == case.lse.dtype
+        # Relative to the largest: with beta 0.9999 all are tiny.
+        assert (got.cpu().double() - want).abs().max() <= TOLERANCE[dtype] * want.max()
+        assert want.max() > 0
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 16, (5,), (1,)), (7, 1, 8, (0, 100), (33, 1)), (2, 2, 40, (64,), (64,))])
+@pytest.mark.parametrize("module", [reference, triton], ids=["reference", "triton"])
+def test_other_sizes(module, sizes):
+    heads, kv_heads, head_dim, before, count = sizes
+    case = Case(torch.float32, heads, kv_heads, head_dim, before, count, seed=3)
+    got = module.column_sums(*case.tensors(), scale=SCALE, beta=0.9)
+    want = case.expected(0.9, "mean", kv_heads)
+    assert (got.cpu().double() - want).abs().max() <= TOLERANCE[torch.float32] * want.max()
+
+
+@pytest.mark.parametrize("heads_kept", [2, 1])
+@pytest.mark.parametrize(
+    "module, dtype, more", [p for p in IMPLEMENTATIONS if "float64" not in p.id and "half" not in p.id]
+)
+def test_update_scores_touches_what_is_seen_and_nothing_else(module, dtype, more, heads_kept):
+    case, beta = Case(dtype), 0.97
+    gen = torch.Generator().manual_seed(5)
+    batch, columns = case.keys.shape[0], case.keys.shape[2]
+    rows, entries = torch.tensor([4, 0, 2]), 130
+    place = torch.stack([torch.randperm(entries, generator=gen)[:columns] for _ in range(batch)]).to(torch.int32)
+    start = torch.rand(5, heads_kept, entries, generator=gen)
+    column_score = torch.stack([start[r][:, p.long()] for r, p in zip(rows.tolist(), place, strict=True)]).double()
+    want, after = start.double(), case.expected(beta, "max", heads_kept, column_score)
+    for b, row in enumerate(rows.tolist()):
+        seen = int(case.before[b] + case.count[b])
+        want[row][:, place[b, :seen].long()] = after[b, :, :seen]
+        place[b, seen:] = -1
+    score = start.to(DEVICE, copy=True)
+    module.update_scores(
+        score, place.to(DEVICE), rows.to(DEVICE), *case.tensors(), scale=SCALE, beta=beta, reduction="max", **more
+    )
+    assert (score.cpu().double() - want).abs().max() <= 2e-6
+    untouched = want == start.double()
+    assert torch.equal(score.cpu()[untouched], start[untouched])
+    assert untouched[1].all() and untouched[3].all() and untouched[2].all() and not untouched[4].all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+def test_one_run_of_queries_equals_runs_of_one(reduction):
+    """In float64; and the token that is scored first is one of the run's own."""
+    case = Case(torch.float64, before=(11,), count=(9,))
+    options = {"scale": SCALE, "beta": 0.9, "reduction": reduction}
+    place = torch.arange(case.keys.shape[2], dtype=torch.int32)[None]
+    together, single = (torch.zeros(1, 2, case.keys.shape[2], dtype=torch.float64) for _ in range(2))
+    row = torch.tensor([0])
+    query, keys, lse, before, count = case.query, case.keys, case.lse, case.before, case.count
+    reference.update_scores(together, place, row, query, keys, lse, before, count, **options)
+    for t in range(9):
+        one = (query[:, t : t + 1], keys, lse[:, t : t + 1], before + t, torch.ones_like(count))
+        reference.update_scores(single, place, row, *one, **options)
+    assert (together - single).abs().max() <= 1e-14
+    assert together[0, 0, 19] > 0  # the last token of the run, seen by itself alone
+
+
+def test_the_policy_decays_alike():
+    attention = torch.rand(7, 3, 5, dtype=torch.float64)
+    score = want = torch.rand(3, 5, dtype=torch.float64)
+    for a in attention:
+        want = 0.9 * want + 0.1 * a
+    assert (decay(score, attention, 0.9) - want).abs().max() <= 1e-14
+
+
+def test_scores_land_in_the_cascade():
+    """Through the view's columns: sinks, ring entries and open stride of two requests, one of them still filling."""
+    cascade = Cascade(window=12, cascades=3, sinks=2, stride=4, beta=0.5)
+    rings = cascade.rings
+    state = CascadeState.empty(1, 3, 2, rings, DEVICE)
+    added, seen = torch.tensor([4, 40]), torch.tensor([7, 42])
+    place = rings.columns(added, seen, rings.entries)
+    case = Case(torch.float32, 4, 2, 16, (4, 14), (3, 2))
+    tensors = case.tensors()
+    tensors[1] = torch.nn.functional.pad(tensors[1], (0, 0, 0, rings.entries - tensors[1].shape[2]))[
+        :, :, : rings.entries
+    ]
+    rows = torch.tensor([2, 0], device=DEVICE)
+    score_update.update_scores(state.score[0], place.to(DEVICE), rows, *tensors, scale=SCALE, beta=0.5)
+    want = case.expected(0.5, "mean", 2)
+    for b, (row, kept, new) in enumerate(((2, 4, 3), (0, 14, 2))):
+        touched = state.score[0, row].cpu()
+        assert (touched[:, place[b, : kept + new].long()].double() - want[b, :, : kept + new]).abs().max() <= 1e-6
+        assert (touched > 0).sum() == 2 * (kept + new)
+        waiting = rings.sinks + rings.window + (added[b] + torch.arange(new)) % rings.stride
+        assert torch.equal(place[b, kept : kept + new].long(), waiting)
+    assert bool((state.score[0, 1] == 0).all())
+
+
+def test_bad_input_is_refused():
+    case = Case(torch.float32, before=(3,), count=(2,))
+    query, keys, lse, before, count = case.tensors()
+    options = {"scale": 1.0, "beta": 0.9}
+    for module in (reference, triton):
+        with pytest.raises(ValueError, match="expected a multiple"):
+            module.column_sums(query[:, :, :5], keys, lse[:, :, :5], before, count, **options)
+        with pytest.raises(ValueError, match=r"query is torch\.bfloat16, keys are torch\.float32"):
+            module.column_sums(query.bfloat16(), keys, lse, before, count, **options)
+        with pytest.raises(ValueError, match=r"lse is torch\.float16"):
+            module.column_sums(query, keys, lse.half(), before, count, **options)
+        with pytest.raises(ValueError, match="beta=1"):
+            module.column_sums(query, keys, lse, before, count, scale=1.0, beta=1)
+        with pytest.raises(ValueError, match="'median'"):
+            module.column_sums(query, keys, lse, before, count, reduction="median", **options)
+        with pytest.raises(ValueError, match=r"before is torch\.float32"):
+            module.column_sums(query, keys, lse, before.float(), count, **options)
+        entries = torch.zeros(1, keys.shape[2], dtype=torch.int32, device=DEVICE)
+        row = torch.zeros(1, dtype=torch.long, device=DEVICE)
+        with pytest.raises(ValueError, match=r"score is .*\(1, 3, 9\)"):
+            score = torch.zeros(1, 3, 9, device=DEVICE)
+            module.update_scores(score, entries, row, query, keys, lse, before, count, **options)
+        with pytest.raises(ValueError, match=r"entries is torch\.int64"):
+            score = torch.zeros(1, 2, 9, device=DEVICE)
+            module.update_scores(score, entries.long(), row, query, keys, lse, before, count, **options)
+    with pytest.raises(ValueError, match="expected both in"):
+        reference.column_sums(query, keys, lse, before + 90, count, **options)
+    with pytest.raises(ValueError, match="take the reference for float64"):
+        triton.column_sums(query.double(), keys.double(), lse.double(), before, count, **options)

@@ -26,7 +26,7 @@ class Tuning:
     """What is chosen by measurement.
 
     Attributes:
-        programs: programs of `_attend`; three for each of an H200's 132 multiprocessors, which is what 168 registers leave
+        programs: programs of `_attend`; three for each of an H200's 132 multiprocessors, as 168 registers leave
             room for.
         summaries: centroid summaries of a tile of work; they cost half of what a token costs.
         warps, stages: of `_attend`.

@@ -1,0 +1,373 @@
+"""Attention over clusters against equations (3), (5), (8) and (9), summed up one token and one cluster at a time.
+
+Slots that no token owns are NaN in both caches; so are the centroids and values of empty clusters, tiles that nobody
+lists, and every output and scratch buffer before a call.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, reference, triton_impl
+from sglang_ext.kernels.top_p import Selection
+from sglang_ext.kernels.top_p import select as select_by_sorting
+from sglang_ext.kernels.top_p import triton_impl as top_p
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 3e-3,
+    torch.bfloat16: 2e-2,
+}  # beside outputs of order one
+# The interpreter multiplies bfloat16 matrices wrongly (by their bits); the products are the same code for both halves.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+SMALL = {"programs": 7, "summaries": 16, "merge_parts": 4, "registers": None}
+TUNINGS = {"separate": triton_impl.Tuning(**SMALL), "fused": triton_impl.Tuning(**SMALL, fused=True)}
+WIDTH, TILE = 16, 16
+
+
+@dataclass
+class World:
+    """A layer's caches, its clusters, and three requests of which two share a tile."""
+
+    query: torch.Tensor  # [batch, rotations, heads, head_dim]
+    keys: torch.Tensor
+    values: torch.Tensor
+    pool: ClusterPool
+    rows: ClusterRows
+    dense: DenseTokens
+    scale: float
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[2] // self.keys.shape[1]
+
+    def to(self, dtype: torch.dtype, device: str) -> World:
+        def move(x: torch.Tensor | None) -> torch.Tensor | None:
+            return x if x is None else (x.to(dtype) if x.is_floating_point() else x).to(device)
+
+        parts = {k: move(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        for name in ("pool", "rows", "dense"):
+            part = getattr(self, name)
+            parts[name] = type(part)(**{k: move(v) for k, v in vars(part).items()})
+        return replace(self, **parts)
+
+
+def make_world(
+    group: int = 4, kv_heads: int = 2, dim: int = 20, value_dim: int = 24, rotations: int = 1, seed: int = 0
+) -> World:
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=gen, dtype=torch.float64).bfloat16().double()
+
+    slots, tiles, clustered, own = 900, 5, [[0, 1], [2, 1, 3], []], [9, 37, 20]
+    free = torch.randperm(slots - 1, generator=gen)  # the last slot is nobody's
+    keys = torch.full((slots, kv_heads, dim), math.nan, dtype=torch.float64)
+    values = torch.full((slots, kv_heads, value_dim), math.nan, dtype=torch.float64)
+    shape = (tiles, kv_heads, WIDTH)
+    sizes = torch.zeros(shape, dtype=torch.int32)
+    starts = torch.full(shape, 10**6, dtype=torch.int32)
+    centroids = torch.full((*shape, dim), math.nan, dtype=torch.float64)
+    means = torch.full((*shape, value_dim), math.nan, dtype=torch.float64)
+    members: list[list[int]] = [[] for _ in range(kv_heads)]
+    for tile in range(4):  # the fifth belongs to nobody
+        tokens, free = free[:150], free[150:]
+        keys[tokens], values[tokens] = normal(150, kv_heads, dim), normal(150, kv_heads, value_dim)
+        for head in range(kv_heads):
+            label = torch.randint(0, WIDTH, (150,), generator=gen)
+            label[torch.isin(label, torch.tensor([2, 11]))] = 5  # two empty clusters and a large one
+            for cluster in range(WIDTH):
+                mine = tokens[label == cluster]
+                if len(mine):
+                    sizes[tile, head, cluster], starts[tile, head, cluster] = len(mine), len(members[head])
+                    members[head] += mine.tolist()
+                    centroids[tile, head, cluster] = keys[mine, head].mean(0)
+                    means[tile, head, cluster] = values[mine, head].mean(0)
+    batch, most = len(clustered), 4
+    listed = torch.full((batch, most), 4, dtype=torch.int32)
+    dense = torch.full((batch, 40), slots - 1, dtype=torch.int32)
+    for b, (row, count) in enumerate(zip(clustered, own, strict=True)):
+        listed[b, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        tokens, free = free[:count], free[count:]
+        dense[b, :count] = tokens.int()
+        keys[tokens], values[tokens] = normal(count, kv_heads, dim), normal(count, kv_heads, value_dim)
+        dense[b, 1:count:5] = -1
+    turned = None if rotations == 1 else torch.randint(0, rotations, (batch, most), generator=gen, dtype=torch.int32)
+    runs = None if rotations == 1 else torch.randint(0, rotations, (batch, 3), generator=gen, dtype=torch.int32)
+    return World(
+        normal(batch, rotations, kv_heads * group, dim),
+        keys,
+        values,
+        ClusterPool(centroids, means, sizes, starts, torch.tensor(members, dtype=torch.int32)),
+        ClusterRows(listed, torch.tensor([len(row) for row in clustered], dtype=torch.int32), turned),
+        DenseTokens(dense, torch.tensor(own, dtype=torch.int32), runs),
+        scale=0.4,
+    )
+
+
+def expected_logit(world: World, b: int, h: int, g: int, cell: int) -> float:
+    """Equation 5 for one cluster and one query head."""
+    place, inside = divmod(cell, WIDTH)
+    tile = world.rows.tiles[b, place]
+    size = int(world.pool.sizes[tile, h, inside])
+    if place >= world.rows.counts[b] or size == 0:
+        return -math.inf
+    turn = 0 if world.rows.rotation is None else world.rows.rotation[b, place]
+    q = world.query[b, turn, h * world.group + g]
+    return float(q @ world.pool.centroids[tile, h, inside]) * world.scale + math.log(size)
+
+
+def expected(world: World, exact: torch.Tensor, approx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Equations 8 and 9 by adding up weights; exact, approx: [batch, kv_heads, cells] bool."""
+    batch, _, heads, _ = world.query.shape
+    out = torch.zeros(batch, heads, world.values.shape[-1], dtype=torch.float64)
+    lse = torch.full((batch, heads), -math.inf, dtype=torch.float64)
+    for b in range(batch):
+        for head in range(heads):
+            h, g = divmod(head, world.group)
+            weights, seen = [], []
+
+            def read(slot: int, turn: int, b=b, head=head, h=h, weights=weights, seen=seen) -> None:
+                weights.append(math.exp(float(world.query[b, turn, head] @ world.keys[slot, h]) * world.scale))
+                seen.append(world.values[slot, h])
+
+            for entry in range(int(world.dense.counts[b])):
+                slot = int(world.dense.slots[b, entry])
+                if slot >= 0:
+                    read(slot, 0 if world.dense.rotation is None else int(world.dense.rotation[b, entry // TILE]))
+            for cell in exact[b, h].nonzero().flatten().tolist():
+                tile = world.rows.tiles[b, cell // WIDTH]
+                begin = int(world.pool.starts[tile, h, cell % WIDTH])
+                for slot in world.pool.members[
+                    h, begin : begin + int(world.pool.sizes[tile, h, cell % WIDTH])
+                ].tolist():
+                    read(slot, 0 if world.rows.rotation is None else int(world.rows.rotation[b, cell // WIDTH]))
+            for cell in approx[b, h].nonzero().flatten().tolist():
+                weights.append(math.exp(expected_logit(world, b, h, g, cell)))
+                seen.append(world.pool.values[world.rows.tiles[b, cell // WIDTH], h, cell % WIDTH])
+            if weights:
+                total = math.fsum(weights)
+                out[b, head] = sum(w * v for w, v in zip(weights, seen, strict=True)) / total
+                lse[b, head] = math.log(total)
+    return out, lse
+
+
+def lists(world: World, exact: torch.Tensor, approx: torch.Tensor) -> Selection:
+    """The selection that says these sets, written out one token at a time; stale entries name nothing valid."""
+    batch, kv_heads, cells = exact.shape
+    got = Selection.empty(batch, kv_heads, cells, 600, "cpu", TILE)
+    for buffer in (got.exact, got.prefix, got.shift, got.approx, got.first):
+        buffer.fill_(-(10**6))
+    for b in range(batch):
+        for h in range(kv_heads):
+            chosen, rest = exact[b, h].nonzero().flatten().tolist(), approx[b, h].nonzero().flatten().tolist()
+            tokens = 0
+            for place, cell in enumerate(chosen):
+                tile = world.rows.tiles[b, cell // WIDTH]
+                got.exact[b, h, place], got.prefix[b, h, place] = cell, tokens
+                got.shift[b, h, place] = world.pool.starts[tile, h, cell % WIDTH] - tokens
+                for _ in range(int(world.pool.sizes[tile, h, cell % WIDTH])):
+                    if tokens % TILE == 0:
+                        got.first[b, h, tokens // TILE] = place
+                    tokens += 1
+            got.approx[b, h, : len(rest)] = torch.tensor(rest, dtype=torch.int32)
+            got.counts[b, h] = torch.tensor([len(chosen), tokens, len(rest), 0], dtype=torch.int32)
+    return got
+
+
+def attend(
+    world: World, selection: Selection, kind: str, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if kind == "reference":
+        logits, _, _ = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
+        return reference.cluster_attention(
+            world.query, world.keys, world.values, world.pool, world.rows, world.dense, selection, logits, world.scale
+        )
+    w, tuning = world.to(dtype, DEVICE), TUNINGS[kind]
+    selection = replace(selection, **{k: v.to(DEVICE) for k, v in vars(selection).items() if torch.is_tensor(v)})
+    logits, _, _ = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
+    batch, _, heads, _ = w.query.shape
+    kv_heads, value_dim = w.values.shape[1:]
+    workspace = triton_impl.Workspace.empty(batch, kv_heads, w.group, value_dim, DEVICE, tuning)
+    out = torch.empty(batch, heads, value_dim, dtype=dtype, device=DEVICE)
+    lse = torch.empty(batch, heads, device=DEVICE)
+    for _ in range(2 if tuning.fused else 1):  # the second time over what the first left behind
+        for buffer in (out, lse, workspace.parts, workspace.part_lse):
+            buffer.fill_(math.nan)
+        triton_impl.cluster_attention(
+            w.query, w.keys, w.values, w.pool, w.rows, w.dense, selection, logits, w.scale,
+            out=(out, lse), workspace=workspace, tuning=tuning,
+        )  # fmt: skip
+    assert not workspace.arrived.any()
+    return out.double().cpu(), lse.double().cpu()
+
+
+def random_sets(world: World, seed: int, exact_share: float = 0.4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Disjoint random sets of non-empty clusters; rows differ much in how many they have."""
+    gen = torch.Generator().manual_seed(seed)
+    most = world.rows.tiles.shape[1]
+    filled = world.pool.sizes[world.rows.tiles.long()].transpose(1, 2).flatten(2) > 0  # [batch, kv_heads, cells]
+    filled &= (torch.arange(most * WIDTH) // WIDTH < world.rows.counts.unsqueeze(-1)).unsqueeze(1)
+    draw = torch.rand(filled.shape, generator=gen)
+    share = torch.tensor([exact_share, exact_share / 8]).view(1, -1, 1)
+    return filled & (draw < share), filled & (draw > 0.6) & (draw >= share)
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+@pytest.mark.parametrize(("group", "rotations"), [(1, 1), (4, 1), (4, 3)])
+def test_scores(group: int, rotations: int, kind: str) -> None:
+    world = make_world(group, rotations=rotations)
+    cells = world.rows.tiles.shape[1] * WIDTH
+    if kind == "reference":
+        logits, sizes, starts = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
+        tolerance = TOLERANCE[torch.float64]
+        assert logits.dtype == torch.float64
+    else:
+        w = world.to(torch.float32, DEVICE)
+        out = (
+            torch.full((3, 2, group, cells), math.nan, device=DEVICE),
+            torch.full((3, 2, cells), -7, dtype=torch.int32, device=DEVICE),
+            torch.full((3, 2, cells), -7, dtype=torch.int32, device=DEVICE),
+        )
+        got = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, out=out, tuning=triton_impl.TUNING)
+        logits, sizes, starts = (x.cpu() for x in got)
+        tolerance = TOLERANCE[torch.float32]
+    for b in range(3):
+        n = int(world.rows.counts[b]) * WIDTH
+        for h in range(2):
+            want = [[expected_logit(world, b, h, g, cell) for cell in range(n)] for g in range(group)]
+            want_logits = torch.tensor(want, dtype=torch.float64).view(group, n)
+            torch.testing.assert_close(logits[b, h, :, :n].double(), want_logits, rtol=0, atol=tolerance)
+            tiles = world.rows.tiles[b, : int(world.rows.counts[b])].long()
+            assert torch.equal(sizes[b, h, :n], world.pool.sizes[tiles, h].flatten())
+            assert torch.equal(starts[b, h, :n], world.pool.starts[tiles, h].flatten())
+        if kind == "triton":
+            assert logits[b, ..., n:].isnan().all()  # what lies behind the count is not touched
+
+
+@pytest.mark.parametrize("kind", ["reference", "separate", "fused"])
+@pytest.mark.parametrize(("group", "rotations"), [(1, 1), (4, 1), (3, 4)])
+def test_exact_tokens_and_summaries(group: int, rotations: int, kind: str) -> None:
+    world = make_world(group, rotations=rotations, seed=group)
+    exact, approx = random_sets(world, seed=group)
+    assert exact.any() and approx.any()
+    want, want_lse = expected(world, exact, approx)
+    got, lse = attend(world, lists(world, exact, approx), kind)
+    tolerance = TOLERANCE[torch.float64 if kind == "reference" else torch.float32]
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=tolerance)
+
+
+def test_half_precision() -> None:
+    """Inputs are half precision numbers already, so only weights and sums are rounded."""
+    world = make_world()
+    halves = replace(
+        world.pool, centroids=world.pool.centroids.to(HALF).double(), values=world.pool.values.to(HALF).double()
+    )
+    rounded = replace(world, pool=halves)
+    exact, approx = random_sets(world, seed=3)
+    want, want_lse = expected(rounded, exact, approx)
+    got, lse = attend(rounded, lists(world, exact, approx), "separate", HALF)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[HALF])
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=TOLERANCE[HALF])
+
+
+@pytest.mark.parametrize("programs", [1, 3, 60], ids=str)
+def test_any_number_of_programs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program does all rows; with more programs than tiles, some have nothing."""
+    monkeypatch.setitem(TUNINGS, "fused", replace(TUNINGS["fused"], programs=programs))
+    world = make_world(group=2)
+    exact, approx = random_sets(world, seed=11, exact_share=0.9)
+    want, want_lse = expected(world, exact, approx)
+    got, lse = attend(world, lists(world, exact, approx), "fused")
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[torch.float32])
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("kind", ["reference", "separate", "fused"])
+def test_a_row_that_sees_nothing(kind: str) -> None:
+    world = make_world(group=2)
+    world.dense.counts[1:] = 0
+    world.rows.counts[2] = 0
+    world.dense.slots[0] = -1  # and one whose dense tokens are all skipped
+    nothing = torch.zeros(3, 2, 4 * WIDTH, dtype=torch.bool)
+    approx = nothing.clone()
+    approx[1, 0, 3] = True  # one head of one request sees one summary
+    got, lse = attend(world, lists(world, nothing, approx), kind)
+    seen = torch.zeros(3, 4, dtype=torch.bool)
+    seen[1, :2] = True
+    assert torch.equal(lse.isfinite(), seen) and (lse[~seen] == -math.inf).all()
+    assert not got[~seen].any()
+    torch.testing.assert_close(got[1, 0], world.pool.values[2, 0, 3], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rotations", [1, 2])
+@pytest.mark.parametrize("rule", ["union", "mean"])
+def test_p1_equals_p2_equals_1_is_dense(rule: str, rotations: int) -> None:
+    """Scores, selection and attention together: all clusters are exact, so the result is softmax attention."""
+    world = make_world(group=2, rotations=rotations, seed=9)
+    filled, none = random_sets(world, seed=0, exact_share=16.0)
+    assert not none[0].any()
+    want, want_lse = expected(world, filled, none & False)
+    w = world.to(torch.float32, DEVICE)
+    p = torch.ones(3, 2, device=DEVICE)
+    cells = w.rows.counts * WIDTH
+    tuning = TUNINGS["separate"]
+    scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
+    chosen = top_p.select(*scores, cells, p, tokens=600, group=rule, tile=TILE, tuning=top_p.Tuning(joint=False))
+    got, lse = triton_impl.cluster_attention(
+        w.query, w.keys, w.values, w.pool, w.rows, w.dense, chosen, scores[0], w.scale, tuning=tuning
+    )
+    torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["union", "mean"])
+def test_the_whole_step_equals_the_reference(rule: str) -> None:
+    world = make_world(group=3, seed=21)
+    w = world.to(torch.float32, DEVICE)
+    p = torch.tensor([[0.9, 0.5], [0.95, 0.7], [0.5, 0.5]])
+    cells = world.rows.counts * WIDTH
+    scores = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
+    chosen = select_by_sorting(*scores, cells, p, tokens=600, group=rule, tile=TILE)
+    assert chosen.counts[:2, :, [0, 2]].min() > 0  # both kinds in every row that has clusters
+    want, _ = reference.cluster_attention(
+        world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale
+    )
+    scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale)
+    fast = top_p.select(
+        *scores, cells.to(DEVICE), p.to(DEVICE), tokens=600, group=rule, tile=TILE, tuning=top_p.Tuning(joint=False)
+    )
+    got, _ = triton_impl.cluster_attention(
+        w.query, w.keys, w.values, w.pool, w.rows, w.dense, fast, scores[0], w.scale, tuning=TUNINGS["fused"]
+    )
+    torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=TOLERANCE[torch.float32])
+
+
+def test_refusals() -> None:
+    world = make_world().to(torch.float32, DEVICE)
+    for module in (reference, triton_impl):
+        with pytest.raises(ValueError, match="expected \\[batch, rotations, heads, head_dim\\]"):
+            module.centroid_scores(world.query[:, 0], world.pool, world.rows, 1.0)
+        with pytest.raises(ValueError, match="7 query heads over 2 key-value heads"):
+            module.centroid_scores(world.query[:, :, :7], world.pool, world.rows, 1.0)
+        with pytest.raises(ValueError, match="2 rotations of the query but none named"):
+            module.centroid_scores(world.query.expand(-1, 2, -1, -1), world.pool, world.rows, 1.0)
+        with pytest.raises(ValueError, match="clusters of 3 requests for 2 queries"):
+            module.centroid_scores(world.query[:2], world.pool, world.rows, 1.0)
+    with pytest.raises(ValueError, match="expected contiguous tensors of one dtype"):
+        triton_impl.centroid_scores(world.query.bfloat16(), world.pool, world.rows, 1.0)
+    nothing = torch.zeros(3, 2, 4 * WIDTH, dtype=torch.bool)
+    logits, _, _ = triton_impl.centroid_scores(world.query, world.pool, world.rows, 1.0)
+    arguments = (world.query, world.keys, world.values, world.pool, world.rows, world.dense)
+    small = triton_impl.Workspace.empty(3, 2, 4, 24, DEVICE, TUNINGS["separate"])
+    with pytest.raises(ValueError, match="make it for this tuning"):
+        triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits, 1.0, workspace=small)
+    with pytest.raises(ValueError, match="expected contiguous float32"):
+        triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits.double(), 1.0)

@@ -1,0 +1,248 @@
+"""Top-p selection against sets worked out one cluster at a time, from Python floats and a sort.
+
+Everything from a request's count on, and every output buffer, holds garbage before a call.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sglang_ext.kernels.top_p import Selection, reference, top_p_mask, triton_impl
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+UNIT = 2.0**-30  # the kernel's unit of mass
+SEPARATE = triton_impl.Tuning(joint=False)  # the interpreter runs a joint reduction element by element
+FUSED = triton_impl.Tuning(joint=False, fused=True)
+
+
+def shares(logits: list[float]) -> list[float]:
+    """Softmax of one head, in double precision."""
+    top = max(logits)
+    weights = [math.exp(x - top) if x > -math.inf else 0.0 for x in logits]
+    return [w / math.fsum(weights) for w in weights]
+
+
+def smallest_set(masses: list[float], p: float, present: list[bool]) -> set[int]:
+    """Take clusters by descending mass, the first of equals first, until the mass reaches p."""
+    if p >= 1:
+        return {i for i, there in enumerate(present) if there}
+    taken: list[int] = []
+    for i in sorted(range(len(masses)), key=lambda i: (-masses[i], i)):
+        if math.fsum(masses[j] for j in taken) >= p or not present[i]:
+            break
+        taken.append(i)
+    return set(taken) if p > 0 else set()
+
+
+@dataclass
+class Case:
+    logits: torch.Tensor
+    sizes: torch.Tensor
+    starts: torch.Tensor
+    cells: torch.Tensor
+    p: torch.Tensor
+
+
+def make_case(group: int, cells: list[int], spread: float, seed: int, p: list[list[float]] | None = None) -> Case:
+    """Clusters of 0 to 40 tokens, one of 300; the most massive one is not the first."""
+    gen = torch.Generator().manual_seed(seed)
+    batch, kv_heads, width = len(cells), 2, max(cells) + 5
+    sizes = torch.randint(0, 41, (batch, kv_heads, width), generator=gen, dtype=torch.int32)
+    sizes[..., 3] = 300
+    logits = torch.randn(batch, kv_heads, group, width, generator=gen) * spread
+    logits = torch.where(sizes.unsqueeze(2) > 0, logits, -math.inf)
+    starts = torch.randint(0, 10000, (batch, kv_heads, width), generator=gen, dtype=torch.int32)
+    for b, n in enumerate(cells):
+        logits[b, ..., n:] = math.nan
+        sizes[b, :, n:] = 12345
+    shared = torch.tensor(p or [[0.95, 0.7], [0.6, 0.2], [0.99, 0.8]][:batch])
+    return Case(logits, sizes, starts, torch.tensor(cells, dtype=torch.int32), shared)
+
+
+def poisoned(case: Case, tokens: int, tile: int) -> Selection:
+    batch, kv_heads, _, width = case.logits.shape
+    out = Selection.empty(batch, kv_heads, width, tokens, DEVICE, tile)
+    for buffer in (out.counts, out.exact, out.prefix, out.shift, out.approx, out.first):
+        buffer.fill_(-(10**6))
+    return out
+
+
+def run(case: Case, kind: str, tile: int = 16, **options: object) -> Selection:
+    arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
+    tokens = 40 * case.logits.shape[-1] + 300
+    if kind == "reference":
+        return reference.select(*arguments, tokens=tokens, tile=tile, **options)
+    tuning = {"separate": SEPARATE, "fused": FUSED, "joint": triton_impl.Tuning()}[kind]
+    workspace = triton_impl.Workspace.empty(*case.logits.shape, DEVICE)
+    workspace.levels.fill_(77)
+    got = poisoned(case, tokens, tile)
+    for _ in range(2 if tuning.fused else 1):  # the second time over what the first left behind
+        triton_impl.select(*arguments, tokens=tokens, out=got, workspace=workspace, tuning=tuning, **options)
+    assert not workspace.arrived.any()
+    return got
+
+
+def expected_sets(case: Case, b: int, h: int, group: str, by_count: bool = False) -> tuple[set[int], set[int]]:
+    """(exact, approximated) clusters of one row."""
+    n = int(case.cells[b])
+    present = (case.sizes[b, h, :n] > 0).tolist()
+    heads = [shares(x) for x in case.logits[b, h, :, :n].double().tolist()] if any(present) else [[0.0] * n]
+    if group == "mean":
+        heads = [[math.fsum(column) / len(heads) for column in zip(*heads, strict=True)]]
+    stages: list[set[int]] = []
+    for p in case.p[b].double().tolist():
+        if by_count:
+            order = [sorted((i for i in range(n) if present[i]), key=lambda i, m=m: (-m[i], i)) for m in heads]
+            stages.append(set().union(*(o[: int(p)] for o in order)))
+        else:
+            stages.append(set().union(*(smallest_set(m, p, present) for m in heads)))
+    return stages[1], stages[0] - stages[1]
+
+
+def check_lists(case: Case, got: Selection, b: int, h: int, exact: set[int], approx: set[int]) -> None:
+    """The lists, their counts, and where each token of work is found."""
+    n_exact, tokens, n_approx, filled = got.counts[b, h].tolist()
+    chosen = got.exact[b, h, :n_exact].tolist()
+    assert chosen == sorted(exact)
+    assert got.approx[b, h, :n_approx].tolist() == sorted(approx)
+    assert filled == int((case.sizes[b, h, : int(case.cells[b])] > 0).sum())
+    where = [
+        (place, case.starts[b, h, c].item() + i) for place, c in enumerate(chosen) for i in range(case.sizes[b, h, c])
+    ]
+    assert tokens == len(where)
+    prefix, shift = got.prefix[b, h].tolist(), got.shift[b, h].tolist()
+    for token, (place, member) in enumerate(where):
+        assert prefix[place] <= token and token + shift[place] == member
+        if token % got.tile == 0:
+            assert got.first[b, h, token // got.tile] == place
+
+
+@pytest.mark.parametrize("kind", ["reference", "separate", "fused"])
+@pytest.mark.parametrize("rule", ["union", "mean"])
+@pytest.mark.parametrize(("group", "spread"), [(1, 3.0), (4, 0.3), (3, 8.0)], ids=["one", "flat", "peaked"])
+def test_sets_and_lists(group: int, spread: float, rule: str, kind: str) -> None:
+    case = make_case(group, [61, 17], spread, seed=group)
+    got = run(case, kind, group=rule)
+    kept = 0
+    for b in range(2):
+        for h in range(2):
+            exact, approx = expected_sets(case, b, h, rule)
+            check_lists(case, got, b, h, exact, approx)
+            kept += len(exact)
+    assert kept  # something was selected at all
+
+
+def test_joint_reduction_is_the_same() -> None:
+    case = make_case(2, [27], 2.0, seed=5)
+    got = run(case, "joint")
+    for h in range(2):
+        check_lists(case, got, 0, h, *expected_sets(case, 0, h, "union"))
+
+
+@pytest.mark.parametrize("kind", ["reference", "separate"])
+@pytest.mark.parametrize("rule", ["union", "mean"])
+def test_numbers_of_clusters(rule: str, kind: str) -> None:
+    case = make_case(3, [50, 9], 40.0, seed=8, p=[[20.0, 3.0], [100.0, 0.0]])  # most masses underflow
+    got = run(case, kind, group=rule, by_count=True)
+    for b in range(2):
+        for h in range(2):
+            check_lists(case, got, b, h, *expected_sets(case, b, h, rule, by_count=True))
+
+
+@pytest.mark.parametrize("kind", ["reference", "separate"])
+def test_everything_and_nothing(kind: str) -> None:
+    """p = 1 keeps clusters that weigh nothing in float32; p = 0 keeps none; a request may have no clusters."""
+    case = make_case(2, [20, 20, 0], 60.0, seed=4, p=[[1.0, 1.0], [1.0, 0.0], [0.9, 0.9]])
+    case.logits[:2, 1] = torch.where(case.sizes[:2, 1].unsqueeze(1) > 0, case.logits[:2, 1], -math.inf)
+    case.sizes[0, 1, :20], case.logits[0, 1, :, :20] = 0, -math.inf  # a head without a token
+    got = run(case, kind)
+    for h in range(2):
+        every = {i for i in range(20) if case.sizes[0, h, i] > 0}
+        check_lists(case, got, 0, h, every, set())
+        check_lists(case, got, 1, h, set(), {i for i in range(20) if case.sizes[1, h, i] > 0})
+        check_lists(case, got, 2, h, set(), set())
+    assert not every  # the head without a token was one of them
+
+
+@pytest.mark.parametrize("kind", ["reference", "separate", "fused"])
+def test_of_equal_clusters_the_first_are_taken(kind: str) -> None:
+    """Fifty equal masses of 0.02: 0.49 needs 25. Behind one of mass 1/2 with 48 equals, 0.75 needs 24 of them."""
+    sizes = torch.ones(2, 1, 50, dtype=torch.int32)
+    logits = torch.zeros(2, 1, 1, 50)
+    logits[1, 0, 0, 7], logits[1, 0, 0, 20] = math.log(48), -math.inf
+    sizes[1, 0, 20] = 0
+    p = torch.tensor([[0.49, 0.01], [0.749, 0.5 - 1e-6]])
+    case = Case(logits, sizes, sizes.clone(), torch.tensor([50, 50], dtype=torch.int32), p)
+    got = run(case, kind)
+    check_lists(case, got, 0, 0, {0}, set(range(1, 25)))
+    check_lists(case, got, 1, 0, {7}, {i for i in range(26) if i not in (7, 20)})
+
+
+@pytest.mark.parametrize("kind", ["reference", "separate"])
+def test_a_single_cluster(kind: str) -> None:
+    sizes = torch.tensor([[[5]]], dtype=torch.int32)
+    case = Case(
+        torch.tensor([[[[-80.0]]]]), sizes, sizes, torch.ones(1, dtype=torch.int32), torch.tensor([[0.5, 1e-6]])
+    )
+    check_lists(case, run(case, kind), 0, 0, {0}, set())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_kernel_s_sets_are_minimal(seed: int) -> None:
+    """With as many clusters as fit a quick test: mass at least p, and without its smallest cluster below p."""
+    gen = torch.Generator().manual_seed(seed)
+    n = 1000
+    logits = (torch.randn(1, 1, 1, n, generator=gen) * [0.5, 2.0, 5.0][seed]).to(DEVICE)
+    logits[..., ::7] = logits[..., 3:4]  # many equals
+    sizes = torch.ones(1, 1, n, dtype=torch.int32, device=DEVICE)
+    p = torch.tensor([[0.95, 0.7]], device=DEVICE)
+    cells = torch.tensor([n], dtype=torch.int32, device=DEVICE)
+    got = triton_impl.select(logits, sizes, sizes, cells, p, tokens=n, tuning=SEPARATE)
+    mass = torch.softmax(logits.double().flatten(), 0).cpu()
+    n_exact, _, n_approx, _ = got.counts[0, 0].tolist()
+    exact = got.exact[0, 0, :n_exact].long().cpu()
+    both = torch.cat([exact, got.approx[0, 0, :n_approx].long().cpu()])
+    for chosen, target in ((both, p[0, 0].item()), (exact, p[0, 1].item())):
+        assert mass[chosen].sum() >= target - n * UNIT - 1e-6  # and float32 exponentials
+        assert mass[chosen].sum() - mass[chosen].min() < target + n * UNIT + 1e-6
+        left = torch.ones(n, dtype=torch.bool)
+        left[chosen] = False
+        assert mass[left].max() <= mass[chosen].min()
+
+
+def test_mask_by_hand() -> None:
+    mass = torch.tensor([[1.0, 4.0, 2.0, 0.0, 1.0], [0.0, 0.0, 3.0, 0.0, 0.0]], dtype=torch.float64)
+    for p, expected in (
+        (0.5, [[0, 1, 0, 0, 0], [0, 0, 1, 0, 0]]),
+        (0.51, [[0, 1, 1, 0, 0], [0, 0, 1, 0, 0]]),
+        (0.8, [[1, 1, 1, 0, 0], [0, 0, 1, 0, 0]]),
+        (1.0, [[1, 1, 1, 0, 1], [0, 0, 1, 0, 0]]),
+        (0.0, [[0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]),
+    ):
+        assert top_p_mask(mass, p).int().tolist() == expected
+    each = top_p_mask(mass, torch.tensor([0.8, 0.0]))
+    assert each.int().tolist() == [[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_refusals() -> None:
+    case = make_case(2, [10], 1.0, seed=0)
+    good = {name: getattr(case, name) for name in ("logits", "sizes", "starts", "cells", "p")}
+    for name, bad, message in (
+        ("logits", case.logits[0], "expected \\[batch, kv_heads, group, cells\\]"),
+        ("sizes", case.sizes[:, :1], "sizes of shape"),
+        ("p", case.p[:, :1], "p of shape"),
+    ):
+        for module in (reference, triton_impl):
+            with pytest.raises(ValueError, match=message):
+                module.select(**{**good, name: bad}, tokens=100)
+    with pytest.raises(ValueError, match="group='median'"):
+        reference.select(**good, tokens=100, group="median")
+    with pytest.raises(ValueError, match=r"expected contiguous torch\.int32"):
+        triton_impl.select(**{**good, "sizes": case.sizes.long()}, tokens=100)
+    wide = torch.zeros(1, 1, triton_impl.MAX_CELLS + 1)
+    with pytest.raises(ValueError, match="expected at most 32768"):
+        triton_impl.select(wide.unsqueeze(1), wide.int(), wide.int(), case.cells, case.p, tokens=100)

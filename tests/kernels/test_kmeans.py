@@ -1,0 +1,206 @@
+"""k-means against its definition, token by token in double precision, and its lists against their meaning.
+
+Slots that no token owns are NaN in both caches.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sglang_ext.kernels.kmeans import Clusters, Plan, reference, triton_impl
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter multiplies bfloat16 matrices wrongly (by their bits); both halves run the same code.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+}  # beside means of order one
+SMALL = triton_impl.Tuning(tokens=32, centroids=16, sum_clusters=16, sum_tokens=32)
+
+
+def caches(
+    tokens: int, kv_heads: int = 2, dim: int = 12, value_dim: int = 20, seed: int = 0, planted: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(keys, values, slots) in float64; keys have a common mean, and with `planted` lie near so many far directions."""
+    gen = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(3 * tokens, generator=gen)[:tokens].int()
+    keys = torch.full((3 * tokens, kv_heads, dim), math.nan, dtype=torch.float64)
+    values = torch.full((3 * tokens, kv_heads, value_dim), math.nan, dtype=torch.float64)
+    fresh = torch.randn(tokens, kv_heads, dim, generator=gen, dtype=torch.float64)
+    if planted:
+        # Orthogonal directions, one after the other, so that the first centroids at uniform strides hit each once.
+        directions = torch.eye(dim, dtype=torch.float64)[:planted] * 9
+        fresh = fresh * 0.3 + directions[torch.arange(tokens) * planted // tokens].unsqueeze(1)
+    keys[slots.long()] = fresh + torch.randn(kv_heads, dim, generator=gen, dtype=torch.float64) * 2
+    values[slots.long()] = torch.randn(tokens, kv_heads, value_dim, generator=gen, dtype=torch.float64)
+    return keys, values, slots
+
+
+def by_definition(keys: torch.Tensor, count: int, iterations: int, assignment: str) -> list[int]:
+    """Labels of one head's keys [n, dim]: loops over tokens and clusters."""
+    n = len(keys)
+    mean = sum(keys) / n
+    centroids = [keys[j * n // count] for j in range(count)]
+    labels: list[int] = []
+    for _ in range(iterations):
+        labels = []
+        for key in keys:
+            if assignment == "inner":
+                score = [float((key - mean) @ (c - mean)) for c in centroids]
+            else:
+                score = [-float((key - c).square().sum()) for c in centroids]
+            labels.append(score.index(max(score)))
+        for j in range(count):
+            mine = [key for key, label in zip(keys, labels, strict=True) if label == j]
+            if mine:
+                centroids[j] = sum(mine) / len(mine)
+    return labels
+
+
+def check_meaning(
+    got: Clusters, plan: Plan, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, tolerance: float
+) -> None:
+    """Lists and means say what the labels say."""
+    kv_heads, width = keys.shape[1], plan.width
+    assert got.labels.shape == got.order.shape == (kv_heads, plan.tokens)
+    assert got.sizes.shape == got.starts.shape == (sum(plan.tiles), kv_heads, width)
+    token, tile = 0, 0
+    for length, clusters, tiles in zip(plan.lengths, plan.clusters, plan.tiles, strict=True):
+        labels = got.labels[:, token : token + length]
+        assert labels.min() >= tile * width and labels.max() < tile * width + clusters
+        token, tile = token + length, tile + tiles
+    for head in range(kv_heads):
+        for cell in range(tile * width):
+            at = (cell // width, head, cell % width)
+            mine = (got.labels[head] == cell).nonzero().flatten()
+            assert got.sizes[at] == len(mine)
+            start = int(got.starts[at])
+            assert torch.equal(got.order[head, start : start + len(mine)], mine.int())  # ascending, and nothing else
+            for means, cache in ((got.centroids, keys), (got.values, values)):
+                chosen = cache[slots[mine].long(), head].double()
+                want = chosen.mean(0) if len(mine) else torch.zeros(cache.shape[2], dtype=torch.float64)
+                torch.testing.assert_close(means[at].double(), want, rtol=0, atol=tolerance)
+
+
+def run(
+    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, plan: Plan, dtype: torch.dtype, **options: object
+) -> Clusters:
+    got = triton_impl.kmeans(
+        keys.to(dtype).to(DEVICE), values.to(dtype).to(DEVICE), slots.to(DEVICE), plan, tuning=SMALL, **options
+    )
+    return Clusters(**{name: tensor.cpu() for name, tensor in vars(got).items()})
+
+
+@pytest.mark.parametrize("assignment", ["inner", "l2"])
+@pytest.mark.parametrize("iterations", [1, 4])
+def test_reference_is_the_definition(iterations: int, assignment: str) -> None:
+    keys, values, slots = caches(61, seed=iterations)
+    plan = Plan((41, 20), cluster=6, width=4)  # 7 and 4 clusters: 2 tiles and 1
+    got = reference.kmeans(keys, values, slots, plan, iterations=iterations, assignment=assignment)
+    for head in range(2):
+        first = by_definition(keys[slots[:41].long(), head], 7, iterations, assignment)
+        second = by_definition(keys[slots[41:].long(), head], 4, iterations, assignment)
+        assert got.labels[head].tolist() == first + [8 + label for label in second]
+    check_meaning(got, plan, keys, values, slots, TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["float32", "half"])
+@pytest.mark.parametrize("assignment", ["inner", "l2"])
+def test_planted_clusters_are_found(assignment: str, dtype: torch.dtype) -> None:
+    keys, values, slots = caches(90, planted=9, seed=3)
+    plan = Plan((90,), cluster=10, width=16)
+    got = run(keys, values, slots, plan, dtype, iterations=3, assignment=assignment)
+    want = (torch.arange(90) * 9 // 90).int()
+    assert torch.equal(got.labels, want.expand(2, -1))
+    check_meaning(got, plan, keys, values, slots, 10 * TOLERANCE[dtype])  # keys of order ten
+    assert int((got.sizes == 0).sum()) == 2 * 7  # the padding of the tile
+
+
+@pytest.mark.parametrize("assignment", ["inner", "l2"])
+def test_kernel_is_the_definition_where_no_two_scores_are_close(assignment: str) -> None:
+    """Two segments, the second without a full tile of tokens; float32 against double precision."""
+    keys, values, slots = caches(109, dim=20, seed=12)
+    keys = keys.float().double()
+    plan = Plan((70, 39), cluster=4, width=16)
+    got = run(keys, values, slots, plan, torch.float32, iterations=2, assignment=assignment)
+    for head in range(2):
+        want = by_definition(keys[slots[:70].long(), head], 18, 2, assignment)
+        want += [32 + label for label in by_definition(keys[slots[70:].long(), head], 10, 2, assignment)]
+        assert got.labels[head].tolist() == want  # the seed leaves no close call
+    check_meaning(got, plan, keys, values, slots, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+def test_equal_keys_leave_clusters_empty(kind: str) -> None:
+    """All keys alike: all go to the first cluster; the others are empty, and zero."""
+    keys, values, slots = caches(37, seed=4)
+    keys[slots.long()] = 0.75
+    plan = Plan((37,), cluster=5, width=16)
+    if kind == "reference":
+        got = reference.kmeans(keys, values, slots, plan, iterations=2)
+    else:
+        got = run(keys, values, slots, plan, torch.float32, iterations=2)
+    assert not got.labels.any()
+    assert got.sizes[0, :, 0].tolist() == [37, 37] and not got.sizes[0, :, 1:].any()
+    check_meaning(got, plan, keys, values, slots, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+def test_a_cluster_that_loses_its_tokens_may_win_some_back(kind: str) -> None:
+    """It stays where it was while it is empty. One dimension, by hand: see the comments."""
+    # Mean 0. First centroids (0.1, 3, -3.1): 0.1 scores less than another for every key, so it is empty and stays.
+    line = torch.tensor([0.1, -0.2, 3.0, 3.2, -3.1, -3.0], dtype=torch.float64)
+    keys = line.view(-1, 1, 1).clone()
+    values, slots = torch.ones(6, 1, 2, dtype=torch.float64), torch.arange(6, dtype=torch.int32)
+    plan = Plan((6,), cluster=2, width=16)
+    if kind == "reference":
+        got = reference.kmeans(keys, values, slots, plan, iterations=3, assignment="inner")
+        nearest = reference.kmeans(keys, values, slots, plan, iterations=3, assignment="l2")
+    else:
+        got = run(keys, values, slots, plan, torch.float32, iterations=3, assignment="inner")
+        nearest = run(keys, values, slots, plan, torch.float32, iterations=3, assignment="l2")
+    assert got.labels.tolist() == [[1, 2, 1, 1, 2, 2]]
+    assert nearest.labels.tolist() == [[0, 0, 1, 1, 2, 2]]
+
+
+def test_segments_are_clustered_on_their_own_and_alike_in_every_run() -> None:
+    keys, values, slots = caches(83, seed=7)
+    whole = run(keys, values, slots, Plan((50, 33), 8, 16), torch.float32, iterations=2)
+    again = run(keys, values, slots, Plan((50, 33), 8, 16), torch.float32, iterations=2)
+    for name, tensor in vars(whole).items():
+        assert torch.equal(tensor, getattr(again, name)), name
+    first = run(keys, values, slots[:50].contiguous(), Plan((50,), 8, 16), torch.float32, iterations=2)
+    second = run(keys, values, slots[50:].contiguous(), Plan((33,), 8, 16), torch.float32, iterations=2)
+    assert torch.equal(whole.centroids, torch.cat([first.centroids, second.centroids]))
+    assert torch.equal(whole.labels, torch.cat([first.labels, second.labels + 16], dim=1))
+    assert torch.equal(whole.order, torch.cat([first.order, second.order + 50], dim=1))
+
+
+def test_plan() -> None:
+    plan = Plan((8192, 17, 1), cluster=16, width=64)
+    assert plan.tokens == 8210 and plan.clusters == (512, 2, 1) and plan.tiles == (8, 1, 1)
+    with pytest.raises(ValueError, match="expected at least one, each of at least one token"):
+        Plan((5, 0))
+    with pytest.raises(ValueError, match="cluster=0"):
+        Plan((5,), cluster=0)
+
+
+def test_refusals() -> None:
+    keys, values, slots = caches(10)
+    for module in (reference, triton_impl):
+        with pytest.raises(ValueError, match="for a plan of 11 tokens"):
+            module.kmeans(keys, values, slots, Plan((11,)))
+        with pytest.raises(ValueError, match="iterations=0"):
+            module.kmeans(keys, values, slots, Plan((10,)), iterations=0)
+        with pytest.raises(ValueError, match="assignment='cosine'"):
+            module.kmeans(keys, values, slots, Plan((10,)), assignment="cosine")
+        with pytest.raises(ValueError, match="the same slots and heads"):
+            module.kmeans(keys, values[:, :1], slots, Plan((10,)))
+    with pytest.raises(ValueError, match="expected contiguous tensors"):
+        triton_impl.kmeans(keys.transpose(0, 1), values.transpose(0, 1), slots, Plan((10,)))

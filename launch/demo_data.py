@@ -144,7 +144,8 @@ INTENTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _sentence(label: str, rng: random.Random) -> str:
+def sentence(label: str, rng: random.Random) -> str:
+    """A sentence of one intent; it may have occurred before."""
     pattern = rng.choice(INTENTS[label])
     text = re.sub(r"\{(\w+)\}", lambda match: rng.choice(SLOTS[match[1]]), pattern)
     return rng.choice(OPENINGS) + text + rng.choice(CLOSINGS)
@@ -173,9 +174,9 @@ def generate(demonstrations: int, queries: int, seed: int = 0) -> tuple[list[Exa
         labels = [list(INTENTS)[index % len(INTENTS)] for index in range(count)]
         examples = []
         for label in labels:
-            text = _sentence(label, rng)
+            text = sentence(label, rng)
             while text in seen:
-                text = _sentence(label, rng)
+                text = sentence(label, rng)
             seen.add(text)
             examples.append({"input": text, "output": label})
         rng.shuffle(examples)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -21,11 +22,13 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.model_executor.runner_utils import get_capture_lora_variant
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_ext.cache.rows import WIRE_KEY, Row
 
 __all__ = [
+    "AttentionShape",
     "InsertParams",
     "MatchPrefixParams",
     "MatchResult",
@@ -37,9 +40,12 @@ __all__ = [
     "abort",
     "abort_unscheduled",
     "add_dispatch",
+    "attention_shape",
     "blocks_were_missing",
+    "capturing_views",
     "encode_request",
     "generate",
+    "graph_variant",
     "is_aborted",
     "is_internal",
     "is_missing_message",
@@ -50,6 +56,7 @@ __all__ = [
     "missing_message",
     "now",
     "num_kv_slots",
+    "record_both_variants",
     "refuse_model",
     "request_options",
     "request_row",
@@ -95,6 +102,48 @@ def set_request_written(req: Any, written: tuple[int, ...]) -> None:
 def now() -> float:
     """The clock of the radix tree's access times, in seconds."""
     return time.monotonic()
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of a model's attention on one rank, and of the device it runs on.
+
+    Attributes:
+        heads, kv_heads: query and key-value heads.
+        head_dim, value_dim: size of a key and of a value.
+        dtype: of queries, keys and values.
+        scale: factor of the logits.
+        num_sms: multiprocessors; 1 on the CPU.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    scale: float
+    num_sms: int
+
+    @property
+    def group(self) -> int:
+        """Query heads a key-value head."""
+        return self.heads // self.kv_heads
+
+
+def attention_shape(model_runner: Any) -> AttentionShape:
+    """The sizes that a model's attention layers have on this rank, all alike.
+
+    Raises:
+        ValueError: layers differ.
+    """
+    layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+    shapes = {(x.tp_q_head_num, x.tp_k_head_num, x.qk_head_dim, x.v_head_dim, x.scaling) for x in layers}
+    if len(shapes) != 1:
+        raise ValueError(f"attention layers of shapes {sorted(shapes)}: expected one shape for all layers")
+    heads, kv_heads, head_dim, value_dim, scale = shapes.pop()
+    cuda = torch.device(model_runner.device).type == "cuda"
+    sms = torch.cuda.get_device_properties(model_runner.device).multi_processor_count if cuda else 1
+    return AttentionShape(heads, kv_heads, head_dim, value_dim, model_runner.dtype, scale, sms)
 
 
 def num_kv_slots(model_runner: Any) -> int:
@@ -196,6 +245,24 @@ def view_backend(model_runner: Any) -> Any | None:
 
     backend = getattr(model_runner, "attn_backend", None)
     return backend if isinstance(backend, ViewBackend) else None
+
+
+_VIEWS, _PLAIN = "lora", "nolora"  # SGLang's two labels of decode graphs; LoRA is refused beside views
+
+
+def capturing_views() -> bool:
+    """Whether the decode graph that is being captured is the variant with views."""
+    return get_capture_lora_variant() == _VIEWS
+
+
+def graph_variant(backend: Any) -> str:
+    """Label of the decode graph for the batch at hand."""
+    return _VIEWS if backend.viewing else _PLAIN
+
+
+def record_both_variants(runner: Any) -> None:
+    """Have a decode graph captured with views and without, for every batch size."""
+    runner.record_nolora_graph = True
 
 
 def encode_request(rid: str, token_ids: list[int], row: str) -> Any:

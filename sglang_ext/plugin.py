@@ -31,6 +31,8 @@ class Hook:
 
 _SRT = "sglang.srt."
 _OURS = "sglang_ext.serving."
+_RUNNER = _SRT + "model_executor.runner."
+_GRAPHS = "sglang_ext.attention.graphs:"
 
 HOOKS = (
     Hook(_SRT + "utils.common.support_triton", "around", "sglang_ext.plugin:around_support_triton"),
@@ -86,6 +88,23 @@ HOOKS = (
         _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
         "after",
         _OURS + "scheduler:after_forward_batch_init_new",
+    ),
+    Hook(_RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.capture", "before", _GRAPHS + "before_capture"),
+    Hook(_RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.capture", "after", _GRAPHS + "after_capture"),
+    Hook(
+        _RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant",
+        "around",
+        _GRAPHS + "around_resolve_variant",
+    ),
+    Hook(
+        _RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
+        "around",
+        _GRAPHS + "around_can_run_decode",
+    ),
+    Hook(
+        _RUNNER + "prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        "around",
+        _GRAPHS + "around_can_run_prefill",
     ),
     Hook(
         _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
@@ -209,10 +228,11 @@ def _register_backends() -> None:
 
 def _backend_factory(name: str) -> Callable[[Any], Any]:
     def build(model_runner: Any) -> Any:
-        from sglang_ext.attention.backend import ViewAttnBackend
         from sglang_ext.attention.policy import policies
+        from sglang_ext.attention.select import backend_class
 
-        return ViewAttnBackend(model_runner, policies()[name]())
+        policy = policies()[name]()
+        return backend_class(policy)(model_runner, policy)
 
     return build
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext import compat
 from sglang_ext.attention.policy import Attended, Caches, Policy, RequestRows, RowViews
 from sglang_ext.attention.requests import RequestTable, ViewBackend, note_batch
 from sglang_ext.attention.rope import find_rope
-from sglang_ext.compat import TorchNativeAttnBackend
+from sglang_ext.attention.torch_base import TorchBackend
 from sglang_ext.kernels.view_attention import merge_states, view_attention
 
 
-class ViewAttnBackend(ViewBackend, TorchNativeAttnBackend):
+class ViewAttnBackend(ViewBackend, TorchBackend):
     """PyTorch attention over the views of one policy, on any device; the base class serves plain requests."""
 
     def __init__(self, model_runner: Any, policy: Policy) -> None:
@@ -121,52 +120,6 @@ class ViewAttnBackend(ViewBackend, TorchNativeAttnBackend):
                     self.policy.observe(caches, rows, query[part], positions, attended.view, lse)
             first += length
         return out.view(out.shape[0], -1)
-
-    def _run_sdpa_forward_extend(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> torch.Tensor:
-        """SGLang's PyTorch prefill of plain requests, for the new rows alone.
-
-        The base class pads the queries with garbage to the whole prefix and computes a square: 17 tokens after a prefix
-        of 4,096 cost it 0.60 s a layer instead of 0.004 s, which would make any comparison with a dense prompt unfair.
-        The arguments that `compat.refuse_model` excludes (encoders, windows) are not read. Shapes as in the base class.
-        """
-        first = 0
-        requests, totals, lengths = req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist()
-        for request, total, new in zip(requests, totals, lengths, strict=True):
-            slots = req_to_token[request, :total].long()
-            keys, values = (cache[slots].transpose(0, 1).unsqueeze(0).to(query.dtype) for cache in (k_cache, v_cache))
-            mask = None
-            if causal and total != new:
-                column = torch.arange(total, device=query.device)
-                mask = column <= column[total - new :].unsqueeze(1)
-            attended = scaled_dot_product_attention(
-                query[first : first + new].transpose(0, 1).unsqueeze(0),
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=causal and total == new,
-                scale=scaling,
-                enable_gqa=enable_gqa,
-            )
-            output[first : first + new] = attended.squeeze(0).transpose(0, 1)
-            first += new
-        return output
 
     def _plain(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_ext.attention.policy import policies
+from sglang_ext.attention.select import captures
 from sglang_ext.config import RADIX_CACHE_BACKEND
 
 # (argument, is it set to something views do not serve?, what to do)
@@ -48,8 +49,8 @@ def refusals(server_args: Any) -> list[str]:
 
 def before_server_args(server_args: Any) -> None:
     """BEFORE ServerArgs.__post_init__: what our backend needs, before SGLang works out what follows from it."""
-    if is_active(server_args):
-        # Views are planned on the host in every step: there is nothing to capture.
+    if is_active(server_args) and not captures(policies()[server_args.attention_backend]()):
+        # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
 
 

@@ -235,8 +235,11 @@ def after_init_request_dispatcher(_result: Any, scheduler: Any) -> None:
 
 
 def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
-    """AFTER Scheduler.get_internal_state: our counters in /server_info."""
-    result.internal_state["sglang_ext"] = stats(scheduler)
+    """AFTER Scheduler.get_internal_state: our counters, and what serves the views, in /server_info."""
+    counters = stats(scheduler)
+    if counters:
+        counters["attention_backend"] = type(compat.view_backend(scheduler.tp_worker.model_runner)).__name__
+    result.internal_state["sglang_ext"] = counters
     return result
 
 

@@ -90,7 +90,8 @@ class Server:
             model_path=path, host="127.0.0.1", port=self.port, **chosen
         )
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        self.env.pop("TRITON_INTERPRET", None)  # the tests' own setting, not a user's
+        if self.env.get("SGLANG_EXT_KERNELS") != "triton":
+            self.env.pop("TRITON_INTERPRET", None)  # the tests' own setting, not a user's
         handle, name = tempfile.mkstemp(prefix="sglang-ext-server-", suffix=".log")
         os.close(handle)
         self.log_file = Path(name)

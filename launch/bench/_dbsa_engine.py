@@ -1,0 +1,301 @@
+"""The engine's half of ``sglang-ext bench dbsa``: one engine in one process, its measurements as JSON.
+
+Run by `launch.bench.dbsa`, once for stock SGLang and once with the plugin, because two engines do not fit into one
+process. Weights are random: what is measured does not depend on their values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import sglang_ext
+from sglang_ext.launch.demo_data import INTENTS, sentence
+
+TOKENIZER = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
+POOL = "bench"
+SHAPES: dict[str, dict[str, int]] = {
+    "llama-3.1-8b": dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+    ),
+    # For trying the benchmark itself on a machine without a GPU.
+    "tiny": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=0,  # the tokenizer's
+    ),
+}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def write_model(folder: Path, shape: str, context: int) -> None:
+    """A model folder without weights: Llama's configuration in `shape`, the reference model's tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in TOKENIZER.glob("*token*"):
+        shutil.copy(path, folder / path.name)
+    own = json.loads((TOKENIZER / "config.json").read_text())
+    sizes = {**SHAPES[shape]}
+    sizes["vocab_size"] = sizes["vocab_size"] or own["vocab_size"]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16" if shape != "tiny" else "float32",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": context,
+        "bos_token_id": own.get("bos_token_id"),
+        "eos_token_id": own.get("eos_token_id"),
+        "rope_scaling": ROPE,
+        "rope_theta": ROPE["rope_theta"],
+        **sizes,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def examples(count: int, seed: int) -> list[dict[str, str]]:
+    """Numbered sentences with their labels, of real lengths, no two alike."""
+    dice, labels = random.Random(seed), list(INTENTS)
+    made = []
+    for number in range(count):
+        label = labels[number % len(labels)]
+        made.append({"input": f"{seed + number}: {sentence(label, dice)}", "output": label})
+    return made
+
+
+def text_of(example: dict[str, str]) -> str:
+    """A demonstration as the pool's default template renders it."""
+    return f"{example['input']}\nLabel: {example['output']}\n\n"
+
+
+def demonstrations(tokens: int, seed: int = 0) -> list[dict[str, str]]:
+    """The first examples that make `tokens` tokens of pool."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(TOKENIZER))
+    made, total = examples(tokens // 10, seed), 0
+    for number, ids in enumerate(tokenizer([text_of(e) for e in made], add_special_tokens=False)["input_ids"]):
+        total += len(ids)
+        if total >= tokens:
+            return made[: number + 1]
+    raise ValueError(f"{len(made)} examples make {total} tokens, fewer than the {tokens} asked for")
+
+
+class Loop:
+    """A closed loop of questions: `concurrency` of them are always under way."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def run(self, requests: Sequence[dict[str, Any]], concurrency: int) -> dict[str, Any]:
+        """Seconds of all, and of each, in the order asked."""
+
+        async def everything() -> list[float]:
+            gate = asyncio.Semaphore(concurrency)
+
+            async def one(request: dict[str, Any]) -> float:
+                async with gate:
+                    begin = time.perf_counter()
+                    await self.engine.async_generate(**request)
+                    return time.perf_counter() - begin
+
+            return list(await asyncio.gather(*(one(request) for request in requests)))
+
+        begin = time.perf_counter()
+        latencies = self.engine.loop.run_until_complete(everything())
+        return {"seconds": time.perf_counter() - begin, "requests": len(requests), "latencies": latencies}
+
+
+def measure(loop: Loop, make: Callable[[int], dict[str, Any]], args: argparse.Namespace, light: bool = False) -> Any:
+    """Requests a second at each concurrency: a warm-up, then `--repeats` runs of fresh questions."""
+    found: dict[str, Any] = {}
+    number = 0
+    for concurrency in args.concurrency:
+        count = max(args.min_requests, args.rounds * concurrency) if not light else max(4, concurrency // 4)
+        runs = []
+        for repeat in range(args.repeats + 1):
+            requests = [make(number + index) for index in range(count)]
+            number += count
+            result = loop.run(requests, concurrency)
+            if repeat:
+                runs.append(result)
+        found[str(concurrency)] = runs
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", choices=("stock", "ours"), required=True)
+    parser.add_argument("--backend", default="flashinfer", help="attention backend of the stock engine")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--block-size", type=int, required=True)
+    parser.add_argument("--ratio", type=float, required=True)
+    parser.add_argument("--label-tokens", type=int, default=4)
+    parser.add_argument("--concurrency", type=int, nargs="+", required=True)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--min-requests", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--larger", type=int, default=0, help="tokens of a second, larger pool to encode (0: none)")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of the engine, as JSON")
+    args = parser.parse_args(argv)
+
+    found = _stock(args) if args.role == "stock" else _ours(args)
+    args.out.write_text(json.dumps(found))
+    return 0
+
+
+def empty(engine: Any) -> None:
+    """Flush the KV cache. SGLang refuses while the last step of an answered request is still under way.
+
+    Raises:
+        RuntimeError: it refused for ten seconds; what follows would have been measured on a warm cache.
+    """
+    for _ in range(100):
+        if engine.flush_cache().success:
+            return
+        time.sleep(0.1)
+    raise RuntimeError("the engine's cache could not be flushed: requests are pending")
+
+
+def _common(args: argparse.Namespace) -> dict[str, Any]:
+    return dict(model_path=str(args.model), load_format="dummy", log_level="warning", page_size=1, **args.engine)
+
+
+def _questions(seed: int) -> list[str]:
+    return [example["input"] for example in examples(20_000, 10_000_000 * seed)]
+
+
+def _sampling(args: argparse.Namespace, **custom: Any) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": args.label_tokens, "ignore_eos": True}
+    return {**params, **({"custom_params": custom} if custom else {})}
+
+
+def _stock(args: argparse.Namespace) -> dict[str, Any]:
+    """SGLang as it is: dense prefill of the pool, Fixed ICL from its cache, RetICL, zero-shot."""
+    from sglang import Engine
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(args.model))
+    demos = demonstrations(args.tokens)
+    pool = [tokenizer(text_of(demo), add_special_tokens=False)["input_ids"] for demo in demos]
+    whole = [token for ids in pool for token in ids]
+    questions = [tokenizer(f"{q}\nLabel:", add_special_tokens=False)["input_ids"] for q in _questions(1)]
+    engine = Engine(attention_backend=args.backend, **_common(args))
+    loop = Loop(engine)
+    found: dict[str, Any] = {"tokens": len(whole), "question_tokens": sum(map(len, questions)) / len(questions)}
+    one = dict(sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})
+    times = []
+    for _ in range(args.repeats + 1):
+        empty(engine)
+        begin = time.perf_counter()
+        engine.generate(input_ids=whole, **one)
+        times.append(time.perf_counter() - begin)
+    found["prefill"] = times[1:]
+    dice = random.Random(0)
+    retrieved = max(1, round(args.ratio * len(pool)))
+
+    def fixed(number: int) -> dict[str, Any]:
+        return dict(input_ids=whole + questions[number % len(questions)], sampling_params=_sampling(args))
+
+    def retrieval(number: int) -> dict[str, Any]:
+        chosen = dice.sample(pool, retrieved)
+        ids = [token for demo in chosen for token in demo] + questions[number % len(questions)]
+        return dict(input_ids=ids, sampling_params=_sampling(args))
+
+    def zero(number: int) -> dict[str, Any]:
+        return dict(input_ids=[7 + number % 50, *questions[number % len(questions)]], sampling_params=_sampling(args))
+
+    found["zero-shot"] = measure(loop, zero, args)
+    engine.generate(input_ids=whole, **one)
+    found["fixed"] = measure(loop, fixed, args)
+    found["retrieval"] = measure(loop, retrieval, args, light=True)
+    engine.shutdown()
+    return found
+
+
+def _ours(args: argparse.Namespace) -> dict[str, Any]:
+    """The plugin: block-sparse encoding, appending, answers over the selected blocks, plain requests."""
+    from sglang_ext import Engine
+
+    engine = Engine(**_common(args))
+    loop = Loop(engine)
+    demos = demonstrations(args.tokens)
+    questions = _questions(1)
+    found: dict[str, Any] = {"encode": []}
+    options = {"block_size": args.block_size}
+    for repeat in range(args.repeats + 1):
+        if repeat:
+            engine.delete(POOL)
+        empty(engine)
+        begin = time.perf_counter()
+        info = engine.create_pool(POOL, demos, **options)
+        found["encode"].append(time.perf_counter() - begin)
+    found["encode"] = found["encode"][1:]
+    found["tokens"], found["blocks"] = info["tokens"], len(engine.pool(POOL)["blocks"])
+    found["append"] = _append(engine, args, POOL)
+
+    def over(ratio: float) -> Callable[[int], dict[str, Any]]:
+        def make(number: int) -> dict[str, Any]:
+            params = _sampling(args, pool=POOL, ratio=ratio)
+            return dict(prompt=questions[number % len(questions)], sampling_params=params)
+
+        return make
+
+    def plain(number: int) -> dict[str, Any]:
+        return dict(prompt=f"{number} {questions[number % len(questions)]}\nLabel:", sampling_params=_sampling(args))
+
+    found["dbsa"] = measure(loop, over(args.ratio), args)
+    found["all blocks"] = measure(loop, over(1.0), args)
+    found["zero-shot"] = measure(loop, plain, args)
+    if args.larger:
+        engine.delete(POOL)
+        empty(engine)
+        many = demonstrations(args.larger, seed=50_000)
+        begin = time.perf_counter()
+        info = engine.create_pool("larger", many, **{**options, "positions": "local"})
+        found["larger"] = {"tokens": info["tokens"], "seconds": time.perf_counter() - begin}
+        found["append larger"] = _append(engine, args, "larger")
+    engine.shutdown()
+    return found
+
+
+def _append(engine: Any, args: argparse.Namespace, pool: str) -> list[float]:
+    """Seconds of appending one block of demonstrations, each time another one."""
+    times = []
+    for repeat in range(args.repeats + 1):
+        more = examples(args.block_size, 1_000_000 * (repeat + 1))
+        begin = time.perf_counter()
+        engine.append(pool, more)
+        times.append(time.perf_counter() - begin)
+    return times[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

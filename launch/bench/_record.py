@@ -1,0 +1,161 @@
+"""What a benchmark keeps: rows that can be reproduced, as a table and as JSON.
+
+Every row holds its baseline, measured in the same run, and the physical floor where there is one. A file of rows holds
+the machine, the versions, the commit and the command.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("sglang", "flashinfer-python", "torch", "triton", "transformers")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one thing, measured several times.
+
+    Attributes:
+        median, low, high: seconds; low and high are the 10th and 90th percentile.
+        samples: how many.
+    """
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Timing:
+        values = sorted(seconds)
+        if not values:
+            raise ValueError("no samples: a timing needs at least one")
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0], 1)
+        tenths = statistics.quantiles(values, n=10, method="inclusive")
+        return cls(statistics.median(values), tenths[0], tenths[-1], len(values))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row.
+
+    Attributes:
+        name: what was measured.
+        timing: ours.
+        baseline: what it is compared with, or the empty string.
+        baseline_timing: that, from the same run.
+        ratio: how many times the baseline's time ours fits in (or the other way round, as `aim` reads).
+        aim: what was aimed at, in words.
+        met: whether `ratio` meets it; None where nothing was aimed at.
+        floor: seconds that bandwidth or arithmetic allow at best, or None.
+        floor_of: what the floor is made of.
+        notes: what else belongs to the row (lengths, concurrency, kept fractions).
+    """
+
+    name: str
+    timing: Timing
+    baseline: str = ""
+    baseline_timing: Timing | None = None
+    ratio: float | None = None
+    aim: str = ""
+    met: bool | None = None
+    floor: float | None = None
+    floor_of: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Any) -> Figure:
+    """A row whose ratio is how many times faster than the baseline ours is."""
+    ratio = theirs.median / ours.median
+    text, met = ("", None) if aim is None else (f"at least {aim:g}x", ratio >= aim)
+    return Figure(name, ours, baseline, theirs, ratio, text, met, **more)
+
+
+def at_most(name: str, ours: Timing, floor: float, floor_of: str, aim: float | None, **more: Any) -> Figure:
+    """A row whose ratio is how many times the floor ours takes."""
+    ratio = ours.median / floor
+    text, met = ("", None) if aim is None else (f"at most {aim:g}x", ratio <= aim)
+    return Figure(name, ours, floor_of, None, ratio, text, met, floor=floor, floor_of=floor_of, **more)
+
+
+def machine() -> dict[str, Any]:
+    """The GPU (or processor), its driver, and the versions of what does the work."""
+    import torch
+
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+            "sms": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+        }
+    else:
+        found |= {"gpu": None, "processor": platform.processor() or platform.machine()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the source tree, marked where it was changed since; None outside of a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        name = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return name.stdout.strip()
+
+
+def save(path: Path, figures: Sequence[Figure], **more: Any) -> None:
+    """Write rows, the machine, the commit and the command that made them."""
+    record = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": more.pop("commit", None) or commit(),
+        "command": more.pop("command", None) or "sglang-ext bench " + shlex.join(sys.argv[1:]),
+        "machine": machine(),
+        **more,
+        "figures": [asdict(figure) for figure in figures],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """The rows as a Markdown table; times in milliseconds."""
+    lines = ["| what | ours, ms (10-90%) | baseline, ms | ratio | aim | met |", "|---|---|---|---|---|---|"]
+    for figure in figures:
+        ours = f"{figure.timing.median * 1e3:.4g} ({figure.timing.low * 1e3:.4g}-{figure.timing.high * 1e3:.4g})"
+        if figure.baseline_timing is not None:
+            theirs = f"{figure.baseline}: {figure.baseline_timing.median * 1e3:.4g}"
+        elif figure.floor is not None:
+            theirs = f"floor, {figure.floor_of}: {figure.floor * 1e3:.4g}"
+        else:
+            theirs = ""
+        ratio = "" if figure.ratio is None else f"{figure.ratio:.3g}x"
+        met = {True: "yes", False: "no", None: ""}[figure.met]
+        lines.append(f"| {figure.name} | {ours} | {theirs} | {ratio} | {figure.aim} | {met} |")
+    return "\n".join(lines)

@@ -1,0 +1,443 @@
+"""Views planned on the host: one work list serves every layer, two launches a layer, inside CUDA graphs.
+
+For policies that say what rows see from host data alone (`Policy.plans`). Mixed over one of SGLang's own backends,
+which serves batches of plain requests untouched. In a batch that has views:
+
+- many query rows that turn nothing (a block being encoded, a long plain prompt) are virtual requests of a dense prefill
+  kernel, where there is one;
+- all other rows go into the work list (`kernels.view_attention.plan`): runs of equal keys are read once for the batch.
+
+A batch is planned from host data before it runs: nothing waits for the GPU. While the same requests decode, a step
+only appends its slots to the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_ext import compat
+from sglang_ext.attention.policy import Policy, Request, RowRuns
+from sglang_ext.attention.requests import RequestTable, ViewBackend, note_batch
+from sglang_ext.attention.rope import find_rope
+from sglang_ext.kernels.view_attention import plan as planning
+from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
+from sglang_ext.kernels.view_attention.plan import Config, Plan
+from sglang_ext.kernels.view_attention.triton_impl import Capacity, PlanBuffers, view_attention_plan
+
+ROOM = 64
+"""Tokens by which requests may grow before a batch that stays the same is planned again."""
+
+DENSE_ROWS = 256
+"""Query rows of a request from which a dense prefill kernel serves it, where nothing is turned."""
+
+GRAPH_RUNS = 64
+"""Runs a row for which buffers of CUDA graphs have room; a batch that has more decodes without a graph."""
+
+SLICE_ENTRIES = 16384
+"""Partial outputs of one work list; prefills that need more are cut into several."""
+
+
+MAX_KEYS = 100_000
+"""Names of runs that are remembered before they are numbered anew."""
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The new rows of one request in a batch: columns [begin, end), query rows from `first`."""
+
+    request: Request
+    first: int
+    begin: int
+    end: int
+
+
+@dataclass
+class _Extend:
+    """What a prefill with views runs in every layer.
+
+    Attributes:
+        rows: query rows; what lies beyond is padding.
+        dense: whether the dense kernel was planned.
+        lists: (first row, end row, loaded buffers) of each work list.
+        listed: rows of the work lists, where the dense kernel serves others; None where it serves none.
+    """
+
+    rows: int
+    dense: bool
+    lists: list[tuple[int, int, PlanBuffers]]
+    listed: torch.Tensor | None
+
+
+class PlannedViews(ViewBackend):
+    """Mixin over a backend of SGLang's: `class Backend(PlannedViews, TheBase)`.
+
+    Attributes:
+        dense: prefill kernel over virtual requests, where there is one.
+        viewing: whether the batch at hand has views; the base serves it otherwise.
+        graph_sizes: batch sizes that have a CUDA graph, in ascending order.
+    """
+
+    dense: VirtualRequests | None = None
+
+    def __init__(self, model_runner: Any, policy: Policy) -> None:
+        compat.refuse_model(model_runner)
+        super().__init__(model_runner)  # type: ignore[call-arg]
+        self.policy = policy
+        self.requests = RequestTable(policy)
+        self.shape = compat.attention_shape(model_runner)
+        self.rope = find_rope(model_runner.model)
+        self.num_slots = compat.num_kv_slots(model_runner)
+        self.viewing = False
+        self.graph_sizes: list[int] = []
+        self._table: torch.Tensor = self.req_to_token_pool.req_to_token  # type: ignore[attr-defined]
+        self._keys: dict[Hashable, int] = {}
+        self._kept: dict[int, tuple[Request, planning.RowRuns]] = {}  # what decoding requests see
+        self._batch: list[BatchRows] = []
+        self._planned: list[Request] = []
+        self._plan: Plan | None = None
+        self._graph_buffers: PlanBuffers | None = None
+        self._grown: list[PlanBuffers] = []  # for what runs outside of graphs; replaced by larger ones when needed
+        self._decoding: PlanBuffers | None = None
+        self._extend: _Extend | None = None
+
+    # ---- the scheduler's side ----
+
+    def prepare(self, batch: Any, forward_batch: Any) -> None:
+        first = 0
+        self._batch = []
+        for request, begin, end in note_batch(self.requests, batch, forward_batch):
+            self._batch.append(BatchRows(request, first, begin, end))
+            first += end - begin
+        self.viewing = any(rows.request.row is not None for rows in self._batch)
+        if self.viewing and forward_batch.forward_mode.is_decode():
+            self._plan_decode()
+
+    def release(self, slot: int) -> None:
+        self.requests.release(slot)
+        self._kept.pop(slot, None)
+        if len(self._keys) > MAX_KEYS:  # blocks come and go for as long as the server runs
+            self._keys.clear()
+            self._kept.clear()
+            self._planned = []
+
+    # ---- plans ----
+
+    def _key(self, key: Hashable) -> int:
+        return self._keys.setdefault(key, len(self._keys))
+
+    def _rows(self, request: Request, seen: RowRuns, first: int) -> planning.RowRuns:
+        """What rows see, as the planner takes it: runs of the flattened table of slots."""
+        base = request.slot * self._table.shape[1]
+        runs = [run for run in seen.runs if run.tokens]
+        keys = [self._key((request.slot, run.column) if run.key is None else run.key) for run in runs]
+        return planning.RowRuns(
+            first_row=first,
+            num_rows=seen.end - seen.begin,
+            keys=np.array([*keys, -1]),
+            lengths=np.array([*(run.tokens for run in runs), seen.end - seen.tail]),
+            deltas=np.array([*(run.delta for run in runs), 0]),
+            source=np.array([*(base + run.column for run in runs), base + seen.tail]),
+            own=(len(runs),),
+            tail_column=seen.tail,
+        )
+
+    def _seen(self, rows: BatchRows) -> Sequence[RowRuns]:
+        runs = self.policy.runs(rows.request, rows.begin, rows.end)
+        return runs if runs is not None else [RowRuns(rows.begin, rows.end, (), tail=0)]
+
+    def _decode_rows(self, rows: BatchRows) -> planning.RowRuns:
+        """What a decoding request sees: kept, because only its length changes."""
+        known = self._kept.get(rows.request.slot)
+        if known is None or known[0] is not rows.request:
+            (seen,) = self._seen(rows)
+            known = self._kept[rows.request.slot] = (rows.request, self._rows(rows.request, seen, 0))
+        return known[1]
+
+    def _plan_decode(self) -> None:
+        """Plan the batch's next steps, unless the plan of the step before still holds."""
+        requests = [rows.request for rows in self._batch]
+        seq_lens = np.array([rows.end for rows in self._batch])
+        if (
+            self._plan is not None
+            and len(requests) == len(self._planned)
+            and all(now is then for now, then in zip(requests, self._planned, strict=True))
+            and self._plan.steps_left(seq_lens) >= 0
+        ):
+            return
+        self._planned = requests
+        self._plan = planning.plan_rows(
+            [self._decode_rows(rows) for rows in self._batch],
+            config=self.decode_config(self._padded(len(requests))),
+            group=self.shape.group,
+            kv_heads=self.shape.kv_heads,
+            room=ROOM,
+            first_rows=np.arange(len(requests)),
+            seq_lens=seq_lens,
+        )
+
+    def _padded(self, batch_size: int) -> int:
+        """The batch size of the graph that serves this one; without a graph too, so that both give equal tokens."""
+        return next((size for size in self.graph_sizes if size >= batch_size), batch_size)
+
+    def decode_config(self, batch_size: int) -> Config:
+        """How the kernel is cut for decoding: by the batch size alone, which is what a CUDA graph is captured for."""
+        return self._config(max(1.0, batch_size / 3))
+
+    def _config(self, rows_per_run: float) -> Config:
+        return planning.choose(
+            rows_per_run,
+            self.shape.group,
+            self.shape.head_dim,
+            self.shape.value_dim,
+            itemsize=self.shape.dtype.itemsize,
+            num_sms=self.shape.num_sms,
+        )
+
+    def _plan_extend(self) -> _Extend:
+        dense: list[tuple[BatchRows, RowRuns]] = []
+        listed: list[planning.RowRuns] = []
+        for rows in self._batch:
+            for seen in self._seen(rows):
+                turned = any(run.delta for run in seen.runs)
+                if self.dense is not None and not turned and seen.end - seen.begin >= DENSE_ROWS:
+                    dense.append((rows, seen))
+                else:
+                    listed.append(self._rows(rows.request, seen, rows.first + seen.begin - rows.begin))
+        total = self._batch[-1].first + self._batch[-1].end - self._batch[-1].begin
+        lists = []
+        config = self._config(_rows_per_run(listed))
+        for number, (first, requests) in enumerate(_slices(listed)):
+            plan = planning.plan_rows(
+                requests,
+                config=config,
+                group=self.shape.group,
+                kv_heads=self.shape.kv_heads,
+                first_rows=[request.first_row - first for request in requests],
+            )
+            lists.append((first, first + plan.num_rows, self._load(plan, number + 1)))
+        index = None
+        if dense:
+            self._plan_dense(dense, total)
+            index = _rows_of(listed).to(self._table.device, non_blocking=True)
+        return _Extend(total, bool(dense), lists, index)
+
+    def _plan_dense(self, dense: Sequence[tuple[BatchRows, RowRuns]], total: int) -> None:
+        """Virtual requests in row order; rows between them belong to the work lists and see nothing here."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        parts: list[torch.Tensor] = []
+        done = 0
+        for batch_rows, seen in dense:
+            first = batch_rows.first + seen.begin - batch_rows.begin
+            if first > done:
+                rows.append(first - done)
+                tokens.append(0)
+            slots = self._table[batch_rows.request.slot]
+            spans = [(run.column, run.column + run.tokens) for run in seen.runs] + [(seen.tail, seen.end)]
+            parts.extend(slots[low:high] for low, high in spans)
+            rows.append(seen.end - seen.begin)
+            tokens.append(sum(high - low for low, high in spans))
+            done = first + rows[-1]
+        if done < total:
+            rows.append(total - done)
+            tokens.append(0)
+        if self.dense is None:
+            raise ValueError("no dense prefill kernel: rows cannot be virtual requests")
+        self.dense.plan(
+            rows,
+            tokens,
+            torch.cat(parts),
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
+            head_dim=self.shape.head_dim,
+            value_dim=self.shape.value_dim,
+            dtype=self.shape.dtype,
+            causal=True,
+            scale=self.shape.scale,
+        )
+
+    # ---- buffers ----
+
+    def _allocate(self, capacity: Capacity) -> PlanBuffers:
+        return PlanBuffers(
+            capacity,
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
+            value_dim=self.shape.value_dim,
+            rope=self.rope,
+        )
+
+    def _load(self, plan: Plan, number: int) -> PlanBuffers:
+        """Load a plan into buffers that no graph uses: number 0 for decoding, 1 and on for a prefill's lists."""
+        while len(self._grown) <= number:
+            self._grown.append(self._allocate(_capacity(plan)))
+        if not fits(plan, self._grown[number].capacity):
+            self._grown[number] = self._allocate(_capacity(plan))
+        self._grown[number].load(plan, self._table.view(-1))
+        return self._grown[number]
+
+    def _load_decode(self, in_graph: bool) -> None:
+        plan = self._plan
+        if plan is None:
+            raise ValueError("a batch with views decodes that was not planned: prepare() runs before every batch")
+        if in_graph:
+            self._decoding = self._graph_buffers
+            if self._decoding is not None and self._decoding.plan is not plan:
+                self._decoding.load(plan, self._table.view(-1))
+        elif not self._grown or self._grown[0].plan is not plan:
+            self._decoding = self._load(plan, 0)
+        else:
+            self._decoding = self._grown[0]
+
+    # ---- SGLang's side: before the layers ----
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        if not self.viewing or forward_batch.forward_mode.is_idle():
+            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+            return
+        if forward_batch.forward_mode.is_decode():
+            self._load_decode(in_graph=False)
+            self._advance(forward_batch)
+        else:
+            self._extend = self._plan_extend()
+
+    def _advance(self, forward_batch: Any) -> None:
+        if self._decoding is None:
+            raise ValueError("no buffers: a plan is loaded before it advances")
+        rows = len(self._batch)
+        self._decoding.advance(forward_batch.seq_lens[:rows], forward_batch.out_cache_loc[:rows])
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)  # type: ignore[misc]
+        configs = {self.decode_config(bs) for bs in range(1, max_bs + 1)}
+        slots = self.num_slots + max_bs * ROOM
+        bounds = [
+            Capacity.bound(max_bs, GRAPH_RUNS, slots, config, self.shape.group, self.shape.kv_heads)
+            for config in configs
+        ]
+        self._graph_buffers = self._allocate(
+            Capacity(**{name: max(getattr(b, name) for b in bounds) for name in Capacity.__dataclass_fields__})
+        )
+
+    def fits_graph(self) -> bool:
+        """Whether the batch's plan fits into the buffers of the CUDA graphs."""
+        return (
+            self._plan is not None
+            and self._graph_buffers is not None
+            and fits(self._plan, self._graph_buffers.capacity)
+        )
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        if in_capture:
+            self.viewing = compat.capturing_views()
+            self._batch, self._plan, self._decoding = [], None, self._graph_buffers
+        if not self.viewing:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)  # type: ignore[misc]
+        elif not in_capture:
+            self._load_decode(in_graph=True)
+            self._advance(forward_batch)
+        elif self._graph_buffers is not None:
+            config = self.decode_config(forward_batch.batch_size)
+            empty = planning.plan_rows([], config=config, group=self.shape.group, kv_heads=self.shape.kv_heads)
+            self._graph_buffers.load(empty, self._table.view(-1))
+
+    # ---- SGLang's side: in every layer ----
+
+    def _caches(self, layer: Any, k: Any, v: Any, forward_batch: Any, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self.token_to_kv_pool  # type: ignore[attr-defined]
+        if save and k is not None and v is not None:
+            compat.write_kv(pool, layer, forward_batch.out_cache_loc, k, v)
+        return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+
+    def forward_decode(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
+        if not self.viewing:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[misc]
+        keys, values = self._caches(layer, k, v, forward_batch, save_kv_cache)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if self._decoding is None:
+            raise ValueError("no buffers: a plan is loaded before the layers run")
+        out = view_attention_plan(query, self._decoding, keys, values, layer.scaling)
+        return out.view(out.shape[0], -1)
+
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
+        if not self.viewing:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[misc]
+        keys, values = self._caches(layer, k, v, forward_batch, save_kv_cache)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        work = self._extend
+        if work is None:
+            raise ValueError("a prefill with views was not planned: init_forward_metadata runs before the layers")
+        out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        out[work.rows :] = 0
+        if work.dense and self.dense is not None:
+            self.dense.run(query[: work.rows], keys, values, out=out[: work.rows])
+        if work.listed is None:
+            for first, end, buffers in work.lists:
+                view_attention_plan(query[first:end], buffers, keys, values, layer.scaling, out=out[first:end])
+        else:
+            apart = torch.empty_like(out)
+            for first, end, buffers in work.lists:
+                view_attention_plan(query[first:end], buffers, keys, values, layer.scaling, out=apart[first:end])
+            out[work.listed] = apart[work.listed]
+        return out.view(out.shape[0], -1)
+
+
+def fits(plan: Plan, capacity: Capacity) -> bool:
+    """Whether buffers of this capacity take the plan."""
+    needed = _capacity(plan, headroom=1.0)
+    return all(getattr(needed, name) <= getattr(capacity, name) for name in Capacity.__dataclass_fields__)
+
+
+def _capacity(plan: Plan, headroom: float = 1.25) -> Capacity:
+    return Capacity(
+        rows=max(1, int(plan.num_rows * headroom)),
+        items=max(1, int(len(plan.items) * headroom)),
+        entries=max(1, int(len(plan.entry_row) * headroom)),
+        angles=max(1, int(len(plan.angles) * headroom)),
+        slots=max(1, int(plan.num_slots * headroom)),
+        workers=len(plan.work_ptr) - 1,
+    )
+
+
+def _slices(requests: Sequence[planning.RowRuns]) -> list[tuple[int, list[planning.RowRuns]]]:
+    """Cut a batch, in row order, into work lists of bounded size: (first row, requests) of each."""
+    slices: list[tuple[int, list[planning.RowRuns]]] = []
+    size = SLICE_ENTRIES
+    for request in requests:
+        entries = request.num_rows * len(request.keys)
+        if size + entries > SLICE_ENTRIES:
+            slices.append((request.first_row, []))
+            size = 0
+        slices[-1][1].append(request)
+        size += entries
+    return slices
+
+
+def _rows_of(requests: Sequence[planning.RowRuns]) -> torch.Tensor:
+    rows = [np.arange(request.first_row, request.first_row + request.num_rows) for request in requests]
+    return torch.from_numpy(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64))
+
+
+def _rows_per_run(requests: Sequence[planning.RowRuns]) -> float:
+    """Mean number of query rows that read one run, weighted by its tokens: what tile sizes are chosen by."""
+    rows: dict[int, int] = {}
+    tokens: dict[int, int] = {}
+    own_rows, own_tokens = 0, 0
+    for request in requests:
+        for key, length in zip(request.keys.tolist(), request.lengths.tolist(), strict=True):
+            if key < 0:
+                own_rows, own_tokens = own_rows + request.num_rows * length, own_tokens + length
+            else:
+                rows[key] = rows.get(key, 0) + request.num_rows
+                tokens[key] = length
+    total = sum(tokens.values()) + own_tokens
+    return (sum(rows[key] * tokens[key] for key in rows) + own_rows) / total if total else 1.0

@@ -1,0 +1,58 @@
+"""SGLang's PyTorch attention for plain requests, as the base of backends on machines without a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_ext.compat import TorchNativeAttnBackend
+
+
+class TorchBackend(TorchNativeAttnBackend):
+    """`torch_native` whose prefill computes the new rows only."""
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> torch.Tensor:
+        """SGLang's PyTorch prefill of plain requests, for the new rows alone.
+
+        The base class pads the queries with garbage to the whole prefix and computes a square: 17 tokens after a prefix
+        of 4,096 cost it 0.60 s a layer instead of 0.004 s, which would make any comparison with a dense prompt unfair.
+        The arguments that `compat.refuse_model` excludes (encoders, windows) are not read. Shapes as in the base class.
+        """
+        first = 0
+        requests, totals, lengths = req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist()
+        for request, total, new in zip(requests, totals, lengths, strict=True):
+            slots = req_to_token[request, :total].long()
+            keys, values = (cache[slots].transpose(0, 1).unsqueeze(0).to(query.dtype) for cache in (k_cache, v_cache))
+            mask = None
+            if causal and total != new:
+                column = torch.arange(total, device=query.device)
+                mask = column <= column[total - new :].unsqueeze(1)
+            attended = scaled_dot_product_attention(
+                query[first : first + new].transpose(0, 1).unsqueeze(0),
+                keys,
+                values,
+                attn_mask=mask,
+                is_causal=causal and total == new,
+                scale=scaling,
+                enable_gqa=enable_gqa,
+            )
+            output[first : first + new] = attended.squeeze(0).transpose(0, 1)
+            first += new
+        return output

@@ -158,7 +158,7 @@ def _update(
                 mask=visible[:, None] & (d < DIM)[None, :],
                 other=0.0,
             )
-            belongs = (number[:, None] == label[None, :]) & visible[None, :]
+            belongs = number[:, None] == label[None, :]  # no cluster is number -1 - cell
             acc += tl.dot(belongs.to(vectors.dtype), vectors, input_precision=PRECISION)
             size += tl.sum(belongs.to(tl.int32), 1)
         mean = acc / tl.maximum(size, 1).to(tl.float32)[:, None]

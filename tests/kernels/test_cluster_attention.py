@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, reference, triton_impl
+from sglang_ext.kernels.kmeans import Plan
+from sglang_ext.kernels.kmeans.triton_impl import kmeans
 from sglang_ext.kernels.top_p import Selection
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
@@ -348,6 +350,49 @@ def test_the_whole_step_equals_the_reference(rule: str) -> None:
         w.query, w.keys, w.values, w.pool, w.rows, w.dense, fast, scores[0], w.scale, tuning=TUNINGS["fused"]
     )
     torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=TOLERANCE[torch.float32])
+
+
+def test_from_keys_to_output() -> None:
+    """k-means, pool, scores, selection and attention on planted clusters, against softmax attention over all tokens."""
+    gen = torch.Generator().manual_seed(2)
+    planted, each, dim, kv_heads = 14, 11, 16, 2
+    n = planted * each
+    truth = torch.arange(n) // each
+    slots = torch.randperm(300, generator=gen)[:n].int()
+    keys, values = torch.full((300, kv_heads, dim), math.nan), torch.full((300, kv_heads, dim), math.nan)
+    directions = torch.eye(dim)[:planted] * 8
+    keys[slots.long()] = directions[truth].unsqueeze(1) + torch.randn(n, kv_heads, dim, generator=gen) * 0.2
+    values[slots.long()] = torch.randn(n, kv_heads, dim, generator=gen)
+    plan = Plan((88, 66), cluster=11, width=WIDTH)
+    keys, values, slots = keys.to(DEVICE), values.to(DEVICE), slots.to(DEVICE)
+    pool = ClusterPool.empty(6, kv_heads, dim, dim, 500, torch.float32, DEVICE, WIDTH)
+    for buffer in (pool.centroids, pool.values):
+        buffer.fill_(math.nan)
+    places = torch.tensor([4, 1], device=DEVICE)
+    pool.write(places, 77, kmeans(keys, values, slots, plan, iterations=2), slots)
+    query = torch.stack([directions[3], directions[9], directions[0] + directions[12], directions[3] * 0.9])
+    query = query.view(1, 1, 4, dim).to(DEVICE)
+    rows = ClusterRows(places.int().view(1, 2), torch.tensor([2], dtype=torch.int32, device=DEVICE))
+    nothing = DenseTokens(
+        torch.full((1, 1), -1, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    )
+    scores = triton_impl.centroid_scores(query, pool, rows, 0.25)
+    p = torch.tensor([[0.99, 0.98]], device=DEVICE)
+    chosen = top_p.select(*scores, rows.counts * WIDTH, p, tokens=n, tile=TILE, tuning=top_p.Tuning(joint=False))
+    # Head 0 serves directions 3 and 9, head 1 directions 0, 12 and 3; the second segment's clusters are cells 16 on.
+    assert chosen.exact[0, 0, :2].tolist() == [3, WIDTH + 1] and chosen.exact[0, 1, :3].tolist() == [0, 3, WIDTH + 4]
+    assert chosen.counts[0].tolist() == [[2, 22, 0, 14], [3, 33, 0, 14]]
+    got, _ = triton_impl.cluster_attention(
+        query, keys, values, pool, rows, nothing, chosen, scores[0], 0.25, tuning=TUNINGS["fused"]
+    )
+    own = slots.long()
+    x = torch.einsum("hgd,nhd->hgn", query.view(2, 2, dim), keys[own]) * 0.25
+    dense = torch.einsum("hgn,nhd->hgd", torch.softmax(x, -1), values[own]).reshape(1, 4, dim)
+    torch.testing.assert_close(got, dense, rtol=0, atol=1e-3)  # what is left out weighs 1e-5
+    with pytest.raises(ValueError, match="expected as many places as tiles"):
+        pool.write(places[:1], 0, kmeans(keys, values, slots, plan, iterations=1), slots)
+    with pytest.raises(ValueError, match="and room for all"):
+        pool.write(places, 400, kmeans(keys, values, slots, plan, iterations=1), slots)
 
 
 def test_refusals() -> None:

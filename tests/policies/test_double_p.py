@@ -62,6 +62,7 @@ def step(c: Clustered, config: DoubleP) -> tuple[torch.Tensor, torch.Tensor, tor
     log_mass = double_p.estimated_log_mass(c.query, c.centroids, c.sizes)
     exact, approx = double_p.select(double_p.distribution(log_mass), config)
     values = double_p.cluster_values(c.values, c.labels, c.clusters)
+    values[c.sizes == 0] = math.nan
     x, dense_x = double_p.logits(c.query, c.keys), double_p.logits(c.query, c.dense_keys)
     out, lse = double_p.attend(x, c.values, c.labels, log_mass, values, exact, approx, dense_x, c.dense_values)
     return out, lse, exact, approx

@@ -47,7 +47,7 @@ def some_batch(seed: int, decode: bool = False) -> list[RowRuns]:
         rows = 1 if decode else int(rng.integers(1, 40))
         first_own = len(runs)
         for part in range(tails):
-            tokens = int(rng.integers(1, 50)) + (rows if part == 0 else 0)
+            tokens = int(rng.integers(1, 250 if decode else 50)) + (rows if part == 0 else 0)
             runs.append((3, tokens, 0, 1000 + 1000 * number + 300 * part))  # keys of own runs mean nothing
         own = tuple(range(first_own, len(runs)))
         requests.append(request(row, rows, runs, own, int(rng.integers(0, 500))))
@@ -130,7 +130,25 @@ def test_decoding_with_room(seed: int) -> None:
     lengths = np.zeros(plan.num_rows, dtype=int)
     lengths[[r.first_row for r in requests]] = [r.seq_len for r in requests]
     assert [plan.steps_left(lengths + n) for n in (0, 2, 6)] == [6, 4, 0]
+    lengths[requests[-1].first_row] += 3
+    assert plan.steps_left(lengths) == 3, "the fullest tail counts"
     assert (plan.tail_item[np.setdiff1d(np.arange(plan.num_rows), [r.first_row for r in requests])] == -1).all()
+
+
+def test_runs_longer_than_one_copy() -> None:
+    requests = [request(0, 1, [(1, 2 * COPY_TOKENS + 5, 0, 7), (2, COPY_TOKENS, 1, 50_000)])]
+    plan = plan_rows(requests, config=SMALL, group=1, kv_heads=1)
+    assert len(plan.copies) == 4 and planned(plan) == wanted(requests)
+
+
+def test_cuts_of_known_tiles() -> None:
+    """Tiles of 30, 1 and 5 steps, each with 2 steps of its own: 42 in all, so that shares end at 14 and 28."""
+    config = replace(SMALL, block_n=32, min_split=0, item_cost=2)
+    tile, first, size, work_ptr = split(np.array([960, 7, 150]), 3, config)
+    assert tile.tolist() == [0, 0, 0, 1, 2]
+    assert first.tolist() == [0, 12 * 32, 26 * 32, 0, 0]
+    assert size.tolist() == [12 * 32, 14 * 32, 4 * 32, 7, 150]
+    assert work_ptr.tolist() == [0, 1, 2, 5]
 
 
 def test_equal_keys_are_read_once() -> None:

@@ -15,8 +15,8 @@ from sglang_ext.kernels.top_p import Selection, reference, top_p_mask, triton_im
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNIT = 2.0**-30  # the kernel's unit of mass
-SEPARATE = triton_impl.Tuning(joint=False)  # the interpreter runs a joint reduction element by element
-FUSED = triton_impl.Tuning(joint=False, fused=True)
+SEPARATE = triton_impl.Tuning(joint=False, chunk=16)  # the interpreter runs a joint reduction element by element
+FUSED = triton_impl.Tuning(joint=False, fused=True, chunk=32)
 
 
 def shares(logits: list[float]) -> list[float]:
@@ -201,7 +201,7 @@ def test_the_kernel_s_sets_are_minimal(seed: int) -> None:
     sizes = torch.ones(1, 1, n, dtype=torch.int32, device=DEVICE)
     p = torch.tensor([[0.95, 0.7]], device=DEVICE)
     cells = torch.tensor([n], dtype=torch.int32, device=DEVICE)
-    got = triton_impl.select(logits, sizes, sizes, cells, p, tokens=n, tuning=SEPARATE)
+    got = triton_impl.select(logits, sizes, sizes, cells, p, tokens=n, tuning=triton_impl.Tuning(joint=False))
     mass = torch.softmax(logits.double().flatten(), 0).cpu()
     n_exact, _, n_approx, _ = got.counts[0, 0].tolist()
     exact = got.exact[0, 0, :n_exact].long().cpu()

@@ -7,7 +7,11 @@ an index far outside the caches (`kv_slots`), and what it must write is NaN befo
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -487,6 +491,52 @@ def test_refuses_tables_and_lengths_of_the_wrong_kind() -> None:
         buffers.advance(
             torch.ones(4, dtype=torch.int64, device=DEVICE), torch.ones(4, dtype=torch.int64, device=DEVICE)
         )
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_ext.kernels.view_attention import triton_impl as kernels
+from sglang_ext.kernels.view_attention.plan import choose
+
+TYPES = {"query": "*bf16", "key_cache": "*bf16", "value_cache": "*bf16", "out": "*bf16", "source": "*i64",
+         "seq_lens": "*i64", "new_slots": "*i64", "scale_log2": "fp32", "size": "i32"}
+TYPES |= dict.fromkeys(("cos", "sin", "part", "part_lse", "lse", "inv_freq"), "*fp32")
+
+def compiled(kernel, config, **constants):
+    names = kernel.arg_names
+    types = {n: TYPES.get(n, "i32" if n.startswith("stride") else "*i32") for n in names}
+    types |= dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n] != "constexpr" and n not in
+               ("scale_log2", "size")}
+    source = ASTSource(kernel, types, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+for rows, product in ((1, "mma.sync"), (12, "wgmma"), (40, "wgmma")):
+    c = choose(rows, 4, 128)
+    found = compiled(kernels._attend, c, KV_HEADS=8, GROUP=4, HEAD_DIM=128, VALUE_DIM=128, BLOCK_D=128, BLOCK_V=128,
+                     ROTARY=128, NEOX=True, BLOCK_M=c.block_m, BLOCK_N=c.block_n)
+    assert product in found.asm["ptx"], (rows, product)
+    programs_per_sm = c.num_programs // 132
+    assert found.metadata.shared * programs_per_sm <= 227 * 1024, (rows, found.metadata.shared)
+compiled(kernels._merge, c, HEADS=32, VALUE_DIM=128, BLOCK_V=128, BLOCK_E=16, WITH_LSE=True)
+compiled(kernels._advance, c, BLOCK=128)
+compiled(kernels._gather_slots, c, BLOCK=1024)
+compiled(kernels._angles, c, HALF=64, BLOCK=64)
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels and run them")
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    """What the interpreter takes, the compiler may not; Triton brings what it needs to compile for sm_90 anywhere."""
+    script = tmp_path / "compile.py"  # a file: Triton reads the source of kernels
+    script.write_text(COMPILE)
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")

@@ -65,6 +65,25 @@ def page_scores(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> t
     )
 
 
+def as_centroids(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Bounds as centroids of twice the dimension, so that the kernels of Double-P score pages.
+
+    `page_scores` is one product: (max(q, 0), min(q, 0)) . (high, low). A page is then a cluster of consecutive tokens.
+
+    Args:
+        low, high: [..., head_dim].
+
+    Returns:
+        [..., 2 * head_dim].
+    """
+    return torch.cat([high, low], dim=-1)
+
+
+def as_query(query: torch.Tensor) -> torch.Tensor:
+    """The query that belongs to `as_centroids`: [..., head_dim] to [..., 2 * head_dim]."""
+    return torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
+
+
 def select(scores: torch.Tensor, tokens: int, config: Quest) -> torch.Tensor:
     """The pages of the highest score, the best of the heads of a group counting; lowest number first among equals.
 

@@ -136,7 +136,7 @@ def check(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, dense: Dens
     kv_heads = pool.centroids.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads over {kv_heads} key-value heads: expected a multiple")
-    if pool.centroids.shape[3] != dim:
+    if dense is None and pool.centroids.shape[3] != dim:  # attention reads no centroids: other scores may stand there
         raise ValueError(f"query head_dim {dim}, centroids' {pool.centroids.shape[3]}: expected the same")
     if pool.width & (pool.width - 1) or pool.width < 16:
         raise ValueError(f"cluster tiles of {pool.width}: expected a power of two of at least 16")

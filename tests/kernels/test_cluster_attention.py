@@ -18,6 +18,7 @@ from sglang_ext.kernels.kmeans.triton_impl import kmeans
 from sglang_ext.kernels.top_p import Selection
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
+from sglang_ext.policies import quest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {
@@ -395,6 +396,47 @@ def test_from_keys_to_output() -> None:
         pool.write(places, 400, kmeans(keys, values, slots, plan, iterations=1), slots)
 
 
+def test_pages_by_their_bounds_in_the_same_kernels() -> None:
+    """Quest: pages are clusters, bounds are centroids of twice the dimension, and the best six are read."""
+    gen = torch.Generator().manual_seed(6)
+    page, pages, dim, kv_heads = 4, 21, 12, 2
+    n = page * pages
+    keys, values = torch.randn(n, kv_heads, dim, generator=gen), torch.randn(n, kv_heads, dim, generator=gen)
+    query = torch.randn(kv_heads, 1, dim, generator=gen)  # one head a group: then its best pages are the group's
+    low, high = quest.page_bounds(keys.transpose(0, 1), page)
+    pool = ClusterPool.empty(2, kv_heads, 2 * dim, dim, n, torch.float32, "cpu", WIDTH)
+    pool.centroids.fill_(math.nan)
+    pool.sizes.zero_()
+    for number in range(pages):
+        tile, inside = divmod(number, WIDTH)
+        pool.centroids[tile, :, inside] = quest.as_centroids(low[:, number], high[:, number])
+        pool.sizes[tile, :, inside], pool.starts[tile, :, inside] = page, number * page
+    pool.members[:] = torch.arange(n)
+    world = World(
+        query.view(1, 1, kv_heads, dim), keys, values, pool,
+        ClusterRows(torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)),
+        DenseTokens(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)), 0.3,
+    ).to(torch.float32, DEVICE)  # fmt: skip
+    scores = triton_impl.centroid_scores(quest.as_query(world.query), world.pool, world.rows, world.scale)
+    k = torch.tensor([[6.0, 6.0]], device=DEVICE)
+    chosen = top_p.select(
+        *scores, world.rows.counts * WIDTH, k, tokens=n, by_count=True, tile=TILE, tuning=top_p.Tuning(joint=False)
+    )
+    got, _ = triton_impl.cluster_attention(
+        world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale,
+        tuning=TUNINGS["fused"],
+    )  # fmt: skip
+    want = torch.zeros(kv_heads, dim)
+    for h in range(kv_heads):
+        q = query[h, 0]
+        bounds = [torch.maximum(q * low[h, i], q * high[h, i]).sum().item() for i in range(pages)]
+        best = sorted(range(pages), key=lambda i, bounds=bounds: -bounds[i])[:6]
+        read = [i * page + j for i in best for j in range(page)]
+        want[h] = torch.softmax(keys[read, h] @ q * 0.3, 0) @ values[read, h]
+    assert chosen.counts[0].tolist() == [[6, 24, 0, 21]] * 2
+    torch.testing.assert_close(got[0].cpu(), want, rtol=0, atol=TOLERANCE[torch.float32])
+
+
 def test_refusals() -> None:
     world = make_world().to(torch.float32, DEVICE)
     for module in (reference, triton_impl):
@@ -406,6 +448,8 @@ def test_refusals() -> None:
             module.centroid_scores(world.query.expand(-1, 2, -1, -1), world.pool, world.rows, 1.0)
         with pytest.raises(ValueError, match="clusters of 3 requests for 2 queries"):
             module.centroid_scores(world.query[:2], world.pool, world.rows, 1.0)
+        with pytest.raises(ValueError, match="query head_dim 18, centroids' 20"):
+            module.centroid_scores(world.query[..., :18].contiguous(), world.pool, world.rows, 1.0)
     with pytest.raises(ValueError, match="expected contiguous tensors of one dtype"):
         triton_impl.centroid_scores(world.query.bfloat16(), world.pool, world.rows, 1.0)
     nothing = torch.zeros(3, 2, 4 * WIDTH, dtype=torch.bool)

@@ -84,7 +84,7 @@ def choose(
     Many rows are bound by the tensor cores: 64 rows fill a warp group's wgmma on Hopper, 128 rows two. Slots are loaded
     before what is in them, which takes two stages of the pipeline: 3 or 4 stages hold one step of keys and values in
     shared memory, 5 hold two. Compiled for sm_90 at head size 128 in bfloat16: 72 KB and 168 registers a thread for 16
-    rows, 82 KB and 238 for 64 (5 stages would leave one program an SM), 132 KB and 238 for 128; nothing spills.
+    rows, 115 KB and 254 for 64 (two programs just fit an SM), 132 KB and 238 for 128; nothing spills.
 
     Args:
         rows_per_run: mean number of query rows of the batch that see one run.
@@ -104,7 +104,7 @@ def choose(
         block_m=block_m,
         block_n=64 if token <= 512 else 32 if token <= 1024 else 16,
         num_warps=4 if block_m <= 64 else 8,
-        num_stages=3 if block_m == 64 else 5,
+        num_stages=5,
         num_programs=num_sms * (2 if block_m <= 64 else 1),
     )
 

@@ -519,8 +519,8 @@ for rows, product in ((1, "mma.sync"), (12, "wgmma"), (40, "wgmma")):
     found = compiled(kernels._attend, c, KV_HEADS=8, GROUP=4, HEAD_DIM=128, VALUE_DIM=128, BLOCK_D=128, BLOCK_V=128,
                      ROTARY=128, NEOX=True, BLOCK_M=c.block_m, BLOCK_N=c.block_n)
     assert product in found.asm["ptx"], (rows, product)
-    programs_per_sm = c.num_programs // 132
-    assert found.metadata.shared * programs_per_sm <= 227 * 1024, (rows, found.metadata.shared)
+    held = (found.metadata.shared + 1024) * c.num_programs // 132  # CUDA keeps 1 KB of each program's
+    assert held <= 228 * 1024, (rows, held)
 compiled(kernels._merge, c, HEADS=32, VALUE_DIM=128, BLOCK_V=128, BLOCK_E=16, WITH_LSE=True)
 compiled(kernels._advance, c, BLOCK=128)
 compiled(kernels._gather_slots, c, BLOCK=1024)

@@ -7,7 +7,11 @@ lists, and every output and scratch buffer before a call.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -460,3 +464,73 @@ def test_refusals() -> None:
         triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits, 1.0, workspace=small)
     with pytest.raises(ValueError, match="expected contiguous float32"):
         triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits.double(), 1.0)
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, triton_impl as attention
+from sglang_ext.kernels.kmeans import Plan, triton_impl as kmeans
+from sglang_ext.kernels.top_p import triton_impl as top_p
+
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8"}
+compiled = set()
+
+class Compile:  # stands where a kernel is launched
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        return self.launch
+    def launch(self, *arguments, **named):
+        options = {name: named.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in named}
+        values = dict(zip(self.kernel.arg_names, arguments)) | named
+        types, constants, aligned = {}, {}, {}
+        for i, parameter in enumerate(self.kernel.params):
+            name, value = parameter.name, values[parameter.name]
+            if parameter.is_constexpr or value is None:
+                types[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                types[name], aligned[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+            else:
+                types[name] = "i32" if isinstance(value, int) else "fp32"
+        source = ASTSource(self.kernel, types, constants, aligned)
+        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert found.metadata.shared <= 227 * 1024, (self.kernel.__name__, found.metadata.shared)
+        compiled.add(self.kernel.__name__)
+
+for module, kernels in ((attention, ("_scores", "_attend", "_merge")), (top_p, ("_search", "_compact")),
+                        (kmeans, ("_start", "_assign", "_update"))):
+    for name in kernels:
+        setattr(module, name, Compile(getattr(module, name)))
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+half, batch, heads, dim = torch.bfloat16, 8, 8, 128
+for turned, fused, group in ((False, False, "union"), (True, True, "mean")):
+    query = torch.zeros(batch, 4 if turned else 1, 4 * heads, dim, dtype=half)
+    pool = ClusterPool.empty(2, heads, dim, dim, 32, half, "cpu")
+    rows = ClusterRows(ints(batch, 64), ints(batch), ints(batch, 64) if turned else None)
+    dense = DenseTokens(ints(batch, 1024), ints(batch), ints(batch, 16) if turned else None)
+    scores = attention.centroid_scores(query, pool, rows, 0.1)
+    chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), tokens=65536, group=group,
+                          tuning=top_p.Tuning(fused=fused))
+    cache = torch.zeros(16, heads, dim, dtype=half)
+    attention.cluster_attention(query, cache, cache, pool, rows, dense, chosen, scores[0], 0.1,
+                                tuning=attention.Tuning(fused=fused))
+cache = torch.zeros(8192, heads, dim, dtype=half)
+kmeans.kmeans(cache, cache, ints(8192), Plan((8192,)), iterations=2)
+assert len(compiled) == 8, compiled
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels and run them")
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    """What the interpreter takes, the compiler may not: all kernels, at the shapes of Llama-3.1-8B, without a GPU."""
+    script = tmp_path / "compile.py"  # a file: Triton reads the source of kernels
+    script.write_text(COMPILE)
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -386,6 +386,24 @@ class Capacity:
         cuts = workers - 1  # each makes one item more, and repeats the rows of one tile
         return cls(rows, pairs + cuts, pairs + cuts * config.tile_rows(group), pairs, slots, workers)
 
+    @classmethod
+    def of(cls, plan: Plan, headroom: float = 1.0) -> Capacity:
+        """What one plan needs, times `headroom`."""
+        needs = {
+            "rows": plan.num_rows,
+            "items": len(plan.items),
+            "entries": len(plan.entry_row),
+            "angles": len(plan.angles),
+            "slots": plan.num_slots,
+        }
+        sizes = {name: max(1, int(n * headroom)) for name, n in needs.items()}
+        return cls(**sizes, workers=len(plan.work_ptr) - 1)
+
+    def lacks(self, plan: Plan) -> list[str]:
+        """What of a plan is too much for this capacity, in words; empty when it fits."""
+        needed = {name: getattr(Capacity.of(plan), name) for name in self.__dataclass_fields__}
+        return [f"{n} {name} of {getattr(self, name)}" for name, n in needed.items() if n > getattr(self, name)]
+
     @property
     def copies(self) -> int:
         return self.items + self.slots // COPY_TOKENS
@@ -406,6 +424,9 @@ class PlanBuffers:
         part: [capacity.entries, heads, value_dim] partial outputs; part_lse: [capacity.entries, heads] float32.
         plan: the loaded plan, or None.
 
+    `share`, where it is given, lends its partial outputs if they are large enough: for plans that run one after the
+    other on one stream.
+
     Raises:
         ValueError: heads is no multiple of kv_heads, a type that the kernels do not know, or a device without Triton.
     """
@@ -419,6 +440,7 @@ class PlanBuffers:
         value_dim: int,
         rope: Rope,
         part_dtype: torch.dtype = torch.float32,
+        share: PlanBuffers | None = None,
     ) -> None:
         device = rope.inv_freq.device
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -466,8 +488,14 @@ class PlanBuffers:
         self._device = {name: self._packed[a:b] for name, (a, b) in self._bounds.items()}
         self._source = self._device["source"].view(torch.int64)
         self.kv_slots = torch.zeros(c.slots, dtype=torch.int32, device=device)
-        self.part = torch.zeros(c.entries, heads, value_dim, dtype=part_dtype, device=device)
-        self.part_lse = torch.zeros(c.entries, heads, dtype=torch.float32, device=device)
+        self.part: torch.Tensor
+        self.part_lse: torch.Tensor
+        wanted = (part_dtype, heads, value_dim)
+        if share is not None and (share.part.dtype, *share.part.shape[1:]) == wanted and len(share.part) >= c.entries:
+            self.part, self.part_lse = share.part, share.part_lse
+        else:
+            self.part = torch.zeros(c.entries, heads, value_dim, dtype=part_dtype, device=device)
+            self.part_lse = torch.zeros(c.entries, heads, dtype=torch.float32, device=device)
         half = rope.inv_freq.numel()
         self._cos = torch.zeros(c.angles, max(half, 1), dtype=torch.float32, device=device)
         self._sin = torch.zeros(c.angles, max(half, 1), dtype=torch.float32, device=device)
@@ -533,16 +561,7 @@ class PlanBuffers:
                 f"a plan for {plan.kv_heads} key-value heads of {plan.group} query heads: expected "
                 f"{self.kv_heads} of {self.heads // self.kv_heads}"
             )
-        needs = {
-            "rows": plan.num_rows,
-            "items": len(plan.items),
-            "entries": len(plan.entry_row),
-            "angles": len(plan.angles),
-            "slots": plan.num_slots,
-            "workers": len(plan.work_ptr) - 1,
-        }
-        over = [f"{n} {name} of {getattr(self.capacity, name)}" for name, n in needs.items()
-                if n > getattr(self.capacity, name)]  # fmt: skip
+        over = self.capacity.lacks(plan)
         if over:
             raise ValueError(f"the plan needs {', '.join(over)}: expected no more; allocate a larger PlanBuffers")
         if slot_table.dim() != 1 or slot_table.dtype != torch.int32 or not slot_table.is_contiguous():
@@ -648,24 +667,30 @@ def view_attention_plan(
         ValueError: shapes, types, strides or devices other than these, more rows than the buffers hold, fewer than the
             plan has, or a config other than the loaded plan's.
     """
+    if out is None:
+        out = query.new_empty(query.shape[0], buffers.heads, buffers.value_dim)
+    _check_output("out", out, (query.shape[0], buffers.heads, buffers.value_dim), query.device)
+    attend(query, buffers, key_cache, value_cache, scale, config)
+    return merge(buffers, out, lse, config)
+
+
+def attend(
+    query: torch.Tensor,
+    buffers: PlanBuffers,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    config: Config | None = None,
+) -> None:
+    """The first launch of `view_attention_plan`: every item's output and log-sum-exp, into the buffers' partials."""
+    config = _config(buffers, config)
     plan = buffers.plan
-    if config is None:
-        if plan is None:
-            raise ValueError("no plan is loaded and no config given: load a plan, or say for which config to run")
-        config = plan.config
-    elif plan is not None and plan.config != config:
-        raise ValueError(f"config {config} for a plan that was cut for {plan.config}: expected the same")
     rows, heads, head_dim = _check_attention(query, buffers, key_cache, value_cache)
     if plan is not None and rows < plan.num_rows:
         raise ValueError(f"{rows} query rows for a plan of {plan.num_rows}: expected at least as many")
-    value_dim, kv_heads = buffers.value_dim, buffers.kv_heads
-    if out is None:
-        out = query.new_empty(rows, heads, value_dim)
-    _check_output("out", out, (rows, heads, value_dim), query.device)
-    if lse is not None:
-        _check_output("lse", lse, (rows, heads), query.device)
     if rows == 0:
-        return out
+        return
+    value_dim, kv_heads = buffers.value_dim, buffers.kv_heads
     workers = config.workers(kv_heads)
     if workers > buffers.capacity.workers:
         raise ValueError(f"{workers} workers: expected at most {buffers.capacity.workers}; allocate larger PlanBuffers")
@@ -705,6 +730,21 @@ def view_attention_plan(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def merge(
+    buffers: PlanBuffers, out: torch.Tensor, lse: torch.Tensor | None = None, config: Config | None = None
+) -> torch.Tensor:
+    """The second launch of `view_attention_plan`: each row's entries, merged by log-sum-exp into `out`."""
+    config = _config(buffers, config)
+    rows, heads, value_dim = out.shape[0], buffers.heads, buffers.value_dim
+    _check_output("out", out, (rows, heads, value_dim), buffers.device)
+    if lse is not None:
+        _check_output("lse", lse, (rows, heads), buffers.device)
+    if rows == 0:
+        return out
+    block_v = max(16, triton.next_power_of_2(value_dim))
+    d = buffers._device
     _merge[(rows, heads)](
         buffers.part,
         buffers.part_lse,
@@ -723,6 +763,17 @@ def view_attention_plan(
         num_warps=2,
     )
     return out
+
+
+def _config(buffers: PlanBuffers, config: Config | None) -> Config:
+    plan = buffers.plan
+    if config is None:
+        if plan is None:
+            raise ValueError("no plan is loaded and no config given: load a plan, or say for which config to run")
+        return plan.config
+    if plan is not None and plan.config != config:
+        raise ValueError(f"config {config} for a plan that was cut for {plan.config}: expected the same")
+    return config
 
 
 def _check_attention(

@@ -14,7 +14,8 @@ only appends its slots to the plan's.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class PlannedViews(ViewBackend):
         self._planned: list[Request] = []
         self._plan: Plan | None = None
         self._graph_buffers: PlanBuffers | None = None
-        self._grown: list[PlanBuffers] = []  # for what runs outside of graphs; replaced by larger ones when needed
+        self._grown = [self._allocate(Capacity(1, 1, SLICE_ENTRIES, 1, 1, 1))]  # outside of graphs; grow when needed
         self._decoding: PlanBuffers | None = None
         self._extend: _Extend | None = None
 
@@ -207,7 +208,8 @@ class PlannedViews(ViewBackend):
                 if self.dense is not None and not turned and seen.end - seen.begin >= DENSE_ROWS:
                     dense.append((rows, seen))
                 else:
-                    listed.append(self._rows(rows.request, seen, rows.first + seen.begin - rows.begin))
+                    for part in _parts(seen):
+                        listed.append(self._rows(rows.request, part, rows.first + part.begin - rows.begin))
         total = self._batch[-1].first + self._batch[-1].end - self._batch[-1].begin
         lists = []
         config = self._config(_rows_per_run(listed))
@@ -263,21 +265,25 @@ class PlannedViews(ViewBackend):
 
     # ---- buffers ----
 
-    def _allocate(self, capacity: Capacity) -> PlanBuffers:
+    def _allocate(self, capacity: Capacity, share: PlanBuffers | None = None) -> PlanBuffers:
         return PlanBuffers(
             capacity,
             heads=self.shape.heads,
             kv_heads=self.shape.kv_heads,
             value_dim=self.shape.value_dim,
             rope=self.rope,
+            share=share,
         )
 
     def _load(self, plan: Plan, number: int) -> PlanBuffers:
-        """Load a plan into buffers that no graph uses: number 0 for decoding, 1 and on for a prefill's lists."""
-        while len(self._grown) <= number:
-            self._grown.append(self._allocate(_capacity(plan)))
-        if not fits(plan, self._grown[number].capacity):
-            self._grown[number] = self._allocate(_capacity(plan))
+        """Load a plan into buffers that no graph uses: number 0 for decoding, 1 and on for a prefill's lists.
+
+        The lists of a prefill run one after the other, so all use the first one's partial outputs.
+        """
+        if len(self._grown) <= number or self._grown[number].capacity.lacks(plan):
+            share = self._grown[0] if self._grown else None
+            buffers = self._allocate(Capacity.of(plan, headroom=1.25), share)
+            self._grown[number : number + 1] = [buffers]
         self._grown[number].load(plan, self._table.view(-1))
         return self._grown[number]
 
@@ -289,7 +295,7 @@ class PlannedViews(ViewBackend):
             self._decoding = self._graph_buffers
             if self._decoding is not None and self._decoding.plan is not plan:
                 self._decoding.load(plan, self._table.view(-1))
-        elif not self._grown or self._grown[0].plan is not plan:
+        elif self._grown[0].plan is not plan:
             self._decoding = self._load(plan, 0)
         else:
             self._decoding = self._grown[0]
@@ -321,7 +327,8 @@ class PlannedViews(ViewBackend):
             for config in configs
         ]
         self._graph_buffers = self._allocate(
-            Capacity(**{name: max(getattr(b, name) for b in bounds) for name in Capacity.__dataclass_fields__})
+            Capacity(**{name: max(getattr(b, name) for b in bounds) for name in Capacity.__dataclass_fields__}),
+            share=self._grown[0],
         )
 
     def fits_graph(self) -> bool:
@@ -329,7 +336,7 @@ class PlannedViews(ViewBackend):
         return (
             self._plan is not None
             and self._graph_buffers is not None
-            and fits(self._plan, self._graph_buffers.capacity)
+            and not self._graph_buffers.capacity.lacks(self._plan)
         )
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -391,21 +398,11 @@ class PlannedViews(ViewBackend):
         return out.view(out.shape[0], -1)
 
 
-def fits(plan: Plan, capacity: Capacity) -> bool:
-    """Whether buffers of this capacity take the plan."""
-    needed = _capacity(plan, headroom=1.0)
-    return all(getattr(needed, name) <= getattr(capacity, name) for name in Capacity.__dataclass_fields__)
-
-
-def _capacity(plan: Plan, headroom: float = 1.25) -> Capacity:
-    return Capacity(
-        rows=max(1, int(plan.num_rows * headroom)),
-        items=max(1, int(len(plan.items) * headroom)),
-        entries=max(1, int(len(plan.entry_row) * headroom)),
-        angles=max(1, int(len(plan.angles) * headroom)),
-        slots=max(1, int(plan.num_slots * headroom)),
-        workers=len(plan.work_ptr) - 1,
-    )
+def _parts(seen: RowRuns) -> list[RowRuns]:
+    """Many rows in parts that one work list holds."""
+    rows = max(1, SLICE_ENTRIES // (len(seen.runs) + 1))
+    bounds = [*range(seen.begin, seen.end, rows), seen.end]
+    return [replace(seen, begin=low, end=high) for low, high in pairwise(bounds)]
 
 
 def _slices(requests: Sequence[planning.RowRuns]) -> list[tuple[int, list[planning.RowRuns]]]:

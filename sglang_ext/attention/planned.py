@@ -100,6 +100,7 @@ class PlannedViews(ViewBackend):
         self._kept: dict[int, tuple[Request, planning.RowRuns]] = {}  # what decoding requests see
         self._batch: list[BatchRows] = []
         self._planned: list[Request] = []
+        self._seq_lens = np.zeros(0, dtype=np.int64)
         self._plan: Plan | None = None
         self._graph_buffers: PlanBuffers | None = None
         self._grown = [self._allocate(Capacity(1, 1, SLICE_ENTRIES, 1, 1, 1))]  # outside of graphs; grow when needed
@@ -159,18 +160,24 @@ class PlannedViews(ViewBackend):
             known = self._kept[rows.request.slot] = (rows.request, self._rows(rows.request, seen, 0))
         return known[1]
 
-    def _plan_decode(self) -> None:
-        """Plan the batch's next steps, unless the plan of the step before still holds."""
+    def _plan_decode(self, anew: bool = False) -> None:
+        """Plan the batch's next steps, unless the plan of the step before still holds.
+
+        Each step tells the plan its newest slots only, so that it holds for the very next step of the same requests.
+        """
         requests = [rows.request for rows in self._batch]
         seq_lens = np.array([rows.end for rows in self._batch])
+        before, self._seq_lens = self._seq_lens, seq_lens
         if (
-            self._plan is not None
+            not anew
+            and self._plan is not None
             and len(requests) == len(self._planned)
             and all(now is then for now, then in zip(requests, self._planned, strict=True))
+            and (seq_lens - before == 1).all()
             and self._plan.steps_left(seq_lens) >= 0
         ):
             return
-        self._planned = requests
+        self._planned, self._decoding = requests, None
         self._plan = planning.plan_rows(
             [self._decode_rows(rows) for rows in self._batch],
             config=self.decode_config(self._padded(len(requests))),
@@ -288,17 +295,19 @@ class PlannedViews(ViewBackend):
         return self._grown[number]
 
     def _load_decode(self, in_graph: bool) -> None:
-        plan = self._plan
-        if plan is None:
+        """Have the plan in the buffers that this step reads, with every step so far."""
+        buffers = self._graph_buffers if in_graph else self._grown[0]
+        if self._decoding is buffers and buffers is not None:
+            return
+        if self._decoding is not None:  # the steps before ran from other buffers: these lack their slots
+            self._plan_decode(anew=True)
+        if self._plan is None:
             raise ValueError("a batch with views decodes that was not planned: prepare() runs before every batch")
-        if in_graph:
-            self._decoding = self._graph_buffers
-            if self._decoding is not None and self._decoding.plan is not plan:
-                self._decoding.load(plan, self._table.view(-1))
-        elif self._grown[0].plan is not plan:
-            self._decoding = self._load(plan, 0)
+        if in_graph and buffers is not None:
+            buffers.load(self._plan, self._table.view(-1))
+            self._decoding = buffers
         else:
-            self._decoding = self._grown[0]
+            self._decoding = self._load(self._plan, 0)
 
     # ---- SGLang's side: before the layers ----
 

@@ -1,0 +1,280 @@
+"""The planned backend over a fake of SGLang's: batches that change, padding of CUDA graphs, room that runs out.
+
+What rows must see comes from the policy's views and the reference, which the engine tests compare with `transformers`.
+Here decoding with and without (imagined) graphs, prefills cut into lists, and rows of the dense kernel are compared.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext import compat
+from sglang_ext.attention import planned
+from sglang_ext.attention.dbsa import DbsaPolicy
+from sglang_ext.attention.policy import RequestRows
+from sglang_ext.cache.rows import NewBlock, Piece, Row
+from sglang_ext.kernels.rope import Rope
+from sglang_ext.kernels.view_attention import Segment, View, Written, view_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, KV_HEADS, DIM, CONTEXT, SLOTS = 4, 2, 16, 96, 400
+TOLERANCE = 2e-5  # float32, of values of order one
+BLOCKS = {"a": 9, "b": 17, "c": 5, "d": 12}  # tokens; they were written one after the other from position 0
+
+
+class Mode:
+    def __init__(self, decode: bool) -> None:
+        self.decode = decode
+
+    def is_decode(self) -> bool:
+        return self.decode
+
+    def is_idle(self) -> bool:
+        return False
+
+
+class Base:
+    """Stands for SGLang's backend: where it is asked, the batch was plain."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self.req_to_token_pool, self.token_to_kv_pool = model_runner.req_to_token_pool, model_runner.token_to_kv_pool
+        self.asked: list[str] = []
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.asked.append("metadata")
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.asked.append("graph state")
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.asked.append("capture" if in_capture else "replay")
+
+    def forward_decode(self, q: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.asked.append("decode")
+        return q
+
+    forward_extend = forward_decode
+
+
+class Backend(planned.PlannedViews, Base):
+    pass
+
+
+class Dense:
+    """A dense prefill kernel over virtual requests, in plain PyTorch."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def plan(self, rows: list[int], tokens: list[int], kv_slots: torch.Tensor, **shape: Any) -> None:
+        assert shape["causal"] and len(kv_slots) == sum(tokens)
+        self.rows, self.tokens, self.slots = rows, tokens, kv_slots
+
+    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+        row = token = 0
+        for rows, tokens in zip(self.rows, self.tokens, strict=True):
+            slots = self.slots[token : token + tokens]
+            # Columns as positions: nothing is turned here, so only the causal mask reads them.
+            seen = torch.arange(tokens - rows, tokens, device=query.device)
+            mask = torch.arange(tokens, device=query.device)[None] <= seen[:, None]
+            q = query[row : row + rows].view(rows, KV_HEADS, -1, DIM)
+            logits = torch.einsum("rhgd,thd->hgrt", q, keys[slots]) * DIM**-0.5
+            weights = torch.softmax(logits.masked_fill(~mask, float("-inf")), -1) if tokens else logits
+            out[row : row + rows] = torch.einsum("hgrt,thd->rhgd", weights, values[slots]).reshape(rows, HEADS, DIM)
+            row, token = row + rows, token + tokens
+
+
+class World:
+    """Slots, caches, requests, and the backend over them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        generator = torch.Generator().manual_seed(0)
+        rope = Rope((0.5 ** torch.arange(DIM // 2)).to(DEVICE))
+        self.pool = SimpleNamespace(req_to_token=torch.zeros(8, CONTEXT, dtype=torch.int32, device=DEVICE))
+        self.caches = [torch.randn(SLOTS, KV_HEADS, DIM, generator=generator).to(DEVICE) for _ in range(2)]
+        kv = SimpleNamespace(get_key_buffer=lambda _: self.caches[0], get_value_buffer=lambda _: self.caches[1])
+        shape = compat.AttentionShape(HEADS, KV_HEADS, DIM, DIM, torch.float32, DIM**-0.5, num_sms=2)
+        monkeypatch.setattr(compat, "refuse_model", lambda _: None)
+        monkeypatch.setattr(compat, "attention_shape", lambda _: shape)
+        monkeypatch.setattr(compat, "num_kv_slots", lambda _: SLOTS)
+        monkeypatch.setattr(planned, "find_rope", lambda _: rope)
+        self.rope = rope
+        self.backend = Backend(
+            SimpleNamespace(req_to_token_pool=self.pool, token_to_kv_pool=kv, model=None), DbsaPolicy()
+        )
+        self.slot_pos = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
+        self.blocks: dict[str, tuple[int, int]] = {}  # name -> (first slot, first position)
+        self.free, position = 1, 0
+        for name, tokens in BLOCKS.items():
+            self.blocks[name] = (self.free, position)
+            self.slot_pos[self.free : self.free + tokens] = torch.arange(position, position + tokens)
+            self.free, position = self.free + tokens, position + tokens
+        self.made = 0
+
+    def request(self, names: str, own: int, slot: int, new: tuple[NewBlock, ...] = ()) -> SimpleNamespace:
+        """A scheduler's request over the blocks `names`, with `own` tokens behind them; no names: a plain one."""
+        row = Row(tuple(Piece(name, 0, BLOCKS[name]) for name in names), new) if names or new else None
+        self.made += 1
+        req = SimpleNamespace(
+            req_pool_idx=slot, rid=f"r{self.made}", sampling_params=SimpleNamespace(custom_params=None), length=0
+        )
+        compat.set_request_row(req, row)
+        compat.set_request_written(req, tuple(self.blocks[name][1] for name in names))
+        table = self.pool.req_to_token[slot]
+        for name in names:
+            first = self.blocks[name][0]
+            table[req.length : req.length + BLOCKS[name]] = torch.arange(first, first + BLOCKS[name])
+            req.length += BLOCKS[name]
+        self.grow(req, own)
+        return req
+
+    def grow(self, req: SimpleNamespace, tokens: int = 1) -> None:
+        """New slots for the request's next tokens, at their columns unless blocks are encoded."""
+        slots = torch.arange(self.free, self.free + tokens, dtype=torch.int32, device=DEVICE)
+        self.pool.req_to_token[req.req_pool_idx, req.length : req.length + tokens] = slots
+        positions = self.backend.policy.positions(
+            SimpleNamespace(row=compat.request_row(req)), req.length, req.length + tokens
+        )
+        columns = range(req.length, req.length + tokens)
+        self.slot_pos[slots.long()] = torch.tensor(positions or list(columns), dtype=torch.int32, device=DEVICE)
+        self.free, req.length = self.free + tokens, req.length + tokens
+
+    def forward(self, reqs: list[SimpleNamespace], new: list[int], padding: int | None = None) -> torch.Tensor:
+        """One layer over each request's last `new` tokens; with `padding`, as the replay of a graph with more rows."""
+        decode = new == [1] * len(reqs)
+        lengths = torch.tensor([req.length for req in reqs])
+        ends = [(req.length - n, req.length) for req, n in zip(reqs, new, strict=True)]
+        rows = [self.pool.req_to_token[req.req_pool_idx, low:high] for req, (low, high) in zip(reqs, ends, strict=True)]
+        out_cache_loc = torch.cat(rows).long()
+        batch = SimpleNamespace(
+            batch_size=len(reqs),
+            forward_mode=Mode(decode),
+            extend_seq_lens_cpu=None if decode else new,
+            extend_prefix_lens_cpu=None if decode else [low for low, _ in ends],
+            seq_lens_cpu=lengths,
+            seq_lens=lengths.to(DEVICE),
+            out_cache_loc=out_cache_loc,
+            positions=self.slot_pos[out_cache_loc].long(),
+        )
+        self.backend.prepare(SimpleNamespace(reqs=reqs), batch)
+        query = torch.randn(sum(new) + (padding or 0), HEADS, DIM, generator=torch.Generator().manual_seed(self.free))
+        query = query.to(DEVICE)
+        layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5)
+        if padding is None:
+            self.backend.init_forward_metadata(batch)
+        else:
+            assert self.backend.fits_graph()
+            batch.seq_lens = torch.cat([batch.seq_lens, torch.ones(padding, dtype=torch.long, device=DEVICE)])
+            self.backend.init_forward_metadata_out_graph(batch)
+        run = self.backend.forward_decode if decode else self.backend.forward_extend
+        out = run(query.view(len(query), -1), None, None, layer, batch).view(len(query), HEADS, -1)
+        if self.backend.viewing:
+            self.check(reqs, ends, query, out)
+        return out
+
+    def check(self, reqs: Any, ends: Any, query: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for req, (low, high) in zip(reqs, ends, strict=True):
+            request = self.backend.requests.get(req.req_pool_idx)
+            slots = self.pool.req_to_token[req.req_pool_idx, :high]
+            rows = RequestRows(request, slots, low, self.slot_pos)
+            views = self.backend.policy.views(rows) or [(low, high, View((Segment(slots, Written(), causal=True),)))]
+            for begin, end, view in views:
+                part = slice(first + begin - low, first + end - low)
+                positions = self.slot_pos[slots[begin:end].long()].long()
+                expected, _ = view_attention(
+                    query[part], positions, view, *self.caches, self.slot_pos, self.rope, DIM**-0.5
+                )
+                torch.testing.assert_close(out[part], expected, atol=TOLERANCE, rtol=0)
+            first += high - low
+        assert not out[first:].any(), "padded rows are zero"
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_decoding_while_the_batch_changes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared blocks at different positions, a plain request among them, room that runs out, a slot used again."""
+    monkeypatch.setattr(planned, "ROOM", 2)
+    first, second, plain = world.request("acb", 4, 1), world.request("abd", 7, 2), world.request("", 30, 3)
+    batch = [first, second, plain]
+    plans = []
+    for step in range(10):
+        if step == 4:
+            world.backend.release(2)
+            batch = [first, plain]
+        if step == 6:
+            batch = [plain, world.request("dc", 5, 2), first]
+        for req in batch:
+            world.grow(req)
+        world.forward(batch, [1] * len(batch))
+        if not plans or plans[-1] is not world.backend._plan:
+            plans.append(world.backend._plan)
+    assert len(plans) >= 4  # three batches, and room for two steps more
+    assert world.backend.asked == []
+
+
+def test_a_plan_is_kept_while_it_holds(world: World) -> None:
+    req = world.request("ab", 3, 1)
+    kept = []
+    for _ in range(3):
+        world.grow(req)
+        world.forward([req], [1])
+        kept.append(world.backend._plan)
+    assert kept[0] is kept[1] is kept[2] and kept[0] is not None
+
+
+def test_graphs_and_their_padding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays give what runs without a graph give, and the two may alternate."""
+    monkeypatch.setattr(compat, "capturing_views", lambda: True)
+    world.backend.graph_sizes = [2, 4]
+    world.backend.init_cuda_graph_state(4, 4)
+    for size in (4, 2):
+        world.backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size), in_capture=True)
+    batch = [world.request("acb", 4, 1), world.request("ba", 2, 2), world.request("", 9, 4)]
+    for padding in (1, None, 1, 1):
+        for req in batch:
+            world.grow(req)
+        world.forward(batch, [1, 1, 1], padding)
+    assert world.backend.asked == ["graph state"]
+
+
+def test_a_plain_batch_is_the_bases(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "capturing_views", lambda: False)
+    world.backend.init_cuda_graph_state(2, 2)
+    world.backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=2), in_capture=True)
+    req = world.request("", 5, 1)
+    world.forward([req], [5])
+    world.grow(req)
+    world.forward([req], [1])
+    assert world.backend.asked == ["graph state", "capture", "metadata", "decode", "metadata", "decode"]
+
+
+@pytest.mark.parametrize("entries", [16384, 24])
+def test_questions_in_one_list_or_several(world: World, monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
+    monkeypatch.setattr(planned, "SLICE_ENTRIES", entries)
+    batch = [world.request("acb", 13, 1), world.request("", 11, 2), world.request("abd", 3, 3)]
+    world.forward(batch, [13, 6, 2])
+    assert world.backend._extend is not None
+    assert (len(world.backend._extend.lists) > 1) == (entries == 24)
+
+
+def test_rows_of_the_dense_kernel_beside_a_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are encoded where nothing is turned, between questions; one block of the row is turned."""
+    monkeypatch.setattr(planned, "DENSE_ROWS", 4)
+    world.backend.dense = Dense(world)  # type: ignore[assignment]
+    straight = NewBlock("x", 8, 26, ((0, 0), (1, 9)))  # sees a and b where they were written
+    turned = NewBlock("y", 5, 14, ((0, 0),))  # at position 14: behind a part of x, which it does not see
+    shifted = NewBlock("z", 6, 40, ((1, 30),))  # sees b elsewhere
+    encoding = world.request("ab", 19, 2, (straight, turned, shifted))
+    batch = [world.request("acb", 3, 1), encoding, world.request("abd", 2, 3)]
+    world.forward(batch, [3, 19, 2])
+    work = world.backend._extend
+    assert work is not None and work.dense and work.listed is not None
+    assert sorted(work.listed.tolist()) == [0, 1, 2, *range(16, 22), 22, 23]

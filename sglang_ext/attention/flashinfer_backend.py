@@ -17,5 +17,5 @@ class FlashInferViewBackend(PlannedViews, FlashInferAttnBackend):
 
     def __init__(self, model_runner: Any, policy: Policy) -> None:
         super().__init__(model_runner, policy)
-        if kernels() == "auto":
+        if kernels(policy) == "flashinfer":
             self.dense = VirtualRequests(self.rope.inv_freq.device, "auto", self.workspace_buffer)

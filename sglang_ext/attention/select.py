@@ -10,41 +10,47 @@ import torch
 from sglang_ext.attention.policy import Policy
 
 KERNELS_ENV = "SGLANG_EXT_KERNELS"
-"""Environment variable: `auto` (the fastest that serves the policy), `torch` (the reference, on any device), `triton`
-(the work list for everything but plain batches; without a GPU in Triton's interpreter, which is slow)."""
-KERNELS = ("auto", "torch", "triton")
+"""Environment variable:
+
+- `auto`, the default: what has been measured for this machine; at present `torch` everywhere.
+- `torch`: the reference, on any device, without CUDA graphs.
+- `triton`: the work list of `attention.planned` for every batch with views; CUDA graphs on a GPU, Triton's interpreter
+  (slow) without one.
+- `flashinfer`: the same, and blocks being encoded in FlashInfer's prefill kernels. Needs a GPU.
+"""
+KERNELS = ("auto", "torch", "triton", "flashinfer")
 
 
-def kernels() -> str:
-    """What the environment asks for.
+def kernels(policy: Policy) -> str:
+    """What serves `policy` here: `torch`, `triton` or `flashinfer`.
 
     Raises:
-        ValueError: it asks for something else than `KERNELS`.
+        ValueError: the environment asks for something else, or for FlashInfer without a GPU.
     """
     chosen = os.environ.get(KERNELS_ENV, "auto")
     if chosen not in KERNELS:
         raise ValueError(f"{KERNELS_ENV}={chosen}: expected one of {', '.join(KERNELS)}")
-    return chosen
+    if chosen == "flashinfer" and not torch.cuda.is_available():
+        raise ValueError(f"{KERNELS_ENV}=flashinfer needs an NVIDIA GPU and there is none: use torch or triton")
+    return chosen if policy.plans and chosen != "auto" else "torch"
 
 
 def captures(policy: Policy) -> bool:
     """Whether the backend that serves `policy` here runs inside CUDA graphs."""
-    return torch.cuda.is_available() and policy.plans and kernels() != "torch"
+    return torch.cuda.is_available() and kernels(policy) != "torch"
 
 
 def backend_class(policy: Policy) -> Any:
     """The backend's class; an instance takes (model_runner, policy)."""
-    chosen = kernels()
-    if policy.plans and chosen != "torch":
-        if torch.cuda.is_available():
-            from sglang_ext.attention.flashinfer_backend import FlashInferViewBackend
+    if kernels(policy) == "torch":
+        from sglang_ext.attention.backend import ViewAttnBackend
 
-            return FlashInferViewBackend
-        if chosen == "triton":
-            from sglang_ext.attention.planned import PlannedViews
-            from sglang_ext.attention.torch_base import TorchBackend
+        return ViewAttnBackend
+    if torch.cuda.is_available():
+        from sglang_ext.attention.flashinfer_backend import FlashInferViewBackend
 
-            return type("TritonViewBackend", (PlannedViews, TorchBackend), {})
-    from sglang_ext.attention.backend import ViewAttnBackend
+        return FlashInferViewBackend
+    from sglang_ext.attention.planned import PlannedViews
+    from sglang_ext.attention.torch_base import TorchBackend
 
-    return ViewAttnBackend
+    return type("TritonViewBackend", (PlannedViews, TorchBackend), {})

@@ -278,3 +278,23 @@ def test_rows_of_the_dense_kernel_beside_a_list(world: World, monkeypatch: pytes
     work = world.backend._extend
     assert work is not None and work.dense and work.listed is not None
     assert sorted(work.listed.tolist()) == [0, 1, 2, *range(16, 22), 22, 23]
+
+
+def test_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext.attention.backend import ViewAttnBackend
+    from sglang_ext.attention.policy import Policy
+    from sglang_ext.attention.select import backend_class, captures
+
+    monkeypatch.delenv("SGLANG_EXT_KERNELS", raising=False)
+    assert backend_class(DbsaPolicy()) is ViewAttnBackend and not captures(DbsaPolicy())
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
+    assert issubclass(backend_class(DbsaPolicy()), planned.PlannedViews)
+    assert backend_class(Policy()) is ViewAttnBackend, "a policy that does not plan is served by the reference"
+    assert captures(DbsaPolicy()) == torch.cuda.is_available()
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "fast")
+    with pytest.raises(ValueError, match="SGLANG_EXT_KERNELS=fast"):
+        backend_class(DbsaPolicy())
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("SGLANG_EXT_KERNELS", "flashinfer")
+        with pytest.raises(ValueError, match="GPU"):
+            backend_class(DbsaPolicy())

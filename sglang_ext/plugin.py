@@ -250,6 +250,7 @@ def _build_radix_cache(context: Any) -> Any:
         )
     cache.hooks.extend(backend.policy.node_hooks())
     cache.on_release.append(backend.release)
+    cache.on_rewrite.append(backend.rewritten)
     return cache
 
 

@@ -103,7 +103,11 @@ class PlannedViews(ViewBackend):
         self._seq_lens = np.zeros(0, dtype=np.int64)
         self._plan: Plan | None = None
         self._graph_buffers: PlanBuffers | None = None
-        self._grown = [self._allocate(Capacity(1, 1, SLICE_ENTRIES, 1, 1, 1))]  # outside of graphs; grow when needed
+        # Cutting a list's items repeats the rows of at most one tile a worker.
+        shape, configs = self.shape, map(self._config, (1.0, 96 / self.shape.group, float("inf")))
+        repeated = max(config.workers(shape.kv_heads) * config.tile_rows(shape.group) for config in configs)
+        # Outside of graphs; grow when needed, all over the first one's partial outputs.
+        self._grown = [self._allocate(Capacity(1, 1, SLICE_ENTRIES + repeated, 1, 1, 1))]
         self._decoding: PlanBuffers | None = None
         self._extend: _Extend | None = None
 
@@ -126,6 +130,10 @@ class PlannedViews(ViewBackend):
             self._keys.clear()
             self._kept.clear()
             self._planned = []
+
+    def rewritten(self, slot: int) -> None:
+        if any(request.slot == slot for request in self._planned):
+            self._planned = []  # its plan holds a copy of the row as it was
 
     # ---- plans ----
 
@@ -288,9 +296,11 @@ class PlannedViews(ViewBackend):
         The lists of a prefill run one after the other, so all use the first one's partial outputs.
         """
         if len(self._grown) <= number or self._grown[number].capacity.lacks(plan):
-            share = self._grown[0] if self._grown else None
-            buffers = self._allocate(Capacity.of(plan, headroom=1.25), share)
-            self._grown[number : number + 1] = [buffers]
+            share, capacity = self._grown[0], Capacity.of(plan, headroom=1.25)
+            lent = len(share.part)
+            if len(plan.entry_row) <= lent < capacity.entries:  # no headroom for what would then be of its own
+                capacity = replace(capacity, entries=lent)
+            self._grown[number : number + 1] = [self._allocate(capacity, share)]
         self._grown[number].load(plan, self._table.view(-1))
         return self._grown[number]
 

@@ -55,10 +55,15 @@ class ViewBackend(ABC):
     def release(self, slot: int) -> None:
         """The request in `slot` of SGLang's request pool ended or was retracted."""
 
+    def rewritten(self, slot: int) -> None:
+        """The row of the request in `slot` may name other KV slots now: what was copied from it no longer holds."""
+        return
+
 
 def note_batch(table: RequestTable, batch: Any, forward_batch: Any) -> list[tuple[Request, int, int]]:
     """(request, first column, end column) of every request's new rows; writes positions that are not columns."""
     extend = forward_batch.extend_seq_lens_cpu is not None
+    ends = [] if extend else forward_batch.seq_lens_cpu.tolist()
     rows: list[tuple[Request, int, int]] = []
     offset = 0
     for index, req in enumerate(batch.reqs):
@@ -66,11 +71,13 @@ def note_batch(table: RequestTable, batch: Any, forward_batch: Any) -> list[tupl
         if extend:
             length, begin = forward_batch.extend_seq_lens_cpu[index], forward_batch.extend_prefix_lens_cpu[index]
         else:
-            length, begin = 1, int(forward_batch.seq_lens_cpu[index]) - 1
+            length, begin = 1, ends[index] - 1
         positions = table.policy.positions(request, begin, begin + length)
         if positions is not None:
             own = forward_batch.positions[offset : offset + length]
-            own.copy_(torch.tensor(positions, dtype=own.dtype, device=own.device))
+            # From pinned memory: any other copy waits for everything that the GPU has still to do.
+            staged = torch.tensor(positions, dtype=own.dtype, device="cpu", pin_memory=own.is_cuda)
+            own.copy_(staged, non_blocking=True)
         rows.append((request, begin, begin + length))
         offset += length
     return rows

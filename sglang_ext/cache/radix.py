@@ -79,11 +79,14 @@ class BlockRadixCache(RadixCache):
     Attributes:
         hooks: told of every node's life.
         on_release: called with the request slot of every request that ends or is retracted.
+        on_rewrite: called with the request slot of every request whose row may name other KV slots than before, for the
+            same tokens. Under overlap scheduling the request may have decoded a step by then, from the freed ones.
     """
 
     def __init__(self, params: Any) -> None:
         self.hooks: list[NodeHooks] = []
         self.on_release: list[Callable[[int], None]] = []
+        self.on_rewrite: list[Callable[[int], None]] = []
         self.hits: Counter[str] = Counter()
         self.saved_tokens = 0
         self.stitch_seconds = 0.0
@@ -282,7 +285,10 @@ class BlockRadixCache(RadixCache):
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         row = compat.request_row(req)
         if row is None or self.disable:
-            return super().cache_unfinished_req(req, chunked=chunked)
+            super().cache_unfinished_req(req, chunked=chunked)
+            for rewritten in self.on_rewrite:
+                rewritten(req.req_pool_idx)
+            return
         fill_ids = req.get_fill_ids()
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(fill_ids)]
         protected, node = self._store(req, row, fill_ids, slots, chunked)
@@ -360,3 +366,5 @@ class BlockRadixCache(RadixCache):
             self.req_to_token_pool.write(
                 (req.req_pool_idx, slice(begin, end)), values[begin - values_at : end - values_at].to(slots.dtype)
             )
+            for rewritten in self.on_rewrite:
+                rewritten(req.req_pool_idx)

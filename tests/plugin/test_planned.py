@@ -103,9 +103,8 @@ class World:
         monkeypatch.setattr(compat, "num_kv_slots", lambda _: SLOTS)
         monkeypatch.setattr(planned, "find_rope", lambda _: rope)
         self.rope = rope
-        self.backend = Backend(
-            SimpleNamespace(req_to_token_pool=self.pool, token_to_kv_pool=kv, model=None), DbsaPolicy()
-        )
+        self.runner = SimpleNamespace(req_to_token_pool=self.pool, token_to_kv_pool=kv, model=None)
+        self.backend = Backend(self.runner, DbsaPolicy())
         self.slot_pos = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
         self.blocks: dict[str, tuple[int, int]] = {}  # name -> (first slot, first position)
         self.free, position = 1, 0
@@ -228,6 +227,52 @@ def test_a_plan_is_kept_while_it_holds(world: World) -> None:
         world.forward([req], [1])
         kept.append(world.backend._plan)
     assert kept[0] is kept[1] is kept[2] and kept[0] is not None
+
+
+def test_a_row_that_the_tree_rewrites_while_its_request_decodes(world: World) -> None:
+    """Under overlap a request has decoded once when the tree takes its prompt, and frees what it knew already."""
+    batch = [world.request("ab", 5, 1), world.request("ba", 4, 2)]
+    for req in batch:
+        world.grow(req)
+    world.forward(batch, [1, 1])
+    plan = world.backend._plan
+    world.backend.rewritten(3)
+    for req in batch:
+        world.grow(req)
+    world.forward(batch, [1, 1])
+    assert world.backend._plan is plan, "another request's row is not this plan's"
+    freed = world.pool.req_to_token[1, 26:29].clone().long()
+    others = torch.arange(world.free, world.free + 3, device=DEVICE)
+    world.free += 3
+    world.slot_pos[others] = world.slot_pos[freed]
+    for cache in world.caches:
+        cache[freed] = float("nan")  # somebody else's now
+    world.pool.req_to_token[1, 26:29] = others.int()
+    world.backend.rewritten(1)
+    for req in batch:
+        world.grow(req)
+    world.forward(batch, [1, 1])
+
+
+def test_a_block_named_twice(world: World) -> None:
+    """Equal demonstrations are one block; beside another request that sees it once, and while a step decodes."""
+    batch = [world.request("aba", 3, 1), world.request("ba", 4, 2)]
+    world.forward(batch, [3, 2])
+    for req in batch:
+        world.grow(req)
+    world.forward(batch, [1, 1])
+
+
+def test_the_lists_of_a_prefill_share_their_partial_outputs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are most of the memory; a full list, cut for many workers, has more entries than it was planned with."""
+    monkeypatch.setattr(planned, "SLICE_ENTRIES", 480)
+    backend = world.backend = Backend(world.runner, DbsaPolicy())
+    batch = [world.request("acbd", 48, slot) for slot in range(1, 6)]
+    world.forward(batch, [48] * 5)
+    work = backend._extend
+    assert work is not None and len(work.lists) == 3
+    assert len(work.lists[0][2].plan.entry_row) * 1.25 > len(backend._grown[0].part), "no room to spare"
+    assert {buffers.part.data_ptr() for *_, buffers in work.lists} == {backend._grown[0].part.data_ptr()}
 
 
 def test_graphs_and_their_padding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -567,6 +567,8 @@ def test_pools_with_an_equal_prefix_share_it(world: World) -> None:
 
 
 def test_two_requests_with_the_same_own_tokens_at_once(world: World) -> None:
+    rewritten: list[int] = []
+    world.cache.on_rewrite.append(rewritten.append)
     world.encode("a", "b")
     pair = [world.start(Request(answering("a", "b"), [7, 8, 9, 10])) for _ in range(2)]
     for req in pair:
@@ -577,6 +579,7 @@ def test_two_requests_with_the_same_own_tokens_at_once(world: World) -> None:
     world.compute(pair[1], 2)
     world.unfinished(pair[1])
     assert torch.equal(*(world.row(req) for req in pair)) and len(set(world.row(pair[0]).tolist())) == 11
+    assert rewritten == [pair[1].req_pool_idx] * 2  # what the first one computed was new to the tree
     world.decode(pair[0], 20)
     world.decode(pair[1], 21)  # they part here
     for req in pair:

@@ -301,7 +301,7 @@ def _merge(
             tl.store(lse + row * stride_lse_row + head, tl.where(some, top + tl.log(total), float("-inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _advance(
     seq_lens,
     new_slots,
@@ -480,7 +480,9 @@ class PlanBuffers:
             self._bounds[name] = (end, end + size)
             end += -(-size // 32) * 32
         cuda = device.type == "cuda"
-        self._staging = [torch.zeros(end, dtype=torch.int32, pin_memory=cuda) for _ in range(STAGING if cuda else 1)]
+        self._staging = [
+            torch.zeros(end, dtype=torch.int32, device="cpu", pin_memory=cuda) for _ in range(STAGING if cuda else 1)
+        ]
         self._views = [self._sections(staging.numpy()) for staging in self._staging]
         self._done: list[torch.cuda.Event | None] = [None] * len(self._staging)
         self._next = 0

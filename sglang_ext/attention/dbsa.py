@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from sglang_ext.attention.policy import Policy, Request, RequestRows, RowRuns, RowViews, Run
@@ -40,7 +42,7 @@ class DbsaPolicy(Policy):
         for piece, written in zip(row.prefix, request.written, strict=True):
             pieces.append(Run(column, piece.tokens, column, written, (piece.key, piece.start, piece.end)))
             column += piece.tokens
-        return [RowRuns(begin, end, tuple(pieces), tail=column)]
+        return [RowRuns(begin, end, _told_apart(pieces), tail=column)]
 
     def views(self, rows: RequestRows) -> RowViews | None:
         runs = self.runs(rows.request, rows.begin, rows.end)
@@ -66,11 +68,23 @@ class DbsaPolicy(Policy):
                 Run(bounds[other], lengths[other], position, positions[other], keys[other])
                 for other, position in block.seen
             ]
-            found.append(RowRuns(low, high, tuple(seen), tail=start))
+            found.append(RowRuns(low, high, _told_apart(seen), tail=start))
         past = max(begin, bounds[-1])
         if past < end:  # see `positions`
             found.append(RowRuns(past, end, (), tail=past))
         return found
+
+
+def _told_apart(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Runs whose keys differ: blocks of equal demonstrations are one block, and a row may begin with it twice."""
+    if len({run.key for run in runs}) == len(runs):
+        return tuple(runs)
+    times: Counter[Hashable] = Counter()
+    found = []
+    for run in runs:
+        found.append(replace(run, key=(run.key, times[run.key])) if times[run.key] else run)
+        times[run.key] += 1
+    return tuple(found)
 
 
 def _view(rows: RequestRows, seen: RowRuns) -> View:

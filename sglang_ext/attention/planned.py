@@ -297,6 +297,8 @@ class PlannedViews(ViewBackend):
         """
         if len(self._grown) <= number or self._grown[number].capacity.lacks(plan):
             share, capacity = self._grown[0], Capacity.of(plan, headroom=1.25)
+            if number < len(self._grown):  # one kind of plan has more rows, another more workers: hold both
+                capacity = _largest((capacity, self._grown[number].capacity))
             lent = len(share.part)
             if len(plan.entry_row) <= lent < capacity.entries:  # no headroom for what would then be of its own
                 capacity = replace(capacity, entries=lent)
@@ -346,7 +348,7 @@ class PlannedViews(ViewBackend):
             for config in configs
         ]
         self._graph_buffers = self._allocate(
-            Capacity(**{name: max(getattr(b, name) for b in bounds) for name in Capacity.__dataclass_fields__}),
+            _largest(bounds),
             share=self._grown[0],
         )
 
@@ -415,6 +417,11 @@ class PlannedViews(ViewBackend):
                 view_attention_plan(query[first:end], buffers, keys, values, layer.scaling, out=apart[first:end])
             out[work.listed] = apart[work.listed]
         return out.view(out.shape[0], -1)
+
+
+def _largest(capacities: Sequence[Capacity]) -> Capacity:
+    """Room for whatever fits into one of them."""
+    return Capacity(**{name: max(getattr(c, name) for c in capacities) for name in Capacity.__dataclass_fields__})
 
 
 def _parts(seen: RowRuns) -> list[RowRuns]:

@@ -27,6 +27,8 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("decode_attention_backend", bool, "leave out --decode-attention-backend: both phases read the same views"),
     ("schedule_policy", lambda v: v == "dfs-weight", "set --schedule-policy fcfs or lpm"),
     ("dllm_algorithm", bool, "leave out --dllm-algorithm"),
+    ("enable_pdmux", bool, "leave out --enable-pdmux: it has several attention backends, views are planned for one"),
+    ("enable_two_batch_overlap", bool, "leave out --enable-two-batch-overlap: it cuts batches after they are planned"),
 )
 
 

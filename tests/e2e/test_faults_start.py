@@ -47,6 +47,8 @@ def arguments(**changed: Any) -> SimpleNamespace:
         ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype auto"),
         ("tokenizer_worker_num", 4, "--tokenizer-worker-num 1"),
         ("disable_radix_cache", True, "--disable-radix-cache"),
+        ("enable_pdmux", True, "--enable-pdmux"),
+        ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
     ],
 )
 def test_what_views_do_not_serve_is_refused_by_name(name: str, value: Any, remedy: str) -> None:

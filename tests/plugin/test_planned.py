@@ -19,6 +19,8 @@ from sglang_ext.attention.policy import RequestRows
 from sglang_ext.cache.rows import NewBlock, Piece, Row
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Segment, View, Written, view_attention
+from sglang_ext.kernels.view_attention import plan as planning
+from sglang_ext.kernels.view_attention.plan import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, DIM, CONTEXT, SLOTS = 4, 2, 16, 96, 400
@@ -273,6 +275,21 @@ def test_the_lists_of_a_prefill_share_their_partial_outputs(world: World, monkey
     assert work is not None and len(work.lists) == 3
     assert len(work.lists[0][2].plan.entry_row) * 1.25 > len(backend._grown[0].part), "no room to spare"
     assert {buffers.part.data_ptr() for *_, buffers in work.lists} == {backend._grown[0].part.data_ptr()}
+
+
+def test_buffers_are_made_once_for_plans_that_alternate(world: World) -> None:
+    """Few rows on many workers, and the other way round: pinned memory is slow to make."""
+    backend = world.backend
+    request = backend.requests.note(world.request("ab", 40, 1))
+    plans = []
+    for rows, programs in ((40, 2), (2, 8)):
+        (seen,) = DbsaPolicy().runs(request, 66 - rows, 66) or ()
+        listed = [backend._rows(request, seen, 0)]
+        plans.append(planning.plan_rows(listed, config=Config(num_programs=programs), group=2, kv_heads=2))
+    for plan in plans:
+        backend._load(plan, 1)
+    kept = backend._grown[1]
+    assert all(backend._load(plan, 1) is kept for plan in plans)
 
 
 def test_graphs_and_their_padding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

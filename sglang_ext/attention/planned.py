@@ -65,7 +65,7 @@ class _Extend:
         rows: query rows; what lies beyond is padding.
         dense: whether the dense kernel was planned.
         lists: (first row, end row, loaded buffers) of each work list.
-        listed: rows of the work lists, where the dense kernel serves others; None where it serves none.
+        listed: rows of the work lists, where the dense kernel serves others; None where one of them serves all.
     """
 
     rows: int
@@ -240,7 +240,10 @@ class PlannedViews(ViewBackend):
         index = None
         if dense:
             self._plan_dense(dense, total)
-            index = _rows_of(listed).to(self._table.device, non_blocking=True)
+            if listed:
+                index = _rows_of(listed)
+                index = index.pin_memory() if self._table.is_cuda else index  # no copy that waits for the GPU
+                index = index.to(self._table.device, non_blocking=True)
         return _Extend(total, bool(dense), lists, index)
 
     def _plan_dense(self, dense: Sequence[tuple[BatchRows, RowRuns]], total: int) -> None:

@@ -342,6 +342,15 @@ def test_rows_of_the_dense_kernel_beside_a_list(world: World, monkeypatch: pytes
     assert sorted(work.listed.tolist()) == [0, 1, 2, *range(16, 22), 22, 23]
 
 
+def test_the_dense_kernel_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "DENSE_ROWS", 4)
+    world.backend.dense = Dense(world)  # type: ignore[assignment]
+    straight = NewBlock("x", 8, 26, ((0, 0), (1, 9)))
+    world.forward([world.request("ab", 8, 1, (straight,))], [8])
+    work = world.backend._extend
+    assert work is not None and work.dense and not work.lists and work.listed is None
+
+
 def test_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_ext.attention.backend import ViewAttnBackend
     from sglang_ext.attention.policy import Policy

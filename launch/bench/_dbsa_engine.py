@@ -248,7 +248,8 @@ def _ours(args: argparse.Namespace) -> dict[str, Any]:
     loop = Loop(engine)
     demos = demonstrations(args.tokens)
     questions = _questions(1)
-    found: dict[str, Any] = {"encode": []}
+    state = engine.get_server_info()["internal_states"][0]["sglang_ext"]
+    found: dict[str, Any] = {"encode": [], "attention_backend": state["attention_backend"]}
     options = {"block_size": args.block_size}
     for repeat in range(args.repeats + 1):
         if repeat:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from sglang_ext.attention.select import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, save, table
 
@@ -55,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of each (default: 3)")
     parser.add_argument("--stock-backend", default="flashinfer", help="the stock engine's attention backend")
+    parser.add_argument(
+        "--kernels", choices=KERNELS, help=f"of our engine, {KERNELS_ENV} (default: flashinfer on a GPU, torch without)"
+    )
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of both engines, as JSON")
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file (default: launch/bench/results/dbsa.json)")
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
@@ -85,6 +92,7 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
         RuntimeError: one of them failed; its output is above.
     """
     found: dict[str, Any] = {}
+    chosen = args.kernels or ("flashinfer" if torch.cuda.is_available() else "torch")
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
         folder = Path(temporary)
         write_model(folder / "model", args.shape, max(131_072, args.tokens + 8192))
@@ -106,7 +114,7 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
             command = [sys.executable, "-m", "sglang_ext.launch.bench._dbsa_engine"]
             command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
             command += ["--concurrency", *map(str, args.concurrency)]
-            if subprocess.run(command, check=False).returncode:
+            if subprocess.run(command, check=False, env={**os.environ, KERNELS_ENV: chosen}).returncode:
                 raise RuntimeError(f"the {role} engine failed; its output is above")
             found[role] = json.loads(out.read_text())
     return found

@@ -49,6 +49,8 @@ WHY = {
     "decode_attention_backend": "two backends would see two different rows",
     "schedule_policy": "dfs-weight walks the tree, where a stitched prefix is no node",
     "dllm_algorithm": "views are for causal decoding",
+    "enable_pdmux": "it has several attention backends, and views are planned for one",
+    "enable_two_batch_overlap": "it cuts batches after their views are planned",
 }
 
 

@@ -401,7 +401,7 @@ class Capacity:
 
     def lacks(self, plan: Plan) -> list[str]:
         """What of a plan is too much for this capacity, in words; empty when it fits."""
-        needed = {name: getattr(Capacity.of(plan), name) for name in self.__dataclass_fields__}
+        needed = vars(Capacity.of(plan))
         return [f"{n} {name} of {getattr(self, name)}" for name, n in needed.items() if n > getattr(self, name)]
 
     @property

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import sglang_ext
+from sglang_ext.config import PoolOptions
 from sglang_ext.launch.demo_data import INTENTS, sentence
 
 TOKENIZER = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
-POOL = "bench"
+POOL, OPTIONS = "bench", PoolOptions()
 SHAPES: dict[str, dict[str, int]] = {
     "llama-3.1-8b": dict(
         hidden_size=4096,
@@ -90,7 +91,7 @@ def examples(count: int, seed: int) -> list[dict[str, str]]:
 
 def text_of(example: dict[str, str]) -> str:
     """A demonstration as the pool's default template renders it."""
-    return f"{example['input']}\nLabel: {example['output']}\n\n"
+    return OPTIONS.render(example["input"], example["output"]) + OPTIONS.separator
 
 
 def demonstrations(tokens: int, seed: int = 0) -> list[dict[str, str]]:
@@ -206,7 +207,7 @@ def _stock(args: argparse.Namespace) -> dict[str, Any]:
     demos = demonstrations(args.tokens)
     pool = [tokenizer(text_of(demo), add_special_tokens=False)["input_ids"] for demo in demos]
     whole = [token for ids in pool for token in ids]
-    questions = [tokenizer(f"{q}\nLabel:", add_special_tokens=False)["input_ids"] for q in _questions(1)]
+    questions = [tokenizer(OPTIONS.render_query(q)[0], add_special_tokens=False)["input_ids"] for q in _questions(1)]
     engine = Engine(attention_backend=args.backend, **_common(args))
     loop = Loop(engine)
     found: dict[str, Any] = {"tokens": len(whole), "question_tokens": sum(map(len, questions)) / len(questions)}
@@ -270,7 +271,8 @@ def _ours(args: argparse.Namespace) -> dict[str, Any]:
         return make
 
     def plain(number: int) -> dict[str, Any]:
-        return dict(prompt=f"{number} {questions[number % len(questions)]}\nLabel:", sampling_params=_sampling(args))
+        prompt = OPTIONS.render_query(f"{number} {questions[number % len(questions)]}")[0]
+        return dict(prompt=prompt, sampling_params=_sampling(args))
 
     found["dbsa"] = measure(loop, over(args.ratio), args)
     found["all blocks"] = measure(loop, over(1.0), args)

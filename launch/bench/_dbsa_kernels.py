@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.kernels.rope import Rope, rotate
+from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, Written, view_attention
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
@@ -311,6 +311,3 @@ def measure(device: torch.device, tokens: int, blocks: int, chosen: int, batches
     pool = Pool(tokens, blocks, device)
     figures = [*decode(pool, batches, chosen, bandwidth), *questions(pool, 32, 24, chosen, rate), *encoding(pool)]
     return figures
-
-
-__all__ = ["Pool", "measure", "rotate"]

@@ -114,20 +114,17 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def commit() -> str | None:
-    """The commit of the source tree, marked where it was changed since; None outside of a checkout."""
-    here = Path(__file__).resolve().parent
+def commit() -> str:
+    """The checkout's commit, with ``-dirty`` where tracked files differ from it; "unknown" outside of one."""
+
+    def git(*words: str) -> str:
+        here = Path(__file__).resolve().parent
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        name = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
-    return name.stdout.strip()
+        return "unknown"
 
 
 def save(path: Path, figures: Sequence[Figure], **more: Any) -> None:

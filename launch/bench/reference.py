@@ -22,7 +22,6 @@ import platform
 import random
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -34,6 +33,7 @@ from typing import Any
 import torch
 
 import sglang_ext
+from sglang_ext.launch.bench._record import commit
 from sglang_ext.launch.reference.corpus import held_out_classes, read_rows
 
 MODEL = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
@@ -401,17 +401,6 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def commit() -> str:
-    """The checkout's commit, with ``-dirty`` where tracked files differ from it."""
-    run = lambda *a: subprocess.run(  # noqa: E731
-        ["git", *a], cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    try:
-        return run("rev-parse", "HEAD") + ("-dirty" if run("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def write(args: argparse.Namespace, reader: Reader, results: list[dict[str, Any]]) -> None:

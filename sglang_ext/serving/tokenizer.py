@@ -98,6 +98,11 @@ async def around_generate_request(
             try:
                 async for out in _answers(service, original, manager, attempt, request):
                     begun = True
+                    if not getattr(obj, "stream", False):
+                        # The routes take the one answer and drop this generator: `finally` comes whenever asyncio
+                        # collects it. Whoever has the answer may rely on the lease being over.
+                        for owner in _end_leases(service, manager, obj, others):
+                            service.release_later(owner)
                     yield out
                 return
             except fastapi.HTTPException as error:

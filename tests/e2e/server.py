@@ -239,6 +239,15 @@ class Server:
             time.sleep(0.1)
 
 
+def until(condition: Any, seconds: float = 60.0) -> Any:
+    """The first true value of `condition`."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
 def answer_tokens(answer: Any) -> list[int]:
     """Generated token ids of a /generate answer with log-probabilities."""
     return [token for _, token, *_ in answer["meta_info"]["output_token_logprobs"]]

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.server import Server, model
+from tests.e2e.server import Server, model, until
 from tests.oracle import models
 
 REQUESTS = 2000
@@ -41,10 +41,12 @@ class Churn:
         self.seen: Counter[str] = Counter()
         self.odd: list[str] = []
 
-    async def call(self, method: str, path: str, **kwargs: Any) -> int:
+    async def call(self, method: str, path: str, aborted: bool = False, **kwargs: Any) -> int:
         async with self.http.request(method, self.url + path, **kwargs) as answer:
             text = await answer.text()
-            self.note(f"{method} {path.split('?')[0]}", answer.status, text)
+            # SGLang's answer to whoever aborts a request while its grammar is being compiled has no status of its own.
+            grammar = aborted and answer.status == 400 and "Aborted by AbortReq." in text
+            self.note(f"{method} {path.split('?')[0]}", 499 if grammar else answer.status, text)
             return answer.status
 
     def note(self, what: str, status: int, text: str) -> None:
@@ -89,7 +91,7 @@ class Churn:
                 answer.close()
         else:
             rid = f"abort-{dice.getrandbits(64)}"
-            asked = asyncio.create_task(self.call("POST", "/generate", json={**body, "rid": rid}))
+            asked = asyncio.create_task(self.call("POST", "/generate", aborted=True, json={**body, "rid": rid}))
             await asyncio.sleep(dice.random() * 0.2)
             async with self.http.post(self.url + "/abort_request", json={"rid": rid}):
                 pass
@@ -148,8 +150,10 @@ def test_two_thousand_mixed_requests_leave_clean_books(server: Server) -> None:
     assert odd[:5] == []
     assert seen["200"] > REQUESTS * 0.5, seen  # most were answered
     server.idle(120)
+    # The leases of clients that went end when asyncio collects what they left, a moment after.
+    until(lambda: all(pool["requests_in_flight"] == 0 for pool in server.json("GET", "/v1/pools")["pools"]))
     pools = server.json("GET", "/v1/pools")["pools"]
-    assert all(pool["requests_in_flight"] == 0 and pool["status"] == "ready" for pool in pools), pools
+    assert all(pool["status"] == "ready" for pool in pools), pools
     pinned = {
         block["key"]: block["tokens"]
         for pool in pools
@@ -157,7 +161,8 @@ def test_two_thousand_mixed_requests_leave_clean_books(server: Server) -> None:
         for block in server.pool(pool["name"])["blocks"]
         if block["resident"]
     }
-    assert accounts(server)["held_tokens"] == sum(pinned.values()), "held is exactly what pinned pools hold"
+    # held is exactly what pinned pools hold, once the last lease's blocks are let go of
+    until(lambda: accounts(server)["held_tokens"] == sum(pinned.values()))
     for pool in pools:
         server.json("DELETE", f"/v1/pools/{pool['name']}")
     assert accounts(server)["held_tokens"] == 0

@@ -42,6 +42,7 @@ __all__ = [
     "add_dispatch",
     "attention_shape",
     "blocks_were_missing",
+    "breaks_at_attention",
     "capturing_views",
     "encode_request",
     "generate",
@@ -253,6 +254,11 @@ _VIEWS, _PLAIN = "lora", "nolora"  # SGLang's two labels of decode graphs; LoRA 
 def capturing_views() -> bool:
     """Whether the decode graph that is being captured is the variant with views."""
     return get_capture_lora_variant() == _VIEWS
+
+
+def breaks_at_attention(runner: Any) -> bool:
+    """Whether a prefill graph leaves attention to the backend, once a layer, with the batch's own metadata."""
+    return getattr(runner, "prefill_backend_name", None) == "breakable"
 
 
 def graph_variant(backend: Any) -> str:

@@ -43,8 +43,8 @@ def around_can_run_decode(original: Callable[..., bool], runner: Any, forward_ba
 
 
 def around_can_run_prefill(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
-    """AROUND PrefillCudaGraphRunner.can_run_graph: prefills with views run without a graph."""
+    """AROUND PrefillCudaGraphRunner.can_run_graph: prefills with views only where the graph breaks at attention."""
     backend = runner.model_runner.attn_backend
-    if isinstance(backend, PlannedViews) and backend.viewing:
+    if isinstance(backend, PlannedViews) and backend.viewing and not compat.breaks_at_attention(runner):
         return False
     return original(runner, forward_batch)

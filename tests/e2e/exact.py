@@ -115,20 +115,23 @@ class Served:
         encoded = self.encoded(answer.ask.pool) if answer.ask.pool else nothing
         return oracle.log_probs(self.model, encoded, pieces, answer.ask.sent + answer.tokens)
 
-    def deviation(self, answer: Answer, pieces: Sequence[oracle.Piece] | None = None) -> str | None:
-        """None when the answer is exact, else one line that says where it first is not and by how much."""
-        pieces = self.pieces(answer) if pieces is None else list(pieces)
-        table = self.table(answer, pieces)
-        first = len(answer.ask.sent) - 1
-        worst, where = 0.0, None
+    def errors(self, answer: Answer, pieces: Sequence[oracle.Piece] | None = None) -> list[float]:
+        """Of each generated token: the largest error of a log-probability, or of the choice (it was greedy)."""
+        table = self.table(answer, self.pieces(answer) if pieces is None else list(pieces))
+        first, found = len(answer.ask.sent) - 1, []
         for step, (logprob, token, *_) in enumerate(answer.meta["output_token_logprobs"]):
             row = table[first + step]
             known = [(logprob, token), *((lp, t) for lp, t, *_ in answer.meta["output_top_logprobs"][step])]
             error = max(abs(lp - row[t].item()) for lp, t in known)
-            error = max(error, row.max().item() - row[token].item())  # greedy: the best token was taken
-            if error > TOLERANCE and where is None:
-                where = step
-            worst = max(worst, error)
+            found.append(max(error, row.max().item() - row[token].item()))
+        return found
+
+    def deviation(self, answer: Answer, pieces: Sequence[oracle.Piece] | None = None) -> str | None:
+        """None when the answer is exact, else one line that says where it first is not and by how much."""
+        pieces = self.pieces(answer) if pieces is None else list(pieces)
+        errors = self.errors(answer, pieces)
+        worst = max(errors, default=0.0)
+        where = next((step for step, error in enumerate(errors) if not error <= TOLERANCE), None)
         if where is None:
             return None
         ask = answer.ask

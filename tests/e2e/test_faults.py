@@ -380,7 +380,7 @@ def test_flushing_the_cache_in_mid_encode(server: Server, pattern: str) -> None:
 def test_streams_finish_on_the_version_they_began_on(server: Server, change: str) -> None:
     first = many(30, 41)
     server.put("moving", first, block_size=5)
-    body = server.payload(QUESTION, 120, pool="moving", ratio=0.6)
+    body = server.payload(QUESTION, 300, pool="moving", ratio=0.6)
     expected = answer_tokens(server.json("POST", "/generate", json=body))
     # a fresh server-side state of the own tokens, so that the streams compute again
     started, results = [threading.Event() for _ in range(3)], [[] for _ in range(3)]

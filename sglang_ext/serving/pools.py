@@ -38,6 +38,7 @@ from sglang_ext.serving.store import PoolStore
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_ROOM_SECONDS = 120
+ENCODE_TRIALS = 8  # of a new version, each time the cache is emptied between two requests of its encoding
 
 T = TypeVar("T")
 
@@ -288,17 +289,10 @@ class PoolService:
         pool.error = None
         try:
             try:
-                missing = {
-                    variant: sorted(await self._hold(version.owner, layout, range(len(layout.blocks))))
-                    for variant, layout in version.layouts.items()
-                }
-                needed = {
-                    layout.blocks[block].key: layout.lengths[block]
-                    for variant, layout in version.layouts.items()
-                    for block in missing[variant]
-                }
-                await self._check_memory(version, sum(needed.values()))
-                self._promised[version.owner] = sum(needed.values())
+                missing = await self._missing(version)
+                needed = _tokens(version, missing)
+                await self._check_memory(version, needed)
+                self._promised[version.owner] = needed
             except BaseException as error:
                 if isinstance(error, asyncio.CancelledError):
                     error = PoolError(f"the change of pool {version.name!r} was cancelled", 409)
@@ -308,13 +302,7 @@ class PoolService:
                     started.set_exception(error)
                 return
             started.set_result(None)
-            progress.blocks_done = progress.blocks - sum(len(blocks) for blocks in missing.values())
-            progress.tokens_done = progress.tokens - sum(
-                layout.lengths[block] for variant, layout in version.layouts.items() for block in missing[variant]
-            )
-            flushes = self._flushes
-            for variant, layout in version.layouts.items():
-                await self._encode(version, layout, missing[variant], version.owner, progress)
+            flushes = await self._encode_all(version, missing, progress)
             if flushes == self._flushes:  # else the first request finds what is missing, and encodes it
                 version.resident.update(version.layouts)
             version.retriever(RequestOptions(version.name))  # the default one, so that no request waits for it
@@ -345,6 +333,40 @@ class PoolService:
         finally:
             self._promised.pop(version.owner, None)
             pool.task = None
+
+    async def _missing(self, version: Version) -> dict[str, Sequence[int]]:
+        """Hold what is resident of a version for its owner; returns the other blocks of each variant."""
+        return {
+            variant: sorted(await self._hold(version.owner, layout, range(len(layout.blocks))))
+            for variant, layout in version.layouts.items()
+        }
+
+    async def _encode_all(self, version: Version, missing: Mapping[str, Sequence[int]], progress: Progress) -> int:
+        """Encode the missing blocks of a new version; returns how often the cache had been emptied before.
+
+        Between two requests of an encoding the scheduler is idle, and whoever empties the cache then takes the blocks
+        that the next one attends to: what is missing is encoded again.
+
+        Raises:
+            BlocksLost: they were taken `ENCODE_TRIALS` times.
+        """
+        trials = 0
+        while True:
+            trials += 1
+            progress.blocks_done = progress.blocks - sum(map(len, missing.values()))
+            progress.tokens_done = progress.tokens - sum(
+                version.layouts[variant].lengths[block] for variant, blocks in missing.items() for block in blocks
+            )
+            flushes = self._flushes
+            try:
+                for variant, layout in version.layouts.items():
+                    await self._encode(version, layout, missing[variant], version.owner, progress)
+                return flushes
+            except BlocksLost:
+                if trials == ENCODE_TRIALS:
+                    raise
+            missing = await self._missing(version)
+            self._promised[version.owner] = _tokens(version, missing)
 
     # ---- leases: a version lives until its last request has ended ----
 
@@ -640,3 +662,13 @@ class PoolService:
                 logger.error("sglang_ext: pool %s of the pool directory cannot be served: %s", name, error)
                 self.pools[name] = Pool(name, status="failed", error=f"pool {name!r} cannot be restored: {error}")
             del self._restore[name]
+
+
+def _tokens(version: Version, blocks: Mapping[str, Sequence[int]]) -> int:
+    """Tokens of blocks of a version's variants, shared ones counted once."""
+    lengths = {
+        version.layouts[variant].blocks[block].key: version.layouts[variant].lengths[block]
+        for variant, numbers in blocks.items()
+        for block in numbers
+    }
+    return sum(lengths.values())

@@ -89,7 +89,8 @@ class Server:
         self.command = [sys.executable, "-m", "sglang.launch_server"] + arguments(
             model_path=path, host="127.0.0.1", port=self.port, **chosen
         )
-        self.env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        # Sessions outlive a pause of a crowded machine; nobody sends into a connection that is being closed.
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": "600", **(env or {})}
         if self.env.get("SGLANG_EXT_KERNELS") != "triton":
             self.env.pop("TRITON_INTERPRET", None)  # the tests' own setting, not a user's
         handle, name = tempfile.mkstemp(prefix="sglang-ext-server-", suffix=".log")

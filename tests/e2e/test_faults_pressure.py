@@ -56,7 +56,7 @@ def test_a_killed_server_comes_back_with_its_pools(tmp_path: Path) -> None:
     """kill -9 right after a PUT keeps it; kill -9 in the middle of one leaves the old pool."""
     folder = tmp_path / "pools"
     env = {"SGLANG_EXT_POOL_DIR": str(folder)}
-    large = [{**d, "input": f"new {d['input']}"} for d in models.demonstrations(280, seed=7)]
+    large = [{**d, "input": f"new {d['input']}"} for d in models.demonstrations(240, seed=7)]
     server = Server(model(), env=env, max_total_tokens=6000, chunked_prefill_size=32)
     with server:
         server.put("kept", DEMOS, block_size=6)

@@ -1,7 +1,7 @@
 """Planned views (the work list and its Triton kernels) in the real engine, against ``transformers``.
 
 Without a GPU the kernels run in Triton's interpreter, which takes a hundred times as long as the reference: the pools
-are small, and every kind of batch occurs once. On a GPU the whole of ``test_exactness.py`` runs over planned views.
+are small, and every kind of batch occurs once. On a GPU, ``test_gpu.py`` says more.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = models.save_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=512)
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
-    engine = Engine(
-        model_path=str(folder),
-        dtype="float32",
-        max_total_tokens=2048,
-        max_running_requests=4,
-        chunked_prefill_size=48,
-        log_level="error",
-    )
+    try:
+        engine = Engine(
+            model_path=str(folder),
+            dtype="float32",
+            max_total_tokens=2048,
+            max_running_requests=4,
+            chunked_prefill_size=48,
+            log_level="error",
+        )
+    except BaseException:
+        monkeypatch.undo()
+        raise
     try:
         for name, options in POOLS.items():
             engine.create_pool(name, models.demonstrations(7), block_size=2, **options)

@@ -66,6 +66,9 @@ def test_tests_hold_no_init_files() -> None:
 
 @pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms", "console_scripts"])
 def test_entry_points_resolve(group: str) -> None:
+    from sglang.srt.platforms import current_platform
+
+    assert current_platform.device_name  # SGLang's first use loads the platform; ours must not be half loaded then
     ours = [point for point in entry_points(group=group) if point.value.startswith("sglang_ext.")]
     assert ours, f"no entry point of sglang_ext in {group}: install the package (make env)"
     for point in ours:

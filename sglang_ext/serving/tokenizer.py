@@ -93,21 +93,26 @@ async def around_generate_request(
     # SGLang refuses an id that is in use; the lease under it is somebody else's then.
     others = set(compat.logical_rids(obj)) & set(manager.ext_leases)
     asked, begun, attempt, trials = copy.copy(obj), False, obj, 0
+    streams = getattr(obj, "stream", False)
+
+    def end_leases() -> None:
+        for owner in _end_leases(service, manager, obj, others):
+            service.release_later(owner)
+
     try:
         while True:
             try:
                 async for out in _answers(service, original, manager, attempt, request):
                     begun = True
-                    if not getattr(obj, "stream", False):
+                    if not streams:
                         # The routes take the one answer and drop this generator: `finally` comes whenever asyncio
                         # collects it. Whoever has the answer may rely on the lease being over.
-                        for owner in _end_leases(service, manager, obj, others):
-                            service.release_later(owner)
+                        end_leases()
                     yield out
                 return
             except fastapi.HTTPException as error:
                 if not compat.blocks_were_missing(error):
-                    if isinstance(error, PoolError) and request is not None and not obj.stream:
+                    if isinstance(error, PoolError) and request is not None and not streams:
                         # The completions route answers every ValueError with 400: keep the error's own status.
                         raise fastapi.HTTPException(error.status_code, error.detail) from error
                     raise
@@ -123,8 +128,7 @@ async def around_generate_request(
                 attempt.rid = obj.rid
                 await asyncio.sleep(0.05 * trials)
     finally:
-        for owner in _end_leases(service, manager, obj, others):
-            service.release_later(owner)
+        end_leases()
 
 
 async def _answers(

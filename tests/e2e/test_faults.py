@@ -5,8 +5,10 @@ One server with room for 6,000 tokens and chunks of 64, so that pools are encode
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -491,19 +493,23 @@ def test_aborting_all_requests_in_mid_encode(server: Server, pattern: str) -> No
 
 
 def test_a_running_answer_goes_on_while_a_pool_is_encoded(server: Server) -> None:
-    """Between two chunks of an encoding a running request gets a token, by the scheduler's own log."""
+    """Between two chunks of an encoding a running request gets a token: its longest gap is a few chunks."""
     mark = len(server.log())
     stream = server.stream(server.payload(QUESTION, 500))
     next(stream)
     body = {"demonstrations": many(140, 81), "block_size": 14, "positions": "local", "wait": False}
     server.json("PUT", "/v1/pools/large", json=body)
-    for count, _ in enumerate(stream):
-        if count % 10 == 0 and server.pool("large")["status"] != "encoding":
+    times = [time.monotonic()]
+    for _ in stream:
+        times.append(time.monotonic())
+        if len(times) % 10 == 0 and server.pool("large")["status"] != "encoding":
             break
+    encoding = server.pool("large")["setup_seconds"]
     stream.close()
     steps = re.findall(r"(Prefill|Decode) batch,?[^\n]*?#running-req: (\d+)", server.log()[mark:])
     kinds = "".join(kind[0] for kind, running in steps if kind == "Decode" or int(running) > 0)
     chunks = kinds.count("P")
     assert chunks >= 30, "the pool must take many chunks while the answer runs"
     assert "PPP" not in kinds, "three chunks of encoding without a token of the running request between them"
+    assert max(b - a for a, b in itertools.pairwise(times)) < max(1.0, encoding / 4)
     server.json("DELETE", "/v1/pools/large")

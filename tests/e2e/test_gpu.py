@@ -38,8 +38,6 @@ def start(folder: Any, kernels: str, **options: Any) -> Served:
     """An engine with all pools over `kernels`, and the oracle's copy of its float16 weights."""
     from sglang_ext import Engine
 
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("SGLANG_EXT_KERNELS", kernels)
     arguments: dict[str, Any] = {
         "dtype": "float16",
         "max_total_tokens": 20_000,
@@ -49,10 +47,9 @@ def start(folder: Any, kernels: str, **options: Any) -> Served:
         "chunked_prefill_size": 700,
         "log_level": "error",
     }
-    try:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("SGLANG_EXT_KERNELS", kernels)
         engine = Engine(model_path=str(folder), **{**arguments, **options})
-    finally:
-        monkeypatch.undo()
     model = models.load_model(folder)
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()

@@ -25,9 +25,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     from sglang_ext import Engine
 
     folder = models.save_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=512)
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
-    try:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
         engine = Engine(
             model_path=str(folder),
             dtype="float32",
@@ -36,16 +35,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             chunked_prefill_size=48,
             log_level="error",
         )
-    except BaseException:
-        monkeypatch.undo()
-        raise
     try:
         for name, options in POOLS.items():
             engine.create_pool(name, models.demonstrations(7), block_size=2, **options)
         yield Served(engine, models.load_model(folder), models.load_tokenizer(folder))
     finally:
         engine.shutdown()
-        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("pool", sorted(POOLS))

@@ -32,35 +32,46 @@ class Config:
     """How the attention kernel is cut; a plan and the kernel that runs it must agree on it.
 
     Attributes:
-        block_m: (query row, head of the group) pairs of one item: a power of two, at least 16.
+        block_m: (query row, head of the group) pairs of one item: a power of two, at least 16; 64 a group of warps that
+            multiplies where `groups` is not 0.
         block_n: tokens of one step of the inner loop: a power of two, at least 16.
         num_warps: warps of one program.
         num_stages: depth of the software pipeline.
+        tile_stages: depth of the pipeline over tokens whose slots follow one another, copied as whole tiles by the
+            device (TMA) where it can; 0: gather them like all others.
         num_programs: programs of the persistent grid; each serves one key-value head.
         min_split: fewest tokens that are worth an item of their own.
         item_cost: what an item costs beside its tokens (load and turn queries, store), in steps of `block_n` tokens.
         merge_block: partial outputs that one step of the merge reads.
+        groups: groups of warps that multiply in the kernel for Hopper (`hopper_impl`), 1 to 3; 0: `triton_impl`.
     """
 
     block_m: int = 16
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
+    tile_stages: int = 3
     num_programs: int = 264
     min_split: int = 128
     item_cost: int = 1
     merge_block: int = 16
+    groups: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "merge_block"):
+        if self.groups and (self.groups not in (1, 2, 3) or self.block_m != 64 * self.groups):
+            raise ValueError(f"{self.groups} groups of 64 for block_m {self.block_m}: expected 1 to 3 that fill it")
+        for name in ("block_n", "merge_block") if self.groups else ("block_m", "block_n", "merge_block"):
             size = getattr(self, name)
             if size & (size - 1) or size < (1 if name == "merge_block" else 16):
                 raise ValueError(f"{name} {size}: expected a power of two, block_m and block_n at least 16")
         for name in ("num_warps", "num_stages", "num_programs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
-        if self.min_split < 0 or self.item_cost < 0:
-            raise ValueError(f"min_split {self.min_split}, item_cost {self.item_cost}: expected no negative numbers")
+        if min(self.min_split, self.item_cost, self.tile_stages) < 0:
+            raise ValueError(
+                f"min_split {self.min_split}, item_cost {self.item_cost}, tile_stages {self.tile_stages}: expected no "
+                "negative numbers"
+            )
 
     def tile_rows(self, group: int) -> int:
         """Query rows of one item, for `group` query heads a key-value head."""
@@ -100,12 +111,14 @@ def choose(
     while block_m < group:
         block_m *= 2
     token = (_power(head_dim) + _power(value_dim or head_dim)) * itemsize
+    small = block_m <= 16
     return Config(
         block_m=block_m,
         block_n=64 if token <= 512 else 32 if token <= 1024 else 16,
         num_warps=4 if block_m <= 64 else 8,
-        num_stages=5,
-        num_programs=num_sms * (2 if block_m <= 64 else 1),
+        num_stages=4 if small else 3,
+        tile_stages=2 if small else 3 if block_m <= 64 else 4,
+        num_programs=num_sms * (3 if small else 2 if block_m <= 64 else 1),
     )
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Config, Plan
@@ -42,6 +43,44 @@ def _dot(a, b, acc):
 
 
 @triton.jit
+def _online(acc, total, top, q, k, v, token, limit, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+    """One step of the online softmax, in powers of two; the logits' factor is in q already."""
+    logits = _dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32))
+    if MASKED:
+        logits = tl.where(token[None, :] < limit[:, None], logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    weights = tl.exp2(logits - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = _dot(weights.to(v.dtype), v, acc * shrink[:, None])
+    return acc, total, new_top
+
+
+@triton.jit
+def _straight_steps(
+    acc,
+    total,
+    top,
+    q,
+    limit,
+    key_tiles,
+    value_tiles,
+    slot,
+    key_column,
+    value_column,
+    end,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Online softmax over the item's first `end` tokens, in slots that follow one another: whole tiles by TMA."""
+    for step in tl.range(0, end, BLOCK_N, num_stages=STAGES):
+        k = key_tiles.load([slot + step, key_column])
+        v = value_tiles.load([slot + step, value_column])
+        acc, total, top = _online(acc, total, top, q, k, v, step, limit, BLOCK_N, False)
+    return acc, total, top
+
+
+@triton.jit
 def _steps(
     acc,
     total,
@@ -56,7 +95,6 @@ def _steps(
     kv_len,
     stride_key,
     stride_value,
-    scale_log2,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -91,16 +129,58 @@ def _steps(
                     mask=(value_dim < VALUE_DIM)[None, :],
                     other=0.0,
                 )
-        logits = _dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32)) * scale_log2
-        if MASKED:
-            logits = tl.where(token[None, :] < limit[:, None], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        weights = tl.exp2(logits - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = _dot(weights.to(v.dtype), v, acc * shrink[:, None])
-        top = new_top
+        acc, total, top = _online(acc, total, top, q, k, v, token, limit, BLOCK_N, MASKED)
     return acc, total, top
+
+
+@triton.jit
+def _turned_query(
+    query,
+    items,
+    entry_row,
+    entry_angle,
+    cos,
+    sin,
+    item,
+    last_item,
+    local,
+    head,
+    stride_query_row,
+    stride_query_head,
+    scale_log2,
+    DTYPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NEOX: tl.constexpr,
+):
+    """[len(local), BLOCK_D] queries of an item, each turned by its entry's angle, times the logits' factor."""
+    HALF: tl.constexpr = ROTARY // 2
+    dim = tl.arange(0, BLOCK_D)
+    # out[d] = q[d] * cos + q[partner[d]] * sign[d] * sin holds for both styles; beyond the rotary part sin is 0.
+    if NEOX:
+        first = dim < HALF
+        partner = tl.where(first, dim + HALF, tl.where(dim < ROTARY, dim - HALF, dim))
+        frequency = tl.where(first, dim, dim - HALF)
+    else:
+        first = dim % 2 == 0
+        partner = tl.where(dim < ROTARY, tl.where(first, dim + 1, dim - 1), dim)
+        frequency = dim // 2
+    sign = tl.where(first, -1.0, 1.0)
+    inside = item < last_item
+    entry = tl.load(items + item * 4 + 2, mask=inside, other=0) + local
+    used = local < tl.load(items + item * 4 + 3, mask=inside, other=0)
+    row = tl.load(entry_row + entry, mask=used, other=0).to(tl.int64)
+    angle = tl.load(entry_angle + entry, mask=used, other=0)
+    start = query + row * stride_query_row + head * stride_query_head
+    q_mask = used[:, None] & (dim < HEAD_DIM)[None, :]
+    turn_mask = used[:, None] & (dim < ROTARY)[None, :]
+    q = tl.load(start[:, None] + dim[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    q_partner = tl.load(start[:, None] + partner[None, :], mask=turn_mask, other=0.0).to(tl.float32)
+    turn = angle[:, None] * HALF + frequency[None, :]
+    c = tl.load(cos + turn, mask=turn_mask, other=1.0)
+    s = tl.load(sin + turn, mask=turn_mask, other=0.0)
+    return ((q * c + q_partner * s * sign[None, :]) * scale_log2).to(DTYPE)
 
 
 @triton.jit
@@ -108,7 +188,10 @@ def _attend(
     query,
     key_cache,
     value_cache,
+    key_tiles,
+    value_tiles,
     kv_slots,
+    straight,
     work_ptr,
     items,
     entry_row,
@@ -135,9 +218,9 @@ def _attend(
     NEOX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TILE_STAGES: tl.constexpr,
 ):
     """One worker's items for one key-value head; neighbouring programs read neighbouring heads of the same tokens."""
-    HALF: tl.constexpr = ROTARY // 2
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
     worker = program // KV_HEADS
@@ -147,48 +230,62 @@ def _attend(
     line = tl.arange(0, BLOCK_M)
     local = line // GROUP
     head = kv_head * GROUP + line % GROUP
-    dim = tl.arange(0, BLOCK_D)
     value_dim = tl.arange(0, BLOCK_V)
-    # out[d] = q[d] * cos + q[partner[d]] * sign[d] * sin holds for both styles; beyond the rotary part sin is 0.
-    if NEOX:
-        first = dim < HALF
-        partner = tl.where(first, dim + HALF, tl.where(dim < ROTARY, dim - HALF, dim))
-        frequency = tl.where(first, dim, dim - HALF)
-    else:
-        first = dim % 2 == 0
-        partner = tl.where(dim < ROTARY, tl.where(first, dim + 1, dim - 1), dim)
-        frequency = dim // 2
-    sign = tl.where(first, -1.0, 1.0)
 
     first_item = tl.load(work_ptr + worker)
     last_item = tl.load(work_ptr + worker + 1)
+    # A value that the loop carries goes to shared memory once, from where the tensor cores read it. Queries computed
+    # where they are used were loaded into registers again by every step.
+    q = _turned_query(
+        query,
+        items,
+        entry_row,
+        entry_angle,
+        cos,
+        sin,
+        first_item,
+        last_item,
+        local,
+        head,
+        stride_query_row,
+        stride_query_head,
+        scale_log2,
+        key_cache.dtype.element_ty,
+        HEAD_DIM,
+        BLOCK_D,
+        ROTARY,
+        NEOX,
+    )
     for item in range(first_item, last_item):
         kv_begin = tl.load(items + item * 4)
         kv_len = tl.load(items + item * 4 + 1)
-        entry_begin = tl.load(items + item * 4 + 2)
-        entry_count = tl.load(items + item * 4 + 3)
-        used = local < entry_count
-        entry = entry_begin + local
-        row = tl.load(entry_row + entry, mask=used, other=0).to(tl.int64)
+        entry = tl.load(items + item * 4 + 2) + local
+        used = local < tl.load(items + item * 4 + 3)
         limit = tl.load(entry_limit + entry, mask=used, other=0)
-        angle = tl.load(entry_angle + entry, mask=used, other=0)
         limit = tl.where(used, limit, kv_len)  # unused lines see everything: harmless, and nothing to mask
-
-        start = query + row * stride_query_row + head * stride_query_head
-        q_mask = used[:, None] & (dim < HEAD_DIM)[None, :]
-        turn_mask = used[:, None] & (dim < ROTARY)[None, :]
-        q = tl.load(start[:, None] + dim[None, :], mask=q_mask, other=0.0).to(tl.float32)
-        q_partner = tl.load(start[:, None] + partner[None, :], mask=turn_mask, other=0.0).to(tl.float32)
-        turn = angle[:, None] * HALF + frequency[None, :]
-        c = tl.load(cos + turn, mask=turn_mask, other=1.0)
-        s = tl.load(sin + turn, mask=turn_mask, other=0.0)
-        q = (q * c + q_partner * s * sign[None, :]).to(key_cache.dtype.element_ty)
-
         acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         slots = kv_slots + kv_begin
         whole = tl.min(limit) // BLOCK_N * BLOCK_N  # up to here every row sees every token
+        done = 0
+        if TILE_STAGES:
+            done = tl.minimum(whole, tl.load(straight + item) // BLOCK_N * BLOCK_N)
+            acc, total, top = _straight_steps(
+                acc,
+                total,
+                top,
+                q,
+                limit,
+                key_tiles,
+                value_tiles,
+                tl.load(slots),
+                kv_head * stride_key_head,
+                kv_head * stride_value_head,
+                done,
+                BLOCK_N,
+                TILE_STAGES,
+            )
         acc, total, top = _steps(
             acc,
             total,
@@ -198,12 +295,11 @@ def _attend(
             slots,
             keys,
             values,
-            0,
+            done,
             whole,
             kv_len,
             stride_key,
             stride_value,
-            scale_log2,
             HEAD_DIM,
             VALUE_DIM,
             BLOCK_D,
@@ -225,7 +321,6 @@ def _attend(
             kv_len,
             stride_key,
             stride_value,
-            scale_log2,
             HEAD_DIM,
             VALUE_DIM,
             BLOCK_D,
@@ -240,6 +335,26 @@ def _attend(
         tl.store(part + state[:, None] * VALUE_DIM + value_dim[None, :], acc, mask=mask)
         ln2: tl.constexpr = 0.6931471805599453
         tl.store(part_lse + state, (top + tl.log2(total)) * ln2, mask=used)
+        q = _turned_query(
+            query,
+            items,
+            entry_row,
+            entry_angle,
+            cos,
+            sin,
+            item + 1,
+            last_item,
+            local,
+            head,
+            stride_query_row,
+            stride_query_head,
+            scale_log2,
+            key_cache.dtype.element_ty,
+            HEAD_DIM,
+            BLOCK_D,
+            ROTARY,
+            NEOX,
+        )
 
 
 @triton.jit
@@ -346,6 +461,22 @@ def _gather_slots(copies, source, table, kv_slots, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _straight(items, kv_slots, straight, BLOCK: tl.constexpr):
+    """How many of an item's first tokens lie in slots that follow one another."""
+    item = tl.program_id(0)
+    slots = kv_slots + tl.load(items + item * 4)
+    kv_len = tl.load(items + item * 4 + 1)
+    first = tl.load(slots)
+    found = kv_len
+    for begin in range(0, kv_len, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        slot = tl.load(slots + at, mask=at < kv_len, other=0)
+        breaks = (at < kv_len) & (slot != first + at)
+        found = tl.minimum(found, tl.min(tl.where(breaks, at, kv_len), 0))
+    tl.store(straight + item, found)
+
+
+@triton.jit
 def _angles(angles, inv_freq, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """Tables of the turn by -angles[program]: float64 angles, as in kernels/rope (float32 is off at 1e6)."""
     row = tl.program_id(0)
@@ -425,7 +556,8 @@ class PlanBuffers:
         plan: the loaded plan, or None.
 
     `share`, where it is given, lends its partial outputs if they are large enough: for plans that run one after the
-    other on one stream.
+    other on one stream. `turned` is the caches' type where plans for Hopper's kernel (`Config.groups`) are to be run:
+    their queries are turned before, into `buffers.turned`.
 
     Raises:
         ValueError: heads is no multiple of kv_heads, a type that the kernels do not know, or a device without Triton.
@@ -441,6 +573,7 @@ class PlanBuffers:
         rope: Rope,
         part_dtype: torch.dtype = torch.float32,
         share: PlanBuffers | None = None,
+        turned: torch.dtype | None = None,
     ) -> None:
         device = rope.inv_freq.device
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -490,6 +623,7 @@ class PlanBuffers:
         self._device = {name: self._packed[a:b] for name, (a, b) in self._bounds.items()}
         self._source = self._device["source"].view(torch.int64)
         self.kv_slots = torch.zeros(c.slots, dtype=torch.int32, device=device)
+        self._straight = torch.zeros(c.items, dtype=torch.int32, device=device)
         self.part: torch.Tensor
         self.part_lse: torch.Tensor
         wanted = (part_dtype, heads, value_dim)
@@ -498,6 +632,13 @@ class PlanBuffers:
         else:
             self.part = torch.zeros(c.entries, heads, value_dim, dtype=part_dtype, device=device)
             self.part_lse = torch.zeros(c.entries, heads, dtype=torch.float32, device=device)
+        self.turned: torch.Tensor | None = None
+        if turned is not None:
+            shape = (kv_heads, c.entries * (heads // kv_heads), value_dim)
+            if share is not None and share.turned is not None and share.turned.shape[1] >= shape[1]:
+                self.turned = share.turned
+            else:
+                self.turned = torch.zeros(shape, dtype=turned, device=device)
         half = rope.inv_freq.numel()
         self._cos = torch.zeros(c.angles, max(half, 1), dtype=torch.float32, device=device)
         self._sin = torch.zeros(c.angles, max(half, 1), dtype=torch.float32, device=device)
@@ -544,6 +685,10 @@ class PlanBuffers:
             _gather_slots[(len(plan.copies),)](
                 self._device["copies"], self._source, slot_table, self.kv_slots, BLOCK=COPY_TOKENS, num_warps=4
             )
+        if plan.config.tile_stages and len(plan.items):
+            _straight[(len(plan.items),)](
+                self._device["items"], self.kv_slots, self._straight, BLOCK=COPY_TOKENS, num_warps=4
+            )
         half = self.rope.inv_freq.numel()
         if len(plan.angles) and half:
             _angles[(len(plan.angles),)](
@@ -580,7 +725,7 @@ class PlanBuffers:
 
     @staticmethod
     def _pack(plan: Plan, views: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        views["counts"][:2] = len(plan.items), plan.num_rows
+        views["counts"][:3] = len(plan.items), plan.num_rows, len(plan.entry_row)
         views["source"][: len(plan.copies)] = plan.copies[:, 1]
         views["copies"].reshape(-1, 2)[: len(plan.copies)] = plan.copies[:, ::2]
         views["items"].reshape(-1, 4)[: len(plan.items)] = plan.items
@@ -698,11 +843,23 @@ def attend(
         raise ValueError(f"{workers} workers: expected at most {buffers.capacity.workers}; allocate larger PlanBuffers")
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
     d = buffers._device
+    if config.groups:
+        _attend_hopper(query, buffers, key_cache, value_cache, scale, config)
+        return
+    stages = config.tile_stages
+    key_tiles = value_tiles = None
+    if stages and (head_dim, value_dim) == (block_d, block_v) and _has_tiles(key_cache) and _has_tiles(value_cache):
+        key_tiles, value_tiles = (_tiles(cache, config.block_n) for cache in (key_cache, value_cache))
+    else:
+        stages = 0
     _attend[(workers * kv_heads,)](
         query,
         key_cache,
         value_cache,
+        key_tiles,
+        value_tiles,
         buffers.kv_slots,
+        buffers._straight,
         d["work_ptr"],
         d["items"],
         d["entry_row"],
@@ -729,9 +886,61 @@ def attend(
         NEOX=buffers.rope.neox,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        TILE_STAGES=stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def _attend_hopper(
+    query: torch.Tensor,
+    buffers: PlanBuffers,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    config: Config,
+) -> None:
+    from sglang_ext.kernels.view_attention import hopper_impl  # Gluon: not everywhere
+
+    turned, dim = buffers.turned, query.shape[2]
+    shapes = (buffers.heads, buffers.kv_heads, dim, buffers.value_dim, key_cache.dtype, query.device)
+    if turned is None or turned.dtype != key_cache.dtype or not hopper_impl.serves(*shapes):
+        raise ValueError(
+            f"config {config} is for Hopper's kernel, which does not take {shapes} with queries turned to "
+            f"{None if turned is None else turned.dtype}: expected half precision, head size 64 or 128 and "
+            "PlanBuffers(turned=the caches' type); choose a config without groups"
+        )
+    if not (_has_tiles(key_cache) and _has_tiles(value_cache)):
+        raise ValueError("caches that are not aligned to 16 bytes: choose a config without groups")
+    d, rope = buffers._device, buffers.rope
+    entries, tables = (d["entry_row"], d["entry_angle"]), (buffers._cos, buffers._sin)
+    hopper_impl.turn(query, *entries, d["counts"], *tables, turned, rope.rotary_dim, rope.neox, scale)
+    hopper_impl.attend(
+        turned,
+        key_cache,
+        value_cache,
+        buffers.kv_slots,
+        buffers._straight,
+        d["work_ptr"],
+        d["items"],
+        d["entry_limit"],
+        buffers.part,
+        buffers.part_lse,
+        config,
+    )
+
+
+def _has_tiles(cache: torch.Tensor) -> bool:
+    """Whether the device copies tiles by itself (TMA: Hopper and later) and may do so from this cache."""
+    aligned = all(size * cache.element_size() % 16 == 0 for size in cache.stride()[:-1])
+    hopper = not cache.is_cuda or torch.cuda.get_device_capability(cache.device)[0] >= 9
+    return hopper and aligned and cache.data_ptr() % 16 == 0
+
+
+def _tiles(cache: torch.Tensor, tokens: int) -> TensorDescriptor:
+    """[slots, heads * dim] of a cache, from which tiles of `tokens` slots of one head are copied."""
+    width = (cache.shape[1] - 1) * cache.stride(1) + cache.shape[2]
+    return TensorDescriptor(cache, [cache.shape[0], width], [cache.stride(0), 1], [tokens, cache.shape[2]])
 
 
 def merge(

@@ -131,7 +131,12 @@ class Planned:
         self.plan = planning.plan_rows(listed, config=config, group=HEADS // KV_HEADS, kv_heads=KV_HEADS)
         self.planning = time.perf_counter() - begin
         self.buffers = PlanBuffers(
-            Capacity.of(self.plan), heads=HEADS, kv_heads=KV_HEADS, value_dim=DIM, rope=pool.rope
+            Capacity.of(self.plan),
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            value_dim=DIM,
+            rope=pool.rope,
+            turned=torch.bfloat16 if config.groups else None,
         )
         self.buffers.load(self.plan, pool.table)
         total = len(requests) * rows

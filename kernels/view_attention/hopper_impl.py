@@ -1,0 +1,466 @@
+"""Attention over planned views for Hopper's tensor cores: one group of warps loads, the others multiply.
+
+The same work list as `triton_impl`, for batches where many query rows see a run. A loading group brings whole tiles by
+TMA where the slots of an item follow one another and gathers them otherwise; each other group multiplies 64 rows, and
+computes the softmax of one tile while the tensor cores multiply the next (Shah et al., 2024, FlashAttention-3, section
+3). Written in Gluon, Triton's lower level, which has no interpreter: it runs on Hopper alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sglang_ext.kernels.view_attention.plan import Config
+
+TURNING = 528
+"""Programs that turn queries."""
+
+REGISTERS = {1: (128, 0, 64), 2: (168, 216, 64), 3: (128, 152, 40)}
+"""Registers a thread by number of multiplying groups: on average, of a group that multiplies, of the one that loads."""
+
+
+@gluon.jit
+def _load(
+    tiles,
+    caches,
+    work,
+    columns,
+    buffers,
+    barriers,
+    GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Fill the ring of tiles, item after item."""
+    query_tiles, key_tiles, value_tiles = tiles
+    keys, values, stride_key, stride_value = caches
+    items, kv_slots, straight, first_item, last_item = work
+    query_row, key_column, value_column = columns
+    q_smem, k_smem, v_smem = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    dim = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
+    line = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    count = 0
+    for item in range(first_item, last_item):
+        kv_begin = gl.load(items + item * 4)
+        kv_len = gl.load(items + item * 4 + 1)
+        entry = gl.load(items + item * 4 + 2)
+        whole = gl.load(straight + item) // BLOCK_N
+        slots = kv_slots + kv_begin
+        first_slot = gl.load(slots)
+
+        mbarrier.wait(q_free, (item - first_item + 1) & 1)
+        mbarrier.expect(q_ready, GROUPS * query_tiles.block_type.nbytes)
+        for g in gl.static_range(GROUPS):
+            tma.async_copy_global_to_shared(
+                query_tiles, [query_row + entry * GROUP + g * 64, 0], q_ready, q_smem.index(g)
+            )
+        for step in range(gl.cdiv(kv_len, BLOCK_N)):
+            stage = count % STAGES
+            phase = (count // STAGES + 1) & 1
+            count += 1
+            k_bar = k_ready.index(stage)
+            v_bar = v_ready.index(stage)
+            mbarrier.wait(k_free.index(stage), phase)
+            if step < whole:
+                mbarrier.expect(k_bar, key_tiles.block_type.nbytes)
+                at = first_slot + step * BLOCK_N
+                tma.async_copy_global_to_shared(key_tiles, [at, key_column], k_bar, k_smem.index(stage))
+                mbarrier.wait(v_free.index(stage), phase)
+                mbarrier.expect(v_bar, value_tiles.block_type.nbytes)
+                tma.async_copy_global_to_shared(value_tiles, [at, value_column], v_bar, v_smem.index(stage))
+            else:
+                token = step * BLOCK_N + line
+                inside = token < kv_len
+                slot = gl.load(slots + token, mask=inside, other=0).to(gl.int64)
+                # What lies beyond the item becomes zeros: it gets no weight, but may be NaN.
+                mask = inside[:, None] & (dim < DIM)[None, :]
+                where = keys + slot[:, None] * stride_key + dim[None, :]
+                async_copy.async_copy_global_to_shared(k_smem.index(stage), where, mask)
+                async_copy.mbarrier_arrive(k_bar)
+                gl.thread_barrier()
+                mbarrier.arrive(k_bar, count=1)
+                mbarrier.wait(v_free.index(stage), phase)
+                where = values + slot[:, None] * stride_value + dim[None, :]
+                async_copy.async_copy_global_to_shared(v_smem.index(stage), where, mask)
+                async_copy.mbarrier_arrive(v_bar)
+                gl.thread_barrier()
+                mbarrier.arrive(v_bar, count=1)
+
+
+@gluon.jit
+def _softmax(logits, top, total, step, limit, whole, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr):
+    """One step of the online softmax, in powers of two: (weights, shrink, top, total)."""
+    if (step + 1) * BLOCK_N > whole:
+        token = step * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        logits = gl.where(token[None, :] < limit[:, None], logits, float("-inf"))
+    new_top = gl.maximum(top, gl.max(logits, 1))
+    weights = gl.exp2(logits - new_top[:, None])
+    shrink = gl.exp2(top - new_top)
+    total = total * shrink + gl.sum(weights, 1)
+    return weights, shrink, new_top, total
+
+
+@gluon.jit
+def _multiply(
+    work,
+    outputs,
+    buffers,
+    barriers,
+    WHICH: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Attention of 64 rows of every item: group WHICH of those that multiply."""
+    items, _, straight, first_item, last_item = work
+    entry_limit, part, part_lse, kv_head = outputs
+    q_smem, k_smem, v_smem = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    dtype: gl.constexpr = k_smem.dtype
+    line = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, LOGITS))
+    local = line // GROUP
+    head = kv_head * GROUP + line % GROUP
+    out_line = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, OUT))
+    dim = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
+    nothing = gl.zeros((64, BLOCK_N), gl.float32, LOGITS)
+    q = q_smem.index(WHICH)
+    count = 0
+    for item in range(first_item, last_item):
+        kv_len = gl.load(items + item * 4 + 1)
+        entry_begin = gl.load(items + item * 4 + 2)
+        entries = gl.load(items + item * 4 + 3)
+        straight_steps = gl.load(straight + item) // BLOCK_N
+        used = local < entries
+        entry = entry_begin + local
+        limit = gl.load(entry_limit + entry, mask=used, other=0)
+        limit = gl.where(used, limit, kv_len)  # unused lines see everything: harmless, and nothing to mask
+        whole = gl.min(limit, 0)
+        steps = gl.cdiv(kv_len, BLOCK_N)
+
+        mbarrier.wait(q_ready, (item - first_item) & 1)
+        stage = count % STAGES
+        phase = (count // STAGES) & 1
+        mbarrier.wait(k_ready.index(stage), phase)
+        if straight_steps == 0:
+            fence_async_shared()  # gathered tiles were not written by TMA
+        logits = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        logits = warpgroup_mma_wait(0, [logits])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        acc = gl.zeros((64, DIM), gl.float32, OUT)
+        top = gl.full((64,), float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+        total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, LOGITS))
+        weights, shrink, top, total = _softmax(logits, top, total, 0, limit, whole, LOGITS, BLOCK_N)
+        for step in range(1, steps):
+            before, before_phase = stage, phase
+            p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+            count += 1
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            mbarrier.wait(k_ready.index(stage), phase)
+            if step >= straight_steps:
+                fence_async_shared()
+            logits_token = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(before), before_phase)
+            if step > straight_steps:
+                fence_async_shared()
+            acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+            logits = warpgroup_mma_wait(1, [logits_token])
+            mbarrier.arrive(k_free.index(stage), count=1)
+            weights, shrink, top, total = _softmax(logits, top, total, step, limit, whole, LOGITS, BLOCK_N)
+            acc = warpgroup_mma_wait(0, [acc_token])
+            mbarrier.arrive(v_free.index(before), count=1)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+        mbarrier.arrive(q_free, count=1)  # the next item's queries come while this one ends
+        p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+        mbarrier.wait(v_ready.index(stage), phase)
+        if steps > straight_steps:
+            fence_async_shared()
+        acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(v_free.index(stage), count=1)
+        count += 1
+
+        state = entry.to(gl.int64) * (KV_HEADS * GROUP) + head
+        ln2: gl.constexpr = 0.6931471805599453
+        gl.store(part_lse + state, (top + gl.log2(total)) * ln2, mask=used)
+        acc = acc / gl.convert_layout(total, gl.SliceLayout(1, OUT))[:, None]
+        out_used = out_line // GROUP < entries
+        out_state = (entry_begin + out_line // GROUP).to(gl.int64) * (KV_HEADS * GROUP)
+        out_state += kv_head * GROUP + out_line % GROUP
+        where = part + out_state[:, None] * DIM + dim[None, :]
+        gl.store(where, acc.to(part.dtype.element_ty), mask=out_used[:, None] & (dim < DIM)[None, :])
+
+
+@gluon.jit
+def _attend(
+    query_tiles,
+    key_tiles,
+    value_tiles,
+    key_cache,
+    value_cache,
+    kv_slots,
+    straight,
+    work_ptr,
+    items,
+    entry_limit,
+    part,
+    part_lse,
+    turned_rows,
+    stride_key,
+    stride_key_head,
+    stride_value,
+    stride_value_head,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
+):
+    """One worker's items for one key-value head."""
+    kv_head = gl.program_id(0) % KV_HEADS
+    worker = gl.program_id(0) // KV_HEADS
+    dtype: gl.constexpr = key_cache.dtype.element_ty
+    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, DIM], query_tiles.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], key_tiles.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], value_tiles.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=GROUPS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=GROUPS)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=GROUPS)
+    fence_async_shared()
+
+    first_item = gl.load(work_ptr + worker)
+    last_item = gl.load(work_ptr + worker + 1)
+    keys = key_cache + kv_head * stride_key_head
+    values = value_cache + kv_head * stride_value_head
+    tiles = (query_tiles, key_tiles, value_tiles)
+    caches = (keys, values, stride_key, stride_value)
+    work = (items, kv_slots, straight, first_item, last_item)
+    columns = (kv_head * turned_rows, kv_head * stride_key_head, kv_head * stride_value_head)
+    outputs = (entry_limit, part, part_lse, kv_head)
+    buffers = (q_smem, k_smem, v_smem)
+    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (work, outputs, buffers, barriers, 0, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
+                (_load, (tiles, caches, work, columns, buffers, barriers, GROUP, GROUPS, DIM, BLOCK_N, STAGES)),
+            ],
+            [4],
+            [LOAD_REGISTERS],
+        )
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (work, outputs, buffers, barriers, 0, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
+                (_multiply, (work, outputs, buffers, barriers, 1, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
+                (_load, (tiles, caches, work, columns, buffers, barriers, GROUP, GROUPS, DIM, BLOCK_N, STAGES)),
+            ],
+            [4, 4],
+            [REGISTERS, LOAD_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (work, outputs, buffers, barriers, 0, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
+                (_multiply, (work, outputs, buffers, barriers, 1, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
+                (_multiply, (work, outputs, buffers, barriers, 2, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
+                (_load, (tiles, caches, work, columns, buffers, barriers, GROUP, GROUPS, DIM, BLOCK_N, STAGES)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, LOAD_REGISTERS],
+        )
+
+
+@triton.jit
+def _turn(
+    query,
+    entry_row,
+    entry_angle,
+    counts,
+    cos,
+    sin,
+    turned,
+    turned_rows,
+    stride_row,
+    stride_head,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NEOX: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """turned[kv_head, entry, head of the group] = the entry's query, turned by its angle, times the logits' factor."""
+    HALF: tl.constexpr = ROTARY // 2
+    head = tl.arange(0, KV_HEADS * GROUP)
+    dim = tl.arange(0, DIM)
+    # out[d] = q[d] * cos + q[partner[d]] * sign[d] * sin holds for both styles; beyond the rotary part sin is 0.
+    if NEOX:
+        first = dim < HALF
+        partner = tl.where(first, dim + HALF, tl.where(dim < ROTARY, dim - HALF, dim))
+        frequency = tl.where(first, dim, dim - HALF)
+    else:
+        first = dim % 2 == 0
+        partner = tl.where(dim < ROTARY, tl.where(first, dim + 1, dim - 1), dim)
+        frequency = dim // 2
+    sign = tl.where(first, -1.0, 1.0)
+    rotary = dim < ROTARY
+    to = (head // GROUP) * turned_rows + head % GROUP
+    for entry in range(tl.program_id(0), tl.load(counts + 2), PROGRAMS):
+        start = query + tl.load(entry_row + entry).to(tl.int64) * stride_row + head[:, None] * stride_head
+        turn = tl.load(entry_angle + entry) * HALF + frequency
+        c = tl.load(cos + turn, mask=rotary, other=1.0)
+        s = tl.load(sin + turn, mask=rotary, other=0.0) * sign
+        q = tl.load(start + dim[None, :]).to(tl.float32)
+        q_partner = tl.load(start + partner[None, :], mask=rotary[None, :], other=0.0).to(tl.float32)
+        q = (q * c[None, :] + q_partner * s[None, :]) * scale_log2
+        where = turned + (to + entry * GROUP).to(tl.int64)[:, None] * DIM + dim[None, :]
+        tl.store(where, q.to(turned.dtype.element_ty))
+
+
+def serves(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel takes such attention: a Hopper GPU, half precision, and sizes that fill its tiles."""
+    group = heads // kv_heads
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim == value_dim
+        and head_dim in (64, 128)
+        and heads & (heads - 1) == 0
+        and 64 % group == 0
+    )
+
+
+def turn(
+    query: torch.Tensor,
+    entry_row: torch.Tensor,
+    entry_angle: torch.Tensor,
+    counts: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    turned: torch.Tensor,
+    rotary_dim: int,
+    neox: bool,
+    scale: float,
+) -> None:
+    """Turn the queries of all entries: the first of the two launches.
+
+    Args:
+        query: [rows, heads, head_dim].
+        entry_row, entry_angle: [entries] int32; counts: [3] int32, the number of entries in use last.
+        cos, sin: [angles, rotary_dim / 2] float32.
+        turned: [kv_heads, entries * group, head_dim] to be written.
+        rotary_dim, neox: of the rope. scale: factor of the logits.
+    """
+    kv_heads, rows, dim = turned.shape
+    _turn[(TURNING,)](
+        query,
+        entry_row,
+        entry_angle,
+        counts,
+        cos,
+        sin,
+        turned,
+        rows,
+        query.stride(0),
+        query.stride(1),
+        scale * 1.4426950408889634,  # log2(e): the kernels' exponentials are powers of two
+        KV_HEADS=kv_heads,
+        GROUP=query.shape[1] // kv_heads,
+        DIM=dim,
+        ROTARY=rotary_dim,
+        NEOX=neox,
+        PROGRAMS=TURNING,
+        num_warps=4,
+    )
+
+
+def attend(
+    turned: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    kv_slots: torch.Tensor,
+    straight: torch.Tensor,
+    work_ptr: torch.Tensor,
+    items: torch.Tensor,
+    entry_limit: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    config: Config,
+) -> None:
+    """Every item's output and log-sum-exp: the second launch; the arguments are those of `triton_impl`'s kernel."""
+    kv_heads, rows, dim = turned.shape
+    heads = part.shape[1]
+    layout = gl.NVMMASharedLayout(128, 16, rank=2)
+
+    def tiles(tensor: torch.Tensor, tokens: int) -> TensorDescriptor:
+        width = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
+        return TensorDescriptor(tensor, [tensor.shape[0], width], [tensor.stride(0), 1], [tokens, dim], layout)
+
+    average, multiplying, loading = REGISTERS[config.groups]
+    _attend[(config.workers(kv_heads) * kv_heads,)](
+        TensorDescriptor(turned, [kv_heads * rows, dim], [dim, 1], [64, dim], layout),
+        tiles(key_cache, config.block_n),
+        tiles(value_cache, config.block_n),
+        key_cache,
+        value_cache,
+        kv_slots,
+        straight,
+        work_ptr,
+        items,
+        entry_limit,
+        part,
+        part_lse,
+        rows,
+        key_cache.stride(0),
+        key_cache.stride(1),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        BLOCK_N=config.block_n,
+        STAGES=config.tile_stages,
+        GROUPS=config.groups,
+        REGISTERS=multiplying,
+        LOAD_REGISTERS=loading,
+        num_warps=4,
+        maxnreg=average,
+    )

@@ -153,6 +153,11 @@ def num_kv_slots(model_runner: Any) -> int:
     return pool.size + pool.page_size
 
 
+def first_layer(pool: Any) -> int:
+    """Number of the first layer whose KV this rank holds."""
+    return int(pool.start_layer)
+
+
 def write_kv(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Store a layer's new keys and values at `slots`."""
     pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values)

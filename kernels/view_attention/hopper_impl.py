@@ -28,8 +28,20 @@ from sglang_ext.kernels.view_attention.plan import Config
 TURNING = 528
 """Programs that turn queries."""
 
-REGISTERS = {1: (128, 0, 64), 2: (168, 216, 64), 3: (128, 152, 40)}
+REGISTERS = {1: (128, 0, 64), 2: (168, 216, 64), 3: (128, 160, 32)}
 """Registers a thread by number of multiplying groups: on average, of a group that multiplies, of the one that loads."""
+
+
+@gluon.jit
+def _item(items, straight, item, last_item):
+    """(first token, tokens, first entry, tokens in slots that follow one another, first slot) of an item."""
+    inside = item < last_item
+    kv_begin = gl.load(items + item * 4, mask=inside, other=0)
+    kv_len = gl.load(items + item * 4 + 1, mask=inside, other=0)
+    entry = gl.load(items + item * 4 + 2, mask=inside, other=0)
+    tokens = gl.load(straight + item * 2, mask=inside, other=0)
+    slot = gl.load(straight + item * 2 + 1, mask=inside, other=0)
+    return kv_begin, kv_len, entry, tokens, slot
 
 
 @gluon.jit
@@ -37,9 +49,11 @@ def _load(
     tiles,
     caches,
     work,
-    columns,
+    strides,
     buffers,
     barriers,
+    HEADS_EACH: gl.constexpr,
+    HEAD_STEP: gl.constexpr,
     GROUP: gl.constexpr,
     GROUPS: gl.constexpr,
     DIM: gl.constexpr,
@@ -48,29 +62,36 @@ def _load(
 ):
     """Fill the ring of tiles, item after item."""
     query_tiles, key_tiles, value_tiles = tiles
-    keys, values, stride_key, stride_value = caches
-    items, kv_slots, straight, first_item, last_item = work
-    query_row, key_column, value_column = columns
+    key_cache, value_cache = caches
+    items, kv_slots, straight, first_item, last_item, first_head = work
+    turned_rows, stride_key, stride_key_head, stride_value, stride_value_head = strides
     q_smem, k_smem, v_smem = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dim = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
     line = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     count = 0
-    for item in range(first_item, last_item):
-        kv_begin = gl.load(items + item * 4)
-        kv_len = gl.load(items + item * 4 + 1)
-        entry = gl.load(items + item * 4 + 2)
-        whole = gl.load(straight + item) // BLOCK_N
+    number = last_item - first_item
+    kv_begin, kv_len, entry, whole, first_slot = _item(items, straight, first_item, last_item)
+    for turn in range(number * HEADS_EACH):
+        # Asked for an item ahead: nothing waits for them.
+        next_item = first_item + (turn + 1) % number
+        next_begin, next_len, next_entry, next_whole, next_slot = _item(items, straight, next_item, last_item)
+        kv_head = first_head + turn // number * HEAD_STEP
+        key_column = kv_head * stride_key_head
+        value_column = kv_head * stride_value_head
+        keys = key_cache + key_column
+        values = value_cache + value_column
         slots = kv_slots + kv_begin
-        first_slot = gl.load(slots)
-
-        mbarrier.wait(q_free, (item - first_item + 1) & 1)
-        mbarrier.expect(q_ready, GROUPS * query_tiles.block_type.nbytes)
+        whole = whole // BLOCK_N
+        half = turn % 2
+        q_bar = q_ready.index(half)
+        mbarrier.wait(q_free.index(half), (turn // 2 + 1) & 1)
+        mbarrier.expect(q_bar, GROUPS * query_tiles.block_type.nbytes)
+        query_row = kv_head * turned_rows + entry * GROUP
         for g in gl.static_range(GROUPS):
-            tma.async_copy_global_to_shared(
-                query_tiles, [query_row + entry * GROUP + g * 64, 0], q_ready, q_smem.index(g)
-            )
+            q_tile = q_smem.index(half * GROUPS + g)
+            tma.async_copy_global_to_shared(query_tiles, [query_row + g * 64, 0], q_bar, q_tile)
         for step in range(gl.cdiv(kv_len, BLOCK_N)):
             stage = count % STAGES
             phase = (count // STAGES + 1) & 1
@@ -102,6 +123,7 @@ def _load(
                 async_copy.mbarrier_arrive(v_bar)
                 gl.thread_barrier()
                 mbarrier.arrive(v_bar, count=1)
+        kv_begin, kv_len, entry, whole, first_slot = next_begin, next_len, next_entry, next_whole, next_slot
 
 
 @gluon.jit
@@ -125,14 +147,17 @@ def _multiply(
     barriers,
     WHICH: gl.constexpr,
     KV_HEADS: gl.constexpr,
+    HEADS_EACH: gl.constexpr,
+    HEAD_STEP: gl.constexpr,
     GROUP: gl.constexpr,
+    GROUPS: gl.constexpr,
     DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Attention of 64 rows of every item: group WHICH of those that multiply."""
-    items, _, straight, first_item, last_item = work
-    entry_limit, part, part_lse, kv_head = outputs
+    items, _, straight, first_item, last_item, first_head = work
+    entry_limit, part, part_lse = outputs
     q_smem, k_smem, v_smem = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -141,25 +166,30 @@ def _multiply(
     dtype: gl.constexpr = k_smem.dtype
     line = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, LOGITS))
     local = line // GROUP
-    head = kv_head * GROUP + line % GROUP
     out_line = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, OUT))
     dim = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
     nothing = gl.zeros((64, BLOCK_N), gl.float32, LOGITS)
-    q = q_smem.index(WHICH)
     count = 0
-    for item in range(first_item, last_item):
-        kv_len = gl.load(items + item * 4 + 1)
-        entry_begin = gl.load(items + item * 4 + 2)
-        entries = gl.load(items + item * 4 + 3)
-        straight_steps = gl.load(straight + item) // BLOCK_N
+    number = last_item - first_item
+    _, kv_len, entry_begin, straight_tokens, _ = _item(items, straight, first_item, last_item)
+    entries = gl.load(items + first_item * 4 + 3, mask=number > 0, other=0)
+    limit = gl.load(entry_limit + entry_begin + local, mask=local < entries, other=0)
+    for turn in range(number * HEADS_EACH):
+        # Asked for an item ahead: nothing waits for them.
+        next_item = first_item + (turn + 1) % number
+        _, next_len, next_begin, next_straight, _ = _item(items, straight, next_item, last_item)
+        next_entries = gl.load(items + next_item * 4 + 3)
+        kv_head = first_head + turn // number * HEAD_STEP
+        half = turn % 2
+        q = q_smem.index(half * GROUPS + WHICH)
+        straight_steps = straight_tokens // BLOCK_N
         used = local < entries
         entry = entry_begin + local
-        limit = gl.load(entry_limit + entry, mask=used, other=0)
         limit = gl.where(used, limit, kv_len)  # unused lines see everything: harmless, and nothing to mask
         whole = gl.min(limit, 0)
         steps = gl.cdiv(kv_len, BLOCK_N)
 
-        mbarrier.wait(q_ready, (item - first_item) & 1)
+        mbarrier.wait(q_ready.index(half), (turn // 2) & 1)
         stage = count % STAGES
         phase = (count // STAGES) & 1
         mbarrier.wait(k_ready.index(stage), phase)
@@ -192,7 +222,8 @@ def _multiply(
             acc = warpgroup_mma_wait(0, [acc_token])
             mbarrier.arrive(v_free.index(before), count=1)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-        mbarrier.arrive(q_free, count=1)  # the next item's queries come while this one ends
+        mbarrier.arrive(q_free.index(half), count=1)
+        limit = gl.load(entry_limit + next_begin + local, mask=local < next_entries, other=0)
         p = gl.convert_layout(weights.to(dtype), WEIGHTS)
         mbarrier.wait(v_ready.index(stage), phase)
         if steps > straight_steps:
@@ -202,7 +233,7 @@ def _multiply(
         mbarrier.arrive(v_free.index(stage), count=1)
         count += 1
 
-        state = entry.to(gl.int64) * (KV_HEADS * GROUP) + head
+        state = entry.to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + line % GROUP
         ln2: gl.constexpr = 0.6931471805599453
         gl.store(part_lse + state, (top + gl.log2(total)) * ln2, mask=used)
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, OUT))[:, None]
@@ -211,6 +242,7 @@ def _multiply(
         out_state += kv_head * GROUP + out_line % GROUP
         where = part + out_state[:, None] * DIM + dim[None, :]
         gl.store(where, acc.to(part.dtype.element_ty), mask=out_used[:, None] & (dim < DIM)[None, :])
+        kv_len, entry_begin, entries, straight_tokens = next_len, next_begin, next_entries, next_straight
 
 
 @gluon.jit
@@ -233,6 +265,7 @@ def _attend(
     stride_value,
     stride_value_head,
     KV_HEADS: gl.constexpr,
+    HEADS_EACH: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -241,21 +274,23 @@ def _attend(
     REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):
-    """One worker's items for one key-value head."""
-    kv_head = gl.program_id(0) % KV_HEADS
-    worker = gl.program_id(0) // KV_HEADS
+    """One worker's items, for `HEADS_EACH` key-value heads one after the other."""
+    HEAD_STEP: gl.constexpr = KV_HEADS // HEADS_EACH
+    first_head = gl.program_id(0) % HEAD_STEP
+    worker = gl.program_id(0) // HEAD_STEP
     dtype: gl.constexpr = key_cache.dtype.element_ty
-    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, DIM], query_tiles.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [2 * GROUPS, 64, DIM], query_tiles.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], key_tiles.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], value_tiles.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=GROUPS)
+    for half in gl.static_range(2):
+        mbarrier.init(q_ready.index(half), count=1)
+        mbarrier.init(q_free.index(half), count=GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=GROUPS)
@@ -265,20 +300,52 @@ def _attend(
 
     first_item = gl.load(work_ptr + worker)
     last_item = gl.load(work_ptr + worker + 1)
-    keys = key_cache + kv_head * stride_key_head
-    values = value_cache + kv_head * stride_value_head
     tiles = (query_tiles, key_tiles, value_tiles)
-    caches = (keys, values, stride_key, stride_value)
-    work = (items, kv_slots, straight, first_item, last_item)
-    columns = (kv_head * turned_rows, kv_head * stride_key_head, kv_head * stride_value_head)
-    outputs = (entry_limit, part, part_lse, kv_head)
+    caches = (key_cache, value_cache)
+    work = (items, kv_slots, straight, first_item, last_item, first_head)
+    strides = (turned_rows, stride_key, stride_key_head, stride_value, stride_value_head)
+    outputs = (entry_limit, part, part_lse)
     buffers = (q_smem, k_smem, v_smem)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (work, outputs, buffers, barriers, 0, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
-                (_load, (tiles, caches, work, columns, buffers, barriers, GROUP, GROUPS, DIM, BLOCK_N, STAGES)),
+                (
+                    _multiply,
+                    (
+                        work,
+                        outputs,
+                        buffers,
+                        barriers,
+                        0,
+                        KV_HEADS,
+                        HEADS_EACH,
+                        HEAD_STEP,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        tiles,
+                        caches,
+                        work,
+                        strides,
+                        buffers,
+                        barriers,
+                        HEADS_EACH,
+                        HEAD_STEP,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
             ],
             [4],
             [LOAD_REGISTERS],
@@ -286,9 +353,60 @@ def _attend(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (work, outputs, buffers, barriers, 0, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
-                (_multiply, (work, outputs, buffers, barriers, 1, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
-                (_load, (tiles, caches, work, columns, buffers, barriers, GROUP, GROUPS, DIM, BLOCK_N, STAGES)),
+                (
+                    _multiply,
+                    (
+                        work,
+                        outputs,
+                        buffers,
+                        barriers,
+                        0,
+                        KV_HEADS,
+                        HEADS_EACH,
+                        HEAD_STEP,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        work,
+                        outputs,
+                        buffers,
+                        barriers,
+                        1,
+                        KV_HEADS,
+                        HEADS_EACH,
+                        HEAD_STEP,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        tiles,
+                        caches,
+                        work,
+                        strides,
+                        buffers,
+                        barriers,
+                        HEADS_EACH,
+                        HEAD_STEP,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
             ],
             [4, 4],
             [REGISTERS, LOAD_REGISTERS],
@@ -296,10 +414,78 @@ def _attend(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (work, outputs, buffers, barriers, 0, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
-                (_multiply, (work, outputs, buffers, barriers, 1, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
-                (_multiply, (work, outputs, buffers, barriers, 2, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
-                (_load, (tiles, caches, work, columns, buffers, barriers, GROUP, GROUPS, DIM, BLOCK_N, STAGES)),
+                (
+                    _multiply,
+                    (
+                        work,
+                        outputs,
+                        buffers,
+                        barriers,
+                        0,
+                        KV_HEADS,
+                        HEADS_EACH,
+                        HEAD_STEP,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        work,
+                        outputs,
+                        buffers,
+                        barriers,
+                        1,
+                        KV_HEADS,
+                        HEADS_EACH,
+                        HEAD_STEP,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        work,
+                        outputs,
+                        buffers,
+                        barriers,
+                        2,
+                        KV_HEADS,
+                        HEADS_EACH,
+                        HEAD_STEP,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
+                (
+                    _load,
+                    (
+                        tiles,
+                        caches,
+                        work,
+                        strides,
+                        buffers,
+                        barriers,
+                        HEADS_EACH,
+                        HEAD_STEP,
+                        GROUP,
+                        GROUPS,
+                        DIM,
+                        BLOCK_N,
+                        STAGES,
+                    ),
+                ),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, LOAD_REGISTERS],
@@ -435,7 +621,7 @@ def attend(
         return TensorDescriptor(tensor, [tensor.shape[0], width], [tensor.stride(0), 1], [tokens, dim], layout)
 
     average, multiplying, loading = REGISTERS[config.groups]
-    _attend[(config.workers(kv_heads) * kv_heads,)](
+    _attend[(config.workers(kv_heads) * kv_heads // config.heads_each,)](
         TensorDescriptor(turned, [kv_heads * rows, dim], [dim, 1], [64, dim], layout),
         tiles(key_cache, config.block_n),
         tiles(value_cache, config.block_n),
@@ -454,6 +640,7 @@ def attend(
         value_cache.stride(0),
         value_cache.stride(1),
         KV_HEADS=kv_heads,
+        HEADS_EACH=config.heads_each,
         GROUP=heads // kv_heads,
         DIM=dim,
         BLOCK_N=config.block_n,

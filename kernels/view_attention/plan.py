@@ -39,11 +39,14 @@ class Config:
         num_stages: depth of the software pipeline.
         tile_stages: depth of the pipeline over tokens whose slots follow one another, copied as whole tiles by the
             device (TMA) where it can; 0: gather them like all others.
-        num_programs: programs of the persistent grid; each serves one key-value head.
+        num_programs: programs of the persistent grid; each serves one key-value head, or `heads_each` one after the
+            other.
         min_split: fewest tokens that are worth an item of their own.
         item_cost: what an item costs beside its tokens (load and turn queries, store), in steps of `block_n` tokens.
         merge_block: partial outputs that one step of the merge reads.
         groups: groups of warps that multiply in the kernel for Hopper (`hopper_impl`), 1 to 3; 0: `triton_impl`.
+        heads_each: key-value heads of one program, above 1 only with `groups`: 8 heads fill 132 multiprocessors in 33
+            shares of 2, not in 16 shares of 1.
     """
 
     block_m: int = 16
@@ -56,10 +59,13 @@ class Config:
     item_cost: int = 1
     merge_block: int = 16
     groups: int = 0
+    heads_each: int = 1
 
     def __post_init__(self) -> None:
         if self.groups and (self.groups not in (1, 2, 3) or self.block_m != 64 * self.groups):
             raise ValueError(f"{self.groups} groups of 64 for block_m {self.block_m}: expected 1 to 3 that fill it")
+        if self.heads_each < 1 or (self.heads_each > 1 and not self.groups):
+            raise ValueError(f"{self.heads_each} heads each, {self.groups} groups: expected 1, or groups beside more")
         for name in ("block_n", "merge_block") if self.groups else ("block_m", "block_n", "merge_block"):
             size = getattr(self, name)
             if size & (size - 1) or size < (1 if name == "merge_block" else 16):
@@ -82,20 +88,37 @@ class Config:
         return self.block_m // group
 
     def workers(self, kv_heads: int) -> int:
-        """Shares into which the work of one key-value head is cut."""
-        return max(1, self.num_programs // kv_heads)
+        """Shares into which the work of one key-value head is cut.
+
+        Raises:
+            ValueError: a program cannot serve `heads_each` of so many heads.
+        """
+        if kv_heads % self.heads_each:
+            raise ValueError(f"{self.heads_each} of {kv_heads} key-value heads each: expected a divisor")
+        return max(1, self.num_programs * self.heads_each // kv_heads)
+
+
+HOPPER_COST = {1: 0.43, 2: 0.69, 3: 1.0}
+"""Time of a tile by its groups of 64 rows, where the tensor cores bound it (measured on an H200, head size 128)."""
 
 
 def choose(
-    rows_per_run: float, group: int, head_dim: int, value_dim: int | None = None, itemsize: int = 2, num_sms: int = 132
+    rows_per_run: float,
+    group: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    itemsize: int = 2,
+    num_sms: int = 132,
+    kv_heads: int = 8,
+    hopper: bool = False,
 ) -> Config:
-    """The configuration for a kind of batch: the one place where sizes are tuned.
+    """The configuration for a kind of batch: the one place where sizes are tuned, and the rule by which kernels win.
 
-    Few rows a run are bound by memory: small tiles, two programs an SM, so that one loads while the other computes.
-    Many rows are bound by the tensor cores: 64 rows fill a warp group's wgmma on Hopper, 128 rows two. Slots are loaded
-    before what is in them, which takes two stages of the pipeline: 3 or 4 stages hold one step of keys and values in
-    shared memory, 5 hold two. Compiled for sm_90 at head size 128 in bfloat16: 72 KB and 168 registers a thread for 16
-    rows, 115 KB and 254 for 64 (two programs just fit an SM), 132 KB and 238 for 128; nothing spills.
+    Few rows a run are bound by memory: small tiles of the Triton kernel, three programs an SM, so that some load while
+    others compute (batch 8: 1.09 times the memory floor). Many rows are bound by the tensor cores: where there is one,
+    Hopper's kernel wins from one full group of 64 rows on (batch 32: 1.32 times the floor against 1.43; batch 128: 0.24
+    ms against 0.34), with as many groups as make the tiles cheapest. Elsewhere tiles of 64 rows fill a warp group's
+    wgmma, 128 rows two.
 
     Args:
         rows_per_run: mean number of query rows of the batch that see one run.
@@ -103,14 +126,29 @@ def choose(
         head_dim: size of a key; value_dim: of a value, the same when left out.
         itemsize: bytes of an element of the caches.
         num_sms: multiprocessors of the device.
+        kv_heads: key-value heads of the device.
+        hopper: whether `hopper_impl` serves this attention.
     """
     wanted = rows_per_run * group
+    token = (_power(head_dim) + _power(value_dim or head_dim)) * itemsize
+    if hopper and wanted > 24:
+        rows = min(1.1 * wanted, 1e9)  # runs differ: some have more than the mean
+        groups = min(HOPPER_COST, key=lambda n: -(-rows // (64 * n)) * HOPPER_COST[n])
+        programs = num_sms * (2 if groups == 1 else 1)  # two of the small ones fit a multiprocessor
+        return Config(
+            block_m=64 * groups,
+            block_n=64,
+            num_warps=4,
+            tile_stages={1: 2, 2: 5, 3: 4}[groups] * 512 // max(token, 256),
+            num_programs=programs,
+            groups=groups,
+            heads_each=_heads_each(programs, kv_heads),
+        )
     block_m = (
         16 if wanted <= 24 or itemsize > 2 else 64 if wanted <= 96 else 128
     )  # float32 has no tensor core: 64 spill
     while block_m < group:
         block_m *= 2
-    token = (_power(head_dim) + _power(value_dim or head_dim)) * itemsize
     small = block_m <= 16
     return Config(
         block_m=block_m,
@@ -120,6 +158,12 @@ def choose(
         tile_stages=2 if small else 3 if block_m <= 64 else 4,
         num_programs=num_sms * (3 if small else 2 if block_m <= 64 else 1),
     )
+
+
+def _heads_each(programs: int, kv_heads: int) -> int:
+    """Key-value heads of one program, so that most programs have work: the fewest that leave the fewest idle."""
+    divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    return max(divisors, key=lambda n: (programs * n // kv_heads * (kv_heads // n), -n))
 
 
 def _power(size: int) -> int:

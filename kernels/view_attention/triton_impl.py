@@ -270,7 +270,7 @@ def _attend(
         whole = tl.min(limit) // BLOCK_N * BLOCK_N  # up to here every row sees every token
         done = 0
         if TILE_STAGES:
-            done = tl.minimum(whole, tl.load(straight + item) // BLOCK_N * BLOCK_N)
+            done = tl.minimum(whole, tl.load(straight + item * 2) // BLOCK_N * BLOCK_N)
             acc, total, top = _straight_steps(
                 acc,
                 total,
@@ -279,7 +279,7 @@ def _attend(
                 limit,
                 key_tiles,
                 value_tiles,
-                tl.load(slots),
+                tl.load(straight + item * 2 + 1),
                 kv_head * stride_key_head,
                 kv_head * stride_value_head,
                 done,
@@ -462,7 +462,7 @@ def _gather_slots(copies, source, table, kv_slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def _straight(items, kv_slots, straight, BLOCK: tl.constexpr):
-    """How many of an item's first tokens lie in slots that follow one another."""
+    """[items, 2]: how many of an item's first tokens lie in slots that follow one another, and the first slot."""
     item = tl.program_id(0)
     slots = kv_slots + tl.load(items + item * 4)
     kv_len = tl.load(items + item * 4 + 1)
@@ -473,7 +473,8 @@ def _straight(items, kv_slots, straight, BLOCK: tl.constexpr):
         slot = tl.load(slots + at, mask=at < kv_len, other=0)
         breaks = (at < kv_len) & (slot != first + at)
         found = tl.minimum(found, tl.min(tl.where(breaks, at, kv_len), 0))
-    tl.store(straight + item, found)
+    tl.store(straight + item * 2, found)
+    tl.store(straight + item * 2 + 1, first)
 
 
 @triton.jit
@@ -623,7 +624,7 @@ class PlanBuffers:
         self._device = {name: self._packed[a:b] for name, (a, b) in self._bounds.items()}
         self._source = self._device["source"].view(torch.int64)
         self.kv_slots = torch.zeros(c.slots, dtype=torch.int32, device=device)
-        self._straight = torch.zeros(c.items, dtype=torch.int32, device=device)
+        self._straight = torch.zeros(2 * c.items, dtype=torch.int32, device=device)
         self.part: torch.Tensor
         self.part_lse: torch.Tensor
         wanted = (part_dtype, heads, value_dim)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sglang_ext.kernels.rope import Rope
-from sglang_ext.kernels.view_attention import Ranks, Segment, View, Written, view_attention
+from sglang_ext.kernels.view_attention import Ranks, Segment, View, Written, hopper_impl, view_attention
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 from sglang_ext.kernels.view_attention.triton_impl import Capacity, PlanBuffers, attend, merge
@@ -67,6 +67,11 @@ class Pool:
     @property
     def blocks(self) -> int:
         return len(self.bounds) - 1
+
+    def config(self, rows_per_run: float) -> planning.Config:
+        hopper = hopper_impl.serves(HEADS, KV_HEADS, DIM, DIM, self.keys.dtype, self.device)
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return planning.choose(rows_per_run, HEADS // KV_HEADS, DIM, num_sms=sms, kv_heads=KV_HEADS, hopper=hopper)
 
     def length(self, block: int) -> int:
         return self.bounds[block + 1] - self.bounds[block]
@@ -208,7 +213,7 @@ def decode(pool: Pool, batches: Sequence[int], chosen: int, bandwidth: float) ->
     figures = []
     for batch in batches:
         requests = pool.requests(batch, chosen, 30)
-        config = planning.choose(max(1.0, batch * chosen / pool.blocks), HEADS // KV_HEADS, DIM)
+        config = pool.config(batch * chosen / pool.blocks)
         planned = Planned(pool, requests, 1, config)
         error = planned.check()
         floor = _bytes(pool.distinct_tokens(requests)) / bandwidth
@@ -237,7 +242,7 @@ def questions(pool: Pool, number: int, rows: int, chosen: int, rate: float) -> l
     """Prefill of questions over their stitched blocks against the tensor cores' floor."""
     requests = pool.requests(number, chosen, rows)
     per_block = number * rows * chosen / pool.blocks
-    planned = Planned(pool, requests, rows, planning.choose(per_block, HEADS // KV_HEADS, DIM))
+    planned = Planned(pool, requests, rows, pool.config(per_block))
     error = planned.check(3)
     pairs = sum(sum(map(pool.length, r.blocks)) * rows + rows * (rows + 1) // 2 for r in requests)
     floor = 4 * pairs * HEADS * DIM / rate

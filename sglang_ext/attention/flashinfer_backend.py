@@ -19,3 +19,4 @@ class FlashInferViewBackend(PlannedViews, FlashInferAttnBackend):
         super().__init__(model_runner, policy)
         if kernels(policy) == "flashinfer":
             self.dense = VirtualRequests(self.rope.inv_freq.device, "auto", self.workspace_buffer)
+        self.warm_up()

@@ -43,6 +43,9 @@ SLICE_ENTRIES = 16384
 """Partial outputs of one work list; prefills that need more are cut into several."""
 
 
+ROWS = (1.0, 40.0, 100.0, 160.0, 1e6)
+"""Pairs of (query row, head of the group) that see a run, one number for each configuration of the kernels."""
+
 MAX_KEYS = 100_000
 """Names of runs that are remembered before they are numbered anew."""
 
@@ -104,7 +107,9 @@ class PlannedViews(ViewBackend):
         self._plan: Plan | None = None
         self._graph_buffers: PlanBuffers | None = None
         # Cutting a list's items repeats the rows of at most one tile a worker.
-        shape, configs = self.shape, map(self._config, (1.0, 96 / self.shape.group, float("inf")))
+        shape = self.shape
+        self._hopper = _hopper_serves(shape, self.rope.inv_freq.device)
+        configs = [self._config(rows / shape.group) for rows in ROWS]
         repeated = max(config.workers(shape.kv_heads) * config.tile_rows(shape.group) for config in configs)
         # Outside of graphs; grow when needed, all over the first one's partial outputs.
         self._grown = [self._allocate(Capacity(1, 1, SLICE_ENTRIES + repeated, 1, 1, 1))]
@@ -212,6 +217,8 @@ class PlannedViews(ViewBackend):
             self.shape.value_dim,
             itemsize=self.shape.dtype.itemsize,
             num_sms=self.shape.num_sms,
+            kv_heads=self.shape.kv_heads,
+            hopper=self._hopper,
         )
 
     def _plan_extend(self) -> _Extend:
@@ -266,12 +273,15 @@ class PlannedViews(ViewBackend):
         if done < total:
             rows.append(total - done)
             tokens.append(0)
+        self._plan_dense_of(rows, tokens, torch.cat(parts))
+
+    def _plan_dense_of(self, rows: Sequence[int], tokens: Sequence[int], slots: torch.Tensor) -> None:
         if self.dense is None:
             raise ValueError("no dense prefill kernel: rows cannot be virtual requests")
         self.dense.plan(
             rows,
             tokens,
-            torch.cat(parts),
+            slots,
             heads=self.shape.heads,
             kv_heads=self.shape.kv_heads,
             head_dim=self.shape.head_dim,
@@ -291,6 +301,7 @@ class PlannedViews(ViewBackend):
             value_dim=self.shape.value_dim,
             rope=self.rope,
             share=share,
+            turned=self.shape.dtype if self._hopper else None,
         )
 
     def _load(self, plan: Plan, number: int) -> PlanBuffers:
@@ -323,6 +334,20 @@ class PlannedViews(ViewBackend):
             self._decoding = buffers
         else:
             self._decoding = self._load(self._plan, 0)
+
+    def warm_up(self) -> None:
+        """Run every kernel that a batch may need once: the first request is not to wait for a compiler."""
+        layer = compat.first_layer(self.token_to_kv_pool)  # type: ignore[attr-defined]
+        caches = self.token_to_kv_pool.get_key_buffer(layer), self.token_to_kv_pool.get_value_buffer(layer)  # type: ignore[attr-defined]
+        query = caches[0].new_zeros(1, self.shape.heads, self.shape.head_dim)
+        none = np.zeros(1, dtype=np.int64)
+        seen = planning.RowRuns(first_row=0, num_rows=1, keys=none - 1, lengths=none + 1, deltas=none, source=none)
+        for config in {self._config(rows / self.shape.group) for rows in ROWS}:
+            plan = planning.plan_rows([seen], config=config, group=self.shape.group, kv_heads=self.shape.kv_heads)
+            view_attention_plan(query, self._load(plan, 1), *caches, self.shape.scale)
+        if self.dense is not None:
+            self._plan_dense_of([1], [1], self._table[0, :1])
+            self.dense.run(query, *caches)
 
     # ---- SGLang's side: before the layers ----
 
@@ -420,6 +445,14 @@ class PlannedViews(ViewBackend):
                 view_attention_plan(query[first:end], buffers, keys, values, layer.scaling, out=apart[first:end])
             out[work.listed] = apart[work.listed]
         return out.view(out.shape[0], -1)
+
+
+def _hopper_serves(shape: compat.AttentionShape, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    from sglang_ext.kernels.view_attention import hopper_impl  # Gluon: not everywhere
+
+    return hopper_impl.serves(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.dtype, device)
 
 
 def _largest(capacities: Sequence[Capacity]) -> Capacity:

@@ -240,6 +240,31 @@ def test_choice_fits_the_batch(rows: int, group: int, head_dim: int, itemsize: i
     assert small.block_m == 16
 
 
+@pytest.mark.parametrize(
+    ("wanted", "groups"), [(1, 0), (24, 0), (40, 1), (64, 2), (100, 2), (160, 3), (220, 2), (960, 3), (1e9, 3)]
+)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_choice_for_hopper(wanted: float, groups: int, kv_heads: int, head_dim: int) -> None:
+    """As many groups of 64 rows as the batch fills, a program's buffers in shared memory, no multiprocessor idle."""
+    config = choose(wanted / 4, 4, head_dim, kv_heads=kv_heads, hopper=True)
+    assert config.groups == groups
+    if groups:
+        programs = config.workers(kv_heads) * kv_heads // config.heads_each
+        assert programs == config.num_programs
+        queries, tiles = 2 * 64 * groups, 2 * config.block_n * config.tile_stages
+        assert (queries + tiles) * head_dim * 2 * (config.num_programs // 132) <= 226 * 1024
+    assert choose(wanted / 4, 4, head_dim, kv_heads=kv_heads).groups == 0
+
+
+@pytest.mark.parametrize("wrong", [{"groups": 4}, {"groups": 1, "block_m": 128}, {"heads_each": 2}, {"heads_each": 0}])
+def test_config_refuses(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected 1"):
+        Config(**wrong)
+    with pytest.raises(ValueError, match="expected a divisor"):
+        Config(block_m=64, groups=1, heads_each=2).workers(3)
+
+
 def good(**changes: object) -> Callable[[], RowRuns]:
     fields = {
         "first_row": 0,

@@ -521,6 +521,9 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from sglang_ext.kernels.view_attention import hopper_impl as hopper
 from sglang_ext.kernels.view_attention import triton_impl as kernels
 from sglang_ext.kernels.view_attention.plan import choose
 
@@ -550,7 +553,32 @@ for rows, product in ((1, "mma.sync"), (12, "wgmma"), (40, "wgmma")):
 compiled(kernels._merge, c, HEADS=32, VALUE_DIM=128, BLOCK_V=128, BLOCK_E=16, WITH_LSE=True)
 compiled(kernels._advance, c, BLOCK=128)
 compiled(kernels._gather_slots, c, BLOCK=1024)
+compiled(kernels._straight, c, BLOCK=1024)
 compiled(kernels._angles, c, HALF=64, BLOCK=64)
+turn = {"turned": "*bf16", "counts": "*i32", "turned_rows": "i32"}
+TYPES |= turn
+compiled(hopper._turn, c, KV_HEADS=8, GROUP=4, DIM=128, ROTARY=128, NEOX=True, PROGRAMS=528)
+
+for rows, dim in ((12, 128), (20, 64), (40, 128)):
+    c = choose(rows, 4, dim, kv_heads=8, hopper=True)
+    average, multiplying, loading = hopper.REGISTERS[c.groups]
+    constants = dict(KV_HEADS=8, HEADS_EACH=c.heads_each, GROUP=4, DIM=dim, BLOCK_N=c.block_n, STAGES=c.tile_stages,
+                     GROUPS=c.groups, REGISTERS=multiplying, LOAD_REGISTERS=loading)
+    tile = lambda rows: f"tensordesc<bf16[{rows}, {dim}],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
+    names = hopper._attend.arg_names
+    types = {n: tile(64 if n == "query_tiles" else c.block_n) if n.endswith("_tiles") else
+             "i32" if n.startswith("stride") else TYPES.get(n, "*i32") for n in names}
+    types |= dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if "tensordesc" not in types[n] and types[n]
+               != "constexpr"}
+    source = GluonASTSource(hopper._attend, types, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    options = {"num_warps": 4, "maxnreg": average}
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    for wanted in ("wgmma", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert wanted in found.asm["ptx"], (rows, wanted)
+    held = (found.metadata.shared + 1024) * c.num_programs // 132
+    assert held <= 228 * 1024, (rows, held)
+    assert average * 32 * found.metadata.num_warps * c.num_programs // 132 <= 65536, rows
 """
 
 
@@ -567,8 +595,10 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
 
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 GROUPED = {
-    groups: Config(block_m=64 * groups, block_n=64, tile_stages=3, num_programs=6, min_split=64, groups=groups)
-    for groups in (1, 2, 3)
+    groups: Config(
+        block_m=64 * groups, block_n=64, tile_stages=3, num_programs=6, min_split=64, groups=groups, heads_each=heads
+    )
+    for groups, heads in ((1, 1), (2, 2), (3, 2))
 }
 
 

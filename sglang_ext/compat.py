@@ -153,6 +153,11 @@ def num_kv_slots(model_runner: Any) -> int:
     return pool.size + pool.page_size
 
 
+def others_run(manager: Any, prefix: str) -> bool:
+    """Whether a request is under way whose id does not begin with `prefix`."""
+    return any(not str(rid).startswith(prefix) for rid in manager.rid_to_state)
+
+
 def first_layer(pool: Any) -> int:
     """Number of the first layer whose KV this rank holds."""
     return int(pool.start_layer)

@@ -8,6 +8,9 @@ computes the softmax of one tile while the tensor cores multiply the next (Shah 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sglang_ext.kernels.view_attention.plan import Config
+
+TURNS = gl.constexpr(False)
+
+TILES = gl.NVMMASharedLayout(128, 16, rank=2)
 
 TURNING = 528
 """Programs that turn queries."""
@@ -66,10 +73,10 @@ def _load(
     items, kv_slots, straight, first_item, last_item, first_head = work
     turned_rows, stride_key, stride_key_head, stride_value, stride_value_head = strides
     q_smem, k_smem, v_smem = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    dim = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
-    line = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    q_ready, q_free, ready, free, _ = barriers
+    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    dim = gl.arange(0, DIM, gl.SliceLayout(0, GATHER))
+    line = gl.arange(0, BLOCK_N, gl.SliceLayout(1, GATHER))
     count = 0
     number = last_item - first_item
     kv_begin, kv_len, entry, whole, first_slot = _item(items, straight, first_item, last_item)
@@ -84,28 +91,22 @@ def _load(
         values = value_cache + value_column
         slots = kv_slots + kv_begin
         whole = whole // BLOCK_N
-        half = turn % 2
-        q_bar = q_ready.index(half)
-        mbarrier.wait(q_free.index(half), (turn // 2 + 1) & 1)
-        mbarrier.expect(q_bar, GROUPS * query_tiles.block_type.nbytes)
+        mbarrier.wait(q_free, (turn + 1) & 1)
+        mbarrier.expect(q_ready, GROUPS * query_tiles.block_type.nbytes)
         query_row = kv_head * turned_rows + entry * GROUP
         for g in gl.static_range(GROUPS):
-            q_tile = q_smem.index(half * GROUPS + g)
-            tma.async_copy_global_to_shared(query_tiles, [query_row + g * 64, 0], q_bar, q_tile)
+            tma.async_copy_global_to_shared(query_tiles, [query_row + g * 64, 0], q_ready, q_smem.index(g))
         for step in range(gl.cdiv(kv_len, BLOCK_N)):
             stage = count % STAGES
             phase = (count // STAGES + 1) & 1
             count += 1
-            k_bar = k_ready.index(stage)
-            v_bar = v_ready.index(stage)
-            mbarrier.wait(k_free.index(stage), phase)
+            arrived = ready.index(stage)
+            mbarrier.wait(free.index(stage), phase)
             if step < whole:
-                mbarrier.expect(k_bar, key_tiles.block_type.nbytes)
+                mbarrier.expect(arrived, key_tiles.block_type.nbytes + value_tiles.block_type.nbytes)
                 at = first_slot + step * BLOCK_N
-                tma.async_copy_global_to_shared(key_tiles, [at, key_column], k_bar, k_smem.index(stage))
-                mbarrier.wait(v_free.index(stage), phase)
-                mbarrier.expect(v_bar, value_tiles.block_type.nbytes)
-                tma.async_copy_global_to_shared(value_tiles, [at, value_column], v_bar, v_smem.index(stage))
+                tma.async_copy_global_to_shared(key_tiles, [at, key_column], arrived, k_smem.index(stage))
+                tma.async_copy_global_to_shared(value_tiles, [at, value_column], arrived, v_smem.index(stage))
             else:
                 token = step * BLOCK_N + line
                 inside = token < kv_len
@@ -114,15 +115,11 @@ def _load(
                 mask = inside[:, None] & (dim < DIM)[None, :]
                 where = keys + slot[:, None] * stride_key + dim[None, :]
                 async_copy.async_copy_global_to_shared(k_smem.index(stage), where, mask)
-                async_copy.mbarrier_arrive(k_bar)
-                gl.thread_barrier()
-                mbarrier.arrive(k_bar, count=1)
-                mbarrier.wait(v_free.index(stage), phase)
                 where = values + slot[:, None] * stride_value + dim[None, :]
                 async_copy.async_copy_global_to_shared(v_smem.index(stage), where, mask)
-                async_copy.mbarrier_arrive(v_bar)
+                async_copy.mbarrier_arrive(arrived)
                 gl.thread_barrier()
-                mbarrier.arrive(v_bar, count=1)
+                mbarrier.arrive(arrived, count=1)
         kv_begin, kv_len, entry, whole, first_slot = next_begin, next_len, next_entry, next_whole, next_slot
 
 
@@ -159,15 +156,19 @@ def _multiply(
     items, _, straight, first_item, last_item, first_head = work
     entry_limit, part, part_lse = outputs
     q_smem, k_smem, v_smem = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    q_ready, q_free, ready, free, order = barriers
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    QUERIES: gl.constexpr = gl.DotOperandLayout(0, LOGITS, 2)
     dtype: gl.constexpr = k_smem.dtype
     line = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, LOGITS))
     local = line // GROUP
     out_line = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, OUT))
     dim = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
+    # Groups take turns with their keys, so that one computes its softmax while the tensor cores serve the others.
+    ORDERED: gl.constexpr = TURNS and GROUPS > 1
+    FIRST: gl.constexpr = 0 if WHICH == 0 else 1  # `count` is already one ahead
     nothing = gl.zeros((64, BLOCK_N), gl.float32, LOGITS)
     count = 0
     number = last_item - first_item
@@ -180,8 +181,6 @@ def _multiply(
         _, next_len, next_begin, next_straight, _ = _item(items, straight, next_item, last_item)
         next_entries = gl.load(items + next_item * 4 + 3)
         kv_head = first_head + turn // number * HEAD_STEP
-        half = turn % 2
-        q = q_smem.index(half * GROUPS + WHICH)
         straight_steps = straight_tokens // BLOCK_N
         used = local < entries
         entry = entry_begin + local
@@ -189,50 +188,33 @@ def _multiply(
         whole = gl.min(limit, 0)
         steps = gl.cdiv(kv_len, BLOCK_N)
 
-        mbarrier.wait(q_ready.index(half), (turn // 2) & 1)
-        stage = count % STAGES
-        phase = (count // STAGES) & 1
-        mbarrier.wait(k_ready.index(stage), phase)
-        if straight_steps == 0:
-            fence_async_shared()  # gathered tiles were not written by TMA
-        logits = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        logits = warpgroup_mma_wait(0, [logits])
-        mbarrier.arrive(k_free.index(stage), count=1)
+        # From registers the tensor cores take queries at full speed; from shared memory, beside keys, they do not.
+        mbarrier.wait(q_ready, turn & 1)
+        q = q_smem.index(WHICH).load(QUERIES)
+        mbarrier.arrive(q_free, count=1)
         acc = gl.zeros((64, DIM), gl.float32, OUT)
         top = gl.full((64,), float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
         total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, LOGITS))
-        weights, shrink, top, total = _softmax(logits, top, total, 0, limit, whole, LOGITS, BLOCK_N)
-        for step in range(1, steps):
-            before, before_phase = stage, phase
-            p = gl.convert_layout(weights.to(dtype), WEIGHTS)
-            count += 1
+        for step in range(steps):
             stage = count % STAGES
             phase = (count // STAGES) & 1
-            mbarrier.wait(k_ready.index(stage), phase)
+            count += 1
+            mbarrier.wait(ready.index(stage), phase)
             if step >= straight_steps:
                 fence_async_shared()
-            logits_token = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            mbarrier.wait(v_ready.index(before), before_phase)
-            if step > straight_steps:
-                fence_async_shared()
-            acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-            logits = warpgroup_mma_wait(1, [logits_token])
-            mbarrier.arrive(k_free.index(stage), count=1)
+            if ORDERED:
+                mbarrier.wait(order.index(WHICH), (count + FIRST) & 1)
+            logits = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            if ORDERED:
+                mbarrier.arrive(order.index((WHICH + 1) % GROUPS), count=1)
+            logits = warpgroup_mma_wait(0, [logits])
             weights, shrink, top, total = _softmax(logits, top, total, step, limit, whole, LOGITS, BLOCK_N)
-            acc = warpgroup_mma_wait(0, [acc_token])
-            mbarrier.arrive(v_free.index(before), count=1)
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-        mbarrier.arrive(q_free.index(half), count=1)
+            p = gl.convert_layout(weights.to(dtype), WEIGHTS)
+            acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(free.index(stage), count=1)
         limit = gl.load(entry_limit + next_begin + local, mask=local < next_entries, other=0)
-        p = gl.convert_layout(weights.to(dtype), WEIGHTS)
-        mbarrier.wait(v_ready.index(stage), phase)
-        if steps > straight_steps:
-            fence_async_shared()
-        acc = warpgroup_mma(p, v_smem.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(v_free.index(stage), count=1)
-        count += 1
-
         state = entry.to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + line % GROUP
         ln2: gl.constexpr = 0.6931471805599453
         gl.store(part_lse + state, (top + gl.log2(total)) * ln2, mask=used)
@@ -279,23 +261,21 @@ def _attend(
     first_head = gl.program_id(0) % HEAD_STEP
     worker = gl.program_id(0) // HEAD_STEP
     dtype: gl.constexpr = key_cache.dtype.element_ty
-    q_smem = gl.allocate_shared_memory(dtype, [2 * GROUPS, 64, DIM], query_tiles.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [GROUPS, 64, DIM], query_tiles.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], key_tiles.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], value_tiles.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for half in gl.static_range(2):
-        mbarrier.init(q_ready.index(half), count=1)
-        mbarrier.init(q_free.index(half), count=GROUPS)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=GROUPS)
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(order.index(group), count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=GROUPS)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=GROUPS)
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=GROUPS)
     fence_async_shared()
 
     first_item = gl.load(work_ptr + worker)
@@ -306,7 +286,7 @@ def _attend(
     strides = (turned_rows, stride_key, stride_key_head, stride_value, stride_value_head)
     outputs = (entry_limit, part, part_lse)
     buffers = (q_smem, k_smem, v_smem)
-    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    barriers = (q_ready, q_free, ready, free, order)
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -540,6 +520,7 @@ def _turn(
         tl.store(where, q.to(turned.dtype.element_ty))
 
 
+@functools.cache
 def serves(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel takes such attention: a Hopper GPU, half precision, and sizes that fill its tiles."""
     group = heads // kv_heads
@@ -610,19 +591,27 @@ def attend(
     part: torch.Tensor,
     part_lse: torch.Tensor,
     config: Config,
+    descriptors: dict[Hashable, TensorDescriptor],
 ) -> None:
-    """Every item's output and log-sum-exp: the second launch; the arguments are those of `triton_impl`'s kernel."""
+    """Every item's output and log-sum-exp: the second launch; the arguments are those of `triton_impl`'s kernel.
+
+    `descriptors` keeps what describes the caches to the device from one call to the next: making them costs more time
+    on the host than launching the kernel.
+    """
     kv_heads, rows, dim = turned.shape
     heads = part.shape[1]
-    layout = gl.NVMMASharedLayout(128, 16, rank=2)
 
     def tiles(tensor: torch.Tensor, tokens: int) -> TensorDescriptor:
-        width = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
-        return TensorDescriptor(tensor, [tensor.shape[0], width], [tensor.stride(0), 1], [tokens, dim], layout)
+        name = (tensor.data_ptr(), tensor.shape, tensor.stride(), tokens)
+        if name not in descriptors:
+            width = (tensor.shape[-2] - 1) * tensor.stride(-2) + dim
+            shape, strides = [tensor.shape[0], width], [tensor.stride(0), 1]
+            descriptors[name] = TensorDescriptor(tensor, shape, strides, [tokens, dim], TILES)
+        return descriptors[name]
 
     average, multiplying, loading = REGISTERS[config.groups]
     _attend[(config.workers(kv_heads) * kv_heads // config.heads_each,)](
-        TensorDescriptor(turned, [kv_heads * rows, dim], [dim, 1], [64, dim], layout),
+        tiles(turned.view(kv_heads * rows, 1, dim), 64),
         tiles(key_cache, config.block_n),
         tiles(value_cache, config.block_n),
         key_cache,

@@ -139,7 +139,7 @@ def choose(
             block_m=64 * groups,
             block_n=64,
             num_warps=4,
-            tile_stages={1: 2, 2: 5, 3: 4}[groups] * 512 // max(token, 256),
+            tile_stages={1: 3, 2: 6, 3: 5}[groups] * 512 // max(token, 256),
             num_programs=programs,
             groups=groups,
             heads_each=_heads_each(programs, kv_heads),

@@ -11,8 +11,9 @@ merge by log-sum-exp; only the rounding of the turned query and of the weights t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -640,6 +641,7 @@ class PlanBuffers:
                 self.turned = share.turned
             else:
                 self.turned = torch.zeros(shape, dtype=turned, device=device)
+        self.descriptors: dict[Hashable, Any] = {}
         half = rope.inv_freq.numel()
         self._cos = torch.zeros(c.angles, max(half, 1), dtype=torch.float32, device=device)
         self._sin = torch.zeros(c.angles, max(half, 1), dtype=torch.float32, device=device)
@@ -928,6 +930,7 @@ def _attend_hopper(
         buffers.part,
         buffers.part_lse,
         config,
+        buffers.descriptors,
     )
 
 

@@ -133,11 +133,14 @@ class Loop:
 
 
 def measure(loop: Loop, make: Callable[[int], dict[str, Any]], args: argparse.Namespace, light: bool = False) -> Any:
-    """Requests a second at each concurrency: a warm-up, then `--repeats` runs of fresh questions."""
+    """Requests a second at each concurrency: a warm-up, then `--repeats` runs of fresh questions.
+
+    `light` is for what takes seconds a request: a few of them, at the first concurrency only.
+    """
     found: dict[str, Any] = {}
     number = 0
-    for concurrency in args.concurrency:
-        count = max(args.min_requests, args.rounds * concurrency) if not light else max(4, concurrency // 4)
+    for concurrency in args.concurrency[:1] if light else args.concurrency:
+        count = 4 if light else max(args.min_requests, args.rounds * concurrency)
         runs = []
         for repeat in range(args.repeats + 1):
             requests = [make(number + index) for index in range(count)]

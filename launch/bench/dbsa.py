@@ -50,8 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=90_000, help="tokens of the pool (default: 90000)")
     parser.add_argument("--blocks", type=int, default=48, help="blocks of the pool, kernels half (default: 48)")
     parser.add_argument("--chosen", type=int, default=15, help="blocks a request, kernels half (default: 15)")
-    parser.add_argument("--block-size", type=int, default=50, help="demonstrations a block (default: 50)")
-    parser.add_argument("--ratio", type=float, default=0.3, help="share of the pool a request selects (default: 0.3)")
+    parser.add_argument(
+        "--block-size", type=int, default=74, help="demonstrations a block (default: 74, which makes 48 blocks)"
+    )
+    parser.add_argument(
+        "--ratio", type=float, default=0.3125, help="share of the pool a request selects (default: 0.3125)"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128], metavar="N")
     parser.add_argument("--label-tokens", type=int, default=4, help="tokens of an answer (default: 4)")
     parser.add_argument(
@@ -139,6 +143,8 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
         mine = _per_request(ours["dbsa"][str(number)])
         sources = {"fixed": stock, "retrieval": stock, "zero-shot": stock, "all blocks": ours}
         for baseline, words in BASELINES.items():
+            if str(number) not in sources[baseline][baseline]:
+                continue
             theirs = _per_request(sources[baseline][baseline][str(number)])
             aim = ANSWER_AIMS.get(number, {}).get(baseline)
             name = f"answering, {number} at a time, time a request"

@@ -36,7 +36,7 @@ ROOM = 64
 DENSE_ROWS = 256
 """Query rows of a request from which a dense prefill kernel serves it, where nothing is turned."""
 
-GRAPH_RUNS = 64
+GRAPH_RUNS = 96
 """Runs a row for which buffers of CUDA graphs have room; a batch that has more decodes without a graph."""
 
 SLICE_ENTRIES = 16384

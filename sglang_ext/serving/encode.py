@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.cache.rows import NewBlock, Piece, Row
@@ -20,12 +20,17 @@ class Run:
 
 
 def plan_runs(
-    layout: Layout, pattern: BlockSparse, blocks: Sequence[int], owner: str, run_tokens: int, row_limit: int
+    layout: Layout,
+    pattern: BlockSparse,
+    blocks: Sequence[int],
+    owner: str,
+    run_tokens: Callable[[], int],
+    row_limit: int,
 ) -> Iterator[Run]:
     """Requests that encode `blocks` (ascending; what they attend to is resident or among them).
 
-    A run holds as many blocks as fit in `run_tokens` new tokens, at least one, so that other requests are scheduled
-    between runs.
+    A run holds as many blocks as fit in `run_tokens()` new tokens, asked before each, and at least one: other requests
+    are scheduled between runs.
 
     Raises:
         ValueError: a block and what it attends to exceed `row_limit` tokens, the longest row the model takes.
@@ -33,8 +38,8 @@ def plan_runs(
     lengths = layout.lengths
     start = 0
     while start < len(blocks):
-        end, new_tokens = start + 1, lengths[blocks[start]]
-        while end < len(blocks) and new_tokens + lengths[blocks[end]] <= run_tokens:
+        end, new_tokens, most = start + 1, lengths[blocks[start]], run_tokens()
+        while end < len(blocks) and new_tokens + lengths[blocks[end]] <= most:
             grown = blocks[start : end + 1]
             if _row_tokens(lengths, pattern, grown) > row_limit:
                 break

@@ -38,6 +38,7 @@ from sglang_ext.serving.store import PoolStore
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_ROOM_SECONDS = 120
+IDLE_CHUNKS = 4  # of one encoding request while no client waits: between two requests the GPU has nothing to do
 ENCODE_TRIALS = 8  # of a new version, each time the cache is emptied between two requests of its encoding
 
 T = TypeVar("T")
@@ -518,9 +519,15 @@ class PoolService:
         locked: bool = False,
     ) -> None:
         state = await self.admin("state")
-        chunk = state["chunked_prefill_size"] or 8192
+        chunk = state["chunked_prefill_size"]
         pattern = version.definition.options.block_sparse
-        for run in plan_runs(layout, pattern, blocks, owner, chunk, state["max_req_input_len"] - 1):
+
+        def run_tokens() -> int:
+            if not chunk:  # SGLang cuts nothing: a run is one batch
+                return 8192
+            return int(chunk) * (1 if compat.others_run(self.manager, INTERNAL) else IDLE_CHUNKS)
+
+        for run in plan_runs(layout, pattern, blocks, owner, run_tokens, state["max_req_input_len"] - 1):
             if locked:
                 await self._encode_run(run)
             else:

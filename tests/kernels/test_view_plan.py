@@ -252,7 +252,7 @@ def test_choice_for_hopper(wanted: float, groups: int, kv_heads: int, head_dim: 
     if groups:
         programs = config.workers(kv_heads) * kv_heads // config.heads_each
         assert programs == config.num_programs
-        queries, tiles = 2 * 64 * groups, 2 * config.block_n * config.tile_stages
+        queries, tiles = 64 * groups, 2 * config.block_n * config.tile_stages
         assert (queries + tiles) * head_dim * 2 * (config.num_programs // 132) <= 226 * 1024
     assert choose(wanted / 4, 4, head_dim, kv_heads=kv_heads).groups == 0
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sglang_ext.kernels.view_attention.plan import Config
 
-TURNS = gl.constexpr(False)
+TURNS = gl.constexpr(True)
 
 TILES = gl.NVMMASharedLayout(128, 16, rank=2)
 

@@ -232,7 +232,7 @@ def _backend_factory(name: str) -> Callable[[Any], Any]:
         from sglang_ext.attention.select import backend_class
 
         policy = policies()[name]()
-        return backend_class(policy)(model_runner, policy)
+        return backend_class(policy, model_runner.server_args.dtype)(model_runner, policy)
 
     return build
 
@@ -260,7 +260,7 @@ def around_support_triton(original: Callable[[str], bool], backend: str) -> bool
 
     from sglang_ext.attention.policy import policies
 
-    return original("torch_native" if backend in policies() and not torch.cuda.is_available() else backend)
+    return original("torch_native" if not torch.cuda.is_available() and backend in policies() else backend)
 
 
 def around_allocate_token_bitmask(original: Callable[[int, int], Any], vocab_size: int, batch_size: int) -> Any:

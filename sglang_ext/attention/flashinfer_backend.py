@@ -8,15 +8,28 @@ from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
 from sglang_ext.attention.planned import PlannedViews
 from sglang_ext.attention.policy import Policy
-from sglang_ext.attention.select import kernels
+from sglang_ext.attention.select import KERNELS_ENV, kernels
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 
 
+HEAD_SIZES = (64, 128, 256)
+"""That FlashInfer has kernels for."""
+
+
 class FlashInferViewBackend(PlannedViews, FlashInferAttnBackend):
-    """Plain batches: FlashInfer, as stock. Blocks being encoded: FlashInfer's prefill over virtual requests."""
+    """Plain batches: FlashInfer, as stock. Blocks being encoded: FlashInfer's prefill over virtual requests.
+
+    Raises:
+        ValueError: FlashInfer does not serve the model's head size.
+    """
 
     def __init__(self, model_runner: Any, policy: Policy) -> None:
         super().__init__(model_runner, policy)
-        if kernels(policy) == "flashinfer":
+        if self.shape.head_dim not in HEAD_SIZES:
+            raise ValueError(
+                f"head size {self.shape.head_dim}: FlashInfer serves {', '.join(map(str, HEAD_SIZES))}; set "
+                f"{KERNELS_ENV}=torch in the server's environment, which is slow but serves any"
+            )
+        if kernels(policy, model_runner.server_args.dtype) == "flashinfer":
             self.dense = VirtualRequests(self.rope.inv_freq.device, "auto", self.workspace_buffer)
         self.warm_up()

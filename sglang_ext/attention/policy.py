@@ -8,9 +8,11 @@ device in the step itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -221,7 +223,8 @@ def _dbsa() -> Policy:
 _POLICIES: dict[str, Callable[[], Policy]] = {"dbsa": _dbsa}
 
 
-def policies() -> dict[str, Callable[[], Policy]]:
+@functools.cache  # reading the entry points of every installed package takes milliseconds, and prefills ask for them
+def policies() -> Mapping[str, Callable[[], Policy]]:
     """Name of the attention backend -> factory of its policy; other packages add theirs by entry point."""
     found: dict[str, Any] = dict(_POLICIES)
     for entry in entry_points(group=ENTRY_POINTS):
@@ -230,4 +233,4 @@ def policies() -> dict[str, Callable[[], Policy]]:
                 f"entry point {entry.name} of {ENTRY_POINTS}: the name is sglang_ext's own; choose another"
             )
         found[entry.name] = entry.load()
-    return found
+    return MappingProxyType(found)

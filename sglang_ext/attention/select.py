@@ -12,7 +12,8 @@ from sglang_ext.attention.policy import Policy
 KERNELS_ENV = "SGLANG_EXT_KERNELS"
 """Environment variable:
 
-- `auto`, the default: what has been measured for this machine; at present `torch` everywhere.
+- `auto`, the default: what has been measured for this machine: `flashinfer` on Hopper GPUs in half precision, `torch`
+  elsewhere.
 - `torch`: the reference, on any device, without CUDA graphs.
 - `triton`: the work list of `attention.planned` for every batch with views; CUDA graphs on a GPU, Triton's interpreter
   (slow) without one.
@@ -21,8 +22,15 @@ KERNELS_ENV = "SGLANG_EXT_KERNELS"
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 
 
-def kernels(policy: Policy) -> str:
+FLOAT32 = ("float32", "float")
+
+
+def kernels(policy: Policy, dtype: str = "auto") -> str:
     """What serves `policy` here: `torch`, `triton` or `flashinfer`.
+
+    Args:
+        policy: one that does not plan (`Policy.plans`) is served by `torch`.
+        dtype: the server's `--dtype`; FlashInfer has no float32.
 
     Raises:
         ValueError: the environment asks for something else, or for FlashInfer without a GPU.
@@ -32,17 +40,21 @@ def kernels(policy: Policy) -> str:
         raise ValueError(f"{KERNELS_ENV}={chosen}: expected one of {', '.join(KERNELS)}")
     if chosen == "flashinfer" and not torch.cuda.is_available():
         raise ValueError(f"{KERNELS_ENV}=flashinfer needs an NVIDIA GPU and there is none: use torch or triton")
-    return chosen if policy.plans and chosen != "auto" else "torch"
+    if not policy.plans:
+        return "torch"
+    if chosen == "auto":
+        return "flashinfer" if _hopper() and dtype not in FLOAT32 else "torch"
+    return chosen
 
 
-def captures(policy: Policy) -> bool:
+def captures(policy: Policy, dtype: str = "auto") -> bool:
     """Whether the backend that serves `policy` here runs inside CUDA graphs."""
-    return torch.cuda.is_available() and kernels(policy) != "torch"
+    return torch.cuda.is_available() and kernels(policy, dtype) != "torch"
 
 
-def backend_class(policy: Policy) -> Any:
+def backend_class(policy: Policy, dtype: str = "auto") -> Any:
     """The backend's class; an instance takes (model_runner, policy)."""
-    if kernels(policy) == "torch":
+    if kernels(policy, dtype) == "torch":
         from sglang_ext.attention.backend import ViewAttnBackend
 
         return ViewAttnBackend
@@ -54,3 +66,7 @@ def backend_class(policy: Policy) -> Any:
     from sglang_ext.attention.torch_base import TorchBackend
 
     return type("TritonViewBackend", (PlannedViews, TorchBackend), {})
+
+
+def _hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

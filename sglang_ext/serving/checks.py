@@ -51,7 +51,7 @@ def refusals(server_args: Any) -> list[str]:
 
 def before_server_args(server_args: Any) -> None:
     """BEFORE ServerArgs.__post_init__: what our backend needs, before SGLang works out what follows from it."""
-    if is_active(server_args) and not captures(policies()[server_args.attention_backend]()):
+    if is_active(server_args) and not captures(policies()[server_args.attention_backend](), server_args.dtype):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
 

@@ -352,12 +352,18 @@ def test_the_dense_kernel_alone(world: World, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext.attention import select
     from sglang_ext.attention.backend import ViewAttnBackend
     from sglang_ext.attention.policy import Policy
     from sglang_ext.attention.select import backend_class, captures
 
     monkeypatch.delenv("SGLANG_EXT_KERNELS", raising=False)
+    monkeypatch.setattr(select, "_hopper", lambda: False)
     assert backend_class(DbsaPolicy()) is ViewAttnBackend and not captures(DbsaPolicy())
+    monkeypatch.setattr(select, "_hopper", lambda: True)
+    found = [select.kernels(DbsaPolicy(), dtype) for dtype in ("auto", "bfloat16", "half", "float32", "float")]
+    assert found == ["flashinfer"] * 3 + ["torch"] * 2, "FlashInfer has no float32"
+    assert select.kernels(Policy(), "bfloat16") == "torch"
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
     assert issubclass(backend_class(DbsaPolicy()), planned.PlannedViews)
     assert backend_class(Policy()) is ViewAttnBackend, "a policy that does not plan is served by the reference"

@@ -376,5 +376,15 @@ def test_a_policy_may_not_take_our_names(monkeypatch) -> None:
 
     entry = EntryPoint("dbsa", "json:loads", policy.ENTRY_POINTS)
     monkeypatch.setattr(policy, "entry_points", lambda group: [entry])
+    policy.policies.cache_clear()  # an error is not kept
     with pytest.raises(ValueError, match="entry point dbsa of sglang_ext\\.policies: the name is sglang_ext's own"):
         policy.policies()
+
+
+def test_entry_points_are_read_once(monkeypatch) -> None:
+    """SGLang asks a hook of ours by policy name in every prefill."""
+    from sglang_ext.attention import policy
+
+    known = policy.policies()
+    monkeypatch.setattr(policy, "entry_points", lambda group: pytest.fail("read again"))
+    assert policy.policies() is known and "dbsa" in known

@@ -9,7 +9,6 @@ computes the softmax of one tile while the tensor cores multiply the next (Shah 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 
 import torch
 import triton
@@ -26,7 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sglang_ext.kernels.view_attention.buffers import PlanBuffers, copies_tiles
 from sglang_ext.kernels.view_attention.plan import Config
+from sglang_ext.kernels.view_attention.triton_impl import LOG2_E, _pairs
 
 TURNS = gl.constexpr(True)
 
@@ -496,16 +497,7 @@ def _turn(
     HALF: tl.constexpr = ROTARY // 2
     head = tl.arange(0, KV_HEADS * GROUP)
     dim = tl.arange(0, DIM)
-    # out[d] = q[d] * cos + q[partner[d]] * sign[d] * sin holds for both styles; beyond the rotary part sin is 0.
-    if NEOX:
-        first = dim < HALF
-        partner = tl.where(first, dim + HALF, tl.where(dim < ROTARY, dim - HALF, dim))
-        frequency = tl.where(first, dim, dim - HALF)
-    else:
-        first = dim % 2 == 0
-        partner = tl.where(dim < ROTARY, tl.where(first, dim + 1, dim - 1), dim)
-        frequency = dim // 2
-    sign = tl.where(first, -1.0, 1.0)
+    partner, frequency, sign = _pairs(dim, ROTARY, NEOX)
     rotary = dim < ROTARY
     to = (head // GROUP) * turned_rows + head % GROUP
     for entry in range(tl.program_id(0), tl.load(counts + 2), PROGRAMS):
@@ -535,94 +527,74 @@ def serves(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torc
     )
 
 
-def turn(
-    query: torch.Tensor,
-    entry_row: torch.Tensor,
-    entry_angle: torch.Tensor,
-    counts: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    turned: torch.Tensor,
-    rotary_dim: int,
-    neox: bool,
-    scale: float,
-) -> None:
-    """Turn the queries of all entries: the first of the two launches.
-
-    Args:
-        query: [rows, heads, head_dim].
-        entry_row, entry_angle: [entries] int32; counts: [3] int32, the number of entries in use last.
-        cos, sin: [angles, rotary_dim / 2] float32.
-        turned: [kv_heads, entries * group, head_dim] to be written.
-        rotary_dim, neox: of the rope. scale: factor of the logits.
-    """
+def turn(query: torch.Tensor, buffers: PlanBuffers, scale: float) -> None:
+    """Turn the queries of all entries, into `buffers.turned`: the first of the two launches."""
+    turned, sections, rope = buffers.turned, buffers.sections, buffers.rope
+    if turned is None:
+        raise ValueError("these PlanBuffers hold no turned queries: allocate PlanBuffers(turned=the caches' type)")
     kv_heads, rows, dim = turned.shape
     _turn[(TURNING,)](
         query,
-        entry_row,
-        entry_angle,
-        counts,
-        cos,
-        sin,
+        sections["entry_row"],
+        sections["entry_angle"],
+        sections["counts"],
+        buffers.cos,
+        buffers.sin,
         turned,
         rows,
         query.stride(0),
         query.stride(1),
-        scale * 1.4426950408889634,  # log2(e): the kernels' exponentials are powers of two
+        scale * LOG2_E,
         KV_HEADS=kv_heads,
-        GROUP=query.shape[1] // kv_heads,
+        GROUP=buffers.heads // kv_heads,
         DIM=dim,
-        ROTARY=rotary_dim,
-        NEOX=neox,
+        ROTARY=rope.rotary_dim,
+        NEOX=rope.neox,
         PROGRAMS=TURNING,
         num_warps=4,
     )
 
 
 def attend(
-    turned: torch.Tensor,
+    query: torch.Tensor,
+    buffers: PlanBuffers,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    kv_slots: torch.Tensor,
-    straight: torch.Tensor,
-    work_ptr: torch.Tensor,
-    items: torch.Tensor,
-    entry_limit: torch.Tensor,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
+    scale: float,
     config: Config,
-    descriptors: dict[Hashable, TensorDescriptor],
 ) -> None:
-    """Every item's output and log-sum-exp: the second launch; the arguments are those of `triton_impl`'s kernel.
+    """Every item's output and log-sum-exp, into the buffers' partials; see `planned.view_attention_plan`.
 
-    `descriptors` keeps what describes the caches to the device from one call to the next: making them costs more time
-    on the host than launching the kernel.
+    Raises:
+        ValueError: the kernel does not serve such attention, or the buffers have no room for turned queries.
     """
+    turned = buffers.turned
+    shapes = (buffers.heads, buffers.kv_heads, query.shape[2], buffers.value_dim, key_cache.dtype, query.device)
+    if turned is None or turned.dtype != key_cache.dtype or not serves(*shapes):
+        raise ValueError(
+            f"config {config} is for Hopper's kernel, which does not take {shapes} with queries turned to "
+            f"{None if turned is None else turned.dtype}: expected half precision, head size 64 or 128 and "
+            "PlanBuffers(turned=the caches' type); choose a config without groups"
+        )
+    if not (copies_tiles(key_cache) and copies_tiles(value_cache)):
+        raise ValueError("caches that are not aligned to 16 bytes: choose a config without groups")
+    turn(query, buffers, scale)
     kv_heads, rows, dim = turned.shape
-    heads = part.shape[1]
-
-    def tiles(tensor: torch.Tensor, tokens: int) -> TensorDescriptor:
-        name = (tensor.data_ptr(), tensor.shape, tensor.stride(), tokens)
-        if name not in descriptors:
-            width = (tensor.shape[-2] - 1) * tensor.stride(-2) + dim
-            shape, strides = [tensor.shape[0], width], [tensor.stride(0), 1]
-            descriptors[name] = TensorDescriptor(tensor, shape, strides, [tokens, dim], TILES)
-        return descriptors[name]
-
+    sections = buffers.sections
     average, multiplying, loading = REGISTERS[config.groups]
     _attend[(config.workers(kv_heads) * kv_heads // config.heads_each,)](
-        tiles(turned.view(kv_heads * rows, 1, dim), 64),
-        tiles(key_cache, config.block_n),
-        tiles(value_cache, config.block_n),
+        _tiles(buffers, turned.view(kv_heads * rows, 1, dim), 64),
+        _tiles(buffers, key_cache, config.block_n),
+        _tiles(buffers, value_cache, config.block_n),
         key_cache,
         value_cache,
-        kv_slots,
-        straight,
-        work_ptr,
-        items,
-        entry_limit,
-        part,
-        part_lse,
+        buffers.kv_slots,
+        buffers.straight,
+        sections["work_ptr"],
+        sections["items"],
+        sections["entry_limit"],
+        buffers.part,
+        buffers.part_lse,
         rows,
         key_cache.stride(0),
         key_cache.stride(1),
@@ -630,7 +602,7 @@ def attend(
         value_cache.stride(1),
         KV_HEADS=kv_heads,
         HEADS_EACH=config.heads_each,
-        GROUP=heads // kv_heads,
+        GROUP=buffers.heads // kv_heads,
         DIM=dim,
         BLOCK_N=config.block_n,
         STAGES=config.tile_stages,
@@ -640,3 +612,16 @@ def attend(
         num_warps=4,
         maxnreg=average,
     )
+
+
+def _tiles(buffers: PlanBuffers, tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """[rows, heads * dim] of a tensor, from which tiles of `rows` rows of one head are copied.
+
+    Kept from one call to the next: making one costs the host more time than launching the kernel.
+    """
+    name = ("gluon", tensor.data_ptr(), tensor.shape, tensor.stride(), rows)
+    if name not in buffers.descriptors:
+        width = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
+        shape, strides = [tensor.shape[0], width], [tensor.stride(0), 1]
+        buffers.descriptors[name] = TensorDescriptor(tensor, shape, strides, [rows, tensor.shape[2]], TILES)
+    return buffers.descriptors[name]

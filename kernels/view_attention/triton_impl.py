@@ -1,8 +1,4 @@
-"""Fused attention over views in Triton: one launch reads every shared run once for the whole batch, one merges.
-
-`PlanBuffers` holds a plan on the device, `view_attention_plan` runs it. Shapes, grids and pointers do not depend on the
-plan, every count is read on the device and nothing synchronises with the host, so that a CUDA graph captured over one
-`PlanBuffers` serves every plan that is loaded into it.
+"""Fused attention over planned views in Triton: one launch reads every shared run once for the whole batch, one merges.
 
 Exactness: a key written at m and seen at m + delta is met by the query row turned by -delta (Su et al., 2021, section
 3.2.2: rotations compose), each (row, item) is a softmax with float32 sums (Milakov and Gimelshein, 2018), and items
@@ -11,25 +7,16 @@ merge by log-sum-exp; only the rounding of the turned query and of the weights t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sglang_ext.kernels.rope import Rope
-from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Config, Plan
+from sglang_ext.kernels.view_attention.buffers import PlanBuffers, copies_tiles
+from sglang_ext.kernels.view_attention.plan import Config
 
-STAGING = 3
-"""Plans that may be on their way to the device at once."""
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
+LOG2_E = 1.4426950408889634
+"""The kernels' exponentials are powers of two."""
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -135,6 +122,21 @@ def _steps(
 
 
 @triton.jit
+def _pairs(dim, ROTARY: tl.constexpr, NEOX: tl.constexpr):
+    """out[d] = q[d] * cos + q[partner[d]] * sign[d] * sin, for both styles; beyond the rotary part sin is 0."""
+    HALF: tl.constexpr = ROTARY // 2
+    if NEOX:
+        first = dim < HALF
+        partner = tl.where(first, dim + HALF, tl.where(dim < ROTARY, dim - HALF, dim))
+        frequency = tl.where(first, dim, dim - HALF)
+    else:
+        first = dim % 2 == 0
+        partner = tl.where(dim < ROTARY, tl.where(first, dim + 1, dim - 1), dim)
+        frequency = dim // 2
+    return partner, frequency, tl.where(first, -1.0, 1.0)
+
+
+@triton.jit
 def _turned_query(
     query,
     items,
@@ -158,16 +160,7 @@ def _turned_query(
     """[len(local), BLOCK_D] queries of an item, each turned by its entry's angle, times the logits' factor."""
     HALF: tl.constexpr = ROTARY // 2
     dim = tl.arange(0, BLOCK_D)
-    # out[d] = q[d] * cos + q[partner[d]] * sign[d] * sin holds for both styles; beyond the rotary part sin is 0.
-    if NEOX:
-        first = dim < HALF
-        partner = tl.where(first, dim + HALF, tl.where(dim < ROTARY, dim - HALF, dim))
-        frequency = tl.where(first, dim, dim - HALF)
-    else:
-        first = dim % 2 == 0
-        partner = tl.where(dim < ROTARY, tl.where(first, dim + 1, dim - 1), dim)
-        frequency = dim // 2
-    sign = tl.where(first, -1.0, 1.0)
+    partner, frequency, sign = _pairs(dim, ROTARY, NEOX)
     inside = item < last_item
     entry = tl.load(items + item * 4 + 2, mask=inside, other=0) + local
     used = local < tl.load(items + item * 4 + 3, mask=inside, other=0)
@@ -417,459 +410,40 @@ def _merge(
             tl.store(lse + row * stride_lse_row + head, tl.where(some, top + tl.log(total), float("-inf")))
 
 
-@triton.jit(do_not_specialize=["size"])
-def _advance(
-    seq_lens,
-    new_slots,
-    num_rows,
-    items,
-    entry_limit,
-    tail_item,
-    tail_entry,
-    tail_base,
-    tail_room,
-    kv_slots,
-    size,
-    BLOCK: tl.constexpr,
-):
-    """Set the length of every row's tail from its sequence length, and write its newest slot."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < size) & (row < tl.load(num_rows))
-    item = tl.load(tail_item + row, mask=inside, other=-1)
-    grows = inside & (item >= 0)
-    entry = tl.load(tail_entry + row, mask=grows, other=0)
-    base = tl.load(tail_base + row, mask=grows, other=0)
-    room = tl.load(tail_room + row, mask=grows, other=1)
-    length = tl.load(seq_lens + row, mask=grows, other=0).to(tl.int32) - base
-    # A length outside the room is the caller's mistake; it must not reach another request's slots.
-    length = tl.minimum(tl.maximum(length, 1), room)
-    slot = tl.load(new_slots + row, mask=grows, other=0).to(tl.int32)
-    tl.store(items + item * 4 + 1, length, mask=grows)
-    tl.store(entry_limit + entry, length, mask=grows)
-    tl.store(kv_slots + tl.load(items + item * 4, mask=grows, other=0) + length - 1, slot, mask=grows)
-
-
-@triton.jit
-def _gather_slots(copies, source, table, kv_slots, BLOCK: tl.constexpr):
-    """kv_slots[to : to + n] = table[source : source + n] for the copy of this program."""
-    copy = tl.program_id(0)
-    to = tl.load(copies + copy * 2)
-    size = tl.load(copies + copy * 2 + 1)
-    begin = tl.load(source + copy)
-    at = tl.arange(0, BLOCK)
-    slot = tl.load(table + begin + at, mask=at < size, other=0)
-    tl.store(kv_slots + to + at, slot.to(tl.int32), mask=at < size)
-
-
-@triton.jit
-def _straight(items, kv_slots, straight, BLOCK: tl.constexpr):
-    """[items, 2]: how many of an item's first tokens lie in slots that follow one another, and the first slot."""
-    item = tl.program_id(0)
-    slots = kv_slots + tl.load(items + item * 4)
-    kv_len = tl.load(items + item * 4 + 1)
-    first = tl.load(slots)
-    found = kv_len
-    for begin in range(0, kv_len, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        slot = tl.load(slots + at, mask=at < kv_len, other=0)
-        breaks = (at < kv_len) & (slot != first + at)
-        found = tl.minimum(found, tl.min(tl.where(breaks, at, kv_len), 0))
-    tl.store(straight + item * 2, found)
-    tl.store(straight + item * 2 + 1, first)
-
-
-@triton.jit
-def _angles(angles, inv_freq, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Tables of the turn by -angles[program]: float64 angles, as in kernels/rope (float32 is off at 1e6)."""
-    row = tl.program_id(0)
-    pair = tl.arange(0, BLOCK)
-    inside = pair < HALF
-    turn = -tl.load(angles + row).to(tl.float64) * tl.load(inv_freq + pair, mask=inside, other=0.0).to(tl.float64)
-    tl.store(cos + row * HALF + pair, tl.cos(turn).to(tl.float32), mask=inside)
-    tl.store(sin + row * HALF + pair, tl.sin(turn).to(tl.float32), mask=inside)
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """The largest plan that a `PlanBuffers` takes; the fields count what `Plan` calls by the same names.
-
-    Attributes:
-        rows: query rows, padding of CUDA graphs included.
-        items, entries, angles: of the plan.
-        slots: tokens of distinct runs, room included.
-        workers: shares of the work.
-    """
-
-    rows: int
-    items: int
-    entries: int
-    angles: int
-    slots: int
-    workers: int
-
-    def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if min(sizes.values()) < 1 or max(sizes.values()) >= 1 << 31:
-            raise ValueError(f"capacity {sizes}: expected 1 to 2**31 - 1 of each")
-
-    @classmethod
-    def bound(cls, rows: int, runs: int, slots: int, config: Config, group: int, kv_heads: int) -> Capacity:
-        """What can never overflow for `rows` rows that see `runs` runs each, over `slots` tokens (room included)."""
-        pairs, workers = rows * runs, config.workers(kv_heads)
-        cuts = workers - 1  # each makes one item more, and repeats the rows of one tile
-        return cls(rows, pairs + cuts, pairs + cuts * config.tile_rows(group), pairs, slots, workers)
-
-    @classmethod
-    def of(cls, plan: Plan, headroom: float = 1.0) -> Capacity:
-        """What one plan needs, times `headroom`."""
-        needs = {
-            "rows": plan.num_rows,
-            "items": len(plan.items),
-            "entries": len(plan.entry_row),
-            "angles": len(plan.angles),
-            "slots": plan.num_slots,
-        }
-        sizes = {name: max(1, int(n * headroom)) for name, n in needs.items()}
-        return cls(**sizes, workers=len(plan.work_ptr) - 1)
-
-    def lacks(self, plan: Plan) -> list[str]:
-        """What of a plan is too much for this capacity, in words; empty when it fits."""
-        needed = vars(Capacity.of(plan))
-        return [f"{n} {name} of {getattr(self, name)}" for name, n in needed.items() if n > getattr(self, name)]
-
-    @property
-    def copies(self) -> int:
-        return self.items + self.slots // COPY_TOKENS
-
-
-class PlanBuffers:
-    """Static device memory for one plan at a time, with its partial outputs.
-
-    Allocate it once for each CUDA graph (or share one among the graphs of a stream), `load` a plan outside the graph,
-    and run `advance` and `view_attention_plan` inside. All work happens on the current stream; a plan that is loaded
-    while another one runs must be loaded on the same stream.
-
-    Attributes:
-        capacity: the largest plan.
-        heads, kv_heads, value_dim: of the attention that uses it.
-        rope: the model's rotation; its frequencies are on the buffers' device.
-        kv_slots: [capacity.slots] int32, the plan's own copy of the slots of its runs.
-        part: [capacity.entries, heads, value_dim] partial outputs; part_lse: [capacity.entries, heads] float32.
-        plan: the loaded plan, or None.
-
-    `share`, where it is given, lends its partial outputs if they are large enough: for plans that run one after the
-    other on one stream. `turned` is the caches' type where plans for Hopper's kernel (`Config.groups`) are to be run:
-    their queries are turned before, into `buffers.turned`.
-
-    Raises:
-        ValueError: heads is no multiple of kv_heads, a type that the kernels do not know, or a device without Triton.
-    """
-
-    def __init__(
-        self,
-        capacity: Capacity,
-        *,
-        heads: int,
-        kv_heads: int,
-        value_dim: int,
-        rope: Rope,
-        part_dtype: torch.dtype = torch.float32,
-        share: PlanBuffers | None = None,
-        turned: torch.dtype | None = None,
-    ) -> None:
-        device = rope.inv_freq.device
-        if device.type != "cuda" and not triton.knobs.runtime.interpret:
-            raise ValueError(
-                f"device {device}: expected CUDA; elsewhere Triton runs only with TRITON_INTERPRET=1 set before it is "
-                "imported, use view_attention instead"
-            )
-        if kv_heads < 1 or heads < 1 or heads % kv_heads:
-            raise ValueError(f"{heads} query heads over {kv_heads} key-value heads: expected a multiple")
-        if part_dtype not in DTYPES:
-            raise ValueError(f"partial outputs of {part_dtype}: expected one of {DTYPES}")
-        self.capacity, self.heads, self.kv_heads, self.value_dim, self.rope = capacity, heads, kv_heads, value_dim, rope
-        self.plan: Plan | None = None
-
-        c = capacity
-        sizes = {
-            "source": 2 * c.copies,
-            "counts": 4,
-            "work_ptr": c.workers + 1,
-            "items": 4 * c.items,
-            "entry_row": c.entries,
-            "entry_limit": c.entries,
-            "entry_angle": c.entries,
-            "row_ptr": c.rows + 1,
-            "row_entries": c.entries,
-            "angles": c.angles,
-            "copies": 2 * c.copies,
-            "tail_item": c.rows,
-            "tail_entry": c.rows,
-            "tail_base": c.rows,
-            "tail_room": c.rows,
-        }
-        # Every section begins at a multiple of 128 bytes: Triton compiles aligned pointers into wider loads.
-        self._bounds: dict[str, tuple[int, int]] = {}
-        end = 0
-        for name, size in sizes.items():
-            self._bounds[name] = (end, end + size)
-            end += -(-size // 32) * 32
-        cuda = device.type == "cuda"
-        self._staging = [
-            torch.zeros(end, dtype=torch.int32, device="cpu", pin_memory=cuda) for _ in range(STAGING if cuda else 1)
-        ]
-        self._views = [self._sections(staging.numpy()) for staging in self._staging]
-        self._done: list[torch.cuda.Event | None] = [None] * len(self._staging)
-        self._next = 0
-        self._packed = torch.zeros(end, dtype=torch.int32, device=device)
-        self._device = {name: self._packed[a:b] for name, (a, b) in self._bounds.items()}
-        self._source = self._device["source"].view(torch.int64)
-        self.kv_slots = torch.zeros(c.slots, dtype=torch.int32, device=device)
-        self._straight = torch.zeros(2 * c.items, dtype=torch.int32, device=device)
-        self.part: torch.Tensor
-        self.part_lse: torch.Tensor
-        wanted = (part_dtype, heads, value_dim)
-        if share is not None and (share.part.dtype, *share.part.shape[1:]) == wanted and len(share.part) >= c.entries:
-            self.part, self.part_lse = share.part, share.part_lse
-        else:
-            self.part = torch.zeros(c.entries, heads, value_dim, dtype=part_dtype, device=device)
-            self.part_lse = torch.zeros(c.entries, heads, dtype=torch.float32, device=device)
-        self.turned: torch.Tensor | None = None
-        if turned is not None:
-            shape = (kv_heads, c.entries * (heads // kv_heads), value_dim)
-            if share is not None and share.turned is not None and share.turned.shape[1] >= shape[1]:
-                self.turned = share.turned
-            else:
-                self.turned = torch.zeros(shape, dtype=turned, device=device)
-        self.descriptors: dict[Hashable, Any] = {}
-        half = rope.inv_freq.numel()
-        self._cos = torch.zeros(c.angles, max(half, 1), dtype=torch.float32, device=device)
-        self._sin = torch.zeros(c.angles, max(half, 1), dtype=torch.float32, device=device)
-
-    def _sections(self, packed: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[np.generic]]:
-        views: dict[str, npt.NDArray[np.generic]] = {name: packed[a:b] for name, (a, b) in self._bounds.items()}
-        views["source"] = views["source"].view(np.int64)
-        return views
-
-    @property
-    def device(self) -> torch.device:
-        return self._packed.device
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """[2] int32 on the device: items and query rows of the loaded plan."""
-        return self._device["counts"][:2]
-
-    def load(self, plan: Plan, slot_table: torch.Tensor) -> None:
-        """Bring a plan to the device: one asynchronous copy, then the slots of its runs and its angle tables.
-
-        Args:
-            plan: fits the capacity and was made for these heads.
-            slot_table: [n] int32, contiguous, on the buffers' device: what `RowRuns.source` points into. It is read
-                once, on the current stream; later changes do not reach the plan.
-
-        Raises:
-            ValueError: the plan is too large or was made for other heads, or the table is not what the plan needs;
-                nothing was written then.
-        """
-        self._check(plan, slot_table)
-        turn = self._next
-        self._next = (turn + 1) % len(self._staging)
-        event = self._done[turn]
-        if event is not None:
-            event.synchronize()  # waits only when three plans are still on their way
-        self._pack(plan, self._views[turn])
-        self._packed.copy_(self._staging[turn], non_blocking=True)
-        if self.device.type == "cuda":
-            event = event or torch.cuda.Event()
-            event.record()
-            self._done[turn] = event
-        if len(plan.copies):
-            _gather_slots[(len(plan.copies),)](
-                self._device["copies"], self._source, slot_table, self.kv_slots, BLOCK=COPY_TOKENS, num_warps=4
-            )
-        if plan.config.tile_stages and len(plan.items):
-            _straight[(len(plan.items),)](
-                self._device["items"], self.kv_slots, self._straight, BLOCK=COPY_TOKENS, num_warps=4
-            )
-        half = self.rope.inv_freq.numel()
-        if len(plan.angles) and half:
-            _angles[(len(plan.angles),)](
-                self._device["angles"],
-                self.rope.inv_freq,
-                self._cos,
-                self._sin,
-                HALF=half,
-                BLOCK=triton.next_power_of_2(half),
-                num_warps=1,
-            )
-        self.plan = plan
-
-    def _check(self, plan: Plan, slot_table: torch.Tensor) -> None:
-        if (plan.group * plan.kv_heads, plan.kv_heads) != (self.heads, self.kv_heads):
-            raise ValueError(
-                f"a plan for {plan.kv_heads} key-value heads of {plan.group} query heads: expected "
-                f"{self.kv_heads} of {self.heads // self.kv_heads}"
-            )
-        over = self.capacity.lacks(plan)
-        if over:
-            raise ValueError(f"the plan needs {', '.join(over)}: expected no more; allocate a larger PlanBuffers")
-        if slot_table.dim() != 1 or slot_table.dtype != torch.int32 or not slot_table.is_contiguous():
-            raise ValueError(
-                f"slot table {tuple(slot_table.shape)} of {slot_table.dtype}, strides {slot_table.stride()}: expected "
-                "one contiguous row of int32; flatten it with .view(-1)"
-            )
-        if slot_table.device != self.device:
-            raise ValueError(f"slot table on {slot_table.device}: expected {self.device}")
-        if slot_table.numel() < plan.table_size:
-            raise ValueError(
-                f"slot table of {slot_table.numel()}: expected at least {plan.table_size}, where the plan's runs end"
-            )
-
-    @staticmethod
-    def _pack(plan: Plan, views: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        views["counts"][:3] = len(plan.items), plan.num_rows, len(plan.entry_row)
-        views["source"][: len(plan.copies)] = plan.copies[:, 1]
-        views["copies"].reshape(-1, 2)[: len(plan.copies)] = plan.copies[:, ::2]
-        views["items"].reshape(-1, 4)[: len(plan.items)] = plan.items
-        for name in ("entry_row", "entry_limit", "entry_angle", "row_entries", "angles"):
-            values = getattr(plan, name)
-            views[name][: len(values)] = values
-        for name in ("tail_item", "tail_entry", "tail_base", "tail_room"):
-            views[name][: plan.num_rows] = getattr(plan, name)
-        # Workers and rows beyond the plan have nothing: their range is empty.
-        for name in ("work_ptr", "row_ptr"):
-            values = getattr(plan, name)
-            views[name][: len(values)] = values
-            views[name][len(values) :] = values[-1]
-
-    def advance(self, seq_lens: torch.Tensor, new_slots: torch.Tensor) -> None:
-        """Let every tail reach its row's sequence length, without a new plan; the same call twice does nothing more.
-
-        It must run at every step: only the newest slot is written. How far it may go says `Plan.steps_left`.
-
-        Args:
-            seq_lens: [n] int32 or int64 on the device: row i's sequence length with its newest token. Rows beyond the
-                plan (padding) are left alone.
-            new_slots: [n] int32 or int64 on the device: the slot of row i's newest token.
-
-        Raises:
-            ValueError: shapes, types or devices differ, or more rows than the capacity.
-        """
-        n = seq_lens.shape[0]
-        for name, values in (("seq_lens", seq_lens), ("new_slots", new_slots)):
-            if values.shape != (n,) or values.dtype not in (torch.int32, torch.int64) or not values.is_contiguous():
-                raise ValueError(
-                    f"{name} {tuple(values.shape)} of {values.dtype}: expected [{n}] contiguous int32 or int64"
-                )
-            if values.device != self.device:
-                raise ValueError(f"{name} on {values.device}: expected {self.device}")
-        if n > self.capacity.rows:
-            raise ValueError(f"{n} rows: expected at most {self.capacity.rows}")
-        d = self._device
-        _advance[(triton.cdiv(n, 128),)](
-            seq_lens,
-            new_slots,
-            self.counts[1:],
-            d["items"],
-            d["entry_limit"],
-            d["tail_item"],
-            d["tail_entry"],
-            d["tail_base"],
-            d["tail_room"],
-            self.kv_slots,
-            n,
-            BLOCK=128,
-            num_warps=4,
-        )
-
-
-def view_attention_plan(
-    query: torch.Tensor,
-    buffers: PlanBuffers,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    scale: float,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    config: Config | None = None,
-) -> torch.Tensor:
-    """Attention of a batch over the loaded plan; equal to `view_attention` of each request's view.
-
-    Two launches, no synchronisation. In a CUDA graph the plan may change between replays, as long as plans for
-    another `config` are not loaded.
-
-    Args:
-        query: [rows, heads, head_dim], rotated at the rows' positions; head_dim a multiple of 16. Rows beyond the
-            plan's are padding.
-        buffers: holds the plan.
-        key_cache: [num_slots, kv_heads, head_dim] float32, bfloat16 or float16, rotated at the written positions.
-        value_cache: [num_slots, kv_heads, value_dim] in the same type; value_dim a multiple of 16.
-        scale: factor of the logits, usually head_dim ** -0.5.
-        out: [rows, heads, value_dim] to be written, any floating type; made in the query's type when left out.
-        lse: [rows, heads] float32 to be written with the natural-log sums; nothing is written when left out.
-        config: what every plan of this graph is cut for; the loaded plan's when left out.
-
-    Returns:
-        `out`. A row that sees nothing, padding included, gets zeros and a log-sum-exp of -inf.
-
-    Raises:
-        ValueError: shapes, types, strides or devices other than these, more rows than the buffers hold, fewer than the
-            plan has, or a config other than the loaded plan's.
-    """
-    if out is None:
-        out = query.new_empty(query.shape[0], buffers.heads, buffers.value_dim)
-    _check_output("out", out, (query.shape[0], buffers.heads, buffers.value_dim), query.device)
-    attend(query, buffers, key_cache, value_cache, scale, config)
-    return merge(buffers, out, lse, config)
-
-
 def attend(
     query: torch.Tensor,
     buffers: PlanBuffers,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     scale: float,
-    config: Config | None = None,
+    config: Config,
 ) -> None:
-    """The first launch of `view_attention_plan`: every item's output and log-sum-exp, into the buffers' partials."""
-    config = _config(buffers, config)
-    plan = buffers.plan
-    rows, heads, head_dim = _check_attention(query, buffers, key_cache, value_cache)
-    if plan is not None and rows < plan.num_rows:
-        raise ValueError(f"{rows} query rows for a plan of {plan.num_rows}: expected at least as many")
-    if rows == 0:
-        return
+    """Every item's output and log-sum-exp, into the buffers' partials; see `planned.view_attention_plan`."""
+    _, heads, head_dim = query.shape
     value_dim, kv_heads = buffers.value_dim, buffers.kv_heads
-    workers = config.workers(kv_heads)
-    if workers > buffers.capacity.workers:
-        raise ValueError(f"{workers} workers: expected at most {buffers.capacity.workers}; allocate larger PlanBuffers")
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
-    d = buffers._device
-    if config.groups:
-        _attend_hopper(query, buffers, key_cache, value_cache, scale, config)
-        return
+    d = buffers.sections
     stages = config.tile_stages
     key_tiles = value_tiles = None
-    if stages and (head_dim, value_dim) == (block_d, block_v) and _has_tiles(key_cache) and _has_tiles(value_cache):
-        key_tiles, value_tiles = (_tiles(cache, config.block_n) for cache in (key_cache, value_cache))
+    if stages and (head_dim, value_dim) == (block_d, block_v) and copies_tiles(key_cache) and copies_tiles(value_cache):
+        key_tiles, value_tiles = (_tiles(buffers, cache, config.block_n) for cache in (key_cache, value_cache))
     else:
         stages = 0
-    _attend[(workers * kv_heads,)](
+    _attend[(config.workers(kv_heads) * kv_heads,)](
         query,
         key_cache,
         value_cache,
         key_tiles,
         value_tiles,
         buffers.kv_slots,
-        buffers._straight,
+        buffers.straight,
         d["work_ptr"],
         d["items"],
         d["entry_row"],
         d["entry_limit"],
         d["entry_angle"],
-        buffers._cos,
-        buffers._sin,
+        buffers.cos,
+        buffers.sin,
         buffers.part,
         buffers.part_lse,
         query.stride(0),
@@ -878,7 +452,7 @@ def attend(
         key_cache.stride(1),
         value_cache.stride(0),
         value_cache.stride(1),
-        scale * 1.4426950408889634,  # log2(e): the kernel's exponentials are powers of two
+        scale * LOG2_E,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
@@ -895,71 +469,21 @@ def attend(
     )
 
 
-def _attend_hopper(
-    query: torch.Tensor,
-    buffers: PlanBuffers,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    scale: float,
-    config: Config,
-) -> None:
-    from sglang_ext.kernels.view_attention import hopper_impl  # Gluon: not everywhere
-
-    turned, dim = buffers.turned, query.shape[2]
-    shapes = (buffers.heads, buffers.kv_heads, dim, buffers.value_dim, key_cache.dtype, query.device)
-    if turned is None or turned.dtype != key_cache.dtype or not hopper_impl.serves(*shapes):
-        raise ValueError(
-            f"config {config} is for Hopper's kernel, which does not take {shapes} with queries turned to "
-            f"{None if turned is None else turned.dtype}: expected half precision, head size 64 or 128 and "
-            "PlanBuffers(turned=the caches' type); choose a config without groups"
-        )
-    if not (_has_tiles(key_cache) and _has_tiles(value_cache)):
-        raise ValueError("caches that are not aligned to 16 bytes: choose a config without groups")
-    d, rope = buffers._device, buffers.rope
-    entries, tables = (d["entry_row"], d["entry_angle"]), (buffers._cos, buffers._sin)
-    hopper_impl.turn(query, *entries, d["counts"], *tables, turned, rope.rotary_dim, rope.neox, scale)
-    hopper_impl.attend(
-        turned,
-        key_cache,
-        value_cache,
-        buffers.kv_slots,
-        buffers._straight,
-        d["work_ptr"],
-        d["items"],
-        d["entry_limit"],
-        buffers.part,
-        buffers.part_lse,
-        config,
-        buffers.descriptors,
-    )
-
-
-def _has_tiles(cache: torch.Tensor) -> bool:
-    """Whether the device copies tiles by itself (TMA: Hopper and later) and may do so from this cache."""
-    aligned = all(size * cache.element_size() % 16 == 0 for size in cache.stride()[:-1])
-    hopper = not cache.is_cuda or torch.cuda.get_device_capability(cache.device)[0] >= 9
-    return hopper and aligned and cache.data_ptr() % 16 == 0
-
-
-def _tiles(cache: torch.Tensor, tokens: int) -> TensorDescriptor:
+def _tiles(buffers: PlanBuffers, cache: torch.Tensor, tokens: int) -> TensorDescriptor:
     """[slots, heads * dim] of a cache, from which tiles of `tokens` slots of one head are copied."""
-    width = (cache.shape[1] - 1) * cache.stride(1) + cache.shape[2]
-    return TensorDescriptor(cache, [cache.shape[0], width], [cache.stride(0), 1], [tokens, cache.shape[2]])
+    name = ("triton", cache.data_ptr(), cache.shape, cache.stride(), tokens)
+    if name not in buffers.descriptors:
+        width = (cache.shape[1] - 1) * cache.stride(1) + cache.shape[2]
+        shape, strides = [cache.shape[0], width], [cache.stride(0), 1]
+        buffers.descriptors[name] = TensorDescriptor(cache, shape, strides, [tokens, cache.shape[2]])
+    return buffers.descriptors[name]
 
 
-def merge(
-    buffers: PlanBuffers, out: torch.Tensor, lse: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
-    """The second launch of `view_attention_plan`: each row's entries, merged by log-sum-exp into `out`."""
-    config = _config(buffers, config)
-    rows, heads, value_dim = out.shape[0], buffers.heads, buffers.value_dim
-    _check_output("out", out, (rows, heads, value_dim), buffers.device)
-    if lse is not None:
-        _check_output("lse", lse, (rows, heads), buffers.device)
-    if rows == 0:
-        return out
+def merge(buffers: PlanBuffers, out: torch.Tensor, lse: torch.Tensor | None, config: Config) -> None:
+    """Each row's entries, merged by log-sum-exp into `out`; see `planned.view_attention_plan`."""
+    rows, heads, value_dim = out.shape
     block_v = max(16, triton.next_power_of_2(value_dim))
-    d = buffers._device
+    d = buffers.sections
     _merge[(rows, heads)](
         buffers.part,
         buffers.part_lse,
@@ -977,53 +501,3 @@ def merge(
         WITH_LSE=lse is not None,
         num_warps=2,
     )
-    return out
-
-
-def _config(buffers: PlanBuffers, config: Config | None) -> Config:
-    plan = buffers.plan
-    if config is None:
-        if plan is None:
-            raise ValueError("no plan is loaded and no config given: load a plan, or say for which config to run")
-        return plan.config
-    if plan is not None and plan.config != config:
-        raise ValueError(f"config {config} for a plan that was cut for {plan.config}: expected the same")
-    return config
-
-
-def _check_attention(
-    query: torch.Tensor, buffers: PlanBuffers, key_cache: torch.Tensor, value_cache: torch.Tensor
-) -> tuple[int, int, int]:
-    if query.dim() != 3 or query.shape[1] != buffers.heads or query.shape[2] % 16 or not query.shape[2]:
-        raise ValueError(
-            f"query {tuple(query.shape)}: expected [rows, {buffers.heads}, head_dim] with head_dim a multiple of 16"
-        )
-    rows, heads, head_dim = query.shape
-    if rows > buffers.capacity.rows:
-        raise ValueError(f"{rows} query rows: expected at most {buffers.capacity.rows}; allocate larger PlanBuffers")
-    if buffers.rope.rotary_dim > head_dim:
-        raise ValueError(f"a rotary part of {buffers.rope.rotary_dim} in heads of {head_dim}: expected no more")
-    for name, cache, dim in (("key", key_cache, head_dim), ("value", value_cache, buffers.value_dim)):
-        if cache.dim() != 3 or cache.shape[1:] != (buffers.kv_heads, dim) or dim % 16:
-            raise ValueError(
-                f"{name} cache {tuple(cache.shape)}: expected [num_slots, {buffers.kv_heads}, {dim}], a multiple of 16"
-            )
-    if key_cache.dtype not in DTYPES or value_cache.dtype != key_cache.dtype or query.dtype not in DTYPES:
-        raise ValueError(
-            f"query {query.dtype}, keys {key_cache.dtype}, values {value_cache.dtype}: expected types of {DTYPES}, "
-            "equal for keys and values; use view_attention for others"
-        )
-    for name, tensor in (("query", query), ("key cache", key_cache), ("value cache", value_cache)):
-        if tensor.stride(2) != 1:
-            raise ValueError(f"{name} with strides {tensor.stride()}: expected the last dimension contiguous")
-        if tensor.device != buffers.device:
-            raise ValueError(f"{name} on {tensor.device}: expected {buffers.device}")
-    return rows, heads, head_dim
-
-
-def _check_output(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if tensor.shape != shape or tensor.device != device or tensor.stride(-1) != 1 or not tensor.is_floating_point():
-        raise ValueError(
-            f"{name} {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}, strides {tensor.stride()}: expected "
-            f"{shape}, floating, on {device}, last dimension contiguous"
-        )

@@ -17,8 +17,9 @@ import torch
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, Written, hopper_impl, view_attention
 from sglang_ext.kernels.view_attention import plan as planning
+from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
-from sglang_ext.kernels.view_attention.triton_impl import Capacity, PlanBuffers, attend, merge
+from sglang_ext.kernels.view_attention.planned import attend, merge
 from sglang_ext.launch.bench._gpu import copy_bandwidth, matrix_rate, time_gpu
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.policies.dbsa import BlockSparse

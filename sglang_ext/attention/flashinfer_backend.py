@@ -11,7 +11,6 @@ from sglang_ext.attention.policy import Policy
 from sglang_ext.attention.select import KERNELS_ENV, kernels
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 
-
 HEAD_SIZES = (64, 128, 256)
 """That FlashInfer has kernels for."""
 

@@ -26,9 +26,10 @@ from sglang_ext.attention.policy import Policy, Request, RowRuns
 from sglang_ext.attention.requests import RequestTable, ViewBackend, note_batch
 from sglang_ext.attention.rope import find_rope
 from sglang_ext.kernels.view_attention import plan as planning
+from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 from sglang_ext.kernels.view_attention.plan import Config, Plan
-from sglang_ext.kernels.view_attention.triton_impl import Capacity, PlanBuffers, view_attention_plan
+from sglang_ext.kernels.view_attention.planned import view_attention_plan
 
 ROOM = 64
 """Tokens by which requests may grow before a batch that stays the same is planned again."""

@@ -19,8 +19,9 @@ import torch
 
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, view_attention
+from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
 from sglang_ext.kernels.view_attention.plan import Config, Plan, RowRuns, plan_rows
-from sglang_ext.kernels.view_attention.triton_impl import Capacity, PlanBuffers, view_attention_plan
+from sglang_ext.kernels.view_attention.planned import view_attention_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Largest error beside the largest value of the output; half types round the turned query and the weights.
@@ -205,8 +206,8 @@ def poison(buffers: PlanBuffers) -> None:
     buffers.part.fill_(float("nan"))
     buffers.part_lse.fill_(float("nan"))
     buffers.kv_slots.fill_(NOWHERE)
-    buffers._cos.fill_(float("nan"))
-    buffers._sin.fill_(float("nan"))
+    buffers.cos.fill_(float("nan"))
+    buffers.sin.fill_(float("nan"))
     if buffers.turned is not None:
         buffers.turned.fill_(float("nan"))
 
@@ -523,6 +524,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from sglang_ext.kernels.view_attention import buffers as upkeep
 from sglang_ext.kernels.view_attention import hopper_impl as hopper
 from sglang_ext.kernels.view_attention import triton_impl as kernels
 from sglang_ext.kernels.view_attention.plan import choose
@@ -551,10 +553,10 @@ for rows, product in ((1, "mma.sync"), (12, "wgmma"), (40, "wgmma")):
     held = (found.metadata.shared + 1024) * c.num_programs // 132  # CUDA keeps 1 KB of each program's
     assert held <= 228 * 1024, (rows, held)
 compiled(kernels._merge, c, HEADS=32, VALUE_DIM=128, BLOCK_V=128, BLOCK_E=16, WITH_LSE=True)
-compiled(kernels._advance, c, BLOCK=128)
-compiled(kernels._gather_slots, c, BLOCK=1024)
-compiled(kernels._straight, c, BLOCK=1024)
-compiled(kernels._angles, c, HALF=64, BLOCK=64)
+compiled(upkeep._advance, c, BLOCK=128)
+compiled(upkeep._gather_slots, c, BLOCK=1024)
+compiled(upkeep._straight, c, BLOCK=1024)
+compiled(upkeep._angles, c, HALF=64, BLOCK=64)
 turn = {"turned": "*bf16", "counts": "*i32", "turned_rows": "i32"}
 TYPES |= turn
 compiled(hopper._turn, c, KV_HEADS=8, GROUP=4, DIM=128, ROTARY=128, NEOX=True, PROGRAMS=528)

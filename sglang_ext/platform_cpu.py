@@ -68,6 +68,12 @@ class TorchCpuPlatform(SRTPlatform):
     def synchronize(self) -> None:
         """CPU work is synchronous."""
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 

@@ -19,8 +19,10 @@ from typing import Any
 
 import sglang_ext
 from sglang_ext.config import PoolOptions
+from sglang_ext.launch.bench._stages import profiled
 from sglang_ext.launch.demo_data import INTENTS, sentence
 
+HOST_STAGES = ("retrieval", "tokenization")
 TOKENIZER = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
 POOL, OPTIONS = "bench", PoolOptions()
 SHAPES: dict[str, dict[str, int]] = {
@@ -114,7 +116,8 @@ class Loop:
         self.engine = engine
 
     def run(self, requests: Sequence[dict[str, Any]], concurrency: int) -> dict[str, Any]:
-        """Seconds of all, and of each, in the order asked."""
+        """Seconds of all, and of each, in the order asked; of retrieval and tokenization where pools are asked."""
+        host: dict[str, float] = {}
 
         async def everything() -> list[float]:
             gate = asyncio.Semaphore(concurrency)
@@ -122,14 +125,37 @@ class Loop:
             async def one(request: dict[str, Any]) -> float:
                 async with gate:
                     begin = time.perf_counter()
-                    await self.engine.async_generate(**request)
-                    return time.perf_counter() - begin
+                    answer = await self.engine.async_generate(**request)
+                    seconds = time.perf_counter() - begin
+                    for stage in HOST_STAGES:
+                        spent = answer["meta_info"].get("sglang_ext", {}).get(f"{stage}_ms", 0.0)
+                        host[stage] = host.get(stage, 0.0) + spent * 1e-3
+                    return seconds
 
             return list(await asyncio.gather(*(one(request) for request in requests)))
 
         begin = time.perf_counter()
         latencies = self.engine.loop.run_until_complete(everything())
-        return {"seconds": time.perf_counter() - begin, "requests": len(requests), "latencies": latencies}
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "requests": len(requests), "latencies": latencies, "host": host}
+
+
+def stages(loop: Loop, make: Callable[[int], dict[str, Any]], concurrency: int) -> dict[str, float]:
+    """Seconds a request by stage, of one profiled round of `concurrency` requests.
+
+    What the host does happens beside the GPU's work, so that the parts add up to more than `wall`.
+    """
+    requests = [make(500_000 + 1000 * concurrency + index) for index in range(max(2, concurrency))]
+    result: dict[str, Any] = {}
+    before = _stitched(loop.engine)
+    gpu = profiled(loop.engine, lambda: result.update(loop.run(requests, concurrency)))
+    found = {**result["host"], "stitch": _stitched(loop.engine) - before, **gpu, "wall": result["seconds"]}
+    return {name: seconds / len(requests) for name, seconds in found.items()}
+
+
+def _stitched(engine: Any) -> float:
+    state = engine.get_server_info()["internal_states"][0]
+    return float(state["sglang_ext"]["stitch_seconds"])
 
 
 def measure(loop: Loop, make: Callable[[int], dict[str, Any]], args: argparse.Namespace, light: bool = False) -> Any:
@@ -167,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--min-requests", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--larger", type=int, default=0, help="tokens of a second, larger pool to encode (0: none)")
+    parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of the answers whose steps are profiled")
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of the engine, as JSON")
     args = parser.parse_args(argv)
 
@@ -266,7 +293,7 @@ def _ours(args: argparse.Namespace) -> dict[str, Any]:
     found["tokens"], found["blocks"] = info["tokens"], len(engine.pool(POOL)["blocks"])
     found["append"] = _append(engine, args, POOL)
 
-    def over(ratio: float) -> Callable[[int], dict[str, Any]]:
+    def over(ratio: float, args: argparse.Namespace = args) -> Callable[[int], dict[str, Any]]:
         def make(number: int) -> dict[str, Any]:
             params = _sampling(args, pool=POOL, ratio=ratio)
             return dict(prompt=questions[number % len(questions)], sampling_params=params)
@@ -278,6 +305,11 @@ def _ours(args: argparse.Namespace) -> dict[str, Any]:
         return dict(prompt=prompt, sampling_params=_sampling(args))
 
     found["dbsa"] = measure(loop, over(args.ratio), args)
+    found["stages"] = {f"{n} at a time": stages(loop, over(args.ratio), n) for n in args.concurrency}
+    longer = argparse.Namespace(**{**vars(args), "label_tokens": args.decode_tokens})
+    found["decode stages"] = {
+        f"{n} at a time": stages(loop, over(args.ratio, longer), n) for n in args.concurrency if args.decode_tokens
+    }
     found["all blocks"] = measure(loop, over(1.0), args)
     found["zero-shot"] = measure(loop, plain, args)
     if args.larger:

@@ -79,14 +79,14 @@ class Figure:
 def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Any) -> Figure:
     """A row whose ratio is how many times faster than the baseline ours is."""
     ratio = theirs.median / ours.median
-    text, met = ("", None) if aim is None else (f"at least {aim:g}x", ratio >= aim)
+    text, met = ("", None) if aim is None else (f"at least {aim:.3g}x", ratio >= aim)
     return Figure(name, ours, baseline, theirs, ratio, text, met, **more)
 
 
 def at_most(name: str, ours: Timing, floor: float, floor_of: str, aim: float | None, **more: Any) -> Figure:
     """A row whose ratio is how many times the floor ours takes."""
     ratio = ours.median / floor
-    text, met = ("", None) if aim is None else (f"at most {aim:g}x", ratio <= aim)
+    text, met = ("", None) if aim is None else (f"at most {aim:.3g}x", ratio <= aim)
     return Figure(name, ours, floor_of, None, ratio, text, met, floor=floor, floor_of=floor_of, **more)
 
 
@@ -127,12 +127,23 @@ def commit() -> str:
         return "unknown"
 
 
+def _command(words: Sequence[str]) -> str:
+    """The command, without where its results went and what they were called: that changes no figure."""
+    kept, skip = [], False
+    for word in words:
+        if skip or word in ("--out", "--commit"):
+            skip = not skip
+        elif not word.startswith(("--out=", "--commit=")):
+            kept.append(word)
+    return "sglang-ext " + shlex.join(kept)
+
+
 def save(path: Path, figures: Sequence[Figure], **more: Any) -> None:
     """Write rows, the machine, the commit and the command that made them."""
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": more.pop("commit", None) or commit(),
-        "command": more.pop("command", None) or "sglang-ext bench " + shlex.join(sys.argv[1:]),
+        "command": more.pop("command", None) or _command(sys.argv[1:]),
         "machine": machine(),
         **more,
         "figures": [asdict(figure) for figure in figures],
@@ -152,7 +163,7 @@ def table(figures: Sequence[Figure]) -> str:
             theirs = f"floor, {figure.floor_of}: {figure.floor * 1e3:.4g}"
         else:
             theirs = ""
-        ratio = "" if figure.ratio is None else f"{figure.ratio:.3g}x"
+        ratio = "" if figure.ratio is None else f"{figure.ratio:.4g}x"
         met = {True: "yes", False: "no", None: ""}[figure.met]
         lines.append(f"| {figure.name} | {ours} | {theirs} | {ratio} | {figure.aim} | {met} |")
     return "\n".join(lines)

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.select import KERNELS, KERNELS_ENV
+from sglang_ext.launch.bench import _stages
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, save, table
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, save, table
 
 RESULTS = Path(__file__).resolve().parent / "results" / "dbsa.json"
 HALVES = ("kernels", "engine")
@@ -59,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128], metavar="N")
     parser.add_argument("--label-tokens", type=int, default=4, help="tokens of an answer (default: 4)")
     parser.add_argument(
+        "--decode-tokens",
+        type=int,
+        default=64,
+        help="tokens of the answers whose steps are profiled (0: none; default: 64)",
+    )
+    parser.add_argument(
         "--larger", type=int, default=540_000, help="tokens of a larger pool (0: none; default: 540000)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of each (default: 3)")
@@ -85,6 +92,9 @@ def main(args: argparse.Namespace) -> int:
         figures += compare(raw, args.concurrency)
     save(args.out, figures, engine=raw, commit=args.commit)
     print(table(figures))
+    for name in ("stages", "decode stages"):
+        if raw:
+            print(f"\n{name}, ours:\n{_stages.table(raw['ours'][name])}")
     print(f"written: {args.out}")
     return 0
 
@@ -113,6 +123,7 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
                 "label-tokens": args.label_tokens,
                 "repeats": args.repeats,
                 "larger": args.larger,
+                "decode-tokens": args.decode_tokens,
                 "engine": json.dumps(args.engine),
             }
             command = [sys.executable, "-m", "sglang_ext.launch.bench._dbsa_engine"]
@@ -154,6 +165,11 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
         theirs = _per_request(stock["zero-shot"][str(number)])
         name = f"a plain request, {number} at a time"
         figures.append(at_least(name, plain, BASELINES["zero-shot"], theirs, 1 / 1.03))
+        spent = ours["decode stages"].get(f"{number} at a time", {})
+        if "span" in spent:
+            beside = Timing.of([sum(spent[stage] for stage in ("rotation", "merge", "planning"))])
+            name = f"rotation, merge and planning while decoding, {number} at a time"
+            figures.append(at_most(name, beside, spent["span"], "all of the time", 0.08, notes=spent))
     if "larger" in ours:
         larger = ours["larger"]
         growth = larger["tokens"] / ours["tokens"]

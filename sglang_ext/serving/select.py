@@ -92,6 +92,8 @@ def _examples(version: Version, layout: Layout, options: RequestOptions, query: 
 
 def _live(block: Block, deleted: frozenset[str]) -> list[Piece]:
     """The block less its deleted demonstrations."""
+    if deleted.isdisjoint(block.demonstrations):
+        return [Piece(block.key, 0, len(block.token_ids))]
     pieces, start = [], 0
     for id, (low, high) in zip(block.demonstrations, block.spans, strict=True):
         if id in deleted:

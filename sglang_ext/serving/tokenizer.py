@@ -241,7 +241,9 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
     try:
         variant = await service.variant(version, service.headers[chat] if chat else None)
         layout = version.layouts[variant]
+        begin = time.perf_counter()
         own, lead, query = _own_tokens(manager, obj, version, options)
+        tokenization = time.perf_counter() - begin
         # In a chat the answer is a turn of its own: nothing before it, its end is the turn's.
         answer = Answer("", "") if chat else Answer(lead, version.definition.options.answer_end)
         await service.prepare_retriever(version, options)
@@ -260,8 +262,10 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
             )
         row = Row(selection.pieces).dump()
         by_key = {block.key: block for block in layout.blocks}
-        prefix = [t for piece in selection.pieces for t in by_key[piece.key].token_ids[piece.start : piece.end]]
-        obj.input_ids, obj.text = prefix + own, None
+        tokens: list[int] = []
+        for piece in selection.pieces:
+            tokens.extend(by_key[piece.key].token_ids[piece.start : piece.end])
+        obj.input_ids, obj.text = tokens + own, None
         params = copy.copy(obj.sampling_params)
         params["custom_params"] = {WIRE_KEY: row, **passed_on}
         if options.constrain == "labels":
@@ -285,6 +289,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         "blocks": list(selection.blocks),
         "stitched_tokens": stitched,
         "retrieval_ms": round(retrieval * 1e3, 4),
+        "tokenization_ms": round(tokenization * 1e3, 4),
     }
     if selection.demonstrations is not None:
         meta["demonstrations"] = list(selection.demonstrations)

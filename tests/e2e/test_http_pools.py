@@ -6,13 +6,14 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import requests
 
-from tests.e2e.server import Server, answer_logprobs, answer_tokens, error_of, input_logprobs, model
+from tests.e2e.server import Server, answer_logprobs, answer_tokens, error_of, input_logprobs, model, until
 from tests.oracle import models
 
 KEY = "secret"
@@ -242,8 +243,18 @@ def test_meta_info_and_cached_tokens(server: Server) -> None:
     assert info["pool"] == "p" and info["version"] == 1 and info["blocks"][0] == 0 and len(info["blocks"]) == 2
     assert info["stitched_tokens"] == sum(blocks[b]["tokens"] for b in info["blocks"])
     assert meta["cached_tokens"] == info["stitched_tokens"]
-    assert 0 <= info["retrieval_ms"] < waited
+    assert 0 <= info["retrieval_ms"] + info["tokenization_ms"] < waited
     assert meta["prompt_tokens"] > info["stitched_tokens"]
+
+
+def test_the_profiler_runs(server: Server, tmp_path: Path) -> None:
+    """SGLang asks the platform what there is to profile."""
+    wanted = {"output_dir": str(tmp_path), "activities": ["CPU"], "with_stack": False}
+    assert server.call("POST", "/start_profile", json=wanted).ok
+    server.generate("a question under the profiler", pool="p")
+    assert server.call("POST", "/stop_profile").ok
+    until(lambda: list(tmp_path.rglob("*.json.gz")))
+    server.generate("one more question", pool="p")
 
 
 def test_batches_and_parallel_samples(server: Server) -> None:

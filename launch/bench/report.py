@@ -1,0 +1,435 @@
+"""``sglang-ext bench report``: tables and plots from the results that benchmarks keep.
+
+Reads the files that `_record.save` wrote into a folder and prints, for each, the machine, the commit and the command it
+comes from, and its rows. With ``--markdown`` the same text replaces a section of a document, so that no figure in it
+is typed by hand; ``--check`` says whether it is up to date. ``--plots`` draws each file's ratios beside their aims.
+Files of benchmarks with a layout of their own (``demo.json``, ``reference.json``) are left out, which stderr says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.launch.bench._record import Figure, Timing, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+RESULTS = Path(__file__).resolve().parent / "results"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+# What the heading calls a package: what the record calls it.
+VERSIONS = {"sglang": "sglang", "torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
+AIM = re.compile(r"at (?:least|most) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)x")  # as _record.at_least and at_most write it
+OUTDATED = 1  # the exit status of --check
+
+# Okabe and Ito's palette: blue, vermilion and grey differ in hue and lightness for every kind of colour vision.
+COLOURS: dict[bool | None, tuple[str, str]] = {
+    True: ("#0072B2", "aim met"),
+    False: ("#D55E00", "aim not met"),
+    None: ("#BBBBBB", "no aim"),
+}
+# Inches, except for the points of letters.
+FONT, LINE, GAP, WIDTH, LABEL_COLUMNS = 9, 0.165, 0.14, 5.0, 64
+# From this quotient of the largest to the smallest value on, a linear axis would hide the small ones.
+WIDE = 10.0
+
+
+@dataclass(frozen=True)
+class Results:
+    """One results file.
+
+    Attributes:
+        path: the file.
+        date: the day of the run.
+        commit: as recorded: a hash, perhaps with ``-dirty``, or "unknown".
+        command: what made the file.
+        machine: what `_record.machine` found.
+        figures: the rows, in the file's order.
+    """
+
+    path: Path
+    date: datetime.date
+    commit: str
+    command: str
+    machine: dict[str, Any]
+    figures: tuple[Figure, ...]
+
+    @property
+    def device(self) -> str:
+        """The GPU's name; without one, the processor's."""
+        return self.machine.get("gpu") or f"no GPU, {self.machine.get('processor') or 'unknown processor'}"
+
+    @property
+    def short_commit(self) -> str:
+        """Seven digits of the hash; ``-dirty`` stays."""
+        return re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", self.commit)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FOLDER", help="JSON files (default: launch/bench/results)"
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help=f"replace what stands between the lines {BEGIN} and {END}"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help=f"with --markdown: change nothing; exit {OUTDATED} when it would change"
+    )
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write a PNG for each results file into it")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.check and args.markdown is None:
+        raise ValueError("--check was given without --markdown: name the file to check, --markdown FILE")
+    if args.check and args.plots is not None:
+        raise ValueError("--check changes nothing and --plots writes files: give one of them")
+    results, others = read_folder(args.results)
+    for path, bench in others.items():
+        print(f"left out: {path} (layout of bench {bench}, which has no figures)", file=sys.stderr)
+    report = render(results)
+    before, after = "", ""
+    if args.markdown is not None:  # before anything is written, as it may refuse
+        before = _read_text(args.markdown)
+        after = replace_section(before, report, args.markdown)
+    if args.check:
+        return _check(args, before == after)
+    if args.plots is not None:
+        for path in plot(results, args.plots):
+            print(f"written: {path}", file=sys.stderr)
+    if args.markdown is None:
+        print(report)
+    elif before == after:
+        print(f"up to date: {args.markdown}")
+    else:
+        args.markdown.write_bytes(after.encode())  # bytes: line ends stay what they are
+        print(f"written: {args.markdown}")
+    return 0
+
+
+def _check(args: argparse.Namespace, same: bool) -> int:
+    if same:
+        print(f"up to date: {args.markdown}")
+        return 0
+    words = ["sglang-ext", "bench", "report"]
+    words += [] if args.results == RESULTS else ["--results", str(args.results)]
+    words += ["--markdown", str(args.markdown)]
+    print(
+        f"{args.markdown} differs from the results in {args.results}; update it: {shlex.join(words)}", file=sys.stderr
+    )
+    return OUTDATED
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_folder(folder: Path) -> tuple[list[Results], dict[Path, str]]:
+    """The results of a folder by file name, and {path: bench} of the files with another benchmark's own layout.
+
+    Raises:
+        ValueError: no such folder, no results in it, or a malformed file.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"results folder {folder}: there is no such folder; give one that holds JSON files, --results")
+    results: list[Results] = []
+    others: dict[Path, str] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = _typed(json.loads(_read_text(path)), dict, "the file")
+            if "figures" not in record and isinstance(record.get("bench"), str):
+                others[path] = record["bench"]
+            else:
+                results.append(_results(path, record))
+        except ValueError as error:
+            message = f"{path} is no results file: {error}; mend it, or run the benchmark that writes it again"
+            raise ValueError(message) from error
+    if not results:
+        left_out = f", only layouts of other benchmarks: {', '.join(path.name for path in others)}" if others else ""
+        raise ValueError(
+            f"results folder {folder}: got no JSON file with figures{left_out}; "
+            "expected at least one (sglang-ext bench dbsa writes one)"
+        )
+    return results, others
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: got bytes that are not UTF-8, expected text: {error}") from error
+
+
+def _results(path: Path, record: dict[str, Any]) -> Results:
+    date = _of(record, "date", str)
+    try:
+        day = datetime.datetime.fromisoformat(date).date()
+    except ValueError as error:
+        raise ValueError(f"date: got {date!r}, expected ISO 8601") from error
+    rows = _of(record, "figures", list)
+    machine = _of(record, "machine", dict)
+    for key in ("gpu", "processor", *VERSIONS.values()):
+        if machine.get(key) is not None:
+            _typed(machine[key], str, f"machine, {key}")
+    return Results(
+        path=path,
+        date=day,
+        commit=_of(record, "commit", str),
+        command=_of(record, "command", str),
+        machine=machine,
+        figures=tuple(figure_of(row, f"row {index}") for index, row in enumerate(rows, 1)),
+    )
+
+
+def figure_of(row: Any, where: str) -> Figure:
+    """A row of a results file as the `Figure` it was; `where` names it in errors.
+
+    Raises:
+        ValueError: a field is missing, unknown or not what `Figure` says.
+    """
+    found = _fields(Figure, row, where)
+    found["timing"] = _timing(found["timing"], f"{where}, timing")
+    if found["baseline_timing"] is not None:
+        found["baseline_timing"] = _timing(found["baseline_timing"], f"{where}, baseline_timing")
+    for key in ("name", "baseline", "aim", "floor_of"):
+        _typed(found[key], str, f"{where}, {key}")
+    for key in ("ratio", "floor"):
+        if found[key] is not None and _number(found[key], f"{where}, {key}") <= 0:
+            raise ValueError(f"{where}, {key}: got {found[key]!r}, expected a number above 0, or null")
+    if found["met"] is not None:
+        _typed(found["met"], bool, f"{where}, met")
+    _typed(found["notes"], dict, f"{where}, notes")
+    return Figure(**found)
+
+
+def _timing(value: Any, where: str) -> Timing:
+    found = _fields(Timing, value, where)
+    for key in ("median", "low", "high", "samples"):
+        _number(found[key], f"{where}, {key}")
+    return Timing(**found)
+
+
+def _fields(kind: type[Figure] | type[Timing], value: Any, where: str) -> dict[str, Any]:
+    """The fields of a dataclass in a JSON object; those that have a default may be absent."""
+    given = dict(_typed(value, dict, where))
+    if unknown := given.keys() - {field.name for field in fields(kind)}:
+        raise ValueError(f"{where}: got unknown {', '.join(sorted(unknown))}, expected the fields of {kind.__name__}")
+    for field in fields(kind):
+        if field.name not in given and field.default is not MISSING:
+            given[field.name] = field.default
+        elif field.name not in given and field.default_factory is not MISSING:
+            given[field.name] = field.default_factory()
+        elif field.name not in given:
+            raise ValueError(f"{where}: got no {field.name}, expected the fields of {kind.__name__}")
+    return given
+
+
+def _of(record: dict[str, Any], key: str, kind: type) -> Any:
+    if key not in record:
+        raise ValueError(f"got no {key}, expected one")
+    return _typed(record[key], kind, key)
+
+
+def _typed(value: Any, kind: type, where: str) -> Any:
+    if not isinstance(value, kind):
+        names = {dict: "an object", list: "a list", str: "a string", bool: "true, false or null"}
+        raise ValueError(f"{where}: got {textwrap.shorten(repr(value), 60)}, expected {names[kind]}")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{where}: got {textwrap.shorten(repr(value), 60)}, expected a finite number")
+    return value
+
+
+# -- Markdown -----------------------------------------------------------------------------------------------------
+
+
+def render(results: Sequence[Results]) -> str:
+    """Markdown: for each file a heading line, an empty line and the table of its rows; no line end at the end."""
+    return "\n\n".join(f"{heading(each)}\n\n{_table(each.figures)}" for each in results)
+
+
+def heading(results: Results) -> str:
+    """One line: GPU, commit, day, versions and command."""
+    versions = (f"{name} {results.machine.get(key) or 'not installed'}" for name, key in VERSIONS.items())
+    words = (f"commit {results.short_commit}", results.date.isoformat(), *versions)
+    return f"**{_one_line(results.device)}**, {_one_line(', '.join(words))}: {_code(_one_line(results.command))}"
+
+
+def _code(text: str) -> str:
+    """A code span; its fence is longer than any run of backticks in the text."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if len(fence) > 1 else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _table(figures: Sequence[Figure]) -> str:
+    def cell(text: str) -> str:
+        return _one_line(text).replace("|", r"\|")
+
+    return table(
+        [
+            replace(
+                figure,
+                name=cell(figure.name),
+                baseline=cell(figure.baseline),
+                aim=cell(figure.aim),
+                floor_of=cell(figure.floor_of),
+            )
+            for figure in figures
+        ]
+    )
+
+
+def replace_section(text: str, report: str, where: Path) -> str:
+    """`text` with `report` between its markers, which stay; `where` names it in errors.
+
+    Raises:
+        ValueError: not exactly one line of each marker, or the end before the beginning.
+    """
+    lines = text.splitlines(keepends=True)
+    begins, ends = ([at for at, line in enumerate(lines) if line.strip() == marker] for marker in (BEGIN, END))
+    if len(begins) != 1 or len(ends) != 1 or begins[0] > ends[0]:
+        got = "; ".join(
+            f"{marker} on line{'' if len(found) == 1 else 's'} {', '.join(str(at + 1) for at in found)}"
+            if found
+            else f"no line {marker}"
+            for marker, found in ((BEGIN, begins), (END, ends))
+        )
+        raise ValueError(
+            f"{where}: got {got}; expected one line {BEGIN} and, after it, one line {END}: add or mend them"
+        )
+    line_end = "\r\n" if lines[begins[0]].endswith("\r\n") else "\n"
+    section = line_end.join(["", *report.split("\n"), "", ""])
+    return "".join(lines[: begins[0] + 1]) + section + "".join(lines[ends[0] :])
+
+
+# -- plots --------------------------------------------------------------------------------------------------------
+
+
+def plot(results: Sequence[Results], folder: Path) -> list[Path]:
+    """Write one PNG for each results file, named like it, into `folder`, which is made when missing; their paths.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    drawings = [(folder / f"{each.path.stem}.png", draw(each)) for each in results]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, drawing in drawings:
+        drawing.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.15)
+    return [path for path, _ in drawings]
+
+
+def draw(results: Results) -> Drawing:
+    """Horizontal bars of the rows' ratios, top to bottom in the file's order, the aims as marks on the bars' lines.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        # Not pyplot: it keeps drawings and may look for a display.
+        from matplotlib.figure import Figure as Drawing
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        message = (
+            "got --plots without matplotlib, expected it: install the bench extra, pip install 'sglang-ext[bench]'"
+        )
+        raise ValueError(message) from error
+
+    labels = [_label(figure) for figure in results.figures]
+    # The vertical axis is in inches, so that a row is as high as its label.
+    heights = [max(2, label.count("\n") + 1) * LINE + GAP for label in labels]
+    total = sum(heights) or LINE
+    drawing = Drawing(figsize=(WIDTH, total))
+    axes = drawing.add_axes((0.0, 0.0, 1.0, 1.0))
+    aims = [_aim(figure) for figure in results.figures]
+    left, right = _limits(axes, [value for value in (*(f.ratio for f in results.figures), *aims) if value is not None])
+    bottom = total
+    for figure, label, height, aim in zip(results.figures, labels, heights, aims, strict=True):
+        bottom -= height
+        middle = bottom + height / 2
+        if figure.ratio is not None:
+            axes.barh(middle, figure.ratio - left, left=left, height=1.4 * LINE, color=COLOURS[figure.met][0])
+        if aim is not None:
+            axes.plot([aim], [middle], **_mark())
+        beside: dict[str, Any] = {
+            "va": "center",
+            "fontsize": FONT,
+            "parse_math": False,
+            "transform": axes.get_yaxis_transform(),
+        }
+        axes.text(-0.02, middle, label, ha="right", **beside)
+        axes.text(1.02, middle, _value(figure), ha="left", **beside)
+    axes.set_xlim(left, right)
+    axes.set_ylim(0, total)
+    axes.set_yticks([])
+    axes.axvline(1, color="black", linewidth=0.8, linestyle=":", zorder=0)
+    axes.tick_params(axis="x", labelsize=FONT)
+    scale = ", log scale" if axes.get_xscale() == "log" else ""
+    axes.set_xlabel(f"ratio{scale}; 1: as fast as the baseline, or at the floor", fontsize=FONT)
+    title = f"{results.device}, commit {results.short_commit}"
+    below = f"{results.path.stem}, {results.date.isoformat()}"
+    axes.set_title(f"{textwrap.fill(title, 70)}\n{textwrap.fill(below, 70)}", fontsize=FONT + 1, parse_math=False)
+    used = {figure.met for figure in results.figures}
+    handles: list[Any] = [Patch(color=colour, label=words) for met, (colour, words) in COLOURS.items() if met in used]
+    if any(aim is not None for aim in aims):
+        handles.append(Line2D([], [], linestyle="none", label="aim", **_mark()))
+    if handles:
+        anchor = (0.5, -0.5 / total)  # half an inch below the axis: its numbers and its name are in between
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=anchor, ncols=4, frameon=False, fontsize=FONT)
+    return drawing
+
+
+def _mark() -> dict[str, Any]:
+    return {"marker": "D", "markersize": 6, "color": "black", "markeredgecolor": "white"}
+
+
+def _limits(axes: Any, values: Sequence[float]) -> tuple[float, float]:
+    """The ends of the horizontal axis; sets a logarithmic one where the values need it."""
+    smallest, largest = min([1.0, *values]), max([1.0, *values])
+    if largest / smallest < WIDE:
+        return 0.0, 1.08 * largest
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if largest / smallest < 1e3 else (1,)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    return smallest / 2, 1.25 * largest
+
+
+def _label(figure: Figure) -> str:
+    """What a row is and what it is compared with: several rows may have one name and different baselines."""
+    if figure.baseline_timing is not None:
+        against = f"against {figure.baseline}"
+    else:
+        against = "" if figure.floor is None else f"floor: {figure.floor_of}"
+    parts = [textwrap.fill(_one_line(text), LABEL_COLUMNS) for text in (figure.name, against)]
+    return "\n".join(part for part in parts if part)
+
+
+def _value(figure: Figure) -> str:
+    ratio = "no ratio" if figure.ratio is None else f"{figure.ratio:.3g}x"
+    return f"{ratio} (aim: {_one_line(figure.aim)})" if figure.aim else ratio
+
+
+def _aim(figure: Figure) -> float | None:
+    """Where the mark goes. An aim in other words has no place on the axis; its words stand beside the bar."""
+    found = AIM.fullmatch(figure.aim)
+    return None if found is None else float(found[1])

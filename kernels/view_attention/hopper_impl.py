@@ -563,7 +563,9 @@ def attend(
     scale: float,
     config: Config,
 ) -> None:
-    """Every item's output and log-sum-exp, into the buffers' partials; see `planned.view_attention_plan`.
+    """Turn the queries, then every item's output and log-sum-exp into the buffers' partials.
+
+    See `planned.view_attention_plan` for the arguments.
 
     Raises:
         ValueError: the kernel does not serve such attention, or the buffers have no room for turned queries.
@@ -579,6 +581,13 @@ def attend(
     if not (copies_tiles(key_cache) and copies_tiles(value_cache)):
         raise ValueError("caches that are not aligned to 16 bytes: choose a config without groups")
     turn(query, buffers, scale)
+    attend_turned(buffers, turned, key_cache, value_cache, config)
+
+
+def attend_turned(
+    buffers: PlanBuffers, turned: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, config: Config
+) -> None:
+    """The second of the two launches of `attend`, over the queries that the first one turned."""
     kv_heads, rows, dim = turned.shape
     sections = buffers.sections
     average, multiplying, loading = REGISTERS[config.groups]

@@ -392,10 +392,17 @@ def plan_rows(
     # Tiles of at most tile_rows pairs; a tile ends where its last row's sight does.
     group_tiles = -(-group_pairs // tile_rows)
     tile_group = np.arange(len(group_tiles)).repeat(group_tiles)
-    before = (np.arange(len(tile_group)) - (group_tiles.cumsum() - group_tiles)[tile_group]) * tile_rows
-    tile_first = (group_pairs.cumsum() - group_pairs)[tile_group] + before
-    tile_pairs = np.minimum(group_pairs[tile_group] - before, tile_rows)
+    tile_number = np.arange(len(tile_group)) - (group_tiles.cumsum() - group_tiles)[tile_group]
+    tile_first = (group_pairs.cumsum() - group_pairs)[tile_group] + tile_number * tile_rows
+    tile_pairs = np.minimum(group_pairs[tile_group] - tile_number * tile_rows, tile_rows)
     tile_len = np.maximum.reduceat(limit, tile_first)
+    if len(tile_group) > len(group_tiles):
+        # The first tile of every run, then the second ones: workers of different shares come to a run at about one
+        # time and find it in the L2 cache. One worker after another would read it from memory for each of its tiles.
+        order = tile_number.argsort(kind="stable")
+        tile_group, tile_first, tile_pairs, tile_len = (
+            a[order] for a in (tile_group, tile_first, tile_pairs, tile_len)
+        )
 
     # Items: tiles, cut where one worker's share ends.
     item_tile, item_begin, item_len, work_ptr = split(tile_len, workers, config)
@@ -420,8 +427,9 @@ def plan_rows(
     tails = np.full((4, batch_rows), -1, dtype=np.int64)
     if room:
         tail_group = grows[group_start].nonzero()[0]
-        item_group = tile_group[item_tile]
-        item = item_group.searchsorted(tail_group, side="right") - 1  # the group's last item
+        last_item = np.zeros(len(group_start), dtype=np.int64)
+        last_item[tile_group[item_tile]] = np.arange(len(item_tile))  # of several items of a group, the last stays
+        item = last_item[tail_group]
         request = owner[group_start[tail_group]]
         tails[:, first[request]] = (
             item,

@@ -155,6 +155,19 @@ class Planned:
     def merge(self, out: torch.Tensor) -> None:
         merge(self.buffers, out)
 
+    def time(self) -> tuple[Timing, dict[str, Timing]]:
+        """(attention, what goes with it): rotation where it is a launch of its own, the merge."""
+        beside = {"merge": time_gpu(self.merge, self.out)}
+        config, turned = self.plan.config, self.buffers.turned
+        if not config.groups or turned is None:
+            return time_gpu(self.attend, self.query, self.pool.keys, self.pool.values), beside
+        beside["rotation"] = time_gpu(lambda query: hopper_impl.turn(query, self.buffers, self.pool.scale), self.query)
+
+        def attention(keys: torch.Tensor, values: torch.Tensor) -> None:
+            hopper_impl.attend_turned(self.buffers, turned, keys, values, config)
+
+        return time_gpu(attention, self.pool.keys, self.pool.values), beside
+
     def check(self, rows_checked: int = 6) -> float:
         """Largest error of some rows, of the largest value of the float64 reference.
 
@@ -218,8 +231,7 @@ def decode(pool: Pool, batches: Sequence[int], chosen: int, bandwidth: float) ->
         planned = Planned(pool, requests, 1, config)
         error = planned.check()
         floor = _bytes(pool.distinct_tokens(requests)) / bandwidth
-        ours = time_gpu(planned.attend, planned.query, pool.keys, pool.values)
-        merging = time_gpu(planned.merge, planned.out)
+        ours, beside = planned.time()
         virtual, seen_by = _shared(pool, requests, 1, "fa2")
         turned = planned.query[seen_by]
         shared = time_gpu(virtual.run, turned, pool.keys, pool.values, graph=False)
@@ -227,7 +239,7 @@ def decode(pool: Pool, batches: Sequence[int], chosen: int, bandwidth: float) ->
             "batch": batch,
             "error": error,
             "config": vars(config),
-            "merge_ms": merging.median * 1e3,
+            **{f"{name}_ms": timing.median * 1e3 for name, timing in beside.items()},
             "planning_ms": planned.planning * 1e3,
             "items": len(planned.plan.items),
             "entries": len(planned.plan.entry_row),
@@ -247,10 +259,10 @@ def questions(pool: Pool, number: int, rows: int, chosen: int, rate: float) -> l
     error = planned.check(3)
     pairs = sum(sum(map(pool.length, r.blocks)) * rows + rows * (rows + 1) // 2 for r in requests)
     floor = 4 * pairs * HEADS * DIM / rate
-    ours = time_gpu(planned.attend, planned.query, pool.keys, pool.values)
-    merging = time_gpu(planned.merge, planned.out)
+    ours, beside = planned.time()
     name = f"question prefill, one layer, {number} questions of {rows} tokens, {chosen} of {pool.blocks} blocks"
-    notes = {"error": error, "merge_ms": merging.median * 1e3, "config": vars(planned.plan.config)}
+    notes: dict[str, Any] = {"error": error, "config": vars(planned.plan.config)}
+    notes |= {f"{name}_ms": timing.median * 1e3 for name, timing in beside.items()}
     figures = [at_most(name, ours, floor, "tensor-core rate of a large matrix product", 1.5, notes=notes)]
     for backend in ("fa2", "fa3"):
         virtual, seen_by = _shared(pool, requests, rows, backend)

@@ -245,8 +245,11 @@ class PlanBuffers:
         self.turned: torch.Tensor | None = None
         if turned is not None:
             shape = (kv_heads, c.entries * (heads // kv_heads), value_dim)
-            if share is not None and share.turned is not None and share.turned.shape[1] >= shape[1]:
-                self.turned = share.turned
+            lent = None if share is None else share.turned
+            if lent is not None and (lent.dtype, lent.shape[0], lent.shape[2]) != (turned, kv_heads, value_dim):
+                lent = None
+            if lent is not None and lent.shape[1] >= shape[1]:
+                self.turned = lent
             else:
                 self.turned = torch.zeros(shape, dtype=turned, device=device)
         self.descriptors: dict[Hashable, Any] = {}

@@ -99,7 +99,8 @@ class Config:
 
 
 HOPPER_COST = {1: 0.43, 2: 0.69, 3: 1.0}
-"""Time of a tile by its groups of 64 rows, where the tensor cores bound it (measured on an H200, head size 128)."""
+"""Time of a tile by its groups of 64 rows, where the tensor cores bound it: from the sweep on an H200 by which the
+sizes were chosen, head size 128, relative to three groups."""
 
 
 def choose(
@@ -115,10 +116,9 @@ def choose(
     """The configuration for a kind of batch: the one place where sizes are tuned, and the rule by which kernels win.
 
     Few rows a run are bound by memory: small tiles of the Triton kernel, three programs an SM, so that some load while
-    others compute (batch 8: 1.09 times the memory floor). Many rows are bound by the tensor cores: where there is one,
-    Hopper's kernel wins from one full group of 64 rows on (batch 32: 1.32 times the floor against 1.43; batch 128: 0.24
-    ms against 0.34), with as many groups as make the tiles cheapest. Elsewhere tiles of 64 rows fill a warp group's
-    wgmma, 128 rows two.
+    others compute. Many rows are bound by the tensor cores: where there is one, Hopper's kernel won the sweep from one
+    group of 64 rows on, with as many groups as make the tiles cheapest. Elsewhere tiles of 64 rows fill a warp group's
+    wgmma, 128 rows two. What it comes to: `launch/bench/results/dbsa_kernels.json`.
 
     Args:
         rows_per_run: mean number of query rows of the batch that see one run.
@@ -396,13 +396,6 @@ def plan_rows(
     tile_first = (group_pairs.cumsum() - group_pairs)[tile_group] + tile_number * tile_rows
     tile_pairs = np.minimum(group_pairs[tile_group] - tile_number * tile_rows, tile_rows)
     tile_len = np.maximum.reduceat(limit, tile_first)
-    if len(tile_group) > len(group_tiles):
-        # The first tile of every run, then the second ones: workers of different shares come to a run at about one
-        # time and find it in the L2 cache. One worker after another would read it from memory for each of its tiles.
-        order = tile_number.argsort(kind="stable")
-        tile_group, tile_first, tile_pairs, tile_len = (
-            a[order] for a in (tile_group, tile_first, tile_pairs, tile_len)
-        )
 
     # Items: tiles, cut where one worker's share ends.
     item_tile, item_begin, item_len, work_ptr = split(tile_len, workers, config)

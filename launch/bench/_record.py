@@ -19,6 +19,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+FEW = 5
+"""Samples from which a spread is shown."""
+
 PACKAGES = ("sglang", "flashinfer-python", "torch", "triton", "transformers")
 
 
@@ -156,7 +159,10 @@ def table(figures: Sequence[Figure]) -> str:
     """The rows as a Markdown table; times in milliseconds."""
     lines = ["| what | ours, ms (10-90%) | baseline, ms | ratio | aim | met |", "|---|---|---|---|---|---|"]
     for figure in figures:
-        ours = f"{figure.timing.median * 1e3:.4g} ({figure.timing.low * 1e3:.4g}-{figure.timing.high * 1e3:.4g})"
+        spread = f"{figure.timing.low * 1e3:.4g}-{figure.timing.high * 1e3:.4g}"
+        if figure.timing.samples < FEW:  # no percentiles of so few
+            spread = f"{figure.timing.samples} run{'s' if figure.timing.samples > 1 else ''}"
+        ours = f"{figure.timing.median * 1e3:.4g} ({spread})"
         if figure.baseline_timing is not None:
             theirs = f"{figure.baseline}: {figure.baseline_timing.median * 1e3:.4g}"
         elif figure.floor is not None:

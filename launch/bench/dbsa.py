@@ -38,10 +38,10 @@ ANSWER_AIMS: dict[int, dict[str, float]] = {
     128: {"all blocks": 1.8},
 }
 BASELINES = {
-    "fixed": "Fixed ICL, cached, stock SGLang",
+    "fixed": "Fixed ICL, cached, stock SGLang on {backend}",
     "all blocks": "Fixed ICL, pool read once for the batch (ours over all blocks)",
-    "retrieval": "RetICL, dense, uncached, stock SGLang",
-    "zero-shot": "zero-shot, stock SGLang",
+    "retrieval": "RetICL, dense, uncached, stock SGLang on {backend}",
+    "zero-shot": "zero-shot, stock SGLang on {backend}",
 }
 
 
@@ -129,9 +129,12 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
             command = [sys.executable, "-m", "sglang_ext.launch.bench._dbsa_engine"]
             command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
             command += ["--concurrency", *map(str, args.concurrency)]
-            if subprocess.run(command, check=False, env={**os.environ, KERNELS_ENV: chosen}).returncode:
+            # SGLang loads every plugin that is installed: stock SGLang keeps the one that lets it run without a GPU.
+            own = {KERNELS_ENV: chosen} if role == "ours" else {"SGLANG_PLUGINS": "sglang_ext_cpu"}
+            if subprocess.run(command, check=False, env={**os.environ, **own}).returncode:
                 raise RuntimeError(f"the {role} engine failed; its output is above")
             found[role] = json.loads(out.read_text())
+    found["stock"]["backend"] = args.stock_backend
     return found
 
 
@@ -144,7 +147,7 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
         at_least(
             f"encoding a pool of {ours['tokens']} tokens in {ours['blocks']} blocks, whole engine",
             Timing.of(ours["encode"]),
-            "dense prefill, stock SGLang",
+            f"dense prefill, stock SGLang on {stock['backend']}",
             Timing.of(dense),
             2.5,
             notes=tokens,
@@ -160,13 +163,15 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
             aim = ANSWER_AIMS.get(number, {}).get(baseline)
             name = f"answering, {number} at a time, time a request"
             notes = {"question_tokens": stock["question_tokens"], "concurrency": number}
+            words = words.format(backend=stock["backend"])
             figures.append(at_least(name, mine, words, theirs, aim, notes=notes))
         plain = _per_request(ours["zero-shot"][str(number)])
         theirs = _per_request(stock["zero-shot"][str(number)])
         name = f"a plain request, {number} at a time"
-        figures.append(at_least(name, plain, BASELINES["zero-shot"], theirs, 1 / 1.03))
+        words = BASELINES["zero-shot"].format(backend=stock["backend"])
+        figures.append(at_least(name, plain, words, theirs, 1 / 1.03))
         spent = ours["decode stages"].get(f"{number} at a time", {})
-        if "span" in spent:
+        if spent.get("rotation"):  # else it is part of the attention kernel, and cannot be told from it
             beside = Timing.of([sum(spent[stage] for stage in ("rotation", "merge", "planning"))])
             name = f"rotation, merge and planning while decoding, {number} at a time"
             figures.append(at_most(name, beside, spent["span"], "all of the time", 0.08, notes=spent))

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
+from sglang_ext import compat
 from sglang_ext.attention.planned import PlannedViews
 from sglang_ext.attention.policy import Policy
 from sglang_ext.attention.select import KERNELS_ENV, kernels
@@ -19,7 +20,7 @@ class FlashInferViewBackend(PlannedViews, FlashInferAttnBackend):
     """Plain batches: FlashInfer, as stock. Blocks being encoded: FlashInfer's prefill over virtual requests.
 
     Raises:
-        ValueError: FlashInfer does not serve the model's head size.
+        ValueError: FlashInfer does not serve the model's head size, or the KV cache has another type than the model.
     """
 
     def __init__(self, model_runner: Any, policy: Policy) -> None:
@@ -28,6 +29,13 @@ class FlashInferViewBackend(PlannedViews, FlashInferAttnBackend):
             raise ValueError(
                 f"head size {self.shape.head_dim}: FlashInfer serves {', '.join(map(str, HEAD_SIZES))}; set "
                 f"{KERNELS_ENV}=torch in the server's environment, which is slow but serves any"
+            )
+        pool = self.token_to_kv_pool
+        kept = pool.get_key_buffer(compat.first_layer(pool)).dtype
+        if kept != self.shape.dtype:
+            raise ValueError(
+                f"a KV cache of {kept} for a model in {self.shape.dtype}: expected the model's type; leave out "
+                "--kv-cache-dtype"
             )
         if kernels(policy, model_runner.server_args.dtype) == "flashinfer":
             self.dense = VirtualRequests(self.rope.inv_freq.device, "auto", self.workspace_buffer)

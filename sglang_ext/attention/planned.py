@@ -345,10 +345,13 @@ class PlannedViews(ViewBackend):
         seen = planning.RowRuns(first_row=0, num_rows=1, keys=none - 1, lengths=none + 1, deltas=none, source=none)
         for config in {self._config(rows / self.shape.group) for rows in ROWS}:
             plan = planning.plan_rows([seen], config=config, group=self.shape.group, kv_heads=self.shape.kv_heads)
-            view_attention_plan(query, self._load(plan, 1), *caches, self.shape.scale)
+            buffers = self._load(plan, 1)
+            view_attention_plan(query, buffers, *caches, self.shape.scale)
+            one = torch.ones(1, dtype=torch.int64, device=query.device)
+            buffers.advance(one, one)  # there is no tail: nothing is written
         if self.dense is not None:
             self._plan_dense_of([1], [1], self._table[0, :1])
-            self.dense.run(query, *caches)
+            self.dense.run(query, *caches, out=query.new_empty(1, self.shape.heads, self.shape.value_dim))
 
     # ---- SGLang's side: before the layers ----
 

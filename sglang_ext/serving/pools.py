@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import logging
@@ -38,6 +39,7 @@ from sglang_ext.serving.store import PoolStore
 logger = logging.getLogger(__name__)
 
 WAIT_FOR_ROOM_SECONDS = 120
+ENCODING = f"{INTERNAL}encode-"
 IDLE_CHUNKS = 4  # of one encoding request while no client waits: between two requests the GPU has nothing to do
 ENCODE_TRIALS = 8  # of a new version, each time the cache is emptied between two requests of its encoding
 
@@ -292,8 +294,9 @@ class PoolService:
             try:
                 missing = await self._missing(version)
                 needed = _tokens(version, missing)
-                await self._check_memory(version, needed)
-                self._promised[version.owner] = needed
+                async with self._encoding:  # between two runs: what a run has written is held, and still promised
+                    await self._check_memory(version, needed)
+                    self._promised[version.owner] = needed
             except BaseException as error:
                 if isinstance(error, asyncio.CancelledError):
                     error = PoolError(f"the change of pool {version.name!r} was cancelled", 409)
@@ -525,23 +528,24 @@ class PoolService:
         def run_tokens() -> int:
             if not chunk:  # SGLang cuts nothing: a run is one batch
                 return 8192
-            return int(chunk) * (1 if compat.others_run(self.manager, INTERNAL) else IDLE_CHUNKS)
+            return int(chunk) * (1 if compat.others_run(self.manager, ENCODING) else IDLE_CHUNKS)
 
-        for run in plan_runs(layout, pattern, blocks, owner, run_tokens, state["max_req_input_len"] - 1):
-            if locked:
+        runs = plan_runs(layout, pattern, blocks, owner, run_tokens, state["max_req_input_len"] - 1)
+        while True:
+            async with contextlib.nullcontext() if locked else self._encoding:
+                run = next(runs, None)  # its size is chosen when its turn has come
+                if run is None:
+                    return
                 await self._encode_run(run)
-            else:
-                async with self._encoding:
-                    await self._encode_run(run)
-            if version.owner in self._promised:
-                self._promised[version.owner] -= run.new_tokens
+                if version.owner in self._promised:
+                    self._promised[version.owner] -= run.new_tokens
             if progress:
                 progress.blocks_done += len(run.row.new)
                 progress.tokens_done += run.new_tokens
 
     async def _encode_run(self, run: Run) -> None:
         """One encoding request through SGLang's scheduler; aborted there when this task is cancelled."""
-        request = compat.encode_request(f"{INTERNAL}encode-{uuid.uuid4().hex}", list(run.token_ids), run.row.dump())
+        request = compat.encode_request(ENCODING + uuid.uuid4().hex, list(run.token_ids), run.row.dump())
         try:
             async for out in compat.generate(self.manager, request):
                 reason = out["meta_info"].get("finish_reason") or {}

@@ -243,7 +243,7 @@ def test_meta_info_and_cached_tokens(server: Server) -> None:
     assert info["pool"] == "p" and info["version"] == 1 and info["blocks"][0] == 0 and len(info["blocks"]) == 2
     assert info["stitched_tokens"] == sum(blocks[b]["tokens"] for b in info["blocks"])
     assert meta["cached_tokens"] == info["stitched_tokens"]
-    assert 0 <= info["retrieval_ms"] + info["tokenization_ms"] < waited
+    assert 0 <= info["retrieval_ms"] < waited and 0 < info["tokenization_ms"] < waited
     assert meta["prompt_tokens"] > info["stitched_tokens"]
 
 

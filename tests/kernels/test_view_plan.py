@@ -207,15 +207,6 @@ def test_shares_are_equal_and_pieces_are_not_small(seed: int) -> None:
     assert np.abs(shares - cost.sum() / workers).max() <= slack
 
 
-def test_tiles_of_a_run_are_far_apart() -> None:
-    """Workers come to a run at about one time: the first tile of every run, then the second ones."""
-    requests = [request(i, 1, [(b, 100 + b, 7 * i, 1000 * b) for b in range(3)]) for i in range(10)]
-    plan = plan_rows(requests, config=Config(block_m=16, num_programs=1), group=4, kv_heads=1)
-    runs = [sorted([100, 101, 102]).index(tokens) for tokens in plan.items[:, 1].tolist()]
-    assert runs == [0, 1, 2] * 3
-    assert plan.items[:, 3].tolist() == [4] * 6 + [2] * 3, "four rows a tile, what is left in the last"
-
-
 def test_a_batch_is_planned_quickly() -> None:
     """128 requests of 15 runs; the aim is half a millisecond, and a Python loop over runs would take ten times that."""
     rng = np.random.default_rng(0)

@@ -20,6 +20,7 @@ from sglang_ext.cache.rows import NewBlock, Piece, Row
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Segment, View, Written, view_attention
 from sglang_ext.kernels.view_attention import plan as planning
+from sglang_ext.kernels.view_attention.buffers import PlanBuffers
 from sglang_ext.kernels.view_attention.plan import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,7 +99,9 @@ class World:
         rope = Rope((0.5 ** torch.arange(DIM // 2)).to(DEVICE))
         self.pool = SimpleNamespace(req_to_token=torch.zeros(8, CONTEXT, dtype=torch.int32, device=DEVICE))
         self.caches = [torch.randn(SLOTS, KV_HEADS, DIM, generator=generator).to(DEVICE) for _ in range(2)]
-        kv = SimpleNamespace(get_key_buffer=lambda _: self.caches[0], get_value_buffer=lambda _: self.caches[1])
+        kv = SimpleNamespace(
+            start_layer=0, get_key_buffer=lambda _: self.caches[0], get_value_buffer=lambda _: self.caches[1]
+        )
         shape = compat.AttentionShape(HEADS, KV_HEADS, DIM, DIM, torch.float32, DIM**-0.5, num_sms=2)
         monkeypatch.setattr(compat, "refuse_model", lambda _: None)
         monkeypatch.setattr(compat, "attention_shape", lambda _: shape)
@@ -349,6 +352,24 @@ def test_the_dense_kernel_alone(world: World, monkeypatch: pytest.MonkeyPatch) -
     world.forward([world.request("ab", 8, 1, (straight,))], [8])
     work = world.backend._extend
     assert work is not None and work.dense and not work.lists and work.listed is None
+
+
+def test_warming_up_runs_the_kernels_and_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server does it before its first request, so that none waits for a compiler."""
+    world.backend.dense = Dense(world)  # type: ignore[assignment]
+    ran: list[str] = []
+    for owner, name in ((planned, "view_attention_plan"), (PlanBuffers, "advance"), (Dense, "plan"), (Dense, "run")):
+        original = getattr(owner, name)
+
+        def noted(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+            ran.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+    before = [cache.clone() for cache in world.caches]
+    world.backend.warm_up()
+    assert set(ran) == {"view_attention_plan", "advance", "plan", "run"}
+    assert all(torch.equal(old, new) for old, new in zip(before, world.caches, strict=True))
 
 
 def test_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,7 @@ def served(model, one_thread, stock_answers, tmp_path_factory) -> Iterator[Serve
     It starts when the stock engine is gone: an engine's shutdown ends all children of its process.
     """
     from sglang_ext import Engine
+    from sglang_ext.attention.policy import policies
 
     site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("policy")
     shutil.copy(Path(__file__).with_name("views_policy.py"), site / "views_policy.py")
@@ -206,11 +207,13 @@ def served(model, one_thread, stock_answers, tmp_path_factory) -> Iterator[Serve
     one_thread.setenv("VIEWS_POLICY_FOLDER", str(folder))
     one_thread.setenv("VIEWS_POLICY_BYTES", str(pool_bytes // BUDGET_TOKENS))
     one_thread.syspath_prepend(str(site))  # this process and those it spawns
+    policies.cache_clear()  # a package is not installed in a process that has begun
     engine = Engine(model_path=str(model), attention_backend="test_views", mem_fraction_static=0.5, **OPTIONS)
     try:
         yield Served(engine, folder, model, pool_bytes)
     finally:
         engine.shutdown()
+        policies.cache_clear()
 
 
 @pytest.fixture(scope="module")

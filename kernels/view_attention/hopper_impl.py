@@ -29,8 +29,6 @@ from sglang_ext.kernels.view_attention.buffers import PlanBuffers, copies_tiles
 from sglang_ext.kernels.view_attention.plan import Config
 from sglang_ext.kernels.view_attention.triton_impl import LOG2_E, _pairs
 
-TURNS = gl.constexpr(True)
-
 TILES = gl.NVMMASharedLayout(128, 16, rank=2)
 
 TURNING = 528
@@ -63,10 +61,6 @@ def _load(
     HEADS_EACH: gl.constexpr,
     HEAD_STEP: gl.constexpr,
     GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """Fill the ring of tiles, item after item."""
     query_tiles, key_tiles, value_tiles = tiles
@@ -75,6 +69,10 @@ def _load(
     turned_rows, stride_key, stride_key_head, stride_value, stride_value_head = strides
     q_smem, k_smem, v_smem = buffers
     q_ready, q_free, ready, free, _ = barriers
+    GROUPS: gl.constexpr = q_smem.type.shape[0]
+    STAGES: gl.constexpr = k_smem.type.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.type.shape[1]
+    DIM: gl.constexpr = k_smem.type.shape[2]
     GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dim = gl.arange(0, DIM, gl.SliceLayout(0, GATHER))
     line = gl.arange(0, BLOCK_N, gl.SliceLayout(1, GATHER))
@@ -144,20 +142,20 @@ def _multiply(
     buffers,
     barriers,
     WHICH: gl.constexpr,
-    KV_HEADS: gl.constexpr,
     HEADS_EACH: gl.constexpr,
     HEAD_STEP: gl.constexpr,
     GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """Attention of 64 rows of every item: group WHICH of those that multiply."""
     items, _, straight, first_item, last_item, first_head = work
     entry_limit, part, part_lse = outputs
     q_smem, k_smem, v_smem = buffers
     q_ready, q_free, ready, free, order = barriers
+    HEADS: gl.constexpr = HEAD_STEP * HEADS_EACH * GROUP
+    GROUPS: gl.constexpr = q_smem.type.shape[0]
+    STAGES: gl.constexpr = k_smem.type.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.type.shape[1]
+    DIM: gl.constexpr = k_smem.type.shape[2]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -168,7 +166,7 @@ def _multiply(
     out_line = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, OUT))
     dim = gl.arange(0, DIM, gl.SliceLayout(0, OUT))
     # Groups take turns with their keys, so that one computes its softmax while the tensor cores serve the others.
-    ORDERED: gl.constexpr = TURNS and GROUPS > 1
+    ORDERED: gl.constexpr = GROUPS > 1
     FIRST: gl.constexpr = 0 if WHICH == 0 else 1  # `count` is already one ahead
     nothing = gl.zeros((64, BLOCK_N), gl.float32, LOGITS)
     count = 0
@@ -216,12 +214,12 @@ def _multiply(
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(free.index(stage), count=1)
         limit = gl.load(entry_limit + next_begin + local, mask=local < next_entries, other=0)
-        state = entry.to(gl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + line % GROUP
+        state = entry.to(gl.int64) * HEADS + kv_head * GROUP + line % GROUP
         ln2: gl.constexpr = 0.6931471805599453
         gl.store(part_lse + state, (top + gl.log2(total)) * ln2, mask=used)
         acc = acc / gl.convert_layout(total, gl.SliceLayout(1, OUT))[:, None]
         out_used = out_line // GROUP < entries
-        out_state = (entry_begin + out_line // GROUP).to(gl.int64) * (KV_HEADS * GROUP)
+        out_state = (entry_begin + out_line // GROUP).to(gl.int64) * HEADS
         out_state += kv_head * GROUP + out_line % GROUP
         where = part + out_state[:, None] * DIM + dim[None, :]
         gl.store(where, acc.to(part.dtype.element_ty), mask=out_used[:, None] & (dim < DIM)[None, :])
@@ -291,42 +289,8 @@ def _attend(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        work,
-                        outputs,
-                        buffers,
-                        barriers,
-                        0,
-                        KV_HEADS,
-                        HEADS_EACH,
-                        HEAD_STEP,
-                        GROUP,
-                        GROUPS,
-                        DIM,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
-                (
-                    _load,
-                    (
-                        tiles,
-                        caches,
-                        work,
-                        strides,
-                        buffers,
-                        barriers,
-                        HEADS_EACH,
-                        HEAD_STEP,
-                        GROUP,
-                        GROUPS,
-                        DIM,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
+                (_multiply, (work, outputs, buffers, barriers, 0, HEADS_EACH, HEAD_STEP, GROUP)),
+                (_load, (tiles, caches, work, strides, buffers, barriers, HEADS_EACH, HEAD_STEP, GROUP)),
             ],
             [4],
             [LOAD_REGISTERS],
@@ -334,60 +298,9 @@ def _attend(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        work,
-                        outputs,
-                        buffers,
-                        barriers,
-                        0,
-                        KV_HEADS,
-                        HEADS_EACH,
-                        HEAD_STEP,
-                        GROUP,
-                        GROUPS,
-                        DIM,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        work,
-                        outputs,
-                        buffers,
-                        barriers,
-                        1,
-                        KV_HEADS,
-                        HEADS_EACH,
-                        HEAD_STEP,
-                        GROUP,
-                        GROUPS,
-                        DIM,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
-                (
-                    _load,
-                    (
-                        tiles,
-                        caches,
-                        work,
-                        strides,
-                        buffers,
-                        barriers,
-                        HEADS_EACH,
-                        HEAD_STEP,
-                        GROUP,
-                        GROUPS,
-                        DIM,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
+                (_multiply, (work, outputs, buffers, barriers, 0, HEADS_EACH, HEAD_STEP, GROUP)),
+                (_multiply, (work, outputs, buffers, barriers, 1, HEADS_EACH, HEAD_STEP, GROUP)),
+                (_load, (tiles, caches, work, strides, buffers, barriers, HEADS_EACH, HEAD_STEP, GROUP)),
             ],
             [4, 4],
             [REGISTERS, LOAD_REGISTERS],
@@ -395,78 +308,10 @@ def _attend(
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        work,
-                        outputs,
-                        buffers,
-                        barriers,
-                        0,
-                        KV_HEADS,
-                        HEADS_EACH,
-                        HEAD_STEP,
-                        GROUP,
-                        GROUPS,
-                        DIM,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        work,
-                        outputs,
-                        buffers,
-                        barriers,
-                        1,
-                        KV_HEADS,
-                        HEADS_EACH,
-                        HEAD_STEP,
-                        GROUP,
-                        GROUPS,
-                        DIM,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        work,
-                        outputs,
-                        buffers,
-                        barriers,
-                        2,
-                        KV_HEADS,
-                        HEADS_EACH,
-                        HEAD_STEP,
-                        GROUP,
-                        GROUPS,
-                        DIM,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
-                (
-                    _load,
-                    (
-                        tiles,
-                        caches,
-                        work,
-                        strides,
-                        buffers,
-                        barriers,
-                        HEADS_EACH,
-                        HEAD_STEP,
-                        GROUP,
-                        GROUPS,
-                        DIM,
-                        BLOCK_N,
-                        STAGES,
-                    ),
-                ),
+                (_multiply, (work, outputs, buffers, barriers, 0, HEADS_EACH, HEAD_STEP, GROUP)),
+                (_multiply, (work, outputs, buffers, barriers, 1, HEADS_EACH, HEAD_STEP, GROUP)),
+                (_multiply, (work, outputs, buffers, barriers, 2, HEADS_EACH, HEAD_STEP, GROUP)),
+                (_load, (tiles, caches, work, strides, buffers, barriers, HEADS_EACH, HEAD_STEP, GROUP)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, LOAD_REGISTERS],
@@ -568,7 +413,8 @@ def attend(
     See `planned.view_attention_plan` for the arguments.
 
     Raises:
-        ValueError: the kernel does not serve such attention, or the buffers have no room for turned queries.
+        ValueError: the kernel does not serve such attention, the buffers have no room for turned queries, or a cache is
+            not aligned to 16 bytes.
     """
     turned = buffers.turned
     shapes = (buffers.heads, buffers.kv_heads, query.shape[2], buffers.value_dim, key_cache.dtype, query.device)
@@ -578,8 +424,6 @@ def attend(
             f"{None if turned is None else turned.dtype}: expected half precision, head size 64 or 128 and "
             "PlanBuffers(turned=the caches' type); choose a config without groups"
         )
-    if not (copies_tiles(key_cache) and copies_tiles(value_cache)):
-        raise ValueError("caches that are not aligned to 16 bytes: choose a config without groups")
     turn(query, buffers, scale)
     attend_turned(buffers, turned, key_cache, value_cache, config)
 
@@ -630,6 +474,8 @@ def _tiles(buffers: PlanBuffers, tensor: torch.Tensor, rows: int) -> TensorDescr
     """
     name = ("gluon", tensor.data_ptr(), tensor.shape, tensor.stride(), rows)
     if name not in buffers.descriptors:
+        if not copies_tiles(tensor):
+            raise ValueError("caches that are not aligned to 16 bytes: choose a config without groups")
         width = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
         shape, strides = [tensor.shape[0], width], [tensor.stride(0), 1]
         buffers.descriptors[name] = TensorDescriptor(tensor, shape, strides, [rows, tensor.shape[2]], TILES)

@@ -392,9 +392,9 @@ def plan_rows(
     # Tiles of at most tile_rows pairs; a tile ends where its last row's sight does.
     group_tiles = -(-group_pairs // tile_rows)
     tile_group = np.arange(len(group_tiles)).repeat(group_tiles)
-    tile_number = np.arange(len(tile_group)) - (group_tiles.cumsum() - group_tiles)[tile_group]
-    tile_first = (group_pairs.cumsum() - group_pairs)[tile_group] + tile_number * tile_rows
-    tile_pairs = np.minimum(group_pairs[tile_group] - tile_number * tile_rows, tile_rows)
+    before = (np.arange(len(tile_group)) - (group_tiles.cumsum() - group_tiles)[tile_group]) * tile_rows
+    tile_first = (group_pairs.cumsum() - group_pairs)[tile_group] + before
+    tile_pairs = np.minimum(group_pairs[tile_group] - before, tile_rows)
     tile_len = np.maximum.reduceat(limit, tile_first)
 
     # Items: tiles, cut where one worker's share ends.
@@ -420,9 +420,8 @@ def plan_rows(
     tails = np.full((4, batch_rows), -1, dtype=np.int64)
     if room:
         tail_group = grows[group_start].nonzero()[0]
-        last_item = np.zeros(len(group_start), dtype=np.int64)
-        last_item[tile_group[item_tile]] = np.arange(len(item_tile))  # of several items of a group, the last stays
-        item = last_item[tail_group]
+        item_group = tile_group[item_tile]
+        item = item_group.searchsorted(tail_group, side="right") - 1  # the group's last item
         request = owner[group_start[tail_group]]
         tails[:, first[request]] = (
             item,

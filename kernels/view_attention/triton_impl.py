@@ -425,10 +425,10 @@ def attend(
     d = buffers.sections
     stages = config.tile_stages
     key_tiles = value_tiles = None
-    if stages and (head_dim, value_dim) == (block_d, block_v) and copies_tiles(key_cache) and copies_tiles(value_cache):
+    if stages and (head_dim, value_dim) == (block_d, block_v):
         key_tiles, value_tiles = (_tiles(buffers, cache, config.block_n) for cache in (key_cache, value_cache))
-    else:
-        stages = 0
+    if key_tiles is None or value_tiles is None:
+        stages, key_tiles, value_tiles = 0, None, None
     _attend[(config.workers(kv_heads) * kv_heads,)](
         query,
         key_cache,
@@ -469,13 +469,13 @@ def attend(
     )
 
 
-def _tiles(buffers: PlanBuffers, cache: torch.Tensor, tokens: int) -> TensorDescriptor:
-    """[slots, heads * dim] of a cache, from which tiles of `tokens` slots of one head are copied."""
+def _tiles(buffers: PlanBuffers, cache: torch.Tensor, tokens: int) -> TensorDescriptor | None:
+    """[slots, heads * dim] of a cache, from which tiles of `tokens` slots of one head are copied; None: it has none."""
     name = ("triton", cache.data_ptr(), cache.shape, cache.stride(), tokens)
     if name not in buffers.descriptors:
         width = (cache.shape[1] - 1) * cache.stride(1) + cache.shape[2]
-        shape, strides = [cache.shape[0], width], [cache.stride(0), 1]
-        buffers.descriptors[name] = TensorDescriptor(cache, shape, strides, [tokens, cache.shape[2]])
+        shape, strides, tile = [cache.shape[0], width], [cache.stride(0), 1], [tokens, cache.shape[2]]
+        buffers.descriptors[name] = TensorDescriptor(cache, shape, strides, tile) if copies_tiles(cache) else None
     return buffers.descriptors[name]
 
 

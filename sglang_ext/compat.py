@@ -8,7 +8,7 @@ Verified against sglang 0.5.16 and 0.5.17. A port to another version starts and,
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -43,10 +43,12 @@ __all__ = [
     "attention_shape",
     "blocks_were_missing",
     "breaks_at_attention",
+    "capture_whole",
     "capturing_views",
     "encode_request",
     "generate",
     "graph_variant",
+    "graphs_attention",
     "is_aborted",
     "is_internal",
     "is_missing_message",
@@ -59,12 +61,14 @@ __all__ = [
     "num_kv_slots",
     "record_both_variants",
     "refuse_model",
+    "replay_whole",
     "request_options",
     "request_row",
     "request_written",
     "set_request_row",
     "set_request_written",
     "view_backend",
+    "whole_graph_size",
     "write_kv",
 ]
 
@@ -279,6 +283,45 @@ def graph_variant(backend: Any) -> str:
 def record_both_variants(runner: Any) -> None:
     """Have a decode graph captured with views and without, for every batch size."""
     runner.record_nolora_graph = True
+
+
+_WHOLE = "sglang_ext_whole"
+
+
+def graphs_attention(graphs: Any) -> Any:
+    """The attention backend of the model whose prefill graphs these are."""
+    return graphs._model_runner.attn_backend
+
+
+def capture_whole(graphs: Any, shape_key: Any, forward: Callable[[], Any]) -> None:
+    """Capture a prefill that SGLang has just captured in pieces once more, in one piece, with its attention inside.
+
+    As SGLang's `FullCudaGraphBackend` does it; the result goes where that of the pieces goes.
+    """
+    for _ in range(2):
+        graphs._device_module.synchronize()
+        graphs._tp_group.barrier()
+        forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=graphs._pool, stream=graphs._capture_stream):
+        out = forward()
+        rows = graphs._output_rows(out, shape_key.size)
+        graphs._copy_output_to_buffer(out, graphs._shared_output_buffer, rows)
+    whole = getattr(graphs, _WHOLE, {})
+    whole[shape_key] = graph
+    setattr(graphs, _WHOLE, whole)
+
+
+def whole_graph_size(runner: Any, forward_batch: Any) -> int | None:
+    """Rows of the graph in one piece that has room for this prefill, or None."""
+    size = int(runner._pad_to_bucket(len(forward_batch.input_ids), runner.capture_num_tokens))
+    return size if any(key.size == size for key in getattr(runner.backend, _WHOLE, {})) else None
+
+
+def replay_whole(graphs: Any, shape_key: Any) -> Any:
+    """Replay a graph of `capture_whole`; returns what SGLang's `replay` returns."""
+    getattr(graphs, _WHOLE)[shape_key].replay()
+    return graphs._outputs[shape_key]
 
 
 def encode_request(rid: str, token_ids: list[int], row: str) -> Any:

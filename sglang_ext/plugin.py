@@ -32,6 +32,9 @@ class Hook:
 _SRT = "sglang.srt."
 _OURS = "sglang_ext.serving."
 _RUNNER = _SRT + "model_executor.runner."
+_BREAKABLE = (
+    _SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend."  # a prefill's graphs
+)
 _GRAPHS = "sglang_ext.attention.graphs:"
 
 HOOKS = (
@@ -106,6 +109,18 @@ HOOKS = (
         "around",
         _GRAPHS + "around_can_run_prefill",
     ),
+    Hook(
+        _RUNNER + "prefill_cuda_graph_runner.PrefillCudaGraphRunner.capture",
+        "before",
+        _GRAPHS + "before_capture_prefill",
+    ),
+    Hook(
+        _RUNNER + "prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+        "around",
+        _GRAPHS + "around_execute_prefill",
+    ),
+    Hook(_BREAKABLE + "capture_one", "around", _GRAPHS + "around_capture_breakable"),
+    Hook(_BREAKABLE + "replay", "around", _GRAPHS + "around_replay_breakable"),
     Hook(
         _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "after",

@@ -1,7 +1,11 @@
-"""CUDA graphs: one decode graph with views and one without for every batch size, so that plain batches pay nothing.
+"""CUDA graphs with views beside those without, so that plain batches pay nothing.
 
-SGLang captures a second graph of every size for servers with LoRA adapters. LoRA is refused beside views, so its two
-labels are free.
+Decoding: SGLang captures a second graph of every batch size for servers with LoRA adapters. LoRA is refused beside
+views, so its two labels are free.
+
+Prefills: SGLang's `breakable` graphs stop at attention in every layer, which the host then launches. A question over
+resident blocks has little to compute, so that launching takes longer than the GPU does. Its work lists lie in static
+buffers, however: small sizes are captured a second time, in one piece, for prefills whose rows are all in one list.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ def before_capture(runner: Any) -> None:
 def after_capture(_result: Any, runner: Any) -> None:
     """AFTER DecodeCudaGraphRunner.capture: the next batch says itself whether it has views."""
     if isinstance(runner.attn_backend, PlannedViews):
-        runner.attn_backend.viewing = False
+        runner.attn_backend.end_capture()
 
 
 def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
@@ -48,3 +52,45 @@ def around_can_run_prefill(original: Callable[..., bool], runner: Any, forward_b
     if isinstance(backend, PlannedViews) and backend.viewing and not compat.breaks_at_attention(runner):
         return False
     return original(runner, forward_batch)
+
+
+def before_capture_prefill(runner: Any) -> None:
+    """BEFORE PrefillCudaGraphRunner.capture: room for questions inside graphs."""
+    backend = runner.model_runner.attn_backend
+    if isinstance(backend, PlannedViews) and compat.breaks_at_attention(runner):
+        backend.init_question_graphs(runner.capture_num_tokens)
+
+
+def around_capture_breakable(
+    original: Callable[..., None], graphs: Any, shape_key: Any, forward: Callable[[], Any], *args: Any, **kwargs: Any
+) -> None:
+    """AROUND BreakableCudaGraphBackend.capture_one: small sizes once more, with views and in one piece."""
+    original(graphs, shape_key, forward, *args, **kwargs)
+    backend = compat.graphs_attention(graphs)
+    if isinstance(backend, PlannedViews) and backend.capture_question(shape_key.size):
+        try:
+            compat.capture_whole(graphs, shape_key, forward)
+        finally:
+            backend.end_capture()
+
+
+def around_execute_prefill(original: Callable[..., Any], runner: Any, forward_batch: Any, **kwargs: Any) -> Any:
+    """AROUND PrefillCudaGraphRunner.execute: tells the planner whether a graph in one piece has room for this batch."""
+    backend = runner.model_runner.attn_backend
+    if not isinstance(backend, PlannedViews):
+        return original(runner, forward_batch, **kwargs)
+    backend.question_size = compat.whole_graph_size(runner, forward_batch)
+    try:
+        return original(runner, forward_batch, **kwargs)
+    finally:
+        backend.question_size = None
+
+
+def around_replay_breakable(
+    original: Callable[..., Any], graphs: Any, shape_key: Any, static_forward_batch: Any, **kwargs: Any
+) -> Any:
+    """AROUND BreakableCudaGraphBackend.replay: the graph in one piece, where the batch was planned for it."""
+    backend = compat.graphs_attention(graphs)
+    if isinstance(backend, PlannedViews) and backend.in_question_graph():
+        return compat.replay_whole(graphs, shape_key)
+    return original(graphs, shape_key, static_forward_batch, **kwargs)

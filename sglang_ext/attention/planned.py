@@ -43,6 +43,11 @@ GRAPH_RUNS = 96
 SLICE_ENTRIES = 16384
 """Partial outputs of one work list; prefills that need more are cut into several."""
 
+QUESTION_ROWS = 1024
+"""Query rows of the largest prefill whose attention is inside its CUDA graph: above, launches are hidden anyway."""
+
+ONE_QUESTION = 24
+"""Query rows of a question of usual length; a small prefill is one, and every run is seen by all of its rows."""
 
 ROWS = (1.0, 40.0, 100.0, 160.0, 1e6)
 """Pairs of (query row, head of the group) that see a run, one number for each configuration of the kernels."""
@@ -70,12 +75,14 @@ class _Extend:
         dense: whether the dense kernel was planned.
         lists: (first row, end row, loaded buffers) of each work list.
         listed: rows of the work lists, where the dense kernel serves others; None where one of them serves all.
+        in_graph: whether the one list is in the buffers of the CUDA graphs that have attention inside.
     """
 
     rows: int
     dense: bool
     lists: list[tuple[int, int, PlanBuffers]]
     listed: torch.Tensor | None
+    in_graph: bool = False
 
 
 class PlannedViews(ViewBackend):
@@ -85,6 +92,9 @@ class PlannedViews(ViewBackend):
         dense: prefill kernel over virtual requests, where there is one.
         viewing: whether the batch at hand has views; the base serves it otherwise.
         graph_sizes: batch sizes that have a CUDA graph, in ascending order.
+        prefills: how many prefills with views ran in which way.
+        question_size: rows of the CUDA graph with attention inside that may serve the prefill at hand; None where there
+            is none.
     """
 
     dense: VirtualRequests | None = None
@@ -99,6 +109,8 @@ class PlannedViews(ViewBackend):
         self.num_slots = compat.num_kv_slots(model_runner)
         self.viewing = False
         self.graph_sizes: list[int] = []
+        self.prefills = {"graph": 0, "lists": 0, "dense": 0}
+        self.question_size: int | None = None
         self._table: torch.Tensor = self.req_to_token_pool.req_to_token  # type: ignore[attr-defined]
         self._keys: dict[Hashable, int] = {}
         self._kept: dict[int, tuple[Request, planning.RowRuns]] = {}  # what decoding requests see
@@ -107,6 +119,7 @@ class PlannedViews(ViewBackend):
         self._seq_lens = np.zeros(0, dtype=np.int64)
         self._plan: Plan | None = None
         self._graph_buffers: PlanBuffers | None = None
+        self._question_buffers: PlanBuffers | None = None
         # Cutting a list's items repeats the rows of at most one tile a worker.
         shape = self.shape
         self._hopper = _hopper_serves(shape, self.rope.inv_freq.device)
@@ -234,6 +247,9 @@ class PlannedViews(ViewBackend):
                     for part in _parts(seen):
                         listed.append(self._rows(rows.request, part, rows.first + part.begin - rows.begin))
         total = self._batch[-1].first + self._batch[-1].end - self._batch[-1].begin
+        in_graph = None if dense else self._plan_question(listed, total)
+        if in_graph is not None:
+            return in_graph
         lists = []
         config = self._config(_rows_per_run(listed))
         for number, (first, requests) in enumerate(_slices(listed)):
@@ -253,6 +269,23 @@ class PlannedViews(ViewBackend):
                 index = index.pin_memory() if self._table.is_cuda else index  # no copy that waits for the GPU
                 index = index.to(self._table.device, non_blocking=True)
         return _Extend(total, bool(dense), lists, index)
+
+    def _plan_question(self, listed: Sequence[planning.RowRuns], total: int) -> _Extend | None:
+        """The plan of a prefill whose attention is inside its CUDA graph; None where it cannot be."""
+        size, buffers = self.question_size, self._question_buffers
+        if size is None or buffers is None or _entries(listed) > SLICE_ENTRIES:
+            return None
+        plan = planning.plan_rows(
+            listed, config=self.question_config(size), group=self.shape.group, kv_heads=self.shape.kv_heads
+        )
+        if buffers.capacity.lacks(plan):
+            return None
+        buffers.load(plan, self._table.view(-1))
+        return _Extend(total, False, [(0, size, buffers)], None, in_graph=True)
+
+    def question_config(self, size: int) -> Config:
+        """How the kernel is cut for the prefill graph of `size` rows: by its size alone, as for decoding."""
+        return self._config(max(min(size, ONE_QUESTION), size / 3))
 
     def _plan_dense(self, dense: Sequence[tuple[BatchRows, RowRuns]], total: int) -> None:
         """Virtual requests in row order; rows between them belong to the work lists and see nothing here."""
@@ -364,6 +397,8 @@ class PlannedViews(ViewBackend):
             self._advance(forward_batch)
         else:
             self._extend = self._plan_extend()
+            kind = "graph" if self._extend.in_graph else "dense" if self._extend.dense else "lists"
+            self.prefills[kind] += 1
 
     def _advance(self, forward_batch: Any) -> None:
         if self._decoding is None:
@@ -383,6 +418,45 @@ class PlannedViews(ViewBackend):
             _largest(bounds),
             share=self._grown[0],
         )
+
+    def init_question_graphs(self, sizes: Sequence[int]) -> None:
+        """Room for prefills inside CUDA graphs of `sizes` rows; called before they are captured."""
+        sizes = [size for size in sizes if size <= QUESTION_ROWS]
+        if not sizes:
+            return
+        workers = {self.question_config(size).workers(self.shape.kv_heads) for size in sizes}
+        entries = len(self._grown[0].part)
+        capacity = Capacity(
+            rows=max(sizes),
+            items=SLICE_ENTRIES + max(workers),
+            entries=entries,
+            angles=SLICE_ENTRIES,
+            slots=self.num_slots,
+            workers=max(workers),
+        )
+        self._question_buffers = self._allocate(capacity, share=self._grown[0])
+
+    def capture_question(self, size: int) -> bool:
+        """Let the next prefill of `size` rows be captured with its attention inside; False where it is not to be.
+
+        `end_capture` ends it.
+        """
+        buffers = self._question_buffers
+        if buffers is None or size > QUESTION_ROWS:
+            return False
+        config = self.question_config(size)
+        empty = planning.plan_rows([], config=config, group=self.shape.group, kv_heads=self.shape.kv_heads)
+        buffers.load(empty, self._table.view(-1))
+        self.viewing, self._extend = True, _Extend(size, False, [(0, size, buffers)], None, in_graph=True)
+        return True
+
+    def end_capture(self) -> None:
+        """The next batch says itself whether it has views."""
+        self.viewing, self._extend = False, None
+
+    def in_question_graph(self) -> bool:
+        """Whether the prefill at hand was planned for a CUDA graph that has its attention inside."""
+        return self.viewing and self._extend is not None and self._extend.in_graph
 
     def fits_graph(self) -> bool:
         """Whether the batch's plan fits into the buffers of the CUDA graphs."""
@@ -483,6 +557,11 @@ def _slices(requests: Sequence[planning.RowRuns]) -> list[tuple[int, list[planni
         slices[-1][1].append(request)
         size += entries
     return slices
+
+
+def _entries(requests: Sequence[planning.RowRuns]) -> int:
+    """Partial outputs of a work list that is cut nowhere."""
+    return sum(request.num_rows * len(request.keys) for request in requests)
 
 
 def _rows_of(requests: Sequence[planning.RowRuns]) -> torch.Tensor:

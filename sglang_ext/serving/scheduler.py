@@ -238,7 +238,9 @@ def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
     """AFTER Scheduler.get_internal_state: our counters, and what serves the views, in /server_info."""
     counters = stats(scheduler)
     if counters:
-        counters["attention_backend"] = type(compat.view_backend(scheduler.tp_worker.model_runner)).__name__
+        backend = compat.view_backend(scheduler.tp_worker.model_runner)
+        counters["attention_backend"] = type(backend).__name__
+        counters["view_prefills"] = dict(getattr(backend, "prefills", {}))
     result.internal_state["sglang_ext"] = counters
     return result
 

@@ -168,7 +168,7 @@ class World:
         query = torch.randn(sum(new) + (padding or 0), HEADS, DIM, generator=torch.Generator().manual_seed(self.free))
         query = query.to(DEVICE)
         layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5)
-        if padding is None:
+        if padding is None or not decode:
             self.backend.init_forward_metadata(batch)
         else:
             assert self.backend.fits_graph()
@@ -396,3 +396,25 @@ def test_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SGLANG_EXT_KERNELS", "flashinfer")
         with pytest.raises(ValueError, match="GPU"):
             backend_class(DbsaPolicy())
+
+
+def test_questions_inside_graphs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned into the buffers of the graphs, rows padded to the graph's; beside graphs that lack room, and none."""
+    monkeypatch.setattr(planned, "SLICE_ENTRIES", 70)
+    backend = world.backend = Backend(world.runner, DbsaPolicy())
+    backend.init_question_graphs([16, 32, 2048])
+    assert not backend.capture_question(2048)
+    for size in (32, 16):
+        assert backend.capture_question(size) and backend.in_question_graph()
+        backend.end_capture()
+        assert not backend.in_question_graph()
+    batch = [world.request("acb", 13, 1), world.request("", 11, 2), world.request("abd", 3, 3)]
+    for new, size, inside in (([7, 6, 2], 16, True), ([13, 6, 2], 32, True), ([13, 11, 3], 32, False)):
+        backend.question_size = size
+        world.forward(batch, new, padding=size - sum(new))
+        assert backend.in_question_graph() == inside
+        backend.question_size = None
+    world.forward(batch, [7, 6, 2])
+    assert not backend.in_question_graph()
+    world.forward([world.request("", 9, 4)], [9])
+    assert not backend.in_question_graph()

@@ -31,6 +31,11 @@ from sglang_ext.kernels.view_attention.triton_impl import LOG2_E, _pairs
 
 TILES = gl.NVMMASharedLayout(128, 16, rank=2)
 
+SQUARE = "square tiles of keys: on an H200, Triton 3.6.0 made wrong results of them"
+"""Why tiles never have as many tokens as a head has dimensions: logits and outputs have one layout then, and what comes
+out is far off (head sizes 64 and 128, both half types, any number of groups). Found by the tests; the fault lies below
+Gluon, as its intermediate code and the PTX look right."""
+
 TURNING = 528
 """Programs that turn queries."""
 
@@ -413,8 +418,8 @@ def attend(
     See `planned.view_attention_plan` for the arguments.
 
     Raises:
-        ValueError: the kernel does not serve such attention, the buffers have no room for turned queries, or a cache is
-            not aligned to 16 bytes.
+        ValueError: the kernel does not serve such attention, the buffers have no room for turned queries, tiles are as
+            long as a head is wide, or a cache is not aligned to 16 bytes.
     """
     turned = buffers.turned
     shapes = (buffers.heads, buffers.kv_heads, query.shape[2], buffers.value_dim, key_cache.dtype, query.device)
@@ -424,6 +429,8 @@ def attend(
             f"{None if turned is None else turned.dtype}: expected half precision, head size 64 or 128 and "
             "PlanBuffers(turned=the caches' type); choose a config without groups"
         )
+    if config.block_n == query.shape[2]:
+        raise ValueError(f"config {config} for head size {query.shape[2]}: expected another block_n ({SQUARE})")
     turn(query, buffers, scale)
     attend_turned(buffers, turned, key_cache, value_cache, config)
 

@@ -137,9 +137,9 @@ def choose(
         programs = num_sms * (2 if groups == 1 else 1)  # two of the small ones fit a multiprocessor
         return Config(
             block_m=64 * groups,
-            block_n=64,
+            block_n=8192 // head_dim,  # never the head size: see `hopper_impl.SQUARE`
             num_warps=4,
-            tile_stages={1: 3, 2: 6, 3: 5}[groups] * 512 // max(token, 256),
+            tile_stages={1: 3, 2: 6, 3: 5}[groups],
             num_programs=programs,
             groups=groups,
             heads_each=_heads_each(programs, kv_heads),

@@ -20,7 +20,7 @@ import torch
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, view_attention
 from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
-from sglang_ext.kernels.view_attention.plan import Config, Plan, RowRuns, plan_rows
+from sglang_ext.kernels.view_attention.plan import Config, Plan, RowRuns, choose, plan_rows
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -610,17 +610,21 @@ GROUPED = {
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_hopper_equals_the_reference(groups: int, rows: int, straight: bool) -> None:
     """Runs of a token and of several tiles, tails seen causally, several tiles of rows; both half types."""
-    for dtype, head_dim, group in ((torch.bfloat16, 128, 4), (torch.float16, 64, 2), (torch.bfloat16, 128, 1)):
-        for block_n in (64, 128):
-            world = World(size=9000, kv_heads=2, group=group, head_dim=head_dim, dtype=dtype, straight=straight)
-            shared = [world.write(tokens, 7 * tokens) for tokens in (1, 64, 700, 129, 500, 63)]
-            for number in range(7):
-                names = world.rng.choice(6, 4, replace=False).tolist()
-                pieces = [Piece(name, shared[name], 100 * number - name) for name in names]
-                world.requests.append(Asked(pieces, world.write(rows + 3 * number, 5000), rows))
-            config = replace(GROUPED[groups], block_n=block_n, tile_stages=2 if block_n == 128 else 3)
-            world.verify(config, padding=2)
-            world.verify(replace(config, num_programs=60))
+    kinds = ((torch.bfloat16, 128, 4), (torch.float16, 64, 2), (torch.bfloat16, 128, 1), (torch.bfloat16, 64, 8))
+    for dtype, head_dim, group in kinds:
+        world = World(size=9000, kv_heads=2, group=group, head_dim=head_dim, dtype=dtype, straight=straight)
+        shared = [world.write(tokens, 7 * tokens) for tokens in (1, 64, 700, 129, 500, 63)]
+        for number in range(7):
+            names = world.rng.choice(6, 4, replace=False).tolist()
+            pieces = [Piece(name, shared[name], 100 * number - name) for name in names]
+            world.requests.append(Asked(pieces, world.write(rows + 3 * number, 5000), rows))
+        config = replace(GROUPED[groups], block_n=8192 // head_dim)
+        world.verify(config, padding=2)
+        world.verify(replace(config, num_programs=60, tile_stages=2))
+        # What the rule chooses.
+        world.verify(choose(16 * groups * 4 // group, group, head_dim, num_sms=12, kv_heads=2, hopper=True))
+        with pytest.raises(ValueError, match="square tiles"):
+            world.verify(replace(config, block_n=head_dim))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")

@@ -36,7 +36,7 @@ SQUARE = "square tiles of keys: on an H200, Triton 3.6.0 made wrong results of t
 out is far off (head sizes 64 and 128, both half types, any number of groups). Found by the tests; the fault lies below
 Gluon, as its intermediate code and the PTX look right."""
 
-TURNING = 528
+TURNING = 2112
 """Programs that turn queries."""
 
 REGISTERS = {1: (128, 0, 64), 2: (168, 216, 64), 3: (128, 160, 32)}

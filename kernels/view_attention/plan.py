@@ -398,7 +398,11 @@ def plan_rows(
     tile_len = np.maximum.reduceat(limit, tile_first)
 
     # Items: tiles, cut where one worker's share ends.
-    item_tile, item_begin, item_len, work_ptr = split(tile_len, workers, config)
+    several = (group_tiles > 1)[tile_group]
+    if several.any() and not room:  # what grows must stay the last item of its run
+        item_tile, item_begin, item_len, work_ptr = deal(tile_len, several, workers, config)
+    else:
+        item_tile, item_begin, item_len, work_ptr = split(tile_len, workers, config)
     item_pairs = tile_pairs[item_tile]
     entry_item = np.arange(len(item_tile)).repeat(item_pairs)
     shift = tile_first[item_tile] - (item_pairs.cumsum() - item_pairs)
@@ -453,7 +457,7 @@ def plan_rows(
     )
 
 
-def split(tile_len: Ints, workers: int, config: Config) -> tuple[Ints, Ints, Ints, Ints]:
+def split(tile_len: Ints, workers: int, config: Config, taken: npt.ArrayLike = 0) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut tiles so that every worker gets an equal, contiguous share of the work: the rule of splitting.
 
     A tile of n tokens costs ceil(n / block_n) + item_cost steps, however many of its rows are in use. The tiles are
@@ -463,6 +467,7 @@ def split(tile_len: Ints, workers: int, config: Config) -> tuple[Ints, Ints, Int
 
     Args:
         tile_len: [tiles] tokens, at least one each.
+        taken: [workers] steps that each worker has to do already; its share is smaller by as many.
 
     Returns:
         (tile, first token, tokens) of each item, each [items], and work_ptr [workers + 1].
@@ -472,7 +477,9 @@ def split(tile_len: Ints, workers: int, config: Config) -> tuple[Ints, Ints, Int
     cost_end = (steps + config.item_cost).cumsum()
     step_begin = steps.cumsum() - steps
     total = int(steps.sum())
-    cuts = np.arange(1, workers) * int(cost_end[-1]) // workers
+    before = np.broadcast_to(np.asarray(taken, dtype=np.int64), workers).cumsum()
+    every = int(cost_end[-1] + before[-1])
+    cuts = np.clip(np.arange(1, workers) * every // workers - before[:-1], 0, int(cost_end[-1]) - 1)
     tile = cost_end.searchsorted(cuts, side="right")
     size = steps[tile]
     inside = np.clip(cuts - (cost_end[tile] - size), 0, size)  # the tile's own cost comes first
@@ -490,6 +497,43 @@ def split(tile_len: Ints, workers: int, config: Config) -> tuple[Ints, Ints, Int
     work_ptr = np.zeros(workers + 1, dtype=np.int64)
     work_ptr[1:-1], work_ptr[-1] = begin.searchsorted(np.maximum.accumulate(at)), len(begin)
     return item_tile, first, last - first, work_ptr
+
+
+def deal(tile_len: Ints, several: npt.NDArray[np.bool_], workers: int, config: Config) -> tuple[Ints, Ints, Ints, Ints]:
+    """`split`, but most tiles of runs that have several are dealt to the workers like cards.
+
+    A run that many rows see has several tiles, which read the same keys. In `split` one worker takes them one after the
+    other, each from memory; dealt, neighbours read them side by side, from the L2 cache. As many rounds are dealt as
+    leave every worker below its share; what is left is split such that the shares are equal in the end.
+
+    Args:
+        tile_len: [tiles] tokens, at least one each.
+        several: [tiles] whether the tile is one of several of its run.
+
+    Returns:
+        As `split`: each worker's dealt tiles are followed by its part of what is left.
+    """
+    cost: Ints = -(-tile_len // config.block_n) + config.item_cost
+    cards = several.nonzero()[0]
+    rounds = min(int(cost.sum() / workers / cost[cards].max()), len(cards) // workers) if cards.size else 0
+    dealt = cards[: rounds * workers]
+    left = np.ones(len(tile_len), dtype=bool)
+    left[dealt] = False
+    if not rounds or not left.any():
+        return split(tile_len, workers, config)
+    rest = left.nonzero()[0]
+    taken = cost[dealt].reshape(rounds, workers).sum(axis=0)
+    tile, begin, size, ptr = split(tile_len[rest], workers, config, taken)
+    # Stable, so that a worker's dealt tiles come first and keep their order.
+    worker = np.concatenate((np.tile(np.arange(workers), rounds), np.arange(workers).repeat(np.diff(ptr))))
+    order = worker.argsort(kind="stable")
+    whole = np.zeros(len(dealt), dtype=np.int64)
+    return (
+        np.concatenate((dealt, rest[tile]))[order],
+        np.concatenate((whole, begin))[order],
+        np.concatenate((tile_len[dealt], size))[order],
+        ptr + rounds * np.arange(workers + 1),
+    )
 
 
 def _copies(begin: Ints, source: Ints, length: Ints) -> Ints:

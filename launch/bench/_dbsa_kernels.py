@@ -142,6 +142,7 @@ class Planned:
             kv_heads=KV_HEADS,
             value_dim=DIM,
             rope=pool.rope,
+            part_dtype=torch.bfloat16,
             turned=torch.bfloat16 if config.groups else None,
         )
         self.buffers.load(self.plan, pool.table)

@@ -334,6 +334,8 @@ class PlannedViews(ViewBackend):
             kv_heads=self.shape.kv_heads,
             value_dim=self.shape.value_dim,
             rope=self.rope,
+            # Weighted means of values in this type; what rounding them adds is of the size of rounding the output.
+            part_dtype=self.shape.dtype,
             share=share,
             turned=self.shape.dtype if self._hopper else None,
         )

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Config, Plan, RowRuns, choose, plan_rows, split
+from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Config, Plan, RowRuns, choose, deal, plan_rows, split
 
 SMALL = Config(block_m=16, block_n=16, num_programs=10, min_split=32)
 TABLE = np.random.default_rng(0).permutation(100_000)
@@ -184,19 +184,41 @@ def test_nothing_to_see(runs: list[tuple[int, int, int, int]]) -> None:
         assert plan.work_ptr.tolist() == [0] * (1 + SMALL.workers(2))
 
 
+def test_dealt_tiles() -> None:
+    """Two runs of three tiles of 8 steps, and one of a step: 49 steps for 3 workers, who get two tiles each."""
+    config = replace(SMALL, block_n=16, min_split=0, item_cost=0)
+    lengths, several = np.array([16, *[128] * 6]), np.array([False, *[True] * 6])
+    tile, first, size, work_ptr = deal(lengths, several, 3, config)
+    assert [tile[a:b].tolist() for a, b in pairwise(work_ptr)] == [[1, 4], [2, 5], [3, 6, 0]]
+    assert not first.any() and size.tolist() == lengths[tile].tolist()
+    tile, first, size, work_ptr = deal(np.array([16, *[128] * 7]), np.array([False, *[True] * 7]), 3, config)
+    shares = [tile[a:b].tolist() for a, b in pairwise(work_ptr)]
+    assert [share[:2] for share in shares] == [[1, 4], [2, 5], [3, 6]] and [share[2:] for share in shares] == [
+        [0, 7],
+        [7],
+        [7],
+    ]
+
+
+@pytest.mark.parametrize("dealt", [False, True], ids=["split", "dealt"])
 @pytest.mark.parametrize("seed", range(30))
-def test_shares_are_equal_and_pieces_are_not_small(seed: int) -> None:
+def test_shares_are_equal_and_pieces_are_not_small(seed: int, dealt: bool) -> None:
     rng = np.random.default_rng(seed)
     tiles, workers = int(rng.integers(1, 60)), int(rng.integers(1, 40))
     config = replace(SMALL, block_n=32, min_split=int(rng.choice([0, 64, 128])), item_cost=int(rng.integers(0, 4)))
     tile_len = rng.integers(1, 3000, tiles)
-    tile, first, size, work_ptr = split(tile_len, workers, config)
+    if dealt:
+        tile_len = rng.integers(2000, 3000, tiles)
+        tile, first, size, work_ptr = deal(tile_len, rng.random(tiles) < 0.8, workers, config)
+    else:
+        tile, first, size, work_ptr = split(tile_len, workers, config)
     for t in range(tiles):
-        mine = tile == t
+        mine = (tile == t).nonzero()[0]
+        mine = mine[first[mine].argsort()]
         begin, length = first[mine], size[mine]
         assert begin[0] == 0 and (begin[1:] == (begin + length)[:-1]).all() and (begin + length)[-1] == tile_len[t]
         assert (begin % config.block_n == 0).all()
-        if mine.sum() > 1:
+        if len(mine) > 1:
             assert (-(-length // config.block_n) * config.block_n).min() >= config.min_split
     assert len(tile) <= tiles + workers - 1
     assert work_ptr[0] == 0 and work_ptr[-1] == len(tile) and (np.diff(work_ptr) >= 0).all()

@@ -195,9 +195,11 @@ class World:
         assert error <= LSE_TOLERANCE[self.dtype] * max(1.0, want_lse.abs().max().item()), error
         assert (out[len(want) :] == 0).all() and (lse[len(want) :] == float("-inf")).all(), "padding"
 
-    def verify(self, config: Config = SMALL, padding: int = 0, room: int = 0) -> None:
+    def verify(
+        self, config: Config = SMALL, padding: int = 0, room: int = 0, part_dtype: torch.dtype = torch.float32
+    ) -> None:
         plan = self.plan(config, room)
-        buffers = self.buffers(plan, padding)
+        buffers = self.buffers(plan, padding, part_dtype)
         buffers.load(plan, self.table())
         self.check(self.query(padding), buffers)
 
@@ -559,7 +561,7 @@ compiled(upkeep._straight, c, BLOCK=1024)
 compiled(upkeep._angles, c, HALF=64, BLOCK=64)
 turn = {"turned": "*bf16", "counts": "*i32", "turned_rows": "i32"}
 TYPES |= turn
-compiled(hopper._turn, c, KV_HEADS=8, GROUP=4, DIM=128, ROTARY=128, NEOX=True, PROGRAMS=528)
+compiled(hopper._turn, c, KV_HEADS=8, GROUP=4, DIM=128, ROTARY=128, NEOX=True, PROGRAMS=hopper.TURNING)
 
 for rows, dim in ((12, 128), (20, 64), (40, 128)):
     c = choose(rows, 4, dim, kv_heads=8, hopper=True)
@@ -620,7 +622,7 @@ def test_hopper_equals_the_reference(groups: int, rows: int, straight: bool) -> 
             world.requests.append(Asked(pieces, world.write(rows + 3 * number, 5000), rows))
         config = replace(GROUPED[groups], block_n=8192 // head_dim)
         world.verify(config, padding=2)
-        world.verify(replace(config, num_programs=60, tile_stages=2))
+        world.verify(replace(config, num_programs=60, tile_stages=2), part_dtype=dtype)
         # What the rule chooses.
         world.verify(choose(16 * groups * 4 // group, group, head_dim, num_sms=12, kv_heads=2, hopper=True))
         with pytest.raises(ValueError, match="square tiles"):

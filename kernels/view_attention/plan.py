@@ -142,7 +142,8 @@ def choose(
             tile_stages={1: 3, 2: 6, 3: 5}[groups],
             num_programs=programs,
             groups=groups,
-            heads_each=_heads_each(programs, kv_heads),
+            # Several tiles a run are dealt, and fewer programs on one head's keys leave less of them in the L2 cache.
+            heads_each=1 if rows > 128 * groups else _heads_each(programs, kv_heads),
         )
     block_m = (
         16 if wanted <= 24 or itemsize > 2 else 64 if wanted <= 96 else 128

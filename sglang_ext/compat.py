@@ -62,8 +62,11 @@ __all__ = [
     "request_options",
     "request_row",
     "request_written",
+    "sent_row",
     "set_request_row",
     "set_request_written",
+    "set_stitched_tokens",
+    "stitched_tokens",
     "view_backend",
     "write_kv",
 ]
@@ -72,6 +75,7 @@ _ROW = "sglang_ext_row"
 _WRITTEN = "sglang_ext_written"
 _ABORT = "sglang_ext_abort"
 _INTERNAL = "sglang_ext_internal"
+_STITCHED = "sglang_ext_stitched_tokens"
 
 
 def request_row(req: Any) -> Row | None:
@@ -281,21 +285,38 @@ def record_both_variants(runner: Any) -> None:
     runner.record_nolora_graph = True
 
 
-def encode_request(rid: str, token_ids: list[int], row: str) -> Any:
-    """A request that only writes keys and values: nothing is generated."""
+def encode_request(rid: str, token_ids: list[int], row: Row) -> Any:
+    """A request that only writes keys and values, of `token_ids` behind the row's prefix: nothing is generated."""
     request = GenerateReqInput(
         rid=rid,
         input_ids=token_ids,
-        sampling_params={"max_new_tokens": 0, "temperature": 0.0, "custom_params": {WIRE_KEY: row}},
+        sampling_params={"max_new_tokens": 0, "temperature": 0.0, "custom_params": {WIRE_KEY: row.dump()}},
         stream=False,
     )
     setattr(request, _INTERNAL, True)
+    set_stitched_tokens(request, row.prefix_tokens)
     return request
 
 
 def is_internal(request: Any) -> bool:
     """Whether `encode_request` made this request; unlike its id, nothing a client sends can say so."""
     return getattr(request, _INTERNAL, False)
+
+
+def stitched_tokens(request: Any) -> int:
+    """How many tokens of blocks the scheduler will put in front of a GenerateReqInput's own."""
+    return getattr(request, _STITCHED, 0)
+
+
+def set_stitched_tokens(request: Any, tokens: int) -> None:
+    setattr(request, _STITCHED, tokens)
+
+
+def sent_row(request: Any) -> Row | None:
+    """The row that a TokenizedGenerateReqInput was sent with, or None for a plain one."""
+    custom = request.sampling_params.custom_params
+    text = custom.get(WIRE_KEY) if isinstance(custom, dict) else None
+    return Row.load(text) if text else None
 
 
 def generate(manager: Any, request: Any) -> AsyncIterator[Any]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_ext import compat
-from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, NewBlock, Row
+from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, NewBlock, Piece, Row
 from sglang_ext.compat import (
     InsertParams,
     MatchPrefixParams,
@@ -105,6 +105,22 @@ class BlockRadixCache(RadixCache):
     def missing(self, keys: Iterable[str]) -> list[str]:
         """Which of the blocks named `keys` are not resident."""
         return [key for key in dict.fromkeys(keys) if key not in self.blocks]
+
+    def token_ids(self, pieces: Iterable[Piece]) -> array:
+        """Token ids (array of "q") of pieces of resident blocks, one after the other.
+
+        Raises:
+            MissingBlocks: some are not resident.
+        """
+        pieces = tuple(pieces)
+        absent = self.missing(piece.key for piece in pieces)
+        if absent:
+            raise MissingBlocks(absent)
+        found = array("q")
+        for piece in pieces:
+            tokens = self.blocks[piece.key].key.token_ids
+            found.extend(tokens if piece.tokens == len(tokens) else tokens[piece.start : piece.end])
+        return found
 
     def hold(self, owner: str, keys: Iterable[str]) -> None:
         """Lock resident blocks for `owner`; a block held by several stays until all let go.

@@ -2,7 +2,9 @@
 
 The tokenizer process decides (selection, order, encoding plan); the scheduler processes only look blocks up by name.
 The description travels as one JSON string in `sampling_params.custom_params[WIRE_KEY]`, because SGLang passes nothing
-else on to them.
+else on to them. The token ids of the blocks do not travel: a request is sent with the tokens that follow the row's
+prefix, and every scheduler process puts those of the prefix in front, from the blocks it holds. A message is as short
+as the question then, however much of the pool is selected.
 """
 
 from __future__ import annotations

@@ -6,24 +6,36 @@ alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.cache.radix import BlockRadixCache
-from sglang_ext.cache.rows import INTERNAL, POOL_OWNER, WIRE_KEY, Row
+from sglang_ext.cache.radix import BlockRadixCache, MissingBlocks
+from sglang_ext.cache.rows import INTERNAL, POOL_OWNER, Row
 from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
 from sglang_ext.serving.metrics import SchedulerMetrics
 
 # ---- requests ----
 
 
+def before_handle_generate_request(scheduler: Any, message: Any) -> None:
+    """BEFORE Scheduler.handle_generate_request: the tokens of a row's prefix take their place before the request's own.
+
+    They are not sent (cache.rows). Where a block is missing the request stays short, and is refused with 503 as soon as
+    it is admitted (`after_init_req_max_new_tokens`).
+    """
+    row = compat.sent_row(message)
+    if row is None or not isinstance(scheduler.tree_cache, BlockRadixCache):
+        return
+    with contextlib.suppress(MissingBlocks):
+        message.input_ids = scheduler.tree_cache.token_ids(row.prefix) + message.input_ids
+
+
 def after_req_init(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Req.__init__: the row of the request, from its sampling parameters."""
-    custom = req.sampling_params.custom_params
-    text = custom.get(WIRE_KEY) if isinstance(custom, dict) else None
-    compat.set_request_row(req, Row.load(text) if text else None)
+    compat.set_request_row(req, compat.sent_row(req))
 
 
 def after_set_finish_with_abort(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -8,6 +8,7 @@ Verified against sglang 0.5.16 and 0.5.17. A port to another version starts and,
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -57,6 +58,8 @@ __all__ = [
     "missing_message",
     "now",
     "num_kv_slots",
+    "own_fill_ids",
+    "own_ids",
     "record_both_variants",
     "refuse_model",
     "request_options",
@@ -89,6 +92,18 @@ def request_options(req: Any) -> dict[str, Any]:
     if not isinstance(custom, dict):
         return {}
     return {name: value for name, value in custom.items() if name not in ("__req__", WIRE_KEY)}
+
+
+def own_fill_ids(req: Any, begin: int) -> array[int]:
+    """What a scheduler request has had computed once the batch at hand is through, from token `begin` on."""
+    found: array[int] = req.full_untruncated_fill_ids[begin : req.extend_range.end]
+    return found
+
+
+def own_ids(req: Any, begin: int, end: int) -> array[int]:
+    """Tokens [begin, end) of a scheduler request's prompt and answer; its prompt is longer than `begin`."""
+    found: array[int] = (req.origin_input_ids[begin:] + req.output_ids)[: end - begin]
+    return found
 
 
 def set_request_row(req: Any, row: Row | None) -> None:

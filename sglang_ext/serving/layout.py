@@ -110,6 +110,11 @@ class Layout:
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(block.token_ids) for block in self.blocks)
 
+    @cached_property
+    def whole(self) -> tuple[Piece, ...]:
+        """Each block as one piece."""
+        return tuple(Piece(block.key, 0, len(block.token_ids)) for block in self.blocks)
+
     def tokens_of(self, pieces: Iterable[Piece]) -> list[int]:
         """Token ids of pieces of these blocks, one after the other."""
         named = {block.key: block.token_ids for block in self.blocks}

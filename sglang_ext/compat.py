@@ -8,6 +8,7 @@ Verified against sglang 0.5.16 and 0.5.17. A port to another version starts and,
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -59,14 +60,19 @@ __all__ = [
     "missing_message",
     "now",
     "num_kv_slots",
+    "own_fill_ids",
+    "own_ids",
     "record_both_variants",
     "refuse_model",
     "replay_whole",
     "request_options",
     "request_row",
     "request_written",
+    "sent_row",
     "set_request_row",
     "set_request_written",
+    "set_stitched_tokens",
+    "stitched_tokens",
     "view_backend",
     "whole_graph_size",
     "write_kv",
@@ -76,6 +82,7 @@ _ROW = "sglang_ext_row"
 _WRITTEN = "sglang_ext_written"
 _ABORT = "sglang_ext_abort"
 _INTERNAL = "sglang_ext_internal"
+_STITCHED = "sglang_ext_stitched_tokens"
 
 
 def request_row(req: Any) -> Row | None:
@@ -89,6 +96,18 @@ def request_options(req: Any) -> dict[str, Any]:
     if not isinstance(custom, dict):
         return {}
     return {name: value for name, value in custom.items() if name not in ("__req__", WIRE_KEY)}
+
+
+def own_fill_ids(req: Any, begin: int) -> array[int]:
+    """What a scheduler request has had computed once the batch at hand is through, from token `begin` on."""
+    found: array[int] = req.full_untruncated_fill_ids[begin : req.extend_range.end]
+    return found
+
+
+def own_ids(req: Any, begin: int, end: int) -> array[int]:
+    """Tokens [begin, end) of a scheduler request's prompt and answer; its prompt is longer than `begin`."""
+    found: array[int] = (req.origin_input_ids[begin:] + req.output_ids)[: end - begin]
+    return found
 
 
 def set_request_row(req: Any, row: Row | None) -> None:
@@ -324,21 +343,38 @@ def replay_whole(graphs: Any, shape_key: Any) -> Any:
     return graphs._outputs[shape_key]
 
 
-def encode_request(rid: str, token_ids: list[int], row: str) -> Any:
-    """A request that only writes keys and values: nothing is generated."""
+def encode_request(rid: str, token_ids: list[int], row: Row) -> Any:
+    """A request that only writes keys and values, of `token_ids` behind the row's prefix: nothing is generated."""
     request = GenerateReqInput(
         rid=rid,
         input_ids=token_ids,
-        sampling_params={"max_new_tokens": 0, "temperature": 0.0, "custom_params": {WIRE_KEY: row}},
+        sampling_params={"max_new_tokens": 0, "temperature": 0.0, "custom_params": {WIRE_KEY: row.dump()}},
         stream=False,
     )
     setattr(request, _INTERNAL, True)
+    set_stitched_tokens(request, row.prefix_tokens)
     return request
 
 
 def is_internal(request: Any) -> bool:
     """Whether `encode_request` made this request; unlike its id, nothing a client sends can say so."""
     return getattr(request, _INTERNAL, False)
+
+
+def stitched_tokens(request: Any) -> int:
+    """How many tokens of blocks the scheduler will put in front of a GenerateReqInput's own."""
+    return getattr(request, _STITCHED, 0)
+
+
+def set_stitched_tokens(request: Any, tokens: int) -> None:
+    setattr(request, _STITCHED, tokens)
+
+
+def sent_row(request: Any) -> Row | None:
+    """The row that a TokenizedGenerateReqInput was sent with, or None for a plain one."""
+    custom = request.sampling_params.custom_params
+    text = custom.get(WIRE_KEY) if isinstance(custom, dict) else None
+    return Row.load(text) if text else None
 
 
 def generate(manager: Any, request: Any) -> AsyncIterator[Any]:

@@ -56,6 +56,11 @@ HOOKS = (
     ),
     Hook(_SRT + "server_args.ServerArgs.__post_init__", "before", _OURS + "checks:before_server_args"),
     Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", _OURS + "checks:after_server_args"),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.handle_generate_request",
+        "before",
+        _OURS + "scheduler:before_handle_generate_request",
+    ),
     Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init"),
     Hook(
         _SRT + "managers.schedule_batch.Req.set_finish_with_abort",
@@ -136,6 +141,11 @@ HOOKS = (
         _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
         "around",
         _OURS + "tokenizer:around_tokenize_one_request",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "around",
+        _OURS + "tokenizer:around_validate_one_request",
     ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager._wait_one_response",

@@ -2,7 +2,9 @@
 
 The tokenizer process decides (selection, order, encoding plan); the scheduler processes only look blocks up by name.
 The description travels as one JSON string in `sampling_params.custom_params[WIRE_KEY]`, because SGLang passes nothing
-else on to them.
+else on to them. The token ids of the blocks do not travel: a request is sent with the tokens that follow the row's
+prefix, and every scheduler process puts those of the prefix in front, from the blocks it holds. A message is as short
+as the question then, however much of the pool is selected.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 WIRE_KEY = "sglang_ext"
@@ -63,28 +66,41 @@ class Row:
     new: tuple[NewBlock, ...] = field(default=())
     owner: str = ""
 
-    @property
+    @cached_property
     def prefix_tokens(self) -> int:
-        return sum(piece.tokens for piece in self.prefix)
+        return sum(piece.end - piece.start for piece in self.prefix)
 
     def namespace(self, extra_key: str | None) -> str:
         """The radix namespace of the request's own tokens: equal selections share it, which is multi-turn reuse."""
-        named = [extra_key, [[piece.key, piece.start, piece.end] for piece in self.prefix]]
-        return "rows:" + hashlib.blake2b(json.dumps(named).encode(), digest_size=16).hexdigest()
+        known = self._namespaces.get(extra_key)
+        if known is None:
+            named = [extra_key, [[piece.key, piece.start, piece.end] for piece in self.prefix]]
+            known = "rows:" + hashlib.blake2b(json.dumps(named).encode(), digest_size=16).hexdigest()
+            self._namespaces[extra_key] = known
+        return known
+
+    @cached_property
+    def _namespaces(self) -> dict[str | None, str]:
+        return {}  # asked for at every look-up and store; a row sees one extra_key, or a few when it is shared
 
     def dump(self) -> str:
         # Field by field: asdict copies everything recursively, which took longer than all else that a request needs.
-        data = {"prefix": [vars(x) for x in self.prefix], "new": [vars(x) for x in self.new], "owner": self.owner}
+        data = {
+            "prefix": [(piece.key, piece.start, piece.end) for piece in self.prefix],
+            "new": [(block.key, block.tokens, block.position, block.seen) for block in self.new],
+            "owner": self.owner,
+        }
         return json.dumps(data, separators=(",", ":"))
 
-    @classmethod
-    def load(cls, text: str) -> Row:
+    @staticmethod
+    @lru_cache(maxsize=256)  # read for the message and for the request, and again by every turn of a conversation
+    def load(text: str) -> Row:
         data: dict[str, Any] = json.loads(text)
-        return cls(
-            prefix=tuple(Piece(**piece) for piece in data["prefix"]),
+        return Row(
+            prefix=tuple(Piece(key, start, end) for key, start, end in data["prefix"]),
             new=tuple(
-                NewBlock(block["key"], block["tokens"], block["position"], tuple((a, b) for a, b in block["seen"]))
-                for block in data["new"]
+                NewBlock(key, tokens, position, tuple((number, at) for number, at in seen))
+                for key, tokens, position, seen in data["new"]
             ),
             owner=data["owner"],
         )

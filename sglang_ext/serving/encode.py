@@ -12,11 +12,14 @@ from sglang_ext.serving.layout import Layout
 
 @dataclass(frozen=True)
 class Run:
-    """One encoding request: its tokens, and what the scheduler needs to know of them."""
+    """One encoding request: the tokens of its new blocks, and what the scheduler needs to know of them."""
 
     row: Row
     token_ids: tuple[int, ...]
-    new_tokens: int
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 def plan_runs(
@@ -75,5 +78,5 @@ def _run(layout: Layout, pattern: BlockSparse, blocks: Sequence[int], owner: str
         starts = pattern.starts(block, layout.lengths)
         seen = tuple((order[other], position) for other, position in starts.items() if other != block)
         new.append(NewBlock(layout.blocks[block].key, layout.lengths[block], starts[block], seen))
-    token_ids = tuple(token for block in (*context, *blocks) for token in layout.blocks[block].token_ids)
-    return Run(Row(prefix, tuple(new), owner), token_ids, sum(layout.lengths[block] for block in blocks))
+    token_ids = tuple(token for block in blocks for token in layout.blocks[block].token_ids)
+    return Run(Row(prefix, tuple(new), owner), token_ids)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from sglang_ext.cache.rows import Piece
 from sglang_ext.config import PoolOptions
 from sglang_ext.policies.dbsa import block_identities
 from sglang_ext.retrievers.grouping import group
@@ -108,6 +109,16 @@ class Layout:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(block.token_ids) for block in self.blocks)
+
+    @cached_property
+    def whole(self) -> tuple[Piece, ...]:
+        """Each block as one piece."""
+        return tuple(Piece(block.key, 0, len(block.token_ids)) for block in self.blocks)
+
+    def tokens_of(self, pieces: Iterable[Piece]) -> list[int]:
+        """Token ids of pieces of these blocks, one after the other."""
+        named = {block.key: block.token_ids for block in self.blocks}
+        return [token for piece in pieces for token in named[piece.key][piece.start : piece.end]]
 
 
 def bos(tokenizer: Any) -> tuple[int, ...]:

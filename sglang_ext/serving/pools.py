@@ -545,7 +545,7 @@ class PoolService:
 
     async def _encode_run(self, run: Run) -> None:
         """One encoding request through SGLang's scheduler; aborted there when this task is cancelled."""
-        request = compat.encode_request(ENCODING + uuid.uuid4().hex, list(run.token_ids), run.row.dump())
+        request = compat.encode_request(ENCODING + uuid.uuid4().hex, list(run.token_ids), run.row)
         try:
             async for out in compat.generate(self.manager, request):
                 reason = out["meta_info"].get("finish_reason") or {}

@@ -6,24 +6,36 @@ alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.cache.radix import BlockRadixCache
-from sglang_ext.cache.rows import INTERNAL, POOL_OWNER, WIRE_KEY, Row
+from sglang_ext.cache.radix import BlockRadixCache, MissingBlocks
+from sglang_ext.cache.rows import INTERNAL, Row
 from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
 from sglang_ext.serving.metrics import SchedulerMetrics
 
 # ---- requests ----
 
 
+def before_handle_generate_request(scheduler: Any, message: Any) -> None:
+    """BEFORE Scheduler.handle_generate_request: the tokens of a row's prefix take their place before the request's own.
+
+    They are not sent (cache.rows). Where a block is missing the request stays short, and is refused with 503 as soon as
+    it is admitted (`after_init_req_max_new_tokens`).
+    """
+    row = compat.sent_row(message)
+    if row is None or not isinstance(scheduler.tree_cache, BlockRadixCache):
+        return
+    with contextlib.suppress(MissingBlocks):
+        message.input_ids = scheduler.tree_cache.stitched_ids(row, message.input_ids)
+
+
 def after_req_init(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Req.__init__: the row of the request, from its sampling parameters."""
-    custom = req.sampling_params.custom_params
-    text = custom.get(WIRE_KEY) if isinstance(custom, dict) else None
-    compat.set_request_row(req, Row.load(text) if text else None)
+    compat.set_request_row(req, compat.sent_row(req))
 
 
 def after_set_finish_with_abort(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -45,8 +57,7 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
             compat.abort(req, compat.missing_message(len(absent)), 503)
             return
         if not str(req.rid).startswith(INTERNAL):
-            cache.hits.update(dict.fromkeys((piece.key for piece in row.prefix), 1))
-            cache.saved_tokens += row.prefix_tokens
+            cache.count_hits(row)
     if row is None or not row.new:
         fit(scheduler, req, row)
 
@@ -55,7 +66,7 @@ def fit(scheduler: Any, req: Any, row: Row | None) -> None:
     """Cap what a request may generate by the KV cache it can ever have; end it, with numbers, when it has none."""
     cache = scheduler.tree_cache
     # What pools hold never leaves: it is not there for this request. What requests hold is waited for.
-    free = scheduler.max_total_num_tokens - cache.held_tokens(POOL_OWNER)
+    free = scheduler.max_total_num_tokens - cache.held_by_pools
     shared = 0
     if row is not None:
         shared = row.prefix_tokens
@@ -166,8 +177,8 @@ class Admin:
         cache, scheduler = self.cache, self.scheduler
         return {
             "total_tokens": scheduler.max_total_num_tokens,
-            "held_tokens": cache.held_tokens(),
-            "held_by_pools": cache.held_tokens(POOL_OWNER),
+            "held_tokens": cache.held_tokens,
+            "held_by_pools": cache.held_by_pools,
             "max_req_input_len": scheduler.max_req_input_len,
             "chunked_prefill_size": scheduler.chunked_prefill_size,
             "bytes_per_token": compat.kv_bytes_per_token(scheduler),
@@ -211,9 +222,9 @@ def stats(scheduler: Any) -> dict[str, Any]:
         return {}
     return {
         "blocks_resident": len(cache.blocks),
-        "block_tokens_resident": sum(len(node.key) for node in cache.blocks.values()),
-        "held_tokens": cache.held_tokens(),
-        "block_hits": sum(cache.hits.values()),
+        "block_tokens_resident": cache.block_tokens,
+        "held_tokens": cache.held_tokens,
+        "block_hits": cache.total_hits,
         "saved_tokens": cache.saved_tokens,
         "stitch_seconds": round(cache.stitch_seconds, 6),
     }

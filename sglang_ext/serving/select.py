@@ -39,9 +39,12 @@ def select_pieces(version: Version, layout: Layout, options: RequestOptions, que
     if options.granularity == "example":
         return _examples(version, layout, options, query)
     blocks = _blocks(version, layout, options, query)
+    deleted = version.definition.deleted
+    if not deleted:
+        return Selection(tuple(layout.whole[number] for number in blocks), tuple(blocks))
     pieces: list[Piece] = []
     for number in blocks:
-        pieces.extend(_live(layout.blocks[number], version.definition.deleted))
+        pieces.extend(_live(layout.blocks[number], deleted))
     return Selection(tuple(pieces), tuple(blocks))
 
 

@@ -23,6 +23,7 @@ from sglang_ext.serving import checks
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import label_grammar
 from sglang_ext.serving.labels import label_probabilities
+from sglang_ext.serving.layout import Layout
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.select import select_pieces
@@ -47,10 +48,15 @@ class Lease:
     version: Version
     meta: dict[str, Any]
     options: RequestOptions
-    prompt: list[int]
-    row: str
+    layout: Layout
+    row: Row
+    own: list[int]
     answer: Answer
     holds: str | None = None
+
+    def prompt(self) -> list[int]:
+        """Token ids of the whole prompt, which only the schedulers put together otherwise."""
+        return [*self.layout.tokens_of(self.row.prefix), *self.own]
 
 
 def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -191,8 +197,10 @@ async def _annotate(service: PoolService, manager: Any, obj: Any, leases: dict[s
         if lease.options.label_probs and item["meta_info"].get("finish_reason"):
             labels, answer = lease.version.definition.labels, lease.answer
             lease.meta["label_probs"] = await label_probabilities(
-                manager, labels, answer.lead, answer.end, lease.prompt, lease.row
+                manager, labels, answer.lead, answer.end, lease.own, lease.row
             )
+        if item.get("prompt_token_ids") is not None:  # SGLang has seen the request's own tokens only
+            item["prompt_token_ids"] = lease.prompt()
         item["meta_info"]["sglang_ext"] = dict(lease.meta)
 
 
@@ -221,8 +229,26 @@ async def around_tokenize_one_request(original: Callable[..., Any], manager: Any
     return await original(manager, obj)
 
 
+def around_validate_one_request(original: Callable[..., None], manager: Any, obj: Any, input_ids: Any) -> None:
+    """AROUND TokenizerManager._validate_one_request: the blocks' tokens count against the model's context.
+
+    Raises:
+        ValueError: prompt and answer exceed the context.
+    """
+    stitched = compat.stitched_tokens(obj)
+    if not stitched:
+        return original(manager, obj, input_ids)
+    total = stitched + len(input_ids)
+    if total >= manager.context_len:  # never truncated, as --allow-auto-truncate asks: it would cut the question's end
+        raise ValueError(
+            f"the request has {len(input_ids)} tokens of its own and {stitched} stitched ones; together they must stay"
+            f" below the model's context of {manager.context_len} tokens: shorten it or lower the ratio"
+        )
+    original(manager, obj, range(total))  # only its length is looked at
+
+
 async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
-    """Retrieve, and rewrite `obj` in place: token ids, constraint, and what the schedulers need to know.
+    """Retrieve, and rewrite `obj` in place: its own token ids, constraint, and what the schedulers need to know.
 
     Raises:
         ValueError: (PoolError and UnknownPool among them) the request cannot be served; says what to change.
@@ -260,14 +286,11 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
                 f"the question has {len(own)} tokens and the selected blocks {stitched}; together they must stay below"
                 f" the model's context of {manager.context_len} tokens: shorten the question or lower the ratio"
             )
-        row = Row(selection.pieces).dump()
-        by_key = {block.key: block for block in layout.blocks}
-        tokens: list[int] = []
-        for piece in selection.pieces:
-            tokens.extend(by_key[piece.key].token_ids[piece.start : piece.end])
-        obj.input_ids, obj.text = tokens + own, None
+        row = Row(selection.pieces)
+        obj.input_ids, obj.text = own, None
+        compat.set_stitched_tokens(obj, stitched)
         params = copy.copy(obj.sampling_params)
-        params["custom_params"] = {WIRE_KEY: row, **passed_on}
+        params["custom_params"] = {WIRE_KEY: row.dump(), **passed_on}
         if options.constrain == "labels":
             _constrain(params, version, answer)
         obj.sampling_params = params
@@ -293,7 +316,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
     }
     if selection.demonstrations is not None:
         meta["demonstrations"] = list(selection.demonstrations)
-    return Lease(version, meta, options, list(obj.input_ids), row, answer, holds)
+    return Lease(version, meta, options, layout, row, own, answer, holds)
 
 
 def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOptions) -> tuple[list[int], str, str | None]:

@@ -12,6 +12,7 @@ size, overlap scheduling) and every test runs on each of them.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
@@ -124,6 +125,23 @@ SELECTIONS = {
 
 
 # --------------------------------------------------------------------------- tests
+
+
+def test_a_message_to_the_scheduler_has_the_requests_own_tokens_only(served, question, monkeypatch):
+    """However much is stitched in front of them. The scheduler's row holds what the other tests compare."""
+    manager, sent = served.engine.tokenizer_manager, []
+    send = manager._dispatch_to_scheduler
+    monkeypatch.setattr(
+        manager, "_dispatch_to_scheduler", lambda message: (sent.append(pickle.dumps(message)), send(message))
+    )
+    stitched = []
+    for chosen in ([0], list(range(7))):
+        (answer,) = served.generate([Ask(POOLS[0], question, {"block_ids": chosen})])
+        stitched.append(answer.view["stitched_tokens"])
+        assert answer.meta["prompt_tokens"] == stitched[-1] + len(question)
+    few, many = sent
+    assert stitched[1] - stitched[0] > 200
+    assert len(many) - len(few) < 6 * 80  # six more names of blocks; eight bytes a token before
 
 
 def test_pools_are_what_was_asked_for(served):

@@ -288,6 +288,32 @@ def test_batches_of_token_ids(server: Server) -> None:
         assert answer["text"] == single["text"] and ext(answer)["blocks"] == ext(single)["blocks"]
 
 
+def test_the_whole_prompt_is_what_is_counted_and_shown(server: Server) -> None:
+    """The schedulers put the blocks' tokens in front; who asks for the prompt or for too much is told of all of it."""
+    known = {block["id"]: block["token_ids"] for block in server.pool("p", tokens=True)["blocks"]}
+    own = [20, 30, 40]
+    custom = {"pool": "p", "block_ids": [0, 3, 1]}
+    expected = [*known[0], *known[3], *known[1], *own]
+    params: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "custom_params": custom}
+    body = {"input_ids": own, "sampling_params": params, "return_prompt_token_ids": True}
+    single = server.json("POST", "/generate", json=body)
+    twice = server.json("POST", "/generate", json={**body, "sampling_params": {**params, "n": 2}})
+    batch = server.json("POST", "/generate", json={**body, "input_ids": [own, own]})
+    for answer in (single, *twice, *batch, *server.stream(body)):
+        assert answer["prompt_token_ids"] == expected
+        assert answer["meta_info"]["prompt_tokens"] == len(expected)
+    plain = server.json("POST", "/generate", json={**body, "sampling_params": {"max_new_tokens": 1}})
+    assert plain["prompt_token_ids"] == own
+
+    def refusal(max_new_tokens: int) -> str:
+        asked = {**params, "max_new_tokens": max_new_tokens}
+        refused = server.call("POST", "/generate", json={**body, "sampling_params": asked})
+        assert refused.status_code == 400, refused.text
+        return refused.text
+
+    assert f"{len(expected)} tokens from the input" in refusal(CONTEXT - len(expected) + 1)
+
+
 def test_streaming(server: Server) -> None:
     whole = server.generate(QUESTION, 200, pool="p")  # the tokenizer merges tokens that come while it is held up
     events = list(server.stream(server.payload(QUESTION, 200, pool="p")))

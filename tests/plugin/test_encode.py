@@ -38,7 +38,9 @@ def test_every_block_is_written_once_behind_what_it_sees() -> None:
         runs = list(plan_runs(layout(), BlockSparse(), range(len(LENGTHS)), "o", lambda size=size: size, 1000))  # type: ignore[misc]
         assert [block.key for run in runs for block in run.row.new] == [f"b{n}" for n in range(len(LENGTHS))]
         for run in runs:
-            assert len(run.token_ids) == run.row.prefix_tokens + run.new_tokens
+            assert list(run.token_ids) == [
+                token for block in run.row.new for token in layout().blocks[int(block.key[1:])].token_ids
+            ]
             assert all(
                 0 <= at < len(run.row.prefix) + number
                 for number, block in enumerate(run.row.new)

@@ -11,7 +11,8 @@ import itertools
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang_ext import compat
 from sglang_ext.cache import radix
 from sglang_ext.cache.radix import BlockRadixCache, StitchNode
-from sglang_ext.cache.rows import REQUEST_OWNER, NewBlock, Piece, Row
+from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, WIRE_KEY, NewBlock, Piece, Row
+from sglang_ext.serving.scheduler import before_handle_generate_request
+
+POOL = f"{POOL_OWNER}p"
 
 LENGTHS = {"a": 3, "b": 4, "c": 2, "d": 5, "e": 1, "f": 6, "g": 3, "h": 4}  # tokens of the blocks of the tests
 
@@ -38,7 +42,7 @@ def answering(*keys: str | tuple[str, int, int]) -> Row:
     return Row(tuple(Piece(key, 0, LENGTHS[key]) if isinstance(key, str) else Piece(*key) for key in keys))
 
 
-def encoding(new: Iterable[str], prefix: Iterable[str] = (), owner: str = "pool") -> Row:
+def encoding(new: Iterable[str], prefix: Iterable[str] = (), owner: str = POOL) -> Row:
     """A row that encodes `new` behind resident blocks."""
     blocks = tuple(NewBlock(key, LENGTHS[key], 0, ()) for key in new)
     return Row(answering(*prefix).prefix, blocks, owner)
@@ -72,6 +76,11 @@ class AuditedToken(Audited, TokenToKVPoolAllocator):
 
 class AuditedPaged(Audited, PagedTokenToKVPoolAllocator):
     pass
+
+
+class ExtendRange(NamedTuple):
+    start: int
+    end: int
 
 
 class Request:
@@ -110,6 +119,14 @@ class Request:
 
     def get_fill_ids(self) -> array:
         return self.tokens[: self.computed]
+
+    @property
+    def full_untruncated_fill_ids(self) -> array:
+        return self.tokens
+
+    @property
+    def extend_range(self) -> ExtendRange:
+        return ExtendRange(0, self.computed)
 
     def set_finish_with_abort(self, message: str) -> None:
         self.origin_input_ids = array("q", [0])
@@ -242,7 +259,7 @@ class World:
         self.finish(req)
         return req
 
-    def encode(self, *keys: str, prefix: Iterable[str] = (), owner: str = "pool", chunks: Iterable[int] = ()) -> None:
+    def encode(self, *keys: str, prefix: Iterable[str] = (), owner: str = POOL, chunks: Iterable[int] = ()) -> None:
         self.run(Request(encoding(keys, prefix, owner), []), chunks)
 
     # ---- what must always be true
@@ -284,8 +301,14 @@ class World:
             assert [self.holds[slot] for slot in node.value.tolist()] == [
                 ("block", key, t) for t in range(LENGTHS[key])
             ]
-        for key, owners in cache.owners.items():
-            assert not owners or cache.blocks[key].lock_ref > 0
+        for key, node in cache.blocks.items():
+            stitched = [req for req in self.running if isinstance(req.last_node, StitchNode)]
+            users = sum(node in req.last_node.members for req in stitched)
+            assert node.lock_ref == users + bool(cache.owners.get(key))
+        assert cache.block_tokens == sum(LENGTHS[key] for key in cache.blocks)
+        assert cache.held_tokens == sum(LENGTHS[key] for key in cache.owners)
+        of_pools = [k for k, owners in cache.owners.items() if any(owner.startswith(POOL_OWNER) for owner in owners)]
+        assert cache.held_by_pools == sum(LENGTHS[key] for key in of_pools)
         assert self.recorder.nodes == {node: len(node.key) for node in nodes}
 
     def drain(self) -> None:
@@ -314,7 +337,7 @@ def world(request) -> Iterator[World]:
 
 def test_encoding_makes_blocks_that_their_owner_holds(world: World) -> None:
     world.encode("a", "b", "c", owner="p1")
-    assert list(world.cache.blocks) == ["a", "b", "c"] and world.cache.held_tokens() == 9
+    assert list(world.cache.blocks) == ["a", "b", "c"] and world.cache.held_tokens == 9
     assert world.cache.protected_size() == 9 and world.cache.evictable_size() == 0
     assert world.allocator.available_size() == world.size - 9
     assert world.cache.missing(["c", "x", "a", "x"]) == ["x"]
@@ -326,21 +349,21 @@ def test_hold_release_drop(world: World) -> None:
     world.cache.hold("p2", ["a"])  # again: nothing more
     world.cache.release("p1")
     world.check()
-    assert (world.cache.held_tokens(), world.cache.protected_size(), world.cache.evictable_size()) == (3, 3, 4)
+    assert (world.cache.held_tokens, world.cache.protected_size(), world.cache.evictable_size()) == (3, 3, 4)
     assert world.cache.drop(["a", "b", "unknown"]) == 4  # `a` is held
     world.check()
     assert list(world.cache.blocks) == ["a"]
     world.cache.release("p1")  # holds nothing any more
     world.cache.release("nobody", ["a", "unknown"])
-    assert world.cache.held_tokens() == 3
+    assert world.cache.held_tokens == 3
     world.cache.release("p2", ["a", "unknown"])
-    assert world.cache.held_tokens() == 0 and world.cache.drop(["a"]) == 3 and not world.cache.blocks
+    assert world.cache.held_tokens == 0 and world.cache.drop(["a"]) == 3 and not world.cache.blocks
     assert world.allocator.available_size() == world.size
 
 
 def test_a_block_in_use_is_neither_dropped_nor_evicted(world: World) -> None:
     world.encode("a", "b")
-    world.cache.release("pool")
+    world.cache.release(POOL)
     req = world.start(Request(answering("b"), [1, 2]))
     assert world.cache.drop(["a", "b"]) == 3
     world.cache.evict(EvictParams(num_tokens=100))
@@ -355,9 +378,8 @@ def test_what_a_request_holds_is_let_go_when_it_ends_and_not_when_it_is_retracte
     world.encode("a", "b", "c")
     req = Request(answering("a", "c"), [1, 2])
     world.cache.hold(REQUEST_OWNER + req.rid, ["a", "c"])
-    world.cache.release("pool")
-    assert world.cache.held_tokens() == world.cache.held_tokens(REQUEST_OWNER) == 5
-    assert world.cache.held_tokens("pool") == 0
+    world.cache.release(POOL)
+    assert world.cache.held_tokens == 5 and world.cache.held_by_pools == 0
     world.start(req)
     world.compute(req, 2)
     world.finish(req, is_insert=False, retracted=True)
@@ -366,7 +388,52 @@ def test_what_a_request_holds_is_let_go_when_it_ends_and_not_when_it_is_retracte
     world.start(req)
     world.compute(req, 2)
     world.finish(req)
-    assert world.cache.held_tokens() == 0 and world.cache.drop(["a", "c"]) == 5
+    assert world.cache.held_tokens == 0 and world.cache.drop(["a", "c"]) == 5
+
+
+# ---- token ids -----------------------------------------------------------------------------------
+
+
+def message(row: Row | None, own: Sequence[int]) -> SimpleNamespace:
+    """What the cache's hook reads of SGLang's TokenizedGenerateReqInput."""
+    custom = {WIRE_KEY: row.dump()} if row else None
+    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom), input_ids=array("q", own))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        answering("a", "d", "b"),
+        answering(("d", 1, 3), "a", ("d", 4, 5)),
+        answering(),
+        encoding(["e", "f"], ["b", "a"]),
+        encoding(["e"]),
+    ],
+)
+def test_the_scheduler_puts_the_prefix_before_a_requests_own_tokens(world: World, row: Row) -> None:
+    world.encode("a", "b", "c", "d")
+    own = [token for block in row.new for token in block_tokens(block.key)] or [7, 8]
+    received = message(row, own)
+    before_handle_generate_request(SimpleNamespace(tree_cache=world.cache), received)
+    assert received.input_ids == Request(row, [] if row.new else own).tokens
+
+
+def test_tokens_are_left_alone_where_there_is_no_prefix_to_put(world: World) -> None:
+    world.encode("a")
+    for cache, row in ((world.cache, None), (world.cache, answering("a", "b")), (object(), answering("a"))):
+        received = message(row, [7, 8])
+        before_handle_generate_request(SimpleNamespace(tree_cache=cache), received)
+        assert received.input_ids.tolist() == [7, 8]
+
+
+def test_a_row_travels_whole() -> None:
+    sent = Row(
+        (Piece("a", 0, 3), Piece("b", 1, 2)),
+        (NewBlock("c", 5, 7, ((0, 0), (1, 3))), NewBlock("d", 1, 12, ())),
+        "pool:7",
+    )
+    assert Row.load(sent.dump()) == sent and Row.load(answering().dump()) == answering()
+    assert Row.load(sent.dump()).namespace("x") == sent.namespace("x") != sent.namespace(None)
 
 
 # ---- matching ------------------------------------------------------------------------------------
@@ -456,12 +523,12 @@ def test_an_encoding_that_was_given_up_holds_nothing(world: World) -> None:
     req = Request(encoding(["a", "b", "c"]), [])
     world.start(req)
     world.compute(req, 4)
-    world.cache.release("pool")
+    world.cache.release(POOL)
     req.to_finish = compat.FINISH_ABORT("given up")
     world.compute(req, 5)
     req.is_finished = True
     world.finish(req)
-    assert world.cache.held_tokens() == 0
+    assert world.cache.held_tokens == 0
     world.check()
 
 
@@ -472,14 +539,14 @@ def test_an_encoding_row_matches_whole_blocks_only(world: World) -> None:
         assert len(match.device_indices) == expected
         assert len(match.last_device_node.members) == sum(expected >= end for end in (3, 7, 9))
     # A gap ends the match: what comes after was encoded behind other tokens.
-    world.cache.release("pool")
+    world.cache.release(POOL)
     world.cache.drop(["b"])
     assert len(world.match(Request(encoding(["a", "b", "c"]), [])).device_indices) == 3
 
 
 def test_missing_blocks_end_the_request_and_never_fall_through_to_a_dense_prefix(world: World) -> None:
     world.encode("a", "b")
-    world.cache.release("pool")
+    world.cache.release(POOL)
     world.cache.drop(["b"])
     world.run(Request(None, [*block_tokens("a"), *block_tokens("b"), 1, 2]))
     req = Request(answering("a", "b"), [1, 2])
@@ -513,7 +580,7 @@ def test_blocks_cut_by_chunks_at_every_possible_boundary(prefix: tuple[str, ...]
             assert req.cache_protected_len == begin + sum(LENGTHS[key] for key in resident)
         world.compute(req, begin + 9 - req.computed)
         world.finish(req)
-        assert world.cache.held_tokens() == begin + 9
+        assert world.cache.held_tokens == begin + 9
         world.drain()
 
 
@@ -552,7 +619,7 @@ def test_two_encodings_of_the_same_blocks_at_once_in_every_interleaving(allocato
                 world.unfinished(pair[who], chunked=True)
             else:
                 world.finish(pair[who])
-        assert world.allocator.available_size() == world.size - 9 and world.cache.held_tokens() == 9
+        assert world.allocator.available_size() == world.size - 9 and world.cache.held_tokens == 9
         assert all(owners == {"p0", "p1"} for owners in world.cache.owners.values())
         world.drain()
 
@@ -592,7 +659,7 @@ def test_two_requests_with_the_same_own_tokens_at_once(world: World) -> None:
 
 def test_blocks_are_evicted_one_by_one_the_longest_unused_first(world: World) -> None:
     world.encode("a", "b", "c", "d")
-    world.cache.release("pool")
+    world.cache.release(POOL)
     world.cache.hold("keeper", ["c"])
     for key in "badb":  # a request touches its blocks
         world.match(Request(answering(key), [1]))
@@ -605,7 +672,7 @@ def test_blocks_are_evicted_one_by_one_the_longest_unused_first(world: World) ->
 
 def test_a_stitched_request_protects_its_blocks_and_its_own_tokens(world: World) -> None:
     world.encode("a", "b", "c")
-    world.cache.release("pool")
+    world.cache.release(POOL)
     req = world.start(Request(answering("c", "a"), [7, 8]))
     world.compute(req, 2)
     world.unfinished(req)
@@ -617,7 +684,7 @@ def test_a_stitched_request_protects_its_blocks_and_its_own_tokens(world: World)
 
 def test_a_piece_named_twice_locks_its_block_once(world: World) -> None:
     world.encode("d")
-    world.cache.release("pool")
+    world.cache.release(POOL)
     req = world.start(Request(answering(("d", 0, 2), ("d", 3, 5)), [1]))
     assert world.cache.blocks["d"].lock_ref == 1
     world.compute(req, 1)
@@ -639,7 +706,7 @@ def test_hooks_follow_the_tree(world: World) -> None:
     assert world.recorder.events[5:] == ["split"]
     world.run(Request(answering("a"), [1, 2, 3, 4]))  # known already: cut before the last, which is computed again
     assert world.recorder.events[6:] == ["split"]
-    world.cache.release("pool")
+    world.cache.release(POOL)
     world.cache.drop(["b"])
     world.cache.evict(EvictParams(num_tokens=100))
     assert world.recorder.events[7:] == ["evict"] * 7  # two blocks, 1, 2, 3, 4 and 8 9
@@ -653,11 +720,11 @@ def test_reset_forgets_blocks_and_owners() -> None:
     world.allocator.clear()  # as Scheduler.flush_cache does
     world.recorder.nodes.clear()
     world.check()
-    assert not world.cache.blocks and not world.cache.owners and world.cache.held_tokens() == 0
+    assert not world.cache.blocks and not world.cache.owners and world.cache.held_tokens == 0
     assert world.cache.missing(["a"]) == ["a"]
-    world.cache.release("pool")  # its owner does not know yet
+    world.cache.release(POOL)  # its owner does not know yet
     world.encode("a", "b")
-    assert world.cache.held_tokens() == 7
+    assert world.cache.held_tokens == 7
     world.drain()
 
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 PATTERNS = ("sink+previous+self", "sink+self", "self", "full")
 POSITIONS = ("sequential", "local")
 
@@ -102,15 +104,17 @@ def block_identity(
     """
     head = [model, pattern.pattern, pattern.positions, -1 if pattern.pattern == "self" else start, list(attended)]
     digest = hashlib.blake2b(json.dumps(head).encode(), digest_size=16)
-    digest.update(b"".join(int(token).to_bytes(4, "little") for token in token_ids))
+    digest.update(np.asarray(token_ids, dtype="<u4").tobytes())
     return digest.hexdigest()
 
 
-def block_identities(model: str, pattern: BlockSparse, blocks: Sequence[Sequence[int]]) -> list[str]:
-    """`block_identity` of every block of a pool, in order."""
+def block_identities(
+    model: str, pattern: BlockSparse, blocks: Sequence[Sequence[int]], known: Sequence[str] = ()
+) -> list[str]:
+    """`block_identity` of every block of a pool, in order; `known` are the names of the first ones."""
     lengths = [len(block) for block in blocks]
-    names: list[str] = []
-    for number, tokens in enumerate(blocks):
+    names = list(known)
+    for number, tokens in enumerate(blocks[len(known) :], len(known)):
         attended = pattern.attended(number)
         start = pattern.starts(number, lengths)[number]
         names.append(block_identity(model, pattern, start, tokens, [names[other] for other in attended]))

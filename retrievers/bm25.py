@@ -7,6 +7,7 @@ a few columns.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,13 +32,18 @@ class BM25:
             alone. Also the feature vectors of the paper's Appendix F (see `grouping`).
     """
 
-    def __init__(self, vocabulary: dict[str, int], matrix: csc_array) -> None:
-        self.vocabulary = vocabulary
-        self.matrix = matrix
+    def __init__(self, okapi: BM25Okapi | None, num_texts: int) -> None:
+        self._okapi = okapi
+        self.vocabulary: dict[str, int] = {}
+        if okapi is None:  # no text has a word: rank_bm25 would divide by zero
+            self.matrix = csc_array((num_texts, 0), dtype=np.float64)
+        else:
+            self.vocabulary = {term: column for column, term in enumerate(okapi.idf)}
+            self.matrix = _matrix(okapi, self.vocabulary)
         # Plain arrays: slicing a scipy column costs a hundred times more than slicing these.
-        self._starts: list[int] = matrix.indptr.tolist()
-        self._rows: NDArray[np.integer] = matrix.indices
-        self._values: Scores = matrix.data
+        self._starts: list[int] = self.matrix.indptr.tolist()
+        self._rows: NDArray[np.integer] = self.matrix.indices
+        self._values: Scores = self.matrix.data
 
     @property
     def num_texts(self) -> int:
@@ -50,19 +56,28 @@ class BM25:
         Texts without a single word are legal and score 0.
         """
         corpus = [terms(text) for text in check_texts(texts)]
-        if not any(corpus):  # rank_bm25 divides by zero here
-            return cls({}, csc_array((len(corpus), 0), dtype=np.float64))
-        okapi = BM25Okapi(corpus)
-        vocabulary = {term: column for column, term in enumerate(okapi.idf)}
-        columns = np.array([vocabulary[term] for freqs in okapi.doc_freqs for term in freqs], np.int32)
-        counts = np.array([count for freqs in okapi.doc_freqs for count in freqs.values()], dtype=np.int64)
-        rows = np.repeat(np.arange(len(corpus), dtype=np.int32), [len(freqs) for freqs in okapi.doc_freqs])
-        idf = np.array(list(okapi.idf.values()), dtype=np.float64)
-        k1, b, length = okapi.k1, okapi.b, np.array(okapi.doc_len)
-        # Written in the order of operations of BM25Okapi.get_scores, so that the bits agree too.
-        norm = k1 * (1 - b + b * length / okapi.avgdl)
-        values = idf[columns] * (counts * (k1 + 1) / (counts + norm[rows]))
-        return cls(vocabulary, csc_array((values, (rows, columns)), shape=(len(corpus), len(vocabulary))))
+        return cls(BM25Okapi(corpus) if any(corpus) else None, len(corpus))
+
+    def extended(self, texts: Sequence[str]) -> BM25:
+        """As if built from the texts so far and `texts`, of which alone the words are counted.
+
+        Raises ValueError (`base.check_texts`). A pool grows block by block: counting all of it again each time took
+        most of an append.
+        """
+        corpus = [terms(text) for text in check_texts(texts)]
+        before = self._okapi
+        if before is None:  # none of the texts so far has a word
+            return type(self).build([""] * self.num_texts + list(texts))
+        okapi = copy.copy(before)
+        okapi.doc_freqs, okapi.doc_len, okapi.idf = list(before.doc_freqs), list(before.doc_len), {}
+        new = okapi._initialize(corpus)  # appends to what is there; counts what is new
+        held = np.diff(self.matrix.indptr).tolist()
+        counts = dict(zip(self.vocabulary, held, strict=True))
+        for term, number in new.items():
+            counts[term] = counts.get(term, 0) + number
+        okapi.avgdl = sum(okapi.doc_len) / okapi.corpus_size
+        okapi._calc_idf(counts)
+        return type(self)(okapi, okapi.corpus_size)
 
     def score(self, query: str) -> Scores:
         """BM25 score of every text: float64 [num_texts]. Repeated query terms count as often as they occur.
@@ -76,3 +91,15 @@ class BM25:
                 begin, end = self._starts[column], self._starts[column + 1]
                 scores[self._rows[begin:end]] += self._values[begin:end]  # a column holds each row once
         return scores
+
+
+def _matrix(okapi: BM25Okapi, vocabulary: dict[str, int]) -> csc_array:
+    """[num_texts, num_terms] scores, in the order of operations of BM25Okapi.get_scores, so that the bits agree too."""
+    columns = np.array([vocabulary[term] for freqs in okapi.doc_freqs for term in freqs], np.int32)
+    counts = np.array([count for freqs in okapi.doc_freqs for count in freqs.values()], dtype=np.int64)
+    rows = np.repeat(np.arange(okapi.corpus_size, dtype=np.int32), [len(freqs) for freqs in okapi.doc_freqs])
+    idf = np.array(list(okapi.idf.values()), dtype=np.float64)
+    k1, b, length = okapi.k1, okapi.b, np.array(okapi.doc_len)
+    norm = k1 * (1 - b + b * length / okapi.avgdl)
+    values = idf[columns] * (counts * (k1 + 1) / (counts + norm[rows]))
+    return csc_array((values, (rows, columns)), shape=(okapi.corpus_size, len(vocabulary)))

@@ -325,7 +325,7 @@ def _ours(args: argparse.Namespace) -> dict[str, Any]:
         empty(engine)
         many = demonstrations(args.larger, seed=50_000)
         begin = time.perf_counter()
-        info = engine.create_pool("larger", many, **{**options, "positions": "local"})
+        info = engine.create_pool("larger", many, **options)
         found["larger"] = {"tokens": info["tokens"], "seconds": time.perf_counter() - begin}
         found["append larger"] = _append(engine, args, "larger")
     engine.shutdown()

@@ -109,7 +109,8 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
     chosen = args.kernels or ("flashinfer" if torch.cuda.is_available() else "torch")
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
         folder = Path(temporary)
-        write_model(folder / "model", args.shape, max(131_072, args.tokens + 8192))
+        # Positions are sequential over the larger pool too, so that both are encoded alike.
+        write_model(folder / "model", args.shape, max(131_072, max(args.tokens, args.larger) + 16_384))
         for role in ("stock", "ours"):
             out = folder / f"{role}.json"
             options = {

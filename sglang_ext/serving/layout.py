@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -129,12 +131,38 @@ def bos(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
+def encode_texts(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> list[Any]:
+    """`tokenizers.Encoding` of each text, without special tokens; with `offsets`, character offsets too.
+
+    In threads: SGLang turns the library's own parallelism off for its whole process.
+
+    Raises:
+        ValueError: the tokenizer has no offsets (it is not a fast one), so that demonstrations cannot be told apart.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"tokenizer {type(tokenizer).__name__} is not a fast one: pools need its character offsets;"
+            " convert it with transformers (AutoTokenizer.from_pretrained(..., use_fast=True))"
+        )
+    backend = tokenizer.backend_tokenizer
+    if backend.padding is not None or backend.truncation is not None:
+        backend.no_padding()
+        backend.no_truncation()
+    encode = backend.encode_batch if offsets else backend.encode_batch_fast
+    threads = min(8, os.cpu_count() or 1)
+    size = max(1, -(-len(texts) // (4 * threads)))
+    parts = [list(texts[first : first + size]) for first in range(0, len(texts), size)]
+    with ThreadPoolExecutor(threads) as executor:
+        found = executor.map(lambda part: encode(part, add_special_tokens=False), parts)
+        return [encoding for part in found for encoding in part]
+
+
 def group_demonstrations(
     demonstrations: Sequence[Demonstration], options: PoolOptions, tokenizer: Any
 ) -> list[list[str]]:
     """Ids of the demonstrations of each block."""
     texts = [options.render(item.input, item.output) + options.separator for item in demonstrations]
-    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    lengths = [len(encoding) for encoding in encode_texts(tokenizer, texts)]
     chosen = group(texts, lengths, options.block_size, options.grouping, options.seed)
     return [[demonstrations[index].id for index in block] for block in chosen]
 
@@ -146,34 +174,33 @@ def lay_out(
     tokenizer: Any,
     header: Sequence[int],
     model: str,
+    known: Sequence[Block] = (),
 ) -> Layout:
     """Tokenize every block once, alone, and name it (ALGORITHMS: block boundaries are token boundaries).
 
+    Args:
+        known: the first blocks, where they were laid out before with the same options, header and model.
+
     Raises:
-        ValueError: the tokenizer has no offsets (it is not a fast one), so that demonstrations cannot be told apart.
+        ValueError: the tokenizer is not a fast one.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"tokenizer {type(tokenizer).__name__} is not a fast one: pools need its character offsets;"
-            " convert it with transformers (AutoTokenizer.from_pretrained(..., use_fast=True))"
-        )
     rendered = [
         [options.render(demonstrations[id].input, demonstrations[id].output) + options.separator for id in ids]
-        for ids in groups
+        for ids in groups[len(known) :]
     ]
-    encoded = tokenizer(["".join(texts) for texts in rendered], add_special_tokens=False, return_offsets_mapping=True)
-    token_ids, spans = [], []
-    for number, texts in enumerate(rendered):
+    encoded = encode_texts(tokenizer, ["".join(texts) for texts in rendered], offsets=True)
+    token_ids, spans = [block.token_ids for block in known], [block.spans for block in known]
+    for number, (texts, encoding) in enumerate(zip(rendered, encoded, strict=True), len(known)):
         lead = len(header) if number == 0 else 0
-        ids = encoded["input_ids"][number]
+        ids = encoding.ids
         token_ids.append((*header, *ids) if number == 0 else tuple(ids))
-        spans.append(_spans(texts, encoded["offset_mapping"][number], lead))
-    keys = block_identities(model, options.block_sparse, token_ids)
+        spans.append(_spans(texts, encoding.offsets, lead))
+    keys = block_identities(model, options.block_sparse, token_ids, [block.key for block in known])
     lengths = [len(ids) for ids in token_ids]
-    blocks = []
-    for number, key in enumerate(keys):
+    blocks = list(known)
+    for number in range(len(known), len(groups)):
         start = options.block_sparse.starts(number, lengths)[number]
-        blocks.append(Block(key, token_ids[number], tuple(groups[number]), spans[number], start))
+        blocks.append(Block(keys[number], token_ids[number], tuple(groups[number]), spans[number], start))
     return Layout(tuple(header), tuple(blocks))
 
 

@@ -46,6 +46,14 @@ class Definition:
         kept = {id: item for id, item in self.demonstrations.items() if id not in self.deleted}
         return replace(self, demonstrations=kept, groups=tuple(group for group in groups if group), deleted=frozenset())
 
+    def extends(self, other: Definition) -> bool:
+        """Whether it is `other` with blocks behind it: what is known of `other`'s blocks holds here too."""
+        return (
+            (self.options, self.deleted) == (other.options, other.deleted)
+            and self.groups[: len(other.groups)] == other.groups
+            and all(self.demonstrations.get(id) is item for id, item in other.demonstrations.items())
+        )
+
     def live(self) -> list[Demonstration]:
         """Demonstrations that were not deleted."""
         return [item for id, item in self.demonstrations.items() if id not in self.deleted]
@@ -67,7 +75,7 @@ class Definition:
     def dump(self) -> dict[str, Any]:
         """JSON-like; `load` reads it back."""
         return {
-            "options": {name: getattr(self.options, name) for name in self.options.__dataclass_fields__},
+            "options": vars(self.options).copy(),
             "demonstrations": [
                 {"id": item.id, "input": item.input, "output": item.output} for item in self.demonstrations.values()
             ],
@@ -118,18 +126,27 @@ class Version:
         """Whether `retriever` would answer at once."""
         return (options.retriever, options.granularity) in self._retrievers
 
-    def retriever(self, options: RequestOptions) -> Retriever:
-        """The retriever a request asks for, built over blocks or examples at its first use."""
+    def retriever(self, options: RequestOptions, base: Version | None = None) -> Retriever:
+        """The retriever a request asks for, built over blocks or examples at its first use.
+
+        Args:
+            base: a version that this one extends: its retriever is extended, where there is one that can be.
+        """
         key = (options.retriever, options.granularity)
         if key not in self._retrievers:
             definition = self.definition
+            before = base._retrievers.get(key) if base is not None and definition.extends(base.definition) else None
+            extended = getattr(before, "extended", None)
+            groups = definition.groups
+            if base is not None and extended is not None:
+                groups = groups[len(base.definition.groups) :]
             if options.granularity == "block":
-                texts = [definition.block_text(group) for group in definition.groups]
+                texts = [definition.block_text(group) for group in groups]
             else:
-                texts = [definition.example_text(id) for group in definition.groups for id in group]
+                texts = [definition.example_text(id) for group in groups for id in group]
             while len(self._retrievers) >= MAX_RETRIEVERS:  # clients choose the names: "random:1", "random:2", ...
                 self._retrievers.pop(next(iter(self._retrievers)))
-            self._retrievers[key] = registry.get(options.retriever).build(texts)
+            self._retrievers[key] = extended(texts) if extended else registry.get(options.retriever).build(texts)
         return self._retrievers[key]
 
 

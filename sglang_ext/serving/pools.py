@@ -146,9 +146,9 @@ class PoolService:
         if pool.current:
             definition, layout = pool.current.definition, pool.current.layouts[COMPLETION]
             info |= {
-                "options": definition.dump()["options"],
+                "options": vars(definition.options).copy(),
                 "labels": list(definition.labels),
-                "demonstrations": len(definition.live()),
+                "demonstrations": len(definition.demonstrations) - len(definition.deleted),
                 "deleted": sorted(definition.deleted),
                 "num_blocks": len(layout.blocks),
                 "tokens": layout.tokens,
@@ -309,7 +309,7 @@ class PoolService:
             flushes = await self._encode_all(version, missing, progress)
             if flushes == self._flushes:  # else the first request finds what is missing, and encodes it
                 version.resident.update(version.layouts)
-            version.retriever(RequestOptions(version.name))  # the default one, so that no request waits for it
+            version.retriever(RequestOptions(version.name), pool.current)  # the default: no request waits for it
             if self.store:
                 self.store.save(version.name, version.definition.dump())
             old, pool.current, pool.versions = pool.current, version, version.number
@@ -625,22 +625,31 @@ class PoolService:
 
     def _lay_out_all(self, version: Version, old: Version | None) -> None:
         """Blocks of every variant that the pool serves: a chat's stay known when the pool is changed."""
-        version.layouts[COMPLETION] = self._lay_out(version.definition)
+        known = old.layouts if old is not None and version.definition.extends(old.definition) else {}
+        version.layouts[COMPLETION] = self._lay_out(version.definition, known=known.get(COMPLETION))
         if (
             old is not None
             and CHAT in old.layouts
             and old.definition.options.system == version.definition.options.system
         ):
-            version.layouts[CHAT] = self._lay_out(version.definition, old.layouts[CHAT].header)
+            version.layouts[CHAT] = self._lay_out(version.definition, old.layouts[CHAT].header, known.get(CHAT))
         for layout in version.layouts.values():
             self._check_context(version, layout)
 
-    def _lay_out(self, definition: Definition, header: Sequence[int] | None = None) -> Layout:
+    def _lay_out(
+        self, definition: Definition, header: Sequence[int] | None = None, known: Layout | None = None
+    ) -> Layout:
         tokenizer = self._tokenizer()
         if header is None:
             header = bos(tokenizer)
         return lay_out(
-            definition.groups, definition.demonstrations, definition.options, tokenizer, header, self.model_name()
+            definition.groups,
+            definition.demonstrations,
+            definition.options,
+            tokenizer,
+            header,
+            self.model_name(),
+            known.blocks if known else (),
         )
 
     def model_name(self) -> str:

@@ -39,6 +39,24 @@ def test_scores_equal_rank_bm25(n: int, words: int) -> None:
         np.testing.assert_allclose(scores, expected(texts, query), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("parts", [[1, 1], [5, 60], [30, 1, 4], [0, 3], [4, 0, 2]], ids=str)
+def test_an_extended_index_equals_one_built_at_once(parts: list[int]) -> None:
+    """Bit for bit, as a pool's answers must not depend on how it grew; a part of 0 is a text without a word."""
+    found = [zipf_texts(n, 20, seed=n, vocabulary=200) if n else ["?!"] for n in parts]
+    retriever = BM25.build(found[0])
+    for texts in found[1:]:
+        before = retriever.score("w0 w3 w7")
+        retriever, smaller = retriever.extended(texts), retriever
+        np.testing.assert_array_equal(smaller.score("w0 w3 w7"), before)
+    texts = [text for part in found for text in part]
+    whole = BM25.build(texts)
+    assert retriever.num_texts == len(texts) and retriever.vocabulary == whole.vocabulary
+    for query in ["w0 w1 w2 w9", "w0", *texts[:3], "unknown w4"]:
+        np.testing.assert_array_equal(retriever.score(query), whole.score(query))
+    with pytest.raises(ValueError, match="texts is empty"):
+        retriever.extended([])
+
+
 def test_repeated_query_terms_count_each_time() -> None:
     texts = ["red card", "blue card", "green tea", "tea time"]
     retriever = BM25.build(texts)

@@ -371,10 +371,15 @@ def set_stitched_tokens(request: Any, tokens: int) -> None:
 
 
 def sent_row(request: Any) -> Row | None:
-    """The row that a TokenizedGenerateReqInput was sent with, or None for a plain one."""
+    """The row that a TokenizedGenerateReqInput or a `Req` has in its custom_params, or None for a plain one.
+
+    It takes its text's place there: SGLang hands the same custom_params from the one to the other.
+    """
     custom = request.sampling_params.custom_params
-    text = custom.get(WIRE_KEY) if isinstance(custom, dict) else None
-    return Row.load(text) if text else None
+    sent = custom.get(WIRE_KEY) if isinstance(custom, dict) else None
+    if isinstance(sent, str) and sent:
+        custom[WIRE_KEY] = sent = Row.load(sent)
+    return sent if isinstance(sent, Row) else None
 
 
 def generate(manager: Any, request: Any) -> AsyncIterator[Any]:

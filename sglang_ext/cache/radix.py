@@ -296,7 +296,7 @@ class BlockRadixCache(RadixCache):
             raise MissingBlocks(absent)
         members = [self.blocks[piece.key] for piece in row.prefix]
         slots = [
-            node.value if p.tokens == len(node.value) else node.value[p.start : p.end]
+            node.value if p.tokens == node.value.numel() else node.value[p.start : p.end]
             for node, p in zip(members, row.prefix, strict=True)
         ]
         compat.set_request_written(req, tuple(self.written[piece.key] + piece.start for piece in row.prefix))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 WIRE_KEY = "sglang_ext"
@@ -81,7 +81,7 @@ class Row:
 
     @cached_property
     def _namespaces(self) -> dict[str | None, str]:
-        return {}  # asked for at every look-up and store; a row sees one extra_key, or a few when it is shared
+        return {}  # by extra_key, of which a row's request has one; asked for at every look-up and store
 
     def dump(self) -> str:
         # Field by field: asdict copies everything recursively, which took longer than all else that a request needs.
@@ -92,11 +92,10 @@ class Row:
         }
         return json.dumps(data, separators=(",", ":"))
 
-    @staticmethod
-    @lru_cache(maxsize=256)  # read for the message and for the request, and again by every turn of a conversation
-    def load(text: str) -> Row:
+    @classmethod
+    def load(cls, text: str) -> Row:
         data: dict[str, Any] = json.loads(text)
-        return Row(
+        return cls(
             prefix=tuple(Piece(key, start, end) for key, start, end in data["prefix"]),
             new=tuple(
                 NewBlock(key, tokens, position, tuple((number, at) for number, at in seen))

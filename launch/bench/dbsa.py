@@ -12,6 +12,7 @@ Every row names its baseline, measured in the same run. Nothing is timed whose o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -58,7 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ratio", type=float, default=0.3125, help="share of the pool a request selects (default: 0.3125)"
     )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128], metavar="N")
-    parser.add_argument("--label-tokens", type=int, default=4, help="tokens of an answer (default: 4)")
+    parser.add_argument(
+        "--label-tokens",
+        type=int,
+        nargs="+",
+        default=[4, 8],
+        metavar="N",
+        help="tokens of an answer; each is measured (default: 4 8)",
+    )
     parser.add_argument(
         "--decode-tokens",
         type=int,
@@ -121,7 +129,6 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
                 "tokens": args.tokens,
                 "block-size": args.block_size,
                 "ratio": args.ratio,
-                "label-tokens": args.label_tokens,
                 "repeats": args.repeats,
                 "larger": args.larger,
                 "decode-tokens": args.decode_tokens,
@@ -130,6 +137,7 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
             command = [sys.executable, "-m", "sglang_ext.launch.bench._dbsa_engine"]
             command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
             command += ["--concurrency", *map(str, args.concurrency)]
+            command += ["--label-tokens", *map(str, args.label_tokens)]
             # SGLang loads every plugin that is installed: stock SGLang keeps the one that lets it run without a GPU.
             own = {KERNELS_ENV: chosen} if role == "ours" else {"SGLANG_PLUGINS": "sglang_ext_cpu"}
             if subprocess.run(command, check=False, env={**os.environ, **own}).returncode:
@@ -154,23 +162,23 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
             notes=tokens,
         )
     ]
-    for number in concurrency:
-        mine = _per_request(ours["dbsa"][str(number)])
-        sources = {"fixed": stock, "retrieval": stock, "zero-shot": stock, "all blocks": ours}
+    for label, number in itertools.product(ours["answers"], concurrency):
+        mine, theirs = ours["answers"][label], stock["answers"][label]
+        measured = {**theirs, "all blocks": mine["all blocks"]}
+        notes = {"question_tokens": stock["question_tokens"], "label_tokens": int(label), "concurrency": number}
         for baseline, words in BASELINES.items():
-            if str(number) not in sources[baseline][baseline]:
+            if str(number) not in measured[baseline]:
                 continue
-            theirs = _per_request(sources[baseline][baseline][str(number)])
             aim = ANSWER_AIMS.get(number, {}).get(baseline)
-            name = f"answering, {number} at a time, time a request"
-            notes = {"question_tokens": stock["question_tokens"], "concurrency": number}
+            name = f"answering with {label} tokens, {number} at a time, time a request"
             words = words.format(backend=stock["backend"])
-            figures.append(at_least(name, mine, words, theirs, aim, notes=notes))
-        plain = _per_request(ours["zero-shot"][str(number)])
-        theirs = _per_request(stock["zero-shot"][str(number)])
-        name = f"a plain request, {number} at a time"
+            times = _per_request(mine["dbsa"][str(number)]), _per_request(measured[baseline][str(number)])
+            figures.append(at_least(name, times[0], words, times[1], aim, notes=notes))
+        plain, other = (_per_request(side["zero-shot"][str(number)]) for side in (mine, theirs))
+        name = f"a plain request with {label} tokens, {number} at a time"
         words = BASELINES["zero-shot"].format(backend=stock["backend"])
-        figures.append(at_least(name, plain, words, theirs, 1 / 1.03))
+        figures.append(at_least(name, plain, words, other, 1 / 1.03, notes=notes))
+    for number in concurrency:
         spent = ours["decode stages"].get(f"{number} at a time", {})
         if spent.get("rotation"):  # else it is part of the attention kernel, and cannot be told from it
             beside = Timing.of([sum(spent[stage] for stage in ("rotation", "merge", "planning"))])

@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--larger", type=int, default=540_000, help="tokens of a larger pool (0: none; default: 540000)"
     )
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of questions in a run (default: 4)")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of each (default: 3)")
     parser.add_argument("--stock-backend", default="flashinfer", help="the stock engine's attention backend")
     parser.add_argument(
@@ -129,6 +130,7 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
                 "tokens": args.tokens,
                 "block-size": args.block_size,
                 "ratio": args.ratio,
+                "rounds": args.rounds,
                 "repeats": args.repeats,
                 "larger": args.larger,
                 "decode-tokens": args.decode_tokens,
@@ -164,7 +166,7 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
     ]
     for label, number in itertools.product(ours["answers"], concurrency):
         mine, theirs = ours["answers"][label], stock["answers"][label]
-        measured = {**theirs, "all blocks": mine["all blocks"]}
+        measured = {"retrieval": {}, **theirs, "all blocks": mine["all blocks"]}
         notes = {"question_tokens": stock["question_tokens"], "label_tokens": int(label), "concurrency": number}
         for baseline, words in BASELINES.items():
             if str(number) not in measured[baseline]:

@@ -160,14 +160,14 @@ def _stitched(engine: Any) -> float:
 
 
 def measure(loop: Loop, make: Callable[[int], dict[str, Any]], args: argparse.Namespace, light: bool = False) -> Any:
-    """Requests a second at each concurrency: a warm-up, then `--repeats` runs of fresh questions.
+    """Requests a second at each concurrency: a warm-up, then `--repeats` runs of questions never asked before.
 
     `light` is for what takes seconds a request: a few of them, at the first concurrency only.
     """
     found: dict[str, Any] = {}
-    number = 0
+    number = next(args.fresh)
     for concurrency in args.concurrency[:1] if light else args.concurrency:
-        count = 4 if light else max(args.min_requests, args.rounds * concurrency)
+        count = 4 if light else _questions_a_run(args, concurrency)
         runs = []
         for repeat in range(args.repeats + 1):
             requests = [make(number + index) for index in range(count)]
@@ -177,6 +177,10 @@ def measure(loop: Loop, make: Callable[[int], dict[str, Any]], args: argparse.Na
                 runs.append(result)
         found[str(concurrency)] = runs
     return found
+
+
+def _questions_a_run(args: argparse.Namespace, concurrency: int) -> int:
+    return int(max(args.min_requests, args.rounds * concurrency))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -197,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of the answers whose steps are profiled")
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of the engine, as JSON")
     args = parser.parse_args(argv)
+    # Where each measurement's questions begin: what was asked before would be cached.
+    args.fresh = itertools.count(0, (args.repeats + 1) * sum(_questions_a_run(args, n) for n in args.concurrency))
 
     found = _stock(args) if args.role == "stock" else _ours(args)
     args.out.write_text(json.dumps(found))
@@ -221,7 +227,8 @@ def _common(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _questions(seed: int) -> list[str]:
-    return [example["input"] for example in examples(20_000, 10_000_000 * seed)]
+    """More than are ever asked: at 128 at a time, a measurement of four runs takes 2,600."""
+    return [example["input"] for example in examples(60_000, 10_000_000 * seed)]
 
 
 def _sampling(tokens: int, **custom: Any) -> dict[str, Any]:
@@ -329,10 +336,9 @@ def _ours(args: argparse.Namespace) -> dict[str, Any]:
         empty(engine)
         engine.create_pool(POOL, demos, **options)
     # Last: a profiler that has run goes on slowing launches down.
-    fresh = itertools.count(10_000, 1_000)  # questions that no measurement has asked: theirs would be cached
     for name, tokens in (("stages", args.label_tokens[0]), ("decode stages", args.decode_tokens)):
         make = _asking(over, _sampling(tokens, pool=POOL, ratio=args.ratio))
-        found[name] = {f"{n} at a time": stages(loop, make, n, next(fresh)) for n in args.concurrency if tokens}
+        found[name] = {f"{n} at a time": stages(loop, make, n, next(args.fresh)) for n in args.concurrency if tokens}
     engine.shutdown()
     return found
 

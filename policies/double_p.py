@@ -44,6 +44,7 @@ class DoubleP:
             probability.
         append: so many new tokens are clustered at once.
         assignment: `inner` product on mean-centred keys, or `l2`.
+        min_tokens: shorter rows are attended to densely, where that is faster. Not measured yet: one segment.
     """
 
     p1: float = 0.95
@@ -57,13 +58,16 @@ class DoubleP:
     group: str = "union"
     append: int = 1024
     assignment: str = "inner"
+    min_tokens: int = 8192
 
     def __post_init__(self) -> None:
         if not (0 < self.p1 <= 1 and 0 <= self.p2 <= self.p1):
             raise ValueError(f"p1={self.p1}, p2={self.p2}: expected 0 < p1 <= 1 and 0 <= p2 <= p1")
-        if min(self.sink, self.window) < 0 or min(self.cluster, self.segment, self.iterations, self.append) < 1:
+        whole = min(self.cluster, self.segment, self.iterations, self.append)
+        if min(self.sink, self.window, self.min_tokens) < 0 or whole < 1:
             raise ValueError(
-                f"sink={self.sink}, window={self.window}: expected at least 0; cluster={self.cluster}, "
+                f"sink={self.sink}, window={self.window}, min_tokens={self.min_tokens}: expected at least 0; "
+                f"cluster={self.cluster}, "
                 f"segment={self.segment}, iterations={self.iterations}, append={self.append}: expected at least 1"
             )
         for name, value, allowed in (
@@ -94,6 +98,25 @@ class DoubleP:
         """The middle tokens [begin, end) of a prompt of `length` tokens; begin = end where there are none."""
         begin = min(self.sink, length)
         return begin, max(begin, length - self.window)
+
+    def due(self, begin: int, end: int, decoding: bool) -> list[tuple[int, int]]:
+        """Which segments of the middle tokens [begin, end), none of them clustered yet, are clustered now.
+
+        A segment waits until `append` tokens have come since its first one; one that does not end at a multiple of
+        `segment` also waits for decoding to begin, because the next chunk of a prompt may complete it. So what is
+        clustered in the end does not depend on how a prompt was cut into chunks.
+
+        Args:
+            begin, end: columns; end <= begin is no token.
+            decoding: the prompt is complete.
+        """
+        if end <= begin:
+            return []
+        return [
+            (low, high)
+            for low, high in self.segments(begin, end)
+            if end - low >= self.append and (decoding or high % self.segment == 0)
+        ]
 
     def plan(self, begin: int, end: int, width: int = 64) -> Plan:
         """How tokens [begin, end) are clustered, for `kernels.kmeans`; `width` clusters a tile."""
@@ -237,6 +260,24 @@ def attend(
     )
     summaries = mean_values.masked_fill(~approx.unsqueeze(-1), 0.0)  # an unused one may hold anything
     seen = torch.cat([dense_values, values, summaries], dim=1)
+    return torch.nan_to_num(torch.softmax(scores, dim=-1)) @ seen, torch.logsumexp(scores, dim=-1)
+
+
+def summaries(
+    log_mass: torch.Tensor, mean_values: torch.Tensor, approx: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Equations 8 and 9, the approximated clusters alone: to be merged with exact tokens by log-sum-exp.
+
+    Args:
+        log_mass: [kv_heads, group, clusters] estimated (equation 5).
+        mean_values: [kv_heads, clusters, value_dim] (equation 2).
+        approx: [kv_heads, clusters] bool from `select`.
+
+    Returns:
+        (output [kv_heads, group, value_dim], log of their mass [kv_heads, group], -inf where there are none).
+    """
+    scores = log_mass.masked_fill(~approx.unsqueeze(1), float("-inf"))
+    seen = mean_values.masked_fill(~approx.unsqueeze(-1), 0.0)  # an unused one may hold anything
     return torch.nan_to_num(torch.softmax(scores, dim=-1)) @ seen, torch.logsumexp(scores, dim=-1)
 
 

@@ -76,12 +76,14 @@ class RequestRows:
         slots: [seq_len] the request's KV slots in column order, those of this pass included.
         begin: column of the first query row; the query rows are columns [begin, seq_len).
         slot_pos: [num_slots] int32, already holding the positions of this pass.
+        decode: whether this is a decoding step; a prompt's rows may be a single one, too.
     """
 
     request: Request
     slots: torch.Tensor
     begin: int
     slot_pos: torch.Tensor
+    decode: bool = False
 
     @property
     def row(self) -> Row | None:
@@ -163,14 +165,41 @@ class Policy:
         request_options: names in `custom_params` that the policy reads itself (`Request.options`); over a pool they are
             passed on beside the pool's own.
         plans: whether `runs` answers for every request.
+        decodes_apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix
+            them: `--enable-mixed-chunk` is refused then.
     """
 
     request_options: frozenset[str] = frozenset()
     plans: bool = False
+    decodes_apart: bool = False
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
-        """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start."""
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Look at a request's `custom_params` before it is sent to the schedulers.
+
+        Raises:
+            ValueError: one of `request_options` has a value that the policy does not take; the client gets it as 400.
+        """
+
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+        """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start.
+
+        Args:
+            layers, kv_heads: on one rank.
+            head_dim: components of a key, and of a value.
+            itemsize: bytes of a component in the KV cache.
+        """
         return 0
+
+    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        """The KV cache, for policies that read it between passes; called once, before the first.
+
+        Args:
+            caches: gives (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.
+        """
+
+    def stats(self) -> Mapping[str, int]:
+        """Counters, for /server_info and /metrics."""
+        return {}
 
     def node_hooks(self) -> Sequence[NodeHooks]:
         """What follows the nodes of the radix tree through their lives: insert, split, evict."""
@@ -181,6 +210,15 @@ class Policy:
 
     def finish(self, request: Request) -> None:
         """A request loses its row of slots: it ended, was aborted or retracted."""
+
+    def before_pass(self, request: Request, req: Any, begin: int, end: int) -> None:
+        """Columns [begin, end) of a request are about to be computed. Runs when SGLang builds a ForwardBatch.
+
+        Args:
+            request: the request.
+            req: SGLang's own, to be read through `sglang_ext.compat` only.
+            begin, end: columns of the pass.
+        """
 
     def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
         """Positions at which columns [begin, end) are written, or None where they are the column numbers."""
@@ -220,7 +258,23 @@ def _dbsa() -> Policy:
     return DbsaPolicy()
 
 
-_POLICIES: dict[str, Callable[[], Policy]] = {"dbsa": _dbsa}
+def _double_p() -> Policy:
+    from sglang_ext.attention.double_p import DoublePPolicy
+
+    return DoublePPolicy()
+
+
+def _dbsa_double_p() -> Policy:
+    from sglang_ext.attention.double_p import DbsaDoublePPolicy
+
+    return DbsaDoublePPolicy()
+
+
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "dbsa": _dbsa,
+    "double_p": _double_p,
+    "dbsa+double_p": _dbsa_double_p,
+}
 
 
 @functools.cache  # reading the entry points of every installed package takes milliseconds, and prefills ask for them

@@ -209,6 +209,7 @@ def stats(scheduler: Any) -> dict[str, Any]:
     cache = scheduler.tree_cache
     if not isinstance(cache, BlockRadixCache):
         return {}
+    backend = compat.view_backend(scheduler.tp_worker.model_runner)
     return {
         "blocks_resident": len(cache.blocks),
         "block_tokens_resident": sum(len(node.key) for node in cache.blocks.values()),
@@ -216,6 +217,7 @@ def stats(scheduler: Any) -> dict[str, Any]:
         "block_hits": sum(cache.hits.values()),
         "saved_tokens": cache.saved_tokens,
         "stitch_seconds": round(cache.stitch_seconds, 6),
+        **(backend.policy.stats() if backend is not None else {}),
     }
 
 

@@ -111,7 +111,7 @@ class DoublePPolicy(DbsaPolicy):
         With 16 tokens a cluster and 128 components: 7.1% of a 16-bit KV cache, 6.7% of a 32-bit one.
         """
         cluster = 2 * head_dim * itemsize + 2 * 4
-        return layers * kv_heads * (-(-cluster // self.config.cluster) + 4)
+        return -(-layers * kv_heads * (cluster + 4 * self.config.cluster) // self.config.cluster)
 
     def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
         self._caches = caches
@@ -120,7 +120,8 @@ class DoublePPolicy(DbsaPolicy):
         return (self.store,)
 
     def stats(self) -> Mapping[str, int]:
-        return self.store.stats()
+        loose = sum(run.tokens for state in self._states.values() for run in state.loose)
+        return {**self.store.stats(), "cluster_tokens_loose": loose}
 
     # ---- requests ----
 

@@ -36,8 +36,9 @@ class ViewAttnBackend(ViewBackend, TorchBackend):
 
     def prepare(self, batch: Any, forward_batch: Any) -> None:
         rows = note_batch(self.requests, batch, forward_batch)
+        decode = forward_batch.forward_mode.is_decode()
         for req, (request, begin, end) in zip(batch.reqs, rows, strict=True):
-            self.policy.before_pass(request, req, begin, end)
+            self.policy.before_pass(request, req, begin, end, decode)
 
     def release(self, slot: int) -> None:
         self.requests.release(slot)

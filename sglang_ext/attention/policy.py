@@ -9,6 +9,7 @@ device in the step itself.
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -211,13 +212,16 @@ class Policy:
     def finish(self, request: Request) -> None:
         """A request loses its row of slots: it ended, was aborted or retracted."""
 
-    def before_pass(self, request: Request, req: Any, begin: int, end: int) -> None:
+    def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
         """Columns [begin, end) of a request are about to be computed. Runs when SGLang builds a ForwardBatch.
+
+        Called by the PyTorch backend, as `bind` is: policies that plan know all from `runs`.
 
         Args:
             request: the request.
             req: SGLang's own, to be read through `sglang_ext.compat` only.
             begin, end: columns of the pass.
+            decode: whether it is a decoding step.
         """
 
     def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
@@ -252,28 +256,23 @@ class Policy:
         """
 
 
-def _dbsa() -> Policy:
-    from sglang_ext.attention.dbsa import DbsaPolicy
+def _ours(name: str) -> Callable[[], Policy]:
+    """Factory of the policy `module:class` of this package, which is imported when it is asked for."""
 
-    return DbsaPolicy()
+    def build() -> Policy:
+        policy: Policy = pkgutil.resolve_name("sglang_ext.attention." + name)()
+        return policy
 
-
-def _double_p() -> Policy:
-    from sglang_ext.attention.double_p import DoublePPolicy
-
-    return DoublePPolicy()
-
-
-def _dbsa_double_p() -> Policy:
-    from sglang_ext.attention.double_p import DbsaDoublePPolicy
-
-    return DbsaDoublePPolicy()
+    return build
 
 
 _POLICIES: dict[str, Callable[[], Policy]] = {
-    "dbsa": _dbsa,
-    "double_p": _double_p,
-    "dbsa+double_p": _dbsa_double_p,
+    "dbsa": _ours("dbsa:DbsaPolicy"),
+    "double_p": _ours("double_p:DoublePPolicy"),
+    "dbsa+double_p": _ours("double_p:DbsaDoublePPolicy"),
+    "quest": _ours("quest:QuestPolicy"),
+    "retroinfer": _ours("retroinfer:RetroInferPolicy"),
+    "twilight": _ours("twilight:TwilightPolicy"),
 }
 
 

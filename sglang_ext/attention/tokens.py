@@ -1,4 +1,4 @@
-"""Tokens of a row that each key-value head chooses for itself, as a view; and what dense attention says of them."""
+"""Tokens of a row that each key-value head chooses for itself, as a view; and the logits of all of them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,3 @@ def token_logits(rows: RequestRows, caches: Caches, query: torch.Tensor) -> torc
     if bool(delta.any()):
         keys = rotate(keys, delta.unsqueeze(1), caches.rope)
     return torch.einsum("hgd,thd->hgt", query, keys) * caches.scale
-
-
-def recovered(logits: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Share of dense attention that falls on kept tokens: [kv_heads, group], 0 to 1.
-
-    Args:
-        logits: [kv_heads, group, columns].
-        kept: [kv_heads, columns] bool.
-    """
-    return (torch.softmax(logits, dim=-1) * kept.unsqueeze(1)).sum(-1)

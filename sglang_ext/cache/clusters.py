@@ -137,14 +137,9 @@ class ClusterStore:
         held.append(Held(run, run.end))
         return run
 
-    def give(self, path: Sequence[TreeNode], before: int, run: ClusteredRun) -> ClusteredRun | None:
-        """`add` a run to the node of `path` that holds its last token; None while none does.
-
-        Args:
-            path: nodes from the root down.
-            before: number of the first token of `path`.
-            run: tokens of the path, numbered likewise.
-        """
+    def give(self, path: Sequence[TreeNode], run: ClusteredRun) -> ClusteredRun | None:
+        """`add` a run to the node that holds its last token, of a path from the root down; None while none does."""
+        before = 0
         for node in path:
             before += len(node.key)
             if run.end <= before:

@@ -69,22 +69,22 @@ def test_a_run_belongs_to_the_node_that_holds_its_last_token(tree: Tree) -> None
     path = tree.insert(LONG)
     assert len(path) == 2
     for each in (run(2, 16), run(16, 24), run(24, 36)):
-        assert tree.store.give(path, 0, each) is each
+        assert tree.store.give(path, each) is each
     assert [held.run.begin for held in tree.store.of(path[0])] == [2]
     assert [held.run.begin for held in tree.store.of(path[1])] == [16, 24]
     assert tree.chain(LONG) == [(2, 16), (16, 24), (24, 36)]
     assert tree.chain(LONG[:20]) == [(2, 16)]
     assert tree.chain(LONG, begin=3) == []
-    assert tree.store.give(path, 0, run(36, 41)) is None, "no node holds token 40"
+    assert tree.store.give(path, run(36, 41)) is None, "no node holds token 40"
 
 
 def test_a_run_is_kept_once(tree: Tree) -> None:
     path = tree.insert(LONG)
     first = run(2, 20)
-    assert tree.store.give(path, 0, first) is first
-    assert tree.store.give(path, 0, run(2, 20)) is first
+    assert tree.store.give(path, first) is first
+    assert tree.store.give(path, run(2, 20)) is first
     longer = run(2, 30)
-    assert tree.store.give(path, 0, longer) is longer
+    assert tree.store.give(path, longer) is longer
     assert tree.chain(LONG) == [(2, 30)]
 
 
@@ -92,7 +92,7 @@ def test_a_cut_leaves_the_head_what_lies_before_it(tree: Tree) -> None:
     path = tree.insert(LONG)
     runs = [run(2, 10), run(10, 30), run(30, 38)]
     for each in runs:
-        tree.store.give(path, 0, each)
+        tree.store.give(path, each)
     tree.insert([*LONG[:20], 99, 98])
     assert tree.chain([*LONG[:20], 99, 98]) == [(2, 10), (10, 20)]
     assert tree.chain(LONG) == [(2, 10), (10, 30), (30, 38)]
@@ -106,13 +106,13 @@ def test_a_cut_leaves_the_head_what_lies_before_it(tree: Tree) -> None:
 def test_clusters_leave_with_their_node(tree: Tree) -> None:
     path = tree.insert(LONG)
     for each in (run(2, 10), run(10, 30)):
-        tree.store.give(path, 0, each)
+        tree.store.give(path, each)
     tree.insert([*LONG[:20], 99])
     tree.cache.evict(EvictParams(num_tokens=1))  # the tail, which is the older leaf
     assert tree.chain([*LONG[:20], 99]) == [(2, 10), (10, 20)]
     tree.cache.evict(EvictParams(num_tokens=100))
     assert tree.store.stats()["cluster_tokens"] == 0
-    tree.store.give(tree.insert(LONG), 0, run(2, 10))
+    tree.store.give(tree.insert(LONG), run(2, 10))
     tree.cache.reset()
     assert tree.store.stats()["cluster_runs"] == 0 and tree.chain(LONG) == []
 

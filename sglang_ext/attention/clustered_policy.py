@@ -1,8 +1,8 @@
 """Policies that read a long row through clusters of its keys.
 
-For the step that decodes column c, sinks [0, sink) and window [c - window, c] are exact; clusters that lie wholly between
-them are exact, approximated by their centroid or left out, as the policy chooses; every other token is exact again:
-those that no cluster has yet, and those of clusters that the row, the sinks or the window cut.
+For the step that decodes column c, sinks [0, sink) and window [c - window, c] are exact. Clusters that lie wholly
+between them are exact, approximated by their centroid or left out, as the policy chooses. Every other token is exact
+again: those that no cluster has yet, and those of clusters that the row, the sinks or the window cut.
 
 Clusters are made between passes, never inside one: before each chunk of a prompt those segments that earlier chunks
 have completed, the rest before the first decoding step, and `append` new tokens at a time afterwards. So no pass waits

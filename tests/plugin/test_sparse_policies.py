@@ -217,3 +217,13 @@ def test_batches_that_mix_prompts_and_decoding_are_refused(make: Make, name: str
     (problem,) = refusals(arguments)
     assert "enable_mixed_chunk" in problem and name in problem
     assert refusals(SimpleNamespace(**{**vars(arguments), "attention_backend": "dbsa"})) == []
+
+
+def test_options_that_the_policy_has_not_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from sglang_ext.serving.checks import before_server_args
+
+    monkeypatch.setenv(POLICY_ENV, json.dumps({"p1": 0.9}))
+    with pytest.raises(ValueError, match="SGLANG_EXT_POLICY: unknown option p1; known are budget, min_tokens, page"):
+        before_server_args(SimpleNamespace(attention_backend="quest", dtype="float32", disable_cuda_graph=False))

@@ -5,9 +5,10 @@ between them are exact, approximated by their centroid or left out, as the polic
 again: those that no cluster has yet, and those of clusters that the row, the sinks or the window cut.
 
 Clusters are made between passes, never inside one: before each chunk of a prompt those segments that earlier chunks
-have completed, the rest before the first decoding step, and `append` new tokens at a time afterwards. So no pass waits
-for more clustering than the chunk or the tokens before it brought along, whoever else is in its batch. A request keeps
-the clusters that it began with: what others do to the tree in the meantime does not change its answer.
+have completed, the rest before the first decoding step, and `append` new tokens at a time afterwards. So a pass waits
+for no more clustering than the chunk or the tokens before it brought along. What is used for the first time is
+clustered then and never again: a demonstration block, and a prefix that only dense requests have used. A request keeps
+the clusters that it finds in the tree when it begins: what others bring there later does not change its answer.
 """
 
 from __future__ import annotations
@@ -123,14 +124,14 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         row = self._rows.get(request.slot)
         if row is None or req.last_node is row.last:
             return
-        row.last = req.last_node
+        begins, row.last = row.last is None, req.last_node
         blocks, path = compat.tree_nodes(req)
         if request.row is not None and not row.nodes:
             row.nodes = dict(zip(dict.fromkeys(piece.key for piece in request.row.prefix), blocks, strict=True))
         # Where another request has put the same run into the tree, this one keeps its own besides, for as long as it
         # runs.
         row.loose = [run for run in row.loose if self.store.give(path, run) is None]
-        for held in self.store.chain(path, row.settled):
+        for held in self.store.chain(path, row.settled) if begins else ():
             row.place(held.run, held.end)
 
     # ---- clusters ----

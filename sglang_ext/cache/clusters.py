@@ -2,7 +2,7 @@
 
 A run is tokens that were clustered together. It belongs to the node that holds its last token, because whoever has that
 node in its prefix has all tokens of the run. Where a node is cut inside a run, the tail keeps the run and the head gets
-it up to the cut: of its clusters, those wholly before the cut serve there.
+it up to the cut: of its clusters, those wholly before the cut serve there. They are what remains when the tail goes.
 
 A run knows its tokens by their order, not by their slots: the same tokens may come to lie in other slots (when two
 requests computed them at once, one of the copies is freed), and their summaries stay what they are.
@@ -10,14 +10,16 @@ requests computed them at once, one of the copies is freed), and their summaries
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_ext import compat
 from sglang_ext.compat import TreeNode
 from sglang_ext.kernels.kmeans import Plan, kmeans
+from sglang_ext.policies.double_p import cluster_sizes
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,24 @@ class Summary:
     @property
     def bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.centroids, self.values, self.sizes, self.labels))
+
+    def cut(self, tokens: int) -> Summary:
+        """The first `tokens` tokens, with the clusters wholly among them; tokens of others go to an empty one."""
+        labels = self.labels[:, :tokens].long()
+        whole = (cluster_sizes(labels, self.sizes.shape[1]) == self.sizes) & (self.sizes > 0)
+        most = int(whole.sum(1).max())
+        order = torch.sort(~whole, dim=1, stable=True).indices[:, :most]  # whole clusters first, in their order
+        kept = whole.gather(1, order)
+        number = torch.arange(most, device=order.device).expand_as(order)
+        place = torch.full_like(self.sizes, most, dtype=torch.int64)
+        place.scatter_(1, order, torch.where(kept, number, most))
+        cells = order.unsqueeze(-1)
+        return Summary(
+            pad(self.centroids.gather(1, cells.expand(-1, -1, self.centroids.shape[2])), (0, 0, 0, 1)),
+            pad(self.values.gather(1, cells.expand(-1, -1, self.values.shape[2])), (0, 0, 0, 1)),
+            pad(self.sizes.gather(1, order) * kept, (0, 1)).int(),
+            place.gather(1, labels).to(self.labels.dtype),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +82,11 @@ class ClusteredRun:
     @property
     def bytes(self) -> int:
         return sum(summary.bytes for summary in self.layers.values())
+
+    def cut(self, end: int) -> ClusteredRun:
+        """The run up to token `end`, with the clusters wholly before it."""
+        tokens = end - self.begin
+        return ClusteredRun(self.begin, tokens, {layer: each.cut(tokens) for layer, each in self.layers.items()})
 
 
 @dataclass(frozen=True)
@@ -187,7 +212,25 @@ class ClusterStore:
         self._held[tail.id] = [each for each in held if each.end > cut]
 
     def on_evict(self, node: TreeNode) -> None:
-        self._held.pop(node.id, None)
+        """Of a run that nodes above have a part of, only that is kept."""
+        for gone in self._held.pop(node.id, ()):
+            rest = [
+                (held, at)
+                for held in self._above(node)
+                for at, each in enumerate(held)
+                if each.run is gone.run and each.end < gone.end
+            ]
+            if rest:
+                run = gone.run.cut(max(held[at].end for held, at in rest))
+                for held, at in rest:
+                    held[at] = Held(run, held[at].end)
+
+    def _above(self, node: TreeNode) -> Iterator[list[Held]]:
+        parent = node.parent
+        while parent is not None:
+            if parent.id in self._held:
+                yield self._held[parent.id]
+            parent = parent.parent
 
     def on_reset(self) -> None:
         self._held.clear()

@@ -258,6 +258,16 @@ def test_a_prefix_keeps_its_clusters(served: Served) -> None:
     assert served.plain(longer, third, runs_of(202)) > 100 * TOLERANCE
 
 
+def test_equal_prompts_at_once(served: Served) -> None:
+    """Each clusters what it computed; the tree keeps one of them."""
+    served.empty()
+    prompt = prompt_of(150, 17)
+    for meta in served.generate([prompt] * 3, SPARSE):
+        assert served.plain(prompt, meta, runs_of(150)) < TOLERANCE
+    stats = served.stats()
+    assert stats["cluster_tokens"] == 150 - WINDOW - SINK and stats["cluster_tokens_loose"] == 0
+
+
 def test_a_prefix_cut_inside_a_cluster(served: Served) -> None:
     """Of a run that the shared prefix cuts, the clusters wholly inside serve; their other tokens are exact."""
     served.empty()

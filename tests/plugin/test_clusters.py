@@ -117,6 +117,35 @@ def test_clusters_leave_with_their_node(tree: Tree) -> None:
     assert tree.store.stats()["cluster_runs"] == 0 and tree.chain(LONG) == []
 
 
+def test_a_cut_run_shrinks_when_its_tail_goes(tree: Tree, caches: Caches) -> None:
+    kv = {0: (caches.keys, caches.values)}
+    tree.store.give(
+        tree.insert(LONG), cluster_run(kv, torch.arange(2, 40), 2, cluster=4, iterations=3, assignment="l2")
+    )
+    for cut in (30, 20):
+        tree.insert([*LONG[:cut], 99 + cut])
+    whole, bytes_before = tree.store.chain(tree.path(LONG), 2)[0].run, tree.store.stats()["cluster_bytes"]
+    for cut in (30, 20):
+        tree.path([*LONG[:cut], 99 + cut])  # used after the long one's tail
+    tree.cache.evict(EvictParams(num_tokens=1))
+    (head,) = tree.store.chain(tree.path([*LONG[:30], 129]), 2)
+    (upper,) = tree.store.chain(tree.path([*LONG[:20], 119]), 2)
+    assert head.run is upper.run and (head.run.end, head.end, upper.end) == (30, 30, 20)
+    assert tree.store.stats()["cluster_tokens"] == 28 and tree.store.stats()["cluster_bytes"] < bytes_before
+    query = torch.randn(KV_HEADS, 2, DIM)
+    for end in (30, 20):
+        old, new = (row_clusters([Placed(run, 2, 2, end)], 40, caches, query) for run in (whole, head.run))
+        for head_number in range(KV_HEADS):
+            masses = [each.log_mass[head_number, 0] for each in (old, new)]
+            served = [(mass > float("-inf")).nonzero().flatten() for mass in masses]
+            assert torch.equal(masses[0][served[0]], masses[1][served[1]]) and len(served[0]) > 0
+            assert torch.equal(old.values[head_number, served[0]], new.values[head_number, served[1]])
+            for a, b in zip(*served, strict=True):
+                assert torch.equal(old.labels[head_number] == a, new.labels[head_number] == b)
+    tree.cache.evict(EvictParams(num_tokens=100))
+    assert tree.store.stats()["cluster_tokens"] == 0
+
+
 # ---- clusters in a row ----
 
 

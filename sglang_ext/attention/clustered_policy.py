@@ -47,6 +47,7 @@ class ClusteredRow:
         loose: those of them that no tree node holds yet.
         nodes: nodes of the stitched blocks, by name.
         last: the last tree node of the row when it was looked at.
+        slots: [columns] KV slots of the last pass, in the request's own row.
     """
 
     first: int
@@ -56,6 +57,7 @@ class ClusteredRow:
     loose: list[ClusteredRun] = field(default_factory=list)
     nodes: dict[str, TreeNode] = field(default_factory=dict)
     last: Any = None
+    slots: torch.Tensor | None = None
 
     def place(self, run: ClusteredRun, end: int) -> None:
         """The next run of own tokens, which the row has up to its own token `end`."""
@@ -115,12 +117,16 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
             self._rows[request.slot] = ClusteredRow(first, max(0, self.config.sink - first))
 
     def finish(self, request: Request) -> None:
-        """Clusters of tokens that the tree never got go with the request."""
+        """Clusters of tokens that the tree does not get now go with the request."""
         super().finish(request)
-        self._rows.pop(request.slot, None)
+        row = self._rows.pop(request.slot, None)
+        if row is not None and row.slots is not None:
+            slots = row.slots
+            self.store.leave([(run, slots[row.first + run.end - 1].clone()) for run in row.loose])
 
     def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
         super().before_pass(request, req, begin, end, decode)
+        self.store.leave(())  # slots of requests that ended are written again from now on
         row = self._rows.get(request.slot)
         if row is None or req.last_node is row.last:
             return
@@ -140,6 +146,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         row = self._rows.get(rows.request.slot)
         if row is None:
             return
+        row.slots = rows.slots
         middle = rows.begin - self.config.window - row.first
         for begin, end in self.config.due(row.settled, middle, rows.decode):
             run = self._cluster(rows.slots[row.first + begin : row.first + end], begin)

@@ -140,6 +140,7 @@ class ClusterStore:
 
     def __init__(self) -> None:
         self._held: dict[int, list[Held]] = {}
+        self._leaving: list[tuple[ClusteredRun, torch.Tensor]] = []
         self.computed = 0
         self.computed_tokens = 0
 
@@ -171,6 +172,15 @@ class ClusterStore:
                 return self.add(node, run)
         return None
 
+    def leave(self, runs: Iterable[tuple[ClusteredRun, torch.Tensor]]) -> None:
+        """Runs of a request that ends; what the tree is given of its tokens, it is given next, or not at all.
+
+        Args:
+            runs: with the KV slot of each one's last token, [] integer: that the tree got these very tokens, and not
+                others' like them, is seen by it.
+        """
+        self._leaving = list(runs)
+
     def chain(self, path: Iterable[TreeNode], begin: int) -> list[Held]:
         """Runs of a path that follow each other without a gap from token `begin` on, the longest among several.
 
@@ -201,7 +211,16 @@ class ClusterStore:
     # ---- node life ----
 
     def on_insert(self, node: TreeNode) -> None:
-        """A new node has no clusters yet: they are made by the first request that decodes over it."""
+        """A new node has no clusters but those of a request that ends with it."""
+        if not self._leaving:
+            return
+        part, begin = node, compat.node_begin(node)
+        for run, slot in sorted(self._leaving, key=lambda each: -each[0].end):
+            while run.end <= begin:
+                part = part.parent
+                begin -= len(part.key)
+            if run.end <= begin + len(part.key) and int(part.value[run.end - 1 - begin]) == int(slot):
+                self.add(part, run)
 
     def on_split(self, head: TreeNode, tail: TreeNode) -> None:
         held = self._held.pop(tail.id, None)
@@ -234,3 +253,4 @@ class ClusterStore:
 
     def on_reset(self) -> None:
         self._held.clear()
+        self._leaving = []

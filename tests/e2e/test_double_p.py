@@ -258,6 +258,23 @@ def test_a_prefix_keeps_its_clusters(served: Served) -> None:
     assert served.plain(longer, third, runs_of(202)) > 100 * TOLERANCE
 
 
+def test_a_request_leaves_what_it_clustered(served: Served) -> None:
+    """Also one that ends before the tree has its prompt, and what was clustered of an answer."""
+    served.empty()
+    prompt = prompt_of(150, 18)
+    everything = {"p1": 1, "p2": 1}  # in every turn: an answer's keys are what its own request could see
+    served.generate([prompt], everything, new_tokens=1)
+    (first,) = served.generate([prompt], everything, new_tokens=40)
+    stats = served.stats()
+    # The answer: up to 160 and 176, segments of `APPEND` behind [2, 64), [64, 128) and [128, 144).
+    assert stats["cluster_tokens"] == 176 - SINK and stats["cluster_tokens_loose"] == 0
+    before = served.clustered()
+    longer = [*prompt, *generated(first), 77, 78]
+    (second,) = served.generate([longer], everything, new_tokens=3)
+    assert second["cached_tokens"] >= 189 and served.clustered() == before
+    assert served.dense_deviation(longer, second) < DENSE
+
+
 def test_equal_prompts_at_once(served: Served) -> None:
     """Each clusters what it computed; the tree keeps one of them."""
     served.empty()
@@ -378,7 +395,7 @@ def test_clusters_go_with_their_nodes(served: Served) -> None:
 
 
 def test_an_aborted_request_leaves_nothing(served: Served) -> None:
-    """What it clustered of its answer goes with it; what it clustered of its prompt stays with the prompt."""
+    """Nothing but what belongs to the tree's nodes."""
     served.empty()
     prompt, before = prompt_of(150, 16), served.clustered()
 
@@ -392,7 +409,9 @@ def test_an_aborted_request_leaves_nothing(served: Served) -> None:
     served.engine.loop.run_until_complete(begin())
     stats = until(lambda: (stats := served.stats())["cluster_tokens_loose"] == 0 and stats)
     assert stats["cluster_tokens_computed"] - before >= 150 - WINDOW - SINK + 3 * APPEND
-    assert stats["cluster_tokens"] == 150 - WINDOW - SINK
+    assert stats["cluster_tokens"] == served.clustered() - before
+    served.empty()
+    assert served.stats()["cluster_runs"] == 0
 
 
 def test_retracted_requests_are_clustered_again(served: Served) -> None:

@@ -88,6 +88,26 @@ def test_a_run_is_kept_once(tree: Tree) -> None:
     assert tree.chain(LONG) == [(2, 30)]
 
 
+def test_the_tree_gets_the_runs_of_a_request_that_ends_with_its_tokens(tree: Tree) -> None:
+    tree.insert(LONG[:20])
+    slots = tree.path(LONG[:20])[0].value
+
+    def leave(ends: dict[int, int]) -> None:
+        """Runs by their ends, with the slot of the last token."""
+        begins = [2, *ends]
+        tree.store.leave([(run(a, b), torch.tensor(slot)) for a, (b, slot) in zip(begins, ends.items(), strict=False)])
+
+    following = int(tree.allocator.free_pages[0])  # insertions take slots in this order
+    leave({16: int(slots[15]), 24: following + 23, 36: following + 35})
+    tree.insert(LONG)
+    assert tree.chain(LONG[:20]) == [(2, 16)]
+    assert tree.chain(LONG) == [(2, 16), (16, 24), (24, 36)]
+    leave({16: 0, 24: 0})  # another request's tokens, in other slots
+    tree.insert([90, *LONG])
+    tree.store.leave(())
+    assert tree.chain([90, *LONG]) == [] and tree.store.stats()["cluster_runs"] == 3
+
+
 def test_a_cut_leaves_the_head_what_lies_before_it(tree: Tree) -> None:
     path = tree.insert(LONG)
     runs = [run(2, 10), run(10, 30), run(30, 38)]

@@ -28,7 +28,15 @@ _PACKAGES = (
     "sglang-kernel",
     "xgrammar",
 )
-_VARIABLES = ("SGLANG_PLUGINS", "SGLANG_PLATFORM", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SGLANG_EXT_POOL_DIR")
+_VARIABLES = (
+    "SGLANG_PLUGINS",
+    "SGLANG_PLATFORM",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "SGLANG_EXT_POOL_DIR",
+    "SGLANG_EXT_KERNELS",
+    "SGLANG_EXT_POLICY",
+)
 
 # Why our backends refuse an argument; what to set instead is in `sglang_ext.serving.checks`.
 WHY = {

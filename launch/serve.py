@@ -1,6 +1,6 @@
 """SGLang's own server, with pools.
 
-sglang-ext serve [MODEL] [--pool-dir DIR] [any flag of sglang.launch_server]
+sglang-ext serve [MODEL] [--pool-dir DIR] [--policy JSON] [any flag of sglang.launch_server]
 
 MODEL comes first: a folder or a name on the Hugging Face hub; left out, it is the small model that comes with this
 package. The attention backend, the radix cache and what else pools need are set unless you set them; every other flag
@@ -23,8 +23,13 @@ REFERENCE_MODEL = Path(sglang_ext.__file__).parent / "assets" / "reference"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `sglang-ext serve`."""
-    parser.usage = "sglang-ext serve [MODEL] [--pool-dir DIR] [SGLang's flags]"
+    parser.usage = "sglang-ext serve [MODEL] [--pool-dir DIR] [--policy JSON] [SGLang's flags]"
     add_pool_dir(parser)
+    parser.add_argument(
+        "--policy",
+        metavar="JSON",
+        help="options of the policy that --attention-backend names, as a JSON object",
+    )
 
 
 def add_pool_dir(parser: argparse.ArgumentParser) -> None:
@@ -107,9 +112,12 @@ def main(args: argparse.Namespace) -> int:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from sglang_ext.config import POLICY_ENV
     from sglang_ext.serving.tokenizer import POOL_DIR_ENV
 
     load_plugin()
+    if args.policy is not None:
+        os.environ[POLICY_ENV] = args.policy
     if args.pool_dir is not None:
         os.environ[POOL_DIR_ENV] = os.path.abspath(args.pool_dir)
     server_args = prepare_server_args(server_argv(args.rest))

@@ -12,65 +12,40 @@ of size 0 is padding: its centroid and value are not looked at.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.kernels.kmeans import Plan
 from sglang_ext.kernels.top_p import top_p_mask
+from sglang_ext.policies.clustering import Clustering
 
 TAILS = ("drop", "centroid")
 GROUPS = ("union", "mean")
-ASSIGNMENTS = ("inner", "l2")
 
 
 @dataclass(frozen=True)
-class DoubleP:
-    """What is kept, what is exact, and how keys are clustered.
+class DoubleP(Clustering):
+    """What is kept and what is exact, beside how keys are clustered.
 
     Attributes:
         p1: estimated mass that stage 1 keeps, 0 < p1 <= 1 (Llama-3.1-8B 0.95, Qwen3-8B 0.99).
         p2: estimated mass computed token by token, 0 <= p2 <= p1 (Llama-3.1-8B 0.7, Qwen3-8B 0.8).
-        sink: first tokens, always exact.
-        window: last tokens, always exact; new tokens join it.
-        cluster: about how many tokens make a cluster.
-        segment: the most tokens clustered at once; segments end at multiples of it, so that a prefix is cut alike
-            whoever continues it.
-        iterations: rounds of k-means.
         tail: clusters outside stage 1 are left out (`drop`) or approximated too (`centroid`: the other reading of
             equation 8).
         group: heads that read one key-value head share one set: the `union` of their sets, or the set of their `mean`
             probability.
-        append: so many new tokens are clustered at once.
-        assignment: `inner` product on mean-centred keys, or `l2`.
     """
 
     p1: float = 0.95
     p2: float = 0.7
-    sink: int = 4
-    window: int = 64
-    cluster: int = 16
-    segment: int = 8192
-    iterations: int = 10
     tail: str = "drop"
     group: str = "union"
-    append: int = 1024
-    assignment: str = "inner"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (0 < self.p1 <= 1 and 0 <= self.p2 <= self.p1):
             raise ValueError(f"p1={self.p1}, p2={self.p2}: expected 0 < p1 <= 1 and 0 <= p2 <= p1")
-        if min(self.sink, self.window) < 0 or min(self.cluster, self.segment, self.iterations, self.append) < 1:
-            raise ValueError(
-                f"sink={self.sink}, window={self.window}: expected at least 0; cluster={self.cluster}, "
-                f"segment={self.segment}, iterations={self.iterations}, append={self.append}: expected at least 1"
-            )
-        for name, value, allowed in (
-            ("tail", self.tail, TAILS),
-            ("group", self.group, GROUPS),
-            ("assignment", self.assignment, ASSIGNMENTS),
-        ):
+        for name, value, allowed in (("tail", self.tail, TAILS), ("group", self.group, GROUPS)):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
 
@@ -78,26 +53,6 @@ class DoubleP:
     def stages(self) -> tuple[float, float]:
         """(p1, p2) for the kernels: approximating the whole tail is a first stage that keeps everything."""
         return (1.0 if self.tail == "centroid" else self.p1), self.p2
-
-    def segments(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Cut tokens [begin, end) into segments that end at multiples of `segment` (columns of the row).
-
-        Raises:
-            ValueError: a range that is empty or begins before 0.
-        """
-        if not 0 <= begin < end:
-            raise ValueError(f"tokens [{begin}, {end}): expected 0 <= begin < end")
-        cuts = [begin, *range((begin // self.segment + 1) * self.segment, end, self.segment), end]
-        return list(itertools.pairwise(cuts))
-
-    def clustered(self, length: int) -> tuple[int, int]:
-        """The middle tokens [begin, end) of a prompt of `length` tokens; begin = end where there are none."""
-        begin = min(self.sink, length)
-        return begin, max(begin, length - self.window)
-
-    def plan(self, begin: int, end: int, width: int = 64) -> Plan:
-        """How tokens [begin, end) are clustered, for `kernels.kmeans`; `width` clusters a tile."""
-        return Plan(tuple(b - a for a, b in self.segments(begin, end)), self.cluster, width)
 
 
 def cluster_values(values: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
@@ -237,6 +192,24 @@ def attend(
     )
     summaries = mean_values.masked_fill(~approx.unsqueeze(-1), 0.0)  # an unused one may hold anything
     seen = torch.cat([dense_values, values, summaries], dim=1)
+    return torch.nan_to_num(torch.softmax(scores, dim=-1)) @ seen, torch.logsumexp(scores, dim=-1)
+
+
+def summaries(
+    log_mass: torch.Tensor, mean_values: torch.Tensor, approx: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Equations 8 and 9, the approximated clusters alone: to be merged with exact tokens by log-sum-exp.
+
+    Args:
+        log_mass: [kv_heads, group, clusters] estimated (equation 5).
+        mean_values: [kv_heads, clusters, value_dim] (equation 2).
+        approx: [kv_heads, clusters] bool from `select`.
+
+    Returns:
+        (output [kv_heads, group, value_dim], log of their mass [kv_heads, group], -inf where there are none).
+    """
+    scores = log_mass.masked_fill(~approx.unsqueeze(1), float("-inf"))
+    seen = mean_values.masked_fill(~approx.unsqueeze(-1), 0.0)  # an unused one may hold anything
     return torch.nan_to_num(torch.softmax(scores, dim=-1)) @ seen, torch.logsumexp(scores, dim=-1)
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "abort",
     "abort_unscheduled",
     "add_dispatch",
+    "answer_note",
     "attention_shape",
     "blocks_were_missing",
     "breaks_at_attention",
@@ -54,10 +55,12 @@ __all__ = [
     "is_internal",
     "is_missing_message",
     "keep_first_abort",
+    "kv_by_layer",
     "kv_bytes_per_token",
     "logical_rids",
     "metrics_enabled",
     "missing_message",
+    "node_begin",
     "now",
     "num_kv_slots",
     "own_fill_ids",
@@ -73,6 +76,7 @@ __all__ = [
     "set_request_written",
     "set_stitched_tokens",
     "stitched_tokens",
+    "tree_nodes",
     "view_backend",
     "whole_graph_size",
     "write_kv",
@@ -184,6 +188,55 @@ def others_run(manager: Any, prefix: str) -> bool:
 def first_layer(pool: Any) -> int:
     """Number of the first layer whose KV this rank holds."""
     return int(pool.start_layer)
+
+
+def kv_by_layer(pool: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """(keys, values) of every layer on this rank, each [num_slots, kv_heads, dim], by layer number."""
+    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+    return {layer: (pool.get_key_buffer(layer), pool.get_value_buffer(layer)) for layer in layers}
+
+
+def tree_nodes(req: Any) -> tuple[tuple[TreeNode, ...], tuple[TreeNode, ...]]:
+    """The nodes of the radix tree that hold the beginning of a scheduler request's row, as it was last stored.
+
+    Returns:
+        (nodes of the distinct blocks that it is stitched from, in the order of their first use; nodes of the request's
+        own tokens from the root down).
+    """
+    last = req.last_node
+    blocks, node = getattr(last, "members", ()), getattr(last, "tail", last)
+    path: list[TreeNode] = []
+    while node is not None and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return blocks, tuple(reversed(path))
+
+
+def node_begin(node: TreeNode) -> int:
+    """How many tokens lie before a node on its path from the root."""
+    before, parent = 0, node.parent
+    while parent is not None and parent.parent is not None:
+        before += len(parent.key)
+        parent = parent.parent
+    return before
+
+
+def answer_note(req: Any, name: str, end: int) -> dict[str, Any]:
+    """What `meta_info[name]` will say of one generated token; to be filled before the pass is over.
+
+    SGLang sends an entry of `customized_info` for each generated token along with it.
+
+    Args:
+        req: the scheduler's request.
+        name: key in `meta_info`.
+        end: columns of the row once the pass is over, whose last gives the token.
+    """
+    if req.customized_info is None:
+        req.customized_info = {}
+    notes, token = req.customized_info.setdefault(name, []), end - len(req.origin_input_ids)
+    notes.extend([None] * (token + 1 - len(notes)))
+    notes[token] = {}
+    return notes[token]
 
 
 def write_kv(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

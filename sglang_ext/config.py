@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_ext.policies.dbsa import BlockSparse
 
 ATTENTION_BACKEND = "dbsa"
 RADIX_CACHE_BACKEND = "sglang_ext"
+
+POLICY_ENV = "SGLANG_EXT_POLICY"
+"""Environment variable of the server: options of the policy that `--attention-backend` names, a JSON object."""
 
 GROUPINGS = ("length_balanced", "random", "cluster", "cluster_diverse")
 ORDERS = ("pool", "low_to_high", "high_to_low", "reversed")
@@ -50,6 +55,25 @@ def _typed(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
         if not isinstance(value, tuple(accepted)) or (isinstance(value, bool) and bool not in accepted):
             raise ValueError(f"{what}: {name}={value!r} is a {type(value).__name__}; expected {fields[name].type}")
     return dict(values)
+
+
+OptionsT = TypeVar("OptionsT")
+
+
+def policy_options(cls: type[OptionsT]) -> OptionsT:
+    """The server's options of its policy (`POLICY_ENV`), as the frozen dataclass `cls`; defaults for what is left out.
+
+    Raises:
+        ValueError: the variable holds no JSON object, an option that `cls` does not have, or a value of a wrong type.
+    """
+    text = os.environ.get(POLICY_ENV) or "{}"
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{POLICY_ENV}={text}: expected a JSON object ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{POLICY_ENV}={text}: expected a JSON object with options of {cls.__name__}")
+    return cls(**_typed(cls, values, POLICY_ENV))
 
 
 @dataclass(frozen=True)

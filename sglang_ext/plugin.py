@@ -132,6 +132,7 @@ HOOKS = (
         "sglang_ext.plugin:after_compute_cell_size",
     ),
     Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "tokenizer:after_init"),
+    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "options:after_init"),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
         "around",
@@ -146,6 +147,11 @@ HOOKS = (
         _SRT + "managers.tokenizer_manager.TokenizerManager._validate_one_request",
         "around",
         _OURS + "tokenizer:around_validate_one_request",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+        "before",
+        _OURS + "options:before_tokenize_one_request",
     ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager._wait_one_response",
@@ -328,5 +334,8 @@ def after_compute_cell_size(result: int, _configurator: Any, kvc: Any, num_layer
         return result
     config = kvc.model_config
     return result + factory().extra_bytes_per_token(
-        layers=num_layers, kv_heads=config.get_num_kv_heads(get_parallel().attn_tp_size), head_dim=config.head_dim
+        layers=num_layers,
+        kv_heads=config.get_num_kv_heads(get_parallel().attn_tp_size),
+        head_dim=config.head_dim,
+        itemsize=kvc.kv_cache_dtype.itemsize,
     )

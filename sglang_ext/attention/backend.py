@@ -29,12 +29,16 @@ class ViewAttnBackend(ViewBackend, TorchBackend):
         slots = compat.num_kv_slots(model_runner)
         self.slot_pos = torch.zeros(slots, dtype=torch.int32, device=self.device)
         self.requests = RequestTable(policy)
+        policy.bind(lambda: compat.kv_by_layer(self.token_to_kv_pool))
         self._views: list[tuple[RequestRows, RowViews] | None] = []
 
     # ---- before a forward pass ----
 
     def prepare(self, batch: Any, forward_batch: Any) -> None:
-        note_batch(self.requests, batch, forward_batch)
+        rows = note_batch(self.requests, batch, forward_batch)
+        decode = forward_batch.forward_mode.is_decode()
+        for req, (request, begin, end) in zip(batch.reqs, rows, strict=True):
+            self.policy.before_pass(request, req, begin, end, decode)
 
     def release(self, slot: int) -> None:
         self.requests.release(slot)
@@ -54,6 +58,7 @@ class ViewAttnBackend(ViewBackend, TorchBackend):
                 slots=self.req_to_token_pool.req_to_token[request, :seq_len],
                 begin=seq_len - length,
                 slot_pos=self.slot_pos,
+                decode=not extend,
             )
             views = self.policy.views(rows)
             self._views.append(None if views is None else (rows, views))

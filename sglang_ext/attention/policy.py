@@ -9,6 +9,7 @@ device in the step itself.
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -76,12 +77,14 @@ class RequestRows:
         slots: [seq_len] the request's KV slots in column order, those of this pass included.
         begin: column of the first query row; the query rows are columns [begin, seq_len).
         slot_pos: [num_slots] int32, already holding the positions of this pass.
+        decode: whether this is a decoding step; a prompt's rows may be a single one, too.
     """
 
     request: Request
     slots: torch.Tensor
     begin: int
     slot_pos: torch.Tensor
+    decode: bool = False
 
     @property
     def row(self) -> Row | None:
@@ -163,14 +166,41 @@ class Policy:
         request_options: names in `custom_params` that the policy reads itself (`Request.options`); over a pool they are
             passed on beside the pool's own.
         plans: whether `runs` answers for every request.
+        decodes_apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix
+            them: `--enable-mixed-chunk` is refused then.
     """
 
     request_options: frozenset[str] = frozenset()
     plans: bool = False
+    decodes_apart: bool = False
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
-        """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start."""
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Look at a request's `custom_params` before it is sent to the schedulers.
+
+        Raises:
+            ValueError: one of `request_options` has a value that the policy does not take; the client gets it as 400.
+        """
+
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+        """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start.
+
+        Args:
+            layers, kv_heads: on one rank.
+            head_dim: components of a key, and of a value.
+            itemsize: bytes of a component in the KV cache.
+        """
         return 0
+
+    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        """The KV cache, for policies that read it between passes; called once, before the first.
+
+        Args:
+            caches: gives (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.
+        """
+
+    def stats(self) -> Mapping[str, int]:
+        """Counters, for /server_info and /metrics."""
+        return {}
 
     def node_hooks(self) -> Sequence[NodeHooks]:
         """What follows the nodes of the radix tree through their lives: insert, split, evict."""
@@ -181,6 +211,18 @@ class Policy:
 
     def finish(self, request: Request) -> None:
         """A request loses its row of slots: it ended, was aborted or retracted."""
+
+    def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
+        """Columns [begin, end) of a request are about to be computed. Runs when SGLang builds a ForwardBatch.
+
+        Called by the PyTorch backend, as `bind` is: policies that plan know all from `runs`.
+
+        Args:
+            request: the request.
+            req: SGLang's own, to be read through `sglang_ext.compat` only.
+            begin, end: columns of the pass.
+            decode: whether it is a decoding step.
+        """
 
     def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
         """Positions at which columns [begin, end) are written, or None where they are the column numbers."""
@@ -214,13 +256,24 @@ class Policy:
         """
 
 
-def _dbsa() -> Policy:
-    from sglang_ext.attention.dbsa import DbsaPolicy
+def _ours(name: str) -> Callable[[], Policy]:
+    """Factory of the policy `module:class` of this package, which is imported when it is asked for."""
 
-    return DbsaPolicy()
+    def build() -> Policy:
+        policy: Policy = pkgutil.resolve_name("sglang_ext.attention." + name)()
+        return policy
+
+    return build
 
 
-_POLICIES: dict[str, Callable[[], Policy]] = {"dbsa": _dbsa}
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "dbsa": _ours("dbsa:DbsaPolicy"),
+    "double_p": _ours("double_p:DoublePPolicy"),
+    "dbsa+double_p": _ours("double_p:DbsaDoublePPolicy"),
+    "quest": _ours("quest:QuestPolicy"),
+    "retroinfer": _ours("retroinfer:RetroInferPolicy"),
+    "twilight": _ours("twilight:TwilightPolicy"),
+}
 
 
 @functools.cache  # reading the entry points of every installed package takes milliseconds, and prefills ask for them

@@ -46,6 +46,11 @@ def refusals(server_args: Any) -> list[str]:
             problems.append(
                 f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
             )
+    if getattr(server_args, "enable_mixed_chunk", False) and policies()[server_args.attention_backend]().decodes_apart:
+        problems.append(
+            f"enable_mixed_chunk is not supported with --attention-backend {server_args.attention_backend}: leave out"
+            " --enable-mixed-chunk: decoding steps would not be told from prompts"
+        )
     return problems
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
 
-from sglang_ext.config import ATTENTION_BACKEND, RADIX_CACHE_BACKEND
+from sglang_ext.config import ATTENTION_BACKEND, POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.serving.tokenizer import POOL_DIR_ENV, pools_of
 
 
@@ -28,21 +30,43 @@ def server_defaults() -> dict[str, Any]:
     return defaults
 
 
+@contextmanager
+def _policy_in_environment(policy: Mapping[str, Any] | None) -> Iterator[None]:
+    """The environment from which an engine's processes read the options of their policy; nothing given leaves it."""
+    before = os.environ.get(POLICY_ENV)
+    if policy is not None:
+        os.environ[POLICY_ENV] = json.dumps(dict(policy))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(POLICY_ENV, None)
+        else:
+            os.environ[POLICY_ENV] = before
+
+
 class Engine(SglangEngine):
     """`sglang.Engine` that serves pools of demonstrations.
 
-    Takes SGLang's arguments (`sglang.srt.server_args.ServerArgs`) and `pool_dir`, a folder in which pools are kept.
+    Takes SGLang's arguments (`sglang.srt.server_args.ServerArgs`), `pool_dir`, a folder in which pools are kept, and
+    `policy`, options of the policy that `attention_backend` names (for `double_p`: `sglang_ext.policies.double_p`).
     Requests name a pool in `sampling_params["custom_params"]` (see `sglang_ext.config.RequestOptions`).
     """
 
-    def __init__(self, pool_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        pool_dir: str | os.PathLike[str] | None = None,
+        policy: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if pool_dir is not None:
             os.environ[POOL_DIR_ENV] = os.fspath(pool_dir)
         else:
             os.environ.pop(POOL_DIR_ENV, None)
         if "server_args" not in kwargs:
             kwargs = {**server_defaults(), **kwargs}
-        super().__init__(**kwargs)
+        with _policy_in_environment(policy):
+            super().__init__(**kwargs)
         self._pools = pools_of(self.tokenizer_manager)
         self._run(self._pools.restored())
 

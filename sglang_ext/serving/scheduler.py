@@ -220,6 +220,7 @@ def stats(scheduler: Any) -> dict[str, Any]:
     cache = scheduler.tree_cache
     if not isinstance(cache, BlockRadixCache):
         return {}
+    backend = compat.view_backend(scheduler.tp_worker.model_runner)
     return {
         "blocks_resident": len(cache.blocks),
         "block_tokens_resident": cache.block_tokens,
@@ -227,6 +228,7 @@ def stats(scheduler: Any) -> dict[str, Any]:
         "block_hits": cache.total_hits,
         "saved_tokens": cache.saved_tokens,
         "stitch_seconds": round(cache.stitch_seconds, 6),
+        **(backend.policy.stats() if backend is not None else {}),
     }
 
 

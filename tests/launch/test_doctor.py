@@ -9,12 +9,13 @@ import sys
 import pytest
 
 from sglang_ext import plugin
+from sglang_ext.attention.policy import policies
 from sglang_ext.launch import cli, doctor
 from sglang_ext.serving.checks import _REFUSED
 
 ALIVE = {
     "platform": "sglang_ext.platform_cpu.TorchCpuPlatform",
-    "attention_backends": ["dbsa"],
+    "attention_backends": list(policies()),
     "stock_attention_backends": ["triton"],
     "radix_cache_backends": ["sglang_ext"],
 }
@@ -102,7 +103,8 @@ def test_a_gpu_needs_no_platform(capsys, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("part", ["platform", "attention_backends", "radix_cache_backends"])
 def test_what_was_not_registered(capsys, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    monkeypatch.setattr(doctor, "active", lambda: {**ALIVE, part: "a.b" if part == "platform" else []})
+    broken = {"platform": "a.b", "attention_backends": list(policies())[1:], "radix_cache_backends": []}[part]
+    monkeypatch.setattr(doctor, "active", lambda: {**ALIVE, part: broken})
     assert len(report(capsys, 1)["problems"]) == 1
 
 
@@ -117,5 +119,5 @@ def test_the_installed_package() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert "dbsa" in found["active"]["attention_backends"]
+    assert {"dbsa", "double_p", "dbsa+double_p"} <= set(found["active"]["attention_backends"])
     assert "sglang_ext" in found["active"]["radix_cache_backends"]

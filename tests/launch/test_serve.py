@@ -66,3 +66,29 @@ def test_a_server_without_the_plugin_does_not_start(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", {})
     with pytest.raises(ValueError, match="sglang-ext doctor"):
         serve.load_plugin()
+
+
+def test_options_of_the_policy_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+
+    import sglang.launch_server
+    import sglang.srt.server_args
+    import sglang.srt.utils
+
+    from sglang_ext.attention.policy import policies
+    from sglang_ext.config import POLICY_ENV
+
+    monkeypatch.setenv(POLICY_ENV, "{}")
+    seen: list[float] = []
+    monkeypatch.setattr(serve, "load_plugin", lambda: None)
+    monkeypatch.setattr(sglang.srt.server_args, "prepare_server_args", lambda argv: argv)
+    monkeypatch.setattr(sglang.srt.utils, "kill_process_tree", lambda *args, **kwargs: None)
+    monkeypatch.setattr(
+        sglang.launch_server, "run_server", lambda args: seen.append(policies()["double_p"]().config.p2)
+    )
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    for flags, p2 in (([], 0.7), (["--policy", '{"p2": 0.5}'], 0.5)):
+        args = parser.parse_args(flags)
+        args.rest = ["M"]
+        assert serve.main(args) == 0 and seen[-1] == p2

@@ -28,7 +28,7 @@ class ViewsPolicy(DbsaPolicy):
     def __init__(self) -> None:
         self.folder = Path(os.environ[FOLDER_ENV])
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int) -> int:
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
         self._log("budget", layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         return int(os.environ[BYTES_ENV])
 

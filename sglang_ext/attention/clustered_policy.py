@@ -1,0 +1,223 @@
+"""Policies that read a long row through clusters of its keys.
+
+For the step that decodes column c, sinks [0, sink) and window [c - window, c] are exact. Clusters that lie wholly
+between them are exact, approximated by their centroid or left out, as the policy chooses. Every other token is exact
+again: those that no cluster has yet, and those of clusters that the row, the sinks or the window cut.
+
+Clusters are made between passes, never inside one: before each chunk of a prompt those segments that earlier chunks
+have completed, the rest before the first decoding step, and `append` new tokens at a time afterwards. So a pass waits
+for no more clustering than the chunk or the tokens before it brought along. What is used for the first time is
+clustered then and never again: a demonstration block, and a prefix that only dense requests have used. A request keeps
+the clusters that it finds in the tree when it begins: what others bring there later does not change its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from sglang_ext import compat
+from sglang_ext.attention.clustered import Placed, row_clusters
+from sglang_ext.attention.policy import Attended, Caches, LayerView, Request, RequestRows
+from sglang_ext.attention.sparse import Asked, SparsePolicy, grouped, measure
+from sglang_ext.attention.tokens import chosen_tokens
+from sglang_ext.cache.clusters import ClusteredRun, ClusterStore, cluster_run
+from sglang_ext.cache.radix import NodeHooks
+from sglang_ext.compat import TreeNode
+from sglang_ext.kernels.view_attention import View
+from sglang_ext.policies.clustering import Clustering
+from sglang_ext.policies.double_p import summaries
+
+ClusteringT = TypeVar("ClusteringT", bound=Clustering)
+
+
+@dataclass
+class ClusteredRow:
+    """The clusters of one request.
+
+    Attributes:
+        first: column of its first own token, behind stitched blocks.
+        settled: own tokens [0, settled) are sinks or in a run.
+        blocks: placed runs of the stitched blocks; None until the first decoding step.
+        own: placed runs of own tokens, one after the other.
+        loose: those of them that no tree node holds yet.
+        nodes: nodes of the stitched blocks, by name.
+        last: the last tree node of the row when it was looked at.
+        slots: [columns] KV slots of the last pass, in the request's own row.
+    """
+
+    first: int
+    settled: int
+    blocks: list[Placed] | None = None
+    own: list[Placed] = field(default_factory=list)
+    loose: list[ClusteredRun] = field(default_factory=list)
+    nodes: dict[str, TreeNode] = field(default_factory=dict)
+    last: Any = None
+    slots: torch.Tensor | None = None
+
+    def place(self, run: ClusteredRun, end: int) -> None:
+        """The next run of own tokens, which the row has up to its own token `end`."""
+        column = self.first + run.begin
+        self.own.append(Placed(run, column, column, self.first + end))
+        self.settled = end
+
+
+class ClusteredPolicy(SparsePolicy[ClusteringT]):
+    """Base class: makes, finds and reads clusters; says nothing of which are exact, approximated and left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = ClusterStore()
+        self._rows: dict[int, ClusteredRow] = {}
+        self._caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]] = dict
+
+    def choose(self, log_mass: torch.Tensor, config: ClusteringT) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which clusters a step computes token by token, and which by their centroid.
+
+        Args:
+            log_mass: [kv_heads, group, clusters] estimated (Double-P, equation 5), -inf for what is no cluster.
+            config: of the request.
+
+        Returns:
+            (exact, approximated), each [kv_heads, clusters] bool, disjoint.
+        """
+        raise NotImplementedError
+
+    # ---- memory ----
+
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+        """Centroid, mean value, size and first member of each cluster, and a member (int32) for each token.
+
+        With 16 tokens a cluster and 128 components: 7.1% of a 16-bit KV cache, 6.7% of a 32-bit one.
+        """
+        cluster = 2 * head_dim * itemsize + 2 * 4
+        return -(-layers * kv_heads * (cluster + 4 * self.config.cluster) // self.config.cluster)
+
+    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        self._caches = caches
+
+    def node_hooks(self) -> Sequence[NodeHooks]:
+        return (self.store,)
+
+    def stats(self) -> Mapping[str, int]:
+        loose = sum(run.tokens for row in self._rows.values() for run in row.loose)
+        return {**self.store.stats(), "cluster_tokens_loose": loose}
+
+    # ---- requests ----
+
+    def start(self, request: Request) -> None:
+        super().start(request)
+        if request.slot in self._asked and not self._asked[request.slot].dense:
+            first = 0 if request.row is None else request.row.prefix_tokens
+            # Behind stitched blocks the sinks are theirs.
+            self._rows[request.slot] = ClusteredRow(first, max(0, self.config.sink - first))
+
+    def finish(self, request: Request) -> None:
+        """Clusters of tokens that the tree does not get now go with the request."""
+        super().finish(request)
+        row = self._rows.pop(request.slot, None)
+        if row is not None and row.slots is not None:
+            slots = row.slots
+            self.store.leave([(run, slots[row.first + run.end - 1].clone()) for run in row.loose])
+
+    def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
+        super().before_pass(request, req, begin, end, decode)
+        self.store.leave(())  # slots of requests that ended are written again from now on
+        row = self._rows.get(request.slot)
+        if row is None or req.last_node is row.last:
+            return
+        begins, row.last = row.last is None, req.last_node
+        blocks, path = compat.tree_nodes(req)
+        if request.row is not None and not row.nodes:
+            row.nodes = dict(zip(dict.fromkeys(piece.key for piece in request.row.prefix), blocks, strict=True))
+        # Where another request has put the same run into the tree, this one keeps its own besides, for as long as it
+        # runs.
+        row.loose = [run for run in row.loose if self.store.give(path, run) is None]
+        for held in self.store.chain(path, row.settled) if begins else ():
+            row.place(held.run, held.end)
+
+    # ---- clusters ----
+
+    def before_views(self, asked: Asked[ClusteringT], rows: RequestRows) -> None:
+        row = self._rows.get(rows.request.slot)
+        if row is None:
+            return
+        row.slots = rows.slots
+        middle = rows.begin - self.config.window - row.first
+        for begin, end in self.config.due(row.settled, middle, rows.decode):
+            run = self._cluster(rows.slots[row.first + begin : row.first + end], begin)
+            row.loose.append(run)
+            row.place(run, end)
+        if rows.decode and row.blocks is None:
+            row.blocks = self._blocks(row, rows)
+
+    def _cluster(self, slots: torch.Tensor, begin: int) -> ClusteredRun:
+        config = self.config
+        return self.store.count(
+            cluster_run(
+                self._caches(),
+                slots,
+                begin,
+                cluster=config.cluster,
+                iterations=config.iterations,
+                assignment=config.assignment,
+            )
+        )
+
+    def _blocks(self, row: ClusteredRow, rows: RequestRows) -> list[Placed]:
+        """Clusters of the stitched blocks; those that no request has used yet are made now, once for all requests."""
+        placed: list[Placed] = []
+        if rows.row is None:
+            return placed
+        column = 0
+        for piece, written in zip(rows.row.prefix, rows.request.written, strict=True):
+            node, zero = row.nodes[piece.key], column - piece.start  # column of the block's first token, were it there
+            start = written - piece.start  # position it was written at
+            begin = self.config.sink if start == 0 else 0  # the sinks are in the block that begins the pool
+            if not self.store.of(node) and len(node.value) > begin:
+                self.store.add(node, self._cluster(node.value[begin:], begin))
+            for held in self.store.of(node):
+                low, high = max(held.run.begin, piece.start), min(held.end, piece.end)
+                if low < high:
+                    placed.append(Placed(held.run, zero + held.run.begin, zero + low, zero + high, zero - start))
+            column += piece.tokens
+        return placed
+
+    # ---- steps ----
+
+    def step(self, asked: Asked[ClusteringT], rows: RequestRows) -> LayerView | None:
+        row = self._rows.get(rows.request.slot)
+        if row is None:
+            return None
+        # The window of an answer over blocks lies in its own tokens.
+        window = rows.begin - self.config.window
+        cut = [replace(each, begin=max(each.begin, self.config.sink)) for each in row.blocks or ()]
+        cut += [replace(each, end=min(each.end, window)) for each in row.own]
+        placed = [each for each in cut if each.begin < each.end]
+        return partial(self._attend, asked, rows, placed) if placed else None
+
+    def _attend(
+        self,
+        asked: Asked[ClusteringT],
+        rows: RequestRows,
+        placed: Sequence[Placed],
+        caches: Caches,
+        query: torch.Tensor,
+        query_pos: torch.Tensor,
+    ) -> Attended:
+        """One layer of one step: exact tokens as a view, approximated clusters as a part of their own."""
+        heads = grouped(query, caches)
+        clusters = row_clusters(placed, rows.end, caches, heads)
+        exact, approx = self.choose(clusters.log_mass, asked.config)
+        read = clusters.columns(exact, others=True)
+        if asked.note is not None:
+            kept = read | clusters.columns(approx, others=False)
+            there = (clusters.log_mass[:, 0] > float("-inf")).sum(1)
+            measure(asked.note, rows, caches, heads, read, kept, approx.sum(1) / there.clamp(min=1))
+        out, lse = summaries(clusters.log_mass, clusters.values, approx)
+        part = out.reshape(1, query.shape[1], -1).to(query.dtype), lse.reshape(1, -1)
+        return Attended(View((chosen_tokens(rows, read),)), (part,))

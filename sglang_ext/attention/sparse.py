@@ -1,0 +1,154 @@
+"""What policies share that read a long row sparsely while decoding.
+
+Prompts are attended to densely, by SGLang itself; so are rows shorter than `min_tokens`. Requests over pools are DBSA's
+unless a policy says otherwise. Served by the PyTorch backend.
+
+A request may ask for `dense: true`, and for `attention_report: true`: each decoding step is then measured against dense
+attention, which costs a dense pass, and `meta_info["attention_report"]` holds for each generated token but the first
+(which the prompt's pass gave) lists with a figure a layer; a step that was dense has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from sglang_ext import compat
+from sglang_ext.attention.dbsa import DbsaPolicy
+from sglang_ext.attention.policy import Caches, LayerView, Request, RequestRows, RowViews
+from sglang_ext.attention.tokens import token_logits
+from sglang_ext.config import policy_options
+from sglang_ext.policies.clustering import Middle
+
+REPORT = "attention_report"  # in custom_params and in meta_info
+DENSE = "dense"
+ALWAYS = frozenset({REPORT, DENSE})
+
+OptionsT = TypeVar("OptionsT", bound=Middle)
+
+
+@dataclass
+class Asked(Generic[OptionsT]):
+    """What one request wants, and the pass it is in.
+
+    Attributes:
+        config: the server's options, and the request's own in their place.
+        dense: whether it wants dense attention.
+        report: whether it wants to be measured.
+        note: where the pass's figures go; None for a pass that is not measured.
+    """
+
+    config: OptionsT
+    dense: bool
+    report: bool
+    note: dict[str, Any] | None = None
+
+
+class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
+    """Base class of policies whose decoding steps choose what they read.
+
+    Attributes:
+        options: the server's options; numbers among them that `request_options` names may be set per request.
+        over_pools: whether answers over pools are read sparsely, too.
+    """
+
+    plans = False
+    decodes_apart = True
+    options: type[OptionsT]
+    request_options = ALWAYS
+    over_pools = False
+
+    def __init__(self) -> None:
+        self.config = policy_options(self.options)
+        self._asked: dict[int, Asked[OptionsT]] = {}
+
+    def step(self, asked: Asked[OptionsT], rows: RequestRows) -> LayerView | None:
+        """What a decoding step reads in each layer; None for everything."""
+        raise NotImplementedError
+
+    # ---- requests ----
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        self._parse(options)
+
+    def _parse(self, options: Mapping[str, Any]) -> Asked[OptionsT]:
+        for name in ALWAYS:
+            if not isinstance(options.get(name, False), bool):
+                raise ValueError(f"custom_params: {name}={options[name]!r}: expected true or false")
+        given = {name: options[name] for name in self.request_options - ALWAYS if name in options}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"custom_params: {name}={value!r}: expected a number")
+        try:
+            config = replace(self.config, **given)
+        except ValueError as error:
+            raise ValueError(f"custom_params: {error} (what is not given is the server's)") from error
+        return Asked(config, bool(options.get(DENSE, False)), bool(options.get(REPORT, False)))
+
+    def start(self, request: Request) -> None:
+        row = request.row
+        if row is None or (self.over_pools and not row.new):
+            self._asked[request.slot] = self._parse(request.options)
+
+    def finish(self, request: Request) -> None:
+        self._asked.pop(request.slot, None)
+
+    def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
+        asked = self._asked.get(request.slot)
+        if asked is not None:
+            asked.note = compat.answer_note(req, REPORT, end) if decode and asked.report else None
+
+    def views(self, rows: RequestRows) -> RowViews | None:
+        asked = self._asked.get(rows.request.slot)
+        if asked is None or asked.dense or rows.begin < self.config.min_tokens:
+            return super().views(rows)
+        self.before_views(asked, rows)
+        view = self.step(asked, rows) if rows.decode else None
+        return super().views(rows) if view is None else [(rows.begin, rows.end, view)]
+
+    def before_views(self, asked: Asked[OptionsT], rows: RequestRows) -> None:
+        """A pass over a long row that is not to be dense begins: a prompt's, or a decoding step."""
+
+
+def grouped(query: torch.Tensor, caches: Caches) -> torch.Tensor:
+    """The query of a decoding step by key-value head: [kv_heads, group, head_dim], float32 or float64."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return query[0].view(caches.keys.shape[1], -1, query.shape[2]).to(dtype)
+
+
+def measure(
+    note: dict[str, Any],
+    rows: RequestRows,
+    caches: Caches,
+    query: torch.Tensor,
+    read: torch.Tensor,
+    kept: torch.Tensor | None = None,
+    approximated: torch.Tensor | None = None,
+) -> None:
+    """Add a layer's figures to a report.
+
+    Args:
+        note: name -> a figure a layer: `exact` and `kept`, shares of the row's tokens that were read one by one, and
+            those with the tokens of approximated clusters, mean over key-value heads; `approximated_clusters`, a share;
+            `recovered` and `recovered_least`, mean and least over query heads of the share of dense attention that
+            falls on kept tokens.
+        rows, caches, query: of the step; query [kv_heads, group, head_dim].
+        read: [kv_heads, columns] bool.
+        kept: likewise; None: the same.
+        approximated: [kv_heads] share of the clusters; None where there are none.
+    """
+    kept = read if kept is None else kept
+    mass = (torch.softmax(token_logits(rows, caches, query), dim=-1) * kept.unsqueeze(1)).sum(-1)
+    figures = {
+        "exact": read.float().mean(),
+        "kept": kept.float().mean(),
+        "recovered": mass.mean(),
+        "recovered_least": mass.min(),
+    }
+    if approximated is not None:
+        figures["approximated_clusters"] = approximated.float().mean()
+    for name, value in figures.items():
+        note.setdefault(name, []).append(float(value))

@@ -1,0 +1,256 @@
+"""Clusters of keys as property of the radix tree: computed once, found by whoever shares the prefix, freed with it.
+
+A run is tokens that were clustered together. It belongs to the node that holds its last token, because whoever has that
+node in its prefix has all tokens of the run. Where a node is cut inside a run, the tail keeps the run and the head gets
+it up to the cut: of its clusters, those wholly before the cut serve there. They are what remains when the tail goes.
+
+A run knows its tokens by their order, not by their slots: the same tokens may come to lie in other slots (when two
+requests computed them at once, one of the copies is freed), and their summaries stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from sglang_ext import compat
+from sglang_ext.compat import TreeNode
+from sglang_ext.kernels.kmeans import Plan, kmeans
+from sglang_ext.policies.double_p import cluster_sizes
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Clusters of one run in one layer.
+
+    Attributes:
+        centroids: [kv_heads, clusters, head_dim] mean keys, as they were written, in the KV cache's dtype.
+        values: [kv_heads, clusters, value_dim] mean values.
+        sizes: [kv_heads, clusters] int32 tokens of each cluster; an empty cluster has none.
+        labels: [kv_heads, tokens] int16 (int32 beyond 32,767 clusters), the cluster of each token.
+    """
+
+    centroids: torch.Tensor
+    values: torch.Tensor
+    sizes: torch.Tensor
+    labels: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.centroids, self.values, self.sizes, self.labels))
+
+    def cut(self, tokens: int) -> Summary:
+        """The first `tokens` tokens, with the clusters wholly among them; tokens of others go to an empty one."""
+        labels = self.labels[:, :tokens].long()
+        whole = (cluster_sizes(labels, self.sizes.shape[1]) == self.sizes) & (self.sizes > 0)
+        most = int(whole.sum(1).max())
+        order = torch.sort(~whole, dim=1, stable=True).indices[:, :most]  # whole clusters first, in their order
+        kept = whole.gather(1, order)
+        number = torch.arange(most, device=order.device).expand_as(order)
+        place = torch.full_like(self.sizes, most, dtype=torch.int64)
+        place.scatter_(1, order, torch.where(kept, number, most))
+        cells = order.unsqueeze(-1)
+        return Summary(
+            pad(self.centroids.gather(1, cells.expand(-1, -1, self.centroids.shape[2])), (0, 0, 0, 1)),
+            pad(self.values.gather(1, cells.expand(-1, -1, self.values.shape[2])), (0, 0, 0, 1)),
+            pad(self.sizes.gather(1, order) * kept, (0, 1)).int(),
+            place.gather(1, labels).to(self.labels.dtype),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ClusteredRun:
+    """Tokens that were clustered together, in all layers.
+
+    Attributes:
+        begin: number of the first token in what the owner counts from: the row for prefix nodes, the block for blocks.
+        tokens: how many.
+        layers: summary by layer.
+    """
+
+    begin: int
+    tokens: int
+    layers: Mapping[int, Summary]
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.tokens
+
+    @property
+    def bytes(self) -> int:
+        return sum(summary.bytes for summary in self.layers.values())
+
+    def cut(self, end: int) -> ClusteredRun:
+        """The run up to token `end`, with the clusters wholly before it."""
+        tokens = end - self.begin
+        return ClusteredRun(self.begin, tokens, {layer: each.cut(tokens) for layer, each in self.layers.items()})
+
+
+@dataclass(frozen=True)
+class Held:
+    """A run as far as a node has it.
+
+    Attributes:
+        run: the run.
+        end: end of the tokens that the node's path has; `run.end` unless the path was cut inside the run.
+    """
+
+    run: ClusteredRun
+    end: int
+
+
+def cluster_run(
+    caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    slots: torch.Tensor,
+    begin: int,
+    *,
+    cluster: int,
+    iterations: int,
+    assignment: str,
+) -> ClusteredRun:
+    """Cluster tokens in all layers (Double-P, section 4.1).
+
+    Args:
+        caches: (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.
+        slots: [tokens] integer KV slots in token order, at least one.
+        begin: number of the first token.
+        cluster: about how many tokens make a cluster.
+        iterations, assignment: see `kernels.kmeans`.
+    """
+    count = -(-slots.numel() // cluster)
+    plan = Plan((slots.numel(),), cluster, width=count)
+    kind = torch.int16 if count <= torch.iinfo(torch.int16).max else torch.int32
+    layers = {}
+    for layer, (keys, values) in caches.items():
+        found = kmeans(keys, values, slots, plan, iterations=iterations, assignment=assignment)
+        layers[layer] = Summary(found.centroids[0], found.values[0], found.sizes[0], found.labels.to(kind))
+    return ClusteredRun(begin, slots.numel(), layers)
+
+
+class ClusterStore:
+    """The runs of every tree node; follows the nodes as `cache.radix.NodeHooks`.
+
+    Attributes:
+        computed: runs that were ever clustered.
+        computed_tokens: their tokens.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Held]] = {}
+        self._leaving: list[tuple[ClusteredRun, torch.Tensor]] = []
+        self.computed = 0
+        self.computed_tokens = 0
+
+    def of(self, node: TreeNode) -> Sequence[Held]:
+        """The runs that end in `node`, or were cut with it."""
+        return self._held.get(node.id, ())
+
+    def count(self, run: ClusteredRun) -> ClusteredRun:
+        """Note that a run was computed."""
+        self.computed += 1
+        self.computed_tokens += run.tokens
+        return run
+
+    def add(self, node: TreeNode, run: ClusteredRun) -> ClusteredRun:
+        """Give a run to the node that holds its last token; returns the one the node has had of the same tokens."""
+        held = self._held.setdefault(node.id, [])
+        for known in held:
+            if known.run.begin == run.begin and known.end == known.run.end == run.end:
+                return known.run
+        held.append(Held(run, run.end))
+        return run
+
+    def give(self, path: Sequence[TreeNode], run: ClusteredRun) -> ClusteredRun | None:
+        """`add` a run to the node that holds its last token, of a path from the root down; None while none does."""
+        before = 0
+        for node in path:
+            before += len(node.key)
+            if run.end <= before:
+                return self.add(node, run)
+        return None
+
+    def leave(self, runs: Iterable[tuple[ClusteredRun, torch.Tensor]]) -> None:
+        """Runs of a request that ends; what the tree is given of its tokens, it is given next, or not at all.
+
+        Args:
+            runs: with the KV slot of each one's last token, [] integer: that the tree got these very tokens, and not
+                others' like them, is seen by it.
+        """
+        self._leaving = list(runs)
+
+    def chain(self, path: Iterable[TreeNode], begin: int) -> list[Held]:
+        """Runs of a path that follow each other without a gap from token `begin` on, the longest among several.
+
+        Nothing else of the path is used: a run that begins inside another one is none of this chain's.
+        """
+        longest: dict[int, Held] = {}
+        for held in (held for node in path for held in self.of(node)):
+            known = longest.get(held.run.begin)
+            if known is None or known.end < held.end:
+                longest[held.run.begin] = held
+        chain = []
+        while begin in longest:
+            chain.append(longest[begin])
+            begin = chain[-1].end
+        return chain
+
+    def stats(self) -> dict[str, int]:
+        """What is resident and what was computed, for /server_info."""
+        runs = {held.run for node in self._held.values() for held in node}
+        return {
+            "cluster_runs": len(runs),
+            "cluster_tokens": sum(run.tokens for run in runs),
+            "cluster_bytes": sum(run.bytes for run in runs),
+            "cluster_runs_computed": self.computed,
+            "cluster_tokens_computed": self.computed_tokens,
+        }
+
+    # ---- node life ----
+
+    def on_insert(self, node: TreeNode) -> None:
+        """A new node has no clusters but those of a request that ends with it."""
+        if not self._leaving:
+            return
+        part, begin = node, compat.node_begin(node)
+        for run, slot in sorted(self._leaving, key=lambda each: -each[0].end):
+            while run.end <= begin:
+                part = part.parent
+                begin -= len(part.key)
+            if run.end <= begin + len(part.key) and int(part.value[run.end - 1 - begin]) == int(slot):
+                self.add(part, run)
+
+    def on_split(self, head: TreeNode, tail: TreeNode) -> None:
+        held = self._held.pop(tail.id, None)
+        if not held:
+            return
+        cut = compat.node_begin(tail)
+        self._held[head.id] = [Held(each.run, min(each.end, cut)) for each in held if each.run.begin < cut]
+        self._held[tail.id] = [each for each in held if each.end > cut]
+
+    def on_evict(self, node: TreeNode) -> None:
+        """Of a run that nodes above have a part of, only that is kept."""
+        for gone in self._held.pop(node.id, ()):
+            rest = [
+                (held, at)
+                for held in self._above(node)
+                for at, each in enumerate(held)
+                if each.run is gone.run and each.end < gone.end
+            ]
+            if rest:
+                run = gone.run.cut(max(held[at].end for held, at in rest))
+                for held, at in rest:
+                    held[at] = Held(run, held[at].end)
+
+    def _above(self, node: TreeNode) -> Iterator[list[Held]]:
+        parent = node.parent
+        while parent is not None:
+            if parent.id in self._held:
+                yield self._held[parent.id]
+            parent = parent.parent
+
+    def on_reset(self) -> None:
+        self._held.clear()
+        self._leaving = []

@@ -2,13 +2,15 @@
 
 rank_bm25 walks over all texts in Python for every query term. A text's score for a term does not depend on
 the query, though, so all of them are computed once, as a sparse matrix of texts by terms, and a query adds up
-a few columns.
+a few columns. rank_bm25 counts the words of each text; what follows from the counts is worked out here, in its
+order of operations, so that the scores agree to the bit, and so that an index grows by counting new texts only.
 """
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,54 @@ from scipy.sparse import csc_array
 
 from sglang_ext.retrievers.base import Scores, check_query, check_texts
 from sglang_ext.retrievers.terms import terms
+
+K1, B, EPSILON = 1.5, 0.75, 0.25  # BM25Okapi's own
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often each text has each of its terms.
+
+    Attributes:
+        vocabulary: term -> column, in order of first appearance.
+        columns, counts: [pairs] int32 and int64, one for each (text, term in it), text by text.
+        distinct: [texts] int64, pairs of each text.
+        lengths: [texts] int64, words of each text.
+    """
+
+    vocabulary: dict[str, int]
+    columns: NDArray[np.int32]
+    counts: NDArray[np.int64]
+    distinct: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> Counts:
+        corpus = [terms(text) for text in texts]
+        if not any(corpus):  # rank_bm25 divides by zero here
+            zeros = np.zeros(len(corpus), dtype=np.int64)
+            return cls({}, np.zeros(0, np.int32), np.zeros(0, np.int64), zeros, zeros)
+        okapi = BM25Okapi(corpus)
+        vocabulary = {term: column for column, term in enumerate(okapi.idf)}
+        return cls(
+            vocabulary,
+            np.array([vocabulary[term] for freqs in okapi.doc_freqs for term in freqs], dtype=np.int32),
+            np.array([count for freqs in okapi.doc_freqs for count in freqs.values()], dtype=np.int64),
+            np.array([len(freqs) for freqs in okapi.doc_freqs], dtype=np.int64),
+            np.array(okapi.doc_len, dtype=np.int64),
+        )
+
+    def followed_by(self, other: Counts) -> Counts:
+        """The counts of these texts and, behind them, `other`'s."""
+        vocabulary = dict(self.vocabulary)
+        places = [vocabulary.setdefault(term, len(vocabulary)) for term in other.vocabulary]
+        return Counts(
+            vocabulary,
+            np.concatenate((self.columns, np.array(places, dtype=np.int32)[other.columns])),
+            np.concatenate((self.counts, other.counts)),
+            np.concatenate((self.distinct, other.distinct)),
+            np.concatenate((self.lengths, other.lengths)),
+        )
 
 
 class BM25:
@@ -32,14 +82,10 @@ class BM25:
             alone. Also the feature vectors of the paper's Appendix F (see `grouping`).
     """
 
-    def __init__(self, okapi: BM25Okapi | None, num_texts: int) -> None:
-        self._okapi = okapi
-        self.vocabulary: dict[str, int] = {}
-        if okapi is None:  # no text has a word: rank_bm25 would divide by zero
-            self.matrix = csc_array((num_texts, 0), dtype=np.float64)
-        else:
-            self.vocabulary = {term: column for column, term in enumerate(okapi.idf)}
-            self.matrix = _matrix(okapi, self.vocabulary)
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self.vocabulary = counts.vocabulary
+        self.matrix = _matrix(counts)
         # Plain arrays: slicing a scipy column costs a hundred times more than slicing these.
         self._starts: list[int] = self.matrix.indptr.tolist()
         self._rows: NDArray[np.integer] = self.matrix.indices
@@ -55,29 +101,14 @@ class BM25:
 
         Texts without a single word are legal and score 0.
         """
-        corpus = [terms(text) for text in check_texts(texts)]
-        return cls(BM25Okapi(corpus) if any(corpus) else None, len(corpus))
+        return cls(Counts.of(check_texts(texts)))
 
     def extended(self, texts: Sequence[str]) -> BM25:
         """As if built from the texts so far and `texts`, of which alone the words are counted.
 
-        Raises ValueError (`base.check_texts`). A pool grows block by block: counting all of it again each time took
-        most of an append.
+        Raises ValueError (`base.check_texts`).
         """
-        corpus = [terms(text) for text in check_texts(texts)]
-        before = self._okapi
-        if before is None:  # none of the texts so far has a word
-            return type(self).build([""] * self.num_texts + list(texts))
-        okapi = copy.copy(before)
-        okapi.doc_freqs, okapi.doc_len, okapi.idf = list(before.doc_freqs), list(before.doc_len), {}
-        new = okapi._initialize(corpus)  # appends to what is there; counts what is new
-        held = np.diff(self.matrix.indptr).tolist()
-        counts = dict(zip(self.vocabulary, held, strict=True))
-        for term, number in new.items():
-            counts[term] = counts.get(term, 0) + number
-        okapi.avgdl = sum(okapi.doc_len) / okapi.corpus_size
-        okapi._calc_idf(counts)
-        return type(self)(okapi, okapi.corpus_size)
+        return type(self)(self._counts.followed_by(Counts.of(check_texts(texts))))
 
     def score(self, query: str) -> Scores:
         """BM25 score of every text: float64 [num_texts]. Repeated query terms count as often as they occur.
@@ -93,13 +124,22 @@ class BM25:
         return scores
 
 
-def _matrix(okapi: BM25Okapi, vocabulary: dict[str, int]) -> csc_array:
-    """[num_texts, num_terms] scores, in the order of operations of BM25Okapi.get_scores, so that the bits agree too."""
-    columns = np.array([vocabulary[term] for freqs in okapi.doc_freqs for term in freqs], np.int32)
-    counts = np.array([count for freqs in okapi.doc_freqs for count in freqs.values()], dtype=np.int64)
-    rows = np.repeat(np.arange(okapi.corpus_size, dtype=np.int32), [len(freqs) for freqs in okapi.doc_freqs])
-    idf = np.array(list(okapi.idf.values()), dtype=np.float64)
-    k1, b, length = okapi.k1, okapi.b, np.array(okapi.doc_len)
-    norm = k1 * (1 - b + b * length / okapi.avgdl)
-    values = idf[columns] * (counts * (k1 + 1) / (counts + norm[rows]))
-    return csc_array((values, (rows, columns)), shape=(okapi.corpus_size, len(vocabulary)))
+def _matrix(counts: Counts) -> csc_array:
+    """[num_texts, num_terms] scores, in the order of operations of BM25Okapi.get_scores."""
+    size, texts = len(counts.vocabulary), len(counts.lengths)
+    if not size:
+        return csc_array((texts, 0), dtype=np.float64)
+    rows = np.repeat(np.arange(texts, dtype=np.int32), counts.distinct)
+    idf = _idf(np.bincount(counts.columns, minlength=size), texts)
+    norm = K1 * (1 - B + B * counts.lengths / (int(counts.lengths.sum()) / texts))
+    values = idf[counts.columns] * (counts.counts * (K1 + 1) / (counts.counts + norm[rows]))
+    return csc_array((values, (rows, counts.columns)), shape=(texts, size))
+
+
+def _idf(frequency: NDArray[np.int64], texts: int) -> Scores:
+    """[terms] BM25Okapi's idf of terms that are in `frequency` [terms] of the texts each."""
+    different, which = np.unique(frequency, return_inverse=True)
+    # math.log, as there: numpy's may differ in the last bit. Few terms differ in how many texts have them.
+    idf = np.array([math.log(texts - n + 0.5) - math.log(n + 0.5) for n in different.tolist()])[which]
+    mean = float(idf.cumsum()[-1]) / len(idf)  # one after the other, as there
+    return np.where(idf < 0, EPSILON * mean, idf)

@@ -65,6 +65,7 @@ __all__ = [
     "num_kv_slots",
     "own_fill_ids",
     "own_ids",
+    "pending_requests",
     "record_both_variants",
     "refuse_model",
     "replay_whole",
@@ -112,6 +113,11 @@ def own_ids(req: Any, begin: int, end: int) -> array[int]:
     """Tokens [begin, end) of a scheduler request's prompt and answer; its prompt is longer than `begin`."""
     found: array[int] = (req.origin_input_ids[begin:] + req.output_ids)[: end - begin]
     return found
+
+
+def pending_requests(scheduler: Any) -> set[int]:
+    """`id` of every request of which a step was launched whose tokens the scheduler has not seen yet."""
+    return {id(req) for batch, _ in getattr(scheduler, "result_queue", ()) for req in batch.reqs}
 
 
 def set_request_row(req: Any, row: Row | None) -> None:

@@ -83,6 +83,11 @@ HOOKS = (
         _OURS + "scheduler:around_get_new_batch_prefill",
     ),
     Hook(
+        _SRT + "managers.scheduler.Scheduler.update_running_batch",
+        "around",
+        _OURS + "last_step:around_update_running_batch",
+    ),
+    Hook(
         _SRT + "managers.scheduler.Scheduler.init_request_dispatcher",
         "after",
         _OURS + "scheduler:after_init_request_dispatcher",

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_ext import compat
 from sglang_ext.cache.radix import BlockRadixCache, MissingBlocks
 from sglang_ext.cache.rows import INTERNAL, Row
+from sglang_ext.serving.last_step import steps_saved
 from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
 from sglang_ext.serving.metrics import SchedulerMetrics
 
@@ -228,6 +229,7 @@ def stats(scheduler: Any) -> dict[str, Any]:
         "block_hits": cache.total_hits,
         "saved_tokens": cache.saved_tokens,
         "stitch_seconds": round(cache.stitch_seconds, 6),
+        "steps_saved": steps_saved(scheduler),
         **(backend.policy.stats() if backend is not None else {}),
     }
 

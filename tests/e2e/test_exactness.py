@@ -214,6 +214,21 @@ def test_many_selections_in_one_batch(served, question, long_question):
     served.assert_exact(served.generate(asks))
 
 
+def test_no_step_for_answers_that_end_by_their_length(served, question, request):
+    """With overlap each saves the step that nobody would read, alone and among longer ones; without, there is none."""
+
+    def saved():
+        return served.engine.get_server_info()["internal_states"][0]["sglang_ext"]["steps_saved"]
+
+    overlap = "no_overlap" not in request.node.name
+    for lengths in ([1], [4], [1, 2, 2, 5, 9]):
+        before = saved()
+        answers = served.generate([Ask(POOLS[0], question, {"block_ids": [0, 2, 3]}, new_tokens=n) for n in lengths])
+        assert [len(answer.tokens) for answer in answers] == lengths
+        assert saved() - before == overlap * len(lengths)
+        served.assert_exact(answers)
+
+
 def test_alone_equals_in_a_batch(served, question):
     asks = [Ask(pool, question, {"block_ids": [0, 1, 6, 3]}) for pool in POOLS]
     together = served.generate(asks)

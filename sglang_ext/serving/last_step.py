@@ -1,0 +1,40 @@
+"""Requests that are about to end take part in no further step.
+
+Under overlap scheduling SGLang launches a step before it has seen the tokens of the one before. A request whose answer
+has its last token on the way would decode once more, for nobody: of a label of four tokens, every fifth step. What ends
+by its length is known beforehand, and is left out.
+
+Nothing else changes: the result that is on the way is processed right after the step is launched, in the same turn of
+the scheduler's loop, and ends the request there. Until then its slots are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext import compat
+from sglang_ext.cache.radix import BlockRadixCache
+
+
+def around_update_running_batch(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
+    """AROUND Scheduler.update_running_batch: the next decoding step goes without those that end before it."""
+    if isinstance(scheduler.tree_cache, BlockRadixCache):
+        pending = compat.pending_requests(scheduler)
+        kept = [index for index, req in enumerate(batch.reqs) if id(req) not in pending or not _ends(req)]
+        if len(kept) < len(batch.reqs):
+            scheduler.ext_steps_saved = steps_saved(scheduler) + len(batch.reqs) - len(kept)
+            batch.filter_batch(keep_indices=kept)
+            batch.batch_is_full = False
+    return original(scheduler, batch)
+
+
+def steps_saved(scheduler: Any) -> int:
+    """How many steps of single requests were not run."""
+    return int(getattr(scheduler, "ext_steps_saved", 0))
+
+
+def _ends(req: Any) -> bool:
+    """Whether the token that is on the way is the request's last by its length."""
+    limit = req.sampling_params.max_new_tokens
+    return not req.finished() and limit is not None and len(req.output_ids) + 1 >= limit

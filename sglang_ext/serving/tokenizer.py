@@ -86,14 +86,18 @@ def custom_params(obj: Any) -> list[dict[str, Any]]:
     return [item for item in found if isinstance(item, dict) and item]
 
 
-async def around_generate_request(
+def around_generate_request(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
     """AROUND TokenizerManager.generate_request: leases end with the request, answers say what they used."""
-    if not any("pool" in custom for custom in custom_params(obj)):
-        async for out in original(manager, obj, request):
-            yield out
-        return
+    if any("pool" in custom for custom in custom_params(obj)):
+        return _generate(original, manager, obj, request)
+    return original(manager, obj, request)
+
+
+async def _generate(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
+) -> AsyncIterator[Any]:
     service = pools_of(manager)
     await service.restored()
     # SGLang refuses an id that is in use; the lease under it is somebody else's then.

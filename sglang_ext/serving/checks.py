@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sglang_ext.attention.policy import policies
 from sglang_ext.attention.select import captures
-from sglang_ext.config import RADIX_CACHE_BACKEND
+from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 
 # (argument, is it set to something views do not serve?, what to do)
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
@@ -28,6 +29,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("schedule_policy", lambda v: v == "dfs-weight", "set --schedule-policy fcfs or lpm"),
     ("dllm_algorithm", bool, "leave out --dllm-algorithm"),
     ("enable_pdmux", bool, "leave out --enable-pdmux: it has several attention backends, views are planned for one"),
+    ("allow_auto_truncate", bool, "leave out --allow-auto-truncate: it would cut questions that stand behind blocks"),
     ("enable_two_batch_overlap", bool, "leave out --enable-two-batch-overlap: it cuts batches after they are planned"),
 )
 
@@ -46,7 +48,13 @@ def refusals(server_args: Any) -> list[str]:
             problems.append(
                 f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
             )
-    if getattr(server_args, "enable_mixed_chunk", False) and policies()[server_args.attention_backend]().decodes_apart:
+    policy = policies()[server_args.attention_backend]()
+    if os.environ.get(POLICY_ENV) and not hasattr(policy, "options"):
+        problems.append(
+            f"--policy {os.environ[POLICY_ENV]}: --attention-backend {server_args.attention_backend} has no options;"
+            f" leave out --policy ({POLICY_ENV} in the environment)"
+        )
+    if getattr(server_args, "enable_mixed_chunk", False) and policy.decodes_apart:
         problems.append(
             f"enable_mixed_chunk is not supported with --attention-backend {server_args.attention_backend}: leave out"
             " --enable-mixed-chunk: decoding steps would not be told from prompts"

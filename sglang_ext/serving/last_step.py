@@ -21,9 +21,11 @@ def around_update_running_batch(original: Callable[..., Any], scheduler: Any, ba
     """AROUND Scheduler.update_running_batch: the next decoding step goes without those that end before it."""
     if isinstance(scheduler.tree_cache, BlockRadixCache):
         pending = compat.pending_requests(scheduler)
-        kept = [index for index, req in enumerate(batch.reqs) if id(req) not in pending or not _ends(req)]
-        if len(kept) < len(batch.reqs):
-            scheduler.ext_steps_saved = steps_saved(scheduler) + len(batch.reqs) - len(kept)
+        ending = {id(req) for req in batch.reqs if id(req) in pending and _ends(req)}
+        kept = [index for index, req in enumerate(batch.reqs) if not req.finished() and id(req) not in ending]
+        # Where memory is short everything is SGLang's: it retracts one of several requests, but ends the only one.
+        if ending and (not kept or batch.check_decode_mem(selected_indices=kept)):
+            scheduler.ext_steps_saved = steps_saved(scheduler) + len(ending)
             batch.filter_batch(keep_indices=kept)
             batch.batch_is_full = False
     return original(scheduler, batch)

@@ -309,7 +309,7 @@ class PoolService:
             flushes = await self._encode_all(version, missing, progress)
             if flushes == self._flushes:  # else the first request finds what is missing, and encodes it
                 version.resident.update(version.layouts)
-            version.retriever(RequestOptions(version.name), pool.current)  # the default: no request waits for it
+            await self._apart(version.retriever, RequestOptions(version.name), pool.current)  # no request waits for it
             if self.store:
                 self.store.save(version.name, version.definition.dump())
             old, pool.current, pool.versions = pool.current, version, version.number
@@ -627,12 +627,9 @@ class PoolService:
         """Blocks of every variant that the pool serves: a chat's stay known when the pool is changed."""
         known = old.layouts if old is not None and version.definition.extends(old.definition) else {}
         version.layouts[COMPLETION] = self._lay_out(version.definition, known=known.get(COMPLETION))
-        if (
-            old is not None
-            and CHAT in old.layouts
-            and old.definition.options.system == version.definition.options.system
-        ):
-            version.layouts[CHAT] = self._lay_out(version.definition, old.layouts[CHAT].header, known.get(CHAT))
+        chat = old.layouts.get(CHAT) if old is not None else None  # read once: a request may put another in its place
+        if old is not None and chat is not None and old.definition.options.system == version.definition.options.system:
+            version.layouts[CHAT] = self._lay_out(version.definition, chat.header, chat if CHAT in known else None)
         for layout in version.layouts.values():
             self._check_context(version, layout)
 

@@ -243,7 +243,7 @@ def around_validate_one_request(original: Callable[..., None], manager: Any, obj
     if not stitched:
         return original(manager, obj, input_ids)
     total = stitched + len(input_ids)
-    if total >= manager.context_len:  # never truncated, as --allow-auto-truncate asks: it would cut the question's end
+    if total >= manager.context_len:
         raise ValueError(
             f"the request has {len(input_ids)} tokens of its own and {stitched} stitched ones; together they must stay"
             f" below the model's context of {manager.context_len} tokens: shorten it or lower the ratio"

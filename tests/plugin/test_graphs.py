@@ -1,0 +1,102 @@
+"""Which CUDA graph serves a prefill, over fakes: the hooks alone, as no graph is captured without a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_ext import compat
+from sglang_ext.attention import graphs
+from sglang_ext.attention.planned import PlannedViews
+
+
+class Backend(PlannedViews):
+    """A planned backend without kernels: what the hooks ask, and what they set."""
+
+    def __init__(self, inside: bool = True, largest: int = 64) -> None:
+        self.question_size = None
+        self.inside, self.largest, self.seen = inside, largest, []
+
+    def in_question_graph(self) -> bool:
+        return self.inside
+
+    def capture_question(self, size: int) -> bool:
+        self.seen.append(("capture", size))
+        return size <= self.largest
+
+    def end_capture(self) -> None:
+        self.seen.append(("end", None))
+
+
+def breakable(backend: Any) -> SimpleNamespace:
+    return SimpleNamespace(_model_runner=SimpleNamespace(attn_backend=backend), _outputs={16: "outputs"})
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_planner_knows_the_graph_while_a_prefill_runs(monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
+    backend, sizes = Backend(), []
+    runner = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
+    monkeypatch.setattr(compat, "whole_graph_size", lambda runner, batch: 32)
+
+    def execute(_runner: Any, _batch: Any) -> str:
+        sizes.append(backend.question_size)
+        if failing:
+            raise RuntimeError("out of memory")
+        return "logits"
+
+    if failing:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            graphs.around_execute_prefill(execute, runner, "batch")
+    else:
+        assert graphs.around_execute_prefill(execute, runner, "batch") == "logits"
+    assert sizes == [32] and backend.question_size is None
+
+
+def test_the_size_of_a_graph_in_one_piece() -> None:
+    """Of SGLang's sizes only some have one: the next larger size decides."""
+    key = type("Key", (), {"size": 16})()
+    runner = SimpleNamespace(
+        backend=SimpleNamespace(sglang_ext_whole={key: "graph"}),
+        capture_num_tokens=[16, 64],
+        _pad_to_bucket=lambda n, sizes: next(size for size in sizes if size >= n),
+    )
+    assert compat.whole_graph_size(runner, SimpleNamespace(input_ids=range(12))) == 16
+    assert compat.whole_graph_size(runner, SimpleNamespace(input_ids=range(17))) is None
+    runner.backend = SimpleNamespace()  # nothing was captured
+    assert compat.whole_graph_size(runner, SimpleNamespace(input_ids=range(12))) is None
+
+
+@pytest.mark.parametrize("backend", [Backend(inside=True), Backend(inside=False), object()], ids=["in", "out", "stock"])
+def test_replays(backend: Any) -> None:
+    found, replayed = breakable(backend), []
+    found.sglang_ext_whole = {16: SimpleNamespace(replay=lambda: replayed.append("whole"))}
+
+    def replay(*_args: Any) -> str:
+        replayed.append("pieces")
+        return "outputs"
+
+    assert graphs.around_replay_breakable(replay, found, 16, "batch") == "outputs"
+    assert replayed == ["whole" if isinstance(backend, Backend) and backend.inside else "pieces"]
+
+
+def test_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own first, ours second, and the backend is told that it is over, whatever happens."""
+    backend, order = Backend(), []
+    found = breakable(backend)
+    monkeypatch.setattr(compat, "capture_whole", lambda graphs, key, forward: order.append(("whole", key.size)))
+    for size in (128, 64):
+        graphs.around_capture_breakable(
+            lambda g, key, forward: order.append(("pieces", key.size)), found, SimpleNamespace(size=size), None
+        )
+    assert order == [("pieces", 128), ("pieces", 64), ("whole", 64)]
+    assert backend.seen == [("capture", 128), ("capture", 64), ("end", None)]
+
+    def fails(*_args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(compat, "capture_whole", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.around_capture_breakable(lambda *_args: None, found, SimpleNamespace(size=32), None)
+    assert backend.seen[-1] == ("end", None)

@@ -26,6 +26,7 @@ from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.buffers import COPY, Capacity, PlannedRow, RowBuffers, Shape
 from sglang_ext.kernels.kmeans import kmeans
+from sglang_ext.kernels.top_p import triton_impl as top_p
 
 GRAPH_TOKENS = 131072
 """Tokens of a row for which buffers of CUDA graphs have room; a batch with a longer one decodes without a graph."""
@@ -82,6 +83,8 @@ class ClusteredViews(PlannedViews):
             programs=PROGRAMS * shape.num_sms,
             registers=attention.TUNING.registers if device.type == "cuda" else None,
         )
+        # Triton's interpreter reduces several numbers at once element by element, one number by NumPy.
+        self._search = replace(top_p.TUNING, joint=top_p.TUNING.joint and device.type == "cuda")
         self._known: dict[int, _Known] = {}
         self._now: list[PlannedRow] = []
         self._placed: list[list[Placed]] = []
@@ -196,6 +199,7 @@ class ClusteredViews(PlannedViews):
             self.memory.width,
             group_rule=self.policy.config.group,
             tuning=self._tuning,
+            search=self._search,
         )
 
     def _load_decode(self, in_graph: bool) -> None:

@@ -66,6 +66,7 @@ __all__ = [
     "own_fill_ids",
     "own_ids",
     "pending_requests",
+    "path_slots",
     "record_both_variants",
     "refuse_model",
     "replay_whole",
@@ -225,6 +226,18 @@ def node_begin(node: TreeNode) -> int:
         before += len(parent.key)
         parent = parent.parent
     return before
+
+
+def path_slots(node: TreeNode, begin: int, end: int) -> torch.Tensor:
+    """[end - begin] KV slots of tokens [begin, end) of the path from the root down to `node`, which has them all."""
+    parts: list[torch.Tensor] = []
+    first, part = node_begin(node), node
+    while True:
+        parts.append(part.value[max(0, begin - first) : max(0, end - first)])
+        if begin >= first:
+            return torch.cat(parts[::-1])
+        part = part.parent
+        first -= len(part.key)
 
 
 def answer_note(req: Any, name: str, end: int) -> dict[str, Any]:

@@ -24,8 +24,10 @@ class ClusterPool:
     Attributes:
         centroids: [tiles, kv_heads, width, head_dim] mean keys C, rotated as their keys were; the KV cache's dtype.
         values: [tiles, kv_heads, width, value_dim] mean values (Double-P, equation 2).
-        sizes: [tiles, kv_heads, width] int32 tokens of each cluster, 0 for an empty one.
-        starts: [tiles, kv_heads, width] int32 index of each cluster's first token in `members`.
+        sizes: [cell tiles, kv_heads, width] int32 tokens of each cluster, 0 for an empty one. -n: n tokens of a cluster
+            that is cut: they are always read one by one, and their centroid stands for none of them.
+        starts: [cell tiles, kv_heads, width] int32 index of each cluster's first token in `members`. There may be more
+            tiles of sizes and starts than of centroids: for cuts (`ClusterRows.sized`).
         members: [kv_heads, tokens] int32 KV slots, cluster by cluster.
     """
 
@@ -105,11 +107,14 @@ class ClusterRows:
         tiles: [batch, most tiles] int32 tiles of the pool.
         counts: [batch] int32 tiles of each request; 0 for one that has no clusters.
         rotation: [batch, most tiles] int32: which of the query's rotations reads the tile; None: the only one.
+        sized: [batch, most tiles] int32 tiles of the pool's `sizes` and `starts`, where a request has a piece of a
+            tile's tokens only; None: those of `tiles`.
     """
 
     tiles: torch.Tensor
     counts: torch.Tensor
     rotation: torch.Tensor | None = None
+    sized: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ def centroid_scores(
         scale: factor of the logits, usually head_dim ** -0.5.
 
     Returns:
-        (logits [batch, kv_heads, group, cells] float32 (float64 for float64 queries), -inf for empty clusters and
-        from a request's count on; sizes [batch, kv_heads, cells] int32; starts [batch, kv_heads, cells] int32).
+        (logits [batch, kv_heads, group, cells] float32 (float64 for float64 queries), -inf for empty clusters, cut
+        ones, and from a request's count on; sizes [batch, kv_heads, cells] int32, -n for n tokens of a cut cluster;
+        starts [batch, kv_heads, cells] int32).
 
     Raises:
         ValueError: parts that do not fit each other.
@@ -39,10 +40,11 @@ def centroid_scores(
             tile, span = rows.tiles[b, place], slice(place * width, (place + 1) * width)
             turned = query[b, 0 if rows.rotation is None else rows.rotation[b, place]]
             x = torch.einsum("hgd,hcd->hgc", turned.view(kv_heads, -1, dim).to(dtype), pool.centroids[tile].to(dtype))
-            size = pool.sizes[tile]
-            logged = size.to(dtype).log().unsqueeze(1)  # -inf for an empty cluster, whose centroid may be anything
+            cells_of = tile if rows.sized is None else rows.sized[b, place]
+            size = pool.sizes[cells_of]
+            logged = size.clamp(min=1).to(dtype).log().unsqueeze(1)  # of an empty cluster the centroid may be anything
             logits[b, ..., span] = torch.where(size.unsqueeze(1) > 0, x * scale + logged, float("-inf"))
-            sizes[b, :, span], starts[b, :, span] = size, pool.starts[tile]
+            sizes[b, :, span], starts[b, :, span] = size, pool.starts[cells_of]
     return logits, sizes, starts
 
 
@@ -93,8 +95,8 @@ def cluster_attention(
             turns.append((torch.zeros_like(run) if dense.rotation is None else dense.rotation[b, run].long())[own >= 0])
             for cell in selection.exact[b, h, :n_exact].tolist():
                 place, inside = divmod(cell, width)
-                pooled = int(rows.tiles[b, place])
-                begin, size = int(pool.starts[pooled, h, inside]), int(pool.sizes[pooled, h, inside])
+                pooled = int((rows.tiles if rows.sized is None else rows.sized)[b, place])
+                begin, size = int(pool.starts[pooled, h, inside]), abs(int(pool.sizes[pooled, h, inside]))
                 slots.append(pool.members[h, begin : begin + size].long())
                 turn = 0 if rows.rotation is None else int(rows.rotation[b, place])
                 turns.append(torch.full((size,), turn, device=query.device))

@@ -54,10 +54,10 @@ TUNING = Tuning()
 
 @triton.jit
 def _scores(
-    query, centroids, sizes, starts, tiles, tile_counts, rotation, logits, out_sizes, out_starts,
+    query, centroids, sizes, starts, tiles, tile_counts, rotation, sized, logits, out_sizes, out_starts,
     scale, most_tiles, rotations,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, TILES: tl.constexpr, ROTATED: tl.constexpr,
+    GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, TILES: tl.constexpr, ROTATED: tl.constexpr, SIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
@@ -76,7 +76,10 @@ def _scores(
             q = tl.load(turned + of_query, mask=in_query, other=0.0)
         base = (tile * KV_HEADS + head) * WIDTH
         centroid = tl.load(centroids + (base + c)[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
-        size = tl.load(sizes + base + c)
+        cells_of = base
+        if SIZED:
+            cells_of = (tl.load(sized + request * most_tiles + place).to(tl.int64) * KV_HEADS + head) * WIDTH
+        size = tl.load(sizes + cells_of + c)
         x = tl.dot(q, tl.trans(centroid), input_precision=PRECISION) * scale
         filled = size > 0
         x = tl.where(filled[None, :], x + tl.log(tl.maximum(size, 1).to(tl.float32))[None, :], float("-inf"))
@@ -84,7 +87,7 @@ def _scores(
         cells = most_tiles * WIDTH
         tl.store(logits + (row * GROUP + g)[:, None] * cells + cell[None, :], x, mask=(g < GROUP)[:, None])
         tl.store(out_sizes + row * cells + cell, size)
-        tl.store(out_starts + row * cells + cell, tl.load(starts + base + c))
+        tl.store(out_starts + row * cells + cell, tl.load(starts + cells_of + c))
 
 
 def centroid_scores(
@@ -123,11 +126,12 @@ def centroid_scores(
     if most == 0:
         return out
     _scores[(triton.cdiv(most, tuning.score_tiles), kv_heads, batch)](
-        query, pool.centroids, pool.sizes, pool.starts, rows.tiles, rows.counts, rows.rotation, *out,
-        scale, most, rotations,
+        query, pool.centroids, pool.sizes, pool.starts, rows.tiles, rows.counts, rows.rotation, rows.sized,
+        *out, scale, most, rotations,
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM_PAD=max(16, triton.next_power_of_2(dim)), TILES=tuning.score_tiles, ROTATED=rows.rotation is not None,
-        PRECISION=_precision(query.dtype), num_warps=tuning.score_warps, num_stages=tuning.score_stages,
+        SIZED=rows.sized is not None, PRECISION=_precision(query.dtype), num_warps=tuning.score_warps,
+        num_stages=tuning.score_stages,
     )  # fmt: skip
     return out
 

@@ -47,7 +47,8 @@ def select(
     Args:
         logits: [batch, kv_heads, group, cells] log of the estimated mass of each cluster (equation 5), -inf where the
             cluster is empty; entries from `cells[b]` on are not read.
-        sizes: [batch, kv_heads, cells] int32 tokens of each cluster.
+        sizes: [batch, kv_heads, cells] int32 tokens of each cluster. -n: n tokens of a cut cluster, whose logit is
+            -inf: it is exact whatever p says, and has no mass.
         starts: [batch, kv_heads, cells] int32 index of each cluster's first token in the list of members.
         cells: [batch] int32, how many entries of each request are clusters.
         p: [batch, 2] (p1, p2), or with `by_count` the numbers of clusters (RetroInfer: stage 1 and exact).
@@ -75,8 +76,8 @@ def select(
         kept, exact = (_taken(probability, logits[b, ..., :n], p[b, stage], by_count).any(1) for stage in (0, 1))
         approx = kept & ~exact
         for h in range(kv_heads):
-            chosen, rest = exact[h].nonzero().flatten(), approx[h].nonzero().flatten()
-            size = sizes[b, h, chosen].long()
+            chosen, rest = (exact[h] | (sizes[b, h, :n] < 0)).nonzero().flatten(), approx[h].nonzero().flatten()
+            size = sizes[b, h, chosen].long().abs()
             end = size.cumsum(0)
             total = int(end[-1]) if len(end) else 0
             heads_of_tiles = torch.arange(0, total, tile, device=logits.device)
@@ -85,7 +86,7 @@ def select(
             out.shift[b, h, : len(chosen)] = (starts[b, h, chosen] - (end - size)).int()
             out.approx[b, h, : len(rest)] = rest.int()
             out.first[b, h, : len(heads_of_tiles)] = torch.searchsorted(end, heads_of_tiles, right=True).int()
-            filled = int((sizes[b, h, :n] > 0).sum())
+            filled = int((sizes[b, h, :n] != 0).sum())
             out.counts[b, h] = torch.tensor([len(chosen), total, len(rest), filled], dtype=torch.int32)
     return out
 

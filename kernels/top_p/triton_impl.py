@@ -113,7 +113,9 @@ def _compact_row(
             level = level | tl.load(at, mask=valid, other=0, cache_modifier=".cg").to(tl.int32)
         size = tl.load(sizes + out + cell, mask=valid, other=0)
         start = tl.load(starts + out + cell, mask=valid, other=0)
-        is_exact = ((level & 2) != 0).to(tl.int32)
+        # Of a cut cluster the tokens that are there are exact; having no mass, it has no level.
+        is_exact = (((level & 2) != 0) | (size < 0)).to(tl.int32)
+        size = tl.abs(size)
         is_approx = (level == 1).to(tl.int32)
         tokens = size * is_exact
         packed = is_exact.to(tl.int64) + (is_approx.to(tl.int64) << 20) + (tokens.to(tl.int64) << 40)

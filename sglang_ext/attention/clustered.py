@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.attention.policy import Caches
-from sglang_ext.cache.clusters import ClusteredRun
+from sglang_ext.cache.clusters import ClusteredRun, Summary, TokenRun
 from sglang_ext.kernels.rope.reference import rotate
 from sglang_ext.policies.double_p import cluster_sizes, estimated_log_mass
 
@@ -24,19 +24,25 @@ class Placed:
         delta: by how many positions its keys are seen away from where they were written.
     """
 
-    run: ClusteredRun
+    run: TokenRun
     column: int
     begin: int
     end: int
     delta: int = 0
 
+    def summary(self, layer: int) -> Summary:
+        """The clusters as tensors; ValueError for those that only kernels read."""
+        if not isinstance(self.run, ClusteredRun):
+            raise ValueError(f"{type(self.run).__name__} has no tensors of its own: expected a ClusteredRun")
+        return self.run.layers[layer]
+
     def labels(self, layer: int) -> torch.Tensor:
         """[kv_heads, end - begin] int64: the cluster of each token that the row has."""
-        return self.run.layers[layer].labels[:, self.begin - self.column : self.end - self.column].long()
+        return self.summary(layer).labels[:, self.begin - self.column : self.end - self.column].long()
 
     def whole(self, layer: int) -> torch.Tensor:
         """[kv_heads, clusters] int32 sizes of the clusters that the row has wholly, 0 for the others."""
-        sizes = self.run.layers[layer].sizes
+        sizes = self.summary(layer).sizes
         if self.end - self.begin == self.run.tokens:
             return sizes
         seen = cluster_sizes(self.labels(layer), sizes.shape[1])
@@ -82,7 +88,7 @@ def row_clusters(placed: Sequence[Placed], columns: int, caches: Caches, query: 
     labels = torch.full((query.shape[0], columns), -1, device=query.device)
     masses, values, before = [], [], 0
     for each in placed:
-        summary, size = each.run.layers[caches.layer], each.whole(caches.layer)
+        summary, size = each.summary(caches.layer), each.whole(caches.layer)
         turned = rotate(query, torch.tensor(-each.delta, device=query.device), caches.rope) if each.delta else query
         masses.append(estimated_log_mass(turned, summary.centroids.to(query.dtype), size, caches.scale))
         values.append(summary.values.to(query.dtype))

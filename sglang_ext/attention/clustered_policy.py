@@ -2,7 +2,9 @@
 
 For the step that decodes column c, sinks [0, sink) and window [c - window, c] are exact. Clusters that lie wholly
 between them are exact, approximated by their centroid or left out, as the policy chooses. Every other token is exact
-again: those that no cluster has yet, and those of clusters that the row, the sinks or the window cut.
+again: those that no cluster has yet, and those of clusters that the row, the sinks or the window cut. A run that
+reaches into the window of the first decoding step (it was found in the tree) is cut there until the window has left it:
+so what a row reads changes from run to run, not at every step.
 
 Clusters are made between passes, never inside one: before each chunk of a prompt those segments that earlier chunks
 have completed, the rest before the first decoding step, and `append` new tokens at a time afterwards. So a pass waits
@@ -23,9 +25,11 @@ import torch
 from sglang_ext import compat
 from sglang_ext.attention.clustered import Placed, row_clusters
 from sglang_ext.attention.policy import Attended, Caches, LayerView, Request, RequestRows
-from sglang_ext.attention.sparse import Asked, SparsePolicy, grouped, measure
+from sglang_ext.attention.select import KERNELS_ENV, kernels
+from sglang_ext.attention.sparse import REPORT, Asked, SparsePolicy, grouped, measure
 from sglang_ext.attention.tokens import chosen_tokens
-from sglang_ext.cache.clusters import ClusteredRun, ClusterStore, cluster_run
+from sglang_ext.cache.cluster_pool import SLACK, ClusterMemory
+from sglang_ext.cache.clusters import ClusterStore, TokenRun, cluster_run
 from sglang_ext.cache.radix import NodeHooks
 from sglang_ext.compat import TreeNode
 from sglang_ext.kernels.view_attention import View
@@ -48,22 +52,35 @@ class ClusteredRow:
         nodes: nodes of the stitched blocks, by name.
         last: the last tree node of the row when it was looked at.
         slots: [columns] KV slots of the last pass, in the request's own row.
+        window: first column of the window in the first decoding step; None before it.
+        refused: whether there was no room for a run: the request's tokens are exact from there on.
     """
 
     first: int
     settled: int
     blocks: list[Placed] | None = None
     own: list[Placed] = field(default_factory=list)
-    loose: list[ClusteredRun] = field(default_factory=list)
+    loose: list[TokenRun] = field(default_factory=list)
     nodes: dict[str, TreeNode] = field(default_factory=dict)
     last: Any = None
     slots: torch.Tensor | None = None
+    window: int | None = None
+    refused: bool = False
 
-    def place(self, run: ClusteredRun, end: int) -> None:
+    def place(self, run: TokenRun, end: int) -> None:
         """The next run of own tokens, which the row has up to its own token `end`."""
         column = self.first + run.begin
         self.own.append(Placed(run, column, column, self.first + end))
         self.settled = end
+
+    def read(self, sink: int, window: int) -> list[Placed]:
+        """What a step reads of each run, the last one's window beginning at column `window`."""
+        if self.window is None:
+            self.window = window
+        # The window of an answer over blocks lies in its own tokens.
+        cut = [replace(each, begin=max(each.begin, sink)) for each in self.blocks or ()]
+        cut += [each if each.end <= window else replace(each, end=min(each.end, self.window)) for each in self.own]
+        return [each for each in cut if each.begin < each.end]
 
 
 class ClusteredPolicy(SparsePolicy[ClusteringT]):
@@ -72,6 +89,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
     def __init__(self) -> None:
         super().__init__()
         self.store = ClusterStore()
+        self.memory: ClusterMemory | None = None
         self._rows: dict[int, ClusteredRow] = {}
         self._caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]] = dict
 
@@ -89,13 +107,21 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
 
     # ---- memory ----
 
+    def keep_in(self, memory: ClusterMemory) -> None:
+        """Keep clusters where kernels read them; called once, before the first pass."""
+        self.memory = memory
+
     def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
         """Centroid, mean value, size and first member of each cluster, and a member (int32) for each token.
 
-        With 16 tokens a cluster and 128 components: 7.1% of a 16-bit KV cache, 6.7% of a 32-bit one.
+        With 16 tokens a cluster and 128 components: 7.1% of a 16-bit KV cache, 6.7% of a 32-bit one. Kernels' memory is
+        there from the start, has sizes and first members twice, for pieces of runs, and an eighth more of everything,
+        for tiles that are partly empty: 8.1%.
         """
-        cluster = 2 * head_dim * itemsize + 2 * 4
-        return -(-layers * kv_heads * (cluster + 4 * self.config.cluster) // self.config.cluster)
+        pooled = kernels(self) != "torch"
+        cluster = 2 * head_dim * itemsize + (4 if pooled else 2) * 4 + 4 * self.config.cluster
+        total = layers * kv_heads * cluster * (SLACK + 1 if pooled else SLACK)
+        return -(-total // (self.config.cluster * SLACK))
 
     def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
         self._caches = caches
@@ -105,9 +131,18 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
 
     def stats(self) -> Mapping[str, int]:
         loose = sum(run.tokens for row in self._rows.values() for run in row.loose)
-        return {**self.store.stats(), "cluster_tokens_loose": loose}
+        pooled = {} if self.memory is None else self.memory.stats()
+        return {**self.store.stats(), **pooled, "cluster_tokens_loose": loose}
 
     # ---- requests ----
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        super().check(options)
+        if options.get(REPORT, False) and kernels(self) != "torch":
+            raise ValueError(
+                f"custom_params: {REPORT}=true: kernels do not measure themselves; start the server with {KERNELS_ENV}"
+                "=torch for it"
+            )
 
     def start(self, request: Request) -> None:
         super().start(request)
@@ -140,6 +175,19 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         for held in self.store.chain(path, row.settled) if begins else ():
             row.place(held.run, held.end)
 
+    def rewritten(self, slot: int, slots: torch.Tensor) -> None:
+        """The row of the request in `slot` names other KV slots of the same tokens now.
+
+        Args:
+            slot: in SGLang's request pool.
+            slots: [context length] the row, as it is now.
+        """
+        row = self._rows.get(slot)
+        if row is None:
+            return
+        for run in row.loose:
+            run.moved(slots[row.first + run.begin : row.first + run.end].clone())
+
     # ---- clusters ----
 
     def before_views(self, asked: Asked[ClusteringT], rows: RequestRows) -> None:
@@ -147,16 +195,24 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         if row is None:
             return
         row.slots = rows.slots
+        if rows.decode and row.blocks is None:
+            row.blocks = self._blocks(row, rows)
+        if row.refused:
+            return
         middle = rows.begin - self.config.window - row.first
         for begin, end in self.config.due(row.settled, middle, rows.decode):
             run = self._cluster(rows.slots[row.first + begin : row.first + end], begin)
+            if run is None:
+                row.refused = True
+                return
             row.loose.append(run)
             row.place(run, end)
-        if rows.decode and row.blocks is None:
-            row.blocks = self._blocks(row, rows)
 
-    def _cluster(self, slots: torch.Tensor, begin: int) -> ClusteredRun:
+    def _cluster(self, slots: torch.Tensor, begin: int) -> TokenRun | None:
         config = self.config
+        if self.memory is not None:
+            made = self.memory.make(slots, begin)
+            return None if made is None else self.store.count(made)
         return self.store.count(
             cluster_run(
                 self._caches(),
@@ -179,7 +235,9 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
             start = written - piece.start  # position it was written at
             begin = self.config.sink if start == 0 else 0  # the sinks are in the block that begins the pool
             if not self.store.of(node) and len(node.value) > begin:
-                self.store.add(node, self._cluster(node.value[begin:], begin))
+                run = self._cluster(node.value[begin:], begin)
+                if run is not None:
+                    self.store.add(node, run)
             for held in self.store.of(node):
                 low, high = max(held.run.begin, piece.start), min(held.end, piece.end)
                 if low < high:
@@ -193,12 +251,22 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         row = self._rows.get(rows.request.slot)
         if row is None:
             return None
-        # The window of an answer over blocks lies in its own tokens.
-        window = rows.begin - self.config.window
-        cut = [replace(each, begin=max(each.begin, self.config.sink)) for each in row.blocks or ()]
-        cut += [replace(each, end=min(each.end, window)) for each in row.own]
-        placed = [each for each in cut if each.begin < each.end]
+        placed = row.read(self.config.sink, rows.begin - self.config.window)
         return partial(self._attend, asked, rows, placed) if placed else None
+
+    def placed(self, rows: RequestRows) -> list[Placed]:
+        """What kernels read of the row's clusters; before a prompt's pass, clusters are made and none is read.
+
+        Empty for a pass that is dense.
+        """
+        asked = self._asked.get(rows.request.slot)
+        if asked is None or asked.dense or rows.begin < self.config.min_tokens:
+            return []
+        self.before_views(asked, rows)
+        row = self._rows.get(rows.request.slot)
+        if row is None or not rows.decode:
+            return []
+        return row.read(self.config.sink, rows.begin - self.config.window)
 
     def _attend(
         self,

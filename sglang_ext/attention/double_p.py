@@ -15,12 +15,18 @@ class DoublePPolicy(ClusteredPolicy[DoubleP]):
 
     options = DoubleP
     request_options = ALWAYS | {"p1", "p2"}
+    clusters = True
 
     def choose(self, log_mass: torch.Tensor, config: DoubleP) -> tuple[torch.Tensor, torch.Tensor]:
         share = double_p.distribution(log_mass)
         # A share may round to 0 where there are tokens, and p = 1 means all of them.
         share = torch.where(log_mass > float("-inf"), share.clamp(min=torch.finfo(share.dtype).tiny), share)
         return double_p.select(share, config)
+
+    def stages(self, slot: int) -> tuple[float, float]:
+        """(p1, p2) of the request in `slot`; everything for one that is dense."""
+        asked = self._asked.get(slot)
+        return (1.0, 1.0) if asked is None else asked.config.stages
 
 
 class DbsaDoublePPolicy(DoublePPolicy):

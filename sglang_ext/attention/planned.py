@@ -138,9 +138,14 @@ class PlannedViews(ViewBackend):
         for request, begin, end in note_batch(self.requests, batch, forward_batch):
             self._batch.append(BatchRows(request, first, begin, end))
             first += end - begin
-        self.viewing = any(rows.request.row is not None for rows in self._batch)
-        if self.viewing and forward_batch.forward_mode.is_decode():
+        decode = forward_batch.forward_mode.is_decode()
+        self.viewing = self._has_views(batch, decode)
+        if self.viewing and decode:
             self._plan_decode()
+
+    def _has_views(self, batch: Any, decode: bool) -> bool:
+        """Whether the batch at hand is none for the base class."""
+        return any(rows.request.row is not None for rows in self._batch)
 
     def release(self, slot: int) -> None:
         self.requests.release(slot)
@@ -410,6 +415,10 @@ class PlannedViews(ViewBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)  # type: ignore[misc]
+        self._allocate_for_graphs(max_bs)
+
+    def _allocate_for_graphs(self, max_bs: int) -> None:
+        """Buffers that decoding in CUDA graphs of up to `max_bs` rows reads."""
         configs = {self.decode_config(bs) for bs in range(1, max_bs + 1)}
         slots = self.num_slots + max_bs * ROOM
         bounds = [
@@ -471,14 +480,20 @@ class PlannedViews(ViewBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         if in_capture:
             self.viewing = compat.capturing_views()
-            self._batch, self._plan, self._decoding = [], None, self._graph_buffers
+            self._batch = []
         if not self.viewing:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)  # type: ignore[misc]
         elif not in_capture:
             self._load_decode(in_graph=True)
             self._advance(forward_batch)
-        elif self._graph_buffers is not None:
-            config = self.decode_config(forward_batch.batch_size)
+        else:
+            self._load_empty(forward_batch.batch_size)
+
+    def _load_empty(self, batch_size: int) -> None:
+        """For the capture of a graph of so many rows: its buffers, with rows that see nothing."""
+        self._plan, self._decoding = None, self._graph_buffers
+        if self._graph_buffers is not None:
+            config = self.decode_config(batch_size)
             empty = planning.plan_rows([], config=config, group=self.shape.group, kv_heads=self.shape.kv_heads)
             self._graph_buffers.load(empty, self._table.view(-1))
 
@@ -497,10 +512,14 @@ class PlannedViews(ViewBackend):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[misc]
         keys, values = self._caches(layer, k, v, forward_batch, save_kv_cache)
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = self._attend_decode(query, keys, values, layer)
+        return out.view(out.shape[0], -1)
+
+    def _attend_decode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: Any) -> torch.Tensor:
+        """[rows, heads, value_dim]: one layer of a decoding step with views."""
         if self._decoding is None:
             raise ValueError("no buffers: a plan is loaded before the layers run")
-        out = view_attention_plan(query, self._decoding, keys, values, layer.scaling)
-        return out.view(out.shape[0], -1)
+        return view_attention_plan(query, self._decoding, keys, values, layer.scaling)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any

@@ -166,12 +166,15 @@ class Policy:
         request_options: names in `custom_params` that the policy reads itself (`Request.options`); over a pool they are
             passed on beside the pool's own.
         plans: whether `runs` answers for every request.
+        clusters: whether kernels can serve its decoding steps over clusters (`attention.clustered_backend`); `runs`
+            answers for what is not read through clusters then.
         decodes_apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix
             them: `--enable-mixed-chunk` is refused then.
     """
 
     request_options: frozenset[str] = frozenset()
     plans: bool = False
+    clusters: bool = False
     decodes_apart: bool = False
 
     def check(self, options: Mapping[str, Any]) -> None:
@@ -215,7 +218,8 @@ class Policy:
     def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
         """Columns [begin, end) of a request are about to be computed. Runs when SGLang builds a ForwardBatch.
 
-        Called by the PyTorch backend, as `bind` is: policies that plan know all from `runs`.
+        Not called where `runs` says all: by the PyTorch backend and for policies with `clusters` only. `bind` is
+        called by the PyTorch backend alone.
 
         Args:
             request: the request.

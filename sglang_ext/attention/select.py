@@ -16,7 +16,8 @@ KERNELS_ENV = "SGLANG_EXT_KERNELS"
   elsewhere.
 - `torch`: the reference, on any device, without CUDA graphs.
 - `triton`: the work list of `attention.planned` for every batch with views; CUDA graphs on a GPU, Triton's interpreter
-  (slow) without one.
+  (slow) without one. Policies with clusters decode in the kernels of `attention.clustered_backend`, which `auto` does
+  not choose yet: they have not been measured on a GPU.
 - `flashinfer`: the same, and blocks being encoded in FlashInfer's prefill kernels. Needs a GPU.
 """
 KERNELS = ("auto", "torch", "triton", "flashinfer")
@@ -29,7 +30,8 @@ def kernels(policy: Policy, dtype: str = "auto") -> str:
     """What serves `policy` here: `torch`, `triton` or `flashinfer`.
 
     Args:
-        policy: one that does not plan (`Policy.plans`) is served by `torch`.
+        policy: one that neither plans nor has clusters for kernels (`Policy.plans`, `Policy.clusters`) is served by
+            `torch`.
         dtype: the server's `--dtype`; FlashInfer has no float32.
 
     Raises:
@@ -40,10 +42,10 @@ def kernels(policy: Policy, dtype: str = "auto") -> str:
         raise ValueError(f"{KERNELS_ENV}={chosen}: expected one of {', '.join(KERNELS)}")
     if chosen == "flashinfer" and not torch.cuda.is_available():
         raise ValueError(f"{KERNELS_ENV}=flashinfer needs an NVIDIA GPU and there is none: use torch or triton")
-    if not policy.plans:
+    if not (policy.plans or policy.clusters):
         return "torch"
     if chosen == "auto":
-        return "flashinfer" if _hopper() and dtype not in FLOAT32 else "torch"
+        return "flashinfer" if policy.plans and _hopper() and dtype not in FLOAT32 else "torch"
     return chosen
 
 
@@ -61,9 +63,18 @@ def backend_class(policy: Policy, dtype: str = "auto") -> Any:
     if torch.cuda.is_available():
         from sglang_ext.attention.flashinfer_backend import FlashInferViewBackend
 
+        if policy.clusters:
+            from sglang_ext.attention.clustered_backend import ClusteredViews
+
+            return type("FlashInferClusterBackend", (ClusteredViews, FlashInferViewBackend), {})
         return FlashInferViewBackend
-    from sglang_ext.attention.planned import PlannedViews
     from sglang_ext.attention.torch_base import TorchBackend
+
+    if policy.clusters:
+        from sglang_ext.attention.clustered_backend import ClusteredViews
+
+        return type("TritonClusterBackend", (ClusteredViews, TorchBackend), {})
+    from sglang_ext.attention.planned import PlannedViews
 
     return type("TritonViewBackend", (PlannedViews, TorchBackend), {})
 

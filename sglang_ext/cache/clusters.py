@@ -5,11 +5,16 @@ node in its prefix has all tokens of the run. Where a node is cut inside a run, 
 it up to the cut: of its clusters, those wholly before the cut serve there. They are what remains when the tail goes.
 
 A run knows its tokens by their order, not by their slots: the same tokens may come to lie in other slots (when two
-requests computed them at once, one of the copies is freed), and their summaries stay what they are.
+requests computed them at once, one of the copies is freed), and their summaries stay what they are. What lists slots
+all the same is told of it (`TokenRun.moved`).
+
+There are two kinds of run: `ClusteredRun` holds tensors of its own, for plain PyTorch; `cluster_pool.PooledRun` names a
+place in memory that kernels read.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,22 +67,44 @@ class Summary:
 
 
 @dataclass(frozen=True, eq=False)
-class ClusteredRun:
-    """Tokens that were clustered together, in all layers.
+class TokenRun(ABC):
+    """Tokens that were clustered together, in all layers; base class.
 
     Attributes:
         begin: number of the first token in what the owner counts from: the row for prefix nodes, the block for blocks.
         tokens: how many.
-        layers: summary by layer.
     """
 
     begin: int
     tokens: int
-    layers: Mapping[int, Summary]
 
     @property
     def end(self) -> int:
         return self.begin + self.tokens
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """Memory of the clusters, all layers."""
+
+    @abstractmethod
+    def cut(self, end: int) -> TokenRun:
+        """The run up to token `end`, with the clusters wholly before it."""
+
+    def moved(self, slots: torch.Tensor) -> None:
+        """The tokens lie in other slots now: [tokens] integer, in token order."""
+        return
+
+
+@dataclass(frozen=True, eq=False)
+class ClusteredRun(TokenRun):
+    """Clusters as tensors of their own.
+
+    Attributes:
+        layers: summary by layer.
+    """
+
+    layers: Mapping[int, Summary]
 
     @property
     def bytes(self) -> int:
@@ -98,7 +125,7 @@ class Held:
         end: end of the tokens that the node's path has; `run.end` unless the path was cut inside the run.
     """
 
-    run: ClusteredRun
+    run: TokenRun
     end: int
 
 
@@ -140,7 +167,7 @@ class ClusterStore:
 
     def __init__(self) -> None:
         self._held: dict[int, list[Held]] = {}
-        self._leaving: list[tuple[ClusteredRun, torch.Tensor]] = []
+        self._leaving: list[tuple[TokenRun, torch.Tensor]] = []
         self.computed = 0
         self.computed_tokens = 0
 
@@ -148,13 +175,13 @@ class ClusterStore:
         """The runs that end in `node`, or were cut with it."""
         return self._held.get(node.id, ())
 
-    def count(self, run: ClusteredRun) -> ClusteredRun:
+    def count(self, run: TokenRun) -> TokenRun:
         """Note that a run was computed."""
         self.computed += 1
         self.computed_tokens += run.tokens
         return run
 
-    def add(self, node: TreeNode, run: ClusteredRun) -> ClusteredRun:
+    def add(self, node: TreeNode, run: TokenRun) -> TokenRun:
         """Give a run to the node that holds its last token; returns the one the node has had of the same tokens."""
         held = self._held.setdefault(node.id, [])
         for known in held:
@@ -163,7 +190,7 @@ class ClusterStore:
         held.append(Held(run, run.end))
         return run
 
-    def give(self, path: Sequence[TreeNode], run: ClusteredRun) -> ClusteredRun | None:
+    def give(self, path: Sequence[TreeNode], run: TokenRun) -> TokenRun | None:
         """`add` a run to the node that holds its last token, of a path from the root down; None while none does."""
         before = 0
         for node in path:
@@ -172,7 +199,7 @@ class ClusterStore:
                 return self.add(node, run)
         return None
 
-    def leave(self, runs: Iterable[tuple[ClusteredRun, torch.Tensor]]) -> None:
+    def leave(self, runs: Iterable[tuple[TokenRun, torch.Tensor]]) -> None:
         """Runs of a request that ends; what the tree is given of its tokens, it is given next, or not at all.
 
         Args:
@@ -220,6 +247,8 @@ class ClusterStore:
                 part = part.parent
                 begin -= len(part.key)
             if run.end <= begin + len(part.key) and int(part.value[run.end - 1 - begin]) == int(slot):
+                # Its first tokens may be others' like them, which the tree has had.
+                run.moved(compat.path_slots(part, run.begin, run.end))
                 self.add(part, run)
 
     def on_split(self, head: TreeNode, tail: TreeNode) -> None:

@@ -335,9 +335,45 @@ def test_p1_equals_p2_equals_1_is_dense(rule: str, rotations: int) -> None:
     torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=0, atol=1e-5)
 
 
+def cut_world(world: World) -> World:
+    """Where the second request has a piece of its second tile only: whole clusters, beginnings and ends of others."""
+    tile = int(world.rows.tiles[1, 1])
+    sizes, starts = world.pool.sizes.clone(), world.pool.starts.clone()
+    lost = sizes[tile] // 3 * (torch.arange(WIDTH) % 3)  # of every third cluster nothing, or up to two thirds
+    late = torch.arange(WIDTH) % 2
+    sizes[4] = torch.where(lost > 0, lost - sizes[tile], sizes[tile])
+    starts[4] = starts[tile] + lost * late
+    sized = world.rows.tiles.clone()
+    sized[1, 1] = 4
+    pool = replace(world.pool, sizes=sizes, starts=starts)
+    return replace(world, pool=pool, rows=replace(world.rows, sized=sized))
+
+
+def test_cut_clusters_are_read_token_by_token() -> None:
+    """All clusters of the piece left out: its cut ones remain, as tokens."""
+    world = cut_world(make_world(group=2, seed=4))
+    none = torch.zeros(3, 2)
+    scores = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
+    chosen = select_by_sorting(*scores, world.rows.counts * WIDTH, none, tokens=600, tile=TILE)
+    got, _ = reference.cluster_attention(
+        world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale
+    )
+    own = world.dense.slots[1, : int(world.dense.counts[1])]
+    for head in range(4):
+        slots = own[own >= 0].tolist()
+        for cluster in range(WIDTH):
+            size, begin = int(world.pool.sizes[4, head // 2, cluster]), int(world.pool.starts[4, head // 2, cluster])
+            slots += world.pool.members[head // 2, begin : begin - size].tolist() if size < 0 else []
+        keys, values = world.keys[slots, head // 2], world.values[slots, head // 2]
+        weights = torch.softmax(keys @ world.query[1, 0, head] * world.scale, 0)
+        torch.testing.assert_close(got[1, head], weights @ values, rtol=0, atol=TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("rule", ["union", "mean"])
-def test_the_whole_step_equals_the_reference(rule: str) -> None:
+def test_the_whole_step_equals_the_reference(rule: str, cut: bool) -> None:
     world = make_world(group=3, seed=21)
+    world = cut_world(world) if cut else world
     w = world.to(torch.float32, DEVICE)
     p = torch.tensor([[0.9, 0.5], [0.95, 0.7], [0.5, 0.5]])
     cells = world.rows.counts * WIDTH
@@ -471,7 +507,9 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, triton_impl as attention
+from sglang_ext.kernels.cluster_attention import buffers
 from sglang_ext.kernels.kmeans import Plan, triton_impl as kmeans
+from sglang_ext.kernels.rope import Rope, triton_impl as rope
 from sglang_ext.kernels.top_p import triton_impl as top_p
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8"}
@@ -500,7 +538,8 @@ class Compile:  # stands where a kernel is launched
         compiled.add(self.kernel.__name__)
 
 for module, kernels in ((attention, ("_scores", "_attend", "_merge")), (top_p, ("_search", "_compact")),
-                        (kmeans, ("_start", "_assign", "_update"))):
+                        (kmeans, ("_start", "_assign", "_update")), (buffers, ("_copy_slots", "_advance")),
+                        (rope, ("_angle_tables", "_turn"))):
     for name in kernels:
         setattr(module, name, Compile(getattr(module, name)))
 
@@ -511,7 +550,8 @@ half, batch, heads, dim = torch.bfloat16, 8, 8, 128
 for turned, fused, group in ((False, False, "union"), (True, True, "mean")):
     query = torch.zeros(batch, 4 if turned else 1, 4 * heads, dim, dtype=half)
     pool = ClusterPool.empty(2, heads, dim, dim, 32, half, "cpu")
-    rows = ClusterRows(ints(batch, 64), ints(batch), ints(batch, 64) if turned else None)
+    lists = (ints(batch, 64), ints(batch, 64)) if turned else (None, None)
+    rows = ClusterRows(ints(batch, 64), ints(batch), *lists)
     dense = DenseTokens(ints(batch, 1024), ints(batch), ints(batch, 16) if turned else None)
     scores = attention.centroid_scores(query, pool, rows, 0.1)
     chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), tokens=65536, group=group,
@@ -521,7 +561,13 @@ for turned, fused, group in ((False, False, "union"), (True, True, "mean")):
                                 tuning=attention.Tuning(fused=fused))
 cache = torch.zeros(8192, heads, dim, dtype=half)
 kmeans.kmeans(cache, cache, ints(8192), Plan((8192,)), iterations=2)
-assert len(compiled) == 8, compiled
+table = Rope(torch.zeros(64))
+rope.angle_tables(ints(12), table, torch.zeros(12, 64), torch.zeros(12, 64))
+rope.turn_queries(query[:3, 0], torch.zeros(12, 64), torch.zeros(12, 64), ints(3), table, query[:3])
+longs = torch.zeros(8, dtype=torch.int64)
+buffers._copy_slots[(1,)](longs, ints(64), ints(8, 64), BLOCK=buffers.COPY, num_warps=4)
+buffers._advance[(1,)](longs, longs, *(ints(8) for _ in range(4)), ints(8, 64), 8, 64, BLOCK=128, num_warps=4)
+assert len(compiled) == 12, compiled
 """
 
 

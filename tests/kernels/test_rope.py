@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from sglang_ext.kernels.rope import Rope, rotate
+from sglang_ext.kernels.rope.triton_impl import angle_tables, turn_queries
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # beside vectors of order one
 
@@ -93,3 +96,26 @@ def test_half_precision_goes_in_and_out_and_is_computed_in_float32(dtype: torch.
 
 def test_rotary_dim() -> None:
     assert make_rope(20, True).rotary_dim == 20
+
+
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "gptj"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (80, 20), (10, 6)])
+def test_queries_in_several_rotations(head_dim: int, rotary_dim: int, neox: bool) -> None:
+    gen = torch.Generator().manual_seed(head_dim)
+    rope = make_rope(rotary_dim, neox)
+    rope = Rope(rope.inv_freq.to(DEVICE), neox)
+    query = torch.randn(3, 2 * 4, head_dim, generator=gen).to(DEVICE)[:, ::2].contiguous()
+    wide = torch.full((3, 6 * head_dim), float("nan"), device=DEVICE)  # rows as they lie in a fused projection
+    wide[:, : 4 * head_dim] = query.flatten(1)
+    deltas = torch.tensor([[0, 1, -7], [0, 1_000_000, 5], [0, 3, 4]], dtype=torch.int32, device=DEVICE)
+    counts = torch.tensor([3, 2, 0], dtype=torch.int32, device=DEVICE)
+    cos, sin = torch.zeros(9, rotary_dim // 2, device=DEVICE), torch.zeros(9, rotary_dim // 2, device=DEVICE)
+    angle_tables(deltas, rope, cos, sin)
+    out = torch.full((3, 3, 4, head_dim), 77.0, device=DEVICE)
+    turn_queries(wide[:, : 4 * head_dim].view(3, 4, head_dim), cos, sin, counts, rope, out)
+    for row, count in enumerate(counts.tolist()):
+        expected = rotate(query[row].expand(3, -1, -1), -deltas[row].view(-1, 1), rope)
+        torch.testing.assert_close(out[row, :count], expected[:count], atol=TOLERANCE[torch.float32] * 5, rtol=0)
+        assert (out[row, count:] == 77).all(), "what lies behind the count is not touched"
+    with pytest.raises(ValueError, match="expected"):
+        turn_queries(query, cos[:8], sin[:8], counts, rope, out)

@@ -123,6 +123,26 @@ def check_lists(case: Case, got: Selection, b: int, h: int, exact: set[int], app
 
 @pytest.mark.parametrize("kind", ["reference", "separate", "fused"])
 @pytest.mark.parametrize("rule", ["union", "mean"])
+def test_cut_clusters_are_exact_and_have_no_mass(rule: str, kind: str) -> None:
+    case = make_case(3, [40, 3, 90], 2.0, 5)
+    gen = torch.Generator().manual_seed(9)
+    cut = (torch.rand(case.sizes.shape, generator=gen) < 0.3) & (case.sizes > 0)
+    cut[1, :, :3] = case.sizes[1, :, :3] > 0  # nothing but cut ones
+    logits = case.logits.masked_fill(cut.unsqueeze(2), -math.inf)
+    there = Case(logits, torch.where(cut, 0, case.sizes), case.starts, case.cells, case.p)
+    got = run(
+        Case(logits, torch.where(cut, -case.sizes, case.sizes), case.starts, case.cells, case.p), kind, group=rule
+    )
+    for b in range(3):
+        for h in range(2):
+            exact, approx = expected_sets(there, b, h, rule)
+            always = cut[b, h, : int(case.cells[b])].nonzero().flatten().tolist()
+            assert always
+            check_lists(case, got, b, h, exact | set(always), approx)
+
+
+@pytest.mark.parametrize("kind", ["reference", "separate", "fused"])
+@pytest.mark.parametrize("rule", ["union", "mean"])
 @pytest.mark.parametrize(("group", "spread"), [(1, 3.0), (4, 0.3), (3, 8.0)], ids=["one", "flat", "peaked"])
 def test_sets_and_lists(group: int, spread: float, rule: str, kind: str) -> None:
     case = make_case(group, [61, 17], spread, seed=group)

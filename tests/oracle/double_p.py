@@ -52,7 +52,7 @@ class Config:
     iterations: int
     p1: float
     p2: float
-    window: int | None = None  # clusters that reach into it are exact; None: no run does
+    window: int | None = None  # a run that reaches into the first step's is cut there until it is behind the window
 
 
 class Oracle:
@@ -77,7 +77,9 @@ class Oracle:
             if self.decode_from is not None:
                 past = k.shape[1] - q.shape[1]
                 for row in range(self.decode_from, q.shape[1]):
-                    out[:, row] = self._step(module.layer_idx, q[:, row], k, v, past + row, scaling)
+                    out[:, row] = self._step(
+                        module.layer_idx, q[:, row], k, v, past + row, past + self.decode_from, scaling
+                    )
             return out.transpose(0, 1)[None], None
 
         AttentionInterface.register("double_p", attention)
@@ -126,9 +128,9 @@ class Oracle:
         return self._labels[layer, number]
 
     def _step(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, column: int, scale: float
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, column: int, first: int, scale: float
     ) -> torch.Tensor:
-        """[heads, head_dim]: attention of the token at `column`."""
+        """[heads, head_dim]: attention of the token at `column`; the first decoded one is at `first`."""
         group = q.shape[0] // k.shape[0]
         out = torch.zeros(q.shape[0], v.shape[2], dtype=q.dtype)
         for head in range(k.shape[0]):
@@ -136,7 +138,9 @@ class Oracle:
             for number, run in enumerate(self.runs):
                 if column < run.since:
                     continue
-                high = run.high if self.config.window is None else min(run.high, column - self.config.window)
+                high = run.high
+                if self.config.window is not None and high > column - self.config.window:
+                    high = min(high, first - self.config.window)
                 labels = self._label(layer, number, run, k)[head].tolist()
                 for cluster in sorted(set(labels)):
                     members = [run.begin + run.shift + t for t, label in enumerate(labels) if label == cluster]

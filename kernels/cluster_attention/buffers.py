@@ -1,0 +1,412 @@
+"""A batch of decoding rows over clusters, on the device: static memory that serves every batch loaded into it.
+
+Shapes, grids and pointers do not depend on the batch, counts are read on the device and nothing synchronises with the
+host: a CUDA graph captured over `RowBuffers` serves every batch of its size. What a row reads is known on the host and
+is loaded when the batch changes; a step in between only appends its newest slot (`advance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.kernels.cluster_attention import triton_impl as attention
+from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens
+from sglang_ext.kernels.rope import Rope
+from sglang_ext.kernels.rope.triton_impl import angle_tables, turn_queries
+from sglang_ext.kernels.top_p import Selection
+from sglang_ext.kernels.top_p import triton_impl as top_p
+
+COPY = 1024
+"""Slots that one program copies."""
+
+STAGING = 3
+"""Batches that may be on their way to the device at once."""
+
+TILE = 64
+"""Tokens of a tile of work; tokens of one tile are read with one rotation of the query."""
+
+
+@triton.jit
+def _copy_slots(copies, table, dense, BLOCK: tl.constexpr):
+    """dense[to : to + n] = table[source : source + n]; a copy is (source, to, n), int64."""
+    copy = copies + tl.program_id(0) * 3
+    source, to, size = tl.load(copy), tl.load(copy + 1), tl.load(copy + 2)
+    at = tl.arange(0, BLOCK)
+    tl.store(dense + to + at, tl.load(table + source + at, mask=at < size, other=0).to(tl.int32), mask=at < size)
+
+
+@triton.jit
+def _advance(seq_lens, new_slots, rows, tail, base, counts, dense, batch, most, BLOCK: tl.constexpr):
+    """Let each row's own tokens reach its sequence length, and write its newest slot."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < batch) & (row < tl.load(rows))
+    begin = tl.load(base + row, mask=inside, other=0)
+    length = tl.load(seq_lens + row, mask=inside, other=0).to(tl.int32) - tl.load(tail + row, mask=inside, other=0)
+    # A length outside the room is the caller's mistake; it must not reach another row's slots.
+    count = tl.minimum(begin + tl.maximum(length, 1), most)
+    slot = tl.load(new_slots + row, mask=inside, other=0).to(tl.int32)
+    tl.store(counts + row, count, mask=inside)
+    tl.store(dense + row.to(tl.int64) * most + count - 1, slot, mask=inside)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRow:
+    """What one decoding row reads; valid while nothing but its length changes.
+
+    Attributes:
+        tiles, sized: [n] int32 tiles of centroids, and of their sizes and starts (`ClusterRows`).
+        turns: [n] int32, the rotation of each tile: an index into `deltas`.
+        deltas: positions by which keys are seen away from where they were written; the first is 0.
+        spans: (first entry of the slot table, tokens, index into `deltas`) of the exact tokens, but for the last span.
+        tail: (entry of the slot table, column) where the last span begins: the request's own newest tokens, which are
+            not turned.
+        p: (p1, p2).
+        tokens: clustered tokens.
+    """
+
+    tiles: npt.NDArray[np.int32]
+    sized: npt.NDArray[np.int32]
+    turns: npt.NDArray[np.int32]
+    deltas: tuple[int, ...]
+    spans: tuple[tuple[int, int, int], ...]
+    tail: tuple[int, int]
+    p: tuple[float, float]
+    tokens: int
+
+    @cached_property
+    def layout(self) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...], int]:
+        """(copies (source, place, tokens), (first place, rotation) of each rotation's tokens, place of the tail)."""
+        copies: list[tuple[int, int, int]] = []
+        turns: list[tuple[int, int]] = []
+        place = 0
+        for turn in sorted({turn for *_, turn in self.spans} | {0}, reverse=True):  # the tail is last, and unturned
+            place = -(-place // TILE) * TILE
+            turns.append((place, turn))
+            for source, tokens, which in self.spans:
+                if which == turn:
+                    copies.append((source, place, tokens))
+                    place += tokens
+        return tuple(copies), tuple(turns), place
+
+    def dense(self, seq_len: int) -> int:
+        """Exact tokens at a sequence length, the filling of tiles counted."""
+        return self.layout[2] + seq_len - self.tail[1]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The largest batch that `RowBuffers` take.
+
+    Attributes:
+        rows: rows, padding of CUDA graphs included.
+        tiles: cluster tiles of a row.
+        tokens: clustered tokens of a row.
+        dense: exact tokens of a row outside its clusters' lists, the filling of tiles counted.
+        turns: rotations of a row's query.
+        copies: spans of exact tokens of the batch, long ones cut.
+    """
+
+    rows: int
+    tiles: int
+    tokens: int
+    dense: int
+    turns: int
+    copies: int
+
+    def __post_init__(self) -> None:
+        if min(vars(self).values()) < 1:
+            raise ValueError(f"capacity {vars(self)}: expected at least 1 of each")
+
+    @classmethod
+    def of(cls, rows: Sequence[PlannedRow], seq_lens: Sequence[int], headroom: float = 1.0) -> Capacity:
+        """What a batch needs, times `headroom`."""
+        copies = sum(
+            -(-tokens // COPY)
+            for row, seq_len in zip(rows, seq_lens, strict=True)
+            for tokens in (*(n for _, n, _ in row.spans), seq_len - row.tail[1])
+        )
+        needs = {
+            "rows": len(rows),
+            "tiles": max((len(row.tiles) for row in rows), default=0),
+            "tokens": max((row.tokens for row in rows), default=0),
+            "dense": max((row.dense(n) for row, n in zip(rows, seq_lens, strict=True)), default=0),
+            "turns": max((len(row.deltas) for row in rows), default=0),
+            "copies": copies,
+        }
+        return cls(**{name: max(1, int(n * headroom)) for name, n in needs.items()})
+
+    def holds(self, other: Capacity) -> bool:
+        """Whether a batch that needs `other` fits."""
+        return all(getattr(self, name) >= n for name, n in vars(other).items())
+
+    def joined(self, other: Capacity) -> Capacity:
+        """Room for either."""
+        return Capacity(**{name: max(getattr(self, name), n) for name, n in vars(other).items()})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the attention: heads of queries and of keys, components, and the queries' type."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The first rows of the buffers: what a batch of a size, or the CUDA graph for it, works on."""
+
+    clusters: ClusterRows
+    dense: DenseTokens
+    cells: torch.Tensor
+    p: torch.Tensor
+    turns: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    turned: torch.Tensor
+    scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    selection: Selection
+    search: top_p.Workspace
+    lse: torch.Tensor
+
+
+class RowBuffers:
+    """Static device memory for one batch at a time, and the kernels of a layer over it.
+
+    Load a batch outside of a CUDA graph, `advance` it each step outside, and `attend` inside. All work happens on the
+    current stream.
+
+    Attributes:
+        capacity: the largest batch.
+        width: clusters of a tile.
+
+    Raises:
+        ValueError: a device without Triton.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        shape: Shape,
+        rope: Rope,
+        width: int,
+        *,
+        group_rule: str = "union",
+        tuning: attention.Tuning = attention.TUNING,
+        search: top_p.Tuning = top_p.TUNING,
+    ) -> None:
+        device = rope.inv_freq.device
+        if device.type != "cuda" and not triton.knobs.runtime.interpret:
+            raise ValueError(
+                f"device {device}: expected CUDA; elsewhere Triton runs only with TRITON_INTERPRET=1 set before it is "
+                "imported"
+            )
+        self.capacity, self.shape, self.rope, self.width, self.group_rule = capacity, shape, rope, width, group_rule
+        self.tuning, self.search = tuning, search
+        self.rows = 0
+        c = capacity
+        self._dense_tiles = -(-c.dense // TILE)
+        sizes = {
+            "copies": 6 * c.copies,  # int64
+            "rows": 1,
+            "tiles": c.rows * c.tiles,
+            "sized": c.rows * c.tiles,
+            "turn": c.rows * c.tiles,
+            "counts": c.rows,
+            "cells": c.rows,
+            "dense_counts": c.rows,
+            "dense_turn": c.rows * self._dense_tiles,
+            "base": c.rows,
+            "tail": c.rows,
+            "turns": c.rows,
+            "deltas": c.rows * c.turns,
+            "p": 2 * c.rows,  # float32
+        }
+        # Every section begins at a multiple of 128 bytes: Triton compiles aligned pointers into wider loads.
+        self._bounds: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, size in sizes.items():
+            self._bounds[name] = (end, end + size)
+            end += -(-size // 32) * 32
+        cuda = device.type == "cuda"
+        self._staging = [torch.zeros(end, dtype=torch.int32, pin_memory=cuda) for _ in range(STAGING if cuda else 1)]
+        self._done: list[torch.cuda.Event | None] = [None] * len(self._staging)
+        self._next = 0
+        self._packed = torch.zeros(end, dtype=torch.int32, device=device)
+        self.sections = {name: self._packed[a:b] for name, (a, b) in self._bounds.items()}
+        self._copies = self.sections["copies"].view(torch.int64)
+        self._dense = torch.full((c.rows, c.dense), -1, dtype=torch.int32, device=device)
+        half = max(1, rope.inv_freq.numel())
+        self._cos = torch.zeros(c.rows * c.turns, half, dtype=torch.float32, device=device)
+        self._sin = torch.zeros_like(self._cos)
+        cells, kv_heads = c.tiles * width, shape.kv_heads
+        self._turned = torch.zeros(c.rows, c.turns, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
+        self._logits = torch.zeros(c.rows, kv_heads, shape.group, cells, dtype=torch.float32, device=device)
+        self._sizes = torch.zeros(c.rows, kv_heads, cells, dtype=torch.int32, device=device)
+        self._starts = torch.zeros_like(self._sizes)
+        self._selection = Selection.empty(c.rows, kv_heads, cells, c.tokens, device, TILE)
+        self._search = top_p.Workspace.empty(c.rows, kv_heads, shape.group, cells, device)
+        self._workspace = attention.Workspace.empty(c.rows, kv_heads, shape.group, shape.value_dim, device, tuning)
+        self._lse = torch.zeros(c.rows, shape.heads, dtype=torch.float32, device=device)
+        self._parts: dict[int, _Part] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self._packed.device
+
+    def load(
+        self,
+        rows: Sequence[PlannedRow],
+        seq_lens: Sequence[int],
+        table: torch.Tensor,
+    ) -> None:
+        """Bring a batch to the device: one asynchronous copy, then its exact tokens' slots and its angles.
+
+        Args:
+            rows: what each row reads; none for the capture of a CUDA graph.
+            seq_lens: length of each row with its newest token.
+            table: [n] int32 slots on the device, contiguous, which the rows' spans point into. It is read once, on the
+                current stream.
+
+        Raises:
+            ValueError: the batch is larger than the capacity; nothing was written then.
+        """
+        needed = Capacity.of(rows, seq_lens)
+        if not self.capacity.holds(needed):
+            raise ValueError(f"a batch of {vars(needed)} for buffers of {vars(self.capacity)}: allocate larger ones")
+        turn = self._next
+        self._next = (turn + 1) % len(self._staging)
+        event = self._done[turn]
+        if event is not None:
+            event.synchronize()  # waits only when three batches are still on their way
+        copies = self._pack(rows, seq_lens, self._staging[turn].numpy())
+        self._packed.copy_(self._staging[turn], non_blocking=True)
+        if self.device.type == "cuda":
+            event = event or torch.cuda.Event()
+            event.record()
+            self._done[turn] = event
+        self._dense[: len(rows)].fill_(-1)
+        if copies:
+            _copy_slots[(copies,)](self._copies, table, self._dense, BLOCK=COPY, num_warps=4)
+        if self.rope.inv_freq.numel():
+            angle_tables(self.sections["deltas"], self.rope, self._cos, self._sin)
+        self.rows = len(rows)
+
+    def _pack(self, rows: Sequence[PlannedRow], seq_lens: Sequence[int], packed: npt.NDArray[np.int32]) -> int:
+        c = self.capacity
+        views = {name: packed[a:b] for name, (a, b) in self._bounds.items()}
+        for name in ("counts", "cells", "dense_counts", "turns"):
+            views[name][:] = 0  # padded rows see nothing
+        views["deltas"][:] = 0
+        views["rows"][0] = len(rows)
+        copies: list[tuple[int, int, int]] = []
+        for at, (row, seq_len) in enumerate(zip(rows, seq_lens, strict=True)):
+            count = len(row.tiles)
+            for name, values in (("tiles", row.tiles), ("sized", row.sized), ("turn", row.turns)):
+                views[name][at * c.tiles : at * c.tiles + count] = values
+            views["counts"][at], views["cells"][at] = count, count * self.width
+            spans, turns, base = row.layout
+            views["base"][at], views["tail"][at] = base, row.tail[1]
+            views["dense_counts"][at] = row.dense(seq_len)
+            dense_turn = views["dense_turn"][at * self._dense_tiles : (at + 1) * self._dense_tiles]
+            for place, turn in turns:
+                dense_turn[place // TILE :] = turn
+            views["turns"][at] = len(row.deltas)
+            views["deltas"][at * c.turns : at * c.turns + len(row.deltas)] = row.deltas
+            views["p"].view(np.float32)[2 * at : 2 * at + 2] = row.p
+            for source, place, tokens in (*spans, (row.tail[0], base, seq_len - row.tail[1])):
+                copies.extend(
+                    (source + done, at * c.dense + place + done, min(COPY, tokens - done))
+                    for done in range(0, tokens, COPY)
+                )
+        if copies:
+            views["copies"].view(np.int64)[: 3 * len(copies)] = np.array(copies, dtype=np.int64).ravel()
+        return len(copies)
+
+    def advance(self, seq_lens: torch.Tensor, new_slots: torch.Tensor) -> None:
+        """Let every row reach its sequence length; the same call twice does nothing more. It runs at every step.
+
+        Args:
+            seq_lens: [n] int32 or int64 on the device: each row's length with its newest token.
+            new_slots: [n] int32 or int64 on the device: the slot of each row's newest token.
+        """
+        n, s = seq_lens.shape[0], self.sections
+        _advance[(triton.cdiv(n, 128),)](
+            seq_lens, new_slots, s["rows"], s["tail"], s["base"], s["dense_counts"], self._dense, n,
+            self.capacity.dense, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+
+    def _part(self, batch: int) -> _Part:
+        if batch not in self._parts:
+            c, s = self.capacity, self.sections
+            tiles = {name: s[name].view(c.rows, c.tiles)[:batch] for name in ("tiles", "turn", "sized")}
+            self._parts[batch] = _Part(
+                clusters=ClusterRows(tiles["tiles"], s["counts"][:batch], tiles["turn"], tiles["sized"]),
+                dense=DenseTokens(
+                    self._dense[:batch],
+                    s["dense_counts"][:batch],
+                    s["dense_turn"].view(c.rows, self._dense_tiles)[:batch],
+                ),
+                cells=s["cells"][:batch],
+                p=s["p"].view(torch.float32).view(c.rows, 2)[:batch],
+                turns=s["turns"][:batch],
+                cos=self._cos[: batch * c.turns],
+                sin=self._sin[: batch * c.turns],
+                turned=self._turned[:batch],
+                scores=(self._logits[:batch], self._sizes[:batch], self._starts[:batch]),
+                selection=_first(self._selection, batch),
+                search=top_p.Workspace(self._search.levels[:batch], self._search.arrived[:batch]),
+                lse=self._lse[:batch],
+            )
+        return self._parts[batch]
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: ClusterPool, scale: float
+    ) -> torch.Tensor:
+        """One layer of one step: score the clusters, select them, attend (Double-P, equations 3 to 9).
+
+        Args:
+            query: [batch, heads, head_dim], each row contiguous, rotated at its own position; rows beyond the loaded
+                batch are padding. At most `capacity.rows`.
+            keys: [num_slots, kv_heads, head_dim] contiguous, in query's dtype.
+            values: [num_slots, kv_heads, value_dim] likewise.
+            pool: the clusters of this layer.
+            scale: factor of the logits.
+
+        Returns:
+            [batch, heads, value_dim] in query's dtype, zeros for padding.
+        """
+        part = self._part(query.shape[0])
+        turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
+        scores = attention.centroid_scores(turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
+        selection = top_p.select(
+            *scores, part.cells, part.p, tokens=self.capacity.tokens, group=self.group_rule, tile=TILE,
+            out=part.selection, workspace=part.search, tuning=self.search,
+        )  # fmt: skip
+        out = query.new_empty(query.shape[0], self.shape.heads, self.shape.value_dim)
+        attention.cluster_attention(
+            turned, keys, values, pool, part.clusters, part.dense, selection, scores[0], scale,
+            out=(out, part.lse), workspace=self._workspace, tuning=self.tuning,
+        )  # fmt: skip
+        return out
+
+
+def _first(s: Selection, batch: int) -> Selection:
+    return Selection(
+        s.counts[:batch], s.exact[:batch], s.prefix[:batch], s.shift[:batch], s.approx[:batch], s.first[:batch], s.tile
+    )

@@ -1,0 +1,294 @@
+"""Memory that kernels read clusters from: one pool a layer, places in it that are equal in all layers.
+
+A run takes whole tiles of clusters and a range of members (its tokens' slots, sorted by cluster). The host only gives
+places out and takes them back; what fills them is queued, and runs in its order before the layers of the next pass, on
+that pass's stream (`settle`). A place goes back when nothing names it any more: what was launched before and still
+reads it comes earlier on the same stream than what will fill it.
+
+A row may have a piece of a run only: a prefix ends inside it, a piece of a block was selected, sinks or the window
+begin there. The clusters are the same then, but their sizes are not: a `Cut` is tiles of sizes and first members beside
+the run's tiles of centroids. Members of a cluster are sorted by token, so that what a piece has of a cluster is one
+range of them. Of clusters that lie wholly in the piece nothing changes; of those that the cut goes through the kernels
+read what is there token by token (negative sizes). So nothing is copied, clustered anew or listed a head at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import insort
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch.nn.functional import pad
+
+from sglang_ext.cache.clusters import TokenRun
+from sglang_ext.kernels.cluster_attention import ClusterPool
+from sglang_ext.kernels.kmeans import Clusters, Plan, kmeans
+from sglang_ext.policies.clustering import Clustering
+
+SLACK = 8
+"""One tile in so many is there for what runs leave empty of their last tiles."""
+
+SPARE = 16
+"""Tiles beside."""
+
+
+class Ranges:
+    """Ranges of [0, size): the first one that is large enough is given out, neighbours that come back are joined."""
+
+    def __init__(self, size: int) -> None:
+        self._free = [(0, size)]  # (begin, size), by begin
+
+    def take(self, size: int) -> int | None:
+        """First number of a range of `size`, or None where no range is that long."""
+        for at, (begin, room) in enumerate(self._free):
+            if room >= size:
+                self._free[at : at + 1] = [(begin + size, room - size)] if room > size else []
+                return begin
+        return None
+
+    def give_back(self, begin: int, size: int) -> None:
+        insort(self._free, (begin, size))
+        joined: list[tuple[int, int]] = []
+        for low, length in self._free:
+            if joined and sum(joined[-1]) == low:
+                joined[-1] = (joined[-1][0], joined[-1][1] + length)
+            else:
+                joined.append((low, length))
+        self._free = joined
+
+    @property
+    def free(self) -> int:
+        return sum(size for _, size in self._free)
+
+
+@dataclass(eq=False)
+class Cut:
+    """Sizes and first members of a piece of a run.
+
+    Attributes:
+        cells: tiles of the pool's `sizes` and `starts`, one for each of the run's tiles.
+    """
+
+    cells: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a run lies, in every layer.
+
+    Attributes:
+        tiles: of centroids, mean values, sizes and starts.
+        begin: first of its members.
+        tokens: members.
+        slots: [tokens] int32 KV slots in token order, once it was filled.
+        cuts: (first token, end token) -> piece, for as long as somebody reads it.
+    """
+
+    tiles: tuple[int, ...]
+    begin: int
+    tokens: int
+    slots: torch.Tensor | None = None
+    cuts: weakref.WeakValueDictionary[tuple[int, int], Cut] = field(default_factory=weakref.WeakValueDictionary)
+
+
+@dataclass(frozen=True, eq=False)
+class PooledRun(TokenRun):
+    """Clusters in the pool.
+
+    Attributes:
+        place: where they are; of more tokens than the run has where it was cut.
+        memory: the pool.
+    """
+
+    place: Place
+    memory: ClusterMemory
+
+    @property
+    def bytes(self) -> int:
+        return self.memory.bytes_of(len(self.place.tiles), self.place.tokens)
+
+    def cut(self, end: int) -> PooledRun:
+        return PooledRun(self.begin, end - self.begin, self.place, self.memory)
+
+    def moved(self, slots: torch.Tensor) -> None:
+        self.memory.move(self.place, slots)
+
+    def piece(self, low: int, high: int) -> tuple[int, ...] | Cut | None:
+        """What says the sizes of tokens [low, high) of the run: its own tiles for all, None where there is no room."""
+        if (low, high) == (0, self.place.tokens):
+            return self.place.tiles
+        return self.memory.cut(self.place, low, high)
+
+
+class ClusterMemory:
+    """The clusters of all runs, in all layers.
+
+    Attributes:
+        layers: pool by layer, for kernels.
+        width: clusters of a tile.
+        refused: runs and pieces for which there was no room.
+    """
+
+    def __init__(
+        self,
+        caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        config: Clustering,
+        cluster: Callable[..., Clusters] = kmeans,
+    ) -> None:
+        """Room for clusters of as many tokens as the KV cache has, plus an eighth for tiles that are partly empty.
+
+        Args:
+            caches: (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.
+            config: how keys are clustered.
+            cluster: `kernels.kmeans.kmeans` or its Triton form.
+        """
+        self._caches, self._config, self._kmeans = caches, config, cluster
+        keys, values = next(iter(caches.values()))
+        slots, kv_heads, head_dim = keys.shape
+        value_dim = values.shape[2]
+        # A run has at least `append` tokens (blocks may have fewer): wider tiles would be partly empty.
+        width = 16
+        while width < 64 and width * config.cluster < config.append:
+            width *= 2
+        self.width = width
+        tiles = -(-slots // (config.cluster * width))
+        tiles += tiles // SLACK + SPARE
+        members = slots + slots // SLACK
+        self._tiles, self._members, self._cells = list(range(tiles))[::-1], Ranges(members), Ranges(tiles)
+        self._num_tiles = tiles
+        count, device = len(caches), keys.device
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(count, *shape, dtype=torch.int32, device=device)
+
+        # One tensor for all layers, so that cuts and moves are a few launches however many layers there are.
+        self._sizes, self._starts = (ints(2 * tiles, kv_heads, width) for _ in range(2))
+        self._listed = ints(kv_heads, members)
+        self._lookup = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.layers = {
+            layer: ClusterPool(
+                torch.zeros(tiles, kv_heads, width, head_dim, dtype=keys.dtype, device=device),
+                torch.zeros(tiles, kv_heads, width, value_dim, dtype=values.dtype, device=device),
+                self._sizes[at],
+                self._starts[at],
+                self._listed[at],
+            )
+            for at, layer in enumerate(caches)
+        }
+        self._tile_bytes = count * kv_heads * width * ((head_dim + value_dim) * keys.element_size() + 8)
+        self._member_bytes = count * kv_heads * 4
+        self._jobs: list[Callable[[], None]] = []
+        self.refused = 0
+
+    def bytes_of(self, tiles: int, members: int) -> int:
+        return tiles * self._tile_bytes + members * self._member_bytes
+
+    def stats(self) -> dict[str, int]:
+        """For /server_info."""
+        return {
+            "cluster_tiles": self._num_tiles,
+            "cluster_tiles_free": len(self._tiles),
+            "cluster_refused": self.refused,
+        }
+
+    # ---- places, on the host ----
+
+    def make(self, slots: torch.Tensor, begin: int) -> PooledRun | None:
+        """Have tokens clustered before the next pass; None where there is no room.
+
+        Args:
+            slots: [tokens] integer KV slots in token order; read when the memory settles.
+            begin: number of the first token.
+        """
+        tokens = slots.numel()
+        (count,) = Plan((tokens,), self._config.cluster, self.width).tiles
+        at = self._members.take(tokens) if count <= len(self._tiles) else None
+        if at is None:
+            self.refused += 1
+            return None
+        place = Place(tuple(self._tiles.pop() for _ in range(count)), at, tokens)
+        weakref.finalize(place, self._free, place.tiles, at, tokens).atexit = False
+        self._jobs.append(partial(self._fill, place, slots))
+        return PooledRun(begin, tokens, place, self)
+
+    def _free(self, tiles: tuple[int, ...], begin: int, tokens: int) -> None:
+        self._tiles.extend(reversed(tiles))
+        self._members.give_back(begin, tokens)
+
+    def cut(self, place: Place, low: int, high: int) -> Cut | None:
+        """The piece [low, high) of a run's tokens; None where there is no room."""
+        known = place.cuts.get((low, high))
+        if known is not None:
+            return known
+        count = len(place.tiles)
+        begin = self._cells.take(count)
+        if begin is None:
+            self.refused += 1
+            return None
+        made = Cut(tuple(range(self._num_tiles + begin, self._num_tiles + begin + count)))
+        weakref.finalize(made, self._cells.give_back, begin, count).atexit = False
+        place.cuts[low, high] = made
+        self._jobs.append(partial(self._cut, place, made, low, high))
+        return made
+
+    def move(self, place: Place, slots: torch.Tensor) -> None:
+        """The tokens of a place lie in other slots now: [tokens] integer, in token order."""
+        self._jobs.append(partial(self._move, place, slots))
+
+    # ---- contents, on the device ----
+
+    def settle(self) -> None:
+        """Do what was queued, on the current stream, without waiting for it."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job()
+
+    def _numbers(self, values: tuple[int, ...]) -> torch.Tensor:
+        numbers = torch.tensor(values, dtype=torch.int64, pin_memory=self._lookup.is_cuda)
+        return numbers.to(self._lookup.device, non_blocking=True)
+
+    def _fill(self, place: Place, slots: torch.Tensor) -> None:
+        config, tiles = self._config, self._numbers(place.tiles)
+        plan = Plan((place.tokens,), config.cluster, self.width)
+        place.slots = slots.int().clone()
+        for layer, (keys, values) in self._caches.items():
+            found = self._kmeans(
+                keys, values, place.slots, plan, iterations=config.iterations, assignment=config.assignment
+            )
+            self.layers[layer].write(tiles, place.begin, found, place.slots)
+
+    def _move(self, place: Place, slots: torch.Tensor) -> None:
+        if place.slots is None:
+            raise ValueError("a place is moved that was never filled: jobs run in the order in which they were queued")
+        members = self._listed[:, :, place.begin : place.begin + place.tokens]
+        self._lookup[place.slots.long()] = slots.int()
+        members.copy_(self._lookup[members.long()])
+        place.slots = slots.int().clone()
+
+    def _cut(self, place: Place, made: Cut, low: int, high: int) -> None:
+        if place.slots is None:
+            raise ValueError("a place is cut that was never filled: jobs run in the order in which they were queued")
+        numbers = torch.arange(place.tokens, dtype=torch.int32, device=self._lookup.device)
+        self._lookup[place.slots.long()] = numbers
+        number = self._lookup[self._listed[:, :, place.begin : place.begin + place.tokens].long()]
+        tiles, cells = self._numbers(place.tiles), self._numbers(made.cells)
+
+        def by_head(values: torch.Tensor) -> torch.Tensor:  # [layers, kv_heads, clusters]
+            return values[:, tiles].transpose(1, 2).flatten(2).long()
+
+        def by_tile(values: torch.Tensor) -> torch.Tensor:
+            return values.unflatten(2, (len(place.tiles), self.width)).transpose(1, 2).int()
+
+        sizes, first = by_head(self._sizes), by_head(self._starts) - place.begin
+
+        def counted(which: torch.Tensor) -> torch.Tensor:
+            """How many members of each cluster are among these."""
+            before = pad(which.cumsum(-1), (1, 0))
+            return before.gather(-1, first + sizes) - before.gather(-1, first)
+
+        there, gone = counted((number >= low) & (number < high)), counted(number < low)
+        self._sizes[:, cells] = by_tile(torch.where(there == sizes, sizes, -there))
+        self._starts[:, cells] = by_tile(first + gone + place.begin)

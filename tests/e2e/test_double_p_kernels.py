@@ -1,0 +1,97 @@
+"""Double-P's kernels in the real engine, against the same oracle as the plain PyTorch that `test_double_p.py` tests.
+
+Without a GPU the kernels run in Triton's interpreter, seconds a step: every kind of row occurs once. On a GPU,
+`test_gpu_double_p.py` says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_double_p import DENSE, POLICY, SEGMENT, SPARSE, TOLERANCE, Run, Served, prompt_of, runs_of
+from tests.oracle import models
+
+NEW_TOKENS = 3
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: Any) -> Iterator[Served]:
+    from sglang_ext import Engine
+
+    folder: Path = models.save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=256)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
+        engine = Engine(
+            model_path=str(folder),
+            attention_backend="dbsa+double_p",
+            policy=POLICY,
+            dtype="float32",
+            max_total_tokens=1200,
+            max_running_requests=4,
+            random_seed=0,
+            log_level="error",
+        )
+        try:
+            yield Served(engine, folder)
+        finally:
+            engine.shutdown()
+
+
+def test_a_batch_of_many_kinds(served: Served) -> None:
+    kinds: list[Any] = [SPARSE, {"p1": 1, "p2": 1}, {"dense": True}]
+    prompts = [prompt_of(n, 30 + n % 7) for n in (100, 75, 30)]
+    answers = served.generate(prompts, kinds, new_tokens=NEW_TOKENS)
+    assert served.plain(prompts[0], answers[0], runs_of(100), **SPARSE) < TOLERANCE
+    assert served.dense_deviation(prompts[0], answers[0]) > 10 * TOLERANCE
+    assert max(served.dense_deviation(*each) for each in zip(prompts[1:], answers[1:], strict=True)) < DENSE
+
+
+def test_a_prefix_that_cuts_clusters(served: Served) -> None:
+    """The first prompt's answer left its clusters in the tree; the second has a part of them."""
+    served.empty()
+    other, cut = prompt_of(130, 10), 100
+    served.generate([other], SPARSE, new_tokens=1)
+    served.generate([other], SPARSE, new_tokens=2)
+    prompt = [*other[:cut], *prompt_of(30, 11)]
+    (meta,) = served.generate([prompt], SPARSE, new_tokens=NEW_TOKENS)
+    assert meta["cached_tokens"] == cut
+    keys = [layer[:, SEGMENT : 130 - POLICY["window"]] for layer in served.oracle.keys(other)]
+    straddling = Run(SEGMENT, 130 - POLICY["window"], SEGMENT, cut, keys=keys)
+    runs = [runs_of(130)[0], straddling, *runs_of(130, begin=cut)]
+    assert served.plain(prompt, meta, runs) < TOLERANCE
+    assert served.plain(prompt, meta, [runs[0], *runs[2:]]) > 10 * TOLERANCE, "some clusters lie wholly inside"
+
+
+def test_blocks_read_through_their_clusters(served: Served) -> None:
+    served.engine.create_pool("p", models.demonstrations(8), block_size=3)
+    try:
+        custom = {"pool": "p", "raw": True, "block_ids": [0, 2, 1]}
+        own = prompt_of(10, 13)
+        exact, dense, sparse = (
+            served.generate([own], {**custom, **more}, new_tokens=NEW_TOKENS)[0]
+            for more in ({"p1": 1, "p2": 1}, {"dense": True}, SPARSE)
+        )
+        logprobs = [[step[0] for step in meta["output_token_logprobs"]] for meta in (exact, dense, sparse)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=DENSE) != logprobs[2]
+        assert served.stats()["cluster_tokens"] > 0
+    finally:
+        served.engine.delete("p")
+
+
+def test_the_kernels_ran(served: Served) -> None:
+    """A silent fallback to plain PyTorch would pass every test above."""
+    stats: dict[str, Any] = served.stats()
+    assert stats["attention_backend"] in ("TritonClusterBackend", "FlashInferClusterBackend")
+    assert stats["cluster_refused"] == 0
+    with pytest.raises(ValueError, match="SGLANG_EXT_KERNELS=torch"):
+        served.generate([prompt_of(60, 7)], {"attention_report": True})
+
+
+def test_nothing_is_kept_of_what_left(served: Served) -> None:
+    served.empty()
+    stats = served.stats()
+    assert stats["cluster_runs"] == 0 and stats["cluster_tiles_free"] == stats["cluster_tiles"]

@@ -80,9 +80,10 @@ __all__ = [
     "request_rows",
     "request_written",
     "sent_row",
-    "set_allocated",
+    "set_released",
     "set_request_row",
     "set_request_written",
+    "set_reserved",
     "set_stitched_tokens",
     "stitched_tokens",
     "tree_nodes",
@@ -209,12 +210,16 @@ def request_rows(batch: Any) -> list[int]:
     return found
 
 
-def set_allocated(req: Any, slots: int) -> None:
-    """Tell SGLang how many KV slots a scheduler request has."""
-    if req.kv is None:
-        req.kv = ReqKvInfo(kv_allocated_len=slots, swa_evicted_seqlen=0)
-    else:
-        req.kv.kv_allocated_len = slots
+def set_reserved(req: Any, slots: int) -> None:
+    """Tell SGLang that a scheduler request has so many KV slots, and that the cache accounts for all of them."""
+    req.kv = ReqKvInfo(kv_allocated_len=slots, swa_evicted_seqlen=0)
+    req.cache_protected_len = slots
+
+
+def set_released(req: Any, tokens: int) -> None:
+    """Tell SGLang that a request of so many tokens has no KV slots any more, beyond what the cache handled."""
+    req.kv.kv_allocated_len = tokens
+    req.cache_protected_len = 0
 
 
 def others_run(manager: Any, prefix: str) -> bool:

@@ -66,7 +66,7 @@ class StreamCache(ChunkCache):
             raise RuntimeError(f"request {req.rid} was admitted with {count} KV slots, and {free} are free")
         self.req_to_token_pool.write((req.req_pool_idx, slice(0, count)), slots.to(torch.int32))
         self.reserved[req.req_pool_idx] = count
-        compat.set_allocated(req, count)
+        compat.set_reserved(req, count)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         req.prefix_indices = self._length.expand(req.extend_range.end)
@@ -76,4 +76,8 @@ class StreamCache(ChunkCache):
             released(req.req_pool_idx)
         count = self.reserved.pop(req.req_pool_idx)
         self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :count])
-        compat.set_allocated(req, kv_len_to_handle)  # SGLang looks for slots beyond those it knows of
+        compat.set_released(req, kv_len_to_handle)
+
+    def protected_size(self) -> int:
+        """Slots of all requests, those whose prompt waits for its next chunk among them."""
+        return sum(self.reserved.values())

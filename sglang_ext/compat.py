@@ -18,9 +18,12 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, ReqKvInfo
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import NextBatchPlan
+from sglang.srt.mem_cache.allocation import alloc_req_slots
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.runner_utils import get_capture_lora_variant
@@ -29,7 +32,9 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_ext.cache.rows import WIRE_KEY, Row
 
 __all__ = [
+    "AddReqResult",
     "AttentionShape",
+    "ChunkCache",
     "InsertParams",
     "MatchPrefixParams",
     "MatchResult",
@@ -47,6 +52,7 @@ __all__ = [
     "breaks_at_attention",
     "capture_whole",
     "capturing_views",
+    "context_length",
     "encode_request",
     "generate",
     "graph_variant",
@@ -63,19 +69,23 @@ __all__ = [
     "node_begin",
     "now",
     "num_kv_slots",
+    "num_request_slots",
     "own_fill_ids",
     "own_ids",
-    "pending_requests",
     "path_slots",
+    "pending_requests",
     "record_both_variants",
     "refuse_model",
     "replay_whole",
     "request_options",
     "request_row",
+    "request_rows",
     "request_written",
     "sent_row",
+    "set_released",
     "set_request_row",
     "set_request_written",
+    "set_reserved",
     "set_stitched_tokens",
     "stitched_tokens",
     "tree_nodes",
@@ -185,6 +195,38 @@ def num_kv_slots(model_runner: Any) -> int:
     """Rows of every layer's KV buffer; slot 0 is SGLang's padding slot."""
     pool = model_runner.token_to_kv_pool
     return pool.size + pool.page_size
+
+
+def num_request_slots(model_runner: Any) -> int:
+    """KV slots that requests can be given."""
+    return int(model_runner.token_to_kv_pool.size)
+
+
+def context_length(model_runner: Any) -> int:
+    """Positions that the model knows, as the server was told; a row of KV slots is that long."""
+    return int(model_runner.model_config.context_len)
+
+
+def request_rows(batch: Any) -> list[int]:
+    """The request slot of every request of a batch; new requests get one.
+
+    Raises:
+        RuntimeError: more requests than slots.
+    """
+    found: list[int] = alloc_req_slots(batch.req_to_token_pool, batch.reqs, batch.tree_cache)
+    return found
+
+
+def set_reserved(req: Any, slots: int) -> None:
+    """Tell SGLang that a scheduler request has so many KV slots, and that the cache accounts for all of them."""
+    req.kv = ReqKvInfo(kv_allocated_len=slots, swa_evicted_seqlen=0)
+    req.cache_protected_len = slots
+
+
+def set_released(req: Any, tokens: int) -> None:
+    """Tell SGLang that a request of so many tokens has no KV slots any more, beyond what the cache handled."""
+    req.kv.kv_allocated_len = tokens
+    req.cache_protected_len = 0
 
 
 def others_run(manager: Any, prefix: str) -> bool:

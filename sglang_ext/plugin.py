@@ -35,6 +35,7 @@ _RUNNER = _SRT + "model_executor.runner."
 _BREAKABLE = (
     _SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend."  # a prefill's graphs
 )
+_ADDER = _SRT + "managers.schedule_policy.PrefillAdder."
 _GRAPHS = "sglang_ext.attention.graphs:"
 
 HOOKS = (
@@ -77,6 +78,17 @@ HOOKS = (
         "after",
         _OURS + "scheduler:after_init_req_max_new_tokens",
     ),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.init_req_max_new_tokens",
+        "around",
+        _OURS + "streams:around_init_req_max_new_tokens",
+    ),
+    Hook(_SRT + "managers.scheduler.Scheduler.init_model_worker", "after", _OURS + "streams:after_init_model_worker"),
+    Hook(_ADDER + "add_one_req", "around", _OURS + "streams:around_add_one_req"),
+    Hook(_ADDER + "add_chunked_req", "around", _OURS + "streams:around_add_chunked_req"),
+    Hook(_ADDER + "_get_running_request_total_token_offset", "around", _OURS + "streams:around_running_offset"),
+    Hook(_SRT + "mem_cache.allocation.alloc_for_extend", "around", _OURS + "streams:around_alloc_for_extend"),
+    Hook(_SRT + "mem_cache.allocation.alloc_for_decode", "around", _OURS + "streams:around_alloc_for_decode"),
     Hook(
         _SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
         "around",
@@ -138,6 +150,9 @@ HOOKS = (
     ),
     Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "tokenizer:after_init"),
     Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "options:after_init"),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "streams:after_init_tokenizer"
+    ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
         "around",
@@ -275,15 +290,21 @@ def _backend_factory(name: str) -> Callable[[Any], Any]:
 
 def _build_radix_cache(context: Any) -> Any:
     from sglang_ext import compat
+    from sglang_ext.attention.policy import StreamPolicy
     from sglang_ext.cache.radix import BlockRadixCache
+    from sglang_ext.cache.streams import StreamCache
 
-    cache = BlockRadixCache(context.params)
     backend = compat.view_backend(context.tp_worker.model_runner)
     if backend is None:
         raise ValueError(
             "--radix-cache-backend sglang_ext needs one of our attention backends for both prefill and decoding; got"
             f" {type(context.tp_worker.model_runner.attn_backend).__name__}"
         )
+    if isinstance(backend.policy, StreamPolicy):
+        streams = StreamCache(context.params, backend.policy)
+        streams.on_release.append(backend.release)
+        return streams
+    cache = BlockRadixCache(context.params)
     cache.hooks.extend(backend.policy.node_hooks())
     cache.on_release.append(backend.release)
     cache.on_rewrite.append(backend.rewritten)

@@ -260,6 +260,59 @@ class Policy:
         """
 
 
+class StreamPolicy(Policy):
+    """Base class: every request is a stream, which keeps a bounded set of KV slots however long it grows.
+
+    - `slots` says how many. They are reserved when a request is first scheduled and freed when it ends; admission
+      counts them, not tokens, and no slot is allotted in between. So a prompt may be longer than the KV pool, and
+      nothing is ever retracted for want of memory.
+    - `positions` stay below that number, and so below the model's context: a prompt may be longer than that, too.
+    - `attend` writes keys and values itself, to cells (slot, key-value head): heads may keep different tokens.
+    - Nothing is shared: prefixes of earlier requests are not found again, and there are no pools (`cache.streams`).
+
+    Served by `attention.streams`; `views`, `runs`, `observe`, `before_pass` and `node_hooks` are not asked. Columns of
+    a pass are tokens of the stream here. Wherever a prompt is cut into chunks, its answer must be the same.
+    """
+
+    def slots(self, options: Mapping[str, Any], tokens: int) -> int:
+        """KV slots that a request with these `custom_params` ever needs, at most `tokens` tokens long."""
+        raise NotImplementedError
+
+    def cut(self, options: Mapping[str, Any], begin: int, end: int) -> int:
+        """Where a chunk of a prompt that may end anywhere in (begin, end] had best end."""
+        return end
+
+    def attend(
+        self,
+        request: Request,
+        caches: Caches,
+        slots: torch.Tensor,
+        begin: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Store the tokens [begin, begin + rows) of a stream in one layer, and attend to what it keeps.
+
+        Called for every layer of every pass, each token once and in order; under overlap scheduling also for one token
+        past the end of the answer.
+
+        Args:
+            request: the stream.
+            caches: of the layer; to be written at `slots` only. `slot_pos` is empty: cells of one slot are written at
+                different positions.
+            slots: [slots(...)] integer, the request's KV slots.
+            begin: number of the first token.
+            query: [rows, heads, head_dim], rotated at `positions`.
+            keys: [rows, kv_heads, head_dim], likewise.
+            values: [rows, kv_heads, value_dim].
+
+        Returns:
+            [rows, heads, value_dim] in query's dtype.
+        """
+        raise NotImplementedError
+
+
 def _ours(name: str) -> Callable[[], Policy]:
     """Factory of the policy `module:class` of this package, which is imported when it is asked for."""
 
@@ -277,6 +330,8 @@ _POLICIES: dict[str, Callable[[], Policy]] = {
     "quest": _ours("quest:QuestPolicy"),
     "retroinfer": _ours("retroinfer:RetroInferPolicy"),
     "twilight": _ours("twilight:TwilightPolicy"),
+    "cascade": _ours("cascade:CascadePolicy"),
+    "streaming_llm": _ours("cascade:StreamingLlmPolicy"),
 }
 
 

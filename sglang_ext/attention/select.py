@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.attention.policy import Policy
+from sglang_ext.attention.policy import Policy, StreamPolicy
 
 KERNELS_ENV = "SGLANG_EXT_KERNELS"
 """Environment variable:
@@ -56,6 +56,10 @@ def captures(policy: Policy, dtype: str = "auto") -> bool:
 
 def backend_class(policy: Policy, dtype: str = "auto") -> Any:
     """The backend's class; an instance takes (model_runner, policy)."""
+    if isinstance(policy, StreamPolicy):
+        from sglang_ext.attention.streams import StreamAttnBackend
+
+        return StreamAttnBackend
     if kernels(policy, dtype) == "torch":
         from sglang_ext.attention.backend import ViewAttnBackend
 

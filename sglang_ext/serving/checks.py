@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_ext.attention.policy import policies
+from sglang_ext.attention.policy import StreamPolicy, policies
 from sglang_ext.attention.select import captures
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 
@@ -33,16 +33,33 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("enable_two_batch_overlap", bool, "leave out --enable-two-batch-overlap: it cuts batches after they are planned"),
 )
 
+_REFUSED_STREAMS: tuple[tuple[str, Any, str], ...] = (
+    ("tp_size", lambda v: v > 1, "set --tp-size 1"),
+    ("dcp_size", lambda v: v > 1, "leave out --dcp-size"),
+    ("enable_mixed_chunk", bool, "leave out --enable-mixed-chunk"),
+    ("enable_dynamic_chunking", bool, "leave out --enable-dynamic-chunking"),
+    ("enable_prefill_delayer", bool, "leave out --enable-prefill-delayer"),
+    ("enable_priority_scheduling", bool, "leave out --enable-priority-scheduling: it counts tokens, not slots"),
+    ("enable_streaming_session", bool, "leave out --enable-streaming-session: streams leave no prefix to go on from"),
+    ("enable_hisparse", bool, "leave out --enable-hisparse"),
+)
+
 
 def is_active(server_args: Any) -> bool:
     """Whether this server was asked to use one of our attention backends."""
     return server_args.attention_backend in policies()
 
 
+def serves_streams(server_args: Any) -> bool:
+    """Whether every request of this server is a stream (`attention.policy.StreamPolicy`)."""
+    return is_active(server_args) and isinstance(policies()[server_args.attention_backend](), StreamPolicy)
+
+
 def refusals(server_args: Any) -> list[str]:
     """What in `server_args` our backend does not serve, each with what to change; empty when all is well."""
     problems = []
-    for name, refused, remedy in _REFUSED:
+    streams = serves_streams(server_args)
+    for name, refused, remedy in (*_REFUSED, *_REFUSED_STREAMS) if streams else _REFUSED:
         value = getattr(server_args, name, None)
         if value is not None and refused(value):
             problems.append(

@@ -14,6 +14,7 @@ from typing import Any
 from sglang_ext import compat
 from sglang_ext.cache.radix import BlockRadixCache, MissingBlocks
 from sglang_ext.cache.rows import INTERNAL, Row
+from sglang_ext.cache.streams import StreamCache
 from sglang_ext.serving.last_step import steps_saved
 from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
 from sglang_ext.serving.metrics import SchedulerMetrics
@@ -92,26 +93,39 @@ def fit(scheduler: Any, req: Any, row: Row | None) -> None:
 
 
 def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
-    """AROUND Scheduler.get_new_batch_prefill: after a chunk of encoding, running requests decode once.
+    """AROUND Scheduler.get_new_batch_prefill: after a chunk of encoding or of a stream, running requests decode once.
 
     SGLang lets prefill win every time; a pool of many chunks would stop every running answer for its whole length.
     """
-    chunked = scheduler.chunked_req
-    row = compat.request_row(chunked) if chunked is not None else None
-    if row is not None and row.new and not running_batch.is_empty() and not running_batch.is_prefill_only:
+    if _takes_turns(scheduler) and not running_batch.is_empty() and not running_batch.is_prefill_only:
         scheduler.ext_encode_turn = not getattr(scheduler, "ext_encode_turn", False)
         if scheduler.ext_encode_turn:
             return compat.NextBatchPlan(batch_to_run=None, running_batch=running_batch)
     plan = original(scheduler, running_batch)
     if plan.batch_to_run is None and _stuck(scheduler, plan.running_batch):
-        make_room(scheduler)
+        if isinstance(scheduler.tree_cache, BlockRadixCache):
+            make_room(scheduler)
         plan.running_batch.batch_is_full = False  # SGLang clears it only when something that runs ends
         plan = original(scheduler, plan.running_batch)
     return plan
 
 
+def _takes_turns(scheduler: Any) -> bool:
+    """Whether the prompt that is prefilled in chunks may be so long that running requests must not wait for it."""
+    chunked = scheduler.chunked_req
+    if chunked is None:
+        return False
+    row = compat.request_row(chunked)
+    return isinstance(scheduler.tree_cache, StreamCache) or (row is not None and bool(row.new))
+
+
 def around_check_decode_mem(original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:
-    """AROUND ScheduleBatch.check_decode_mem: waiting requests let go of blocks before a running one is retracted."""
+    """AROUND ScheduleBatch.check_decode_mem: waiting requests let go of blocks before a running one is retracted.
+
+    Streams have all their slots already.
+    """
+    if isinstance(batch.tree_cache, StreamCache):
+        return True
     enough = original(batch, *args, **kwargs)
     if enough or not isinstance(batch.tree_cache, BlockRadixCache):
         return enough
@@ -122,7 +136,7 @@ def around_check_decode_mem(original: Callable[..., bool], batch: Any, *args: An
 def _stuck(scheduler: Any, running_batch: Any) -> bool:
     """Whether requests wait, none runs, and so nothing will become free by itself."""
     return (
-        isinstance(scheduler.tree_cache, BlockRadixCache)
+        isinstance(scheduler.tree_cache, (BlockRadixCache, StreamCache))
         and bool(scheduler.waiting_queue)
         and running_batch.is_empty()
         and scheduler.chunked_req is None
@@ -158,6 +172,8 @@ class Admin:
     @property
     def cache(self) -> BlockRadixCache:
         cache = self.scheduler.tree_cache
+        if isinstance(cache, StreamCache):
+            raise ValueError("every request of this server is a stream: serve pools with another --attention-backend")
         if not isinstance(cache, BlockRadixCache):
             raise ValueError(f"the radix cache is {type(cache).__name__}: pools need --radix-cache-backend sglang_ext")
         return cache
@@ -219,6 +235,8 @@ class Admin:
 def stats(scheduler: Any) -> dict[str, Any]:
     """Counters of one scheduler, for /server_info and /metrics."""
     cache = scheduler.tree_cache
+    if isinstance(cache, StreamCache):
+        return {**cache.policy.stats(), "reserved_slots": sum(cache.reserved.values())}
     if not isinstance(cache, BlockRadixCache):
         return {}
     backend = compat.view_backend(scheduler.tp_worker.model_runner)

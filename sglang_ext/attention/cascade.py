@@ -1,0 +1,211 @@
+"""The cascading KV cache and StreamingLLM in the engine: every request is a stream with a cascade of its own.
+
+A layer keeps a request's tokens in cells (slot, lane): a lane is a key-value head, or all of them with
+`heads: homogeneous`. The first tokens go to the cells 0, 1, 2, ...; later ones to the cells of those that were dropped
+(`kernels.cascade_update`). Keys stay as the model wrote them, at the position that their token had in its own stride,
+and are turned to the place where they are seen when they are read: how far follows from the token's number.
+
+**When tokens are added.** Strides end at absolute multiples of `stride`, in the prompt and in the answer alike. A
+stride is added to the sub-caches when it is complete; until then its tokens are seen besides the cache, causally. The
+paper adds the tokens of an answer one at a time. Here an answer does not depend on where the prompt ended, on how it
+was cut into chunks, on other requests, or on whether it was computed anew after a retraction; a decoding step sees up
+to `stride` - 1 tokens more for it.
+
+The stride before is added when the next one begins, layer by layer. So the step that overlap scheduling runs past the
+end of an answer adds nothing, unless it begins a stride, and then only what the answer itself completed; what it leaves
+in the scores would have to be taken back before a conversation could go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from sglang_ext.attention.policy import Caches, Request, StreamPolicy
+from sglang_ext.config import policy_options
+from sglang_ext.kernels.cascade_update import CascadeState, cascade_update
+from sglang_ext.kernels.rope import rotate
+from sglang_ext.kernels.score_update import update_scores
+from sglang_ext.policies.cascade import Cascade
+
+
+@dataclass(frozen=True)
+class CascadeOptions(Cascade):
+    """`--policy` of `--attention-backend cascade`: a cascade with sizes to begin with."""
+
+    window: int = 4096
+    stride: int = 1024
+
+
+@dataclass(frozen=True)
+class StreamingLlmOptions(CascadeOptions):
+    """`--policy` of `--attention-backend streaming_llm`: one sub-cache."""
+
+    cascades: int = 1
+
+
+@dataclass
+class _Stream:
+    """What one request keeps: its settings, and [layers, 1, lanes, entries] of tokens, cells and scores."""
+
+    cascade: Cascade
+    state: CascadeState
+
+    def layer(self, layer: int) -> CascadeState:
+        """The part of one layer, counted from the first on this rank; shares memory."""
+        part = slice(layer, layer + 1)
+        return CascadeState(self.state.token[part], self.state.cell[part], self.state.score[part])
+
+
+class CascadePolicy(StreamPolicy):
+    """`--attention-backend cascade`."""
+
+    options: type[Cascade] = CascadeOptions
+    request_options = frozenset(field.name for field in fields(Cascade))
+
+    def __init__(self) -> None:
+        self.config = policy_options(self.options)
+        self._streams: dict[int, _Stream] = {}
+        self._caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]] = dict
+
+    # ---- options and sizes ----
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        self._parse(options)
+
+    def _parse(self, options: Mapping[str, Any]) -> Cascade:
+        given = {name: options[name] for name in self.request_options if name in options}
+        try:
+            cascade = replace(self.config, **given)
+        except ValueError as error:
+            raise ValueError(f"custom_params: {error} (what is not given is the server's)") from error
+        if cascade.slots > self.config.slots:
+            raise ValueError(
+                f"custom_params: sinks {cascade.sinks} + window {cascade.window} + stride {cascade.stride} ="
+                f" {cascade.slots} KV slots; the server reserves at most {self.config.slots} a request: make one of"
+                " them smaller, or raise the server's (--policy)"
+            )
+        return cascade
+
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+        """Token, cell and score of a cell: 12 bytes; 2.3% of a 16-bit KV cache with 128 components."""
+        return 12 * layers * self.config.lanes(kv_heads)
+
+    def slots(self, options: Mapping[str, Any], tokens: int) -> int:
+        return min(self._parse(options).slots, tokens)
+
+    def cut(self, options: Mapping[str, Any], begin: int, end: int) -> int:
+        stride = self._parse(options).stride
+        return end // stride * stride if end // stride > begin // stride else end
+
+    # ---- requests ----
+
+    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        self._caches = caches
+
+    def start(self, request: Request) -> None:
+        cascade = self._parse(request.options)
+        layers = self._caches()
+        keys, _ = next(iter(layers.values()))
+        state = CascadeState.empty(len(layers), 1, cascade.lanes(keys.shape[1]), cascade.rings, keys.device)
+        self._streams[request.slot] = _Stream(cascade, state)
+
+    def finish(self, request: Request) -> None:
+        self._streams.pop(request.slot, None)
+
+    def stats(self) -> Mapping[str, int]:
+        return {"streams": len(self._streams)}
+
+    def positions(self, request: Request, begin: int, end: int) -> list[int]:
+        """A token of a stride stands behind all that was kept when the stride began."""
+        cascade = self._streams[request.slot].cascade
+        found: list[int] = []
+        for first, last in cascade.strides(begin, end):
+            added = first // cascade.stride * cascade.stride
+            place = cascade.rings.kept(added) - added
+            found.extend(range(first + place, last + place))
+        return found
+
+    # ---- in every layer ----
+
+    def attend(
+        self,
+        request: Request,
+        caches: Caches,
+        slots: torch.Tensor,
+        begin: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        stream = self._streams[request.slot]
+        state = stream.layer(caches.layer - next(iter(self._caches())))
+        out = query.new_empty(*query.shape[:2], values.shape[-1])
+        for first, last in stream.cascade.strides(begin, begin + query.shape[0]):
+            rows = slice(first - begin, last - begin)
+            out[rows] = _attend(stream.cascade, state, caches, slots, first, query[rows], keys[rows], values[rows])
+        return out
+
+
+class StreamingLlmPolicy(CascadePolicy):
+    """`--attention-backend streaming_llm`: sinks and a sliding window, the cascade of one sub-cache."""
+
+    options = StreamingLlmOptions
+
+
+def _attend(
+    cascade: Cascade,
+    state: CascadeState,
+    caches: Caches,
+    slots: torch.Tensor,
+    begin: int,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """`CascadePolicy.attend` within one stride; `state` is the layer's."""
+    rings, rows, kv_heads, device = cascade.rings, query.shape[0], keys.shape[1], query.device
+    only = torch.zeros(1, dtype=torch.int64, device=device)
+    added = begin // cascade.stride * cascade.stride
+    if begin == added and begin > 0:
+        last = only + cascade.stride
+        cascade_update(state, only, only + added - cascade.stride, last, rings, selection=cascade.selection)
+    before = rings.kept(added) + begin - added
+    entries = rings.columns(only + added, only + begin + rows, before + rows)
+    shown = entries[0].long()
+    cells = state.cell[0, 0][:, shown].long().expand(kv_heads, -1)
+    head, at = torch.arange(kv_heads, device=device).unsqueeze(1), slots.long()[cells]  # [kv_heads, columns]
+    caches.keys[at[:, before:], head] = keys.transpose(0, 1).to(caches.keys.dtype)
+    caches.values[at[:, before:], head] = values.transpose(0, 1).to(caches.values.dtype)
+
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    token = state.token[0, 0][:, shown].long()
+    stride_of = token // cascade.stride * cascade.stride
+    written = stride_of.clamp(max=cascade.sinks + cascade.window) + token - stride_of
+    delta = torch.arange(before + rows, device=device) - written
+    seen = rotate(caches.keys[at, head].to(dtype), delta.expand(kv_heads, -1), caches.rope)
+    wide = query.to(dtype)
+    logits = torch.einsum("thgd,hcd->thgc", wide.unflatten(1, (kv_heads, -1)), seen) * caches.scale
+    hidden = torch.ones(rows, before + rows, dtype=torch.bool, device=device).triu(before + 1)
+    logits = logits.masked_fill(hidden[:, None, None], float("-inf"))
+    lse = logits.logsumexp(-1)
+    weights = torch.exp(logits - lse.unsqueeze(-1))
+    out = torch.einsum("thgc,hcd->thgd", weights, caches.values[at, head].to(dtype)).flatten(1, 2)
+    if cascade.cascades > 1 and cascade.selection:  # else nobody reads the scores
+        update_scores(
+            state.score[0],
+            entries,
+            only,
+            wide.unsqueeze(0).contiguous(),
+            seen.unsqueeze(0).contiguous(),
+            lse.flatten(1).unsqueeze(0),
+            only + before,
+            only + rows,
+            scale=caches.scale,
+            beta=cascade.beta,
+            reduction=cascade.head_reduction,
+        )
+    return out.to(query.dtype)

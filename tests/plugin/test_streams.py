@@ -1,0 +1,131 @@
+"""Streams without an engine: what fits, what is refused, where chunks end, at which positions tokens are written."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.attention.cascade import CascadePolicy, StreamingLlmPolicy
+from sglang_ext.attention.policy import Request, StreamPolicy, policies
+from sglang_ext.attention.select import backend_class
+from sglang_ext.attention.streams import StreamAttnBackend, check_fits
+from sglang_ext.config import POLICY_ENV
+from sglang_ext.policies.cascade import Cascade
+from sglang_ext.serving import checks
+
+POLICY = {"sinks": 4, "window": 32, "stride": 16}  # 52 slots
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> CascadePolicy:
+    monkeypatch.setenv(POLICY_ENV, json.dumps(POLICY))
+    return CascadePolicy()
+
+
+def arguments(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(attention_backend="cascade", dp_size=1, pp_size=1, tp_size=1, **changed)
+
+
+def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICY_ENV, raising=False)
+    cascade, streaming = (policies()[name]() for name in ("cascade", "streaming_llm"))
+    assert isinstance(cascade, CascadePolicy) and isinstance(streaming, StreamingLlmPolicy)
+    assert (cascade.config.cascades, streaming.config.cascades) == (4, 1)
+    assert cascade.config.slots == streaming.config.slots == 64 + 4096 + 1024
+    assert cascade.request_options == set(Cascade.__dataclass_fields__)
+    assert backend_class(cascade) is StreamAttnBackend
+    assert checks.serves_streams(arguments()) and checks.refusals(arguments()) == []
+    assert not any(isinstance(policies()[name](), StreamPolicy) for name in ("dbsa", "double_p", "quest"))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("enable_mixed_chunk", "--enable-mixed-chunk"),
+        ("enable_priority_scheduling", "--enable-priority-scheduling"),
+        ("enable_streaming_session", "--enable-streaming-session"),
+        ("enable_prefill_delayer", "--enable-prefill-delayer"),
+        ("enable_dynamic_chunking", "--enable-dynamic-chunking"),
+    ],
+)
+def test_what_streams_do_not_serve_is_refused_by_name(name: str, remedy: str) -> None:
+    (problem,) = checks.refusals(arguments(**{name: True}))
+    assert name in problem and remedy in problem
+
+
+def test_tensor_parallelism_is_refused_for_streams_alone() -> None:
+    two = arguments()
+    two.tp_size = 2
+    (problem,) = checks.refusals(two)
+    assert "tp_size=2" in problem
+    two.attention_backend = "dbsa"
+    assert checks.refusals(two) == []
+
+
+def test_slots_are_bounded_and_short_requests_take_fewer(policy: CascadePolicy) -> None:
+    assert [policy.slots({}, tokens) for tokens in (1, 51, 52, 53, 10**9)] == [1, 51, 52, 52, 52]
+    assert policy.slots({"window": 8, "stride": 1}, 10**9) == 13
+    with pytest.raises(ValueError, match="= 84 KV slots; the server reserves at most 52 a request"):
+        policy.check({"window": 64})
+    policy.check({"window": 16, "stride": 32, "unknown": "is somebody else's"})
+
+
+def test_what_pool_and_context_must_hold(policy: CascadePolicy) -> None:
+    check_fits(policy, pool=52, context=52)
+    with pytest.raises(ValueError, match=r"up to 52 KV slots and the pool has 51: .*--max-total-tokens"):
+        check_fits(policy, pool=51, context=128)
+    with pytest.raises(ValueError, match="up to 52 tokens and the model's context has 51 positions"):
+        check_fits(policy, pool=128, context=51)
+
+
+def test_chunks_end_where_strides_do_when_they_can(policy: CascadePolicy) -> None:
+    assert [policy.cut({}, begin, end) for begin, end in ((0, 50), (48, 98), (48, 64), (50, 60), (3, 16))] == [
+        48, 96, 64, 60, 16,
+    ]  # fmt: skip
+    assert policy.cut({"stride": 7}, 0, 50) == 49
+
+
+def test_positions_start_anew_behind_what_is_kept(policy: CascadePolicy) -> None:
+    policy.bind(lambda: {0: (torch.zeros(60, 2, 4), torch.zeros(60, 2, 4))})
+    request = Request(1, "a", None, {}, ())
+    policy.start(request)
+    assert policy.positions(request, 0, 48) == list(range(48))
+    # At 48 tokens the window has been full since 36: the stride stands behind 36 kept tokens, and so does every later.
+    assert policy.positions(request, 40, 70) == [*range(40, 48), *range(36, 52), *range(36, 42)]
+    assert policy.positions(request, 10**6, 10**6 + 1) == [36 + 10**6 % 16]
+    assert policy.stats() == {"streams": 1}
+    policy.finish(request)
+    assert policy.stats() == {"streams": 0}
+
+
+def test_heads_write_to_cells_of_their_own(policy: CascadePolicy) -> None:
+    """After many strides every slot's two cells hold tokens that differ, and no slot but the request's was touched."""
+    from sglang_ext.attention.policy import Caches
+    from sglang_ext.kernels.rope import Rope
+
+    gen = torch.Generator().manual_seed(0)
+    keys, values = torch.zeros(80, 2, 4), torch.zeros(80, 2, 4)
+    policy.bind(lambda: {7: (keys, values)})
+    slots = torch.randperm(79, generator=gen)[:60] + 1
+    caches = Caches(7, keys, values, torch.empty(0, dtype=torch.int32), Rope(torch.tensor([1.0, 0.1])), 0.5)
+    request = Request(3, "a", None, {"beta": 0.9}, ())
+    policy.start(request)
+    for begin in range(0, 200, 10):
+        tokens = torch.arange(begin, begin + 10, dtype=torch.float32)
+        value = tokens[:, None, None].expand(10, 2, 4)
+        query, key = (torch.randn(10, heads, 4, generator=gen) for heads in (4, 2))
+        out = policy.attend(request, caches, slots, begin, query, key, value)
+        assert out.shape == (10, 4, 4) and bool((out <= tokens[:, None, None]).all())
+    used = slots[:52]
+    held = values[used][..., 0]
+    assert set(held[:4].flatten().tolist()) <= set(range(200))
+    assert set(range(4)) <= set(held[:, 0].tolist())  # sinks
+    assert set(range(180, 200)) <= set(held[:, 1].tolist())  # the newest
+    assert set(held[:, 0].tolist()) != set(held[:, 1].tolist())
+    others = torch.ones(80, dtype=torch.bool)
+    others[used] = False
+    assert not bool(values[others].any()) and not bool(keys[others].any())

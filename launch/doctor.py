@@ -58,6 +58,7 @@ WHY = {
     "schedule_policy": "dfs-weight walks the tree, where a stitched prefix is no node",
     "dllm_algorithm": "views are for causal decoding",
     "enable_pdmux": "it has several attention backends, and views are planned for one",
+    "allow_auto_truncate": "the end of a prompt over a pool is the question",
     "enable_two_batch_overlap": "it cuts batches after their views are planned",
 }
 

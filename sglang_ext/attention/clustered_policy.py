@@ -235,9 +235,10 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
             start = written - piece.start  # position it was written at
             begin = self.config.sink if start == 0 else 0  # the sinks are in the block that begins the pool
             if not self.store.of(node) and len(node.value) > begin:
-                run = self._cluster(node.value[begin:], begin)
-                if run is not None:
-                    self.store.add(node, run)
+                for low, high in self.config.segments(begin, len(node.value)):
+                    run = self._cluster(node.value[low:high], low)
+                    if run is not None:
+                        self.store.add(node, run)
             for held in self.store.of(node):
                 low, high = max(held.run.begin, piece.start), min(held.end, piece.end)
                 if low < high:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -325,11 +326,13 @@ def test_a_prompt_that_ends_inside_a_known_one(served: Served) -> None:
 
 
 def test_blocks_are_clustered_once_and_serve_every_request(served: Served) -> None:
+    """The blocks are longer than a segment, which ends inside them where it does in a prompt."""
     served.empty()
-    served.engine.create_pool("p", models.demonstrations(20), block_size=4)
+    served.engine.create_pool("p", models.demonstrations(30), block_size=6)
     try:
         info = served.engine.pool("p", tokens=True)
         blocks = [list(block["token_ids"]) for block in info["blocks"]]
+        assert max(map(len, blocks)) > SEGMENT
         options = {key: info["options"][key] for key in ("pattern", "sink_blocks", "previous_blocks", "positions")}
         encoded = oracle.encode(served.oracle.model, blocks, **options)
         own = prompt_of(12, 13)
@@ -342,10 +345,11 @@ def test_blocks_are_clustered_once_and_serve_every_request(served: Served) -> No
             runs, column = [], 0
             for place, block in enumerate(ids):
                 begin = SINK if block == 0 else 0
-                keys = [layer[:, begin:] for layer in served.oracle.block_keys(encoded, block)]
                 end = len(blocks[block])
-                low = max(column + begin, SINK if place == 0 else 0)  # the row's sinks are exact, whosever they are
-                runs.append(Run(begin, end, low, column + end, keys=keys, shift=column))
+                for first, last in pairwise([begin, *range(SEGMENT, end, SEGMENT), end]):
+                    keys = [layer[:, first:last] for layer in served.oracle.block_keys(encoded, block)]
+                    low = max(column + first, SINK if place == 0 else 0)  # the row's sinks are exact, whosever they are
+                    runs.append(Run(first, last, low, column + last, keys=keys, shift=column))
                 column += end
             assert served.clustered() - before == sum(len(blocks[b]) - (SINK if b == 0 else 0) for b in used)
             tokens = [*own, *generated(meta)]

@@ -117,6 +117,7 @@ class ClusteredViews(PlannedViews):
     def release(self, slot: int) -> None:
         super().release(slot)
         self._known.pop(slot, None)
+        self._placed = []  # of the batch before: its runs may have to go
 
     def rewritten(self, slot: int) -> None:
         super().rewritten(slot)

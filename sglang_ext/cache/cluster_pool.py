@@ -250,10 +250,17 @@ class ClusterMemory:
         numbers = torch.tensor(values, dtype=torch.int64, pin_memory=self._lookup.is_cuda)
         return numbers.to(self._lookup.device, non_blocking=True)
 
+    @staticmethod
+    def _copied(slots: torch.Tensor) -> torch.Tensor:
+        """[tokens] int32, this stream's own; the scheduler may free the original, which its stream made."""
+        if slots.is_cuda:
+            slots.record_stream(torch.cuda.current_stream())
+        return slots.to(torch.int32, copy=True)
+
     def _fill(self, place: Place, slots: torch.Tensor) -> None:
         config, tiles = self._config, self._numbers(place.tiles)
         plan = Plan((place.tokens,), config.cluster, self.width)
-        place.slots = slots.int().clone()
+        place.slots = self._copied(slots)
         for layer, (keys, values) in self._caches.items():
             found = self._kmeans(
                 keys, values, place.slots, plan, iterations=config.iterations, assignment=config.assignment
@@ -264,9 +271,9 @@ class ClusterMemory:
         if place.slots is None:
             raise ValueError("a place is moved that was never filled: jobs run in the order in which they were queued")
         members = self._listed[:, :, place.begin : place.begin + place.tokens]
-        self._lookup[place.slots.long()] = slots.int()
+        before, place.slots = place.slots, self._copied(slots)
+        self._lookup[before.long()] = place.slots
         members.copy_(self._lookup[members.long()])
-        place.slots = slots.int().clone()
 
     def _cut(self, place: Place, made: Cut, low: int, high: int) -> None:
         if place.slots is None:

@@ -1,0 +1,149 @@
+"""Double-P's kernels on a GPU, in float16: in CUDA graphs and without, beside dense attention and plain PyTorch.
+
+What a step must be in float32 says `test_double_p_kernels.py`. Here half precision rounds: how far p = 1 strays from
+the same engine's dense attention is what rounding alone does, and sparse answers may stray twice as far from those of
+plain PyTorch; another p strays further.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.oracle import models
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+POLICY = {"sink": 2, "window": 16, "cluster": 8, "segment": 512, "append": 64, "min_tokens": 100, "iterations": 4}
+SPARSE, EXACT, DENSE = {"p1": 0.9, "p2": 0.5}, {"p1": 1, "p2": 1}, {"dense": True}
+NEW_TOKENS = 90  # more than `append`: what is clustered grows on the way
+
+
+class Running:
+    def __init__(self, folder: Path, kernels: str, **options: Any) -> None:
+        from sglang_ext import Engine
+
+        arguments: dict[str, Any] = {
+            "dtype": "float16",
+            "max_total_tokens": 20_000,
+            "max_running_requests": 12,
+            "cuda_graph_max_bs_decode": 8,
+            "cuda_graph_backend_prefill": "disabled",
+            "chunked_prefill_size": 700,
+            "attention_backend": "dbsa+double_p",
+            "policy": POLICY,
+            "log_level": "error",
+        }
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("SGLANG_EXT_KERNELS", kernels)
+            self.engine = Engine(model_path=str(folder), **{**arguments, **options})
+        self.engine.create_pool("p", models.demonstrations(60), block_size=12)
+
+    def answers(self, prompts: list[list[int]], options: list[Any], new_tokens: int = NEW_TOKENS) -> list[Any]:
+        """[(tokens, log-probability of each, the best two's distance at each step)] of a batch."""
+        params = [
+            {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "custom_params": each}
+            for each in options
+        ]
+        out = self.engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True, top_logprobs_num=2)
+        found = []
+        for answer in out:
+            meta = answer["meta_info"]
+            steps, best = meta["output_token_logprobs"], meta["output_top_logprobs"]
+            found.append(([t for _, t, *_ in steps], [lp for lp, *_ in steps], [b[0][0] - b[1][0] for b in best]))
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.engine.get_server_info()["internal_states"][0]["sglang_ext"]
+        return found
+
+
+def deviation(a: Any, b: Any) -> float:
+    """Largest difference in log-probability, up to the first token that differs."""
+    worst = 0.0
+    for token, other, x, y in zip(a[0], b[0], a[1], b[1], strict=True):
+        worst = max(worst, abs(x - y))
+        if token != other:
+            break
+    return worst
+
+
+def prompts() -> list[list[int]]:
+    gen = torch.Generator().manual_seed(0)
+    long = torch.randint(50, 380, (1500,), generator=gen).tolist()
+    # One that the first one's clusters are cut for, once it was answered; one over blocks; one too short for clusters.
+    return [long, long[:900] + long[200:500], long[700:1000], long[3:40], long[5:60]]
+
+
+def options(sparse: Any) -> list[Any]:
+    over = {"pool": "p", "raw": True, "block_ids": [0, 3, 1, 2]}
+    return [sparse, sparse, {**over, **sparse}, sparse, {**over, "dense": True}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return models.save_model("llama", tmp_path_factory.mktemp("llama"), head_dim=64, max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def answered(folder: Path) -> dict[str, dict[str, Any]]:
+    """Answers by engine and by what was asked; one engine after the other."""
+    found: dict[str, dict[str, Any]] = {}
+    engines: dict[str, tuple[str, dict[str, Any]]] = {
+        "graphs": ("flashinfer", {}),
+        "eager": ("flashinfer", {"disable_cuda_graph": True}),
+        "torch": ("torch", {}),
+    }
+    for name, (kernels, more) in engines.items():
+        running = Running(folder, kernels, **more)
+        try:
+            asked = prompts()
+            found[name] = {
+                "alone": [running.answers([p], [o])[0] for p, o in zip(asked, options(SPARSE), strict=True)],
+                "batch": running.answers(asked, options(SPARSE)),
+                "exact": running.answers(asked, options(EXACT)),
+                "dense": running.answers(asked, options(DENSE)),
+                "stats": running.stats(),
+            }
+        finally:
+            running.engine.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module")
+def noise(answered: Any) -> float:
+    """What rounding does: p = 1 beside dense attention, in the kernels."""
+    worst = max(deviation(*pair) for pair in zip(answered["graphs"]["exact"], answered["graphs"]["dense"], strict=True))
+    assert 0 < worst < 0.1, f"p = 1 strays by {worst} from dense attention"
+    return worst
+
+
+def test_the_kernels_ran(answered: Any) -> None:
+    for name, backend in (
+        ("graphs", "FlashInferClusterBackend"), ("eager", "FlashInferClusterBackend"), ("torch", "ViewAttnBackend")
+    ):  # fmt: skip
+        assert answered[name]["stats"]["attention_backend"] == backend
+        assert answered[name]["stats"]["cluster_tokens_computed"] > 2000
+        assert answered[name]["stats"].get("cluster_refused", 0) == 0
+
+
+@pytest.mark.parametrize("asked", ["alone", "batch", "exact", "dense"])
+def test_graphs_change_no_token(answered: Any, noise: float, asked: str) -> None:
+    """But for ties in half precision."""
+    for a, b in zip(answered["graphs"][asked], answered["eager"][asked], strict=True):
+        for token, other, distance in zip(a[0], b[0], a[2], strict=True):
+            if token != other:
+                assert distance < 2 * noise
+                break
+
+
+@pytest.mark.parametrize("asked", ["alone", "batch"])
+def test_the_same_as_plain_pytorch(answered: Any, noise: float, asked: str) -> None:
+    """A cluster that is just inside one set and just outside the other may make a difference: by little."""
+    pairs = list(zip(answered["graphs"][asked], answered["torch"][asked], strict=True))
+    assert max(deviation(*pair) for pair in pairs) < 4 * noise
+    wrong = [deviation(*pair) for pair in zip(answered["graphs"][asked], answered["torch"]["dense"], strict=True)]
+    assert max(wrong) > 8 * noise, "the comparison can fail"

@@ -82,10 +82,12 @@ __all__ = [
     "request_rows",
     "request_written",
     "sent_row",
+    "sent_turn",
     "set_released",
     "set_request_row",
     "set_request_written",
     "set_reserved",
+    "set_sent_turn",
     "set_stitched_tokens",
     "stitched_tokens",
     "tree_nodes",
@@ -104,6 +106,19 @@ _STITCHED = "sglang_ext_stitched_tokens"
 def request_row(req: Any) -> Row | None:
     """The stitched row of a scheduler request, or None for a plain one."""
     return getattr(req, _ROW, None)
+
+
+def sent_turn(req: Any) -> Any:
+    """What `set_sent_turn` put into the message of a scheduler request, or None."""
+    custom = req.sampling_params.custom_params
+    return custom.get(WIRE_KEY) if isinstance(custom, dict) else None
+
+
+def set_sent_turn(message: Any, turn: Any, last: int | None) -> None:
+    """Have a TokenizedGenerateReqInput, which is no `Req` yet, go on from a turn, beginning with the token `last`."""
+    message.sampling_params.custom_params[WIRE_KEY] = turn
+    if last is not None:
+        message.input_ids = array("q", [last]) + message.input_ids
 
 
 def request_options(req: Any) -> dict[str, Any]:

@@ -62,6 +62,11 @@ HOOKS = (
         "before",
         _OURS + "scheduler:before_handle_generate_request",
     ),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.handle_generate_request",
+        "before",
+        _OURS + "streams:before_handle_generate_request",
+    ),
     Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init"),
     Hook(
         _SRT + "managers.schedule_batch.Req.set_finish_with_abort",

@@ -11,9 +11,9 @@ paper adds the tokens of an answer one at a time. Here an answer does not depend
 was cut into chunks, on other requests, or on whether it was computed anew after a retraction; a decoding step sees up
 to `stride` - 1 tokens more for it.
 
-The stride before is added when the next one begins, layer by layer. So the step that overlap scheduling runs past the
-end of an answer adds nothing, unless it begins a stride, and then only what the answer itself completed; what it leaves
-in the scores would have to be taken back before a conversation could go on from there.
+**Turns.** A conversation goes on with the last token of the answer. The step that overlap scheduling runs past the end
+of an answer may have computed it: then its key and value are written again, to the same cells. That its query was
+counted in the scores, and that the stride before it was added, is known layer by layer, and neither is done twice.
 """
 
 from __future__ import annotations
@@ -48,36 +48,49 @@ class StreamingLlmOptions(CascadeOptions):
 
 
 @dataclass
+class _Layer:
+    """What a stream keeps in one layer.
+
+    Attributes:
+        state: [1, 1, lanes, entries] of tokens, cells and scores.
+        added: tokens that were added to the sub-caches.
+        scored: queries that were counted in the scores.
+    """
+
+    state: CascadeState
+    added: int = 0
+    scored: int = 0
+
+
+@dataclass
 class _Stream:
-    """What one request keeps: its settings, and [layers, 1, lanes, entries] of tokens, cells and scores."""
+    """What one request keeps: its settings, a state a layer, and how many tokens lie before its first column."""
 
     cascade: Cascade
-    state: CascadeState
-
-    def layer(self, layer: int) -> CascadeState:
-        """The part of one layer, counted from the first on this rank; shares memory."""
-        part = slice(layer, layer + 1)
-        return CascadeState(self.state.token[part], self.state.cell[part], self.state.score[part])
+    layers: dict[int, _Layer]
+    offset: int = 0
 
 
 class CascadePolicy(StreamPolicy):
     """`--attention-backend cascade`."""
 
     options: type[Cascade] = CascadeOptions
-    request_options = frozenset(field.name for field in fields(Cascade))
+    request_options = StreamPolicy.request_options | {field.name for field in fields(Cascade)}
 
     def __init__(self) -> None:
         self.config = policy_options(self.options)
         self._streams: dict[int, _Stream] = {}
+        self._resumed: dict[int, _Stream] = {}
         self._caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]] = dict
 
     # ---- options and sizes ----
 
     def check(self, options: Mapping[str, Any]) -> None:
+        super().check(options)
         self._parse(options)
 
     def _parse(self, options: Mapping[str, Any]) -> Cascade:
-        given = {name: options[name] for name in self.request_options if name in options}
+        given = {name: options[name] for name in self.request_options - StreamPolicy.request_options if name in options}
         try:
             cascade = replace(self.config, **given)
         except ValueError as error:
@@ -91,7 +104,10 @@ class CascadePolicy(StreamPolicy):
         return cascade
 
     def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-        """Token, cell and score of a cell: 12 bytes; 2.3% of a 16-bit KV cache with 128 components."""
+        """Token, cell and score of a cell: 12 bytes; 2.3% of a 16-bit KV cache with 128 components.
+
+        A request that is shorter than sinks + window + stride has these for that many tokens all the same.
+        """
         return 12 * layers * self.config.lanes(kv_heads)
 
     def slots(self, options: Mapping[str, Any], tokens: int) -> int:
@@ -107,23 +123,32 @@ class CascadePolicy(StreamPolicy):
         self._caches = caches
 
     def start(self, request: Request) -> None:
-        cascade = self._parse(request.options)
-        layers = self._caches()
-        keys, _ = next(iter(layers.values()))
-        state = CascadeState.empty(len(layers), 1, cascade.lanes(keys.shape[1]), cascade.rings, keys.device)
-        self._streams[request.slot] = _Stream(cascade, state)
+        known = self._resumed.pop(request.slot, None)
+        self._streams[request.slot] = self._begin(self._parse(request.options)) if known is None else known
+
+    def _begin(self, cascade: Cascade) -> _Stream:
+        def empty(keys: torch.Tensor) -> CascadeState:
+            return CascadeState.empty(1, 1, cascade.lanes(keys.shape[1]), cascade.rings, keys.device)
+
+        return _Stream(cascade, {layer: _Layer(empty(keys)) for layer, (keys, _) in self._caches().items()})
 
     def finish(self, request: Request) -> None:
         self._streams.pop(request.slot, None)
+
+    def leave(self, slot: int) -> _Stream:
+        return self._streams.pop(slot)
+
+    def resume(self, slot: int, state: _Stream, tokens: int) -> None:
+        self._resumed[slot] = replace(state, offset=tokens)
 
     def stats(self) -> Mapping[str, int]:
         return {"streams": len(self._streams)}
 
     def positions(self, request: Request, begin: int, end: int) -> list[int]:
         """A token of a stride stands behind all that was kept when the stride began."""
-        cascade = self._streams[request.slot].cascade
-        found: list[int] = []
-        for first, last in cascade.strides(begin, end):
+        stream = self._streams[request.slot]
+        cascade, found = stream.cascade, list[int]()
+        for first, last in cascade.strides(stream.offset + begin, stream.offset + end):
             added = first // cascade.stride * cascade.stride
             place = cascade.rings.kept(added) - added
             found.extend(range(first + place, last + place))
@@ -142,11 +167,11 @@ class CascadePolicy(StreamPolicy):
         values: torch.Tensor,
     ) -> torch.Tensor:
         stream = self._streams[request.slot]
-        state = stream.layer(caches.layer - next(iter(self._caches())))
+        layer, begin = stream.layers[caches.layer], stream.offset + begin
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for first, last in stream.cascade.strides(begin, begin + query.shape[0]):
             rows = slice(first - begin, last - begin)
-            out[rows] = _attend(stream.cascade, state, caches, slots, first, query[rows], keys[rows], values[rows])
+            out[rows] = _attend(stream.cascade, layer, caches, slots, first, query[rows], keys[rows], values[rows])
         return out
 
 
@@ -158,7 +183,7 @@ class StreamingLlmPolicy(CascadePolicy):
 
 def _attend(
     cascade: Cascade,
-    state: CascadeState,
+    layer: _Layer,
     caches: Caches,
     slots: torch.Tensor,
     begin: int,
@@ -166,13 +191,13 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """`CascadePolicy.attend` within one stride; `state` is the layer's."""
-    rings, rows, kv_heads, device = cascade.rings, query.shape[0], keys.shape[1], query.device
+    """`CascadePolicy.attend` within one stride."""
+    rings, state, rows, kv_heads, device = cascade.rings, layer.state, query.shape[0], keys.shape[1], query.device
     only = torch.zeros(1, dtype=torch.int64, device=device)
     added = begin // cascade.stride * cascade.stride
-    if begin == added and begin > 0:
-        last = only + cascade.stride
-        cascade_update(state, only, only + added - cascade.stride, last, rings, selection=cascade.selection)
+    if layer.added < added:
+        cascade_update(state, only, only + layer.added, only + cascade.stride, rings, selection=cascade.selection)
+        layer.added = added
     before = rings.kept(added) + begin - added
     entries = rings.columns(only + added, only + begin + rows, before + rows)
     shown = entries[0].long()
@@ -194,18 +219,20 @@ def _attend(
     lse = logits.logsumexp(-1)
     weights = torch.exp(logits - lse.unsqueeze(-1))
     out = torch.einsum("thgc,hcd->thgd", weights, caches.values[at, head].to(dtype)).flatten(1, 2)
-    if cascade.cascades > 1 and cascade.selection:  # else nobody reads the scores
+    known = max(0, layer.scored - begin)
+    if known < rows and cascade.cascades > 1 and cascade.selection:  # else nobody reads the scores
         update_scores(
             state.score[0],
             entries,
             only,
-            wide.unsqueeze(0).contiguous(),
+            wide[known:].unsqueeze(0).contiguous(),
             seen.unsqueeze(0).contiguous(),
-            lse.flatten(1).unsqueeze(0),
-            only + before,
-            only + rows,
+            lse[known:].flatten(1).unsqueeze(0).contiguous(),
+            only + before + known,
+            only + rows - known,
             scale=caches.scale,
             beta=cascade.beta,
             reduction=cascade.head_reduction,
         )
+    layer.scored = max(layer.scored, begin + rows)
     return out.to(query.dtype)

@@ -272,7 +272,34 @@ class StreamPolicy(Policy):
 
     Served by `attention.streams`; `views`, `runs`, `observe`, `before_pass` and `node_hooks` are not asked. Columns of
     a pass are tokens of the stream here. Wherever a prompt is cut into chunks, its answer must be the same.
+
+    A stream may outlive its request: a *conversation* is a stream that the next request, its next turn, goes on from.
     """
+
+    request_options = frozenset({"conversation", "continue"})
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Whether `conversation` and `continue` are what they should be; for policies to extend."""
+        name, goes_on = options.get("conversation"), options.get("continue", False)
+        if name is not None and not (isinstance(name, str) and 1 <= len(name) <= 128):
+            raise ValueError(f"custom_params: conversation={name!r}: expected a name of 1 to 128 characters")
+        if not isinstance(goes_on, bool) or (goes_on and name is None):
+            raise ValueError(
+                f"custom_params: continue={goes_on!r} with conversation={name!r}: expected true or false, and the name"
+                " of a conversation that a request has begun"
+            )
+
+    def leave(self, slot: int) -> Any:
+        """Hand over the state of the request in `slot`, which ends; `finish` finds none then."""
+        raise NotImplementedError
+
+    def resume(self, slot: int, state: Any, tokens: int) -> None:
+        """The request that is about to start in `slot` goes on from a state of `leave`.
+
+        Its columns follow the first `tokens` tokens of the stream. The step that overlap scheduling runs past the end
+        of an answer may have computed one token more: the same that now comes first.
+        """
+        raise NotImplementedError
 
     def slots(self, options: Mapping[str, Any], tokens: int) -> int:
         """KV slots that a request with these `custom_params` ever needs, at most `tokens` tokens long."""

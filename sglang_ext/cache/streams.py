@@ -2,11 +2,16 @@
 
 A stream's slots hold what it has kept, each key-value head its own tokens: there is no prefix in them that another
 request could begin with. SGLang's cache for servers without a radix tree does all but allotting and freeing.
+
+A request may name a conversation. Its stream stays when it ends, and the next turn, which names it too, goes on from
+there: only the turn is computed, however long the conversation is. Conversations give way, the one that was longest
+without a turn first, when a request finds no room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +19,25 @@ import torch
 from sglang_ext import compat
 from sglang_ext.attention.policy import StreamPolicy
 from sglang_ext.compat import ChunkCache
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What a turn leaves for the next.
+
+    Attributes:
+        slots: [n] int32, the stream's KV slots.
+        tokens: how many tokens of the stream the next turn finds computed.
+        last: the last token of the answer, which the next turn begins with; None when there was no answer.
+        options: `custom_params` of the first turn.
+        state: the policy's.
+    """
+
+    slots: torch.Tensor
+    tokens: int
+    last: int | None
+    options: dict[str, Any]
+    state: Any
 
 
 class StreamCache(ChunkCache):
@@ -27,6 +51,7 @@ class StreamCache(ChunkCache):
         policy: says how many slots a request needs.
         on_release: called with the request slot of every request that ends or is retracted.
         reserved: request slot -> how many KV slots it has.
+        conversations: name -> what its last turn left; the next to give way first.
     """
 
     def __init__(self, params: Any, policy: StreamPolicy) -> None:
@@ -34,18 +59,81 @@ class StreamCache(ChunkCache):
         self.policy = policy
         self.on_release: list[Callable[[int], None]] = []
         self.reserved: dict[int, int] = {}
+        self.conversations: dict[str, Conversation] = {}
+        self._claimed: dict[str, Conversation] = {}  # by the id of a request in the batch that is being made
+        self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
         self._length = torch.zeros(1, dtype=torch.int64)
 
     def reset(self) -> None:
-        self.reserved.clear()
+        for kept in (self.reserved, self.conversations, self._claimed, self._before):
+            kept.clear()
+
+    # ---- conversations ----
+
+    def match_prefix(self, params: Any) -> Any:
+        """Nothing is found; a turn that cannot go on is refused: its answer would be another."""
+        req = params.req
+        options = {} if req is None else compat.request_options(req)
+        if options.get("continue") and not compat.is_aborted(req):
+            turn: Conversation | None = compat.sent_turn(req)
+            name = options["conversation"]
+            if turn is None or self.conversations.get(name) is not turn:
+                why = f"conversation {name!r} is not there to go on: it never began, gave way to others, or has a turn"
+                compat.abort_unscheduled(req, why + " under way; send it whole, without continue", 400)
+            elif self._settings(options) != (began := self._settings(turn.options)):
+                compat.abort_unscheduled(req, f"conversation {name!r} began with the options {began}: keep them", 400)
+        return super().match_prefix(params)
+
+    def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What of the options cannot change from turn to turn."""
+        names = self.policy.request_options - StreamPolicy.request_options
+        return {name: value for name, value in options.items() if name in names}
+
+    def _turn(self, req: Any) -> Conversation | None:
+        """What a request goes on from; None for one that begins."""
+        if compat.is_aborted(req):
+            return None
+        claimed = self._claimed.get(req.rid)
+        sent = compat.sent_turn(req)
+        return claimed or (sent if any(kept is sent for kept in self.conversations.values()) else None)
+
+    def claim(self, req: Any) -> None:
+        """A request comes into the next batch: what it goes on from gives way to nobody any more."""
+        turn = self._turn(req) if req.kv is None else None
+        if turn is not None and req.rid not in self._claimed:
+            del self.conversations[compat.request_options(req)["conversation"]]
+            self._claimed[req.rid] = turn
+
+    def make_room(self, slots: int, req: Any) -> bool:
+        """Let conversations go until there are so many slots more; none, and False, when that would not suffice."""
+        own = self._turn(req)
+        others = {name: len(kept.slots) for name, kept in self.conversations.items() if kept is not own}
+        if sum(others.values()) < slots:
+            return False
+        for name, count in others.items():
+            if slots <= 0:
+                break
+            self.drop(name)
+            slots -= count
+        return True
+
+    def drop(self, name: str) -> None:
+        """Forget a conversation, if it is there."""
+        kept = self.conversations.pop(name, None)
+        if kept is not None:
+            self.token_to_kv_pool_allocator.free(kept.slots)
+
+    # ---- slots ----
 
     def need(self, req: Any) -> int:
         """KV slots that a request has to be given before it runs; none when it has them."""
         if req.kv is not None:
             return 0
+        turn = self._turn(req)
         # One token more: the step that overlap scheduling runs past the end.
         tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens + 1
-        return self.policy.slots(compat.request_options(req), tokens)
+        slots = self.policy.slots(compat.request_options(req), tokens + (turn.tokens if turn else 0))
+        return max(0, slots - len(turn.slots)) if turn else slots
 
     def cut(self, req: Any, begin: int, end: int) -> int:
         """Where a chunk [begin, end) of a prompt, or a shorter one, had best end."""
@@ -57,27 +145,53 @@ class StreamCache(ChunkCache):
         Raises:
             RuntimeError: there are not as many free; `need` was not counted at admission.
         """
-        count = self.need(req)
-        if count == 0:
+        if req.kv is not None:
             return
-        slots = self.token_to_kv_pool_allocator.alloc(count)
-        if slots is None:
+        more = self.need(req)
+        found = self.token_to_kv_pool_allocator.alloc(more)
+        if found is None:
             free = self.token_to_kv_pool_allocator.available_size()
-            raise RuntimeError(f"request {req.rid} was admitted with {count} KV slots, and {free} are free")
-        self.req_to_token_pool.write((req.req_pool_idx, slice(0, count)), slots.to(torch.int32))
-        self.reserved[req.req_pool_idx] = count
-        compat.set_reserved(req, count)
+            raise RuntimeError(f"request {req.rid} was admitted with {more} KV slots, and {free} are free")
+        slots, turn = found.to(torch.int32), self._claimed.pop(req.rid, None)
+        if turn is not None:
+            slots = torch.cat([turn.slots, slots])
+            self.policy.resume(req.req_pool_idx, turn.state, turn.tokens)
+        self._before[req.req_pool_idx] = turn.tokens if turn else 0
+        self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots)
+        self.reserved[req.req_pool_idx] = len(slots)
+        compat.set_reserved(req, len(slots))
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         req.prefix_indices = self._length.expand(req.extend_range.end)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        slot = req.req_pool_idx
+        before, count = self._before.pop(slot), self.reserved.pop(slot)
+        slots = self.req_to_token_pool.req_to_token[slot, :count].clone()
+        name = compat.request_options(req).get("conversation")
+        if name is not None and req.finished() and not compat.is_aborted(req):
+            slots = self._keep(name, req, before, slots)
         for released in self.on_release:
-            released(req.req_pool_idx)
-        count = self.reserved.pop(req.req_pool_idx)
-        self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :count])
+            released(slot)
+        self.token_to_kv_pool_allocator.free(slots)
         compat.set_released(req, kv_len_to_handle)
 
+    def _keep(self, name: str, req: Any, before: int, slots: torch.Tensor) -> torch.Tensor:
+        """Keep a request's stream as a conversation; returns slots that it does not need."""
+        options = compat.request_options(req)
+        answer = len(req.output_ids)
+        tokens = before + len(req.origin_input_ids) + max(answer - 1, 0)
+        held = self.policy.slots(options, tokens + 1)
+        self.drop(name)
+        # A policy's state has the size of a full stream, however short this one is.
+        while len(self.conversations) >= max(1, self.token_to_kv_pool_allocator.size // self.policy.slots({}, 2**31)):
+            self.drop(next(iter(self.conversations)))
+        self.conversations[name] = Conversation(
+            slots[:held], tokens, req.output_ids[-1] if answer else None, options, self.policy.leave(req.req_pool_idx)
+        )
+        return slots[held:]
+
     def protected_size(self) -> int:
-        """Slots of all requests, those whose prompt waits for its next chunk among them."""
-        return sum(self.reserved.values())
+        """Slots of all requests, those whose prompt waits for its next chunk among them, and of conversations."""
+        kept = [*self.conversations.values(), *self._claimed.values()]
+        return sum(self.reserved.values()) + sum(len(each.slots) for each in kept)

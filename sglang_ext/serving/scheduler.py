@@ -236,7 +236,13 @@ def stats(scheduler: Any) -> dict[str, Any]:
     """Counters of one scheduler, for /server_info and /metrics."""
     cache = scheduler.tree_cache
     if isinstance(cache, StreamCache):
-        return {**cache.policy.stats(), "reserved_slots": sum(cache.reserved.values())}
+        kept = cache.conversations
+        return {
+            **cache.policy.stats(),
+            "reserved_slots": sum(cache.reserved.values()),
+            "conversations": len(kept),
+            "conversation_slots": sum(len(each.slots) for each in kept.values()),
+        }
     if not isinstance(cache, BlockRadixCache):
         return {}
     backend = compat.view_backend(scheduler.tp_worker.model_runner)

@@ -45,6 +45,21 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Any
     params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
 
 
+# ---- conversations ----
+
+
+def before_handle_generate_request(scheduler: Any, message: Any) -> None:
+    """BEFORE Scheduler.handle_generate_request: a turn begins with the last token of the answer before it.
+
+    Whether it may go on is looked at when it is about to run (`StreamCache.match_prefix`).
+    """
+    if isinstance(scheduler.tree_cache, StreamCache):
+        options = compat.request_options(message)
+        if options.get("continue"):
+            turn = scheduler.tree_cache.conversations.get(options["conversation"])
+            compat.set_sent_turn(message, turn, turn.last if turn else None)
+
+
 # ---- admission ----
 
 
@@ -63,7 +78,8 @@ def around_add_one_req(
     most = adder.prefill_max_requests
     if most is not None and len(adder.can_run_list) >= most:
         return AddReqResult.OTHER
-    if cache.need(req) > adder.rem_total_tokens:
+    missing = cache.need(req) - adder.rem_total_tokens
+    if missing > 0 and not cache.make_room(missing, req):
         return AddReqResult.NO_TOKEN
     begin, stop, end = _chunk(adder, req)
     if stop <= begin or (stop < end and (has_chunked_req or adder.new_chunked_req is not None)):
@@ -98,6 +114,7 @@ def _add(adder: Any, req: Any, begin: int, stop: int) -> None:
     """Put the tokens [begin, stop) of a request into the batch."""
     slots = adder.tree_cache.need(req)
     total, current = adder.rem_total_token_offset + slots, adder.cur_rem_token_offset + slots
+    adder.tree_cache.claim(req)
     req.set_extend_range(begin, stop)
     adder.can_run_list.append(req)
     adder._update_prefill_budget(begin, stop - begin, 0, req.retracted_stain)

@@ -1,122 +1,42 @@
-"""The cascading KV cache in the real engine on the CPU, against `tests/oracle/streams.py`.
-
-The pool has 160 slots and the model 128 positions; a request takes 52 of both, however long it is. SGLang's own strict
-checks of its accounting run while it is busy and when it is idle, and end the scheduler when a slot is missing.
-"""
+"""The cascading KV cache in the real engine on the CPU, against `tests/oracle/streams.py`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.server import until
+from tests.e2e.streams import (
+    BETA,
+    CASCADES,
+    POOL,
+    SINKS,
+    SLOTS,
+    STREAMING,
+    STRIDE,
+    TOLERANCE,
+    TURNS,
+    WINDOW,
+    Served,
+    converse,
+    deviation,
+    prompt_of,
+    save,
+    sequence,
+    serving,
+)
 from tests.oracle import models
-from tests.oracle.streams import CascadeOracle, Sizes, streaming_llm
-
-TOLERANCE = 1e-4  # on log-probabilities; another selection, sink or stride moves them by more than 1e-2
-CONTEXT, POOL, CHUNK, NEW_TOKENS = 128, 160, 50, 40
-SINKS, WINDOW, STRIDE, BETA = 4, 32, 16, 0.95
-SLOTS = SINKS + WINDOW + STRIDE
-POLICY = {"sinks": SINKS, "window": WINDOW, "stride": STRIDE, "beta": BETA}
-CASCADES = Sizes(SINKS, WINDOW, STRIDE, 4, BETA)
-STREAMING = Sizes(SINKS, WINDOW, STRIDE, 1)
-
-
-class Served:
-    """One engine, and its model in `transformers`."""
-
-    def __init__(self, engine: Any, folder: Path) -> None:
-        self.engine = engine
-        self.cascades, self.model = CascadeOracle(folder), models.load_model(folder)
-
-    def params(self, options: dict[str, Any], new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
-        return {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "custom_params": options or None}
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], options: Sequence[dict[str, Any]], new_tokens: int = NEW_TOKENS
-    ) -> list[dict[str, Any]]:
-        """Answers to prompts that are sent together."""
-        answers: list[dict[str, Any]] = self.engine.generate(
-            input_ids=[list(prompt) for prompt in prompts],
-            sampling_params=[self.params(each, new_tokens) for each in options],
-            return_logprob=True,
-            logprob_start_len=0,
-        )
-        return answers
-
-    def one(self, prompt: Sequence[int], new_tokens: int = NEW_TOKENS, **options: Any) -> dict[str, Any]:
-        return self.generate([prompt], [options], new_tokens)[0]
-
-    def stats(self) -> dict[str, int]:
-        return self.engine.get_server_info()["internal_states"][0]["sglang_ext"]
-
-    def idle(self) -> None:
-        """Wait until no stream is left; SGLang checks its accounting as soon as nothing runs."""
-        until(lambda: self.stats()["streams"] == 0)
-        assert self.stats()["reserved_slots"] == 0
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return torch.randint(50, 380, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def sequence(prompt: Sequence[int], answer: dict[str, Any]) -> list[int]:
-    return [*prompt, *answer["output_ids"]]
-
-
-def deviation(prompt: Sequence[int], answer: dict[str, Any], table: torch.Tensor) -> float:
-    """Largest error of a log-probability of the prompt's or the answer's tokens, or of a choice, which was greedy."""
-    tokens, meta = sequence(prompt, answer), answer["meta_info"]
-    got = [value for value, *_ in [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]]
-    want = table[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    assert len(got) == len(want)
-    chosen = slice(len(prompt) - 1, len(tokens) - 1)
-    choice = (table[chosen].amax(1) - want[chosen]).max()
-    return float(max((torch.tensor(got, dtype=want.dtype) - want).abs().max(), choice))
-
-
-def engine_of(folder: Path, **arguments: Any) -> Any:
-    from sglang_ext import Engine
-
-    settings = {
-        "dtype": "float32",
-        "max_total_tokens": POOL,
-        "max_running_requests": 8,
-        "chunked_prefill_size": CHUNK,  # no multiple of the stride
-        "random_seed": 0,
-        "log_level": "error",
-    }
-    return Engine(model_path=str(folder), **{**settings, **arguments})
+from tests.oracle.streams import Sizes, streaming_llm
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> Path:
-    return models.save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=CONTEXT)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def strict() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
-        patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
-        yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    engine = engine_of(folder, attention_backend="cascade", policy=POLICY)
-    try:
-        yield Served(engine, folder)
-    finally:
-        engine.shutdown()
+def served(tmp_path_factory: Any) -> Iterator[Served]:
+    with serving(save(tmp_path_factory.mktemp("model")), attention_backend="cascade") as served:
+        yield served
 
 
 @pytest.mark.parametrize("length", [1, 37, 64, 211])
@@ -224,6 +144,26 @@ def test_aborted_streams_leave_nothing(served: Served) -> None:
     until(lambda: served.engine.flush_cache().success)
 
 
+def test_conversations_go_on(served: Served) -> None:
+    converse(served, "a", {}, CASCADES, TURNS)
+    converse(served, "b", {"cascades": 1}, STREAMING, TURNS[::-1])
+    assert served.stats()["conversations"] == 2 and served.stats()["conversation_slots"] == 2 * SLOTS
+    plain, goes_on = {"continue": True}, {"continue": True, "cascades": 1}
+    with pytest.raises(ValueError, match=r"'b' began with the options {'cascades': 1}"):
+        served.one([9, 8], conversation="b", **plain)
+    # Two streams of full size find no room beside them, three of four do: the one longest without a turn goes.
+    served.generate([prompt_of(90, n) for n in range(2)], [{}, {}])
+    assert served.stats()["conversations"] == 1
+    for name in ("a", "never begun"):
+        with pytest.raises(ValueError, match=f"conversation '{name}' is not there to go on"):
+            served.one([9, 8], conversation=name, **plain)
+    assert served.one([9, 8], conversation="b", **goes_on)["meta_info"]["finish_reason"]["type"] == "length"
+    with pytest.raises(ValueError, match="expected true or false, and the name of a conversation"):
+        served.one([9, 8], **{"continue": True})
+    until(lambda: served.engine.flush_cache().success)
+    assert served.stats()["conversations"] == served.stats()["conversation_slots"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -242,24 +182,3 @@ def test_wrong_options_of_a_request(served: Served, options: dict[str, Any], mes
 def test_pools_are_refused(served: Served) -> None:
     with pytest.raises(Exception, match="every request of this server is a stream"):
         served.engine.create_pool("pool", models.demonstrations(4))
-
-
-def test_without_overlap_and_retracted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`streaming_llm` by name; SGLang's own test of retraction computes prompt and answer anew, as one prompt."""
-    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
-    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
-    engine = engine_of(folder, attention_backend="streaming_llm", policy=POLICY, disable_overlap_schedule=True)
-    try:
-        served = Served(engine, folder)
-        prompts = [prompt_of(length, length) for length in (20, 75, 130)]
-        variants = [({}, STREAMING), ({"cascades": 4}, CASCADES), ({}, STREAMING)]
-        answers = served.generate(prompts, [options for options, _ in variants])
-        assert sum(answer["meta_info"].get("num_retractions", 0) for answer in answers) > 0
-        for prompt, answer, (_, sizes) in zip(prompts, answers, variants, strict=True):
-            tokens = sequence(prompt, answer)
-            alone = sizes.cascades == 1
-            table = streaming_llm(served.model, tokens, sizes) if alone else served.cascades.log_probs(tokens, sizes)
-            assert deviation(prompt, answer, table) <= TOLERANCE
-        served.idle()
-    finally:
-        engine.shutdown()

@@ -36,7 +36,7 @@ def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(cascade, CascadePolicy) and isinstance(streaming, StreamingLlmPolicy)
     assert (cascade.config.cascades, streaming.config.cascades) == (4, 1)
     assert cascade.config.slots == streaming.config.slots == 64 + 4096 + 1024
-    assert cascade.request_options == set(Cascade.__dataclass_fields__)
+    assert cascade.request_options == {*Cascade.__dataclass_fields__, "conversation", "continue"}
     assert backend_class(cascade) is StreamAttnBackend
     assert checks.serves_streams(arguments()) and checks.refusals(arguments()) == []
     assert not any(isinstance(policies()[name](), StreamPolicy) for name in ("dbsa", "double_p", "quest"))
@@ -71,6 +71,10 @@ def test_slots_are_bounded_and_short_requests_take_fewer(policy: CascadePolicy) 
     assert policy.slots({"window": 8, "stride": 1}, 10**9) == 13
     with pytest.raises(ValueError, match="= 84 KV slots; the server reserves at most 52 a request"):
         policy.check({"window": 64})
+    for wrong in ({"conversation": ""}, {"conversation": 3}, {"continue": True}, {"conversation": "a", "continue": 1}):
+        with pytest.raises(ValueError, match="custom_params: con"):
+            policy.check(wrong)
+    policy.check({"conversation": "a", "continue": False})
     policy.check({"window": 16, "stride": 32, "unknown": "is somebody else's"})
 
 

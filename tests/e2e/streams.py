@@ -1,0 +1,147 @@
+"""Streams in a real engine: a small pool, SGLang's strict checks, and what an answer must be.
+
+The pool has 160 slots and the model 128 positions; a request takes 52 of both, however long it is. SGLang's own strict
+checks of its accounting run while it is busy and when it is idle, and end the scheduler when a slot is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.server import until
+from tests.oracle import models
+from tests.oracle.streams import CascadeOracle, Sizes
+
+TOLERANCE = 1e-4  # on log-probabilities; another selection, sink or stride moves them by more than 1e-2
+CONTEXT, POOL, CHUNK, NEW_TOKENS = 128, 160, 50, 40
+SINKS, WINDOW, STRIDE, BETA = 4, 32, 16, 0.95
+SLOTS = SINKS + WINDOW + STRIDE
+POLICY = {"sinks": SINKS, "window": WINDOW, "stride": STRIDE, "beta": BETA}
+CASCADES = Sizes(SINKS, WINDOW, STRIDE, 4, BETA)
+STREAMING = Sizes(SINKS, WINDOW, STRIDE, 1)
+
+
+class Served:
+    """One engine, and its model in `transformers`."""
+
+    def __init__(self, engine: Any, folder: Path) -> None:
+        self.engine = engine
+        self.cascades, self.model = CascadeOracle(folder), models.load_model(folder)
+
+    def params(self, options: dict[str, Any], new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+        return {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "custom_params": options or None}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], options: Sequence[dict[str, Any]], new_tokens: int = NEW_TOKENS
+    ) -> list[dict[str, Any]]:
+        """Answers to prompts that are sent together."""
+        answers: list[dict[str, Any]] = self.engine.generate(
+            input_ids=[list(prompt) for prompt in prompts],
+            sampling_params=[self.params(each, new_tokens) for each in options],
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        return answers
+
+    def one(self, prompt: Sequence[int], new_tokens: int = NEW_TOKENS, **options: Any) -> dict[str, Any]:
+        return self.generate([prompt], [options], new_tokens)[0]
+
+    def together(self, prompts: Sequence[Sequence[int]], options: Sequence[dict[str, Any]]) -> list[Any]:
+        """Answers, or what was raised instead, to requests that run beside each other and end by themselves."""
+
+        async def ask() -> list[Any]:
+            answers = [
+                self.engine.async_generate(input_ids=list(prompt), sampling_params=self.params(each))
+                for prompt, each in zip(prompts, options, strict=True)
+            ]
+            return await asyncio.gather(*answers, return_exceptions=True)
+
+        return self.engine.loop.run_until_complete(ask())
+
+    def stats(self) -> dict[str, int]:
+        return self.engine.get_server_info()["internal_states"][0]["sglang_ext"]
+
+    def idle(self) -> None:
+        """Wait until no stream is left; SGLang checks its accounting as soon as nothing runs."""
+        until(lambda: self.stats()["streams"] == 0)
+        assert self.stats()["reserved_slots"] == 0
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return torch.randint(50, 380, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def sequence(prompt: Sequence[int], answer: dict[str, Any]) -> list[int]:
+    return [*prompt, *answer["output_ids"]]
+
+
+def deviation(prompt: Sequence[int], answer: dict[str, Any], table: torch.Tensor) -> float:
+    """Largest error of a log-probability of the prompt's or the answer's tokens, or of a choice, which was greedy."""
+    tokens, meta = sequence(prompt, answer), answer["meta_info"]
+    got = [value for value, *_ in [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]]
+    want = table[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    assert len(got) == len(want)
+    chosen = slice(len(prompt) - 1, len(tokens) - 1)
+    choice = (table[chosen].amax(1) - want[chosen]).max()
+    return float(max((torch.tensor(got, dtype=want.dtype) - want).abs().max(), choice))
+
+
+@contextmanager
+def serving(folder: Path, **arguments: Any) -> Iterator[Served]:
+    """An engine with the pool and the policy above. One at a time: the end of one ends all of the process."""
+    from sglang_ext import Engine
+
+    settings = {
+        "policy": POLICY,
+        "dtype": "float32",
+        "max_total_tokens": POOL,
+        "max_running_requests": 8,
+        "chunked_prefill_size": CHUNK,  # no multiple of the stride
+        "random_seed": 0,
+        "log_level": "error",
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+        patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
+        engine = Engine(model_path=str(folder), **{**settings, **arguments})
+        try:
+            yield Served(engine, folder)
+        finally:
+            engine.shutdown()
+            torch.set_num_threads(threads)
+
+
+def save(folder: Path) -> Path:
+    """The model, with fewer positions than any of the prompts that are called long has tokens."""
+    return models.save_model("llama", folder, max_position_embeddings=CONTEXT)
+
+
+TURNS = ((40, 9), (23, 12), (1, 5), (130, 4), (16, 30))
+"""(tokens of a prompt, of its answer): the last token of the first begins a stride; the fourth prompt takes chunks."""
+
+
+def converse(
+    served: Served, name: str, options: dict[str, Any], sizes: Sizes, turns: Sequence[tuple[int, int]]
+) -> None:
+    """Turn after turn, others between them; each answer is that to the whole conversation as one prompt."""
+    whole: list[int] = []
+    for number, (length, new_tokens) in enumerate(turns):
+        prompt = prompt_of(length, 100 + number)
+        goes_on = {"conversation": name, "continue": True} if number else {"conversation": name}
+        answer = served.generate([prompt], [{**options, **goes_on}], new_tokens)[0]
+        whole += prompt
+        table = served.cascades.log_probs([*whole, *answer["output_ids"]], sizes)[len(whole) - 1 : -1]
+        for (got, token, *_), row in zip(answer["meta_info"]["output_token_logprobs"], table, strict=True):
+            assert abs(row[token] - got) <= TOLERANCE and row.max() - row[token] <= TOLERANCE, (name, number)
+        assert answer["meta_info"]["prompt_tokens"] == length + bool(number)
+        whole += answer["output_ids"]
+        served.one(prompt_of(60, number), new_tokens=3)

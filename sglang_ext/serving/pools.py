@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import fastapi
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import policies
+from sglang_ext.attention.policy import StreamPolicy, policies
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
 from sglang_ext.serving.encode import Run, plan_runs
@@ -68,6 +68,7 @@ class PoolService:
         self.pools: dict[str, Pool] = {}
         policy = policies()[manager.server_args.attention_backend]()
         self.policy_options = policy.request_options
+        self._streams = isinstance(policy, StreamPolicy)
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
         self.metrics = TokenizerMetrics(manager.enable_metrics, manager.server_args.served_model_name)
         self.store = PoolStore(directory) if directory else None
@@ -166,6 +167,7 @@ class PoolService:
         check_name(name)
         parsed = PoolOptions.parse(options)
         items = parse_demonstrations(demonstrations)
+        self._refuse_streams()
         self._refuse_busy(name)
         groups = await self._apart(group_demonstrations, items, parsed, self._tokenizer())
         definition = Definition(parsed, {item.id: item for item in items}, tuple(tuple(group) for group in groups))
@@ -231,6 +233,14 @@ class PoolService:
         definition = Definition(parsed, {item.id: item for item in items}, tuple(map(tuple, groups)))
         layout = await self._apart(self._lay_out, definition)
         return describe(layout, parsed, state["bytes_per_token"], self.manager.context_len, state["total_tokens"])
+
+    def _refuse_streams(self) -> None:
+        if self._streams:
+            chosen = self.manager.server_args.attention_backend
+            raise PoolError(
+                f"every request of this server is a stream, and there are no pools (--attention-backend {chosen}):"
+                " serve them with another backend"
+            )
 
     def _refuse_busy(self, name: str) -> None:
         pool = self.pools.get(name)
@@ -674,6 +684,7 @@ class PoolService:
     async def _restore_all(self) -> None:
         for name, data in list(self._restore.items()):
             try:
+                self._refuse_streams()
                 await self._change(name, Definition.load(data), wait=True)
             except Exception as error:  # one pool that no longer fits must not take the others away
                 logger.error("sglang_ext: pool %s of the pool directory cannot be served: %s", name, error)

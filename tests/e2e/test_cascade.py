@@ -180,5 +180,5 @@ def test_wrong_options_of_a_request(served: Served, options: dict[str, Any], mes
 
 
 def test_pools_are_refused(served: Served) -> None:
-    with pytest.raises(Exception, match="every request of this server is a stream"):
+    with pytest.raises(ValueError, match="every request of this server is a stream"):
         served.engine.create_pool("pool", models.demonstrations(4))

@@ -207,7 +207,9 @@ def test_wrong_options_of_a_request(make: Make, name: str, options: dict[str, An
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_batches_that_mix_prompts_and_decoding_are_refused(make: Make, name: str) -> None:
+def test_batches_that_mix_prompts_and_decoding_are_refused(
+    make: Make, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from types import SimpleNamespace
 
     from sglang_ext.serving.checks import refusals
@@ -216,7 +218,11 @@ def test_batches_that_mix_prompts_and_decoding_are_refused(make: Make, name: str
     arguments = SimpleNamespace(attention_backend=name, enable_mixed_chunk=True, dp_size=1, pp_size=1)
     (problem,) = refusals(arguments)
     assert "enable_mixed_chunk" in problem and name in problem
-    assert refusals(SimpleNamespace(**{**vars(arguments), "attention_backend": "dbsa"})) == []
+    other = SimpleNamespace(**{**vars(arguments), "attention_backend": "dbsa"})
+    (problem,) = refusals(other)
+    assert "--policy" in problem and "dbsa has no options" in problem
+    monkeypatch.delenv(POLICY_ENV)
+    assert refusals(other) == []
 
 
 def test_options_that_the_policy_has_not_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.kernels.rope import Rope
+from sglang_ext.kernels.rope.triton_impl import angle_tables
 from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Config, Plan
 
 STAGING = 3
@@ -84,17 +85,6 @@ def _straight(items, kv_slots, straight, BLOCK: tl.constexpr):
         found = tl.minimum(found, tl.min(tl.where(breaks, at, kv_len), 0))
     tl.store(straight + item * 2, found)
     tl.store(straight + item * 2 + 1, first)
-
-
-@triton.jit
-def _angles(angles, inv_freq, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Tables of the turn by -angles[program]: float64 angles, as in kernels/rope (float32 is off at 1e6)."""
-    row = tl.program_id(0)
-    pair = tl.arange(0, BLOCK)
-    inside = pair < HALF
-    turn = -tl.load(angles + row).to(tl.float64) * tl.load(inv_freq + pair, mask=inside, other=0.0).to(tl.float64)
-    tl.store(cos + row * HALF + pair, tl.cos(turn).to(tl.float32), mask=inside)
-    tl.store(sin + row * HALF + pair, tl.sin(turn).to(tl.float32), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -303,17 +293,8 @@ class PlanBuffers:
             _straight[(len(plan.items),)](
                 self.sections["items"], self.kv_slots, self.straight, BLOCK=COPY_TOKENS, num_warps=4
             )
-        half = self.rope.inv_freq.numel()
-        if len(plan.angles) and half:
-            _angles[(len(plan.angles),)](
-                self.sections["angles"],
-                self.rope.inv_freq,
-                self.cos,
-                self.sin,
-                HALF=half,
-                BLOCK=triton.next_power_of_2(half),
-                num_warps=1,
-            )
+        if len(plan.angles) and self.rope.inv_freq.numel():
+            angle_tables(self.sections["angles"][: len(plan.angles)], self.rope, self.cos, self.sin)
         self.plan = plan
 
     def _check(self, plan: Plan, slot_table: torch.Tensor) -> None:

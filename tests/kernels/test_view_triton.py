@@ -526,6 +526,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from sglang_ext.kernels.rope import triton_impl as angles
 from sglang_ext.kernels.view_attention import buffers as upkeep
 from sglang_ext.kernels.view_attention import hopper_impl as hopper
 from sglang_ext.kernels.view_attention import triton_impl as kernels
@@ -558,7 +559,7 @@ compiled(kernels._merge, c, HEADS=32, VALUE_DIM=128, BLOCK_V=128, BLOCK_E=16, WI
 compiled(upkeep._advance, c, BLOCK=128)
 compiled(upkeep._gather_slots, c, BLOCK=1024)
 compiled(upkeep._straight, c, BLOCK=1024)
-compiled(upkeep._angles, c, HALF=64, BLOCK=64)
+compiled(angles._angle_tables, c, HALF=64, BLOCK=64)
 turn = {"turned": "*bf16", "counts": "*i32", "turned_rows": "i32"}
 TYPES |= turn
 compiled(hopper._turn, c, KV_HEADS=8, GROUP=4, DIM=128, ROTARY=128, NEOX=True, PROGRAMS=hopper.TURNING)

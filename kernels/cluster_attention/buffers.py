@@ -405,6 +405,14 @@ class RowBuffers:
         )  # fmt: skip
         return out
 
+    def chosen(self, batch: int) -> tuple[Selection, torch.Tensor]:
+        """What the last `attend` of so many rows chose: (selection, logits [batch, kv_heads, group, cells] float32).
+
+        The buffers themselves, valid until the next layer.
+        """
+        part = self._part(batch)
+        return part.selection, part.scores[0]
+
 
 def _first(s: Selection, batch: int) -> Selection:
     return Selection(

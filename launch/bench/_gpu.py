@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,83 @@ def time_gpu(work: Callable[..., Any], *arguments: Any, graph: bool = True, mill
         repeat_time_ms=milliseconds,
     )
     return Timing.of(float(t) * 1e-3 for t in times)
+
+
+def time_turns(
+    work: Callable[[int], Any], turns: int, device: torch.device, *, calls: int = 10, milliseconds: int = 200
+) -> Timing:
+    """Seconds of one call of `work`, inside a CUDA graph that calls it on each of `turns` sets of data in turn.
+
+    Unlike `time_gpu`, for work that touches a small part of its data: only the caller knows how many sets it takes for
+    the L2 cache to be cold. Without a GPU the calls are eager and say nothing about one.
+
+    Args:
+        work: given the number of the set, launches on the current stream; capturable.
+        turns: sets of data.
+        device: where it runs.
+        calls: the least calls of a graph, rounded up to whole rounds of turns.
+        milliseconds: how long to measure for.
+    """
+    calls = -(-calls // turns) * turns
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        work(0)
+        return Timing.of([time.perf_counter() - begin])
+    graph = _captured(work, turns, calls)
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def seconds(replays: int) -> float:
+        begin_event.record()
+        for _ in range(replays):
+            graph.replay()
+        end_event.record()
+        torch.cuda.synchronize()
+        return begin_event.elapsed_time(end_event) * 1e-3
+
+    seconds(3)
+    one = seconds(3) / 3
+    return Timing.of(seconds(1) / calls for _ in range(max(10, int(milliseconds * 1e-3 / one))))
+
+
+def _captured(work: Callable[[int], Any], turns: int, calls: int) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compile and allocate before the capture
+        for turn in range(turns):
+            work(turn)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(calls):
+            work(call % turns)
+    return graph
+
+
+def kernel_times(work: Callable[[int], Any], turns: int, device: torch.device, *, calls: int = 10) -> dict[str, float]:
+    """Seconds of each kernel in one call of `work`, by its name, from a profile of the graph that `time_turns` times.
+
+    A profiler that has run may go on slowing launches down: profile last. Empty without a GPU.
+    """
+    if device.type != "cuda":
+        return {}
+    calls = -(-calls // turns) * turns
+    graph = _captured(work, turns, calls)
+    graph.replay()
+    torch.cuda.synchronize()
+    rounds = 5
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as profiler:
+        for _ in range(rounds):
+            graph.replay()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            micro = event.time_range.elapsed_us()
+            found[event.name] = found.get(event.name, 0.0) + micro * 1e-6 / (rounds * calls)
+    return found
 
 
 def copy_bandwidth(device: torch.device, gib: int = 4) -> float:

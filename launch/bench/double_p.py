@@ -1,0 +1,56 @@
+"""``sglang-ext bench double_p``: decoding over clusters, beside dense attention and what bandwidth allows.
+
+In Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU:
+
+- kernels: attention of one decode layer on planted keys of three stated levels of peakedness, and its stages.
+
+Every row names its baseline, measured in the same run. Nothing is timed whose output was not checked before; kept
+fractions and the recovered mass stand beside the times.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_ext.launch.bench._record import Figure, save, table
+from sglang_ext.policies.double_p import DoubleP
+
+RESULTS = Path(__file__).resolve().parent / "results" / "double_p.json"
+PARTS = ("kernels",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
+    parser.add_argument("--shape", choices=("llama-3.1-8b", "tiny"), default="llama-3.1-8b")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536, 131072], metavar="TOKENS")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    parser.add_argument("--p1", type=float, default=0.95, help="estimated mass that is kept (default: 0.95)")
+    parser.add_argument("--p2", type=float, default=0.7, help="estimated mass that is exact (default: 0.7)")
+    parser.add_argument("--group", choices=("union", "mean"), default="union", help="sets of a group (default: union)")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the benchmark itself, TRITON_INTERPRET=1"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="JSON file (default: launch/bench/results/double_p.json)"
+    )
+    parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
+
+
+def main(args: argparse.Namespace) -> int:
+    from sglang_ext.launch.bench import _double_p_kernels as kernels
+    from sglang_ext.launch.bench._gpu import require_gpu
+
+    device = require_gpu() if args.device == "cuda" else torch.device("cpu")
+    config = DoubleP(p1=args.p1, p2=args.p2, group=args.group)
+    figures: list[Figure] = []
+    more: dict[str, Any] = {}
+    if args.only in (None, "kernels"):
+        figures += kernels.measure(device, args.shape, args.lengths, args.batches, config)
+    save(args.out, figures, commit=args.commit, **more)
+    print(table(figures))
+    print(f"written: {args.out}")
+    return 0

@@ -182,6 +182,7 @@ class _Part:
     scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     selection: Selection
     search: top_p.Workspace
+    workspace: attention.Workspace
     lse: torch.Tensor
 
 
@@ -255,13 +256,17 @@ class RowBuffers:
         self._cos = torch.zeros(c.rows * c.turns, half, dtype=torch.float32, device=device)
         self._sin = torch.zeros_like(self._cos)
         cells, kv_heads = c.tiles * width, shape.kv_heads
-        self._turned = torch.zeros(c.rows, c.turns, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
+        self._turned = torch.zeros(
+            c.rows if c.turns > 1 else 0, c.turns, shape.heads, shape.head_dim, dtype=shape.dtype, device=device
+        )
         self._logits = torch.zeros(c.rows, kv_heads, shape.group, cells, dtype=torch.float32, device=device)
         self._sizes = torch.zeros(c.rows, kv_heads, cells, dtype=torch.int32, device=device)
         self._starts = torch.zeros_like(self._sizes)
-        self._selection = Selection.empty(c.rows, kv_heads, cells, c.tokens, device, TILE)
+        self._selection = Selection.empty(c.rows, kv_heads, cells, device)
         self._search = top_p.Workspace.empty(c.rows, kv_heads, shape.group, cells, device)
-        self._workspace = attention.Workspace.empty(c.rows, kv_heads, shape.group, shape.value_dim, device, tuning)
+        self._workspace = attention.Workspace.empty(
+            c.rows, kv_heads, shape.group, shape.value_dim, cells, c.tokens, device, tuning, rotated=c.turns > 1
+        )
         self._lse = torch.zeros(c.rows, shape.heads, dtype=torch.float32, device=device)
         self._parts: dict[int, _Part] = {}
 
@@ -355,13 +360,12 @@ class RowBuffers:
         if batch not in self._parts:
             c, s = self.capacity, self.sections
             tiles = {name: s[name].view(c.rows, c.tiles)[:batch] for name in ("tiles", "turn", "sized")}
+            turn, dense_turn = tiles["turn"], s["dense_turn"].view(c.rows, self._dense_tiles)[:batch]
+            if c.turns == 1:  # every key is seen where it was written
+                turn = dense_turn = None
             self._parts[batch] = _Part(
-                clusters=ClusterRows(tiles["tiles"], s["counts"][:batch], tiles["turn"], tiles["sized"]),
-                dense=DenseTokens(
-                    self._dense[:batch],
-                    s["dense_counts"][:batch],
-                    s["dense_turn"].view(c.rows, self._dense_tiles)[:batch],
-                ),
+                clusters=ClusterRows(tiles["tiles"], s["counts"][:batch], turn, tiles["sized"]),
+                dense=DenseTokens(self._dense[:batch], s["dense_counts"][:batch], dense_turn, TILE),
                 cells=s["cells"][:batch],
                 p=s["p"].view(torch.float32).view(c.rows, 2)[:batch],
                 turns=s["turns"][:batch],
@@ -370,7 +374,10 @@ class RowBuffers:
                 turned=self._turned[:batch],
                 scores=(self._logits[:batch], self._sizes[:batch], self._starts[:batch]),
                 selection=_first(self._selection, batch),
-                search=top_p.Workspace(self._search.levels[:batch], self._search.arrived[:batch]),
+                search=top_p.Workspace(
+                    self._search.keys[:batch], self._search.levels[:batch], self._search.arrived[:batch]
+                ),
+                workspace=self._workspace.first(batch * self.shape.kv_heads),
                 lse=self._lse[:batch],
             )
         return self._parts[batch]
@@ -392,16 +399,18 @@ class RowBuffers:
             [batch, heads, value_dim] in query's dtype, zeros for padding.
         """
         part = self._part(query.shape[0])
-        turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
+        turned = query.unsqueeze(1)
+        if self.capacity.turns > 1:
+            turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
         scores = attention.centroid_scores(turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
         selection = top_p.select(
-            *scores, part.cells, part.p, tokens=self.capacity.tokens, group=self.group_rule, tile=TILE,
-            out=part.selection, workspace=part.search, tuning=self.search,
+            *scores, part.cells, part.p, group=self.group_rule, out=part.selection, workspace=part.search,
+            tuning=self.search,
         )  # fmt: skip
         out = query.new_empty(query.shape[0], self.shape.heads, self.shape.value_dim)
         attention.cluster_attention(
             turned, keys, values, pool, part.clusters, part.dense, selection, scores[0], scale,
-            out=(out, part.lse), workspace=self._workspace, tuning=self.tuning,
+            out=(out, part.lse), workspace=part.workspace, tuning=self.tuning,
         )  # fmt: skip
         return out
 
@@ -415,6 +424,4 @@ class RowBuffers:
 
 
 def _first(s: Selection, batch: int) -> Selection:
-    return Selection(
-        s.counts[:batch], s.exact[:batch], s.prefix[:batch], s.shift[:batch], s.approx[:batch], s.first[:batch], s.tile
-    )
+    return Selection(s.counts[:batch], s.exact[:batch], s.prefix[:batch], s.shift[:batch], s.approx[:batch])

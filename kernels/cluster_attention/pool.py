@@ -125,12 +125,14 @@ class DenseTokens:
         slots: [batch, most tokens] int32 KV slots, in any order; -1 is skipped.
         counts: [batch] int32 entries of each request, skipped ones counted.
         rotation: [batch, ceil(most tokens / tile)] int32: which of the query's rotations reads each run of `tile`
-            entries (the tile of `Selection`); None: the only one.
+            entries; None: the only one.
+        tile: t above; also the tokens of a tile of attention's work.
     """
 
     slots: torch.Tensor
     counts: torch.Tensor
     rotation: torch.Tensor | None = None
+    tile: int = 64
 
 
 def check(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, dense: DenseTokens | None = None) -> None:

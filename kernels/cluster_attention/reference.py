@@ -90,7 +90,7 @@ def cluster_attention(
             slots, turns = [], []
             entries = torch.arange(int(dense.counts[b]), device=query.device)
             own = dense.slots[b, entries]
-            run = entries // selection.tile
+            run = entries // dense.tile
             slots.append(own[own >= 0].long())
             turns.append((torch.zeros_like(run) if dense.rotation is None else dense.rotation[b, run].long())[own >= 0])
             for cell in selection.exact[b, h, :n_exact].tolist():

@@ -1,10 +1,12 @@
 """Attention over clusters in Triton: scores of all centroids, then exact tokens and summaries in one kernel.
 
-`_scores` reads every centroid of a request's tiles once for the whole group of heads. `_attend` is a fixed number of
-programs: the work of all rows (a row: a request's key-value head) is counted in tiles on the device (exact tokens, the
-summaries, the dense tokens), summed up, and cut into equal runs of tiles, so that peaked and flat heads balance. A run
-may span rows; program p writes its part of row r to place p + r, which is unique since both only grow. `_merge` joins
-the parts of a row; with `Tuning.fused` the program that finishes a row last does.
+`_scores` reads every centroid of a request's tiles once for the whole group of heads. `_expand` writes out the slots of
+the exact clusters' tokens and the places of the summaries, so that what `_attend` loads is one index away and its loads
+run ahead of the products. `_attend` is a fixed number of programs: the work of all rows (a row: a request's key-value
+head) is counted in tiles on the device (exact tokens, the summaries, the dense tokens), summed up, and cut into equal
+runs of tiles, so that peaked and flat heads balance. A run may span rows; program p writes its part of row r to place
+p + r, which is unique since both only grow. `_merge` joins the parts of a row; with `Tuning.fused` the program that
+finishes a row last does.
 
 A summary costs its mean value and the logit that `_scores` wrote: centroids are not read a second time.
 """
@@ -28,6 +30,7 @@ class Tuning:
     Attributes:
         programs: programs of `_attend`; three for each of an H200's 132 multiprocessors, as 168 registers leave
             room for.
+        expanding: programs of `_expand` for each row.
         summaries: centroid summaries of a tile of work; they cost half of what a token costs.
         warps, stages: of `_attend`.
         registers: the most a thread of `_attend` may use, for more programs on a multiprocessor; None: the compiler's.
@@ -38,6 +41,7 @@ class Tuning:
     """
 
     programs: int = 396
+    expanding: int = 8
     summaries: int = 128
     warps: int = 4
     stages: int = 2
@@ -55,7 +59,7 @@ TUNING = Tuning()
 @triton.jit
 def _scores(
     query, centroids, sizes, starts, tiles, tile_counts, rotation, sized, logits, out_sizes, out_starts,
-    scale, most_tiles, rotations,
+    scale, most_tiles, query_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, TILES: tl.constexpr, ROTATED: tl.constexpr, SIZED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -67,12 +71,13 @@ def _scores(
     of_query = (head * GROUP + g)[:, None] * DIM + d[None, :]
     in_query = (g < GROUP)[:, None] & (d < DIM)[None, :]
     row = request * KV_HEADS + head
-    q = tl.load(query + request * rotations * KV_HEADS * GROUP * DIM + of_query, mask=in_query, other=0.0)
+    query += request * query_stride
+    q = tl.load(query + of_query, mask=in_query, other=0.0)
     for place in tl.range(begin, end):
         tile = tl.load(tiles + request * most_tiles + place).to(tl.int64)
         if ROTATED:
             turn = tl.load(rotation + request * most_tiles + place)
-            turned = query + (request * rotations + turn) * KV_HEADS * GROUP * DIM
+            turned = query + turn * KV_HEADS * GROUP * DIM
             q = tl.load(turned + of_query, mask=in_query, other=0.0)
         base = (tile * KV_HEADS + head) * WIDTH
         centroid = tl.load(centroids + (base + c)[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
@@ -102,7 +107,7 @@ def centroid_scores(
     """`reference.centroid_scores` on the device: a fixed grid over the most tiles; counts are read from tensors.
 
     Args:
-        query: [batch, rotations, heads, head_dim] contiguous, in the centroids' dtype.
+        query: [batch, rotations, heads, head_dim], each request's contiguous, in the centroids' dtype.
         pool, rows, scale: as in the reference.
         out: (logits float32, sizes, starts) to write to; needed under CUDA graphs.
         tuning: see `Tuning`.
@@ -115,7 +120,7 @@ def centroid_scores(
     """
     check(query, pool, rows)
     _check_dtype(query, pool.centroids)
-    batch, rotations, heads, dim = query.shape
+    batch, _, heads, dim = query.shape
     _, kv_heads, width, _ = pool.centroids.shape
     group, most = heads // kv_heads, rows.tiles.shape[1]
     if out is None:
@@ -127,7 +132,7 @@ def centroid_scores(
         return out
     _scores[(triton.cdiv(most, tuning.score_tiles), kv_heads, batch)](
         query, pool.centroids, pool.sizes, pool.starts, rows.tiles, rows.counts, rows.rotation, rows.sized,
-        *out, scale, most, rotations,
+        *out, scale, most, query.stride(0),
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM_PAD=max(16, triton.next_power_of_2(dim)), TILES=tuning.score_tiles, ROTATED=rows.rotation is not None,
         SIZED=rows.sized is not None, PRECISION=_precision(query.dtype), num_warps=tuning.score_warps,
@@ -163,6 +168,45 @@ def _turned_scores(
     else:
         x = tl.dot(q, kt, input_precision=PRECISION)
     return x
+
+
+@triton.jit
+def _expand(
+    members, tiles, rotation, counts, exact, prefix, shift, approx, slots, turns, summaries,
+    most_tiles, most_tokens, most_members,
+    KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Slots of a row's exact tokens, in order (and the rotations that read them); where its summaries lie."""
+    row, head = tl.program_id(1).to(tl.int64), tl.program_id(1) % KV_HEADS
+    request = row // KV_HEADS
+    n_exact, n_tokens = tl.load(counts + row * 4), tl.load(counts + row * 4 + 1)
+    n_approx = tl.load(counts + row * 4 + 2)
+    lists = row * most_tiles * WIDTH
+    members += head.to(tl.int64) * most_members
+    k, j, s = tl.arange(0, CLUSTERS), tl.arange(0, TOKENS), tl.arange(0, BLOCK)
+    for begin in range(tl.program_id(0) * CLUSTERS, n_exact, tl.num_programs(0) * CLUSTERS):
+        place = begin + k
+        valid = place < n_exact
+        first = tl.load(prefix + lists + place, mask=valid, other=0)
+        last = tl.load(prefix + lists + place + 1, mask=place + 1 < n_exact, other=0)
+        last = tl.where(place + 1 < n_exact, last, n_tokens)
+        moved = tl.load(shift + lists + place, mask=valid, other=0)
+        if ROTATED:
+            cell = tl.load(exact + lists + place, mask=valid, other=0)
+            turn = tl.load(rotation + request * most_tiles + cell // WIDTH, mask=valid, other=0)
+        for done in range(0, tl.max(tl.where(valid, last - first, 0), 0), TOKENS):
+            token = first[:, None] + done + j[None, :]
+            inside = valid[:, None] & (token < last[:, None])
+            slot = tl.load(members + token + moved[:, None], mask=inside, other=0)
+            tl.store(slots + row * most_tokens + token, slot, mask=inside)
+            if ROTATED:
+                tl.store(turns + row * most_tokens + token, turn[:, None] + tl.zeros_like(token), mask=inside)
+    for begin in range(tl.program_id(0) * BLOCK, n_approx, tl.num_programs(0) * BLOCK):
+        place = begin + s
+        cell = tl.load(approx + lists + place, mask=place < n_approx, other=0)
+        tile = tl.load(tiles + request * most_tiles + cell // WIDTH, mask=place < n_approx, other=0)
+        tl.store(summaries + lists + place, (tile * KV_HEADS + head) * WIDTH + cell % WIDTH, mask=place < n_approx)
 
 
 @triton.jit
@@ -212,10 +256,10 @@ def _merge_row(
 
 @triton.jit
 def _attend(
-    query, key_cache, value_cache, summaries, members, tiles, rotation, dense_slots, dense_counts, dense_rotation,
-    counts, exact, prefix, shift, approx, first, logits, parts, part_lse, arrived, out, lse,
-    scale, rows, rotations, most_tiles, most_dense, most_first, most_members,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    query, key_cache, value_cache, means, slots, turns, summaries, dense_slots, dense_counts, dense_rotation,
+    counts, approx, logits, parts, part_lse, arrived, out, lse,
+    scale, rows, query_stride, most_cells, most_tokens, most_dense,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, SUMMARIES: tl.constexpr, TILE_ROTATED: tl.constexpr, DENSE_ROTATED: tl.constexpr,
     PRECISION: tl.constexpr, FUSED: tl.constexpr, PARTS: tl.constexpr,
@@ -230,7 +274,6 @@ def _attend(
         row = tl.sum((row_ends <= position).to(tl.int32), 0)
         g, d, v = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
         t, s = tl.arange(0, TILE), tl.arange(0, SUMMARIES)
-        cells = most_tiles * WIDTH
         # exp2 is what the hardware has: logits in units of log 2.
         log2e = 1.4426950408889634
         while position < stop:
@@ -242,9 +285,8 @@ def _attend(
             of_query = (head * GROUP + g)[:, None] * DIM + d[None, :]
             in_query = (g < GROUP)[:, None] & (d < DIM)[None, :]
             turn_stride = KV_HEADS * GROUP * DIM
-            queries = query + request * rotations * turn_stride
+            queries = query + request * query_stride
             q = tl.load(queries + of_query, mask=in_query, other=0.0)
-            n_exact = tl.load(counts + row * 4)
             n_tokens = tl.load(counts + row * 4 + 1)
             n_approx = tl.load(counts + row * 4 + 2)
             n_dense = tl.load(dense_counts + request)
@@ -253,24 +295,16 @@ def _attend(
             top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
             total = tl.zeros([GROUP_PAD], tl.float32)
             acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
-            lists = row.to(tl.int64) * cells
+            lists = row.to(tl.int64) * most_cells
+            of_tokens = row.to(tl.int64) * most_tokens
 
             for tile in tl.range(since, tl.minimum(until, exact_tiles)):
                 token = tile * TILE + t
                 visible = token < n_tokens
-                # A tile of n tokens lies in at most n clusters, the first of which is known.
-                place = tl.load(first + row.to(tl.int64) * most_first + tile) + t
-                begins = tl.load(prefix + lists + place, mask=place < n_exact, other=0x7FFFFFFF)
-                ends = tl.load(prefix + lists + place + 1, mask=place + 1 < n_exact, other=0x7FFFFFFF)
-                moved = tl.load(shift + lists + place, mask=place < n_exact, other=0)
-                holds = (begins[None, :] <= token[:, None]) & (token[:, None] < ends[None, :])
-                member = token + tl.sum(tl.where(holds, moved[None, :], 0), 1)
-                slot = tl.load(members + head.to(tl.int64) * most_members + member, mask=visible, other=0).to(tl.int64)
+                slot = tl.load(slots + of_tokens + token, mask=visible, other=0).to(tl.int64)
                 turn = tl.zeros([TILE], tl.int32)
                 if TILE_ROTATED:
-                    cell = tl.load(exact + lists + place, mask=place < n_exact, other=0)
-                    turns = tl.load(rotation + request * most_tiles + cell // WIDTH, mask=place < n_exact, other=0)
-                    turn = tl.sum(tl.where(holds, turns[None, :], 0), 1)
+                    turn = tl.load(turns + of_tokens + token, mask=visible, other=0)
                 at = slot * KV_HEADS + head
                 keys = tl.load(
                     key_cache + at[:, None] * DIM + d[None, :], mask=visible[:, None] & (d < DIM)[None, :], other=0.0
@@ -291,15 +325,14 @@ def _attend(
                 place = tile * SUMMARIES + s
                 visible = place < n_approx
                 cell = tl.load(approx + lists + place, mask=visible, other=0)
-                pooled = tl.load(tiles + request * most_tiles + cell // WIDTH, mask=visible, other=0).to(tl.int64)
-                at = (pooled * KV_HEADS + head) * WIDTH + cell % WIDTH
+                at = tl.load(summaries + lists + place, mask=visible, other=0).to(tl.int64)
                 values = tl.load(
-                    summaries + at[:, None] * VALUE_DIM + v[None, :],
+                    means + at[:, None] * VALUE_DIM + v[None, :],
                     mask=visible[:, None] & (v < VALUE_DIM)[None, :],
                     other=0.0,
                 )
                 x = tl.load(
-                    logits + (row.to(tl.int64) * GROUP + g)[:, None] * cells + cell[None, :],
+                    logits + (row.to(tl.int64) * GROUP + g)[:, None] * most_cells + cell[None, :],
                     mask=(g < GROUP)[:, None] & visible[None, :],
                     other=float("-inf"),
                 )
@@ -385,22 +418,60 @@ class Workspace:
         parts: [programs + batch * kv_heads, group, value_dim] float32.
         part_lse: [programs + batch * kv_heads, group] float32.
         arrived: [batch * kv_heads] int32, zero between launches.
+        slots: [batch * kv_heads, tokens] int32 KV slots of a row's exact tokens.
+        turns: [batch * kv_heads, tokens] int32, which of the query's rotations reads each; empty where there is one.
+        summaries: [batch * kv_heads, cells] int32 rows of the pool's mean values.
     """
 
     parts: torch.Tensor
     part_lse: torch.Tensor
     arrived: torch.Tensor
+    slots: torch.Tensor
+    turns: torch.Tensor
+    summaries: torch.Tensor
 
     @staticmethod
     def empty(
-        batch: int, kv_heads: int, group: int, value_dim: int, device: torch.device | str, tuning: Tuning = TUNING
+        batch: int,
+        kv_heads: int,
+        group: int,
+        value_dim: int,
+        cells: int,
+        tokens: int,
+        device: torch.device | str,
+        tuning: Tuning = TUNING,
+        *,
+        rotated: bool = False,
     ) -> Workspace:
-        places = tuning.programs + batch * kv_heads
+        """Buffers for `batch` requests of at most `cells` clusters with `tokens` tokens.
+
+        Args:
+            batch, kv_heads, group, value_dim: sizes.
+            cells: the most clusters of a request, empty ones counted.
+            tokens: the most clustered tokens of a request.
+            device: of the buffers.
+            tuning: that `cluster_attention` will be called with.
+            rotated: whether the query comes in more than one rotation.
+        """
+        rows = batch * kv_heads
+        places = tuning.programs + rows
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
         return Workspace(
             torch.empty(places, group, value_dim, dtype=torch.float32, device=device),
             torch.empty(places, group, dtype=torch.float32, device=device),
-            torch.zeros(batch * kv_heads, dtype=torch.int32, device=device),
+            ints(rows),
+            ints(rows, max(1, tokens)),
+            ints(rows, max(1, tokens) if rotated else 0),
+            ints(rows, max(1, cells)),
         )
+
+    def first(self, rows: int) -> Workspace:
+        """Of the first `rows` rows (batch * kv_heads)."""
+        parts = self.arrived[:rows], self.slots[:rows], self.turns[:rows], self.summaries[:rows]
+        return Workspace(self.parts, self.part_lse, *parts)
 
 
 def cluster_attention(
@@ -421,7 +492,7 @@ def cluster_attention(
     """`reference.cluster_attention` on the device: a fixed grid; all counts are read from tensors.
 
     Args:
-        query: [batch, rotations, heads, head_dim] contiguous, in the caches' dtype.
+        query: [batch, rotations, heads, head_dim], each request's contiguous, in the caches' dtype.
         key_cache: [num_slots, kv_heads, head_dim] contiguous.
         value_cache: [num_slots, kv_heads, value_dim] contiguous.
         pool, rows, dense, selection, scale: as in the reference; integers int32, contiguous.
@@ -439,7 +510,7 @@ def cluster_attention(
     check(query, pool, rows, dense)
     for tensor in (pool.centroids, pool.values, key_cache, value_cache):
         _check_dtype(query, tensor)
-    batch, rotations, heads, dim = query.shape
+    batch, _, heads, dim = query.shape
     _, kv_heads, width, value_dim = pool.values.shape
     group, count = heads // kv_heads, batch * kv_heads
     if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape[-1] != rows.tiles.shape[1] * width:
@@ -450,24 +521,38 @@ def cluster_attention(
     if out is None:
         output = torch.empty(batch, heads, value_dim, dtype=query.dtype, device=query.device)
         out = (output, torch.empty(batch, heads, dtype=torch.float32, device=query.device))
-    workspace = workspace or Workspace.empty(batch, kv_heads, group, value_dim, query.device, tuning)
+    cells, rotated = rows.tiles.shape[1] * width, rows.rotation is not None
+    workspace = workspace or Workspace.empty(
+        batch, kv_heads, group, value_dim, cells, pool.members.shape[1], query.device, tuning, rotated=rotated
+    )
     if workspace.parts.shape[0] < tuning.programs + count:
         raise ValueError(
             f"workspace of {workspace.parts.shape[0]} parts: expected {tuning.programs + count}; make it for this "
             "tuning"
         )
+    if tuple(workspace.summaries.shape) != (count, cells) or workspace.turns.shape[1] < rotated:
+        raise ValueError(
+            f"workspace of {tuple(workspace.summaries.shape)} summaries and {workspace.turns.shape[1]} rotations: "
+            f"expected {(count, cells)}, and rotations where the query has several"
+        )
     padded, value_pad = triton.next_power_of_2(count), max(16, triton.next_power_of_2(value_dim))
-    counted = dict(ROWS=padded, TILE=selection.tile, SUMMARIES=tuning.summaries, PARTS=tuning.merge_parts)
+    counted = dict(ROWS=padded, TILE=dense.tile, SUMMARIES=tuning.summaries, PARTS=tuning.merge_parts)
+    most_tokens = workspace.slots.shape[1]
+    if cells:
+        _expand[(tuning.expanding, count)](
+            pool.members, rows.tiles, rows.rotation, selection.counts, selection.exact, selection.prefix,
+            selection.shift, selection.approx, workspace.slots, workspace.turns, workspace.summaries,
+            rows.tiles.shape[1], most_tokens, pool.members.shape[-1],
+            KV_HEADS=kv_heads, WIDTH=width, ROTATED=rotated, CLUSTERS=32, TOKENS=32, BLOCK=256, num_warps=4,
+        )  # fmt: skip
     _attend[(tuning.programs,)](
-        query, key_cache, value_cache, pool.values, pool.members, rows.tiles, rows.rotation,
-        dense.slots, dense.counts, dense.rotation,
-        selection.counts, selection.exact, selection.prefix, selection.shift, selection.approx, selection.first,
+        query, key_cache, value_cache, pool.values, workspace.slots, workspace.turns, workspace.summaries,
+        dense.slots, dense.counts, dense.rotation, selection.counts, selection.approx,
         logits, workspace.parts, workspace.part_lse, workspace.arrived, *out,
-        scale, count, rotations, rows.tiles.shape[1], dense.slots.shape[1], selection.first.shape[-1],
-        pool.members.shape[-1],
-        KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim, WIDTH=width,
+        scale, count, query.stride(0), cells, most_tokens, dense.slots.shape[1],
+        KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim,
         GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        VALUE_PAD=value_pad, TILE_ROTATED=rows.rotation is not None, DENSE_ROTATED=dense.rotation is not None,
+        VALUE_PAD=value_pad, TILE_ROTATED=rotated, DENSE_ROTATED=dense.rotation is not None,
         PRECISION=_precision(query.dtype), FUSED=tuning.fused, **counted,
         num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers,
     )  # fmt: skip
@@ -485,8 +570,8 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _check_dtype(query: torch.Tensor, other: torch.Tensor) -> None:
-    if query.dtype != other.dtype or not query.is_contiguous() or not other.is_contiguous():
+    if query.dtype != other.dtype or not query[:1].is_contiguous() or not other.is_contiguous():
         raise ValueError(
-            f"query {query.dtype} (contiguous: {query.is_contiguous()}) beside {other.dtype} (contiguous: "
-            f"{other.is_contiguous()}): expected contiguous tensors of one dtype"
+            f"query {query.dtype} (each request's contiguous: {query[:1].is_contiguous()}) beside {other.dtype} "
+            f"(contiguous: {other.is_contiguous()}): expected contiguous tensors of one dtype"
         )

@@ -37,10 +37,8 @@ def select(
     cells: torch.Tensor,
     p: torch.Tensor,
     *,
-    tokens: int,
     group: str = "union",
     by_count: bool = False,
-    tile: int = 64,
 ) -> Selection:
     """Both stages of top-p for every request and key-value head (Double-P, sections 4.2 and 4.3).
 
@@ -52,11 +50,9 @@ def select(
         starts: [batch, kv_heads, cells] int32 index of each cluster's first token in the list of members.
         cells: [batch] int32, how many entries of each request are clusters.
         p: [batch, 2] (p1, p2), or with `by_count` the numbers of clusters (RetroInfer: stage 1 and exact).
-        tokens: the most clustered tokens of a request; sizes the buffers.
         group: `union`: a cluster is in a set if it is in any head's set. `mean`: one set for the group by the mean of
             the heads' probabilities.
         by_count: sets of a given number of clusters instead of a given mass.
-        tile: see `Selection`.
 
     Returns:
         The selection; exact = the second set, approx = the first set without the second.
@@ -66,7 +62,7 @@ def select(
     """
     check(logits, sizes, starts, cells, p, group)
     batch, kv_heads, _, width = logits.shape
-    out = Selection.empty(batch, kv_heads, width, tokens, logits.device, tile)
+    out = Selection.empty(batch, kv_heads, width, logits.device)
     for b in range(batch):
         n = int(cells[b])
         probability = torch.softmax(logits[b, ..., :n].to(torch.promote_types(logits.dtype, torch.float32)), -1)
@@ -80,12 +76,10 @@ def select(
             size = sizes[b, h, chosen].long().abs()
             end = size.cumsum(0)
             total = int(end[-1]) if len(end) else 0
-            heads_of_tiles = torch.arange(0, total, tile, device=logits.device)
             out.exact[b, h, : len(chosen)] = chosen.int()
             out.prefix[b, h, : len(chosen)] = (end - size).int()
             out.shift[b, h, : len(chosen)] = (starts[b, h, chosen] - (end - size)).int()
             out.approx[b, h, : len(rest)] = rest.int()
-            out.first[b, h, : len(heads_of_tiles)] = torch.searchsorted(end, heads_of_tiles, right=True).int()
             filled = int((sizes[b, h, :n] != 0).sum())
             out.counts[b, h] = torch.tensor([len(chosen), total, len(rest), filled], dtype=torch.int32)
     return out

@@ -22,8 +22,6 @@ class Selection:
         prefix: [batch, kv_heads, cells] int32, number of the first token of each listed exact cluster.
         shift: [batch, kv_heads, cells] int32: token number + shift = index into the list of members.
         approx: [batch, kv_heads, cells] int32 clusters computed by their centroid.
-        first: [batch, kv_heads, token tiles] int32: place in `exact` of the cluster that holds token `tile * t`.
-        tile: t above, tokens.
     """
 
     counts: torch.Tensor
@@ -31,28 +29,21 @@ class Selection:
     prefix: torch.Tensor
     shift: torch.Tensor
     approx: torch.Tensor
-    first: torch.Tensor
-    tile: int
 
     @staticmethod
-    def empty(
-        batch: int, kv_heads: int, cells: int, tokens: int, device: torch.device | str, tile: int = 64
-    ) -> Selection:
+    def empty(batch: int, kv_heads: int, cells: int, device: torch.device | str) -> Selection:
         """Uninitialised buffers.
 
         Args:
             batch, kv_heads: rows of the buffers.
             cells: the most clusters of a request, empty ones counted.
-            tokens: the most clustered tokens of a request.
             device: of the buffers.
-            tile: tokens of a tile of work; what attention is called with.
         """
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.empty(batch, kv_heads, *shape, dtype=torch.int32, device=device)
 
-        tiles = max(1, -(-tokens // tile))
-        return Selection(ints(4), ints(cells), ints(cells), ints(cells), ints(cells), ints(tiles), tile)
+        return Selection(ints(4), ints(cells), ints(cells), ints(cells), ints(cells))
 
 
 def check(

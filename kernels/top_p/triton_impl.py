@@ -3,10 +3,12 @@
 Masses become integers, in units of 2^-30 of a head's (or group's) sum. Integer sums do not depend on their order, so
 the set is exactly minimal for these masses and the same in every run; against the real masses, the error of a set's
 mass is below cells * 2^-30 (8e-6 at 8,192 clusters). The search looks for the largest threshold t with mass(>= t) >= p,
-on the float bits of the masses: one program holds all clusters of a head in registers, tries three thresholds of each
-stage in one joint reduction, and stops when one cluster is left between the bounds. It starts from the true maximum and
-from the bound below which the clusters together cannot matter, (1 - p) / cells. What is serial is the reductions: 4 to
-9 on normal logits of standard deviation 8 to 0.3, 14 at worst.
+on the float bits of the masses, so that thresholds lie at equal ratios: a program goes over a head's masses again and
+again, tries three thresholds of each stage in one joint reduction, and stops when one cluster is left between the
+bounds. It starts from the true maximum and from the bound below which the clusters together cannot matter,
+(1 - p) / cells: 4 to 9 rounds on normal logits of standard deviation 8 to 0.3, 14 at worst. The masses lie in the
+first-level cache, not in registers: a round costs what a head's clusters are, whatever the buffers have room for, and
+several heads fit on a multiprocessor.
 
 Two kernels: `_search` (a program for each head, or for each group with `mean`) writes two bits a cluster, `_compact` (a
 program for each group) joins the heads' bits and writes the lists with one scan of packed counts. With
@@ -23,7 +25,7 @@ import triton.language as tl
 
 from sglang_ext.kernels.top_p.selection import Selection, check
 
-MAX_CELLS = 32768  # a program holds all of a head's clusters in registers
+MAX_CELLS = (1 << 20) - 1  # lists are scanned with 20 bits for a place
 
 
 @dataclass(frozen=True)
@@ -31,21 +33,20 @@ class Tuning:
     """What is chosen by measurement.
 
     Attributes:
-        cells_per_thread: clusters of a head in one thread's registers; sets the number of warps.
-        chunk: clusters that are compacted at once; a request's count says how many chunks there are.
+        chunk: clusters of a head that a search program takes at once.
+        warps: of `_search`.
+        compact_chunk: clusters that are compacted at once.
         compact_warps: of `_compact`.
-        joint: one reduction for the eight sums of a step, instead of eight.
+        joint: one reduction for the eight sums of a round, instead of eight.
         fused: compact in the last search program of a group instead of in a second kernel.
     """
 
-    cells_per_thread: int = 8
     chunk: int = 2048
+    warps: int = 8
+    compact_chunk: int = 2048
     compact_warps: int = 8
     joint: bool = True
     fused: bool = False
-
-    def warps(self, cells: int) -> int:
-        return max(1, min(32, triton.next_power_of_2(cells) // (32 * self.cells_per_thread)))
 
 
 TUNING = Tuning()
@@ -57,47 +58,54 @@ def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
 
 
 @triton.jit
-def _inside(key, low, high):
-    return ((key >= low) & (key < high)).to(tl.int32)
+def _softmax_of(logits, base, n, CHUNK: tl.constexpr):
+    """(maximum, sum of exponentials) of one head."""
+    c = tl.arange(0, CHUNK)
+    tops = tl.full([CHUNK], float("-inf"), tl.float32)
+    for begin in range(0, n, CHUNK):
+        x = tl.load(logits + base + begin + c, mask=begin + c < n, other=float("-inf")).to(tl.float32)
+        tops = tl.maximum(tops, x)
+    top = tl.max(tops, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    sums = tl.zeros([CHUNK], tl.float32)
+    for begin in range(0, n, CHUNK):
+        x = tl.load(logits + base + begin + c, mask=begin + c < n, other=float("-inf")).to(tl.float32)
+        sums += tl.exp(x - top)
+    return top, tl.maximum(tl.sum(sums, 0), 1.0)
 
 
 @triton.jit
-def _mass_from(key, mass, at):
-    return tl.where(key >= at, mass, 0)
+def _least(bits, BY_COUNT: tl.constexpr):
+    """The smallest key that a threshold, given in the order of the search, lets in."""
+    if BY_COUNT:
+        return bits
+    else:
+        return tl.ceil(bits.to(tl.float32, bitcast=True)).to(tl.int32)
 
 
 @triton.jit
-def _narrow(low, high, step, need, count, m1, m2, m3):
-    """The quarter of [low, high) that holds the threshold, and its width; width 0 where one cluster is left."""
+def _value_from(key, at, BY_COUNT: tl.constexpr):
+    """What clusters from a key on count for: their mass, or 1."""
+    if BY_COUNT:
+        return (key >= at).to(tl.int32)
+    else:
+        return tl.where(key >= at, key, 0)
+
+
+@triton.jit
+def _narrow(low, high, step, need, beyond, count, m1, m2, m3):
+    """The quarter of [low, high) that holds the threshold, its width (0 where one cluster is left), mass(>= high)."""
     t1, t2, t3 = tl.minimum(low + step, high), tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
     new_high = tl.where(m1 < need, t1, tl.where(m2 < need, t2, tl.where(m3 < need, t3, high)))
+    beyond = tl.where(m1 < need, m1, tl.where(m2 < need, m2, tl.where(m3 < need, m3, beyond)))
     new_low = tl.where(m3 >= need, t3, tl.where(m2 >= need, t2, tl.where(m1 >= need, t1, low)))
-    return new_low, new_high, tl.where(count > 1, new_high - new_low, 0)
-
-
-@triton.jit
-def _boundary(key, mass, low, need):
-    """The threshold itself, how many of the clusters equal to it are needed, and how many there are."""
-    at = tl.min(tl.where(key >= low, key, 0x7FFFFFFF), 0)
-    beyond = tl.sum(tl.where(key > at, mass, 0), 0)
-    equal = key == at
-    unit = tl.maximum(tl.max(tl.where(equal, mass, 0), 0), 1)
-    return at, (need - beyond + unit - 1) // unit, tl.sum(equal.to(tl.int32), 0)
-
-
-@triton.jit
-def _weights(logits, base, cell, n):
-    """(logits, masses that sum to 1) of one head."""
-    x = tl.load(logits + base + cell, mask=cell < n, other=float("-inf")).to(tl.float32)
-    top = tl.max(x, 0)
-    weight = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
-    return x, weight / tl.maximum(tl.sum(weight, 0), 1.0)
+    return new_low, new_high, tl.where((count > 1) & (need > 0), new_high - new_low, 0), beyond
 
 
 @triton.jit
 def _compact_row(
-    levels, sizes, starts, counts, exact, prefix, shift, approx, first, row, n, width, tiles,
-    SEARCHES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    levels, sizes, starts, counts, exact, prefix, shift, approx, row, n, width,
+    SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Three running sums in one number, and so in one scan: 20 bits, 20 bits, 24 bits.
     running = tl.zeros([1], tl.int64)
@@ -126,12 +134,6 @@ def _compact_row(
         tl.store(prefix + out + place, token, mask=is_exact != 0)
         tl.store(shift + out + place, start - token, mask=is_exact != 0)
         tl.store(approx + out + ((before >> 20) & 0xFFFFF).to(tl.int32), cell, mask=is_approx != 0)
-        # Tile t of the tokens begins in the cluster that holds token TILE * t: a long cluster begins several.
-        tile = (token + TILE - 1) // TILE
-        last = token + tokens
-        for _ in range(0, (tl.max(tokens, 0) + TILE - 1) // TILE):
-            tl.store(first + row * tiles + tile, place, mask=(tile * TILE < last) & (tile < tiles))
-            tile += 1
         running += tl.sum(packed, 0)
         filled += tl.sum((size > 0).to(tl.int32), 0)
     one = tl.arange(0, 1)
@@ -143,107 +145,153 @@ def _compact_row(
 
 @triton.jit
 def _search(
-    logits, sizes, starts, cells, p, levels, arrived, counts, exact, prefix, shift, approx, first,
-    kv_heads, width, tiles,
-    GROUP: tl.constexpr, SEARCHES: tl.constexpr, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, JOINT: tl.constexpr, FUSED: tl.constexpr,
+    logits, sizes, starts, cells, p, keys, levels, arrived, counts, exact, prefix, shift, approx,
+    kv_heads, width,
+    GROUP: tl.constexpr, SEARCHES: tl.constexpr, BY_COUNT: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
+    JOINT: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)  # row: a request's key-value head
     request = row // kv_heads
     n = tl.load(cells + request)
-    cell = tl.arange(0, BLOCK)
-    if SEARCHES == 1:  # the mean over the group, which is the head itself for a group of one
-        x, share = _weights(logits, row * GROUP * width, cell, n)
-        for other in tl.static_range(1, GROUP):
-            _, weight = _weights(logits, (row * GROUP + other) * width, cell, n)
-            share += weight
-        share = share / GROUP
-    else:
-        x, share = _weights(logits, (row * GROUP + head) * width, cell, n)
-    present = x > float("-inf")
+    c = tl.arange(0, CHUNK)
+    base = (row * SEARCHES + head) * width
+    # Keys: masses, whole numbers of at most 24 significant bits, or the order of the masses where clusters are counted;
+    # -1 where there is none.
+    HEADS: tl.constexpr = GROUP // SEARCHES  # the mean over the group, or one head
+    most = tl.full([CHUNK], -1, tl.int32)
+    sums = tl.zeros([CHUNK], tl.int32)
+    for other in range(HEADS):
+        of_head = (row * GROUP + head + other) * width
+        top, weight = _softmax_of(logits, of_head, n, CHUNK)
+        for begin in range(0, n, CHUNK):
+            cell = begin + c
+            x = tl.load(logits + of_head + cell, mask=cell < n, other=float("-inf")).to(tl.float32)
+            share = tl.exp(x - top) / weight
+            if HEADS > 1:
+                known = tl.load(keys + base + cell, mask=(cell < n) & (other > 0), other=0)
+                share += known.to(tl.float32, bitcast=True)
+            key = share.to(tl.int32, bitcast=True)
+            if other == HEADS - 1:
+                if HEADS > 1:
+                    share = share / HEADS
+                key = share.to(tl.int32, bitcast=True) + 1 if BY_COUNT else (share * 1073741824.0).to(tl.int32)
+                key = tl.where(x > float("-inf"), key, -1)
+                most = tl.maximum(most, key)
+                sums += _value_from(key, 0, BY_COUNT)
+            tl.store(keys + base + cell, key, mask=cell < n)
+    tl.debug_barrier()
+    total = tl.sum(sums, 0)
     p1 = tl.load(p + request * 2)
     p2 = tl.load(p + request * 2 + 1)
     if BY_COUNT:
-        mass = present.to(tl.int32)
-        key = tl.where(present, share.to(tl.int32, bitcast=True) + 1, 0)
-        total = tl.sum(mass, 0)
         need1 = tl.minimum(tl.maximum(p1, 0.0).to(tl.int32), total)
         need2 = tl.minimum(tl.maximum(p2, 0.0).to(tl.int32), total)
-        low1 = 1
-        low2 = 1
+        low1 = tl.full([], 1, tl.int32)
+        low2 = low1
+        high1 = tl.max(most, 0) + 1
     else:
-        # Whole numbers of at most 24 significant bits: a float32 holds each exactly, and its bits are ordered as it is.
-        mass = (share * 1073741824.0).to(tl.int32)
-        key = mass.to(tl.float32).to(tl.int32, bitcast=True)
-        total = tl.sum(mass, 0)
+        # A float32 holds each mass exactly, and its bits are ordered as it is.
         need1 = tl.minimum(tl.maximum(tl.ceil(p1.to(tl.float64) * total), 0.0).to(tl.int32), total)
         need2 = tl.minimum(tl.maximum(tl.ceil(p2.to(tl.float64) * total), 0.0).to(tl.int32), total)
         # n clusters below slack / n weigh less than what may be left out; rounded down to be safe.
         slack = 0.999999 / tl.maximum(n, 1).to(tl.float32)
         low1 = tl.maximum((total - need1).to(tl.float32) * slack, 1.0).to(tl.int32, bitcast=True)
         low2 = tl.maximum((total - need2).to(tl.float32) * slack, 1.0).to(tl.int32, bitcast=True)
-    high1 = tl.max(key, 0) + 1
+        high1 = tl.maximum(tl.max(most, 0), 0).to(tl.float32).to(tl.int32, bitcast=True) + 1
     high2 = high1
     low1 = tl.minimum(low1, high1 - 1)
     low2 = tl.minimum(low2, high2 - 1)
-    # Always: mass(>= low) >= need > mass(>= high).
+    # Always: mass(>= low) >= need > mass(>= high) = beyond.
+    beyond1 = tl.full([], 0, tl.int32)
+    beyond2 = beyond1
     open1 = tl.where(need1 > 0, high1 - low1, 0)
     open2 = tl.where(need2 > 0, high2 - low2, 0)
     while tl.maximum(open1, open2) > 1:
         step1 = (high1 - low1 + 3) // 4
         step2 = (high2 - low2 + 3) // 4
-        a1 = _mass_from(key, mass, tl.minimum(low1 + step1, high1))
-        a2 = _mass_from(key, mass, tl.minimum(low1 + 2 * step1, high1))
-        a3 = _mass_from(key, mass, tl.minimum(low1 + 3 * step1, high1))
-        b1 = _mass_from(key, mass, tl.minimum(low2 + step2, high2))
-        b2 = _mass_from(key, mass, tl.minimum(low2 + 2 * step2, high2))
-        b3 = _mass_from(key, mass, tl.minimum(low2 + 3 * step2, high2))
-        a0, b0 = _inside(key, low1, high1), _inside(key, low2, high2)
+        u0, u4 = _least(low1, BY_COUNT), _least(high1, BY_COUNT)
+        v0, v4 = _least(low2, BY_COUNT), _least(high2, BY_COUNT)
+        u1 = _least(tl.minimum(low1 + step1, high1), BY_COUNT)
+        u2 = _least(tl.minimum(low1 + 2 * step1, high1), BY_COUNT)
+        u3 = _least(tl.minimum(low1 + 3 * step1, high1), BY_COUNT)
+        v1 = _least(tl.minimum(low2 + step2, high2), BY_COUNT)
+        v2 = _least(tl.minimum(low2 + 2 * step2, high2), BY_COUNT)
+        v3 = _least(tl.minimum(low2 + 3 * step2, high2), BY_COUNT)
+        a0 = tl.zeros([CHUNK], tl.int32)
+        a1, a2, a3, b0, b1, b2, b3 = a0, a0, a0, a0, a0, a0, a0
+        for begin in range(0, n, CHUNK):
+            key = tl.load(keys + base + begin + c, mask=begin + c < n, other=-1)
+            a0 += ((key >= u0) & (key < u4)).to(tl.int32)
+            b0 += ((key >= v0) & (key < v4)).to(tl.int32)
+            a1 += _value_from(key, u1, BY_COUNT)
+            a2 += _value_from(key, u2, BY_COUNT)
+            a3 += _value_from(key, u3, BY_COUNT)
+            b1 += _value_from(key, v1, BY_COUNT)
+            b2 += _value_from(key, v2, BY_COUNT)
+            b3 += _value_from(key, v3, BY_COUNT)
         if JOINT:
             s0, s1, s2, s3, t0, t1, t2, t3 = tl.reduce((a0, a1, a2, a3, b0, b1, b2, b3), 0, _add8)
         else:
             s0, s1, s2, s3 = tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0)
             t0, t1, t2, t3 = tl.sum(b0, 0), tl.sum(b1, 0), tl.sum(b2, 0), tl.sum(b3, 0)
-        low1, high1, open1 = _narrow(low1, high1, step1, need1, s0, s1, s2, s3)
-        low2, high2, open2 = _narrow(low2, high2, step2, need2, t0, t1, t2, t3)
-        open1 = tl.where(need1 > 0, open1, 0)
-        open2 = tl.where(need2 > 0, open2, 0)
-    at1, wanted1, equal1 = _boundary(key, mass, low1, need1)
-    at2, wanted2, equal2 = _boundary(key, mass, low2, need2)
-    rank1 = tl.zeros([BLOCK], tl.int32)
-    rank2 = tl.zeros([BLOCK], tl.int32)
-    if (wanted1 < equal1) | (wanted2 < equal2):  # rare: of equal clusters, only the first are taken
-        packed = tl.cumsum((key == at1).to(tl.int64) + ((key == at2).to(tl.int64) << 32), 0)
-        rank1 = (packed & 0xFFFFFFFF).to(tl.int32)
-        rank2 = (packed >> 32).to(tl.int32)
-    taken1 = (need1 > 0) & ((key > at1) | ((key == at1) & (rank1 <= wanted1)))
-    taken2 = (need2 > 0) & ((key > at2) | ((key == at2) & (rank2 <= wanted2)))
-    if not BY_COUNT:  # p = 1 is everything, what weighs less than a unit included
-        taken1 = tl.where(p1 >= 1.0, True, taken1)
-        taken2 = tl.where(p2 >= 1.0, True, taken2)
-    level = (taken1 & present).to(tl.int8) + (taken2 & present).to(tl.int8) * 2
-    tl.store(levels + (row * SEARCHES + head) * width + cell, level, mask=cell < n)
+        low1, high1, open1, beyond1 = _narrow(low1, high1, step1, need1, beyond1, s0, s1, s2, s3)
+        low2, high2, open2, beyond2 = _narrow(low2, high2, step2, need2, beyond2, t0, t1, t2, t3)
+    # All keys that are left between the bounds are equal: how many there are, and how many of them are needed.
+    u0, u4 = _least(low1, BY_COUNT), _least(high1, BY_COUNT)
+    v0, v4 = _least(low2, BY_COUNT), _least(high2, BY_COUNT)
+    a0 = tl.zeros([CHUNK], tl.int32)
+    a1, b0, b1 = a0, a0, a0
+    for begin in range(0, n, CHUNK):
+        key = tl.load(keys + base + begin + c, mask=begin + c < n, other=-1)
+        left1, left2 = (key >= u0) & (key < u4), (key >= v0) & (key < v4)
+        a0 = tl.maximum(a0, tl.where(left1, key, 0))
+        b0 = tl.maximum(b0, tl.where(left2, key, 0))
+        a1 += left1.to(tl.int32)
+        b1 += left2.to(tl.int32)
+    at1, at2, equal1, equal2 = tl.max(a0, 0), tl.max(b0, 0), tl.sum(a1, 0), tl.sum(b1, 0)
+    unit1, unit2 = tl.maximum(at1, 1), tl.maximum(at2, 1)
+    if BY_COUNT:
+        unit1 = tl.full([], 1, tl.int32)
+        unit2 = unit1
+    wanted1 = (need1 - beyond1 + unit1 - 1) // unit1
+    wanted2 = (need2 - beyond2 + unit2 - 1) // unit2
+    ties = (wanted1 < equal1) | (wanted2 < equal2)  # rare: of equal clusters, only the first are taken
+    seen1 = tl.full([], 0, tl.int32)
+    seen2 = seen1
+    for begin in range(0, n, CHUNK):
+        cell = begin + c
+        key = tl.load(keys + base + cell, mask=cell < n, other=-1)
+        rank1 = tl.zeros([CHUNK], tl.int32)
+        rank2 = tl.zeros([CHUNK], tl.int32)
+        if ties:
+            packed = tl.cumsum((key == at1).to(tl.int64) + ((key == at2).to(tl.int64) << 32), 0)
+            rank1 = seen1 + (packed & 0xFFFFFFFF).to(tl.int32)
+            rank2 = seen2 + (packed >> 32).to(tl.int32)
+            seen1 += tl.sum((key == at1).to(tl.int32), 0)
+            seen2 += tl.sum((key == at2).to(tl.int32), 0)
+        taken1 = (need1 > 0) & ((key > at1) | ((key == at1) & (rank1 <= wanted1)))
+        taken2 = (need2 > 0) & ((key > at2) | ((key == at2) & (rank2 <= wanted2)))
+        if not BY_COUNT:  # p = 1 is everything, what weighs less than a unit included
+            taken1 = tl.where(p1 >= 1.0, True, taken1)
+            taken2 = tl.where(p2 >= 1.0, True, taken2)
+        level = (taken1 & (key >= 0)).to(tl.int8) + (taken2 & (key >= 0)).to(tl.int8) * 2
+        tl.store(levels + base + cell, level, mask=cell < n)
     if FUSED:
         tl.debug_barrier()  # all of this program's levels, before its arrival is told
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == SEARCHES - 1:
             tl.debug_barrier()
             tl.store(arrived + row, 0)  # for the next launch
-            _compact_row(
-                levels, sizes, starts, counts, exact, prefix, shift, approx, first, row, n, width, tiles,
-                SEARCHES, CHUNK, TILE,
-            )  # fmt: skip
+            _compact_row(levels, sizes, starts, counts, exact, prefix, shift, approx, row, n, width, SEARCHES, LISTED)
 
 
 @triton.jit
 def _compact(
-    levels, sizes, starts, cells, counts, exact, prefix, shift, approx, first, kv_heads, width, tiles,
-    SEARCHES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    levels, sizes, starts, cells, counts, exact, prefix, shift, approx, kv_heads, width,
+    SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.load(cells + row // kv_heads)
-    _compact_row(
-        levels, sizes, starts, counts, exact, prefix, shift, approx, first, row, n, width, tiles, SEARCHES, BLOCK, TILE
-    )
+    _compact_row(levels, sizes, starts, counts, exact, prefix, shift, approx, row, n, width, SEARCHES, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -251,17 +299,20 @@ class Workspace:
     """Buffers that `select` needs beside its output; allocate once, before a CUDA graph is captured.
 
     Attributes:
+        keys: [batch, kv_heads, group, cells] int32.
         levels: [batch, kv_heads, group, cells] int8.
         arrived: [batch, kv_heads] int32, zero between launches.
     """
 
+    keys: torch.Tensor
     levels: torch.Tensor
     arrived: torch.Tensor
 
     @staticmethod
     def empty(batch: int, kv_heads: int, group: int, cells: int, device: torch.device | str) -> Workspace:
-        levels = torch.empty(batch, kv_heads, group, cells, dtype=torch.int8, device=device)
-        return Workspace(levels, torch.zeros(batch, kv_heads, dtype=torch.int32, device=device))
+        keys = torch.empty(batch, kv_heads, group, cells, dtype=torch.int32, device=device)
+        arrived = torch.zeros(batch, kv_heads, dtype=torch.int32, device=device)
+        return Workspace(keys, torch.empty_like(keys, dtype=torch.int8), arrived)
 
 
 def select(
@@ -271,10 +322,8 @@ def select(
     cells: torch.Tensor,
     p: torch.Tensor,
     *,
-    tokens: int,
     group: str = "union",
     by_count: bool = False,
-    tile: int = 64,
     out: Selection | None = None,
     workspace: Workspace | None = None,
     tuning: Tuning = TUNING,
@@ -285,7 +334,7 @@ def select(
         logits: as in the reference, any floating dtype, contiguous; searched in float32.
         sizes, starts, cells: as in the reference, contiguous int32.
         p: [batch, 2] float32.
-        tokens, group, by_count, tile: as in the reference. A request must not have more clustered tokens than `tokens`.
+        group, by_count: as in the reference.
         out, workspace: buffers to use; needed under CUDA graphs, made otherwise.
         tuning: see `Tuning`.
 
@@ -308,21 +357,20 @@ def select(
     ):
         if tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous {dtype}")
-    out = out or Selection.empty(batch, kv_heads, width, tokens, logits.device, tile)
+    out = out or Selection.empty(batch, kv_heads, width, logits.device)
     workspace = workspace or Workspace.empty(batch, kv_heads, heads, width, logits.device)
     searches = 1 if group == "mean" else heads
-    block, warps = triton.next_power_of_2(width), tuning.warps(width)
-    chunk = min(block, triton.next_power_of_2(tuning.chunk))
-    tiles = out.first.shape[-1]
-    lists = (out.counts, out.exact, out.prefix, out.shift, out.approx, out.first)
+    block = triton.next_power_of_2(width)
+    listed = min(block, tuning.compact_chunk)
+    lists = (out.counts, out.exact, out.prefix, out.shift, out.approx)
     _search[(searches, batch * kv_heads)](
-        logits, sizes, starts, cells, p, workspace.levels, workspace.arrived, *lists, kv_heads, width, tiles,
-        GROUP=heads, SEARCHES=searches, BY_COUNT=by_count, BLOCK=block, CHUNK=chunk, TILE=out.tile,
-        JOINT=tuning.joint, FUSED=tuning.fused, num_warps=warps,
+        logits, sizes, starts, cells, p, workspace.keys, workspace.levels, workspace.arrived, *lists, kv_heads, width,
+        GROUP=heads, SEARCHES=searches, BY_COUNT=by_count, CHUNK=min(block, tuning.chunk), LISTED=listed,
+        JOINT=tuning.joint, FUSED=tuning.fused, num_warps=tuning.warps,
     )  # fmt: skip
     if not tuning.fused:
         _compact[(batch * kv_heads,)](
-            workspace.levels, sizes, starts, cells, *lists, kv_heads, width, tiles,
-            SEARCHES=searches, BLOCK=chunk, TILE=out.tile, num_warps=tuning.compact_warps,
+            workspace.levels, sizes, starts, cells, *lists, kv_heads, width,
+            SEARCHES=searches, BLOCK=listed, num_warps=tuning.compact_warps,
         )  # fmt: skip
     return out

@@ -55,7 +55,7 @@ STAGES = (
     ("scores", ("_scores",)),
     ("selection", ("_search", "_compact", "_select", "_threshold", "_levels")),
     ("merge", ("_merge",)),
-    ("attention", ("_attend",)),
+    ("attention", ("_attend", "_expand")),
 )
 """Stage -> parts of kernel names, the first that fits."""
 OTHER = "other"
@@ -339,9 +339,7 @@ class Step:
         errors = {"logits": _error(logits[filled], expected[filled])}
         cells = torch.tensor([planted.tiles * WIDTH], dtype=torch.int32, device=device)
         p = torch.tensor([planted.config.stages], dtype=torch.float64, device=device)
-        sorted_out = select_by_sorting(
-            logits.double(), sizes, starts, cells, p, tokens=whole.tokens, group=planted.config.group, tile=chosen.tile
-        )
+        sorted_out = select_by_sorting(logits.double(), sizes, starts, cells, p, group=planted.config.group)
         errors["selection"] = _difference(chosen, sorted_out, int(cells))
         wanted, _ = reference.cluster_attention(
             turned, layer.keys, layer.values, layer.pool, rows, dense, chosen, logits, planted.scale
@@ -405,9 +403,7 @@ class Step:
 
 def _one(selection: Selection, row: int) -> Selection:
     own, s = slice(row, row + 1), selection
-    return Selection(
-        s.counts[own], s.exact[own], s.prefix[own], s.shift[own], s.approx[own], s.first[own], selection.tile
-    )
+    return Selection(s.counts[own], s.exact[own], s.prefix[own], s.shift[own], s.approx[own])
 
 
 def _mask(selection: Selection, cells: int) -> torch.Tensor:

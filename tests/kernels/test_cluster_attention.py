@@ -55,8 +55,8 @@ class World:
         return self.query.shape[2] // self.keys.shape[1]
 
     def to(self, dtype: torch.dtype, device: str) -> World:
-        def move(x: torch.Tensor | None) -> torch.Tensor | None:
-            return x if x is None else (x.to(dtype) if x.is_floating_point() else x).to(device)
+        def move(x: torch.Tensor | int | None) -> torch.Tensor | int | None:
+            return x if not isinstance(x, torch.Tensor) else (x.to(dtype) if x.is_floating_point() else x).to(device)
 
         parts = {k: move(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         for name in ("pool", "rows", "dense"):
@@ -113,7 +113,7 @@ def make_world(
         values,
         ClusterPool(centroids, means, sizes, starts, torch.tensor(members, dtype=torch.int32)),
         ClusterRows(listed, torch.tensor([len(row) for row in clustered], dtype=torch.int32), turned),
-        DenseTokens(dense, torch.tensor(own, dtype=torch.int32), runs),
+        DenseTokens(dense, torch.tensor(own, dtype=torch.int32), runs, TILE),
         scale=0.4,
     )
 
@@ -168,8 +168,8 @@ def expected(world: World, exact: torch.Tensor, approx: torch.Tensor) -> tuple[t
 def lists(world: World, exact: torch.Tensor, approx: torch.Tensor) -> Selection:
     """The selection that says these sets, written out one token at a time; stale entries name nothing valid."""
     batch, kv_heads, cells = exact.shape
-    got = Selection.empty(batch, kv_heads, cells, 600, "cpu", TILE)
-    for buffer in (got.exact, got.prefix, got.shift, got.approx, got.first):
+    got = Selection.empty(batch, kv_heads, cells, "cpu")
+    for buffer in (got.exact, got.prefix, got.shift, got.approx):
         buffer.fill_(-(10**6))
     for b in range(batch):
         for h in range(kv_heads):
@@ -179,10 +179,7 @@ def lists(world: World, exact: torch.Tensor, approx: torch.Tensor) -> Selection:
                 tile = world.rows.tiles[b, cell // WIDTH]
                 got.exact[b, h, place], got.prefix[b, h, place] = cell, tokens
                 got.shift[b, h, place] = world.pool.starts[tile, h, cell % WIDTH] - tokens
-                for _ in range(int(world.pool.sizes[tile, h, cell % WIDTH])):
-                    if tokens % TILE == 0:
-                        got.first[b, h, tokens // TILE] = place
-                    tokens += 1
+                tokens += int(world.pool.sizes[tile, h, cell % WIDTH])
             got.approx[b, h, : len(rest)] = torch.tensor(rest, dtype=torch.int32)
             got.counts[b, h] = torch.tensor([len(chosen), tokens, len(rest), 0], dtype=torch.int32)
     return got
@@ -201,12 +198,17 @@ def attend(
     logits, _, _ = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
     batch, _, heads, _ = w.query.shape
     kv_heads, value_dim = w.values.shape[1:]
-    workspace = triton_impl.Workspace.empty(batch, kv_heads, w.group, value_dim, DEVICE, tuning)
+    cells, rotated = w.rows.tiles.shape[1] * WIDTH, w.rows.rotation is not None
+    workspace = triton_impl.Workspace.empty(
+        batch, kv_heads, w.group, value_dim, cells, 600, DEVICE, tuning, rotated=rotated
+    )
     out = torch.empty(batch, heads, value_dim, dtype=dtype, device=DEVICE)
     lse = torch.empty(batch, heads, device=DEVICE)
     for _ in range(2 if tuning.fused else 1):  # the second time over what the first left behind
         for buffer in (out, lse, workspace.parts, workspace.part_lse):
             buffer.fill_(math.nan)
+        for buffer in (workspace.slots, workspace.turns, workspace.summaries):
+            buffer.fill_(-(10**6))
         triton_impl.cluster_attention(
             w.query, w.keys, w.values, w.pool, w.rows, w.dense, selection, logits, w.scale,
             out=(out, lse), workspace=workspace, tuning=tuning,
@@ -327,7 +329,7 @@ def test_p1_equals_p2_equals_1_is_dense(rule: str, rotations: int) -> None:
     cells = w.rows.counts * WIDTH
     tuning = TUNINGS["separate"]
     scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
-    chosen = top_p.select(*scores, cells, p, tokens=600, group=rule, tile=TILE, tuning=top_p.Tuning(joint=False))
+    chosen = top_p.select(*scores, cells, p, group=rule, tuning=top_p.Tuning(joint=False))
     got, lse = triton_impl.cluster_attention(
         w.query, w.keys, w.values, w.pool, w.rows, w.dense, chosen, scores[0], w.scale, tuning=tuning
     )
@@ -354,7 +356,7 @@ def test_cut_clusters_are_read_token_by_token() -> None:
     world = cut_world(make_world(group=2, seed=4))
     none = torch.zeros(3, 2)
     scores = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
-    chosen = select_by_sorting(*scores, world.rows.counts * WIDTH, none, tokens=600, tile=TILE)
+    chosen = select_by_sorting(*scores, world.rows.counts * WIDTH, none)
     got, _ = reference.cluster_attention(
         world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale
     )
@@ -378,15 +380,13 @@ def test_the_whole_step_equals_the_reference(rule: str, cut: bool) -> None:
     p = torch.tensor([[0.9, 0.5], [0.95, 0.7], [0.5, 0.5]])
     cells = world.rows.counts * WIDTH
     scores = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
-    chosen = select_by_sorting(*scores, cells, p, tokens=600, group=rule, tile=TILE)
+    chosen = select_by_sorting(*scores, cells, p, group=rule)
     assert chosen.counts[:2, :, [0, 2]].min() > 0  # both kinds in every row that has clusters
     want, _ = reference.cluster_attention(
         world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale
     )
     scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale)
-    fast = top_p.select(
-        *scores, cells.to(DEVICE), p.to(DEVICE), tokens=600, group=rule, tile=TILE, tuning=top_p.Tuning(joint=False)
-    )
+    fast = top_p.select(*scores, cells.to(DEVICE), p.to(DEVICE), group=rule, tuning=top_p.Tuning(joint=False))
     got, _ = triton_impl.cluster_attention(
         w.query, w.keys, w.values, w.pool, w.rows, w.dense, fast, scores[0], w.scale, tuning=TUNINGS["fused"]
     )
@@ -419,7 +419,7 @@ def test_from_keys_to_output() -> None:
     )
     scores = triton_impl.centroid_scores(query, pool, rows, 0.25)
     p = torch.tensor([[0.99, 0.98]], device=DEVICE)
-    chosen = top_p.select(*scores, rows.counts * WIDTH, p, tokens=n, tile=TILE, tuning=top_p.Tuning(joint=False))
+    chosen = top_p.select(*scores, rows.counts * WIDTH, p, tuning=top_p.Tuning(joint=False))
     # Head 0 serves directions 3 and 9, head 1 directions 0, 12 and 3; the second segment's clusters are cells 16 on.
     assert chosen.exact[0, 0, :2].tolist() == [3, WIDTH + 1] and chosen.exact[0, 1, :3].tolist() == [0, 3, WIDTH + 4]
     assert chosen.counts[0].tolist() == [[2, 22, 0, 14], [3, 33, 0, 14]]
@@ -459,9 +459,7 @@ def test_pages_by_their_bounds_in_the_same_kernels() -> None:
     ).to(torch.float32, DEVICE)  # fmt: skip
     scores = triton_impl.centroid_scores(quest.as_query(world.query), world.pool, world.rows, world.scale)
     k = torch.tensor([[6.0, 6.0]], device=DEVICE)
-    chosen = top_p.select(
-        *scores, world.rows.counts * WIDTH, k, tokens=n, by_count=True, tile=TILE, tuning=top_p.Tuning(joint=False)
-    )
+    chosen = top_p.select(*scores, world.rows.counts * WIDTH, k, by_count=True, tuning=top_p.Tuning(joint=False))
     got, _ = triton_impl.cluster_attention(
         world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale,
         tuning=TUNINGS["fused"],
@@ -495,7 +493,7 @@ def test_refusals() -> None:
     nothing = torch.zeros(3, 2, 4 * WIDTH, dtype=torch.bool)
     logits, _, _ = triton_impl.centroid_scores(world.query, world.pool, world.rows, 1.0)
     arguments = (world.query, world.keys, world.values, world.pool, world.rows, world.dense)
-    small = triton_impl.Workspace.empty(3, 2, 4, 24, DEVICE, TUNINGS["separate"])
+    small = triton_impl.Workspace.empty(3, 2, 4, 24, 4 * WIDTH, 600, DEVICE, TUNINGS["separate"])
     with pytest.raises(ValueError, match="make it for this tuning"):
         triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits, 1.0, workspace=small)
     with pytest.raises(ValueError, match="expected contiguous float32"):
@@ -537,7 +535,7 @@ class Compile:  # stands where a kernel is launched
         assert found.metadata.shared <= 227 * 1024, (self.kernel.__name__, found.metadata.shared)
         compiled.add(self.kernel.__name__)
 
-for module, kernels in ((attention, ("_scores", "_attend", "_merge")), (top_p, ("_search", "_compact")),
+for module, kernels in ((attention, ("_scores", "_expand", "_attend", "_merge")), (top_p, ("_search", "_compact")),
                         (kmeans, ("_start", "_assign", "_update")), (buffers, ("_copy_slots", "_advance")),
                         (rope, ("_angle_tables", "_turn"))):
     for name in kernels:
@@ -554,7 +552,7 @@ for turned, fused, group in ((False, False, "union"), (True, True, "mean")):
     rows = ClusterRows(ints(batch, 64), ints(batch), *lists)
     dense = DenseTokens(ints(batch, 1024), ints(batch), ints(batch, 16) if turned else None)
     scores = attention.centroid_scores(query, pool, rows, 0.1)
-    chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), tokens=65536, group=group,
+    chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), group=group,
                           tuning=top_p.Tuning(fused=fused))
     cache = torch.zeros(16, heads, dim, dtype=half)
     attention.cluster_attention(query, cache, cache, pool, rows, dense, chosen, scores[0], 0.1,
@@ -567,7 +565,7 @@ rope.turn_queries(query[:3, 0], torch.zeros(12, 64), torch.zeros(12, 64), ints(3
 longs = torch.zeros(8, dtype=torch.int64)
 buffers._copy_slots[(1,)](longs, ints(64), ints(8, 64), BLOCK=buffers.COPY, num_warps=4)
 buffers._advance[(1,)](longs, longs, *(ints(8) for _ in range(4)), ints(8, 64), 8, 64, BLOCK=128, num_warps=4)
-assert len(compiled) == 12, compiled
+assert len(compiled) == 13, compiled
 """
 
 

@@ -45,6 +45,42 @@ def _pairs(HALF: tl.constexpr, PAIRS: tl.constexpr, NEOX: tl.constexpr):
 
 
 @triton.jit
+def _columns_kernel(
+    added, seen, out, columns,
+    SINKS: tl.constexpr, SIZE: tl.constexpr, CASCADES: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    WINDOW: tl.constexpr = SIZE * CASCADES
+    request = tl.program_id(1)
+    before = tl.load(added + request).to(tl.int32)
+    now = tl.load(seen + request).to(tl.int32)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = column - SINKS
+    behind = tl.maximum(before - SINKS, 0)
+    filling = behind < WINDOW
+    # Quotients of negative numbers belong to columns that are something else, below.
+    level = tl.where(filling, behind - 1 - v, WINDOW - 1 - v) // SIZE
+    step = 1 << tl.minimum(tl.maximum(level, 0), CASCADES - 1)
+    head = (behind + step - 1) // step - (WINDOW + step - 1) // step
+    index = tl.where(filling, v, head + v) % SIZE
+    entry = tl.where(column < SINKS, column, SINKS + level * SIZE + index)
+    kept = tl.minimum(before, SINKS + WINDOW)
+    entry = tl.where(column < kept, entry, SINKS + WINDOW + (before + column - kept) % STRIDE)
+    entry = tl.where(column < kept + now - before, entry, -1)
+    tl.store(out + request.to(tl.int64) * columns + column, entry, mask=column < columns)
+
+
+def columns(rings: Rings, added: torch.Tensor, seen: torch.Tensor, number: int) -> torch.Tensor:
+    """`Rings.columns` in one launch; see there."""
+    out = torch.empty(added.numel(), number, dtype=torch.int32, device=added.device)
+    if out.numel():
+        _columns_kernel[(triton.cdiv(number, COLUMNS), added.numel())](
+            added, seen, out, number, SINKS=rings.sinks, SIZE=rings.size, CASCADES=rings.cascades,
+            STRIDE=rings.stride, BLOCK=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _list_kernel(
     token, cell, slot, delta, rows, entries, slots, batch, lanes, num_rows, stride_slots, cells,
     FULL: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,

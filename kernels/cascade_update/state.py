@@ -58,6 +58,14 @@ class Rings:
         """Tokens in sinks and sub-caches after `seen` tokens were added."""
         return min(seen, self.sinks + self.window)
 
+    def settled(self, added: int) -> int:
+        """First view columns whose scores decide nothing any more, after `added` tokens were added.
+
+        Sinks are never compared. Once the window is full, the last sub-cache drops what it evicts whatever its score,
+        and compares what comes with its newest entry alone, so the scores of all its others are never read again.
+        """
+        return min(added, self.sinks) if added < self.sinks + self.window else self.sinks + self.size - 1
+
     def counts(self, seen: int) -> list[int]:
         """Tokens in each sub-cache, newest sub-cache first, after `seen` tokens were added."""
         behind = max(seen - self.sinks, 0)

@@ -47,13 +47,12 @@ def update_scores(
     scale: float,
     beta: float,
     reduction: str = "mean",
+    skip: torch.Tensor | None = None,
 ) -> None:
     """`reference.update_scores` (see there), in one Triton kernel where the scores live on a GPU."""
+    update = reference.update_scores
     if score.is_cuda:
-        from sglang_ext.kernels.score_update.triton_impl import update_scores as fast
-
-        fast(score, entries, rows, query, keys, lse, before, count, scale=scale, beta=beta, reduction=reduction)
-    else:
-        reference.update_scores(
-            score, entries, rows, query, keys, lse, before, count, scale=scale, beta=beta, reduction=reduction
-        )
+        from sglang_ext.kernels.score_update.triton_impl import update_scores as update
+    update(
+        score, entries, rows, query, keys, lse, before, count, scale=scale, beta=beta, reduction=reduction, skip=skip
+    )

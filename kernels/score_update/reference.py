@@ -49,7 +49,9 @@ def check(
         raise ValueError(f"reduction={reduction!r}: expected one of {', '.join(REDUCTIONS)}")
 
 
-def check_target(score: torch.Tensor, entries: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
+def check_target(
+    score: torch.Tensor, entries: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, skip: torch.Tensor | None
+) -> None:
     """The same for the scores that are updated."""
     batch, kv_heads, columns, _ = keys.shape
     if score.dim() != 3 or score.shape[1] not in (1, kv_heads) or score.dtype not in (torch.float32, torch.float64):
@@ -58,9 +60,10 @@ def check_target(score: torch.Tensor, entries: torch.Tensor, rows: torch.Tensor,
         )
     if entries.shape != (batch, columns) or entries.dtype != torch.int32:
         raise ValueError(f"entries is {entries.dtype} {tuple(entries.shape)}: expected int32 {(batch, columns)}")
-    if rows.shape != (batch,) or rows.is_floating_point():
-        raise ValueError(f"rows is {rows.dtype} {tuple(rows.shape)}: expected integers, {(batch,)}")
-    devices = {t.device for t in (score, entries, rows, keys)}
+    for name, tensor in (("rows", rows), ("skip", rows if skip is None else skip)):
+        if tensor.shape != (batch,) or tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected integers, {(batch,)}")
+    devices = {t.device for t in (score, entries, rows, keys, rows if skip is None else skip)}
     if len(devices) > 1 or not score.is_contiguous():
         raise ValueError(
             f"score (contiguous: {score.is_contiguous()}), entries, rows and keys on "
@@ -139,6 +142,7 @@ def update_scores(
     scale: float,
     beta: float,
     reduction: str = "mean",
+    skip: torch.Tensor | None = None,
 ) -> None:
     """`score ← β^count·score + column_sums(...)` for every token that the queries see, in place.
 
@@ -150,11 +154,13 @@ def update_scores(
         entries: [batch, columns] int32, the entry of each view column (`Rings.columns`); only those seen are used.
         rows: [batch] integer, row of the state of each request.
         query, keys, lse, before, count, scale, beta, reduction: as for `column_sums`.
+        skip: [batch] integer, first columns whose scores stay as they are, for nobody will read them
+            (`Rings.settled`); None skips none.
 
     Raises:
         ValueError: shapes, dtypes, devices or settings do not fit.
     """
-    check_target(score, entries, rows, keys)
+    check_target(score, entries, rows, keys, skip)
     sums = column_sums(
         query,
         keys,
@@ -166,6 +172,8 @@ def update_scores(
         reduction=reduction,
         homogeneous=score.shape[1] != keys.shape[1],
     )
+    first = [0] * rows.numel() if skip is None else skip.tolist()
     for b, (row, seen, new) in enumerate(zip(rows.tolist(), before.tolist(), count.tolist(), strict=True)):
-        at = entries[b, : seen + new].long()
-        score[row][:, at] = beta**new * score[row][:, at] + sums[b, :, : seen + new].to(score.dtype)
+        columns = slice(first[b], seen + new)
+        at = entries[b, columns].long()
+        score[row][:, at] = beta**new * score[row][:, at] + sums[b, :, columns].to(score.dtype)

@@ -2,7 +2,9 @@
 
 Every logit is computed anew and its probability taken from the log-sum-exp, so the cost is that of the first half of
 flash attention, one matrix product and one exponential a logit, and nothing quadratic is stored. The decay is part of
-the exponent: w_t·exp(x - lse_t) = exp2(log2(e)·x + bias_t). Only blocks on the diagonal are masked.
+the exponent: w_t·exp(x - lse_t) = exp2(log2(e)·x + bias_t), with the biases of all rows computed first, by a small
+kernel of its own: a logit then costs one multiply-add, one exponential and one addition. Only blocks on the diagonal
+are masked. Programs of the columns that most rows see come first, so that the short ones fill the last wave.
 
 Grids depend on shapes alone, counts are read on the device: a launch can be part of a CUDA graph.
 """
@@ -19,6 +21,9 @@ import triton.language as tl
 from sglang_ext.kernels.score_update.reference import check, check_target
 
 LOG2_E = math.log2(math.e)
+BIASES = 1024
+"""Biases that a program computes."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -74,6 +79,7 @@ def update_scores(
     scale: float,
     beta: float,
     reduction: str = "mean",
+    skip: torch.Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> None:
     """`reference.update_scores` on the device, in one launch and without synchronisation.
@@ -82,10 +88,10 @@ def update_scores(
         ValueError: also for a dtype other than float32, bfloat16 and float16, or scores that are not float32.
     """
     check(query, keys, lse, before, count, beta, reduction)
-    check_target(score, entries, rows, keys)
+    check_target(score, entries, rows, keys, skip)
     if score.dtype != torch.float32:
         raise ValueError(f"score is {score.dtype}: expected float32 on the GPU")
-    _launch(score, entries.contiguous(), rows, query, keys, lse, before, count, scale, beta, reduction, tuning)
+    _launch(score, entries.contiguous(), rows, query, keys, lse, before, count, scale, beta, reduction, tuning, skip)
 
 
 def _launch(
@@ -101,6 +107,7 @@ def _launch(
     beta: float,
     reduction: str,
     tuning: Tuning | None,
+    skip: torch.Tensor | None = None,
 ) -> None:
     if query.dtype not in DTYPES:
         raise ValueError(f"query is {query.dtype}: expected one of {DTYPES}; take the reference for float64")
@@ -114,27 +121,40 @@ def _launch(
     if keys.stride(3) != 1:
         keys = keys.contiguous()
     tuning = tuning or (DECODE if most <= DECODE.rows else PREFILL)
-    grid = (triton.cdiv(columns, tuning.columns), out_heads, batch)
+    # 0 queries later nothing has decayed, also with beta 0: so not minus infinity, which times 0 is not a number.
+    log2_beta = math.log2(beta) if beta > 0 else -1e30
+    bias = torch.empty(batch, kv_heads, most * (heads // kv_heads), dtype=torch.float32, device=query.device)
+    _bias_kernel[(triton.cdiv(bias.shape[2], BIASES), kv_heads, batch)](
+        lse.contiguous(),
+        count,
+        bias,
+        most,
+        math.log2(1 - beta),
+        log2_beta,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        BLOCK=BIASES,
+        num_warps=4,
+    )
+    grid = (out_heads, triton.cdiv(columns, tuning.columns), batch)
     _columns_kernel[grid](
         query,
         keys,
-        lse.contiguous(),
+        bias,
         before,
         count,
         out,
         entries if entries is not None else before,
         rows,
+        skip if skip is not None else before,
         columns,
         out.shape[2],
         scale * LOG2_E,
-        math.log2(1 - beta),
-        # 0 queries later nothing has decayed, also with beta 0: so not minus infinity, which times 0 is not a number.
-        math.log2(beta) if beta > 0 else -1e30,
+        log2_beta,
         1.0 / (heads // out_heads) if reduction == "mean" else 1.0,
         *query.stride()[:3],
         *keys.stride()[:3],
-        lse.shape[1],
-        HEADS=heads,
+        most,
         OUT_HEADS=out_heads,
         GROUP=heads // kv_heads,
         KV_HEADS=kv_heads // out_heads,
@@ -144,6 +164,7 @@ def _launch(
         ROWS=tuning.rows,
         MAXIMUM=reduction == "max",
         FOLD=entries is not None,
+        SKIP=skip is not None,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
@@ -158,32 +179,49 @@ def _load_keys(keys, column, visible, stride_column, HEAD_DIM: tl.constexpr, BLO
 
 
 @triton.jit
+def _bias_kernel(
+    lse,
+    count,
+    bias,
+    most,
+    log2_share,
+    log2_beta,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """bias[request, kv head, t * GROUP + g] = log2 of query t's weight, less its log-sum-exp; -inf where t is none."""
+    request = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = pair // GROUP
+    rows = tl.load(count + request).to(tl.int32)
+    on = t < rows
+    level = tl.load(lse + (request * most + t) * (KV_HEADS * GROUP) + head * GROUP + pair % GROUP, mask=on, other=0.0)
+    weight = log2_share + (rows - 1 - t).to(tl.float32) * log2_beta
+    found = tl.where(on, weight - level * 1.4426950408889634, float("-inf"))
+    tl.store(bias + (request * KV_HEADS + head) * (most * GROUP) + pair, found, mask=pair < most * GROUP)
+
+
+@triton.jit
 def _attention(
     k,
     t,
     head,
     on,
     query,
-    lse,
-    rows,
+    bias,
     scale,
-    log2_share,
-    log2_beta,
     stride_row,
     stride_head,
-    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Weighted attention [columns, rows of the tile] of row t[j] in head head[j]; 0 in rows that do not count."""
+    """Weighted attention [columns, rows of the tile] of row t[j] in head head[j] with bias[j]."""
     d = tl.arange(0, BLOCK_D)
     mask = on[None, :] if HEAD_DIM == BLOCK_D else on[None, :] & (d[:, None] < HEAD_DIM)
     at = query + (t.to(tl.int64) * stride_row + head * stride_head)[None, :] + d[:, None]
     q = tl.load(at, mask=mask, other=0.0)
-    level = tl.load(lse + t * HEADS + head, mask=on, other=0.0) * 1.4426950408889634
-    weight = log2_share + (rows - 1 - t).to(tl.float32) * log2_beta
-    # Rows that do not count are cut off here and nowhere else.
-    bias = tl.where(on, weight - level, float("-inf"))
     x = tl.dot(k, q, input_precision="ieee")
     return tl.exp2(x * scale + bias[None, :])
 
@@ -192,16 +230,16 @@ def _attention(
 def _columns_kernel(
     query,
     keys,
-    lse,
+    bias,
     before,
     count,
     out,
     entries,
     state_rows,
+    skip,
     columns,
     out_columns,
     scale,
-    log2_share,
     log2_beta,
     factor,
     stride_query,
@@ -210,8 +248,7 @@ def _columns_kernel(
     stride_keys,
     stride_kv,
     stride_column,
-    lse_rows,
-    HEADS: tl.constexpr,
+    most,
     OUT_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -221,19 +258,25 @@ def _columns_kernel(
     ROWS: tl.constexpr,
     MAXIMUM: tl.constexpr,
     FOLD: tl.constexpr,
+    SKIP: tl.constexpr,
 ):
     request = tl.program_id(2)
-    out_head = tl.program_id(1)
-    first = tl.program_id(0) * COLUMNS
+    out_head = tl.program_id(0)
+    first = tl.program_id(1) * COLUMNS
     seen = tl.load(before + request).to(tl.int32)
     rows = tl.load(count + request).to(tl.int32)
     if FOLD and (first >= seen + rows or rows == 0):
         return  # nothing to fold where nothing is seen; plain sums are 0 there
     column = first + tl.arange(0, COLUMNS)
     visible = column < seen + rows
+    if SKIP:
+        settled = tl.load(skip + request).to(tl.int32)
+        if first + COLUMNS <= settled:
+            return
+        visible = visible & (column >= settled)
     query += request.to(tl.int64) * stride_query + out_head * KV_HEADS * GROUP * stride_head
     keys += request.to(tl.int64) * stride_keys + out_head.to(tl.int64) * KV_HEADS * stride_kv
-    lse += request.to(tl.int64) * lse_rows * HEADS + out_head * KV_HEADS * GROUP
+    bias += (request * OUT_HEADS + out_head).to(tl.int64) * KV_HEADS * most * GROUP
     k = _load_keys(keys, column, visible, stride_column, HEAD_DIM, BLOCK_D)
     lowest = tl.maximum(first - seen, 0)  # the first row that sees a column of this block
     whole = tl.maximum(first + COLUMNS - 1 - seen, 0)  # and the first that sees all of them
@@ -252,14 +295,10 @@ def _columns_kernel(
                 pair % GROUP,
                 t < rows,
                 query,
-                lse,
-                rows,
+                tl.load(bias + pair, mask=t < rows, other=float("-inf")),
                 scale,
-                log2_share,
-                log2_beta,
                 stride_row,
                 stride_head,
-                HEADS,
                 HEAD_DIM,
                 BLOCK_D,
             )
@@ -273,14 +312,10 @@ def _columns_kernel(
                 pair % GROUP,
                 t < rows,
                 query,
-                lse,
-                rows,
+                tl.load(bias + pair, mask=t < rows, other=float("-inf")),
                 scale,
-                log2_share,
-                log2_beta,
                 stride_row,
                 stride_head,
-                HEADS,
                 HEAD_DIM,
                 BLOCK_D,
             )
@@ -301,14 +336,14 @@ def _columns_kernel(
                 head,
                 t < rows,
                 query,
-                lse,
-                rows,
+                tl.load(
+                    bias + head // GROUP * (most * GROUP) + t * GROUP + head % GROUP,
+                    mask=t < rows,
+                    other=float("-inf"),
+                ),
                 scale,
-                log2_share,
-                log2_beta,
                 stride_row,
                 stride_head,
-                HEADS,
                 HEAD_DIM,
                 BLOCK_D,
             )

@@ -128,6 +128,29 @@ def test_update_scores_touches_what_is_seen_and_nothing_else(module, dtype, more
     assert untouched[1].all() and untouched[3].all() and untouched[2].all() and not untouched[4].all()
 
 
+@pytest.mark.parametrize("heads_kept", [2, 1])
+@pytest.mark.parametrize("module", [reference, triton], ids=["reference", "triton"])
+def test_skipped_columns_keep_their_scores(module, heads_kept):
+    """A whole tile of them, a part of one, all of them."""
+    case, skip = Case(torch.float32, before=(37, 0, 70), count=(13, 21, 5)), (33, 3, 75)
+    batch, columns = case.keys.shape[0], case.keys.shape[2]
+    start = torch.rand(batch, heads_kept, columns)
+    want = case.expected(0.9, "mean", heads_kept, start.double())
+    for b, first in enumerate(skip):
+        want[b, :, :first] = start[b, :, :first].double()
+        end = int(case.before[b] + case.count[b])
+        want[b, :, end:] = start[b, :, end:].double()
+    place = torch.arange(columns, dtype=torch.int32, device=DEVICE).repeat(batch, 1)
+    score, rows, more = start.to(DEVICE, copy=True), torch.arange(batch, device=DEVICE), {"skip": torch.tensor(skip)}
+    more |= {"tuning": SMALL} if module is triton else {}
+    more["skip"] = more["skip"].to(DEVICE)
+    module.update_scores(score, place, rows, *case.tensors(), scale=SCALE, beta=0.9, **more)
+    assert (score.cpu().double() - want).abs().max() <= 2e-6
+    assert torch.equal(score[2], start[2].to(DEVICE)) and not torch.equal(score[0], start[0].to(DEVICE))
+    with pytest.raises(ValueError, match=r"skip is torch\.float32"):
+        module.update_scores(score, place, rows, *case.tensors(), scale=1.0, beta=0.9, skip=more["skip"].float())
+
+
 @pytest.mark.parametrize("reduction", ["mean", "max"])
 def test_one_run_of_queries_equals_runs_of_one(reduction):
     """In float64; and the token that is scored first is one of the run's own."""

@@ -1,0 +1,312 @@
+"""Decoding over cells on a GPU: each head of each request by its own list, split over the columns, keys turned as read.
+
+Two launches a layer with grids that depend on shapes alone. The first reads every key and value once: a program takes
+one key-value head of one request and a share of its columns; the last share also stores the new token and attends to
+it. It keeps the logits where scores are kept (16 bytes beside 512, with four query heads), so that the second, which
+knows the log-sum-exp, can count the query without reading the keys again. The second merges the shares.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.kernels.cells.lists import Turn
+from sglang_ext.kernels.cells.reference import check_decode
+from sglang_ext.kernels.cells.triton_impl import _cos_sin, _pairs, padded, rows_of
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What may be tuned: columns a tile, warps and stages, programs a multiprocessor, columns a program of scores."""
+
+    columns: int = 64
+    warps: int = 4
+    stages: int = 3
+    programs: int = 3
+    scores: int = 1024
+
+
+TUNING = Tuning()
+MAX_SPLITS = 128
+
+
+def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: Tuning = TUNING) -> int:
+    """Into how many shares the columns of a request are cut: enough for all multiprocessors, none below two tiles."""
+    wanted = -(-multiprocessors * tuning.programs // (batch * kv_heads))
+    return max(1, min(wanted, MAX_SPLITS, entries // (2 * tuning.columns)))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Buffers of `decode`, shared by all layers; allocate once, before a CUDA graph is captured.
+
+    Attributes:
+        parts: [batch, heads, splits, value_dim] float32, each share's output.
+        part_lse: [batch, heads, splits] float32, its log-sum-exp to base 2.
+        logits: [batch, heads, entries] float32, to base 2; empty where no scores are kept.
+    """
+
+    parts: torch.Tensor
+    part_lse: torch.Tensor
+    logits: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, heads: int, value_dim: int, entries: int, shares: int, device: torch.device, scores: bool
+    ) -> Workspace:
+        """Room for `shares` (`splits`) shares of up to `entries` columns."""
+        make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
+        return cls(
+            make(batch, heads, shares, value_dim),
+            make(batch, heads, shares),
+            make(batch, heads, entries if scores else 0),
+        )
+
+
+@triton.jit
+def _share_kernel(
+    query, new_keys, new_values, keys, values, slot, delta, rows, seen, skip, phase, parts, part_lse, logits, scale,
+    stride_query, stride_new_key, stride_new_value, stride_key, stride_value,
+    LANES: tl.constexpr, ENTRIES: tl.constexpr, SPLITS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr, FAST: tl.constexpr,
+    TILE: tl.constexpr, QUERIES: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
+    SCORES: tl.constexpr,
+):  # fmt: skip
+    split, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    total = tl.load(seen + request).to(tl.int32)
+    row = tl.load(rows + request).to(tl.int64)
+    each = tl.cdiv(tl.cdiv(total, TILE), SPLITS) * TILE
+    begin = split * each
+    end = tl.minimum(begin + each, total - 1)  # without the new token
+    lists = (row * LANES + (head if LANES > 1 else 0)) * ENTRIES
+    settled = 0
+    if SCORES:
+        settled = tl.load(skip + request).to(tl.int32)
+
+    g = tl.arange(0, QUERIES)
+    i = tl.arange(0, PAIRS)
+    v = tl.arange(0, VALUES)
+    first, second = _pairs(HALF, PAIRS, NEOX)
+    in_group, in_half, in_value = g < GROUP, i < HALF, v < VALUE_DIM
+    rest = 2 * HALF + tl.arange(0, REST if REST > 0 else 16)
+    q = query + request * stride_query + (head * GROUP + g)[:, None] * DIM
+    halves = in_group[:, None] & in_half[None, :]
+    q_first = tl.load(q + first[None, :], mask=halves, other=0.0)
+    q_second = tl.load(q + second[None, :], mask=halves, other=0.0)
+    if REST > 0:
+        q_rest = tl.load(q + rest[None, :], mask=in_group[:, None] & (rest < DIM)[None, :], other=0.0)
+    phases = tl.load(phase + i, mask=in_half, other=0)
+    logit = logits + (request * KV_HEADS + head) * GROUP * ENTRIES + g[:, None] * ENTRIES
+
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total_weight = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, VALUES], tl.float32)
+    for start in tl.range(begin, end, TILE):
+        column = start + tl.arange(0, TILE)
+        on = column < end
+        at = tl.load(slot + lists + column, mask=on, other=0).to(tl.int64)
+        by = tl.load(delta + lists + column, mask=on, other=0)
+        source = keys + at[:, None] * stride_key + head * DIM
+        both = on[:, None] & in_half[None, :]
+        x = tl.load(source + first[None, :], mask=both, other=0.0).to(tl.float32)
+        y = tl.load(source + second[None, :], mask=both, other=0.0).to(tl.float32)
+        cos, sin = _cos_sin(by, phases, FAST)
+        k_first, k_second = (x * cos - y * sin).to(q_first.dtype), (y * cos + x * sin).to(q_first.dtype)
+        s = tl.dot(q_first, tl.trans(k_first), input_precision="ieee")
+        s = tl.dot(q_second, tl.trans(k_second), s, input_precision="ieee")
+        if REST > 0:
+            three = on[:, None] & (rest < DIM)[None, :]
+            k_rest = tl.load(source + rest[None, :], mask=three, other=0.0).to(q_first.dtype)
+            s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
+        s = tl.where(on[None, :], s * scale, float("-inf"))
+        if SCORES:
+            tl.store(logit + column[None, :], s, mask=in_group[:, None] & (on & (column >= settled))[None, :])
+        w = tl.load(
+            values + at[:, None] * stride_value + head * VALUE_DIM + v[None, :],
+            mask=on[:, None] & in_value[None, :],
+            other=0.0,
+        )
+        higher = tl.maximum(top, tl.max(s, 1))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(s - higher[:, None])
+        total_weight = total_weight * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(w.dtype), w, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+
+    if (split == SPLITS - 1) & (total > 0):
+        # The new token stands where it was written: its delta is 0.
+        k = new_keys + request * stride_new_key + head * DIM
+        at = tl.load(slot + lists + total - 1).to(tl.int64)
+        target = keys + at * stride_key + head * DIM
+        x = tl.load(k + first, mask=in_half, other=0.0)
+        y = tl.load(k + second, mask=in_half, other=0.0)
+        tl.store(target + first, x.to(keys.dtype.element_ty), mask=in_half)
+        tl.store(target + second, y.to(keys.dtype.element_ty), mask=in_half)
+        s = tl.sum(q_first.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+        s += tl.sum(q_second.to(tl.float32) * y.to(tl.float32)[None, :], 1)
+        if REST > 0:
+            z = tl.load(k + rest, mask=rest < DIM, other=0.0)
+            tl.store(target + rest, z.to(keys.dtype.element_ty), mask=rest < DIM)
+            s += tl.sum(q_rest.to(tl.float32) * z.to(tl.float32)[None, :], 1)
+        s *= scale
+        w = tl.load(new_values + request * stride_new_value + head * VALUE_DIM + v, mask=in_value, other=0.0)
+        tl.store(values + at * stride_value + head * VALUE_DIM + v, w.to(values.dtype.element_ty), mask=in_value)
+        if SCORES:
+            own = logits + ((request * KV_HEADS + head) * GROUP + g) * ENTRIES + total - 1
+            tl.store(own, s, mask=in_group)
+        higher = tl.maximum(top, s)
+        shrink, p = tl.exp2(top - higher), tl.exp2(s - higher)
+        total_weight = total_weight * shrink + p
+        acc = acc * shrink[:, None] + p[:, None] * w.to(tl.float32)[None, :]
+        top = higher
+
+    some = total_weight > 0
+    acc = acc / tl.where(some, total_weight, 1.0)[:, None]
+    level = tl.where(some, top + tl.log2(tl.where(some, total_weight, 1.0)), float("-inf"))
+    part = ((request * KV_HEADS + head) * GROUP + g) * SPLITS + split
+    tl.store(parts + part[:, None] * VALUE_DIM + v[None, :], acc, mask=in_group[:, None] & in_value[None, :])
+    tl.store(part_lse + part, level, mask=in_group)
+
+
+@triton.jit
+def _join(part_lse, head, SPLITS: tl.constexpr, PARTS: tl.constexpr):
+    """(log-sum-exp of a head over its shares, each share's weight)."""
+    share = tl.arange(0, PARTS)
+    level = tl.load(part_lse + head * SPLITS + share, mask=share < SPLITS, other=float("-inf"))
+    top = tl.max(level, 0)
+    top = tl.where(top > float("-inf"), top, 0.0)
+    weight = tl.exp2(level - top)
+    joined = tl.sum(weight, 0)
+    some = joined > 0
+    weight = weight / tl.where(some, joined, 1.0)
+    return top + tl.log2(tl.where(some, joined, 1.0)), weight
+
+
+@triton.jit
+def _join_kernel(
+    parts, part_lse, logits, out, score, entries, rows, seen, skip, fresh, beta,
+    LANES: tl.constexpr, ENTRIES: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PARTS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, SCORES: tl.constexpr, MAXIMUM: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0)
+    if number < HEADS:
+        head = request * HEADS + number
+        _, weight = _join(part_lse, head, SPLITS, PARTS)
+        share, v = tl.arange(0, PARTS), tl.arange(0, VALUES)
+        part = tl.load(
+            parts + (head * SPLITS + share)[:, None] * VALUE_DIM + v[None, :],
+            mask=(share < SPLITS)[:, None] & (v < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        joined = tl.sum(part * weight[:, None], 0)
+        tl.store(out + head * VALUE_DIM + v, joined.to(out.dtype.element_ty), mask=v < VALUE_DIM)
+    elif SCORES:
+        EACH: tl.constexpr = HEADS // LANES
+        lane = (number - HEADS) % LANES
+        start = (number - HEADS) // LANES * BLOCK
+        total = tl.load(seen + request).to(tl.int32)
+        settled = tl.load(skip + request).to(tl.int32)
+        counted = tl.load(fresh + request) > 0
+        if counted & (start < total) & (start + BLOCK > settled):
+            column = start + tl.arange(0, BLOCK)
+            on = (column >= settled) & (column < total)
+            found = tl.zeros([BLOCK], tl.float32)
+            for one in range(EACH):
+                head = request * HEADS + lane * EACH + one
+                level, _ = _join(part_lse, head, SPLITS, PARTS)
+                x = tl.load(logits + head * ENTRIES + column, mask=on, other=float("-inf"))
+                p = tl.exp2(x - level)
+                found = tl.maximum(found, p) if MAXIMUM else found + p / EACH
+            row = tl.load(rows + request).to(tl.int64)
+            entry = tl.load(entries + request * ENTRIES + column, mask=on, other=0)
+            place = score + (row * LANES + lane) * ENTRIES + entry
+            old = tl.load(place, mask=on, other=0.0)
+            tl.store(place, beta * old + (1 - beta) * found, mask=on)
+
+
+def decode(
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: torch.Tensor,
+    delta: torch.Tensor,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    turn: Turn,
+    scale: float,
+    *,
+    score: torch.Tensor | None = None,
+    entries: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    fresh: torch.Tensor | None = None,
+    beta: float = 0.0,
+    reduction: str = "mean",
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    tuning: Tuning = TUNING,
+) -> torch.Tensor:
+    """`reference.decode` on the device, without synchronisation.
+
+    Args:
+        out: [batch, heads, value_dim] contiguous, to write to; made here when None.
+        workspace: made here when None.
+        tuning: tile sizes.
+
+    Raises:
+        ValueError: also for new tokens or queries in another type than the caches, and for some but not all of what
+            scores need.
+    """
+    check_decode(query, new_keys, new_values, keys, values, slot, delta, rows, seen)
+    batch, heads, dim = query.shape
+    kv_heads, value_dim, half = keys.shape[1], values.shape[2], turn.phase.numel()
+    lanes, width = slot.shape[1:]
+    given = [x is not None for x in (score, entries, skip, fresh)]
+    if any(given) != all(given):
+        raise ValueError("some of score, entries, skip and fresh: expected all of them, or none where no score is kept")
+    if query.dtype != keys.dtype:
+        raise ValueError(f"query is {query.dtype}, the caches {keys.dtype}: expected one type")
+    scored = score is not None
+    if workspace is None:
+        device = query.device
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if query.is_cuda else 2
+        shares = splits(batch, kv_heads, width, sms, tuning)
+        workspace = Workspace.empty(batch, heads, value_dim, width, shares, device, scored)
+    shares = workspace.parts.shape[2]
+    if workspace.parts.shape != (batch, heads, shares, value_dim) or (
+        scored and workspace.logits.shape != (batch, heads, width)
+    ):
+        raise ValueError(
+            f"workspace {tuple(workspace.parts.shape)} with logits {tuple(workspace.logits.shape)}: make it for "
+            f"{batch} rows of {heads} heads and {width} columns with Workspace.empty"
+        )
+    out = query.new_empty(batch, heads, value_dim) if out is None else out
+    unused = rows
+    _share_kernel[(shares, kv_heads, batch)](
+        query, new_keys, new_values, keys, values, slot, delta, rows, seen, skip if skip is not None else unused,
+        turn.phase, workspace.parts, workspace.part_lse, workspace.logits, scale * LOG2_E,
+        *rows_of(query, new_keys, new_values, keys, values),
+        LANES=lanes, ENTRIES=width, SPLITS=shares, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
+        VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox, FAST=keys.is_cuda, TILE=tuning.columns,
+        QUERIES=padded(heads // kv_heads), PAIRS=padded(half), REST=padded(dim - 2 * half),
+        VALUES=padded(value_dim), SCORES=scored, num_warps=tuning.warps, num_stages=tuning.stages,
+    )  # fmt: skip
+    tiles = triton.cdiv(width, tuning.scores) * lanes if scored else 0
+    _join_kernel[(heads + tiles, batch)](
+        workspace.parts, workspace.part_lse, workspace.logits, out,
+        score if score is not None else workspace.logits, entries if entries is not None else unused, rows, seen,
+        skip if skip is not None else unused, fresh if fresh is not None else unused, beta,
+        LANES=lanes, ENTRIES=width, SPLITS=shares, HEADS=heads, VALUE_DIM=value_dim,
+        PARTS=triton.next_power_of_2(shares), VALUES=triton.next_power_of_2(value_dim), BLOCK=tuning.scores,
+        SCORES=scored, MAXIMUM=reduction == "max", num_warps=4,
+    )  # fmt: skip
+    return out

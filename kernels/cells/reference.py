@@ -1,0 +1,259 @@
+"""Cells in plain PyTorch: lists of a stride, the window they show, writing, and attention of prefill and decoding.
+
+Cascading KV cache (Willette et al., 2024), section 3.1: a stride of queries attends to [sinks | cache | itself,
+causal], positions applied again from 0 over what is kept. Here keys stay in their cells as they were written, and are
+turned by the difference of positions when they are read (RoPE is a rotation); `Lists` says by how far.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_ext.kernels.cascade_update import CascadeState, Rings
+from sglang_ext.kernels.cells.lists import Lists, Turn, check_cells
+from sglang_ext.kernels.rope import rotate
+from sglang_ext.kernels.score_update.reference import update_scores
+
+ROWS = 256
+"""Query rows that `attend` computes at a time."""
+
+
+def check_lists(
+    lists: Lists, state: CascadeState, rows: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor, rings: Rings
+) -> None:
+    """Raise ValueError where shapes or dtypes do not fit; values on the device are not looked at."""
+    state.check(rows, rows, rows, rings)
+    if lists.slot.shape != state.cell.shape or lists.delta.shape != state.cell.shape:
+        raise ValueError(f"lists {tuple(lists.slot.shape)}: expected the state's {tuple(state.cell.shape)}")
+    if entries.shape != (rows.numel(), rings.entries) or entries.dtype != torch.int32:
+        raise ValueError(
+            f"entries is {entries.dtype} {tuple(entries.shape)}: expected int32 {(rows.numel(), rings.entries)}, from "
+            "Rings.columns with the whole open stride"
+        )
+    if slots.dim() != 2 or slots.shape[0] != rows.numel() or slots.dtype != torch.int32:
+        raise ValueError(f"slots is {slots.dtype} {tuple(slots.shape)}: expected int32 [{rows.numel()}, cells]")
+
+
+def list_columns(
+    lists: Lists, state: CascadeState, rows: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor, rings: Rings
+) -> None:
+    """Write down what the lanes of some requests see in the stride that begins, in all layers.
+
+    Args:
+        lists: to be written at `rows`.
+        state: of which every stride before was added.
+        rows: [batch] integer, rows of the state.
+        entries: [batch, entries] int32, `Rings.columns(added, added + stride, entries)`: the same for all lanes.
+        slots: [batch, at least as many as cells in use] int32, KV slot of each cell.
+        rings: sizes of the cascade.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check_lists(lists, state, rows, entries, slots, rings)
+    column = torch.arange(rings.entries, device=entries.device)
+    for row, shown, table in zip(rows.tolist(), entries, slots, strict=True):
+        at = shown.long().clamp(min=0)
+        cell, token = state.cell[:, row][..., at].long(), state.token[:, row][..., at].long()
+        there = (shown >= 0) & (cell >= 0)
+        lists.slot[:, row] = torch.where(there, table[cell.clamp(0, table.numel() - 1)], 0)
+        stride_of = token // rings.stride * rings.stride
+        written = stride_of.clamp(max=rings.sinks + rings.window) + token - stride_of
+        lists.delta[:, row] = torch.where(there, column - written, 0).to(torch.int32)
+
+
+def _head_lists(slot: torch.Tensor, delta: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[kv_heads, columns] int64 each, from [lanes, columns]."""
+    return slot.long().expand(kv_heads, -1), delta.long().expand(kv_heads, -1)
+
+
+def gather(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: torch.Tensor,
+    delta: torch.Tensor,
+    turn: Turn,
+    columns: int,
+    out_keys: torch.Tensor,
+    out_values: torch.Tensor,
+) -> None:
+    """The first `columns` columns of one request in one layer, keys turned to where they are seen, one after the other.
+
+    Args:
+        keys, values: [slots, kv_heads, head_dim or value_dim], the layer's caches.
+        slot, delta: [lanes, entries] int32, the request's in `Lists`.
+        turn: the model's rotation.
+        columns: how many, at most `entries`.
+        out_keys, out_values: [at least columns, kv_heads, head_dim or value_dim], to write to.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    check_cells(slot, delta, keys, values)
+    at, by = _head_lists(slot[:, :columns], delta[:, :columns], keys.shape[1])
+    head = torch.arange(keys.shape[1], device=at.device).unsqueeze(1)
+    out_keys[:columns] = rotate(keys[at, head], by, turn.rope).transpose(0, 1).to(out_keys.dtype)
+    out_values[:columns] = values[at, head].transpose(0, 1).to(out_values.dtype)
+
+
+def store(
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    slot: torch.Tensor,
+    first: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out_keys: torch.Tensor | None = None,
+    out_values: torch.Tensor | None = None,
+) -> None:
+    """Write new tokens of one request, columns `first`, `first` + 1, ..., to their cells, and behind a gathered window.
+
+    Args:
+        new_keys, new_values: [rows, kv_heads, head_dim or value_dim], rotated at their columns.
+        slot: [lanes, entries] int32, the request's in `Lists`.
+        first: column of the first.
+        keys, values: [slots, kv_heads, ...], the layer's caches.
+        out_keys, out_values: as for `gather`, at least first + rows long; None writes to the cells only.
+    """
+    at, _ = _head_lists(slot[:, first : first + new_keys.shape[0]], slot[:, :0], keys.shape[1])
+    head = torch.arange(keys.shape[1], device=at.device).unsqueeze(1)
+    keys[at, head] = new_keys.transpose(0, 1).to(keys.dtype)
+    values[at, head] = new_values.transpose(0, 1).to(values.dtype)
+    if out_keys is not None and out_values is not None:
+        out_keys[first : first + new_keys.shape[0]] = new_keys.to(out_keys.dtype)
+        out_values[first : first + new_keys.shape[0]] = new_values.to(out_values.dtype)
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of the last rows of a gathered window: row t of m sees all but the last m - 1 - t columns.
+
+    Args:
+        query: [rows, heads, head_dim], rotated at their columns.
+        keys, values: [columns, kv_heads, head_dim or value_dim]; the last `rows` are the queries' own.
+        scale: factor of the logits.
+
+    Returns:
+        (output [rows, heads, value_dim] in query's dtype, natural log-sum-exp [rows, heads], float32 or wider).
+    """
+    rows, columns = query.shape[0], keys.shape[0]
+    if columns < rows or query.shape[1] % keys.shape[1]:
+        raise ValueError(
+            f"query {tuple(query.shape)} over keys {tuple(keys.shape)}: expected at least as many columns as rows and "
+            "a multiple of the key-value heads"
+        )
+    wide = torch.promote_types(query.dtype, torch.float32)
+    column = torch.arange(columns, device=query.device)
+    found, levels = [], []
+    for begin in range(0, rows, ROWS):
+        q = query[begin : begin + ROWS].to(wide).unflatten(1, (keys.shape[1], -1))
+        logits = torch.einsum("thgd,chd->thgc", q, keys.to(wide)) * scale
+        last = torch.arange(begin, begin + q.shape[0], device=query.device) + columns - rows
+        logits = logits.masked_fill((column > last.unsqueeze(1))[:, None, None], float("-inf"))
+        levels.append(logits.logsumexp(-1).flatten(1))
+        found.append(torch.einsum("thgc,chd->thgd", logits.softmax(-1), values.to(wide)).flatten(1, 2))
+    return torch.cat(found).to(query.dtype), torch.cat(levels)
+
+
+def decode(
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: torch.Tensor,
+    delta: torch.Tensor,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    turn: Turn,
+    scale: float,
+    *,
+    score: torch.Tensor | None = None,
+    entries: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    fresh: torch.Tensor | None = None,
+    beta: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """One new token of each request: stored in its cell, attended from, and counted in the scores.
+
+    Args:
+        query: [batch, heads, head_dim], rotated at column seen - 1.
+        new_keys, new_values: [batch, kv_heads, head_dim or value_dim], likewise.
+        keys, values: [slots, kv_heads, ...], the layer's caches.
+        slot, delta: [rows of the state, lanes, entries] int32, the layer's in `Lists`.
+        rows: [batch] integer, the requests' rows of the state; different ones.
+        seen: [batch] integer, columns that a request sees, the new token's the last; 0 for a row that is padding.
+        turn: the model's rotation.
+        scale: factor of the logits.
+        score: [rows of the state, lanes, entries] float32, the layer's in `CascadeState`; None where nobody reads it.
+        entries: [batch, entries] int32, as for `list_columns`.
+        skip: [batch] integer, first columns whose scores stay as they are (`Rings.settled`).
+        fresh: [batch] integer, 1, or 0 for a query that was counted before.
+        beta, reduction: as for `score_update`.
+
+    Returns:
+        [batch, heads, value_dim] in query's dtype; zeros for padding.
+    """
+    check_decode(query, new_keys, new_values, keys, values, slot, delta, rows, seen)
+    out = query.new_zeros(*query.shape[:2], values.shape[-1])
+    kv_heads, wide = keys.shape[1], torch.promote_types(query.dtype, torch.float32)
+    for b, (row, columns) in enumerate(zip(rows.tolist(), seen.tolist(), strict=True)):
+        if columns == 0:
+            continue
+        store(new_keys[b : b + 1], new_values[b : b + 1], slot[row], columns - 1, keys, values)
+        at, by = _head_lists(slot[row, :, :columns], delta[row, :, :columns], kv_heads)
+        head = torch.arange(kv_heads, device=at.device).unsqueeze(1)
+        turned = rotate(keys[at, head].to(wide), by, turn.rope)
+        found, lse = attend(
+            query[b : b + 1].to(wide), turned.transpose(0, 1), values[at, head].to(wide).transpose(0, 1), scale
+        )
+        out[b] = found[0].to(query.dtype)
+        if score is not None and entries is not None and fresh is not None and skip is not None:
+            number = rows.new_full((1,), columns - 1)
+            update_scores(
+                score,
+                entries[b : b + 1, :columns].contiguous(),
+                rows[b : b + 1],
+                query[b : b + 1].unsqueeze(0).to(wide),
+                turned.unsqueeze(0),
+                lse.unsqueeze(0),
+                number,
+                fresh[b : b + 1],
+                scale=scale,
+                beta=beta,
+                reduction=reduction,
+                skip=skip[b : b + 1],
+            )
+    return out
+
+
+def check_decode(
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: torch.Tensor,
+    delta: torch.Tensor,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+) -> None:
+    """Raise ValueError where shapes or dtypes do not fit; values on the device are not looked at."""
+    check_cells(slot, delta, keys, values)
+    batch, kv_heads, head_dim, value_dim = query.shape[0], keys.shape[1], keys.shape[2], values.shape[2]
+    if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % kv_heads:
+        raise ValueError(
+            f"query {tuple(query.shape)}: expected [batch, heads, {head_dim}] with a multiple of {kv_heads} heads"
+        )
+    if new_keys.shape != (batch, kv_heads, head_dim) or new_values.shape != (batch, kv_heads, value_dim):
+        raise ValueError(
+            f"new keys {tuple(new_keys.shape)}, new values {tuple(new_values.shape)}: expected "
+            f"{(batch, kv_heads, head_dim)} and {(batch, kv_heads, value_dim)}"
+        )
+    if slot.dim() != 3:
+        raise ValueError(f"slot {tuple(slot.shape)}: expected one layer's, [rows, lanes, entries]")
+    for name, tensor in (("rows", rows), ("seen", seen)):
+        if tensor.shape != (batch,) or tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected integers, {(batch,)}")

@@ -1,0 +1,262 @@
+"""Cells on a GPU: lists of a stride for all layers at once, the turned window, new tokens into their cells.
+
+Grids depend on shapes and on what the host knows; nothing is read back. Keys are turned by an integer product that
+wraps around with the angle (`Turn.phase`), in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.kernels.cascade_update import CascadeState, Rings
+from sglang_ext.kernels.cells.lists import Lists, Turn, check_cells
+from sglang_ext.kernels.cells.reference import check_lists
+
+COLUMNS = 1024
+"""Columns of a program that writes lists."""
+
+TOKENS = 32
+"""Tokens of a program that moves keys and values."""
+
+RADIANS = tl.constexpr(1.4629180792671596e-09)  # 2 pi / 2^32
+
+
+@triton.jit
+def _cos_sin(delta, phase, FAST: tl.constexpr):
+    """cos and sin [tokens, pairs] of the turn by delta."""
+    angle = (delta[:, None] * phase[None, :]).to(tl.float32) * RADIANS
+    if FAST:  # good to 2^-20 between -pi and pi, where the angle lies
+        cos = tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
+        sin = tl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
+    else:
+        cos, sin = tl.cos(angle), tl.sin(angle)
+    return cos, sin
+
+
+@triton.jit
+def _pairs(HALF: tl.constexpr, PAIRS: tl.constexpr, NEOX: tl.constexpr):
+    """Components of every pair: (first, second), each [PAIRS]."""
+    i = tl.arange(0, PAIRS)
+    if NEOX:
+        return i, i + HALF
+    return 2 * i, 2 * i + 1
+
+
+@triton.jit
+def _columns_kernel(
+    added, seen, out, columns,
+    SINKS: tl.constexpr, SIZE: tl.constexpr, CASCADES: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    WINDOW: tl.constexpr = SIZE * CASCADES
+    request = tl.program_id(1)
+    before = tl.load(added + request).to(tl.int32)
+    now = tl.load(seen + request).to(tl.int32)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = column - SINKS
+    behind = tl.maximum(before - SINKS, 0)
+    filling = behind < WINDOW
+    # Quotients of negative numbers belong to columns that are something else, below.
+    level = tl.where(filling, behind - 1 - v, WINDOW - 1 - v) // SIZE
+    step = 1 << tl.minimum(tl.maximum(level, 0), CASCADES - 1)
+    head = (behind + step - 1) // step - (WINDOW + step - 1) // step
+    index = tl.where(filling, v, head + v) % SIZE
+    entry = tl.where(column < SINKS, column, SINKS + level * SIZE + index)
+    kept = tl.minimum(before, SINKS + WINDOW)
+    entry = tl.where(column < kept, entry, SINKS + WINDOW + (before + column - kept) % STRIDE)
+    entry = tl.where(column < kept + now - before, entry, -1)
+    tl.store(out + request.to(tl.int64) * columns + column, entry, mask=column < columns)
+
+
+def columns(rings: Rings, added: torch.Tensor, seen: torch.Tensor, number: int) -> torch.Tensor:
+    """`Rings.columns` in one launch; see there."""
+    out = torch.empty(added.numel(), number, dtype=torch.int32, device=added.device)
+    if out.numel():
+        _columns_kernel[(triton.cdiv(number, COLUMNS), added.numel())](
+            added, seen, out, number, SINKS=rings.sinks, SIZE=rings.size, CASCADES=rings.cascades,
+            STRIDE=rings.stride, BLOCK=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _list_kernel(
+    token, cell, slot, delta, rows, entries, slots, batch, lanes, num_rows, stride_slots, cells,
+    FULL: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.program_id(0)
+    request = (lane // lanes) % batch
+    row = tl.load(rows + request).to(tl.int64)
+    base = (((lane // (lanes * batch)).to(tl.int64) * num_rows + row) * lanes + lane % lanes) * (FULL + STRIDE)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < FULL + STRIDE
+    entry = tl.load(entries + request.to(tl.int64) * (FULL + STRIDE) + column, mask=inside, other=-1)
+    place = tl.load(cell + base + entry, mask=entry >= 0, other=-1)
+    there = (entry >= 0) & (place >= 0) & (place < cells)
+    number = tl.load(token + base + entry, mask=there, other=0)
+    found = tl.load(slots + request.to(tl.int64) * stride_slots + place, mask=there, other=0)
+    since = number % STRIDE
+    written = tl.minimum(number - since, FULL) + since
+    tl.store(slot + base + column, found, mask=inside)
+    tl.store(delta + base + column, tl.where(there, column - written, 0), mask=inside)
+
+
+@triton.jit
+def _gather_kernel(
+    keys, values, slot, delta, phase, out_keys, out_values, columns,
+    stride_key, stride_value, stride_out_key, stride_out_value,
+    LANES: tl.constexpr, ENTRIES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr,
+    NEOX: tl.constexpr, FAST: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    lane = head if LANES > 1 else 0
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    on = column < columns
+    at = tl.load(slot + lane * ENTRIES + column, mask=on, other=0).to(tl.int64)
+    by = tl.load(delta + lane * ENTRIES + column, mask=on, other=0)
+    v = tl.arange(0, VALUES)
+    both = on[:, None] & (v < VALUE_DIM)[None, :]
+    moved = tl.load(values + at[:, None] * stride_value + head * VALUE_DIM + v[None, :], mask=both, other=0.0)
+    target = column.to(tl.int64)
+    i = tl.arange(0, PAIRS)
+    first, second = _pairs(HALF, PAIRS, NEOX)
+    two = on[:, None] & (i < HALF)[None, :]
+    source = keys + at[:, None] * stride_key + head * DIM
+    x = tl.load(source + first[None, :], mask=two, other=0.0).to(tl.float32)
+    y = tl.load(source + second[None, :], mask=two, other=0.0).to(tl.float32)
+    cos, sin = _cos_sin(by, tl.load(phase + i, mask=i < HALF, other=0), FAST)
+    place = out_keys + target[:, None] * stride_out_key + head * DIM
+    tl.store(place + first[None, :], (x * cos - y * sin).to(out_keys.dtype.element_ty), mask=two)
+    tl.store(place + second[None, :], (y * cos + x * sin).to(out_keys.dtype.element_ty), mask=two)
+    if REST > 0:
+        r = 2 * HALF + tl.arange(0, REST)
+        three = on[:, None] & (r < DIM)[None, :]
+        tl.store(place + r[None, :], tl.load(source + r[None, :], mask=three, other=0.0), mask=three)
+    tl.store(out_values + target[:, None] * stride_out_value + head * VALUE_DIM + v[None, :], moved, mask=both)
+
+
+@triton.jit
+def _store_kernel(
+    new_keys, new_values, slot, keys, values, out_keys, out_values, first, rows,
+    stride_new_key, stride_new_value, stride_key, stride_value, stride_out_key, stride_out_value,
+    LANES: tl.constexpr, ENTRIES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    lane = head if LANES > 1 else 0
+    t = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    on = t < rows
+    at = tl.load(slot + lane * ENTRIES + first + t, mask=on, other=0).to(tl.int64)
+    d, v = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    wide, narrow = on[:, None] & (d < DIM)[None, :], on[:, None] & (v < VALUE_DIM)[None, :]
+    row = t.to(tl.int64)
+    k = tl.load(new_keys + row[:, None] * stride_new_key + head * DIM + d[None, :], mask=wide, other=0.0)
+    w = tl.load(new_values + row[:, None] * stride_new_value + head * VALUE_DIM + v[None, :], mask=narrow, other=0.0)
+    tl.store(keys + at[:, None] * stride_key + head * DIM + d[None, :], k.to(keys.dtype.element_ty), mask=wide)
+    place = values + at[:, None] * stride_value + head * VALUE_DIM + v[None, :]
+    tl.store(place, w.to(values.dtype.element_ty), mask=narrow)
+    if WINDOW:
+        behind = (row + first)[:, None]
+        k = k.to(out_keys.dtype.element_ty)
+        tl.store(out_keys + behind * stride_out_key + head * DIM + d[None, :], k, mask=wide)
+        place = out_values + behind * stride_out_value + head * VALUE_DIM + v[None, :]
+        tl.store(place, w.to(out_values.dtype.element_ty), mask=narrow)
+
+
+def list_columns(
+    lists: Lists, state: CascadeState, rows: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor, rings: Rings
+) -> None:
+    """`reference.list_columns` in one launch, without synchronisation."""
+    check_lists(lists, state, rows, entries, slots, rings)
+    layers, num_rows, lanes, _ = state.cell.shape
+    batch = rows.numel()
+    if batch == 0:
+        return
+    _list_kernel[(layers * batch * lanes, triton.cdiv(rings.entries, COLUMNS))](
+        state.token, state.cell, lists.slot, lists.delta, rows, entries.contiguous(), slots, batch, lanes, num_rows,
+        slots.stride(0), slots.shape[1],
+        FULL=rings.sinks + rings.window, STRIDE=rings.stride, BLOCK=COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
+def rows_of(*tensors: torch.Tensor) -> list[int]:
+    """Elements from row to row of [rows, heads, size] tensors.
+
+    Raises:
+        ValueError: the heads of a row do not lie side by side.
+    """
+    for tensor in tensors:
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            raise ValueError(
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}: expected the heads of a row one after the other"
+            )
+    return [tensor.stride(0) for tensor in tensors]
+
+
+def gather(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: torch.Tensor,
+    delta: torch.Tensor,
+    turn: Turn,
+    columns: int,
+    out_keys: torch.Tensor,
+    out_values: torch.Tensor,
+) -> None:
+    """`reference.gather` in one launch."""
+    check_cells(slot, delta, keys, values)
+    _check_window(columns, keys, out_keys, values, out_values)
+    if columns == 0:
+        return
+    dim, value_dim, half = keys.shape[2], values.shape[2], turn.phase.numel()
+    _gather_kernel[(triton.cdiv(columns, TOKENS), keys.shape[1])](
+        keys, values, slot.contiguous(), delta.contiguous(), turn.phase, out_keys, out_values, columns,
+        *rows_of(keys, values, out_keys, out_values),
+        LANES=slot.shape[0], ENTRIES=slot.shape[1], DIM=dim, VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox,
+        FAST=keys.is_cuda, TILE=TOKENS, PAIRS=triton.next_power_of_2(half), REST=padded(dim - 2 * half),
+        VALUES=triton.next_power_of_2(value_dim), num_warps=4,
+    )  # fmt: skip
+
+
+def store(
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    slot: torch.Tensor,
+    first: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out_keys: torch.Tensor | None = None,
+    out_values: torch.Tensor | None = None,
+) -> None:
+    """`reference.store` in one launch."""
+    rows = new_keys.shape[0]
+    if rows == 0:
+        return
+    dim, value_dim, window = keys.shape[2], values.shape[2], out_keys is not None
+    target_keys, target_values = keys if out_keys is None else out_keys, values if out_values is None else out_values
+    if window:
+        _check_window(first + rows, keys, target_keys, values, target_values)
+    slot = slot.contiguous()
+    _store_kernel[(triton.cdiv(rows, TOKENS), keys.shape[1])](
+        new_keys, new_values, slot, keys, values, target_keys, target_values, first, rows,
+        *rows_of(new_keys, new_values, keys, values, target_keys, target_values),
+        LANES=slot.shape[0], ENTRIES=slot.shape[1], DIM=dim, VALUE_DIM=value_dim, WINDOW=window, TILE=TOKENS,
+        KEYS=triton.next_power_of_2(dim), VALUES=triton.next_power_of_2(value_dim), num_warps=4,
+    )  # fmt: skip
+
+
+def padded(size: int) -> int:
+    """The power of two that holds so many components, at least 16 for a matrix product; 0 for none."""
+    return max(16, triton.next_power_of_2(size)) if size > 0 else 0
+
+
+def _check_window(
+    columns: int, keys: torch.Tensor, out_keys: torch.Tensor, values: torch.Tensor, out_values: torch.Tensor
+) -> None:
+    for cache, out in ((keys, out_keys), (values, out_values)):
+        if out.dim() != 3 or out.shape[0] < columns or out.shape[1:] != cache.shape[1:]:
+            raise ValueError(
+                f"a window of {tuple(out.shape)}: expected [at least {columns}, {cache.shape[1]}, {cache.shape[2]}]"
+            )

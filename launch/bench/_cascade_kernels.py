@@ -1,0 +1,480 @@
+"""The kernels' half of ``sglang-ext bench cascade``: one attention layer, Llama-3.1-8B's shape, bfloat16.
+
+A layer goes through a long prompt stride by stride with its cache, index updates, scores and all; the update alone; and
+decoding with a full window. Nothing is timed before its output was compared with the reference in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_ext.kernels.cascade_update import CascadeState, stride_update
+from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
+from sglang_ext.kernels.cells import Lists, Turn, decode_impl, flashinfer_impl, reference, triton_impl
+from sglang_ext.kernels.rope import Rope
+from sglang_ext.kernels.score_update.reference import update_scores as exact_scores
+from sglang_ext.kernels.score_update.triton_impl import update_scores
+from sglang_ext.launch.bench._gpu import copy_bandwidth, time_gpu
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
+from sglang_ext.policies.cascade import Cascade
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+TOLERANCE = 2e-2  # bfloat16, of the largest value of the reference
+SCORE_TOLERANCE = 1e-3  # of the largest score: keys are the same numbers in both, products are added in float32
+DENSE_ROWS = 65536
+"""Query rows of one call of the dense baseline: a whole prompt's have more components than 32 bits count."""
+UPDATE_BATCH, UPDATE_HEADS, UPDATE_TOKENS = 8, 32, 16384
+SINGLE_TOKENS = 64
+"""Tokens that the baseline of one token at a time is measured on; every one costs it the same."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a layer, and its number type."""
+
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    dim: int = DIM
+    dtype: torch.dtype = torch.bfloat16
+
+
+class Layer:
+    """One layer: the caches, the cascade's state and the lists of some requests, and the passes over them.
+
+    Args:
+        cascade: the settings.
+        shape: of the layer.
+        requests: how many, each in a row of the state of its own.
+        device: of everything.
+    """
+
+    def __init__(self, cascade: Cascade, shape: Shape, requests: int, device: torch.device, seed: int = 0) -> None:
+        self.cascade, self.shape, self.device, self.scale = cascade, shape, device, shape.dim**-0.5
+        rings = self.rings = cascade.rings
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+        self.state = CascadeState.empty(1, requests, cascade.lanes(shape.kv_heads), rings, device)
+        self.lists = Lists.empty(self.state)
+        frequency = 500000.0 ** (-torch.arange(0, shape.dim, 2, dtype=torch.float64) / shape.dim)
+        self.turn = Turn.of(Rope(frequency.float().to(device)))
+        self.rows = torch.arange(requests, device=device)
+        self.slots = torch.arange(requests * rings.entries, dtype=torch.int32, device=device).view(requests, -1)
+        self.keys, self.values = (self.draw(self.slots.numel(), shape.kv_heads) for _ in range(2))
+        self.window = [torch.empty_like(self.keys[: rings.entries]) for _ in range(2)]
+        self.entries = torch.empty(0)
+
+    def draw(self, *size: int) -> torch.Tensor:
+        """Random numbers [*size, head_dim] of the layer's type."""
+        drawn = torch.randn(*size, self.shape.dim, generator=self.generator, device=self.device)
+        return drawn.to(self.shape.dtype)
+
+    def number(self, value: int) -> torch.Tensor:
+        """One number a request, made on the device: copies from the host would wait for it."""
+        return torch.full((self.rows.numel(),), value, dtype=torch.int32, device=self.device)
+
+    def add(self, before: int) -> None:
+        """Add the stride that began with token `before` to the sub-caches."""
+        stride = self.number(self.rings.stride)
+        cascade_update(self.state, self.rows, self.number(before), stride, self.rings, self.cascade.selection)
+
+    def list(self, added: int) -> None:
+        """Write down what the stride sees that begins with token `added`."""
+        now = self.number(added)
+        self.entries = triton_impl.columns(self.rings, now, now + self.rings.stride, self.rings.entries)
+        triton_impl.list_columns(self.lists, self.state, self.rows, self.entries, self.slots, self.rings)
+
+    def skip_to(self, strides: int) -> None:
+        """Let so many strides pass by with random scores: indices alone, from the beginning."""
+        for number in range(strides):
+            self.list(number * self.rings.stride)
+            self.state.score.uniform_(generator=self.generator)
+            self.add(number * self.rings.stride)
+        self.list(strides * self.rings.stride)
+
+    def prepare(self, kept: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The window and the stride's own keys and values behind it; the latter into their cells, too."""
+        slot, delta = self.lists.slot[0, 0], self.lists.delta[0, 0]
+        triton_impl.gather(self.keys, self.values, slot, delta, self.turn, kept, *self.window)
+        triton_impl.store(keys, values, slot, kept, self.keys, self.values, *self.window)
+
+    def attend(self, kept: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the stride over [window | itself, causal]."""
+        seen = kept + query.shape[0]
+        fast = flashinfer_impl.serves(self.shape.dim, self.shape.dtype, self.device)
+        attend = flashinfer_impl.attend if fast else reference.attend
+        return attend(query, self.window[0][:seen], self.window[1][:seen], self.scale)
+
+    def score(self, added: int, query: torch.Tensor, lse: torch.Tensor, **more: Any) -> None:
+        """Count the stride's queries in the scores."""
+        kept = self.rings.kept(added)
+        seen = kept + query.shape[0]
+        update_scores(
+            self.state.score[0],
+            self.entries[:1, :seen],
+            self.rows[:1],
+            query.unsqueeze(0),
+            self.window[0][:seen].transpose(0, 1).unsqueeze(0),
+            lse.unsqueeze(0),
+            self.number(kept)[:1],
+            self.number(query.shape[0])[:1],
+            scale=self.scale,
+            beta=self.cascade.beta,
+            reduction=self.cascade.head_reduction,
+            skip=self.number(self.rings.settled(added))[:1],
+            **more,
+        )
+
+    def stride(self, added: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """A whole stride of one request: tokens [added, added + rows) attended to, scored and kept."""
+        if added:
+            self.add(added - self.rings.stride)
+        self.list(added)
+        kept = self.rings.kept(added)
+        self.prepare(kept, keys, values)
+        out, lse = self.attend(kept, query)
+        if self.cascade.cascades > 1 and self.cascade.selection:
+            self.score(added, query, lse)
+        return out
+
+
+def check_prefill(layer: Layer, strides: int, rows: int = 64) -> dict[str, float]:
+    """Run some strides, each step beside its reference; the largest errors.
+
+    Raises:
+        ValueError: one is larger than the tolerance, or an index differs; nothing is timed then.
+    """
+    rings, shape, worst = layer.rings, layer.shape, {"window": 0.0, "attention": 0.0, "scores": 0.0}
+
+    def note(name: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+        error = float(((got.double() - wanted.double()).abs().max() / wanted.abs().max()).nan_to_num(float("inf")))
+        worst[name] = max(worst[name], error)
+        if error > tolerance:
+            raise ValueError(f"{name}: wrong by {error:.2g} of the largest value (at most {tolerance}): not timed")
+
+    for number in range(strides):
+        added = number * rings.stride
+        kept = rings.kept(added)
+        seen = kept + rings.stride
+        query, keys, values = (layer.draw(rings.stride, n) for n in (shape.heads, shape.kv_heads, shape.kv_heads))
+        if number:
+            before = layer.number(added - rings.stride)
+            other = CascadeState(*(array.clone() for array in vars(layer.state).values()))
+            layer.add(added - rings.stride)
+            stride_update(other, layer.rows, before, layer.number(rings.stride), rings, layer.cascade.selection)
+            if not all(
+                torch.equal(a, b) for a, b in zip(vars(layer.state).values(), vars(other).values(), strict=True)
+            ):
+                raise ValueError(f"stride {number}: the cache update differs from its reference: not timed")
+        layer.list(added)
+        wanted = Lists.empty(layer.state)
+        reference.list_columns(wanted, layer.state, layer.rows, layer.entries, layer.slots, rings)
+        now = layer.number(added)
+        if not (
+            torch.equal(layer.entries, rings.columns(now, now + rings.stride, rings.entries))
+            and torch.equal(layer.lists.slot, wanted.slot)
+            and torch.equal(layer.lists.delta, wanted.delta)
+        ):
+            raise ValueError(f"stride {number}: the lists differ from their reference: not timed")
+        layer.prepare(kept, keys, values)
+        expected = [torch.empty_like(part) for part in layer.window]
+        lists = wanted.slot[0, 0], wanted.delta[0, 0]
+        reference.gather(layer.keys, layer.values, *lists, layer.turn, seen, *expected)
+        for part, whole in zip(layer.window, expected, strict=True):
+            note("window", part[:seen], whole[:seen], TOLERANCE)
+        out, lse = layer.attend(kept, query)
+        exact_keys, exact_values = (part[:seen].double() for part in expected)
+        own, levels = reference.attend(query[-rows:].double(), exact_keys, exact_values, layer.scale)
+        note("attention", out[-rows:], own, TOLERANCE)
+        note("attention", lse[-rows:], levels, TOLERANCE)
+        score = layer.state.score[0, :1, :1].clone()
+        layer.score(added, query, lse)
+        group = shape.heads // shape.kv_heads
+        arguments = query[None, :, :group].float(), layer.window[0][:seen, :1].transpose(0, 1)[None].float()
+        exact_scores(
+            score, layer.entries[:1, :seen].contiguous(), layer.rows[:1], *arguments,
+            lse[None, :, :group].contiguous(), layer.number(kept)[:1], layer.number(rings.stride)[:1],
+            scale=layer.scale, beta=layer.cascade.beta, skip=layer.number(rings.settled(added))[:1],
+        )  # fmt: skip
+        note("scores", layer.state.score[0, :1, :1], score, SCORE_TOLERANCE)
+    return worst
+
+
+def _seconds(work: Callable[[], None], repeats: int) -> Timing:
+    """Seconds of long work, by events around each of some runs."""
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return Timing.of(times)
+
+
+def prefill(cascade: Cascade, tokens: int, device: torch.device, repeats: int = 2) -> list[Figure]:
+    """One layer through a long prompt, against dense causal attention; what scores and updates take of a stride."""
+    shape = Shape()
+    full = -(-(cascade.sinks + cascade.window) // cascade.stride) + 1
+    errors = check_prefill(Layer(cascade, shape, 1, device), full + 2)
+    layer = Layer(cascade, shape, 1, device)
+    strides = -(-tokens // cascade.stride)
+    drawn = [[layer.draw(cascade.stride, n) for n in (shape.heads, shape.kv_heads, shape.kv_heads)] for _ in range(4)]
+
+    def whole(count: int = strides) -> None:
+        layer.state.reset(layer.rows, layer.rings)
+        for number in range(count):
+            layer.stride(number * cascade.stride, *drawn[number % 4])
+
+    whole(full + 1)  # compiles
+    ours = _seconds(whole, repeats)
+    parts = stages(layer, (strides - 1) * cascade.stride, *drawn[0])
+    dense = dense_prefill(strides * cascade.stride, device)
+    # The update goes over all layers at once in an engine; here it bears its launches alone.
+    step = Timing.of([ours.median / strides])
+    kept = Timing.of([parts["scores"].median + parts["update"].median])
+    notes = {
+        "strides": strides,
+        "errors": errors,
+        "stages_ms": {name: timing.median * 1e3 for name, timing in parts.items()},
+        "stride_ms": step.median * 1e3,
+    }
+    sizes = f"window {cascade.window}, {cascade.cascades} cascades, {cascade.sinks} sinks, stride {cascade.stride}"
+    name = f"prefill attention, one layer, {strides * cascade.stride} tokens, {sizes}"
+    share = f"score and cache update of a stride, one layer, {sizes}"
+    return [
+        at_least(name, ours, "FlashInfer, dense causal", dense, 10.0, notes=notes),
+        at_most(share, kept, step.median, "the strided prefill step", 0.25, notes=notes),
+    ]
+
+
+def stages(
+    layer: Layer, added: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> dict[str, Timing]:
+    """Each part of a stride with a full window by itself: cold caches, inside a CUDA graph."""
+    kept = layer.rings.kept(added)
+    layer.list(added)
+    layer.prepare(kept, keys, values)
+    _, lse = layer.attend(kept, query)
+    return {
+        "update": time_gpu(lambda: layer.add(added - layer.rings.stride)),
+        "lists": time_gpu(lambda: layer.list(added)),
+        "window": time_gpu(lambda k, v: layer.prepare(kept, k, v), keys, values),
+        "attention": time_gpu(lambda q: layer.attend(kept, q), query, graph=False),
+        "scores": time_gpu(lambda q: layer.score(added, q, lse), query),
+    }
+
+
+def dense_prefill(tokens: int, device: torch.device) -> Timing:
+    """Dense causal attention of one layer over a whole prompt, once: it takes seconds.
+
+    In calls of `DENSE_ROWS` query rows over all keys up to their last: the same products and exponentials.
+    """
+    shape, generator = Shape(), torch.Generator(device=device).manual_seed(1)
+
+    def draw(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, shape.dim, generator=generator, device=device, dtype=shape.dtype)
+
+    rows = min(DENSE_ROWS, tokens)
+    query, keys, values = draw(rows, shape.heads), draw(tokens, shape.kv_heads), draw(tokens, shape.kv_heads)
+
+    def work() -> None:
+        for begin in range(0, tokens, rows):
+            end = min(begin + rows, tokens)
+            flashinfer_impl.attend(query[: end - begin], keys[:end], values[:end], shape.dim**-0.5)
+
+    flashinfer_impl.attend(query[:1024], keys[:2048], values[:2048], 1.0)  # compiles
+    return _seconds(work, 1)
+
+
+def update(cascade: Cascade, device: torch.device) -> list[Figure]:
+    """Tokens into a full window: indices and new keys and values, against moving all that is kept."""
+    shape, batch = Shape(heads=UPDATE_HEADS, kv_heads=UPDATE_HEADS), UPDATE_BATCH
+    layer = Layer(cascade, shape, batch, device)
+    strides = -(-UPDATE_TOKENS // cascade.stride)
+    first = -(-(cascade.sinks + cascade.window) // cascade.stride)
+    layer.skip_to(first)
+    keys, values = (layer.draw(batch, cascade.stride, shape.kv_heads) for _ in range(2))
+    kept = cascade.rings.kept(first * cascade.stride)
+
+    def indices() -> None:
+        for number in range(first, first + strides):
+            layer.add(number * cascade.stride)
+            layer.list((number + 1) * cascade.stride)
+
+    def ours() -> None:
+        for number in range(first, first + strides):
+            for row in range(batch):
+                slot = layer.lists.slot[0, row]
+                triton_impl.store(keys[row], values[row], slot, kept, layer.keys, layer.values)
+            layer.add(number * cascade.stride)
+            layer.list((number + 1) * cascade.stride)
+
+    whole, alone = time_gpu(ours), time_gpu(indices)
+    size = (batch, shape.kv_heads, cascade.sinks + cascade.window, shape.dim)
+    caches = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2)]
+
+    def shift(tokens: int, count: int) -> None:
+        for start in range(0, count * tokens, tokens):
+            at = start % cascade.stride
+            for number, fresh in enumerate((keys, values)):
+                new = fresh[:, at : at + tokens].transpose(1, 2)
+                old = caches[number]
+                sinks, rest = old[:, :, : cascade.sinks], old[:, :, cascade.sinks + tokens :]
+                caches[number] = torch.cat([sinks, rest, new], dim=2)
+
+    shift(cascade.stride, 1)
+    by_stride = _seconds(lambda: shift(cascade.stride, strides), 5)
+    single = _seconds(lambda: shift(1, SINGLE_TOKENS), 3)
+    tokens = strides * cascade.stride
+    times = tokens / SINGLE_TOKENS
+    by_token = Timing(single.median * times, single.low * times, single.high * times, single.samples)
+    name = f"cache update, {tokens} tokens into a window of {cascade.window}, batch {batch}, {UPDATE_HEADS} heads"
+    notes = {"indices_alone_ms": alone.median * 1e3, "cascades": cascade.cascades, "stride": cascade.stride}
+    measured = f", measured on {SINGLE_TOKENS} tokens"
+    keeping = name + ", new keys and values written"
+    return [
+        at_least(
+            name, alone, "StreamingLLM by concatenation, a token at a time" + measured, by_token, 3000.0, notes=notes
+        ),
+        at_least(name, alone, "StreamingLLM by concatenation, a stride at a time", by_stride, 3.0, notes=notes),
+        at_least(
+            keeping, whole, "StreamingLLM by concatenation, a token at a time" + measured, by_token, None, notes=notes
+        ),
+        at_least(keeping, whole, "StreamingLLM by concatenation, a stride at a time", by_stride, None, notes=notes),
+    ]
+
+
+class Decoding:
+    """A batch that decodes with a full window, in the middle of a stride."""
+
+    def __init__(self, cascade: Cascade, batch: int, device: torch.device, shape: Shape | None = None) -> None:
+        self.shape = shape or Shape()
+        self.layer = Layer(cascade, self.shape, batch, device)
+        strides = 2 * -(-(cascade.sinks + cascade.window) // cascade.stride) + 3
+        self.layer.skip_to(strides)  # so that cells are as mixed as they become
+        self.seen = self.layer.rings.kept(strides * cascade.stride) + cascade.stride // 2
+        self.skip = self.layer.number(self.layer.rings.settled(strides * cascade.stride))
+        self.query = self.layer.draw(batch, self.shape.heads)
+        self.new = [self.layer.draw(batch, self.shape.kv_heads) for _ in range(2)]
+        self.columns, self.fresh = self.layer.number(self.seen), self.layer.number(1)
+
+    def workspace(self, tuning: decode_impl.Tuning, multiprocessors: int) -> decode_impl.Workspace:
+        shape, width = self.shape, self.layer.rings.entries
+        batch = self.query.shape[0]
+        shares = decode_impl.splits(batch, shape.kv_heads, width, multiprocessors, tuning)
+        return decode_impl.Workspace.empty(batch, shape.heads, shape.dim, width, shares, self.layer.device, True)
+
+    def scores(self) -> dict[str, Any]:
+        layer = self.layer
+        return {
+            "score": layer.state.score[0],
+            "entries": layer.entries,
+            "skip": self.skip,
+            "fresh": self.fresh,
+            "beta": layer.cascade.beta,
+            "reduction": layer.cascade.head_reduction,
+        }
+
+    def run(
+        self, decode: Callable[..., torch.Tensor], keys: torch.Tensor, values: torch.Tensor, **more: Any
+    ) -> torch.Tensor:
+        """`decode` of the new tokens over some caches."""
+        layer = self.layer
+        lists = layer.lists.slot[0], layer.lists.delta[0], layer.rows, self.columns
+        return decode(self.query, *self.new, keys, values, *lists, layer.turn, layer.scale, **more)
+
+    def check(self, **more: Any) -> dict[str, float]:
+        """Errors beside the reference: (output, scores).
+
+        Raises:
+            ValueError: one is larger than the tolerance; nothing is timed then.
+        """
+        layer = self.layer
+        before = layer.state.score.clone()
+        got = self.run(decode_impl.decode, layer.keys, layer.values, **self.scores(), **more)
+        scored, layer.state.score[:] = layer.state.score.clone(), before
+        wanted = self.run(reference.decode, layer.keys, layer.values, **self.scores())
+        errors = {
+            "output": float((got - wanted).abs().max() / wanted.abs().max()),
+            "scores": float((scored - layer.state.score).abs().max() / (1 - layer.cascade.beta)),
+        }
+        if not errors["output"] <= TOLERANCE or not errors["scores"] <= TOLERANCE:
+            raise ValueError(f"decoding is wrong by {errors} (at most {TOLERANCE}): not timed")
+        return errors
+
+
+def dense_decode(decoding: Decoding) -> dict[str, Timing]:
+    """FlashInfer's paged decoding of as many tokens, with and without tensor cores."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    layer, shape, batch = decoding.layer, decoding.shape, decoding.query.shape[0]
+    found = {}
+    for name, cores in (("tensor cores", True), ("CUDA cores", False)):
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=layer.device)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=cores)
+        indptr = torch.arange(batch + 1, dtype=torch.int32, device=layer.device) * decoding.seen
+        wrapper.plan(
+            indptr,
+            layer.slots[:, : decoding.seen].reshape(-1).contiguous(),
+            torch.ones(batch, dtype=torch.int32, device=layer.device),
+            shape.heads,
+            shape.kv_heads,
+            shape.dim,
+            1,
+            pos_encoding_mode="NONE",
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+            sm_scale=layer.scale,
+        )
+
+        def run(keys: torch.Tensor, values: torch.Tensor, wrapper: Any = wrapper) -> None:
+            wrapper.run(decoding.query, (keys.unsqueeze(1), values.unsqueeze(1)))
+
+        found[name] = time_gpu(run, layer.keys, layer.values)
+    return found
+
+
+def decode(cascade: Cascade, batches: Sequence[int], device: torch.device, bandwidth: float) -> list[Figure]:
+    """Decoding with a full window, the new token stored and its query counted, against dense decoding."""
+    figures = []
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    for batch in batches:
+        decoding = Decoding(cascade, batch, device)
+        layer = decoding.layer
+        workspace = decoding.workspace(decode_impl.TUNING, multiprocessors)
+        errors = decoding.check(workspace=workspace)
+
+        def work(keys: torch.Tensor, values: torch.Tensor, decoding: Any = decoding, **more: Any) -> None:
+            decoding.run(decode_impl.decode, keys, values, **more)
+
+        scored = {"workspace": workspace, **decoding.scores()}
+        ours = time_gpu(lambda k, v, work=work, more=scored: work(k, v, **more), layer.keys, layer.values)
+        plain = {"workspace": workspace}
+        bare = time_gpu(lambda k, v, work=work, more=plain: work(k, v, **more), layer.keys, layer.values)
+        dense = dense_decode(decoding)
+        best = min(dense, key=lambda name: dense[name].median)
+        floor = batch * decoding.seen * 2 * layer.shape.kv_heads * layer.shape.dim * 2 / bandwidth
+        notes = {
+            "batch": batch,
+            "columns": decoding.seen,
+            "errors": errors,
+            "without_scores_ms": bare.median * 1e3,
+            "dense_ms": {name: timing.median * 1e3 for name, timing in dense.items()},
+            "floor_ms": floor * 1e3,
+            "shares": workspace.parts.shape[2],
+        }
+        name = f"decode attention, one layer, {decoding.seen} tokens kept, batch {batch}"
+        aim = 1.35 if batch == 1 else 1.2 if batch >= 8 else None
+        words = f"FlashInfer, dense, as many tokens ({best})"
+        figures.append(at_most(name, ours, dense[best].median, words, aim, notes=notes))
+    return figures
+
+
+def measure(device: torch.device, cascade: Cascade, tokens: int, batches: Sequence[int]) -> list[Figure]:
+    """All rows of the kernels' half."""
+    bandwidth = copy_bandwidth(device)
+    return [*prefill(cascade, tokens, device), *update(cascade, device), *decode(cascade, batches, device, bandwidth)]

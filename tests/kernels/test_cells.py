@@ -1,0 +1,419 @@
+"""Cells against tokens written down one by one.
+
+The definition here keeps every token's key unrotated, asks the rule (`Stream`) which tokens a head keeps, and rotates
+each to its column by complex numbers, in float64. It knows no cells, lists or differences of positions. Slots that hold
+nothing are NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.kernels.cascade_update import CascadeState, stride_update
+from sglang_ext.kernels.cells import Lists, Turn, decode_impl, flashinfer_impl, reference, triton_impl
+from sglang_ext.kernels.rope import Rope
+from sglang_ext.policies.cascade import Cascade, Stream
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = decode_impl.Tuning(columns=16, warps=2, stages=1, programs=3, scores=8)
+CASCADE = Cascade(window=12, cascades=3, sinks=2, stride=5, beta=0.9)
+
+
+def turned(x: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
+    """x [..., dim] rotated at a position, in float64, by complex numbers."""
+    half = rope.inv_freq.numel()
+    spin = torch.polar(torch.ones(half, dtype=torch.float64), position * rope.inv_freq.cpu().double())
+    out = x.double().clone()
+    pairs = (slice(0, half), slice(half, 2 * half)) if rope.neox else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    z = torch.complex(out[..., pairs[0]], out[..., pairs[1]]) * spin
+    out[..., pairs[0]], out[..., pairs[1]] = z.real, z.imag
+    return out
+
+
+@dataclass
+class World:
+    """Requests of one layer whose tokens went through the cascade, stride by stride, each at its own length."""
+
+    cascade: Cascade
+    rope: Rope
+    state: CascadeState
+    lists: Lists
+    keys: torch.Tensor
+    values: torch.Tensor
+    raw: dict[int, tuple[torch.Tensor, torch.Tensor]]  # row -> every token's key and value, unrotated
+    streams: dict[int, list[Stream]]  # row -> lane -> what it keeps at the last stride's end
+    length: dict[int, int]
+
+    @classmethod
+    def make(
+        cls,
+        module: Any,
+        lengths: dict[int, int],
+        *,
+        kv_heads: int = 2,
+        dims: tuple[int, int, int] = (16, 16, 16),
+        neox: bool = True,
+        heads: str = "independent",
+        dtype: torch.dtype = torch.float32,
+    ) -> World:
+        cascade = Cascade(**{**vars(CASCADE), "heads": heads})
+        rng, gen = random.Random(3), torch.Generator().manual_seed(4)
+        dim, value_dim, rotary = dims
+        rope = Rope((1.7 ** -torch.arange(rotary // 2)).to(DEVICE), neox)
+        lanes, entries = cascade.lanes(kv_heads), cascade.rings.entries
+        state = CascadeState.empty(2, 4, lanes, cascade.rings, DEVICE)
+        lists = Lists.empty(state)
+        slots = torch.randperm(4 * entries + 3, generator=gen)[: 4 * entries].view(4, entries).int().to(DEVICE)
+        caches = [torch.full((4 * entries + 3, kv_heads, d), float("nan"), dtype=dtype) for d in (dim, value_dim)]
+        world = cls(cascade, rope, state, lists, *(c.to(DEVICE) for c in caches), {}, {}, lengths)
+        for row, length in lengths.items():
+            raw = [torch.randn(length, kv_heads, d, generator=gen).to(dtype) for d in (dim, value_dim)]
+            world.raw[row] = raw[0], raw[1]
+            world.streams[row] = [Stream(cascade) for _ in range(lanes)]
+            at = torch.tensor([row], device=DEVICE)
+            for first in range(0, length, cascade.stride):
+                added = torch.tensor([first], device=DEVICE)
+                shown = cascade.rings.columns(added, added + cascade.stride, entries)
+                module.list_columns(lists, state, at, shown, slots[row : row + 1], cascade.rings)
+                kept, last = cascade.rings.kept(first), min(first + cascade.stride, length)
+                new = range(first, last)
+                key = torch.stack([turned(raw[0][n], kept + n - first, rope) for n in new]).to(dtype).to(DEVICE)
+                module.store(key, raw[1][first:last].to(DEVICE), lists.slot[1, row], kept, world.keys, world.values)
+                if last % cascade.stride:
+                    break
+                for lane, stream in enumerate(world.streams[row]):
+                    scores = [torch.tensor(rng.random()).item() for _ in range(kept + cascade.stride)]
+                    state.score[:, row, lane, shown[0, : len(scores)].long()] = torch.tensor(scores, device=DEVICE)
+                    for each, score in zip(stream.kept(), scores, strict=False):
+                        each.score = score
+                    stream.add(scores[kept:])
+                stride_update(state, at, added, added * 0 + cascade.stride, cascade.rings)
+        return world
+
+    def tokens(self, row: int, lane: int) -> list[int]:
+        """What a lane sees: kept tokens, then those of the open stride."""
+        stream = self.streams[row][lane]
+        return [k.token for k in stream.kept()] + list(range(stream.seen, self.length[row]))
+
+    def seen(self, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys as they are seen and values, [columns, dim] float64."""
+        tokens = self.tokens(row, head if self.cascade.heads == "independent" else 0)
+        key, value = self.raw[row]
+        return (
+            torch.stack([turned(key[n, head], column, self.rope) for column, n in enumerate(tokens)]),
+            value[tokens, head].double(),
+        )
+
+
+HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+SHAPES = [
+    pytest.param({}, id="whole rotary"),
+    pytest.param({"dims": (20, 12, 10), "neox": False, "kv_heads": 3}, id="partial, GPT-J"),
+    pytest.param({"heads": "homogeneous"}, id="homogeneous"),
+    pytest.param({"dtype": HALF}, id="half"),
+]
+# The open stride is at its beginning, in the middle and filling; the window is full, or is not.
+LENGTHS = {3: 63, 0: 41, 2: 9}
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+
+
+def test_columns_are_those_of_the_rings() -> None:
+    for sinks, size, cascades, stride in ((2, 4, 3, 5), (0, 3, 2, 7), (1, 1, 4, 3), (9, 6, 1, 6)):
+        rings = Cascade(window=cascades * size, cascades=cascades, sinks=sinks, stride=stride).rings
+        added = torch.arange(0, 14 * rings.window, stride, device=DEVICE)
+        for more in (0, stride // 2, stride):
+            found = triton_impl.columns(rings, added, added + more, rings.entries + 3)
+            assert torch.equal(found, rings.columns(added, added + more, rings.entries + 3))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("module", [reference, triton_impl], ids=["reference", "triton"])
+def test_a_gathered_window_is_what_the_rule_keeps(module: Any, shape: dict[str, Any]) -> None:
+    world = World.make(module, LENGTHS, **shape)
+    turn, kv_heads = Turn.of(world.rope), world.keys.shape[1]
+    for row in LENGTHS:
+        columns = len(world.tokens(row, 0))
+        out = [
+            torch.full((columns + 2, *c.shape[1:]), 7.0, dtype=c.dtype, device=DEVICE)
+            for c in (world.keys, world.values)
+        ]
+        slot, delta = world.lists.slot[1, row], world.lists.delta[1, row]
+        module.gather(world.keys, world.values, slot, delta, turn, columns, *out)
+        for head in range(kv_heads):
+            key, value = world.seen(row, head)
+            assert (out[0][:columns, head].cpu().double() - key).abs().max() <= tolerance(world.keys.dtype)
+            assert torch.equal(out[1][:columns, head].cpu().double(), value)
+        assert bool((out[0][columns:] == 7).all() and (out[1][columns:] == 7).all())
+
+
+@pytest.mark.parametrize("module", [reference, triton_impl], ids=["reference", "triton"])
+def test_store_writes_behind_the_window_too_and_nowhere_else(module: Any) -> None:
+    world = World.make(reference, LENGTHS)
+    slot, entries = world.lists.slot[1, 3], world.cascade.rings.entries
+    new = [torch.randn(3, *c.shape[1:], device=DEVICE) for c in (world.keys, world.values)]
+    before = [c.clone() for c in (world.keys, world.values)]
+    window = [torch.zeros(entries, *c.shape[1:], device=DEVICE) for c in (world.keys, world.values)]
+    fused = torch.cat([new[0].flatten(1), new[1].flatten(1)], dim=1)  # rows as a fused projection leaves them
+    split = [t.unflatten(1, (2, -1)) for t in fused.chunk(2, dim=1)]
+    module.store(*split, slot, 14, world.keys, world.values, *window)
+    for cache, old, fresh, behind in zip((world.keys, world.values), before, new, window, strict=True):
+        for head in range(2):
+            at = slot[head, 14:17].long()
+            assert torch.equal(cache[at, head], fresh[:, head])
+            cache[at, head] = old[at, head]
+        assert torch.equal(cache.nan_to_num(7), old.nan_to_num(7))
+        assert torch.equal(behind[14:17], fresh) and not behind[:14].any() and not behind[17:].any()
+
+
+@pytest.mark.parametrize("attend", [reference.attend, flashinfer_impl.attend], ids=["reference", "flashinfer"])
+def test_attend(attend: Any) -> None:
+    flash = attend is flashinfer_impl.attend
+    if flash and DEVICE == "cpu":
+        pytest.skip("FlashInfer needs a GPU")
+    dtype, dim, rows = (torch.bfloat16, 128, 40) if flash else (torch.float32, 8, 600)
+    gen = torch.Generator().manual_seed(1)
+    query = torch.randn(rows, 4, dim, generator=gen).to(dtype).to(DEVICE)
+    keys, values = (torch.randn(rows + 50, 2, dim, generator=gen).to(dtype).to(DEVICE) for _ in range(2))
+    out, lse = attend(query, keys, values, 0.2)
+    for t in (0, 1, rows // 2, rows - 1):
+        for head in range(4):
+            seen = slice(0, 50 + t + 1)
+            logits = keys[seen, head // 2].double() @ query[t, head].double() * 0.2
+            wanted = logits.softmax(0) @ values[seen, head // 2].double()
+            assert (out[t, head].double() - wanted).abs().max() <= (2e-2 if flash else 1e-5)
+            assert abs(lse[t, head].item() - logits.logsumexp(0).item()) <= 1e-3
+    with pytest.raises(ValueError, match="at least as many columns"):
+        reference.attend(query, keys[:5], values[:5], 0.2)
+
+
+IMPLEMENTATIONS = [
+    pytest.param(reference.decode, {}, id="reference"),
+    pytest.param(decode_impl.decode, {"tuning": SMALL}, id="triton, small tiles"),
+    pytest.param(decode_impl.decode, {}, id="triton"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("reduction", ["mean", "max", None])
+@pytest.mark.parametrize("decode, more", IMPLEMENTATIONS)
+def test_decode(decode: Any, more: dict[str, Any], reduction: str | None, shape: dict[str, Any]) -> None:
+    """The last token of each request is new; one request was counted before, one row is padding."""
+    world = World.make(reference, LENGTHS, **shape)
+    rings, kv_heads, group = world.cascade.rings, world.keys.shape[1], 3
+    dtype, dim = world.keys.dtype, world.keys.shape[2]
+    gen = torch.Generator().manual_seed(9)
+    rows = [2, 3, 1, 0]
+    query = torch.randn(4, kv_heads * group, dim, generator=gen).to(dtype)
+    seen = [0 if row == 1 else len(world.tokens(row, 0)) for row in rows]
+    new = [torch.zeros(4, *c.shape[1:], dtype=dtype) for c in (world.keys, world.values)]
+    for b, row in enumerate(rows):
+        for head in range(kv_heads if row != 1 else 0):
+            key, value = world.seen(row, head)
+            new[0][b, head], new[1][b, head] = key[-1].to(dtype), value[-1].to(dtype)
+            at = world.lists.slot[1, row, head if world.cascade.heads == "independent" else 0, seen[b] - 1]
+            world.keys[at, head] = world.values[at, head] = float("nan")
+    added = torch.tensor([0 if row == 1 else world.streams[row][0].seen for row in rows])
+    entries = rings.columns(added, added + rings.stride, rings.entries).clamp(min=0)
+    skip = [rings.settled(int(n)) for n in added]
+    fresh = [1, 1, 1, 0]
+    world.state.score.uniform_(generator=None)
+    score = world.state.score[1]
+    before = score.cpu().clone()
+    ints = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
+    scores: dict[str, Any] = {}
+    if reduction is not None:
+        scores = {"score": score, "entries": entries.to(DEVICE), "skip": ints(skip), "fresh": ints(fresh)}
+        scores |= {"beta": 0.9, "reduction": reduction}
+    out = decode(
+        query.to(DEVICE), *(t.to(DEVICE) for t in new), world.keys, world.values, world.lists.slot[1],
+        world.lists.delta[1], ints(rows), ints(seen), Turn.of(world.rope), 0.4, **scores, **more,
+    )  # fmt: skip
+    wanted = before.double().clone()
+    for b, row in enumerate(rows):
+        if row == 1:
+            assert not out[b].any()
+            continue
+        received: dict[int, list[torch.Tensor]] = {}
+        for head in range(kv_heads):
+            key, value = world.seen(row, head)
+            for g in range(group):
+                weights = (key @ query[b, head * group + g].double() * 0.4).softmax(0)
+                found = out[b, head * group + g].cpu().double()
+                assert (found - weights @ value).abs().max() <= 2 * tolerance(dtype)
+                received.setdefault(head if score.shape[1] > 1 else 0, []).append(weights)
+            slot = world.lists.slot[1, row, head if score.shape[1] > 1 else 0, seen[b] - 1]
+            assert torch.equal(world.keys[slot, head].cpu(), new[0][b, head])
+            assert torch.equal(world.values[slot, head].cpu(), new[1][b, head])
+        for lane, weights in received.items():
+            if not fresh[b] or reduction is None:
+                continue
+            stacked = torch.stack(weights)
+            one = stacked.mean(0) if reduction == "mean" else stacked.amax(0)
+            at = entries[b, skip[b] : seen[b]].long()
+            wanted[row, lane, at] = 0.9 * wanted[row, lane, at] + 0.1 * one[skip[b] :]
+    assert (score.cpu().double() - wanted).abs().max() <= tolerance(dtype) / 4
+    assert torch.equal(score.cpu()[wanted == before.double()], before[wanted == before.double()])
+    if reduction is not None:
+        assert (wanted != before.double()).any(-1).any(-1).tolist() == [False, False, True, True]
+
+
+def test_settled_scores_decide_nothing() -> None:
+    """Garbage in the scores that `Rings.settled` names changes no kept token; the next column's would."""
+    gen, differs = torch.Generator().manual_seed(6), False
+    for cascades, size, sinks, stride in ((3, 4, 2, 5), (2, 3, 0, 7), (4, 1, 1, 3), (4, 6, 3, 6), (3, 5, 0, 1)):
+        rings = Cascade(window=cascades * size, cascades=cascades, sinks=sinks, stride=stride).rings
+        states = [CascadeState.empty(1, 1, 3, rings, "cpu") for _ in range(3)]
+        row = torch.zeros(1, dtype=torch.long)
+        for added in range(0, sinks + 12 * rings.window, stride):
+            seen = torch.tensor([added])
+            columns = rings.columns(seen, seen + stride, rings.entries)[0]
+            scores = torch.rand(3, rings.kept(added) + stride, generator=gen)
+            garbage = torch.rand(3, rings.settled(added) + 1, generator=gen) * 2 - 0.5
+            for number, state in enumerate(states):
+                state.score[0, 0][:, columns[: scores.shape[1]].long()] = scores
+                if number:
+                    spoiled = columns[: garbage.shape[1] - (number == 1)].long()
+                    state.score[0, 0][:, spoiled] = garbage[:, : spoiled.numel()]
+                stride_update(state, row, seen, seen * 0 + stride, rings)
+            assert torch.equal(states[0].token, states[1].token) and torch.equal(states[0].cell, states[1].cell)
+            differs |= not torch.equal(states[0].token, states[2].token)
+    assert differs
+
+
+def test_phases_wrap_where_angles_do() -> None:
+    rope = Rope(torch.tensor([1.0, 0.3, 1e-3, 5e-7, 4.0]))
+    turn = Turn.of(rope)
+    delta = torch.tensor([0, 1, -1, 20_000, -(2**18), 2**18], dtype=torch.int32)
+    angle = (delta[:, None] * turn.phase).double() * (2 * torch.pi / 2**32)
+    exact = delta.double()[:, None] * rope.inv_freq.double()
+    assert ((angle - exact + torch.pi) % (2 * torch.pi) - torch.pi).abs().max() < 2e-4
+    assert angle.abs().max() <= torch.pi
+
+
+def test_bad_input_is_refused() -> None:
+    world = World.make(reference, {0: 7})
+    slot, delta, turn = world.lists.slot[1], world.lists.delta[1], Turn.of(world.rope)
+    one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    token = torch.zeros(1, 2, 16, device=DEVICE)
+    for decode in (reference.decode, decode_impl.decode):
+        arguments = (token, token, world.keys, world.values, slot, delta, one, one, turn, 1.0)
+        with pytest.raises(ValueError, match="expected \\[batch, heads, 16\\] with a multiple of 2"):
+            decode(token[:, :1], *arguments)
+        with pytest.raises(ValueError, match=r"rows is torch\.float32"):
+            decode(token, *arguments[:6], one.float(), *arguments[7:])
+        with pytest.raises(ValueError, match="new keys"):
+            decode(token, token[..., :8], *arguments[1:])
+    with pytest.raises(ValueError, match="all of them, or none"):
+        decode_impl.decode(token, *arguments, fresh=one)
+    with pytest.raises(ValueError, match="expected one type"):
+        decode_impl.decode(token.half(), *arguments)
+    with pytest.raises(ValueError, match=r"Workspace\.empty"):
+        small = decode_impl.Workspace.empty(1, 2, 16, 3, 1, token.device, True)
+        decode_impl.decode(
+            token[:, :2], *arguments, score=world.state.score[1], entries=one, skip=one, fresh=one, workspace=small
+        )
+    for module in (reference, triton_impl):
+        with pytest.raises(ValueError, match="expected int32 of one shape"):
+            module.gather(world.keys, world.values, slot[0], delta[0].long(), turn, 3, token, token)
+        with pytest.raises(ValueError, match="expected 2, one a key-value head, or 1"):
+            three = slot[0].expand(3, 2, -1)[:, 0]
+            module.gather(world.keys, world.values, three, three, turn, 3, token, token)
+        with pytest.raises(ValueError, match=r"from Rings\.columns with the whole open stride"):
+            module.list_columns(world.lists, world.state, one, one[None], one[None], world.cascade.rings)
+    with pytest.raises(ValueError, match="expected \\[at least 3, 2, 16\\]"):
+        triton_impl.gather(world.keys, world.values, slot[0], delta[0], turn, 3, token, token)
+    with pytest.raises(ValueError, match="the heads of a row one after the other"):
+        triton_impl.store(token.transpose(0, 1), token, slot[0], 0, world.keys, world.values)
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_ext.kernels import score_update
+from sglang_ext.kernels.cascade_update import CascadeState, triton_impl as cascade
+from sglang_ext.kernels.cells import Lists, Turn, decode_impl, triton_impl as cells
+from sglang_ext.kernels.rope import Rope
+from sglang_ext.kernels.score_update import triton_impl as scores
+from sglang_ext.policies.cascade import Cascade
+
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+compiled = {}
+
+class Compile:  # stands where a kernel is launched
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        return self.launch
+    def launch(self, *arguments, **named):
+        options = {name: named.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in named}
+        if "FAST" in named:
+            named["FAST"] = True
+        values = dict(zip(self.kernel.arg_names, arguments)) | named
+        types, constants, aligned = {}, {}, {}
+        for i, parameter in enumerate(self.kernel.params):
+            name, value = parameter.name, values[parameter.name]
+            if parameter.is_constexpr or value is None:
+                types[name], constants[name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                types[name], aligned[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+            else:
+                types[name] = "i32" if isinstance(value, int) else "fp32"
+                if isinstance(value, int) and value % 16 == 0:
+                    aligned[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, types, constants, aligned)
+        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert found.metadata.shared <= 227 * 1024, (self.kernel.__name__, found.metadata.shared)
+        compiled[self.kernel.fn.__module__.split(".")[-2] + self.kernel.__name__] = found
+
+for module, kernels in ((cells, ("_columns_kernel", "_list_kernel", "_gather_kernel", "_store_kernel")),
+                        (decode_impl, ("_share_kernel", "_join_kernel")), (scores, ("_bias_kernel", "_columns_kernel")),
+                        (cascade, ("_fill_kernel", "_cascade_kernel"))):
+    for name in kernels:
+        setattr(module, name, Compile(getattr(module, name)))
+
+setting = Cascade(window=4096, cascades=4, stride=1024)
+rings, half = setting.rings, torch.bfloat16
+state = CascadeState.empty(1, 2, 8, rings, "cpu")
+lists, turn = Lists.empty(state), Turn.of(Rope(torch.ones(64)))
+row, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+entries = torch.zeros(1, rings.entries, dtype=torch.int32)
+cascade.cascade_update(state, row, row, row, rings)
+cells.columns(rings, row, row, rings.entries)
+cells.list_columns(lists, state, row, entries, entries, rings)
+cache, window = (torch.zeros(rings.entries, 8, 128, dtype=half) for _ in range(2))
+cells.gather(cache, cache, lists.slot[0, 0], lists.delta[0, 0], turn, 4096, window, window)
+cells.store(window[:1024], window[:1024], lists.slot[0, 0], 64, cache, cache, window, window)
+query = torch.zeros(1, 1024, 32, 128, dtype=half)
+scores.update_scores(state.score[0], entries, row, query, window.transpose(0, 1)[None], torch.zeros(1, 1024, 32), zero,
+                     zero, scale=0.1, beta=0.9999, skip=zero)
+assert "wgmma" in compiled["score_update_columns_kernel"].asm["ptx"]
+token = window[:1]
+decode_impl.decode(query[:, 0], token, token, cache, cache, lists.slot[0], lists.delta[0], row, zero, turn, 0.1,
+                   score=state.score[0], entries=entries, skip=zero, fresh=zero, beta=0.9999)
+assert all(text in compiled["cells_share_kernel"].asm["ptx"] for text in ("mma.sync", "cos.approx", "cp.async"))
+assert len(compiled) == 10, compiled
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels and run them")
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    """What the interpreter takes, the compiler may not: a cascade's kernels, at the shapes of Llama-3.1-8B."""
+    script = tmp_path / "compile.py"  # a file: Triton reads the source of kernels
+    script.write_text(COMPILE)
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

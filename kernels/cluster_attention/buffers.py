@@ -360,9 +360,10 @@ class RowBuffers:
         if batch not in self._parts:
             c, s = self.capacity, self.sections
             tiles = {name: s[name].view(c.rows, c.tiles)[:batch] for name in ("tiles", "turn", "sized")}
-            turn, dense_turn = tiles["turn"], s["dense_turn"].view(c.rows, self._dense_tiles)[:batch]
-            if c.turns == 1:  # every key is seen where it was written
-                turn = dense_turn = None
+            turn: torch.Tensor | None = None  # every key is seen where it was written
+            dense_turn: torch.Tensor | None = None
+            if c.turns > 1:
+                turn, dense_turn = tiles["turn"], s["dense_turn"].view(c.rows, self._dense_tiles)[:batch]
             self._parts[batch] = _Part(
                 clusters=ClusterRows(tiles["tiles"], s["counts"][:batch], turn, tiles["sized"]),
                 dense=DenseTokens(self._dense[:batch], s["dense_counts"][:batch], dense_turn, TILE),

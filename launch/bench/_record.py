@@ -22,8 +22,8 @@ from typing import Any
 FEW = 5
 """Samples from which a spread is shown."""
 
-UNITS = {"ms": 1e3, "MiB": 2.0**-20}
-"""Unit of a row -> factor from seconds, or from bytes."""
+UNITS = {"ms": 1e3, "MiB": 2.0**-20, "%": 100.0}
+"""Unit of a row -> factor from seconds, from bytes, from shares."""
 
 PACKAGES = ("sglang", "flashinfer-python", "torch", "triton", "transformers")
 
@@ -68,7 +68,7 @@ class Figure:
         floor: seconds that bandwidth or arithmetic allow at best, or None.
         floor_of: what the floor is made of.
         notes: what else belongs to the row (lengths, concurrency, kept fractions).
-        unit: how the table shows it, one of `UNITS`. Sizes stand where times do, in bytes.
+        unit: how the table shows it, one of `UNITS`. Sizes (in bytes) and shares stand where times do.
     """
 
     name: str

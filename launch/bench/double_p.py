@@ -3,6 +3,7 @@
 In Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU:
 
 - kernels: attention of one decode layer on planted keys of three stated levels of peakedness, and its stages;
+- captured: how much of the attention of the reference model's trained heads Double-P and the baselines recover;
 - engine: time per output token over prompts whose keys are planted likewise, against stock SGLang; clustering against
   the prefill of the same tokens; memory of the clusters.
 
@@ -26,7 +27,7 @@ from sglang_ext.policies.double_p import DoubleP
 
 RESULTS = Path(__file__).resolve().parent / "results" / "double_p.json"
 LEVELS = ("flat", "middle", "peaked")
-PARTS = ("kernels", "engine")
+PARTS = ("kernels", "captured", "engine")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--p1", type=float, default=0.95, help="estimated mass that is kept (default: 0.95)")
     parser.add_argument("--p2", type=float, default=0.7, help="estimated mass that is exact (default: 0.7)")
     parser.add_argument("--group", choices=("union", "mean"), default="union", help="sets of a group (default: union)")
+    parser.add_argument("--texts", type=int, default=32, help="captured: how many (default: 32)")
+    parser.add_argument("--text-length", type=int, default=16384, metavar="TOKENS", help="captured: of a text")
+    parser.add_argument("--captured", type=Path, help="captured: file that keeps the keys (1.1 GB for 8 texts)")
     parser.add_argument(
         "--levels",
         choices=tuple(LEVELS),
@@ -77,6 +81,11 @@ def main(args: argparse.Namespace) -> int:
     more: dict[str, Any] = {}
     if args.only in (None, "kernels"):
         figures += kernels.measure(device, args.shape, args.lengths, args.batches, config)
+    if args.only in (None, "captured"):
+        from sglang_ext.launch.bench import _double_p_captured as captured
+
+        rows, _ = captured.measure(device, args.texts, args.text_length, config, args.captured)
+        figures += rows
     if args.only in (None, "engine"):
         from sglang_ext.launch.bench import _double_p_engine as engine
 

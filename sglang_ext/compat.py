@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ReqKvInfo
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import NextBatchPlan
@@ -63,6 +63,7 @@ __all__ = [
     "keep_first_abort",
     "kv_by_layer",
     "kv_bytes_per_token",
+    "load_weights",
     "logical_rids",
     "metrics_enabled",
     "missing_message",
@@ -393,6 +394,23 @@ def abort_unscheduled(req: Any, message: str, status: int) -> None:
 def add_dispatch(dispatcher: Any, kind: type, handler: Any) -> None:
     """Route messages of `kind` to `handler`."""
     dispatcher += TypeBasedDispatcher([(kind, handler)])
+
+
+def load_weights(engine: Any, folder: str, *, flush: bool) -> None:
+    """Replace those weights of a running engine's model that a folder has (safetensors, names of the checkpoint).
+
+    Args:
+        engine: `sglang.Engine`.
+        folder: with a configuration of the same model.
+        flush: also forget the KV cache; without it, what is there stays as it was computed.
+
+    Raises:
+        RuntimeError: SGLang did not take them.
+    """
+    asked = UpdateWeightFromDiskReqInput(model_path=folder, load_format="safetensors", flush_cache=flush)
+    done, message, *_ = engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_disk(asked, None))
+    if not done:
+        raise RuntimeError(f"weights of {folder} were not loaded: {message}")
 
 
 def kv_bytes_per_token(scheduler: Any) -> int:

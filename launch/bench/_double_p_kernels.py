@@ -79,17 +79,8 @@ LEVELS = {"flat": Level(1.41, 0.9), "middle": Level(2.52, 0.55), "peaked": Level
 clusters approximated."""
 
 
-class Planted:
-    """KV caches of one layer whose keys lie in planted clusters, and the clusters that k-means finds.
-
-    Each row and head has one centre for 16 middle tokens, components normal(0, 1); a key is its centre plus
-    normal(0, `NOISE`^2). Which tokens of a segment belong to a centre is shuffled, but for one token each: that with
-    which k-means starts. So it finds the planted clusters, and what is timed does not depend on how well it clusters;
-    that is measured on captured keys. Values, and the keys of sinks and window, are normal(0, 1). Positions play no
-    part: keys stand as if rotated.
-
-    A query of level (t, r) is t sqrt(head_dim) times the unit vector along sqrt(r) u + sqrt(1 - r) v, u of its group
-    and v its own, both normal: the logits of the clusters have standard deviation t, correlated by r in a group.
+class CachedRows:
+    """KV caches of one layer, rows one after the other, and the clusters that k-means finds in them.
 
     Args:
         length: tokens of a row.
@@ -98,8 +89,15 @@ class Planted:
         config: sinks, window and clustering.
         device: of everything.
         cluster: `kernels.kmeans.kmeans` or its Triton form.
-        seed: of all random numbers.
+
+    Attributes:
+        keys, values: [batch * length, kv_heads, ...], filled by `fill`.
+        pool: their clusters.
+        labels: of each row that was filled, [kv_heads, clustered tokens], numbered as `Clusters.labels` are.
+        words: what keys they are, for the names of figures.
     """
+
+    words = ""
 
     def __init__(
         self,
@@ -109,14 +107,12 @@ class Planted:
         config: DoubleP,
         device: torch.device,
         cluster: Callable[..., Clusters] = kmeans_reference,
-        seed: int = 0,
     ) -> None:
         self.length, self.batch, self.shape, self.config, self.device = length, batch, shape, config, device
         self.begin, self.end = config.clustered(length)
         self.plan = config.plan(self.begin, self.end, WIDTH)
         self.scale = shape.head_dim**-0.5
-        self._seed = seed
-        self._dice = torch.Generator(device=device).manual_seed(seed)
+        self._cluster = cluster
         kv_heads, dim, tokens = shape.kv_heads, shape.head_dim, self.end - self.begin
         self.keys = torch.empty(batch * length, kv_heads, dim, dtype=shape.dtype, device=device)
         self.values = torch.empty(batch * length, kv_heads, shape.value_dim, dtype=shape.dtype, device=device)
@@ -125,59 +121,29 @@ class Planted:
             batch * self.tiles, kv_heads, dim, shape.value_dim, batch * tokens, shape.dtype, device, WIDTH
         )
         self.labels: list[torch.Tensor] = []
-        agreed = []
-        for row in range(batch):
-            slots = torch.arange(row * length, (row + 1) * length, dtype=torch.int32, device=device)
-            planted = self._planted_labels()
-            centres = self._normal(kv_heads, self.tiles * WIDTH, dim)
-            keys = self._normal(length, kv_heads, dim)
-            middle = centres.gather(1, planted.unsqueeze(-1).expand(-1, -1, dim)).transpose(0, 1)
-            keys[self.begin : self.end] = middle + NOISE * keys[self.begin : self.end]
-            self.keys[slots.long()] = keys.to(shape.dtype)
-            self.values[slots.long()] = self._normal(length, kv_heads, shape.value_dim).to(shape.dtype)
-            found = cluster(
-                self.keys,
-                self.values,
-                slots[self.begin : self.end].contiguous(),
-                self.plan,
-                iterations=config.iterations,
-                assignment=config.assignment,
-            )
-            places = torch.arange(row * self.tiles, (row + 1) * self.tiles, device=device)
-            self.pool.write(places, row * tokens, found, slots[self.begin : self.end])
-            self.labels.append(found.labels)
-            agreed.append((found.labels == planted).float().mean())
-        self.agreed = float(torch.stack(agreed).mean())
 
-    def _normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._dice, device=self.device)
+    def fill(self, row: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Keep the keys and values [length, kv_heads, ...] of a row, cluster them; returns the labels."""
+        slots = torch.arange(row * self.length, (row + 1) * self.length, dtype=torch.int32, device=self.device)
+        self.keys[slots.long()] = keys.to(self.shape.dtype)
+        self.values[slots.long()] = values.to(self.shape.dtype)
+        clustered = slots[self.begin : self.end].contiguous()
+        found = self._cluster(
+            self.keys,
+            self.values,
+            clustered,
+            self.plan,
+            iterations=self.config.iterations,
+            assignment=self.config.assignment,
+        )
+        places = torch.arange(row * self.tiles, (row + 1) * self.tiles, device=self.device)
+        self.pool.write(places, row * (self.end - self.begin), found, clustered)
+        self.labels.append(found.labels)
+        return found.labels
 
-    def _planted_labels(self) -> torch.Tensor:
-        """[kv_heads, tokens] int64, numbered as `Clusters.labels` are."""
-        labels, tile = [], 0
-        for length, count, tiles in zip(self.plan.lengths, self.plan.clusters, self.plan.tiles, strict=True):
-            own = torch.full((self.shape.kv_heads, length), -1, device=self.device)
-            number = torch.arange(count, device=self.device)
-            first = number * length // count
-            own[:, first] = number
-            rest = torch.ones(length, dtype=torch.bool, device=self.device)
-            rest[first] = False
-            free = rest.nonzero().flatten()
-            drawn = torch.rand(self.shape.kv_heads, len(free), generator=self._dice, device=self.device).argsort(-1)
-            own[:, free] = drawn % count
-            labels.append(own + tile * WIDTH)
-            tile += tiles
-        return torch.cat(labels, 1)
-
-    def queries(self, level: Level) -> torch.Tensor:
-        """[batch, heads, head_dim] of a level: the same at every call."""
-        shape = self.shape
-        self._dice.manual_seed(self._seed + 1)
-        common = self._normal(self.batch, shape.kv_heads, 1, shape.head_dim)
-        own = self._normal(self.batch, shape.kv_heads, shape.group, shape.head_dim)
-        x = math.sqrt(level.shared) * common + math.sqrt(1 - level.shared) * own
-        x = x / x.norm(dim=-1, keepdim=True) * level.deviation * math.sqrt(shape.head_dim)
-        return x.flatten(1, 2).to(shape.dtype)
+    def queries(self, level: Level | None = None) -> torch.Tensor:
+        """[batch, heads, head_dim]: the same at every call."""
+        raise NotImplementedError
 
     def row(self, number: int) -> PlannedRow:
         """What a decoding step of this row reads."""
@@ -209,6 +175,83 @@ class Planted:
         return self.tiles * per_tile + tokens * self.shape.kv_heads * 4
 
 
+class Planted(CachedRows):
+    """Rows whose keys lie in planted clusters.
+
+    Each row and head has one centre for 16 middle tokens, components normal(0, 1); a key is its centre plus
+    normal(0, `NOISE`^2). Which tokens of a segment belong to a centre is shuffled, but for one token each: that with
+    which k-means starts. So it finds the planted clusters, and what is timed does not depend on how well it clusters;
+    that is measured on captured keys. Values, and the keys of sinks and window, are normal(0, 1). Positions play no
+    part: keys stand as if rotated.
+
+    A query of level (t, r) is t sqrt(head_dim) times the unit vector along sqrt(r) u + sqrt(1 - r) v, u of its group
+    and v its own, both normal: the logits of the clusters have standard deviation t, correlated by r in a group.
+
+    Args: as `CachedRows`; seed: of all random numbers.
+
+    Attributes:
+        agreed: share of the tokens that k-means has in their planted cluster.
+    """
+
+    words = "planted keys"
+
+    def __init__(
+        self,
+        length: int,
+        batch: int,
+        shape: Shape,
+        config: DoubleP,
+        device: torch.device,
+        cluster: Callable[..., Clusters] = kmeans_reference,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(length, batch, shape, config, device, cluster)
+        self._seed = seed
+        self._dice = torch.Generator(device=device).manual_seed(seed)
+        kv_heads, dim = shape.kv_heads, shape.head_dim
+        agreed = []
+        for row in range(batch):
+            planted = self._planted_labels()
+            centres = self._normal(kv_heads, self.tiles * WIDTH, dim)
+            keys = self._normal(length, kv_heads, dim)
+            middle = centres.gather(1, planted.unsqueeze(-1).expand(-1, -1, dim)).transpose(0, 1)
+            keys[self.begin : self.end] = middle + NOISE * keys[self.begin : self.end]
+            labels = self.fill(row, keys, self._normal(length, kv_heads, shape.value_dim))
+            agreed.append((labels == planted).float().mean())
+        self.agreed = float(torch.stack(agreed).mean())
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._dice, device=self.device)
+
+    def _planted_labels(self) -> torch.Tensor:
+        """[kv_heads, tokens] int64, numbered as `Clusters.labels` are."""
+        labels, tile = [], 0
+        for length, count, tiles in zip(self.plan.lengths, self.plan.clusters, self.plan.tiles, strict=True):
+            own = torch.full((self.shape.kv_heads, length), -1, device=self.device)
+            number = torch.arange(count, device=self.device)
+            first = number * length // count
+            own[:, first] = number
+            rest = torch.ones(length, dtype=torch.bool, device=self.device)
+            rest[first] = False
+            free = rest.nonzero().flatten()
+            drawn = torch.rand(self.shape.kv_heads, len(free), generator=self._dice, device=self.device).argsort(-1)
+            own[:, free] = drawn % count
+            labels.append(own + tile * WIDTH)
+            tile += tiles
+        return torch.cat(labels, 1)
+
+    def queries(self, level: Level | None = None) -> torch.Tensor:
+        """[batch, heads, head_dim] of a level, the first one where none is given: the same at every call."""
+        level = level or next(iter(LEVELS.values()))
+        shape = self.shape
+        self._dice.manual_seed(self._seed + 1)
+        common = self._normal(self.batch, shape.kv_heads, 1, shape.head_dim)
+        own = self._normal(self.batch, shape.kv_heads, shape.group, shape.head_dim)
+        x = math.sqrt(level.shared) * common + math.sqrt(1 - level.shared) * own
+        x = x / x.norm(dim=-1, keepdim=True) * level.deviation * math.sqrt(shape.head_dim)
+        return x.flatten(1, 2).to(shape.dtype)
+
+
 @dataclass(frozen=True)
 class Layer:
     """Caches and clusters of one layer."""
@@ -218,7 +261,7 @@ class Layer:
     pool: ClusterPool
 
 
-def layers(planted: Planted, batch: int, touched: float = 0.08) -> list[Layer]:
+def layers(planted: CachedRows, batch: int, touched: float = 0.08) -> list[Layer]:
     """Copies of the first `batch` rows, so many that a round over them leaves nothing of a layer in the L2 cache.
 
     Args:
@@ -282,7 +325,7 @@ def _engine_capacity(batch: int, config: DoubleP) -> Capacity:
 class Step:
     """One layer of a decoding step over planted rows, through what the engine's backend calls."""
 
-    def __init__(self, planted: Planted, batch: int, copies: Sequence[Layer], engine_room: bool = False) -> None:
+    def __init__(self, planted: CachedRows, batch: int, copies: Sequence[Layer], engine_room: bool = False) -> None:
         """Args: as named; engine_room: buffers as large as the engine's for CUDA graphs, not as the batch needs."""
         self.planted, self.batch, self.copies = planted, batch, copies
         device, shape = planted.device, planted.shape
@@ -305,10 +348,10 @@ class Step:
         ends = torch.tensor(lengths, device=device)
         self.buffers.advance(ends, torch.arange(1, batch + 1, device=device) * planted.length - 1)
         self.query = torch.empty(batch, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
-        self.ask(next(iter(LEVELS.values())))
+        self.ask()
 
-    def ask(self, level: Level) -> None:
-        """Queries of a level for the runs to come: the same at every call."""
+    def ask(self, level: Level | None = None) -> None:
+        """Queries of a level (of rows that have levels) for the runs to come: the same at every call."""
         self.query.copy_(self.planted.queries(level)[: self.batch])
 
     def run(self, turn: int = 0) -> torch.Tensor:
@@ -576,7 +619,7 @@ def cases(
             notes = {
                 "errors": errors,
                 "layers": len(step.copies),
-                "planted_found": planted.agreed,
+                "planted_found": getattr(planted, "agreed", None),
                 "level": vars(level),
                 "p": list(config.stages),
                 "summaries_of_kv": planted.summary_bytes / planted.kv_bytes,

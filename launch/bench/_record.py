@@ -22,6 +22,9 @@ from typing import Any
 FEW = 5
 """Samples from which a spread is shown."""
 
+UNITS = {"ms": 1e3, "MiB": 2.0**-20, "%": 100.0}
+"""Unit of a row -> factor from seconds, from bytes, from shares."""
+
 PACKAGES = ("sglang", "flashinfer-python", "torch", "triton", "transformers")
 
 
@@ -65,6 +68,7 @@ class Figure:
         floor: seconds that bandwidth or arithmetic allow at best, or None.
         floor_of: what the floor is made of.
         notes: what else belongs to the row (lengths, concurrency, kept fractions).
+        unit: how the table shows it, one of `UNITS`. Sizes (in bytes) and shares stand where times do.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Figure:
     floor: float | None = None
     floor_of: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
+    unit: str = "ms"
 
 
 def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Any) -> Figure:
@@ -156,17 +161,18 @@ def save(path: Path, figures: Sequence[Figure], **more: Any) -> None:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """The rows as a Markdown table; times in milliseconds."""
+    """The rows as a Markdown table; times in milliseconds, where no other unit stands."""
     lines = ["| what | ours, ms (10-90%) | baseline, ms | ratio | aim | met |", "|---|---|---|---|---|---|"]
     for figure in figures:
-        spread = f"{figure.timing.low * 1e3:.4g}-{figure.timing.high * 1e3:.4g}"
+        factor, unit = UNITS[figure.unit], "" if figure.unit == "ms" else f" {figure.unit}"
+        spread = f"{figure.timing.low * factor:.4g}-{figure.timing.high * factor:.4g}"
         if figure.timing.samples < FEW:  # no percentiles of so few
             spread = f"{figure.timing.samples} run{'s' if figure.timing.samples > 1 else ''}"
-        ours = f"{figure.timing.median * 1e3:.4g} ({spread})"
+        ours = f"{figure.timing.median * factor:.4g}{unit} ({spread})"
         if figure.baseline_timing is not None:
-            theirs = f"{figure.baseline}: {figure.baseline_timing.median * 1e3:.4g}"
+            theirs = f"{figure.baseline}: {figure.baseline_timing.median * factor:.4g}{unit}"
         elif figure.floor is not None:
-            theirs = f"floor, {figure.floor_of}: {figure.floor * 1e3:.4g}"
+            theirs = f"floor, {figure.floor_of}: {figure.floor * factor:.4g}{unit}"
         else:
             theirs = ""
         ratio = "" if figure.ratio is None else f"{figure.ratio:.4g}x"

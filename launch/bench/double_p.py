@@ -2,7 +2,10 @@
 
 In Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU:
 
-- kernels: attention of one decode layer on planted keys of three stated levels of peakedness, and its stages.
+- kernels: attention of one decode layer on planted keys of three stated levels of peakedness, and its stages;
+- captured: how much of the attention of the reference model's trained heads Double-P and the baselines recover;
+- engine: time per output token over prompts whose keys are planted likewise, against stock SGLang; clustering against
+  the prefill of the same tokens; memory of the clusters.
 
 Every row names its baseline, measured in the same run. Nothing is timed whose output was not checked before; kept
 fractions and the recovered mass stand beside the times.
@@ -11,16 +14,20 @@ fractions and the recovered mass stand beside the times.
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sglang_ext.attention.select import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._record import Figure, save, table
 from sglang_ext.policies.double_p import DoubleP
 
 RESULTS = Path(__file__).resolve().parent / "results" / "double_p.json"
-PARTS = ("kernels",)
+LEVELS = ("flat", "middle", "peaked")
+PARTS = ("kernels", "captured", "engine")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +38,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--p1", type=float, default=0.95, help="estimated mass that is kept (default: 0.95)")
     parser.add_argument("--p2", type=float, default=0.7, help="estimated mass that is exact (default: 0.7)")
     parser.add_argument("--group", choices=("union", "mean"), default="union", help="sets of a group (default: union)")
+    parser.add_argument("--texts", type=int, default=32, help="captured: how many (default: 32)")
+    parser.add_argument("--text-length", type=int, default=16384, metavar="TOKENS", help="captured: of a text")
+    parser.add_argument("--captured", type=Path, help="captured: file that keeps the keys (1.1 GB for 8 texts)")
+    parser.add_argument(
+        "--levels",
+        choices=tuple(LEVELS),
+        nargs="+",
+        default=list(LEVELS),
+        help="engine half: peakedness (default: all)",
+    )
+    parser.add_argument("--engine-length", type=int, default=65536, metavar="TOKENS", help="of a prompt, engine half")
+    parser.add_argument("--engine-batch", type=int, default=8, metavar="N", help="prompts, engine half")
+    parser.add_argument("--decode-tokens", type=int, default=256, help="output tokens a run, engine half")
+    parser.add_argument("--repeats", type=int, default=3, help="measured runs of each, engine half (default: 3)")
+    parser.add_argument("--layers", type=int, default=0, help="of both engines' model (default: the shape's)")
+    parser.add_argument(
+        "--together", action="store_true", help="both engines resident, in turns; needs memory for both (see --layers)"
+    )
+    parser.add_argument("--stock-backend", default="flashinfer", help="the stock engine's attention backend")
+    parser.add_argument("--kernels", choices=KERNELS, help=f"of our engine, {KERNELS_ENV} (default: flashinfer)")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of both engines, as JSON")
+    parser.add_argument(
+        "--policy", type=json.loads, default={}, help="more options of Double-P, as JSON (min_tokens, segment, ...)"
+    )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the benchmark itself, TRITON_INTERPRET=1"
     )
@@ -45,11 +76,24 @@ def main(args: argparse.Namespace) -> int:
     from sglang_ext.launch.bench._gpu import require_gpu
 
     device = require_gpu() if args.device == "cuda" else torch.device("cpu")
-    config = DoubleP(p1=args.p1, p2=args.p2, group=args.group)
+    config = DoubleP(**{"p1": args.p1, "p2": args.p2, "group": args.group, **args.policy})
     figures: list[Figure] = []
     more: dict[str, Any] = {}
     if args.only in (None, "kernels"):
         figures += kernels.measure(device, args.shape, args.lengths, args.batches, config)
+    if args.only in (None, "captured"):
+        from sglang_ext.launch.bench import _double_p_captured as captured
+
+        rows, _ = captured.measure(device, args.texts, args.text_length, config, args.captured)
+        figures += rows
+    if args.only in (None, "engine"):
+        from sglang_ext.launch.bench import _double_p_engine as engine
+
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the engines' now
+        rows, more["engine"] = engine.measure(device, args, config)
+        figures += rows
     save(args.out, figures, commit=args.commit, **more)
     print(table(figures))
     print(f"written: {args.out}")

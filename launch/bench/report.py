@@ -21,7 +21,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.launch.bench._record import Figure, Timing, table
+from sglang_ext.launch.bench._record import UNITS, Figure, Timing, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -200,8 +200,10 @@ def figure_of(row: Any, where: str) -> Figure:
     found["timing"] = _timing(found["timing"], f"{where}, timing")
     if found["baseline_timing"] is not None:
         found["baseline_timing"] = _timing(found["baseline_timing"], f"{where}, baseline_timing")
-    for key in ("name", "baseline", "aim", "floor_of"):
+    for key in ("name", "baseline", "aim", "floor_of", "unit"):
         _typed(found[key], str, f"{where}, {key}")
+    if found["unit"] not in UNITS:
+        raise ValueError(f"{where}, unit: got {found['unit']!r}, expected one of {', '.join(UNITS)}")
     for key in ("ratio", "floor"):
         if found[key] is not None and _number(found[key], f"{where}, {key}") <= 0:
             raise ValueError(f"{where}, {key}: got {found[key]!r}, expected a number above 0, or null")

@@ -274,6 +274,27 @@ class ClusteredViews(PlannedViews):
         query = keys.new_zeros(1, self.shape.heads, self.shape.head_dim)
         self._eager_rows.attend(query, keys, values, self.memory.layers[layer], self.shape.scale)
 
+    def selected(self) -> dict[str, float]:
+        """What the last layer of the last decoding step over clusters read, for /server_info; waits for the device.
+
+        Returns:
+            `rows` of the step, and means over its rows and key-value heads: `exact_tokens`, the share of the clustered
+            tokens that are read one by one, and `approximated_clusters`, the share of the clusters that are read by
+            their centroid. Empty before the first such step.
+        """
+        if self._loaded is None or not self._loaded.rows or len(self._now) != self._loaded.rows:
+            return {}
+        if self._table.is_cuda:
+            torch.cuda.synchronize()
+        selection, _ = self._loaded.chosen(self._loaded.rows)
+        _, tokens, approx, clusters = selection.counts.double().cpu().unbind(-1)
+        clustered = torch.tensor([row.tokens for row in self._now], dtype=torch.float64).unsqueeze(1)
+        return {
+            "rows": float(len(self._now)),
+            "exact_tokens": float((tokens / clustered.clamp(min=1)).mean()),
+            "approximated_clusters": float((approx / clusters.clamp(min=1)).mean()),
+        }
+
     # ---- SGLang's side ----
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

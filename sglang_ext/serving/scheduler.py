@@ -280,6 +280,9 @@ def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
         backend = compat.view_backend(scheduler.tp_worker.model_runner)
         counters["attention_backend"] = type(backend).__name__
         counters["view_prefills"] = dict(getattr(backend, "prefills", {}))
+        selected = getattr(backend, "selected", None)
+        if selected is not None:
+            counters["last_selection"] = selected()
     result.internal_state["sglang_ext"] = counters
     return result
 

@@ -218,6 +218,15 @@ def test_rows_with_mixed_options(plain: World) -> None:
     assert plain.backend.asked == [] and plain.backend.memory.refused == 0
 
 
+def test_the_last_selection_is_told(plain: World) -> None:
+    assert plain.backend.selected() == {}
+    whole, none = plain.request(100, 1, p1=1, p2=1), plain.request(100, 2, p1=1, p2=0)
+    plain.step([whole])
+    assert plain.backend.selected() == {"rows": 1, "exact_tokens": 1, "approximated_clusters": 0}
+    plain.step([none, whole])
+    assert plain.backend.selected() == {"rows": 2, "exact_tokens": 0.5, "approximated_clusters": 0.5}
+
+
 def test_rows_that_grow_past_what_is_clustered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, DoublePPolicy, append=8)
     req = world.request(77, 1)  # behind 64, where a segment ends, 7 tokens wait

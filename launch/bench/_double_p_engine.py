@@ -1,0 +1,491 @@
+"""The engine's half of ``sglang-ext bench double_p``: time per output token, clustering, memory of the summaries.
+
+Weights are random but for those of queries and keys, which are made so that keys lie in clusters (`planted_weights`):
+over unstructured keys attention is flat, and nothing can be left out. Both engines have the same weights and prompts.
+
+Each engine lives in a process of its own that does what it is told (`main`), a line of JSON at a time, so that the two
+can be resident together and measured in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_ext.attention.select import KERNELS_ENV
+from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
+from sglang_ext.launch.bench._double_p_kernels import LEVELS, Level
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
+from sglang_ext.policies.double_p import DoubleP
+
+SHORT = 16
+"""Output tokens of the run whose time is taken off, with all that does not belong to a step."""
+
+DUMMY = 1e-3
+"""SGLang's random weights are uniform between minus this and this, those of the norms too."""
+
+EPSILON = 1e-5
+"""Of the norms, as `write_model` says."""
+
+STILL = 20 / 64
+"""Share of the rotated pairs of components that carry queries and keys: the slowest ones."""
+
+STOP_SECONDS = 60.0
+"""Longest that an engine may take to end."""
+
+TIME_AIM = {"flat": None, "middle": 2.4, "peaked": 2.4}
+"""How many times faster than dense attention an output token is to be, by level."""
+
+
+def planted_weights(folder: Path, level: Level, keys: bool = True, seed: int = 0) -> None:
+    """Write query (and key) projections with which attention over `prompt_ids` is as peaked as `level` says.
+
+    In a model of random weights a token's residual is its embedding in every layer: norms have random weights around
+    zero, which make all that is added 1,000 times smaller. So a key is a random vector of its token, in each layer and
+    head another one, normal(0, 1); tokens of one kind are a cluster. Only the slowest `STILL` of the rotated components
+    carry it (the others are 0), which turn by at most one radian over 64K tokens: what a trained head that attends by
+    content does. Queries are those of the token just sampled, which is any at all at temperature 1: random vectors,
+    with which the logits of clusters have standard deviation `deviation`, correlated by `shared` in a group of heads.
+
+    Args:
+        folder: of a model that `write_model` wrote; gets one more file.
+        level: which.
+        keys: whether the key projections are written, too; they are the same at every level.
+        seed: of all random numbers.
+    """
+    from safetensors.torch import save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    hidden, heads, kv_heads = (config[f"{x}"] for x in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    dim = config["head_dim"]
+    still = max(1, round(STILL * dim / 2))
+    places = torch.cat([torch.arange(half - still, half) for half in (dim // 2, dim)])
+    square = DUMMY**2 / 3  # mean square of a random weight
+    # A component of the normed residual: embedding over its own size and epsilon, times the norm's weight.
+    gain = 1 / math.sqrt(hidden * square / (square + EPSILON) * square)
+    strength = level.deviation * math.sqrt(dim / (2 * still))
+    dice = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["dtype"])
+    tensors: dict[str, torch.Tensor] = {}
+
+    def rows(of: torch.Tensor) -> torch.Tensor:
+        """[n, 2 still, hidden] as the rows of a projection: [n * head_dim, hidden]."""
+        whole = torch.zeros(of.shape[0], dim, hidden, dtype=dtype)
+        whole[:, places] = (gain * of).to(dtype)
+        return whole.flatten(0, 1)
+
+    for layer in range(config["num_hidden_layers"]):
+        group = heads // kv_heads
+        key = torch.randn(kv_heads, 2 * still, hidden, generator=dice)
+        common = torch.randn(kv_heads, 1, 2 * still, hidden, generator=dice)
+        own = torch.randn(kv_heads, group, 2 * still, hidden, generator=dice)
+        query = math.sqrt(level.shared) * common + math.sqrt(1 - level.shared) * own
+        name = f"model.layers.{layer}.self_attn."
+        tensors[name + "q_proj.weight"] = rows(strength * query.flatten(0, 1))
+        if keys:
+            tensors[name + "k_proj.weight"] = rows(key)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def prompt_ids(length: int, vocabulary: int, config: DoubleP, seed: int) -> list[int]:
+    """Tokens of a prompt: in each segment that is clustered, as many kinds as it gets clusters, shuffled.
+
+    The token with which k-means begins a cluster is of another kind for each, so that it finds the kinds: how well it
+    clusters is not what is measured here.
+    """
+    dice = np.random.default_rng(seed)
+    ids = dice.integers(vocabulary, size=length)
+    begin, end = config.clustered(length)
+    for low, high in config.due(begin, end, True):
+        count = -(-(high - low) // config.cluster)
+        kinds = dice.choice(vocabulary, count, replace=count > vocabulary)
+        first = np.arange(count) * (high - low) // count
+        numbers = np.full(high - low, -1)
+        numbers[first] = np.arange(count)
+        rest = np.flatnonzero(numbers < 0)
+        numbers[rest] = dice.permutation(len(rest)) % count
+        ids[low:high] = kinds[numbers]
+    return [int(x) for x in ids]
+
+
+# ---- one engine ----
+
+
+class Served:
+    """An engine and its prompts: what a process of this half does."""
+
+    def __init__(self, engine: Any, prompts: Sequence[list[int]]) -> None:
+        self.engine, self.prompts = engine, prompts
+
+    def prefill(self) -> dict[str, Any]:
+        """Seconds of each prompt, one after the other, each with one token of answer."""
+        times = []
+        for ids in self.prompts:
+            begin = time.perf_counter()
+            self.engine.generate(input_ids=ids, sampling_params=_sampling(1))
+            times.append(time.perf_counter() - begin)
+        return {"seconds": times}
+
+    def decode(self, tokens: int) -> dict[str, Any]:
+        """Seconds of answers of so many tokens to all prompts at once, and what of the prompts was cached."""
+        begin = time.perf_counter()
+        answers = self.engine.generate(input_ids=list(self.prompts), sampling_params=_sampling(tokens))
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "cached": [answer["meta_info"]["cached_tokens"] for answer in answers]}
+
+    def weights(self, folder: str, flush: bool) -> dict[str, Any]:
+        from sglang_ext import compat
+
+        compat.load_weights(self.engine, folder, flush=flush)
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What the plugin says of itself in /server_info; empty for stock SGLang."""
+        found: dict[str, Any] = self.engine.get_server_info()["internal_states"][0].get("sglang_ext", {})
+        return found
+
+
+def _sampling(tokens: int) -> dict[str, Any]:
+    return {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--options", type=json.loads, required=True, help="arguments of the engine")
+    parser.add_argument("--ours", action="store_true")
+    parser.add_argument("--config", type=json.loads, required=True, help="of Double-P; stock SGLang has its prompts")
+    parser.add_argument("--length", type=int, required=True)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--vocabulary", type=int, required=True)
+    parser.add_argument("--replies", type=int, required=True, help="file descriptor")
+    args = parser.parse_args(argv)
+    config = DoubleP(**args.config)
+    prompts = [prompt_ids(args.length, args.vocabulary, config, seed) for seed in range(args.rows)]
+    if args.ours:
+        from sglang_ext import Engine
+
+        engine: Any = Engine(policy=args.config, **args.options)
+    else:
+        from sglang import Engine as SglangEngine
+
+        engine = SglangEngine(**args.options)
+    served = Served(engine, prompts)
+    with os.fdopen(args.replies, "w", buffering=1) as replies:
+        print(json.dumps({}), file=replies)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            what = asked.pop("do")
+            print(json.dumps(getattr(served, what)(**asked)), file=replies)
+    engine.shutdown()
+    return 0
+
+
+# ---- both ----
+
+
+class Process:
+    """An engine in another process.
+
+    Raises:
+        RuntimeError: it ended before it had answered; its output is on the terminal.
+    """
+
+    def __init__(self, name: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.name = name
+        read, write = os.pipe()
+        command = [sys.executable, "-m", "sglang_ext.launch.bench._double_p_engine", *words, "--replies", str(write)]
+        self._process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdin=subprocess.PIPE, text=True, pass_fds=[write]
+        )
+        os.close(write)
+        self._replies = os.fdopen(read)
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._replies.readline()
+        if not line:
+            self.stop()
+            raise RuntimeError(f"the {self.name} engine failed; its output is above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, what: str, **options: Any) -> dict[str, Any]:
+        """Have it do one of `Served`'s methods."""
+        if self._process.stdin is None:
+            raise RuntimeError(f"the {self.name} engine has no input")
+        try:
+            print(json.dumps({"do": what, **options}), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise RuntimeError(f"the {self.name} engine has ended; its output is above") from None
+        return self._answer()
+
+    def stop(self) -> None:
+        """End it, and wait until its memory is free."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._replies.close()
+
+
+def measure(
+    device: torch.device,
+    args: argparse.Namespace,
+    config: DoubleP,
+) -> tuple[list[Figure], dict[str, Any]]:
+    """All rows of the engine's half, and what they were made of.
+
+    Args:
+        device: CUDA, or the CPU for trying the benchmark itself.
+        args: of `launch.bench.double_p`.
+        config: of the policy.
+    """
+    raw: dict[str, Any] = {"clustering": clustering(device, args, config)}
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the engines' now
+    raw |= engines(device, args, config)
+    return compare(raw), raw
+
+
+def clustering(device: torch.device, args: argparse.Namespace, config: DoubleP) -> dict[str, Any]:
+    """Seconds of clustering one prompt's keys in all layers and heads, by what does it in the engine; and memory.
+
+    Keys are normal(0, 1): k-means runs a fixed number of rounds, whatever the keys are.
+    """
+    from sglang_ext.cache.cluster_pool import ClusterMemory
+    from sglang_ext.kernels.kmeans import kmeans as cluster
+
+    shape = SHAPES[args.shape]
+    count = args.layers or shape["num_hidden_layers"]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cuda":
+        from sglang_ext.kernels.kmeans.triton_impl import kmeans as cluster
+    size = (args.engine_length, shape["num_key_value_heads"], shape["head_dim"])
+
+    def cache() -> torch.Tensor:
+        return torch.randn(size, dtype=dtype, device=device)
+
+    caches = {layer: (cache(), cache()) for layer in range(count)}
+    memory = ClusterMemory(caches, config, cluster)
+    slots = torch.arange(args.engine_length, dtype=torch.int32, device=device)
+    begin, end = config.clustered(args.engine_length)
+    segments = config.due(begin, end, True)
+    times = []
+    runs: list[Any] = []
+    for _ in range(args.repeats + 1):
+        runs.clear()  # the memory has room for one prompt
+        _wait(device)
+        start = time.perf_counter()
+        runs += [memory.make(slots[low:high], low) for low, high in segments]
+        memory.settle()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    kv = sum(tensor.numel() * tensor.element_size() for pair in caches.values() for tensor in pair)
+    pools = memory.layers.values()
+    held = sum(x.numel() * x.element_size() for pool in pools for x in vars(pool).values())
+    return {
+        "seconds": times[1:],
+        "layers": count,
+        "tokens": sum(run.tokens for run in runs),
+        "summary_bytes": sum(run.bytes for run in runs),
+        "allocated_bytes": held,
+        "kv_bytes": kv,
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> dict[str, Any]:
+    """Prefill every prompt once in both engines, then decode over them from the cache.
+
+    One engine after the other, or, where the memory is enough for both (`--together`), in turns.
+    """
+    found: dict[str, Any] = {
+        "rows": args.engine_batch,
+        "length": args.engine_length,
+        "tokens": args.decode_tokens,
+        "together": args.together,
+        "stock backend": args.stock_backend,
+        "stock": {"decode": []},
+        "ours": {"decode": {name: [] for name in args.levels}, "selected": {name: [] for name in args.levels}},
+    }
+    with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary, ExitStack() as stack:
+        folders = _models(Path(temporary), args)
+        first = args.levels[0]
+
+        @contextmanager
+        def started(role: str) -> Iterator[Process]:
+            process = Process(role, *_words(role, folders[first], device, args, config))
+            try:
+                process.ask("weights", folder=str(folders[first]), flush=True)
+                _note(f"{role}: started")
+                found[role]["prefill"] = process.ask("prefill")["seconds"]
+                _note(f"{role}: prefill {found[role]['prefill']}")
+                process.ask("decode", tokens=SHORT)  # compiles, clusters what is left, captures what was not yet
+                yield process
+                found[role]["state"] = process.ask("state")
+            finally:
+                process.stop()
+
+        def ask_for(level: str, process: Process) -> None:
+            process.ask("weights", folder=str(folders[level]), flush=False)
+            process.ask("decode", tokens=SHORT)
+
+        def stock_turn(process: Process) -> None:
+            found["stock"]["decode"].append(_turn(process, args.decode_tokens))
+
+        def our_turn(level: str, process: Process) -> None:
+            found["ours"]["decode"][level].append(_turn(process, args.decode_tokens))
+            found["ours"]["selected"][level].append(process.ask("state").get("last_selection", {}))
+
+        if args.together:
+            stock, ours = (stack.enter_context(started(role)) for role in ("stock", "ours"))
+            for level in args.levels:
+                ask_for(level, ours)
+                for _ in range(args.repeats):
+                    stock_turn(stock)
+                    our_turn(level, ours)
+        else:
+            with started("stock") as stock:
+                for _ in range(args.repeats):
+                    stock_turn(stock)
+            with started("ours") as ours:
+                for level in args.levels:
+                    ask_for(level, ours)
+                    for _ in range(args.repeats):
+                        our_turn(level, ours)
+    return found
+
+
+def _note(words: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+
+
+def _turn(process: Process, tokens: int) -> dict[str, Any]:
+    short, long = (process.ask("decode", tokens=count) for count in (SHORT, SHORT + tokens))
+    seconds = (long["seconds"] - short["seconds"]) / tokens
+    _note(f"{process.name}: {seconds * 1e3:.3f} ms a token")
+    return {"seconds": seconds, "short": short, "long": long}
+
+
+def _models(folder: Path, args: argparse.Namespace) -> dict[str, Path]:
+    """A model folder for each level; the first has the key projections."""
+    found = {}
+    for name in args.levels:
+        found[name] = folder / name
+        write_model(found[name], args.shape, max(131_072, 2 * args.engine_length))
+        config = json.loads((found[name] / "config.json").read_text())
+        if args.layers:
+            config["num_hidden_layers"] = args.layers
+            (found[name] / "config.json").write_text(json.dumps(config, indent=1))
+        planted_weights(found[name], LEVELS[name], keys=name == args.levels[0])
+    return found
+
+
+def _words(
+    role: str, model: Path, device: torch.device, args: argparse.Namespace, config: DoubleP
+) -> tuple[list[str], dict[str, str]]:
+    """(arguments, environment) of a process."""
+    runs = (args.repeats + 2) * (2 * SHORT + args.decode_tokens) * len(args.levels)
+    options: dict[str, Any] = {
+        "model_path": str(model),
+        "load_format": "dummy",
+        "log_level": "warning",
+        "page_size": 1,
+        "random_seed": 0,
+        "max_running_requests": args.engine_batch,
+        "max_total_tokens": args.engine_batch * (args.engine_length + runs + 64),
+        "attention_backend": "double_p" if role == "ours" else args.stock_backend,
+        **({"cuda_graph_max_bs": args.engine_batch} if device.type == "cuda" else {}),
+        **args.engine,
+    }
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    given = {
+        "options": json.dumps(options),
+        "config": json.dumps(vars(config)),
+        "length": args.engine_length,
+        "rows": args.engine_batch,
+        "vocabulary": vocabulary,
+    }
+    words = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    if role == "ours":
+        return [*words, "--ours"], {KERNELS_ENV: args.kernels or ("flashinfer" if device.type == "cuda" else "triton")}
+    # SGLang loads every plugin that is installed: stock SGLang keeps the one that lets it run without a GPU.
+    return words, {"SGLANG_PLUGINS": "sglang_ext_cpu"}
+
+
+def compare(raw: Mapping[str, Any]) -> list[Figure]:
+    """Rows from what was measured.
+
+    Raises:
+        ValueError: prompts were not in the cache while decoding, or a step did not read clusters.
+    """
+    stock, ours, clusters = raw["stock"], raw["ours"], raw["clustering"]
+    length, rows = raw["length"], raw["rows"]
+    name = f"stock SGLang on {raw['stock backend']}"
+    where = f"{rows} requests of {length} tokens, {clusters['layers']} layers"
+    turns = "in turns" if raw["together"] else "one engine after the other"
+    _check_cached([*stock["decode"], *(run for runs in ours["decode"].values() for run in runs)], length)
+    dense = Timing.of(run["seconds"] for run in stock["decode"])
+    figures = []
+    for level, runs in ours["decode"].items():
+        selected = ours["selected"][level]
+        if not all(each.get("rows") == rows for each in selected):
+            raise ValueError(f"level {level}: steps over clusters had {selected} rows, expected {rows}: not compared")
+        exact, approx = (
+            sum(each[key] for each in selected) / len(selected) for key in ("exact_tokens", "approximated_clusters")
+        )
+        kept = f"{level} planted keys, {exact:.2f} exact, {approx:.2f} by centroid"
+        notes = {"exact": exact, "approx": approx, "output_tokens": raw["tokens"], "order": turns}
+        mine = Timing.of(run["seconds"] for run in runs)
+        words = f"time per output token, {where} ({kept})"
+        figures.append(at_least(words, mine, name, dense, TIME_AIM[level], notes=notes))
+    # The first prompt waits for compilers.
+    mine, theirs = (Timing.of(side["prefill"][1:] or side["prefill"]) for side in (ours, stock))
+    note = {"clustered_meanwhile": "all segments but the last, which the first decoding step clusters"}
+    words = f"prefill of {length} tokens with their clustering, {clusters['layers']} layers, whole engine"
+    figures.append(at_least(words, mine, name, theirs, None, notes=note))
+    words = f"clustering {length} tokens, {clusters['layers']} layers, all heads"
+    spent = Timing.of(clusters["seconds"])
+    figures.append(at_most(words, spent, theirs.median, f"prefill of the same, {name}", 0.03))
+    words = f"memory of the clusters of {length} tokens"
+    note = {"allocated_share": clusters["allocated_bytes"] / clusters["kv_bytes"]}
+    held = Timing.of([float(clusters["summary_bytes"])])
+    figures.append(
+        at_most(words, held, float(clusters["kv_bytes"]), "their keys and values", 0.08, unit="MiB", notes=note)
+    )
+    return figures
+
+
+def _check_cached(runs: Sequence[Mapping[str, Any]], length: int) -> None:
+    for run in runs:
+        for part in ("short", "long"):
+            if min(run[part]["cached"]) < length - 1:
+                raise ValueError(
+                    f"of prompts of {length} tokens, {run[part]['cached']} were cached: expected all but the last token"
+                )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Captured keys of `sglang-ext bench double_p`: they are the model's, tiled as said, and methods keep what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_ext.launch.bench import _double_p_captured as captured
+from sglang_ext.launch.bench import _double_p_kernels as kernels
+from sglang_ext.policies import double_p
+from sglang_ext.policies.double_p import DoubleP
+from sglang_ext.policies.quest import Quest
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LENGTH = 512
+CONFIG = DoubleP(segment=256, window=32)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[captured.Text]:
+    return captured.capture(DEVICE, 3, LENGTH)
+
+
+def test_texts_are_of_the_length_asked_for() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(captured.MODEL))
+    for seed in range(6):
+        ids = captured.prompt(tokenizer, LENGTH, seed)
+        assert len(ids) == LENGTH and ids == captured.prompt(tokenizer, LENGTH, seed)
+        assert ids[0] == tokenizer.bos_token_id
+        words = str(tokenizer.decode(ids))
+        assert words.endswith(captured.QUESTION if seed % 2 else "\nLabel:")
+        assert words.count("Remember it.") == seed % 2
+    with pytest.raises(ValueError, match="texts of 5 tokens"):
+        captured.prompt(tokenizer, 5, 0)
+
+
+def test_logits_are_the_model_s(texts: list[captured.Text]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        str(captured.MODEL), dtype=torch.float32, attn_implementation="eager"
+    ).to(DEVICE)  # type: ignore[arg-type]
+    ids = captured.prompt(AutoTokenizer.from_pretrained(str(captured.MODEL)), LENGTH, 1)
+    with torch.no_grad():
+        seen = model(torch.tensor([ids], device=DEVICE), output_attentions=True).attentions
+    for layer, attentions in enumerate(seen):
+        query = texts[1].query[layer].unflatten(0, (4, 2))
+        x = double_p.logits(query, texts[1].keys[layer].float())
+        wanted = attentions[0, :, -1].unflatten(0, (4, 2))
+        torch.testing.assert_close(x.softmax(-1), wanted, atol=0.02, rtol=0)  # keys are bfloat16
+        assert (wanted - wanted.flip(-1)).abs().max() > 0.1, "not flat"
+
+
+def test_a_file_keeps_them(texts: list[captured.Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tmp_path / "texts.pt"
+    captured.capture(DEVICE, 1, LENGTH, saved)
+    monkeypatch.setattr(captured, "prompt", None)  # not captured again
+    (again,) = captured.capture(DEVICE, 1, LENGTH, saved)
+    assert all(torch.equal(x, y) for x, y in zip(vars(again).values(), vars(texts[0]).values(), strict=True))
+    with pytest.raises(ValueError, match="expected 2 of 512"):
+        captured.capture(DEVICE, 2, LENGTH, saved)
+
+
+def test_rows_are_tiled_as_said(texts: list[captured.Text]) -> None:
+    rows = captured.Captured(LENGTH, 5, texts, CONFIG, DEVICE, dtype=torch.float16)
+    assert (rows.shape.heads, rows.shape.kv_heads, rows.shape.group, rows.shape.head_dim) == (32, 8, 4, 64)
+    found = rows.keys.unflatten(0, (5, LENGTH))
+    for row, text, layer, head in [(0, 0, 0, 0), (1, 0, 3, 2), (3, 0, 7, 3), (4, 1, 0, 1)]:
+        at = 4 * (layer % 2) + head
+        assert torch.equal(found[row, :, at], texts[text].keys[layer, head].half())
+        queries = rows.queries()[row].unflatten(0, (8, 4))[at]
+        wanted = texts[text].query[layer].unflatten(0, (4, 2))[head].half()
+        assert torch.equal(queries, wanted[[0, 0, 1, 1]])
+    longer = captured.Captured(2 * LENGTH, 1, texts, CONFIG, DEVICE, dtype=torch.float16)
+    assert torch.equal(longer.keys[LENGTH:, 0], texts[1].keys[0, 0].half())
+    assert torch.equal(longer.queries()[0, 0], texts[1].query[0, 0].half())
+    with pytest.raises(ValueError, match="expected 4 texts"):
+        captured.Captured(2 * LENGTH, 5, texts, CONFIG, DEVICE)
+
+
+def test_the_kernels_run_on_them(texts: list[captured.Text]) -> None:
+    rows = captured.Captured(LENGTH, 2, texts, CONFIG, DEVICE, dtype=torch.float16)
+    step = kernels.Step(rows, 2, kernels.layers(rows, 2))
+    step.check()
+    assert 0 < step.shares()["exact"] < 0.9
+
+
+def test_what_is_recovered(texts: list[captured.Text]) -> None:
+    """Exact masses never recover less than p; a budget of everything recovers everything."""
+    chosen = {**captured.methods(CONFIG), "all": Quest(budget=1.0)}
+    found = captured.recovered(texts[:2], chosen, CONFIG)
+    assert all(len(each.mass) == 2 * 8 * 8 and len(each.tokens) == 2 * 8 * 4 for each in found.values())
+    exact = found["Double-P, exact cluster masses"]
+    assert exact.violations(0.95) == 0 and float(exact.mass.min()) >= 0.95
+    assert torch.allclose(found["all"].mass, torch.ones(128, device=DEVICE)) and found["all"].tokens.min() == 1
+    assert found["Quest, 25% of the tokens"].violations(0.95) > 0.1
+    for each in found.values():
+        assert (each.whole >= each.mass - 1e-5).all(), "sinks and window only add"
+        assert (each.exact <= each.tokens).all()
+    figures = captured.figures_of(found, 0.95, LENGTH, 2)
+    assert figures[0].baseline == "" and figures[1].baseline == "Double-P (0.95, 0.7)"
+    assert figures[1].notes["violations"] == 0 and "below 0.95 in 0% of the heads" in figures[1].name

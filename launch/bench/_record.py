@@ -56,7 +56,7 @@ class Figure:
 
     Attributes:
         name: what was measured.
-        timing: ours.
+        timing: ours; times, unless `unit` says otherwise.
         baseline: what it is compared with, or the empty string.
         baseline_timing: that, from the same run.
         ratio: how many times the baseline's time ours fits in (or the other way round, as `aim` reads).
@@ -65,6 +65,7 @@ class Figure:
         floor: seconds that bandwidth or arithmetic allow at best, or None.
         floor_of: what the floor is made of.
         notes: what else belongs to the row (lengths, concurrency, kept fractions).
+        unit: of `timing` and `baseline_timing`: "s", or what else they are ("share", "perplexity").
     """
 
     name: str
@@ -77,6 +78,24 @@ class Figure:
     floor: float | None = None
     floor_of: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
+    unit: str = "s"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Lines that are plotted together.
+
+    Attributes:
+        title, x, y: what stands above and beside the axes.
+        series: name -> points (x, y), in the order in which they are joined.
+        doubling: whether the horizontal axis is logarithmic.
+    """
+
+    title: str
+    x: str
+    y: str
+    series: dict[str, list[tuple[float, float]]]
+    doubling: bool = False
 
 
 def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Any) -> Figure:
@@ -141,8 +160,8 @@ def _command(words: Sequence[str]) -> str:
     return "sglang-ext " + shlex.join(kept)
 
 
-def save(path: Path, figures: Sequence[Figure], **more: Any) -> None:
-    """Write rows, the machine, the commit and the command that made them."""
+def save(path: Path, figures: Sequence[Figure], curves: Sequence[Curve] = (), **more: Any) -> None:
+    """Write rows, curves, the machine, the commit and the command that made them."""
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": more.pop("commit", None) or commit(),
@@ -150,23 +169,27 @@ def save(path: Path, figures: Sequence[Figure], **more: Any) -> None:
         "machine": machine(),
         **more,
         "figures": [asdict(figure) for figure in figures],
+        **({"curves": [asdict(curve) for curve in curves]} if curves else {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """The rows as a Markdown table; times in milliseconds."""
-    lines = ["| what | ours, ms (10-90%) | baseline, ms | ratio | aim | met |", "|---|---|---|---|---|---|"]
+    """The rows as a Markdown table; times in milliseconds, other things as they are."""
+    times = ", ms" if all(figure.unit == "s" for figure in figures) else ""
+    lines = [f"| what | ours{times} (10-90%) | baseline{times} | ratio | aim | met |", "|---|---|---|---|---|---|"]
     for figure in figures:
-        spread = f"{figure.timing.low * 1e3:.4g}-{figure.timing.high * 1e3:.4g}"
+        factor = 1e3 if figure.unit == "s" else 1.0
+        unit = "" if times or figure.unit != "s" else " ms"
+        spread = f"{figure.timing.low * factor:.4g}-{figure.timing.high * factor:.4g}"
         if figure.timing.samples < FEW:  # no percentiles of so few
             spread = f"{figure.timing.samples} run{'s' if figure.timing.samples > 1 else ''}"
-        ours = f"{figure.timing.median * 1e3:.4g} ({spread})"
+        ours = f"{figure.timing.median * factor:.4g}{unit} ({spread})"
         if figure.baseline_timing is not None:
-            theirs = f"{figure.baseline}: {figure.baseline_timing.median * 1e3:.4g}"
+            theirs = f"{figure.baseline}: {figure.baseline_timing.median * factor:.4g}{unit}"
         elif figure.floor is not None:
-            theirs = f"floor, {figure.floor_of}: {figure.floor * 1e3:.4g}"
+            theirs = f"floor, {figure.floor_of}: {figure.floor * factor:.4g}{unit}"
         else:
             theirs = ""
         ratio = "" if figure.ratio is None else f"{figure.ratio:.4g}x"

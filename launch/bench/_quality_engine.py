@@ -29,7 +29,8 @@ from sglang_ext.launch.bench.reference import Writer
 REPORT = "attention_report"  # of `sglang_ext.attention.sparse`
 SHARES = ("exact", "kept", "approximated_clusters", "recovered")
 STREAMS = ("cascade", "streaming_llm")
-CALIBRATE, TOLERANCE, ROUNDS = 8, 0.02, 6
+CALIBRATE, TOLERANCE, ROUNDS = 16, 0.02, 6
+GPU_ROWS = 48  # prompts that stay in the KV pool of a GPU, so that setting budgets computes them once
 BINS = 16
 
 
@@ -255,46 +256,42 @@ class Asker:
 def tasks(writer: Writer, settings: Mapping[str, Any], method: Method) -> dict[str, Task | Stream]:
     """The tasks of a suite by name, but those whose prompts the method cannot read."""
     found: dict[str, Task | Stream] = {}
-    sparse_decoding = settings["suite"] == "double_p"
-    endless = method.backend in STREAMS
+    data, seed, context = settings["data"], settings["seed"], settings["context"]
+    sparse_decoding, endless = settings["suite"] == "double_p", method.backend in STREAMS
+    if settings["stream"] and not sparse_decoding:
+        found[f"stream, {settings['stream']} tokens"] = stream(writer, data, settings["stream"], seed)
     for length in settings["passkey"]:
-        if endless or (length <= settings["context"] and method.reads in (0, settings["context"])):
-            task = passkeys(writer, length, settings["trials"], int(sparse_decoding), settings["seed"])
+        if endless or (length <= context and method.reads in (0, context)):
+            task = passkeys(writer, length, settings["trials"], int(sparse_decoding), seed)
             found[task.name] = task
     if sparse_decoding:
         for shots in settings["shots"]:
-            classes = classification(
-                writer, settings["data"], shots, settings["queries"], settings["seed"], settings["context"]
-            )
-            found[classes.name] = classes
-    elif settings["stream"]:
-        found[f"stream, {settings['stream']} tokens"] = stream(
-            writer, settings["data"], settings["stream"], settings["seed"]
-        )
+            task = classification(writer, data, shots, settings["queries"], seed, context)
+            found[task.name] = task
     return found
 
 
 def engine_of(settings: Mapping[str, Any], method: Method, longest: int) -> Any:
-    """An engine whose pool holds as many requests at a time as the settings say."""
+    """An engine whose pool holds as many requests at a time as the settings say, or more."""
     import torch
 
     from sglang_ext import Engine
 
     streams = method.backend in STREAMS
     row = sum(method.policy[name] for name in ("sinks", "window", "stride")) if streams else longest
+    on_gpu = torch.cuda.is_available()
+    rows = settings["concurrency"] if streams else max(settings["concurrency"] + 1, GPU_ROWS if on_gpu else 0)
     arguments: dict[str, Any] = {
         "model_path": settings["model"],
         "attention_backend": method.backend,
         "policy": dict(method.policy) or None,
         "max_running_requests": settings["concurrency"],
-        "max_total_tokens": (settings["concurrency"] + (0 if streams else 1)) * (row + 64),
+        "max_total_tokens": rows * (row + 64),
         "random_seed": settings["seed"],
         "log_level": "error",
+        # Of a GPU's memory: several engines share it, and the pool is small beside it.
+        **({"mem_fraction_static": 0.5} if on_gpu else {"dtype": "float32"}),
     }
-    if torch.cuda.is_available():
-        arguments["mem_fraction_static"] = 0.5  # of all memory: several engines share it, and the pool above is small
-    else:
-        arguments["dtype"] = "float32"
     return Engine(**{**arguments, **settings["engine"]})
 
 

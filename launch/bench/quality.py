@@ -75,12 +75,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure what is missing, write the results, print the table."""
+    """Measure what is missing, write the results, print the table.
+
+    Raises:
+        RuntimeError: some engine failed; what the others measured is written.
+    """
     # Whoever ends the run (a time limit, say) ends its engines too: as an exception, not at once.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     study = Study(args)
     study.run()
     print(table(study.figures()))
+    if study.failed:
+        raise RuntimeError(f"no results, or not all, of {', '.join(study.failed)}: what their engines said is above")
     print(f"written: {study.out}")
     return 0
 
@@ -116,6 +122,7 @@ class Study:
         self.chosen = list(args.methods or self.methods)
         if unknown := set(self.chosen) - set(self.methods):
             raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {', '.join(self.methods)}")
+        self.failed: list[str] = []
         self.measured: list[dict[str, Any]] = []
         if self.out.exists() and not args.anew:
             self.measured = self._known(json.loads(self.out.read_text()))
@@ -167,7 +174,8 @@ class Study:
                     if status is not None:
                         del running[name]
                         if status:
-                            raise RuntimeError(f"the engine of {name} ended with status {status}:\n{engine.tail()}")
+                            self.failed.append(name)
+                            print(f"{name}: its engine ended with status {status}:\n{engine.tail()}", file=sys.stderr)
 
     def _job(self, name: str, targets: Mapping[str, Any]) -> dict[str, Any]:
         args = self.args

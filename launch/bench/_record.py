@@ -150,13 +150,24 @@ def commit() -> str:
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command, without where its results went and what they were called: that changes no figure."""
-    kept, skip = [], False
+    """The command, without where its results went and what they were called, and with no folder of data by its path.
+
+    None of that changes a figure.
+    """
+    kept: list[str] = []
+    before = ""
     for word in words:
-        if skip or word in ("--out", "--commit"):
-            skip = not skip
-        elif not word.startswith(("--out=", "--commit=")):
+        if before in ("--out", "--commit"):
+            before = ""
+            continue
+        name = word.split("=", 1)[0]
+        if before == "--data":
+            kept.append("DATA")
+        elif name == "--data" and "=" in word:
+            kept.append("--data=DATA")
+        elif name not in ("--out", "--commit"):
             kept.append(word)
+        before = word
     return "sglang-ext " + shlex.join(kept)
 
 

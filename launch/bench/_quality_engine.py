@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,10 @@ def double_p_methods() -> dict[str, Method]:
         "retroinfer": Method("RetroInfer", "retroinfer", whole, knobs={"exact": "exact", "approx": "kept"}),
         "quest": Method("Quest, as many kept", "quest", whole, knobs={"budget": "kept"}),
         "quest-exact": Method("Quest, as many exact", "quest", whole, knobs={"budget": "exact"}),
-        "twilight": Method("Twilight, as many kept", "twilight", whole, {"p": 0.95}, {"budget": "kept"}),
-        "twilight-exact": Method("Twilight, as many exact", "twilight", whole, {"p": 0.95}, {"budget": "exact"}),
+        "twilight": Method("Twilight, as many kept", "twilight", whole, {"p": 0.95}, {"budget": "kept", "p": "kept"}),
+        "twilight-exact": Method(
+            "Twilight, as many exact", "twilight", whole, {"p": 0.95}, {"budget": "exact", "p": "exact"}
+        ),
     }
 
 
@@ -123,7 +126,13 @@ def match(
             value = a + (b - a) * (target - low) / (high - low)
         else:
             value = min(most, value * target / got) if got > 0 else min(most, 2 * value)
-    return min(tried, key=lambda pair: abs(pair[1] - target))
+    # Of equals the last: where the option stops to matter, its largest value.
+    return min(reversed(tried), key=lambda pair: abs(pair[1] - target))
+
+
+def nearer_one(p: float, way: float) -> float:
+    """A share between `p` (way 0) and all but a millionth of what it lacks (way 1), in equal factors of that."""
+    return 1 - (1 - p) * 1e-6**way
 
 
 def attention(reports: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -180,21 +189,31 @@ class Asker:
         count = min(CALIBRATE, len(task.prompts))
         few = [at * len(task.prompts) // count for at in range(count)]
         found: dict[str, float] = {}
+
+        def reads(
+            knob: str, figure: str, also: Mapping[str, float] | None = None, of: Callable[[float], float] = float
+        ) -> Callable[[float], float]:
+            def share(value: float) -> float:
+                answers = self.ask(task, {**found, **(also or {}), knob: of(value)}, few)
+                read: float = attention([answer["meta_info"][REPORT] for answer in answers])[figure]
+                return read
+
+            return share
+
+        got = 0.0
         for knob, figure in self.method.knobs.items():
-            zeros = {other: 0.0 for other in self.method.knobs if other != knob and other not in found}
-
-            def measured(value: float, knob: str = knob, figure: str = figure, zeros: Any = zeros) -> float:
-                answers = self.ask(task, {**found, **zeros, knob: value}, few)
-                share: float = attention([answer["meta_info"][REPORT] for answer in answers])[figure]
-                return share
-
-            most = 1.0 - (found.get("exact", 0.0) if knob == "approx" else 0.0)
-            if knob == "approx":
-                missing = target[figure] - measured(0.0)
-                if missing <= 0:
-                    found[knob] = 0.0
-                    continue
-            found[knob], _ = match(measured, target[figure], most)
+            wanted = target[figure]
+            if knob == "p":  # when all tokens are candidates, those that hold p of the mass may still be too few
+                if got < (1 - TOLERANCE) * wanted:
+                    nearer = partial(nearer_one, self.method.options["p"])
+                    value, got = match(reads(knob, figure, of=nearer), wanted)
+                    found[knob] = nearer(value)
+            elif knob == "approx":  # on top of the exact clusters, which may be enough
+                share = reads(knob, figure)
+                found[knob], got = (0.0, wanted) if share(0.0) >= wanted else match(share, wanted, 1 - found["exact"])
+            else:
+                also = {"approx": 0.0} if "approx" in self.method.knobs else None
+                found[knob], got = match(reads(knob, figure, also), wanted)
         return found
 
     def answers(self, task: Task, target: Mapping[str, float] | None) -> dict[str, Any]:

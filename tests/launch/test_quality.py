@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,6 @@ def test_chunks_hold_every_token_once(size: int) -> None:
 
 
 def test_perplexities() -> None:
-    import math
-
     assert tasks.perplexity([-math.log(4)] * 3) == pytest.approx(4)
     values = [-math.log(n) for n in (2, 2, 8, 8, 5)]
     assert tasks.by_bins(values, [True] * 5, 2) == pytest.approx([2, 8, 5])
@@ -161,6 +160,25 @@ def test_two_budgets_are_set_one_after_the_other() -> None:
     assert found["exact"] == pytest.approx(0.2, rel=0.05) and found["approx"] == pytest.approx(0.25, rel=0.12)
     assert all(own[engine.REPORT] for own in reads.asked)
     assert engine.Asker(Reads(), method).budgets(task, {"exact": 0.25, "kept": 0.2})["approx"] == 0.0
+
+
+class TopP(Reads):
+    """An engine that reads little for p = 0.95, however large the budget."""
+
+    def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        own = sampling_params[0]["custom_params"]
+        self.asked.append(own)
+        kept = min(own["budget"], 0.2 - 0.1 * math.log10((1 - own["p"]) / 0.05))
+        step = {"exact": [kept], "kept": [kept], "recovered": [kept], "recovered_least": [0.5]}
+        return [{"text": "", "meta_info": {engine.REPORT: [None, step]}} for _ in input_ids]
+
+
+def test_p_is_raised_only_where_no_budget_suffices() -> None:
+    task, method = tasks.Task("t", [[1]] * 20, ["x"] * 20, new_tokens=2), engine.double_p_methods()["twilight"]
+    found = engine.Asker(TopP(), method).budgets(task, {"kept": 0.15})
+    assert found == {"budget": pytest.approx(0.15, rel=0.03)}
+    found = engine.Asker(TopP(), method).budgets(task, {"kept": 0.5})
+    assert found["budget"] == 1.0 and found["p"] == pytest.approx(1 - 0.05e-3, abs=0.05e-3)
 
 
 def test_what_was_read_is_averaged_over_steps_and_layers() -> None:

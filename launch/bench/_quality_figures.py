@@ -16,9 +16,9 @@ BASELINE = {"double_p": "dense", "cascade": "streaming_llm"}
 
 
 def share(scores: Sequence[float]) -> Timing:
-    """A mean of scores, and the ends of its central 80%."""
+    """A mean of scores from 0 to 1, and the ends of its central 80%."""
     mean, error = mean_and_error(scores)
-    return Timing(mean, mean - Z * error, mean + Z * error, len(scores))
+    return Timing(mean, max(0.0, mean - Z * error), min(1.0, mean + Z * error), len(scores))
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

@@ -22,8 +22,11 @@ from typing import Any
 FEW = 5
 """Samples from which a spread is shown."""
 
-UNITS = {"ms": 1e3, "MiB": 2.0**-20, "%": 100.0}
+UNITS = {"ms": 1e3, "MiB": 2.0**-20, "%": 100.0, "share": 1.0, "perplexity": 1.0}
 """Unit of a row -> factor from seconds, from bytes, from shares."""
+
+BARE = ("share", "perplexity")
+"""Units that the row's name says already."""
 
 PACKAGES = ("sglang", "flashinfer-python", "torch", "triton", "transformers")
 
@@ -59,7 +62,7 @@ class Figure:
 
     Attributes:
         name: what was measured.
-        timing: ours.
+        timing: ours; times, unless `unit` says otherwise.
         baseline: what it is compared with, or the empty string.
         baseline_timing: that, from the same run.
         ratio: how many times the baseline's time ours fits in (or the other way round, as `aim` reads).
@@ -68,7 +71,7 @@ class Figure:
         floor: seconds that bandwidth or arithmetic allow at best, or None.
         floor_of: what the floor is made of.
         notes: what else belongs to the row (lengths, concurrency, kept fractions).
-        unit: how the table shows it, one of `UNITS`. Sizes (in bytes) and shares stand where times do.
+        unit: how the table shows it, one of `UNITS`. Sizes (in bytes), shares and others stand where times do.
     """
 
     name: str
@@ -82,6 +85,23 @@ class Figure:
     floor_of: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
     unit: str = "ms"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Lines that are plotted together.
+
+    Attributes:
+        title, x, y: what stands above and beside the axes.
+        series: name -> points (x, y), in the order in which they are joined.
+        doubling: whether the horizontal axis is logarithmic.
+    """
+
+    title: str
+    x: str
+    y: str
+    series: dict[str, list[tuple[float, float]]]
+    doubling: bool = False
 
 
 def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Any) -> Figure:
@@ -136,18 +156,29 @@ def commit() -> str:
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command, without where its results went and what they were called: that changes no figure."""
-    kept, skip = [], False
+    """The command, without where its results went and what they were called, and with no folder of data by its path.
+
+    None of that changes a figure.
+    """
+    kept: list[str] = []
+    before = ""
     for word in words:
-        if skip or word in ("--out", "--commit"):
-            skip = not skip
-        elif not word.startswith(("--out=", "--commit=")):
+        if before in ("--out", "--commit"):
+            before = ""
+            continue
+        name = word.split("=", 1)[0]
+        if before == "--data":
+            kept.append("DATA")
+        elif name == "--data" and "=" in word:
+            kept.append("--data=DATA")
+        elif name not in ("--out", "--commit"):
             kept.append(word)
+        before = word
     return "sglang-ext " + shlex.join(kept)
 
 
-def save(path: Path, figures: Sequence[Figure], **more: Any) -> None:
-    """Write rows, the machine, the commit and the command that made them."""
+def save(path: Path, figures: Sequence[Figure], curves: Sequence[Curve] = (), **more: Any) -> None:
+    """Write rows, curves, the machine, the commit and the command that made them."""
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": more.pop("commit", None) or commit(),
@@ -155,16 +186,18 @@ def save(path: Path, figures: Sequence[Figure], **more: Any) -> None:
         "machine": machine(),
         **more,
         "figures": [asdict(figure) for figure in figures],
+        **({"curves": [asdict(curve) for curve in curves]} if curves else {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """The rows as a Markdown table; times in milliseconds, where no other unit stands."""
-    lines = ["| what | ours, ms (10-90%) | baseline, ms | ratio | aim | met |", "|---|---|---|---|---|---|"]
+    """The rows as a Markdown table; times in milliseconds, other things in their units."""
+    times = ", ms" if all(figure.unit == "ms" for figure in figures) else ""
+    lines = [f"| what | ours{times} (10-90%) | baseline{times} | ratio | aim | met |", "|---|---|---|---|---|---|"]
     for figure in figures:
-        factor, unit = UNITS[figure.unit], "" if figure.unit == "ms" else f" {figure.unit}"
+        factor, unit = UNITS[figure.unit], "" if times or figure.unit in BARE else f" {figure.unit}"
         spread = f"{figure.timing.low * factor:.4g}-{figure.timing.high * factor:.4g}"
         if figure.timing.samples < FEW:  # no percentiles of so few
             spread = f"{figure.timing.samples} run{'s' if figure.timing.samples > 1 else ''}"

@@ -115,28 +115,37 @@ def tfidf_neighbour(demos: Sequence[Demo], queries: Sequence[Demo]) -> float:
 # -- the model ----------------------------------------------------------------------------------------------------
 
 
-class Reader:
-    """A causal language model with one cached prefix that many queries read at once."""
+class Writer:
+    """A tokenizer, and how prompts are written with it."""
 
-    def __init__(self, path: str | Path, device: str | None = None) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    def __init__(self, path: str | Path) -> None:
+        from transformers import AutoTokenizer
 
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        # bfloat16 matrix products are slow on most CPUs, and float32 is what the CPU engine serves
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.tokenizer = AutoTokenizer.from_pretrained(str(path))
-        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa")
-        self.model.to(self.device).eval()  # type: ignore[arg-type]
-        self.context = self.model.config.max_position_embeddings
 
     def encode(self, text: str) -> list[int]:
         """Tokens of ``text`` without BOS."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def prompt(self, demos: Sequence[Demo]) -> list[int]:
         """BOS and the demonstrations in the default template, each followed by the separator."""
         text = "".join(f"{text}{PREFIX} {label}{SEPARATOR}" for text, label in demos)
         return [self.tokenizer.bos_token_id, *self.encode(text)]
+
+
+class Reader(Writer):
+    """A causal language model with one cached prefix that many queries read at once."""
+
+    def __init__(self, path: str | Path, device: str | None = None) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(path)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        # bfloat16 matrix products are slow on most CPUs, and float32 is what the CPU engine serves
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa")
+        self.model.to(self.device).eval()  # type: ignore[arg-type]
+        self.context = self.model.config.max_position_embeddings
 
     @torch.no_grad()
     def prefill(self, tokens: list[int]) -> Any:
@@ -225,7 +234,7 @@ class Reader:
 # -- measurements -------------------------------------------------------------------------------------------------
 
 
-def random_names(reader: Reader, count: int, seed: int) -> list[str]:
+def random_names(reader: Writer, count: int, seed: int) -> list[str]:
     """``count`` names of one or two words drawn from the tokenizer's whole words; no two share a word."""
     words = sorted(t[1:] for t in reader.tokenizer.get_vocab() if t[0] == "Ġ" and t[1:].isalpha() and len(t) > 4)
     rng = random.Random(seed)
@@ -234,7 +243,7 @@ def random_names(reader: Reader, count: int, seed: int) -> list[str]:
 
 
 def suite_data(
-    reader: Reader, data: str, suite: Suite, queries: int, seed: int
+    reader: Writer, data: str, suite: Suite, queries: int, seed: int
 ) -> tuple[dict[str, list[str]], list[Demo]]:
     """Texts by label, shuffled, and the test queries; labels are renamed where the suite says so."""
     train, test = read_rows(data, suite.name, "train"), read_rows(data, suite.name, "test")
@@ -340,7 +349,7 @@ def summarise(suite: Suite, points: dict[int, list[dict[str, float]]]) -> list[d
     return results
 
 
-def passkey_prompt(reader: Reader, length: int, depth: float, rng: random.Random) -> tuple[list[int], str]:
+def passkey_prompt(reader: Writer, length: int, depth: float, rng: random.Random) -> tuple[list[int], str]:
     """A prompt of exactly ``length`` tokens with a five-digit key at ``depth`` of it, and the key."""
     key = "".join(rng.choice("0123456789") for _ in range(5))
     needle = reader.encode(f" The pass key is {key}. Remember it. {key} is the pass key.")

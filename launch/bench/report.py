@@ -2,7 +2,8 @@
 
 Reads the files that `_record.save` wrote into a folder and prints, for each, the machine, the commit and the command it
 comes from, and its rows. With ``--markdown`` the same text replaces a section of a document, so that no figure in it
-is typed by hand; ``--check`` says whether it is up to date. ``--plots`` draws each file's ratios beside their aims.
+is typed by hand; ``--check`` says whether it is up to date. ``--plots`` draws each file's ratios beside their aims,
+and its curves.
 Files of benchmarks with a layout of their own (``demo.json``, ``reference.json``) are left out, which stderr says.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import re
@@ -21,7 +23,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.launch.bench._record import UNITS, Figure, Timing, table
+from sglang_ext.launch.bench._record import UNITS, Curve, Figure, Timing, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -39,6 +41,12 @@ COLOURS: dict[bool | None, tuple[str, str]] = {
     False: ("#D55E00", "aim not met"),
     None: ("#BBBBBB", "no aim"),
 }
+# Of curves: the rest of the palette, solid lines before dashed ones.
+STYLES = [
+    {"color": colour, "linestyle": line, "marker": marker}
+    for line, marker in (("-", "o"), ("--", "s"))
+    for colour in ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+]
 # Inches, except for the points of letters.
 FONT, LINE, GAP, WIDTH, LABEL_COLUMNS = 9, 0.165, 0.14, 5.0, 64
 # From this quotient of the largest to the smallest value on, a linear axis would hide the small ones.
@@ -56,6 +64,7 @@ class Results:
         command: what made the file.
         machine: what `_record.machine` found.
         figures: the rows, in the file's order.
+        curves: likewise.
     """
 
     path: Path
@@ -64,6 +73,7 @@ class Results:
     command: str
     machine: dict[str, Any]
     figures: tuple[Figure, ...]
+    curves: tuple[Curve, ...] = ()
 
     @property
     def device(self) -> str:
@@ -187,7 +197,31 @@ def _results(path: Path, record: dict[str, Any]) -> Results:
         command=_of(record, "command", str),
         machine=machine,
         figures=tuple(figure_of(row, f"row {index}") for index, row in enumerate(rows, 1)),
+        curves=tuple(
+            curve_of(each, f"curve {index}")
+            for index, each in enumerate(_typed(record.get("curves", []), list, "curves"), 1)
+        ),
     )
+
+
+def curve_of(value: Any, where: str) -> Curve:
+    """Curves of a results file; `where` names them in errors.
+
+    Raises:
+        ValueError: a field is missing, unknown or not what `Curve` says.
+    """
+    found = _fields(Curve, value, where)
+    for key in ("title", "x", "y"):
+        _typed(found[key], str, f"{where}, {key}")
+    _typed(found["doubling"], bool, f"{where}, doubling")
+    series: dict[str, list[tuple[float, float]]] = {}
+    for name, points in _typed(found["series"], dict, f"{where}, series").items():
+        series[name] = []
+        for point in _typed(points, list, f"{where}, {name}"):
+            if len(_typed(point, list, f"{where}, {name}")) != 2:
+                raise ValueError(f"{where}, {name}: got {point!r}, expected two numbers")
+            series[name].append((_number(point[0], f"{where}, {name}"), _number(point[1], f"{where}, {name}")))
+    return Curve(found["title"], found["x"], found["y"], series, found["doubling"])
 
 
 def figure_of(row: Any, where: str) -> Figure:
@@ -220,7 +254,7 @@ def _timing(value: Any, where: str) -> Timing:
     return Timing(**found)
 
 
-def _fields(kind: type[Figure] | type[Timing], value: Any, where: str) -> dict[str, Any]:
+def _fields(kind: type[Figure] | type[Timing] | type[Curve], value: Any, where: str) -> dict[str, Any]:
     """The fields of a dataclass in a JSON object; those that have a default may be absent."""
     given = dict(_typed(value, dict, where))
     if unknown := given.keys() - {field.name for field in fields(kind)}:
@@ -325,12 +359,21 @@ def replace_section(text: str, report: str, where: Path) -> str:
 
 
 def plot(results: Sequence[Results], folder: Path) -> list[Path]:
-    """Write one PNG for each results file, named like it, into `folder`, which is made when missing; their paths.
+    """Write a PNG for each results file, named like it, and one for each of its curves, numbered; their paths.
+
+    Args:
+        results: of files.
+        folder: made when missing.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     drawings = [(folder / f"{each.path.stem}.png", draw(each)) for each in results]
+    drawings += [
+        (folder / f"{each.path.stem}-{number}.png", draw_curve(each, curve))
+        for each in results
+        for number, curve in enumerate(each.curves, 1)
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     for path, drawing in drawings:
         drawing.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.15)
@@ -343,22 +386,15 @@ def draw(results: Results) -> Drawing:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        # Not pyplot: it keeps drawings and may look for a display.
-        from matplotlib.figure import Figure as Drawing
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        message = (
-            "got --plots without matplotlib, expected it: install the bench extra, pip install 'sglang-ext[bench]'"
-        )
-        raise ValueError(message) from error
+    drawing_class = _matplotlib()
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     labels = [_label(figure) for figure in results.figures]
     # The vertical axis is in inches, so that a row is as high as its label.
     heights = [max(2, label.count("\n") + 1) * LINE + GAP for label in labels]
     total = sum(heights) or LINE
-    drawing = Drawing(figsize=(WIDTH, total))
+    drawing = drawing_class(figsize=(WIDTH, total))
     axes = drawing.add_axes((0.0, 0.0, 1.0, 1.0))
     aims = [_aim(figure) for figure in results.figures]
     left, right = _limits(axes, [value for value in (*(f.ratio for f in results.figures), *aims) if value is not None])
@@ -384,7 +420,7 @@ def draw(results: Results) -> Drawing:
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":", zorder=0)
     axes.tick_params(axis="x", labelsize=FONT)
     scale = ", log scale" if axes.get_xscale() == "log" else ""
-    axes.set_xlabel(f"ratio{scale}; 1: as fast as the baseline, or at the floor", fontsize=FONT)
+    axes.set_xlabel(f"ratio{scale}; 1: equal to the baseline, or at the floor", fontsize=FONT)
     title = f"{results.device}, commit {results.short_commit}"
     below = f"{results.path.stem}, {results.date.isoformat()}"
     axes.set_title(f"{textwrap.fill(title, 70)}\n{textwrap.fill(below, 70)}", fontsize=FONT + 1, parse_math=False)
@@ -396,6 +432,47 @@ def draw(results: Results) -> Drawing:
         anchor = (0.5, -0.5 / total)  # half an inch below the axis: its numbers and its name are in between
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=anchor, ncols=4, frameon=False, fontsize=FONT)
     return drawing
+
+
+def draw_curve(results: Results, curve: Curve) -> Drawing:
+    """Lines of a results file in one pair of axes.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    drawing = _matplotlib()(figsize=(WIDTH, 0.7 * WIDTH))
+    axes = drawing.add_axes((0.0, 0.0, 1.0, 1.0))
+    for (name, points), style in zip(curve.series.items(), itertools.cycle(STYLES)):
+        axes.plot(*zip(*points, strict=True), label=name, linewidth=1.4, markersize=4, **style)
+    if curve.doubling:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for points in curve.series.values() for x, _ in points})
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axes.minorticks_off()
+    axes.tick_params(labelsize=FONT)
+    axes.set_xlabel(curve.x, fontsize=FONT)
+    axes.set_ylabel(curve.y, fontsize=FONT)
+    below = f"{results.device}, commit {results.short_commit}"
+    title = f"{textwrap.fill(curve.title, 70)}\n{textwrap.fill(below, 70)}"
+    axes.set_title(title, fontsize=FONT + 1, parse_math=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False, fontsize=FONT)
+    return drawing
+
+
+def _matplotlib() -> type[Drawing]:
+    """The class of drawings. Not pyplot: it keeps drawings and may look for a display.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure as Drawing
+    except ImportError as error:
+        message = (
+            "got --plots without matplotlib, expected it: install the bench extra, pip install 'sglang-ext[bench]'"
+        )
+        raise ValueError(message) from error
+    return Drawing
 
 
 def _mark() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -398,6 +399,48 @@ def test_the_recorded_command_can_be_run() -> None:
     """Neither a word twice, nor where one machine put its results."""
     words = ["bench", "dbsa", "--only", "kernels", "--out", "/tmp/x.json", "--repeats", "2", "--commit=abc", "--out=y"]
     assert _record._command(words) == "sglang-ext bench dbsa --only kernels --repeats 2"
+    words = ["bench", "quality", "--data", "../texts", "--suite", "cascade", "--data=../texts"]
+    assert _record._command(words) == "sglang-ext bench quality --data DATA --suite cascade --data=DATA"
     assert (
         _record._command(["bench", "dbsa", "--engine", '{"a": 1}']) == """sglang-ext bench dbsa --engine '{"a": 1}'"""
     )
+
+
+def test_rows_may_be_other_things_than_times() -> None:
+    accuracy = Timing(0.75, 0.7, 0.8, 40)
+    row_of = _record.Figure("zebra", accuracy, "dense", Timing(0.5, 0.4, 0.6, 40), 1.5, unit="share")
+    head, _, line = _record.table([row_of]).splitlines()
+    assert head == "| what | ours (10-90%) | baseline | ratio | aim | met |"
+    assert line == "| zebra | 0.75 (0.7-0.8) | dense: 0.5 | 1.5x |  |  |"
+    mixed = _record.table([row_of, _record.Figure("ape", Timing(0.002, 0.001, 0.003, 9))]).splitlines()
+    assert mixed[0] == head and mixed[3] == "| ape | 2 ms (1-3) |  |  |  |  |"
+
+
+CURVE = {"title": "t", "x": "tokens", "y": "share", "series": {"a": [[1024, 0.5], [2048, 1.0]], "b": [[1024, 0.1]]}}
+
+
+def test_curves_are_read_and_drawn(folder: Path, tmp_path: Path) -> None:
+    curve = report.Curve("t", "tokens", "share", {"a": [(1024, 0.5), (2048, 1.0)], "b": [(1024, 0.1)]})
+    save(folder / "dbsa.json", [], curves=[curve], commit=COMMIT)
+    (results,), _ = report.read_folder(folder)
+    assert results.curves == (curve,)
+    pytest.importorskip("matplotlib")
+    assert run("--results", folder, "--plots", tmp_path / "plots") == 0
+    assert pixels(tmp_path / "plots" / "dbsa-1.png").std() > 1
+    (axes,) = report.draw_curve(results, replace(curve, doubling=True)).axes
+    assert [line.get_label() for line in axes.lines] == ["a", "b"] and axes.get_xscale() == "log"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"series": {"a": [[1, 2, 3]]}}, "expected two numbers"),
+        ({"series": {"a": [["x", 2]]}}, "expected a finite number"),
+        ({"colour": "red"}, "unknown colour"),
+        ({"doubling": 1}, "expected true, false or null"),
+    ],
+)
+def test_malformed_curves_are_refused(folder: Path, change: dict[str, Any], words: str) -> None:
+    (folder / "dbsa.json").write_text(json.dumps(record(curves=[{**CURVE, **change}])))
+    with pytest.raises(ValueError, match=f"curve 1.*{words}"):
+        report.read_folder(folder)

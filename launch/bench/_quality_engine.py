@@ -1,0 +1,351 @@
+"""One method of a quality study in one engine: a process of its own, run by `launch.bench.quality`.
+
+It writes a JSON line for each task when it is done. Two engines do not fit into one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.launch.bench._quality_tasks import (
+    Stream,
+    Task,
+    by_bins,
+    classification,
+    digits_right,
+    passkeys,
+    perplexity,
+    stream,
+)
+from sglang_ext.launch.bench.reference import Writer
+
+REPORT = "attention_report"  # of `sglang_ext.attention.sparse`
+SHARES = ("exact", "kept", "approximated_clusters", "recovered")
+STREAMS = ("cascade", "streaming_llm")
+CALIBRATE, TOLERANCE, ROUNDS = 16, 0.02, 6
+GPU_ROWS = 48  # prompts that stay in the KV pool of a GPU, so that setting budgets computes them once
+BINS = 16
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to read a long row.
+
+    Attributes:
+        title: what tables call it.
+        backend: `--attention-backend`.
+        policy: options of the server.
+        options: options of every request.
+        knobs: option -> the figure of Double-P's report (`exact` or `kept`) that it is set to meet, in this order.
+        reads: tokens in which dense attention reads a stream at once; 0: a stream goes in whole.
+    """
+
+    title: str
+    backend: str
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Mapping[str, str] = field(default_factory=dict)
+    reads: int = 0
+
+    @property
+    def reports(self) -> bool:
+        """Whether its steps are measured against dense attention."""
+        return self.backend in ("double_p", "retroinfer", "quest", "twilight") and not self.options.get("dense")
+
+
+def double_p_methods() -> dict[str, Method]:
+    """Dense attention, Double-P, and the baselines that are set to read as much."""
+    whole = {"min_tokens": 0}
+    return {
+        "dense": Method("dense", "double_p", whole, {"dense": True}),
+        "double_p": Method("Double-P (0.95, 0.7)", "double_p", whole, {"p1": 0.95, "p2": 0.7}),
+        "double_p-wide": Method("Double-P (0.99, 0.8)", "double_p", whole, {"p1": 0.99, "p2": 0.8}),
+        "retroinfer": Method("RetroInfer", "retroinfer", whole, knobs={"exact": "exact", "approx": "kept"}),
+        "quest": Method("Quest, as many kept", "quest", whole, knobs={"budget": "kept"}),
+        "quest-exact": Method("Quest, as many exact", "quest", whole, knobs={"budget": "exact"}),
+        "twilight": Method("Twilight, as many kept", "twilight", whole, {"p": 0.95}, {"budget": "kept", "p": "kept"}),
+        "twilight-exact": Method(
+            "Twilight, as many exact", "twilight", whole, {"p": 0.95}, {"budget": "exact", "p": "exact"}
+        ),
+    }
+
+
+def cascade_methods(window: int, stride: int, sinks: int, context: int) -> dict[str, Method]:
+    """Dense attention, StreamingLLM and cascades of one window, these with and without token selection."""
+    sizes = {"window": window, "stride": stride, "sinks": sinks}
+    found = {
+        "dense": Method("dense", "dbsa", reads=context),
+        "dense-window": Method("dense in chunks of the window", "dbsa", reads=sinks + window),
+        "streaming_llm": Method("StreamingLLM", "streaming_llm", sizes),
+    }
+    for cascades in (2, 4, 8):
+        for selection in (True, False):
+            title = f"{cascades} cascades" + ("" if selection else ", no selection")
+            name = f"cascade-{cascades}" + ("" if selection else "-unselected")
+            found[name] = Method(title, "cascade", {**sizes, "cascades": cascades, "selection": selection})
+    return found
+
+
+# ---- budgets --------------------------------------------------------------------------------------------------------
+
+
+def match(
+    measured: Callable[[float], float], target: float, most: float = 1.0, tolerance: float = TOLERANCE
+) -> tuple[float, float]:
+    """(option, figure) for which a figure that grows with an option comes nearest to a target.
+
+    Args:
+        measured: the figure at a value of the option, about in proportion to it.
+        target: what the figure is to be, above 0.
+        most: the option's largest value.
+        tolerance: relative error with which it is good enough.
+
+    Raises:
+        ValueError: there is nothing to meet.
+    """
+    if target <= 0 or most <= 0:
+        raise ValueError(f"target {target}, at most {most}: expected both above 0")
+    value, tried = min(target, most), list[tuple[float, float]]()
+    for _ in range(ROUNDS):
+        got = measured(value)
+        tried.append((value, got))
+        if abs(got / target - 1) <= tolerance or (value >= most and got < target):
+            break
+        below = [pair for pair in tried if pair[1] < target]
+        above = [pair for pair in tried if pair[1] >= target]
+        if below and above:  # between the nearest of each, on a straight line
+            (a, low), (b, high) = max(below), min(above)
+            value = a + (b - a) * (target - low) / (high - low)
+        else:
+            value = min(most, value * target / got) if got > 0 else min(most, 2 * value)
+    # Of equals the last: where the option stops to matter, its largest value.
+    return min(reversed(tried), key=lambda pair: abs(pair[1] - target))
+
+
+def nearer_one(p: float, way: float) -> float:
+    """A share between `p` (way 0) and all but a millionth of what it lacks (way 1), in equal factors of that."""
+    return 1 - (1 - p) * 1e-6**way
+
+
+def attention(reports: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Means over answers, decoding steps and layers of what `attention_report` says.
+
+    Args:
+        reports: of each answer, of each token: name -> a figure a layer; nothing for a dense step. The first token of
+            an answer comes from the prompt's pass and is left out.
+
+    Returns:
+        Means of `SHARES`, `kept_by_layer`, `recovered_p5` (5th percentile over steps and layers) and
+        `recovered_least` (of any head). All 1 where every step was dense.
+    """
+    steps = [step for report in reports for step in report[1:] if step]
+    dense = sum(len(report[1:]) for report in reports) - len(steps)
+    if not steps:
+        return {**dict.fromkeys(SHARES, 1.0), "recovered_p5": 1.0, "recovered_least": 1.0, "dense_steps": dense}
+    found: dict[str, Any] = {}
+    for name in SHARES:
+        values = [value for step in steps for value in step.get(name, ())]
+        if values:
+            found[name] = sum(values) / len(values)
+    layers = range(len(steps[0]["kept"]))
+    found["kept_by_layer"] = [sum(step["kept"][layer] for step in steps) / len(steps) for layer in layers]
+    recovered = sorted(value for step in steps for value in step["recovered"])
+    found["recovered_p5"] = recovered[int(0.05 * len(recovered))]
+    found["recovered_least"] = min(value for step in steps for value in step["recovered_least"])
+    return {**found, "steps": len(steps), "dense_steps": dense}
+
+
+# ---- asking ---------------------------------------------------------------------------------------------------------
+
+
+class Asker:
+    """One engine and one method."""
+
+    def __init__(self, engine: Any, method: Method) -> None:
+        self.engine, self.method = engine, method
+
+    def ask(self, task: Task, options: Mapping[str, Any], only: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Greedy answers to a task's prompts, or to those at `only`."""
+        chosen = range(len(task.prompts)) if only is None else only
+        own = {**self.method.options, **options, **({REPORT: True} if self.method.reports else {})}
+        params: dict[str, Any] = {"temperature": 0, "max_new_tokens": task.new_tokens, "custom_params": own or None}
+        params |= {"ebnf": task.grammar} if task.grammar else {"ignore_eos": True}
+        params |= {"stop": [task.stop]} if task.stop else {}
+        answers: list[dict[str, Any]] = self.engine.generate(
+            input_ids=[task.prompts[at] for at in chosen], sampling_params=[params] * len(chosen)
+        )
+        return answers
+
+    def budgets(self, task: Task, target: Mapping[str, float]) -> dict[str, float]:
+        """Options with which the method reads as much as `target` says, on a few prompts."""
+        count = min(CALIBRATE, len(task.prompts))
+        few = [at * len(task.prompts) // count for at in range(count)]
+        found: dict[str, float] = {}
+
+        def reads(
+            knob: str, figure: str, also: Mapping[str, float] | None = None, of: Callable[[float], float] = float
+        ) -> Callable[[float], float]:
+            def share(value: float) -> float:
+                answers = self.ask(task, {**found, **(also or {}), knob: of(value)}, few)
+                read: float = attention([answer["meta_info"][REPORT] for answer in answers])[figure]
+                return read
+
+            return share
+
+        got = 0.0
+        for knob, figure in self.method.knobs.items():
+            wanted = target[figure]
+            if knob == "p":  # when all tokens are candidates, those that hold p of the mass may still be too few
+                if got < (1 - TOLERANCE) * wanted:
+                    nearer = partial(nearer_one, self.method.options["p"])
+                    value, got = match(reads(knob, figure, of=nearer), wanted)
+                    found[knob] = nearer(value)
+            elif knob == "approx":  # on top of the exact clusters, which may be enough
+                share = reads(knob, figure)
+                found[knob], got = (0.0, wanted) if share(0.0) >= wanted else match(share, wanted, 1 - found["exact"])
+            else:
+                also = {"approx": 0.0} if "approx" in self.method.knobs else None
+                found[knob], got = match(reads(knob, figure, also), wanted)
+        return found
+
+    def answers(self, task: Task, target: Mapping[str, float] | None) -> dict[str, Any]:
+        """A measurement: how many answers are right, and what was read for them."""
+        begin = time.perf_counter()
+        if task.shared:  # once, so that not all of the first batch compute it
+            self.engine.generate(input_ids=task.prompts[0][: task.shared], sampling_params={"max_new_tokens": 1})
+        options = self.budgets(task, target) if target and self.method.knobs else {}
+        calibrated = time.perf_counter()
+        answers = self.ask(task, options)
+        pairs = [(task.said(a["text"]), right) for a, right in zip(answers, task.wanted, strict=True)]
+        exact = [int(said == right) for said, right in pairs]
+        digits = [digits_right(said, right) for said, right in pairs] if task.name.startswith("passkey") else None
+        scores = digits or [float(one) for one in exact]
+        return {
+            "task": task.name,
+            "tokens": task.length,
+            "options": {**self.method.options, **options},
+            "accuracy": sum(exact) / len(exact),
+            "digits": sum(digits) / len(digits) if digits else None,
+            "target": dict(target) if target and self.method.knobs else None,
+            "attention": attention([a["meta_info"][REPORT] for a in answers]) if self.method.reports else None,
+            "scores": [round(score, 3) for score in scores],
+            "exact": exact,
+            "cells": task.cells,
+            "wrong": [pair for pair in pairs if pair[0] != pair[1]][:8],
+            "seconds": {"setup": calibrated - begin, "answers": time.perf_counter() - calibrated},
+        }
+
+    def perplexity(self, name: str, text: Stream) -> dict[str, Any]:
+        """A measurement: perplexity of a stream's tokens but the first."""
+        begin = time.perf_counter()
+        chunks = text.chunks(self.method.reads) if self.method.reads else [text.tokens]
+        answers = self.engine.generate(
+            input_ids=chunks,
+            sampling_params=[{"temperature": 0, "max_new_tokens": 1}] * len(chunks),
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        values = [value for answer in answers for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+        labels = text.labels[1:]
+        if len(values) != len(labels):
+            raise RuntimeError(f"the engine gave {len(values)} log-probabilities of {len(labels)} tokens")
+        size = -(-len(values) // BINS)
+        every = [True] * len(values)
+        return {
+            "task": name,
+            "tokens": len(text.tokens),
+            "perplexity": {
+                "all": perplexity(values),
+                "labels": perplexity([value for value, chosen in zip(values, labels, strict=True) if chosen]),
+            },
+            "bin": size,
+            "bins": {"all": by_bins(values, every, size), "labels": by_bins(values, labels, size)},
+            "seconds": {"answers": time.perf_counter() - begin},
+        }
+
+
+def tasks(writer: Writer, settings: Mapping[str, Any], method: Method) -> dict[str, Task | Stream]:
+    """The tasks of a suite by name, but those whose prompts the method cannot read."""
+    found: dict[str, Task | Stream] = {}
+    data, seed, context = settings["data"], settings["seed"], settings["context"]
+    sparse_decoding, endless = settings["suite"] == "double_p", method.backend in STREAMS
+    if settings["stream"] and not sparse_decoding:
+        found[f"stream, {settings['stream']} tokens"] = stream(writer, data, settings["stream"], seed)
+    for length in settings["passkey"]:
+        if endless or (length <= context and method.reads in (0, context)):
+            task = passkeys(writer, length, settings["trials"], int(sparse_decoding), seed)
+            found[task.name] = task
+    if sparse_decoding:
+        for shots in settings["shots"]:
+            task = classification(writer, data, shots, settings["queries"], seed, context)
+            found[task.name] = task
+    return found
+
+
+def engine_of(settings: Mapping[str, Any], method: Method, longest: int) -> Any:
+    """An engine whose pool holds as many requests at a time as the settings say, or more."""
+    import torch
+
+    from sglang_ext import Engine
+
+    streams = method.backend in STREAMS
+    row = sum(method.policy[name] for name in ("sinks", "window", "stride")) if streams else longest
+    on_gpu = torch.cuda.is_available()
+    rows = settings["concurrency"] if streams else max(settings["concurrency"] + 1, GPU_ROWS if on_gpu else 0)
+    arguments: dict[str, Any] = {
+        "model_path": settings["model"],
+        "attention_backend": method.backend,
+        "policy": dict(method.policy) or None,
+        "max_running_requests": settings["concurrency"],
+        "max_total_tokens": rows * (row + 64),
+        "random_seed": settings["seed"],
+        "log_level": "error",
+        # Of a GPU's memory: several engines share it, and the pool is small beside it.
+        **({"mem_fraction_static": 0.5} if on_gpu else {"dtype": "float32"}),
+    }
+    return Engine(**{**arguments, **settings["engine"]})
+
+
+def run(job: Mapping[str, Any], out: Path) -> None:
+    """Measure one method on the tasks of a job, each written when it is done."""
+    settings, method = job["settings"], Method(**job["method"])
+    writer = Writer(settings["model"])
+    todo = {name: task for name, task in tasks(writer, settings, method).items() if name not in job["done"]}
+    if not todo:
+        return
+    longest = max(settings["context"], *(t.length + t.new_tokens for t in todo.values() if isinstance(t, Task)), 0)
+    engine = engine_of(settings, method, min(longest, settings["context"]))
+    try:
+        asker = Asker(engine, method)
+        with out.open("a") as lines:
+            for name, task in todo.items():
+                if isinstance(task, Task):
+                    found = asker.answers(task, job["targets"].get(name))
+                else:
+                    found = asker.perplexity(name, task)
+                lines.write(json.dumps({"method": job["name"], **found}) + "\n")
+                lines.flush()
+    finally:
+        engine.shutdown()
+
+
+def main() -> int:
+    """Run the job of a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    run(json.loads(args.job.read_text()), args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""``sglang-ext bench quality``: what sparse attention costs in right answers, in the real engine.
+
+Each method in an engine of its own, the same prompts, greedy answers, the reference model (or another, --model):
+
+- --suite double_p: banking77 with many demonstrations and passkeys, for dense attention, Double-P, and RetroInfer,
+  Quest and Twilight with budgets that make them read as much as Double-P did on the same task: as many tokens kept
+  (exact, or in an approximated cluster), and as many exact. What was read and the attention that it recovered stand
+  beside each result.
+- --suite cascade: passkeys in rows of one window and its doublings, and the perplexity of a stream of demonstrations,
+  for dense attention, StreamingLLM and 2, 4 and 8 cascades of one window, with and without token selection.
+
+Results are written after each task; a run that is cut short is taken up again where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.attention.select import KERNELS, KERNELS_ENV
+from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
+from sglang_ext.launch.bench._quality_figures import curves, figures
+from sglang_ext.launch.bench._record import save, table
+from sglang_ext.launch.bench.reference import MODEL
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SUITES = ("double_p", "cascade")
+# What a measurement depends on, beside its method.
+SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
+TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
+POLL_SECONDS = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--data", required=True, help="folder of the classification sets; banking77 is read")
+    parser.add_argument("--model", default=str(MODEL), help="model folder (default: the embedded one)")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="some of the suite's methods (default: all)")
+    parser.add_argument("--queries", type=int, default=300, help="of banking77 (default: 300)")
+    parser.add_argument(
+        "--shots", type=int, nargs="*", default=[0], metavar="N", help="demonstrations a class; 0: all that fit"
+    )
+    parser.add_argument(
+        "--passkey",
+        type=int,
+        nargs="*",
+        metavar="TOKENS",
+        help="lengths of rows (default: 4096 8192 16384; cascade: the window, 2, 4, 8 and 16 times)",
+    )
+    parser.add_argument("--trials", type=int, default=5, help="passkeys at each tenth of depth (default: 5)")
+    parser.add_argument("--window", type=int, default=1024, help="of cascades (default: 1024)")
+    parser.add_argument("--stride", type=int, default=512, help="of cascades (default: 512)")
+    parser.add_argument("--sinks", type=int, default=64, help="of cascades (default: 64)")
+    parser.add_argument("--stream", type=int, default=65_536, help="tokens of the stream; 0: none (default: 65536)")
+    parser.add_argument("--context", type=int, default=0, help="longest dense row (default: the model's context)")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
+    parser.add_argument("--parallel", type=int, default=1, help="engines at a time (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of demonstrations, queries, keys and stream (default: 0)")
+    parser.add_argument("--kernels", choices=KERNELS, default="torch", help=f"{KERNELS_ENV} (default: torch)")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of SGLang's")
+    parser.add_argument("--anew", action="store_true", help="measure again what the file of results has already")
+    parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
+    parser.add_argument("--out", type=Path, help="results (default: launch/bench/results/quality_SUITE.json)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure what is missing, write the results, print the table.
+
+    Raises:
+        RuntimeError: some engine failed; what the others measured is written.
+    """
+    # Whoever ends the run (a time limit, say) ends its engines too: as an exception, not at once.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    study = Study(args)
+    study.run()
+    print(table(study.figures()))
+    if study.failed:
+        raise RuntimeError(f"no results, or not all, of {', '.join(study.failed)}: what their engines said is above")
+    print(f"written: {study.out}")
+    return 0
+
+
+def methods_of(settings: Mapping[str, Any]) -> dict[str, Method]:
+    """The methods of a suite, by name."""
+    if settings["suite"] == "double_p":
+        return double_p_methods()
+    return cascade_methods(settings["window"], settings["stride"], settings["sinks"], settings["context"])
+
+
+class Study:
+    """A suite's settings, what is measured so far, and the file that keeps it.
+
+    Raises:
+        ValueError: an unknown method, or a file of results with other settings.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.out: Path = args.out or RESULTS / f"quality_{args.suite}.json"
+        default = [4096, 8192, 16384]
+        if args.suite == "cascade":
+            default = [args.window * times for times in (1, 2, 4, 8, 16)]
+        lengths = default if args.passkey is None else args.passkey
+        context = args.context or json.loads((Path(args.model) / "config.json").read_text())["max_position_embeddings"]
+        self.settings: dict[str, Any] = {
+            **{name: getattr(args, name) for name in SETTINGS},
+            "passkey": lengths,
+            "context": context,
+        }
+        self.methods = methods_of(self.settings)
+        self.chosen = list(args.methods or self.methods)
+        if unknown := set(self.chosen) - set(self.methods):
+            raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {', '.join(self.methods)}")
+        self.failed: list[str] = []
+        self.measured: list[dict[str, Any]] = []
+        if self.out.exists() and not args.anew:
+            self.measured = self._known(json.loads(self.out.read_text()))
+
+    def _known(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The measurements of a file; with --passkey, --shots or --stream some more may be asked for."""
+        known = record.get("settings", {})
+        if other := [name for name in SETTINGS if name not in TASKS and known.get(name) != self.settings[name]]:
+            raise ValueError(
+                f"{self.out} has results of other settings: {', '.join(f'{n}={known.get(n)}' for n in other)}; expected"
+                f" {', '.join(f'{n}={self.settings[n]}' for n in other)}: measure --anew, or name another --out"
+            )
+        return list(record["measurements"])
+
+    def run(self) -> None:
+        """Measure what is missing: first what needs no budgets, then what takes Double-P's for its own."""
+        free = [name for name in self.chosen if not self.methods[name].knobs]
+        bound = [name for name in self.chosen if self.methods[name].knobs]
+        self._measure(free, {})
+        if bound:
+            targets = {
+                each["task"]: {figure: each["attention"][figure] for figure in ("exact", "kept")}
+                for each in self.measured
+                if each["method"] == "double_p"
+            }
+            if not targets:
+                raise ValueError(
+                    f"--methods {' '.join(bound)}: they read as much as Double-P does, which is not measured yet; add"
+                    " double_p"
+                )
+            self._measure(bound, targets)
+
+    def _measure(self, names: Sequence[str], targets: Mapping[str, Any]) -> None:
+        """Run an engine for each method, some at a time, and keep what they write as soon as they do."""
+        waiting, running = list(names), dict[str, Engine]()
+        with tempfile.TemporaryDirectory(prefix="sglang-ext-quality-") as temporary, ended(running):
+            while waiting or running:
+                while waiting and len(running) < self.args.parallel:
+                    name = waiting.pop(0)
+                    running[name] = Engine(Path(temporary), name, self._job(name, targets), self.args.kernels)
+                time.sleep(POLL_SECONDS)
+                for name, engine in list(running.items()):
+                    status = engine.process.poll()
+                    if found := engine.lines():
+                        self.measured += found
+                        self.save()
+                        for each in found:
+                            print(f"{name}: {summary(each)}", flush=True)
+                    if status is not None:
+                        del running[name]
+                        if status:
+                            self.failed.append(name)
+                            print(f"{name}: its engine ended with status {status}:\n{engine.tail()}", file=sys.stderr)
+
+    def _job(self, name: str, targets: Mapping[str, Any]) -> dict[str, Any]:
+        args = self.args
+        own = {"data": args.data, "model": args.model, "concurrency": args.concurrency, "engine": args.engine}
+        return {
+            "name": name,
+            "method": asdict(self.methods[name]),
+            "settings": {**self.settings, **own},
+            "targets": dict(targets),
+            "done": [each["task"] for each in self.measured if each["method"] == name],
+        }
+
+    def figures(self) -> list[Any]:
+        """Rows of what is measured so far."""
+        return figures(self.settings, self.methods, self.measured)
+
+    def save(self) -> None:
+        """Write what is measured so far."""
+        save(
+            self.out,
+            self.figures(),
+            commit=self.args.commit,
+            settings=self.settings,
+            curves=curves(self.settings, self.methods, self.measured),
+            measurements=self.measured,
+        )
+
+
+class Engine:
+    """A process that measures one method, the lines that it writes, and its log."""
+
+    def __init__(self, folder: Path, name: str, job: Mapping[str, Any], kernels: str) -> None:
+        self.out, self.log = folder / f"{name}.jsonl", folder / f"{name}.log"
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(job))
+        command = [sys.executable, "-m", "sglang_ext.launch.bench._quality_engine"]
+        command += ["--job", str(path), "--out", str(self.out)]
+        environment = {**os.environ, KERNELS_ENV: kernels}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        self._read = 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Measurements that were completed since the last call."""
+        if not self.out.exists():
+            return []
+        with self.out.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def tail(self) -> str:
+        """The end of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+
+@contextmanager
+def ended(running: Mapping[str, Engine]) -> Iterator[None]:
+    """End the engines that still run when the block ends, by whatever."""
+    try:
+        yield
+    finally:
+        for engine in running.values():
+            engine.process.terminate()
+        for engine in running.values():
+            try:
+                engine.process.wait(20)
+            except subprocess.TimeoutExpired:
+                engine.process.kill()
+                engine.process.wait()
+
+
+def summary(measurement: Mapping[str, Any]) -> str:
+    """One line."""
+    words = [measurement["task"]]
+    if "perplexity" in measurement:
+        words.append(", ".join(f"{name} {value:.3f}" for name, value in measurement["perplexity"].items()))
+    else:
+        words.append(f"accuracy {measurement['accuracy']:.3f}")
+        if measurement["digits"] is not None:
+            words.append(f"digits {measurement['digits']:.3f}")
+        if measurement["attention"]:
+            words += [f"{name} {measurement['attention'][name]:.3f}" for name in ("kept", "exact", "recovered")]
+        if measurement["target"]:
+            words.append(f"budgets {measurement['options']}")
+    return f"{', '.join(words)} ({sum(measurement['seconds'].values()):.1f} s)"

@@ -375,9 +375,7 @@ class RowBuffers:
                 turned=self._turned[:batch],
                 scores=(self._logits[:batch], self._sizes[:batch], self._starts[:batch]),
                 selection=_first(self._selection, batch),
-                search=top_p.Workspace(
-                    self._search.keys[:batch], self._search.levels[:batch], self._search.arrived[:batch]
-                ),
+                search=self._search.first(batch),
                 workspace=self._workspace.first(batch * self.shape.kv_heads),
                 lse=self._lse[:batch],
             )

@@ -3,10 +3,10 @@
 `_scores` reads every centroid of a request's tiles once for the whole group of heads. `_expand` writes out the slots of
 the exact clusters' tokens and the places of the summaries, so that what `_attend` loads is one index away and its loads
 run ahead of the products. `_attend` is a fixed number of programs: the work of all rows (a row: a request's key-value
-head) is counted in tiles on the device (exact tokens, the summaries, the dense tokens), summed up, and cut into equal
-runs of tiles, so that peaked and flat heads balance. A run may span rows; program p writes its part of row r to place
-p + r, which is unique since both only grow. `_merge` joins the parts of a row; with `Tuning.fused` the program that
-finishes a row last does.
+head) is counted on the device (tiles of exact tokens, of summaries, of dense tokens, by what they cost), summed up,
+and cut into equal runs, so that peaked and flat heads balance. A run may span rows; program p writes its part of row r
+to place p + r, which is unique since both only grow. `_merge` joins the parts of a row; letting the program that
+finishes a row last do so was slower on an H200.
 
 A summary costs its mean value and the logit that `_scores` wrote: centroids are not read a second time.
 """
@@ -28,29 +28,29 @@ class Tuning:
     """What is chosen by measurement.
 
     Attributes:
-        programs: programs of `_attend`; three for each of an H200's 132 multiprocessors, as 168 registers leave
-            room for.
+        programs: programs of `_attend`; four for each of an H200's 132 multiprocessors, as 128 registers leave room
+            for.
         expanding: programs of `_expand` for each row.
-        summaries: centroid summaries of a tile of work; they cost half of what a token costs.
+        summaries: centroid summaries of a tile.
+        token_tile: what a tile of tokens costs, in tiles of summaries.
         warps, stages: of `_attend`.
         registers: the most a thread of `_attend` may use, for more programs on a multiprocessor; None: the compiler's.
         score_warps, score_stages: of `_scores`.
         score_tiles: cluster tiles that one program of `_scores` reads.
         merge_parts: parts that `_merge` reads at once.
-        fused: merge in the last program of a row instead of in a second kernel.
     """
 
-    programs: int = 396
+    programs: int = 528
     expanding: int = 8
-    summaries: int = 128
+    summaries: int = 32
+    token_tile: int = 3
     warps: int = 4
-    stages: int = 2
-    registers: int | None = 168
+    stages: int = 4
+    registers: int | None = 128
     score_warps: int = 4
-    score_stages: int = 3
-    score_tiles: int = 2
+    score_stages: int = 4
+    score_tiles: int = 4
     merge_parts: int = 16
-    fused: bool = False
 
 
 TUNING = Tuning()
@@ -120,7 +120,7 @@ def centroid_scores(
     """
     check(query, pool, rows)
     _check_dtype(query, pool.centroids)
-    batch, _, heads, dim = query.shape
+    batch, rotations, heads, dim = query.shape
     _, kv_heads, width, _ = pool.centroids.shape
     group, most = heads // kv_heads, rows.tiles.shape[1]
     if out is None:
@@ -134,7 +134,7 @@ def centroid_scores(
         query, pool.centroids, pool.sizes, pool.starts, rows.tiles, rows.counts, rows.rotation, rows.sized,
         *out, scale, most, query.stride(0),
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        DIM_PAD=max(16, triton.next_power_of_2(dim)), TILES=tuning.score_tiles, ROTATED=rows.rotation is not None,
+        DIM_PAD=max(16, triton.next_power_of_2(dim)), TILES=tuning.score_tiles, ROTATED=rotations > 1,
         SIZED=rows.sized is not None, PRECISION=_precision(query.dtype), num_warps=tuning.score_warps,
         num_stages=tuning.score_stages,
     )  # fmt: skip
@@ -211,66 +211,34 @@ def _expand(
 
 @triton.jit
 def _work(counts, dense_counts, rows, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-          SUMMARIES: tl.constexpr):  # fmt: skip
-    """Tiles of work of each row, at least one each, so that some program writes every row's output."""
+          SUMMARIES: tl.constexpr, COST: tl.constexpr):  # fmt: skip
+    """Work of each row, at least one unit each, so that some program writes every row's output."""
     row = tl.arange(0, ROWS)
     valid = row < rows
     tokens = tl.load(counts + row * 4 + 1, mask=valid, other=0)
     approx = tl.load(counts + row * 4 + 2, mask=valid, other=0)
     dense = tl.load(dense_counts + row // KV_HEADS, mask=valid, other=0)
-    tiles = (tokens + TILE - 1) // TILE + (approx + SUMMARIES - 1) // SUMMARIES + (dense + TILE - 1) // TILE
-    tiles = tl.where(valid, tl.maximum(tiles, 1), 0)
-    return row, tiles, tl.cumsum(tiles, 0), tl.sum(tiles, 0)
-
-
-@triton.jit
-def _merge_row(
-    parts, part_lse, out, lse, row, first_program, last_program, g, in_group,
-    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of head g of a row: base-2 log-sum-exps in, natural ones out."""
-    d, k = tl.arange(0, VALUE_PAD), tl.arange(0, PARTS)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([VALUE_PAD], tl.float32)
-    for program in range(first_program, last_program + 1, PARTS):
-        place = (program + k + row) * GROUP + g
-        valid = (program + k <= last_program) & in_group
-        part = tl.load(part_lse + place, mask=valid, other=float("-inf"), cache_modifier=".cg")
-        mask = valid[:, None] & (d < VALUE_DIM)[None, :]
-        values = tl.load(
-            parts + place.to(tl.int64)[:, None] * VALUE_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-        )
-        new = tl.maximum(top, tl.max(part, 0))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        old, weight = tl.exp2(top - safe), tl.exp2(part - safe)
-        acc = acc * old + tl.sum(values * weight[:, None], 0)
-        total = total * old + tl.sum(weight, 0)
-        top = new
-    inverse = tl.where(total > 0, 1.0 / tl.maximum(total, 1e-38), 0.0)
-    result = (acc * inverse).to(out.dtype.element_ty)
-    tl.store(out + (row * GROUP + g).to(tl.int64) * VALUE_DIM + d, result, mask=(d < VALUE_DIM) & in_group)
-    natural = tl.where(total > 0, (top + tl.log2(tl.maximum(total, 1e-38))) * 0.6931471805599453, float("-inf"))
-    tl.store(lse + row * GROUP + g + tl.arange(0, 1), natural, mask=in_group)
+    work = ((tokens + TILE - 1) // TILE + (dense + TILE - 1) // TILE) * COST + (approx + SUMMARIES - 1) // SUMMARIES
+    work = tl.where(valid, tl.maximum(work, 1), 0)
+    return row, work, tl.cumsum(work, 0), tl.sum(work, 0)
 
 
 @triton.jit
 def _attend(
     query, key_cache, value_cache, means, slots, turns, summaries, dense_slots, dense_counts, dense_rotation,
-    counts, approx, logits, parts, part_lse, arrived, out, lse,
+    counts, approx, logits, parts, part_lse,
     scale, rows, query_stride, most_cells, most_tokens, most_dense,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, SUMMARIES: tl.constexpr, TILE_ROTATED: tl.constexpr, DENSE_ROTATED: tl.constexpr,
-    PRECISION: tl.constexpr, FUSED: tl.constexpr, PARTS: tl.constexpr,
+    TILE: tl.constexpr, SUMMARIES: tl.constexpr, COST: tl.constexpr, ROTATED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    index, row_tiles, row_ends, total_tiles = _work(counts, dense_counts, rows, KV_HEADS, ROWS, TILE, SUMMARIES)
-    # With fewer tiles than programs the rest have none: every program up to `programs` writes what `_merge` expects.
-    programs = tl.minimum(tl.num_programs(0), total_tiles)
+    index, row_work, row_ends, work = _work(counts, dense_counts, rows, KV_HEADS, ROWS, TILE, SUMMARIES, COST)
+    # With less work than programs the rest have none: every program up to `programs` writes what `_merge` expects.
+    programs = tl.minimum(tl.num_programs(0), work)
     program = tl.program_id(0)
     if program < programs:
-        position = (program.to(tl.int64) * total_tiles // programs).to(tl.int32)
-        stop = ((program + 1).to(tl.int64) * total_tiles // programs).to(tl.int32)
+        position = (program.to(tl.int64) * work // programs).to(tl.int32)
+        stop = ((program + 1).to(tl.int64) * work // programs).to(tl.int32)
         row = tl.sum((row_ends <= position).to(tl.int32), 0)
         g, d, v = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
         t, s = tl.arange(0, TILE), tl.arange(0, SUMMARIES)
@@ -278,7 +246,7 @@ def _attend(
         log2e = 1.4426950408889634
         while position < stop:
             row_end = tl.sum(tl.where(index == row, row_ends, 0), 0)
-            row_begin = row_end - tl.sum(tl.where(index == row, row_tiles, 0), 0)
+            row_begin = row_end - tl.sum(tl.where(index == row, row_work, 0), 0)
             until = tl.minimum(stop, row_end) - row_begin
             since = position - row_begin
             request, head = (row // KV_HEADS).to(tl.int64), row % KV_HEADS
@@ -287,24 +255,33 @@ def _attend(
             turn_stride = KV_HEADS * GROUP * DIM
             queries = query + request * query_stride
             q = tl.load(queries + of_query, mask=in_query, other=0.0)
-            n_tokens = tl.load(counts + row * 4 + 1)
+            n_exact = tl.load(counts + row * 4 + 1)
             n_approx = tl.load(counts + row * 4 + 2)
             n_dense = tl.load(dense_counts + request)
-            exact_tiles = (n_tokens + TILE - 1) // TILE
-            approx_tiles = (n_approx + SUMMARIES - 1) // SUMMARIES
+            exact_tiles = (n_exact + TILE - 1) // TILE
+            token_tiles = exact_tiles + (n_dense + TILE - 1) // TILE
             top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
             total = tl.zeros([GROUP_PAD], tl.float32)
             acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
             lists = row.to(tl.int64) * most_cells
-            of_tokens = row.to(tl.int64) * most_tokens
+            of_exact = row.to(tl.int64) * most_tokens
+            of_dense = request * most_dense
 
-            for tile in tl.range(since, tl.minimum(until, exact_tiles)):
-                token = tile * TILE + t
-                visible = token < n_tokens
-                slot = tl.load(slots + of_tokens + token, mask=visible, other=0).to(tl.int64)
+            # A tile belongs to the program in whose run its first unit of work lies.
+            for tile in tl.range((since + COST - 1) // COST, tl.minimum((until + COST - 1) // COST, token_tiles)):
+                exact = tile < exact_tiles
+                place = (tile - tl.where(exact, 0, exact_tiles)) * TILE
+                listed = tl.where(exact, slots + of_exact, dense_slots + of_dense) + place
+                left = tl.where(exact, n_exact, n_dense) - place
+                slot = tl.load(listed + t, mask=t < left, other=-1).to(tl.int64)
+                visible = slot >= 0
                 turn = tl.zeros([TILE], tl.int32)
-                if TILE_ROTATED:
-                    turn = tl.load(turns + of_tokens + token, mask=visible, other=0)
+                if ROTATED:
+                    one = tl.load(
+                        dense_rotation + request * ((most_dense + TILE - 1) // TILE) + place // TILE,
+                        mask=tile >= exact_tiles, other=0,
+                    )  # fmt: skip
+                    turn = tl.load(turns + of_exact + place + t, mask=exact & (t < left), other=0) + one
                 at = slot * KV_HEADS + head
                 keys = tl.load(
                     key_cache + at[:, None] * DIM + d[None, :], mask=visible[:, None] & (d < DIM)[None, :], other=0.0
@@ -314,14 +291,15 @@ def _attend(
                     mask=visible[:, None] & (v < VALUE_DIM)[None, :],
                     other=0.0,
                 )
-                x = _turned_scores(
-                    q, keys, turn, visible, queries, of_query, in_query, turn_stride, TILE_ROTATED, PRECISION
-                )
+                x = _turned_scores(q, keys, turn, visible, queries, of_query, in_query, turn_stride, ROTATED, PRECISION)
                 x = tl.where(visible[None, :], x * (scale * log2e), float("-inf"))
                 top, total, acc, weight = _update(top, total, acc, x, values)
                 acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
 
-            for tile in tl.range(tl.maximum(since - exact_tiles, 0), tl.minimum(until - exact_tiles, approx_tiles)):
+            before = token_tiles * COST
+            for tile in tl.range(
+                tl.maximum(since - before, 0), tl.minimum(until - before, (n_approx + SUMMARIES - 1) // SUMMARIES)
+            ):
                 place = tile * SUMMARIES + s
                 visible = place < n_approx
                 cell = tl.load(approx + lists + place, mask=visible, other=0)
@@ -339,32 +317,6 @@ def _attend(
                 top, total, acc, weight = _update(top, total, acc, x * log2e, values)
                 acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
 
-            before = exact_tiles + approx_tiles
-            for tile in tl.range(
-                tl.maximum(since - before, 0), tl.minimum(until - before, (n_dense + TILE - 1) // TILE)
-            ):
-                token = tile * TILE + t
-                slot = tl.load(dense_slots + request * most_dense + token, mask=token < n_dense, other=-1).to(tl.int64)
-                visible = slot >= 0
-                turn = tl.zeros([TILE], tl.int32)
-                if DENSE_ROTATED:
-                    turn += tl.load(dense_rotation + request * ((most_dense + TILE - 1) // TILE) + tile)
-                at = slot * KV_HEADS + head
-                keys = tl.load(
-                    key_cache + at[:, None] * DIM + d[None, :], mask=visible[:, None] & (d < DIM)[None, :], other=0.0
-                )
-                values = tl.load(
-                    value_cache + at[:, None] * VALUE_DIM + v[None, :],
-                    mask=visible[:, None] & (v < VALUE_DIM)[None, :],
-                    other=0.0,
-                )
-                x = _turned_scores(
-                    q, keys, turn, visible, queries, of_query, in_query, turn_stride, DENSE_ROTATED, PRECISION
-                )
-                x = tl.where(visible[None, :], x * (scale * log2e), float("-inf"))
-                top, total, acc, weight = _update(top, total, acc, x, values)
-                acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
-
             part = (program + row).to(tl.int64) * GROUP + g
             acc = acc / tl.maximum(total, 1e-38)[:, None]
             tl.store(
@@ -374,18 +326,6 @@ def _attend(
             )
             joined = tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-38)), float("-inf"))
             tl.store(part_lse + part, joined, mask=g < GROUP)
-            if FUSED:
-                tl.debug_barrier()  # the whole part, before its arrival is told
-                owner_first = (((row_begin + 1).to(tl.int64) * programs - 1) // total_tiles).to(tl.int32)
-                owner_last = ((row_end.to(tl.int64) * programs - 1) // total_tiles).to(tl.int32)
-                if tl.atomic_add(arrived + row, 1, sem="acq_rel") == owner_last - owner_first:
-                    tl.debug_barrier()
-                    tl.store(arrived + row, 0)  # for the next launch
-                    for one in range(GROUP):
-                        _merge_row(
-                            parts, part_lse, out, lse, row, owner_first, owner_last, one, one < GROUP,
-                            GROUP, VALUE_DIM, VALUE_PAD, PARTS,
-                        )  # fmt: skip
             position = row_begin + until
             row += 1
 
@@ -394,20 +334,38 @@ def _attend(
 def _merge(
     counts, dense_counts, parts, part_lse, out, lse, rows, programs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, SUMMARIES: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SUMMARIES: tl.constexpr, COST: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    index, row_tiles, row_ends, total_tiles = _work(counts, dense_counts, rows, KV_HEADS, ROWS, TILE, SUMMARIES)
-    row = tl.program_id(0)
-    programs = tl.minimum(programs, total_tiles).to(tl.int64)
+    """Join the parts of a head of a row: base-2 log-sum-exps in, natural ones out."""
+    index, row_work, row_ends, work = _work(counts, dense_counts, rows, KV_HEADS, ROWS, TILE, SUMMARIES, COST)
+    row, g = tl.program_id(0), tl.program_id(1)
+    programs = tl.minimum(programs, work).to(tl.int64)
     row_end = tl.sum(tl.where(index == row, row_ends, 0), 0)
-    row_begin = row_end - tl.sum(tl.where(index == row, row_tiles, 0), 0)
-    # The program that holds tile t is the last one whose first tile is not after t.
-    owner_first = (((row_begin + 1).to(tl.int64) * programs - 1) // total_tiles).to(tl.int32)
-    owner_last = ((row_end.to(tl.int64) * programs - 1) // total_tiles).to(tl.int32)
-    _merge_row(
-        parts, part_lse, out, lse, row, owner_first, owner_last, tl.program_id(1), tl.program_id(1) < GROUP,
-        GROUP, VALUE_DIM, VALUE_PAD, PARTS,
-    )  # fmt: skip
+    row_begin = row_end - tl.sum(tl.where(index == row, row_work, 0), 0)
+    # The program that does unit u is the last one whose first unit is not after u.
+    first_program = (((row_begin + 1).to(tl.int64) * programs - 1) // work).to(tl.int32)
+    last_program = ((row_end.to(tl.int64) * programs - 1) // work).to(tl.int32)
+    d, k = tl.arange(0, VALUE_PAD), tl.arange(0, PARTS)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([VALUE_PAD], tl.float32)
+    for program in range(first_program, last_program + 1, PARTS):
+        place = (program + k + row) * GROUP + g
+        valid = program + k <= last_program
+        part = tl.load(part_lse + place, mask=valid, other=float("-inf"))
+        mask = valid[:, None] & (d < VALUE_DIM)[None, :]
+        values = tl.load(parts + place.to(tl.int64)[:, None] * VALUE_DIM + d[None, :], mask=mask, other=0.0)
+        new = tl.maximum(top, tl.max(part, 0))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        old, weight = tl.exp2(top - safe), tl.exp2(part - safe)
+        acc = acc * old + tl.sum(values * weight[:, None], 0)
+        total = total * old + tl.sum(weight, 0)
+        top = new
+    inverse = tl.where(total > 0, 1.0 / tl.maximum(total, 1e-38), 0.0)
+    result = (acc * inverse).to(out.dtype.element_ty)
+    tl.store(out + (row * GROUP + g).to(tl.int64) * VALUE_DIM + d, result, mask=d < VALUE_DIM)
+    natural = tl.where(total > 0, (top + tl.log2(tl.maximum(total, 1e-38))) * 0.6931471805599453, float("-inf"))
+    tl.store(lse + row * GROUP + g + tl.arange(0, 1), natural)
 
 
 @dataclass(frozen=True)
@@ -417,7 +375,6 @@ class Workspace:
     Attributes:
         parts: [programs + batch * kv_heads, group, value_dim] float32.
         part_lse: [programs + batch * kv_heads, group] float32.
-        arrived: [batch * kv_heads] int32, zero between launches.
         slots: [batch * kv_heads, tokens] int32 KV slots of a row's exact tokens.
         turns: [batch * kv_heads, tokens] int32, which of the query's rotations reads each; empty where there is one.
         summaries: [batch * kv_heads, cells] int32 rows of the pool's mean values.
@@ -425,7 +382,6 @@ class Workspace:
 
     parts: torch.Tensor
     part_lse: torch.Tensor
-    arrived: torch.Tensor
     slots: torch.Tensor
     turns: torch.Tensor
     summaries: torch.Tensor
@@ -462,7 +418,6 @@ class Workspace:
         return Workspace(
             torch.empty(places, group, value_dim, dtype=torch.float32, device=device),
             torch.empty(places, group, dtype=torch.float32, device=device),
-            ints(rows),
             ints(rows, max(1, tokens)),
             ints(rows, max(1, tokens) if rotated else 0),
             ints(rows, max(1, cells)),
@@ -470,8 +425,7 @@ class Workspace:
 
     def first(self, rows: int) -> Workspace:
         """Of the first `rows` rows (batch * kv_heads)."""
-        parts = self.arrived[:rows], self.slots[:rows], self.turns[:rows], self.summaries[:rows]
-        return Workspace(self.parts, self.part_lse, *parts)
+        return Workspace(self.parts, self.part_lse, self.slots[:rows], self.turns[:rows], self.summaries[:rows])
 
 
 def cluster_attention(
@@ -510,7 +464,7 @@ def cluster_attention(
     check(query, pool, rows, dense)
     for tensor in (pool.centroids, pool.values, key_cache, value_cache):
         _check_dtype(query, tensor)
-    batch, _, heads, dim = query.shape
+    batch, rotations, heads, dim = query.shape
     _, kv_heads, width, value_dim = pool.values.shape
     group, count = heads // kv_heads, batch * kv_heads
     if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape[-1] != rows.tiles.shape[1] * width:
@@ -521,7 +475,7 @@ def cluster_attention(
     if out is None:
         output = torch.empty(batch, heads, value_dim, dtype=query.dtype, device=query.device)
         out = (output, torch.empty(batch, heads, dtype=torch.float32, device=query.device))
-    cells, rotated = rows.tiles.shape[1] * width, rows.rotation is not None
+    cells, rotated = rows.tiles.shape[1] * width, rotations > 1
     workspace = workspace or Workspace.empty(
         batch, kv_heads, group, value_dim, cells, pool.members.shape[1], query.device, tuning, rotated=rotated
     )
@@ -536,7 +490,7 @@ def cluster_attention(
             f"expected {(count, cells)}, and rotations where the query has several"
         )
     padded, value_pad = triton.next_power_of_2(count), max(16, triton.next_power_of_2(value_dim))
-    counted = dict(ROWS=padded, TILE=dense.tile, SUMMARIES=tuning.summaries, PARTS=tuning.merge_parts)
+    counted = dict(ROWS=padded, TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)
     most_tokens = workspace.slots.shape[1]
     if cells:
         _expand[(tuning.expanding, count)](
@@ -548,19 +502,18 @@ def cluster_attention(
     _attend[(tuning.programs,)](
         query, key_cache, value_cache, pool.values, workspace.slots, workspace.turns, workspace.summaries,
         dense.slots, dense.counts, dense.rotation, selection.counts, selection.approx,
-        logits, workspace.parts, workspace.part_lse, workspace.arrived, *out,
-        scale, count, query.stride(0), cells, most_tokens, dense.slots.shape[1],
+        logits, workspace.parts, workspace.part_lse, scale, count, query.stride(0), cells, most_tokens,
+        dense.slots.shape[1],
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim,
         GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        VALUE_PAD=value_pad, TILE_ROTATED=rotated, DENSE_ROTATED=dense.rotation is not None,
-        PRECISION=_precision(query.dtype), FUSED=tuning.fused, **counted,
+        VALUE_PAD=value_pad, ROTATED=rotated, PRECISION=_precision(query.dtype), **counted,
         num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers,
     )  # fmt: skip
-    if not tuning.fused:
-        _merge[(count, group)](
-            selection.counts, dense.counts, workspace.parts, workspace.part_lse, *out, count, tuning.programs,
-            KV_HEADS=kv_heads, GROUP=group, VALUE_DIM=value_dim, VALUE_PAD=value_pad, **counted, num_warps=2,
-        )  # fmt: skip
+    _merge[(count, group)](
+        selection.counts, dense.counts, workspace.parts, workspace.part_lse, *out, count, tuning.programs,
+        KV_HEADS=kv_heads, GROUP=group, VALUE_DIM=value_dim, VALUE_PAD=value_pad, PARTS=tuning.merge_parts, **counted,
+        num_warps=2,
+    )  # fmt: skip
     return out
 
 

@@ -3,16 +3,18 @@
 Masses become integers, in units of 2^-30 of a head's (or group's) sum. Integer sums do not depend on their order, so
 the set is exactly minimal for these masses and the same in every run; against the real masses, the error of a set's
 mass is below cells * 2^-30 (8e-6 at 8,192 clusters). The search looks for the largest threshold t with mass(>= t) >= p,
-on the float bits of the masses, so that thresholds lie at equal ratios: a program goes over a head's masses again and
-again, tries three thresholds of each stage in one joint reduction, and stops when one cluster is left between the
-bounds. It starts from the true maximum and from the bound below which the clusters together cannot matter,
-(1 - p) / cells: 4 to 9 rounds on normal logits of standard deviation 8 to 0.3, 14 at worst. The masses lie in the
-first-level cache, not in registers: a round costs what a head's clusters are, whatever the buffers have room for, and
-several heads fit on a multiprocessor.
+on the float bits of the masses, so that thresholds lie at equal ratios: a round tries three thresholds of each stage
+over the clusters, and the search ends when one cluster is left between the bounds. It starts from the true maximum and
+from the bound below which the clusters together cannot matter, (1 - p) / cells: 8 to 9 rounds on normal logits of
+standard deviation 3 to 1.4.
 
-Two kernels: `_search` (a program for each head, or for each group with `mean`) writes two bits a cluster, `_compact` (a
-program for each group) joins the heads' bits and writes the lists with one scan of packed counts. With
-`Tuning.fused` the last search program of a group compacts.
+A round costs integer operations, and few clusters stay between the bounds: after `Tuning.rounds` rounds those that do
+are listed, and the other rounds go over the list. Masses lie in the first-level cache, not in registers, so that a
+round costs what a head's clusters are, whatever the buffers have room for.
+
+Two kernels: `_search` (a program for each head, or for each group with `mean`) writes two bits a cluster; `_compact`
+(programs for each run of clusters of a group) joins the heads' bits and writes the lists with one scan of packed
+counts. One kernel whose last program of a group compacts was slower on an H200.
 """
 
 from __future__ import annotations
@@ -35,21 +37,26 @@ class Tuning:
     Attributes:
         chunk: clusters of a head that a search program takes at once.
         warps: of `_search`.
-        compact_chunk: clusters that are compacted at once.
+        rounds: rounds over all clusters, before those between the bounds are listed.
+        compact_chunk: clusters of a program of `_compact`.
         compact_warps: of `_compact`.
-        joint: one reduction for the eight sums of a round, instead of eight.
-        fused: compact in the last search program of a group instead of in a second kernel.
+        joint: one reduction for the sums of a round, instead of one each.
     """
 
-    chunk: int = 2048
+    chunk: int = 1024
     warps: int = 8
-    compact_chunk: int = 2048
-    compact_warps: int = 8
+    rounds: int = 2
+    compact_chunk: int = 1024
+    compact_warps: int = 4
     joint: bool = True
-    fused: bool = False
 
 
 TUNING = Tuning()
+
+
+@triton.jit
+def _add6(a1, a2, a3, a5, a6, a7, b1, b2, b3, b5, b6, b7):
+    return a1 + b1, a2 + b2, a3 + b3, a5 + b5, a6 + b6, a7 + b7
 
 
 @triton.jit
@@ -93,8 +100,59 @@ def _value_from(key, at, BY_COUNT: tl.constexpr):
 
 
 @triton.jit
-def _narrow(low, high, step, need, beyond, count, m1, m2, m3):
+def _sums(
+    keys, n, low1, high1, low2, high2,
+    CHUNK: tl.constexpr, BY_COUNT: tl.constexpr, COUNTED: tl.constexpr, JOINT: tl.constexpr,
+):  # fmt: skip
+    """Of both stages: clusters between the bounds (counted, or 2), and the mass from each of three thresholds on."""
+    step1, step2 = (high1 - low1 + 3) // 4, (high2 - low2 + 3) // 4
+    u0, u4 = _least(low1, BY_COUNT), _least(high1, BY_COUNT)
+    v0, v4 = _least(low2, BY_COUNT), _least(high2, BY_COUNT)
+    u1 = _least(tl.minimum(low1 + step1, high1), BY_COUNT)
+    u2 = _least(tl.minimum(low1 + 2 * step1, high1), BY_COUNT)
+    u3 = _least(tl.minimum(low1 + 3 * step1, high1), BY_COUNT)
+    v1 = _least(tl.minimum(low2 + step2, high2), BY_COUNT)
+    v2 = _least(tl.minimum(low2 + 2 * step2, high2), BY_COUNT)
+    v3 = _least(tl.minimum(low2 + 3 * step2, high2), BY_COUNT)
+    c = tl.arange(0, CHUNK)
+    a0 = tl.zeros([CHUNK], tl.int32)
+    a1, a2, a3, b0, b1, b2, b3 = a0, a0, a0, a0, a0, a0, a0
+    for begin in range(0, n, CHUNK):
+        key = tl.load(keys + begin + c, mask=begin + c < n, other=-1)
+        if COUNTED:
+            a0 += ((key >= u0) & (key < u4)).to(tl.int32)
+            b0 += ((key >= v0) & (key < v4)).to(tl.int32)
+        a1 += _value_from(key, u1, BY_COUNT)
+        a2 += _value_from(key, u2, BY_COUNT)
+        a3 += _value_from(key, u3, BY_COUNT)
+        b1 += _value_from(key, v1, BY_COUNT)
+        b2 += _value_from(key, v2, BY_COUNT)
+        b3 += _value_from(key, v3, BY_COUNT)
+    s0 = tl.full([], 2, tl.int32)
+    t0 = s0
+    if JOINT:
+        if COUNTED:
+            s0, s1, s2, s3, t0, t1, t2, t3 = tl.reduce((a0, a1, a2, a3, b0, b1, b2, b3), 0, _add8)
+        else:
+            s1, s2, s3, t1, t2, t3 = tl.reduce((a1, a2, a3, b1, b2, b3), 0, _add6)
+    else:
+        s1, s2, s3, t1, t2, t3 = (
+            tl.sum(a1, 0),
+            tl.sum(a2, 0),
+            tl.sum(a3, 0),
+            tl.sum(b1, 0),
+            tl.sum(b2, 0),
+            tl.sum(b3, 0),
+        )
+        if COUNTED:
+            s0, t0 = tl.sum(a0, 0), tl.sum(b0, 0)
+    return s0, s1, s2, s3, t0, t1, t2, t3
+
+
+@triton.jit
+def _narrow(low, high, need, beyond, count, m1, m2, m3):
     """The quarter of [low, high) that holds the threshold, its width (0 where one cluster is left), mass(>= high)."""
+    step = (high - low + 3) // 4
     t1, t2, t3 = tl.minimum(low + step, high), tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
     new_high = tl.where(m1 < need, t1, tl.where(m2 < need, t2, tl.where(m3 < need, t3, high)))
     beyond = tl.where(m1 < need, m1, tl.where(m2 < need, m2, tl.where(m3 < need, m3, beyond)))
@@ -103,52 +161,10 @@ def _narrow(low, high, step, need, beyond, count, m1, m2, m3):
 
 
 @triton.jit
-def _compact_row(
-    levels, sizes, starts, counts, exact, prefix, shift, approx, row, n, width,
-    SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    # Three running sums in one number, and so in one scan: 20 bits, 20 bits, 24 bits.
-    running = tl.zeros([1], tl.int64)
-    filled = tl.zeros([1], tl.int32)
-    out = row * width
-    for begin in range(0, n, BLOCK):
-        cell = begin + tl.arange(0, BLOCK)
-        valid = cell < n
-        level = tl.zeros([BLOCK], tl.int32)
-        for head in tl.static_range(SEARCHES):
-            at = levels + (row * SEARCHES + head) * width + cell
-            # Written by other programs of the same launch when fused: past the first-level cache.
-            level = level | tl.load(at, mask=valid, other=0, cache_modifier=".cg").to(tl.int32)
-        size = tl.load(sizes + out + cell, mask=valid, other=0)
-        start = tl.load(starts + out + cell, mask=valid, other=0)
-        # Of a cut cluster the tokens that are there are exact; having no mass, it has no level.
-        is_exact = (((level & 2) != 0) | (size < 0)).to(tl.int32)
-        size = tl.abs(size)
-        is_approx = (level == 1).to(tl.int32)
-        tokens = size * is_exact
-        packed = is_exact.to(tl.int64) + (is_approx.to(tl.int64) << 20) + (tokens.to(tl.int64) << 40)
-        before = running + tl.cumsum(packed, 0) - packed
-        place = (before & 0xFFFFF).to(tl.int32)
-        token = (before >> 40).to(tl.int32)
-        tl.store(exact + out + place, cell, mask=is_exact != 0)
-        tl.store(prefix + out + place, token, mask=is_exact != 0)
-        tl.store(shift + out + place, start - token, mask=is_exact != 0)
-        tl.store(approx + out + ((before >> 20) & 0xFFFFF).to(tl.int32), cell, mask=is_approx != 0)
-        running += tl.sum(packed, 0)
-        filled += tl.sum((size > 0).to(tl.int32), 0)
-    one = tl.arange(0, 1)
-    tl.store(counts + row * 4 + one, (running & 0xFFFFF).to(tl.int32))
-    tl.store(counts + row * 4 + 1 + one, (running >> 40).to(tl.int32))
-    tl.store(counts + row * 4 + 2 + one, ((running >> 20) & 0xFFFFF).to(tl.int32))
-    tl.store(counts + row * 4 + 3 + one, filled)
-
-
-@triton.jit
 def _search(
-    logits, sizes, starts, cells, p, keys, levels, arrived, counts, exact, prefix, shift, approx,
-    kv_heads, width,
-    GROUP: tl.constexpr, SEARCHES: tl.constexpr, BY_COUNT: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
-    JOINT: tl.constexpr, FUSED: tl.constexpr,
+    logits, cells, p, keys, few, levels, kv_heads, width,
+    GROUP: tl.constexpr, SEARCHES: tl.constexpr, BY_COUNT: tl.constexpr, CHUNK: tl.constexpr, ROUNDS: tl.constexpr,
+    JOINT: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)  # row: a request's key-value head
     request = row // kv_heads
@@ -206,43 +222,39 @@ def _search(
     beyond2 = beyond1
     open1 = tl.where(need1 > 0, high1 - low1, 0)
     open2 = tl.where(need2 > 0, high2 - low2, 0)
+    keys += base
+    few += base
+    for _ in range(ROUNDS):
+        s0, s1, s2, s3, t0, t1, t2, t3 = _sums(keys, n, low1, high1, low2, high2, CHUNK, BY_COUNT, False, JOINT)
+        low1, high1, open1, beyond1 = _narrow(low1, high1, need1, beyond1, s0, s1, s2, s3)
+        low2, high2, open2, beyond2 = _narrow(low2, high2, need2, beyond2, t0, t1, t2, t3)
+    u0, u4 = _least(low1, BY_COUNT), _least(high1, BY_COUNT)
+    v0, v4 = _least(low2, BY_COUNT), _least(high2, BY_COUNT)
+    found = tl.full([], 0, tl.int32)
+    a0 = tl.zeros([CHUNK], tl.int32)
+    b0 = a0
+    for begin in range(0, n, CHUNK):
+        key = tl.load(keys + begin + c, mask=begin + c < n, other=-1)
+        between = ((open1 > 1) & (key >= u0) & (key < u4)) | ((open2 > 1) & (key >= v0) & (key < v4))
+        listed = between.to(tl.int32)
+        tl.store(few + found + tl.cumsum(listed, 0) - listed, key, mask=between)
+        a0 += tl.where(between, _value_from(key, u4, BY_COUNT), 0)
+        b0 += tl.where(between, _value_from(key, v4, BY_COUNT), 0)
+        found += tl.sum(listed, 0)
+    tl.debug_barrier()
+    # Of the mass from a threshold on, what is not in the list.
+    rest1, rest2 = beyond1 - tl.sum(a0, 0), beyond2 - tl.sum(b0, 0)
     while tl.maximum(open1, open2) > 1:
-        step1 = (high1 - low1 + 3) // 4
-        step2 = (high2 - low2 + 3) // 4
-        u0, u4 = _least(low1, BY_COUNT), _least(high1, BY_COUNT)
-        v0, v4 = _least(low2, BY_COUNT), _least(high2, BY_COUNT)
-        u1 = _least(tl.minimum(low1 + step1, high1), BY_COUNT)
-        u2 = _least(tl.minimum(low1 + 2 * step1, high1), BY_COUNT)
-        u3 = _least(tl.minimum(low1 + 3 * step1, high1), BY_COUNT)
-        v1 = _least(tl.minimum(low2 + step2, high2), BY_COUNT)
-        v2 = _least(tl.minimum(low2 + 2 * step2, high2), BY_COUNT)
-        v3 = _least(tl.minimum(low2 + 3 * step2, high2), BY_COUNT)
-        a0 = tl.zeros([CHUNK], tl.int32)
-        a1, a2, a3, b0, b1, b2, b3 = a0, a0, a0, a0, a0, a0, a0
-        for begin in range(0, n, CHUNK):
-            key = tl.load(keys + base + begin + c, mask=begin + c < n, other=-1)
-            a0 += ((key >= u0) & (key < u4)).to(tl.int32)
-            b0 += ((key >= v0) & (key < v4)).to(tl.int32)
-            a1 += _value_from(key, u1, BY_COUNT)
-            a2 += _value_from(key, u2, BY_COUNT)
-            a3 += _value_from(key, u3, BY_COUNT)
-            b1 += _value_from(key, v1, BY_COUNT)
-            b2 += _value_from(key, v2, BY_COUNT)
-            b3 += _value_from(key, v3, BY_COUNT)
-        if JOINT:
-            s0, s1, s2, s3, t0, t1, t2, t3 = tl.reduce((a0, a1, a2, a3, b0, b1, b2, b3), 0, _add8)
-        else:
-            s0, s1, s2, s3 = tl.sum(a0, 0), tl.sum(a1, 0), tl.sum(a2, 0), tl.sum(a3, 0)
-            t0, t1, t2, t3 = tl.sum(b0, 0), tl.sum(b1, 0), tl.sum(b2, 0), tl.sum(b3, 0)
-        low1, high1, open1, beyond1 = _narrow(low1, high1, step1, need1, beyond1, s0, s1, s2, s3)
-        low2, high2, open2, beyond2 = _narrow(low2, high2, step2, need2, beyond2, t0, t1, t2, t3)
+        s0, s1, s2, s3, t0, t1, t2, t3 = _sums(few, found, low1, high1, low2, high2, CHUNK, BY_COUNT, True, JOINT)
+        low1, high1, open1, beyond1 = _narrow(low1, high1, need1, beyond1, s0, rest1 + s1, rest1 + s2, rest1 + s3)
+        low2, high2, open2, beyond2 = _narrow(low2, high2, need2, beyond2, t0, rest2 + t1, rest2 + t2, rest2 + t3)
     # All keys that are left between the bounds are equal: how many there are, and how many of them are needed.
     u0, u4 = _least(low1, BY_COUNT), _least(high1, BY_COUNT)
     v0, v4 = _least(low2, BY_COUNT), _least(high2, BY_COUNT)
     a0 = tl.zeros([CHUNK], tl.int32)
     a1, b0, b1 = a0, a0, a0
     for begin in range(0, n, CHUNK):
-        key = tl.load(keys + base + begin + c, mask=begin + c < n, other=-1)
+        key = tl.load(keys + begin + c, mask=begin + c < n, other=-1)
         left1, left2 = (key >= u0) & (key < u4), (key >= v0) & (key < v4)
         a0 = tl.maximum(a0, tl.where(left1, key, 0))
         b0 = tl.maximum(b0, tl.where(left2, key, 0))
@@ -260,7 +272,7 @@ def _search(
     seen2 = seen1
     for begin in range(0, n, CHUNK):
         cell = begin + c
-        key = tl.load(keys + base + cell, mask=cell < n, other=-1)
+        key = tl.load(keys + cell, mask=cell < n, other=-1)
         rank1 = tl.zeros([CHUNK], tl.int32)
         rank2 = tl.zeros([CHUNK], tl.int32)
         if ties:
@@ -276,12 +288,21 @@ def _search(
             taken2 = tl.where(p2 >= 1.0, True, taken2)
         level = (taken1 & (key >= 0)).to(tl.int8) + (taken2 & (key >= 0)).to(tl.int8) * 2
         tl.store(levels + base + cell, level, mask=cell < n)
-    if FUSED:
-        tl.debug_barrier()  # all of this program's levels, before its arrival is told
-        if tl.atomic_add(arrived + row, 1, sem="acq_rel") == SEARCHES - 1:
-            tl.debug_barrier()
-            tl.store(arrived + row, 0)  # for the next launch
-            _compact_row(levels, sizes, starts, counts, exact, prefix, shift, approx, row, n, width, SEARCHES, LISTED)
+
+
+@triton.jit
+def _packed(levels, sizes, row, cell, n, width, SEARCHES: tl.constexpr):
+    """(is exact, is approximated, size) of cells, and the three numbers that are summed up in one: 20, 20, 24 bits."""
+    level = tl.zeros_like(cell)
+    for head in tl.static_range(SEARCHES):
+        level = level | tl.load(levels + (row * SEARCHES + head) * width + cell, mask=cell < n, other=0).to(tl.int32)
+    size = tl.load(sizes + row * width + cell, mask=cell < n, other=0)
+    # Of a cut cluster the tokens that are there are exact; having no mass, it has no level.
+    is_exact = (((level & 2) != 0) | (size < 0)).to(tl.int32)
+    is_approx = (level == 1).to(tl.int32)
+    tokens = tl.abs(size) * is_exact
+    packed = is_exact.to(tl.int64) + (is_approx.to(tl.int64) << 20) + (tokens.to(tl.int64) << 40)
+    return is_exact, is_approx, size, packed
 
 
 @triton.jit
@@ -289,9 +310,35 @@ def _compact(
     levels, sizes, starts, cells, counts, exact, prefix, shift, approx, kv_heads, width,
     SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     n = tl.load(cells + row // kv_heads)
-    _compact_row(levels, sizes, starts, counts, exact, prefix, shift, approx, row, n, width, SEARCHES, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    last = tl.maximum(tl.cdiv(n, BLOCK) - 1, 0) == tl.program_id(0)
+    if (begin < n) | last:
+        sums = tl.zeros([BLOCK], tl.int64)
+        filled = tl.zeros([BLOCK], tl.int32)
+        for before in range(0, begin, BLOCK):  # what the programs of the cells before find as well
+            _, _, size, packed = _packed(levels, sizes, row, before + tl.arange(0, BLOCK), n, width, SEARCHES)
+            sums += packed
+            filled += (size != 0).to(tl.int32)
+        cell = begin + tl.arange(0, BLOCK)
+        is_exact, is_approx, size, packed = _packed(levels, sizes, row, cell, n, width, SEARCHES)
+        start = tl.load(starts + row * width + cell, mask=cell < n, other=0)
+        known = tl.sum(sums, 0)
+        at = known + tl.cumsum(packed, 0) - packed
+        out = row * width
+        place = (at & 0xFFFFF).to(tl.int32)
+        token = (at >> 40).to(tl.int32)
+        tl.store(exact + out + place, cell, mask=is_exact != 0)
+        tl.store(prefix + out + place, token, mask=is_exact != 0)
+        tl.store(shift + out + place, start - token, mask=is_exact != 0)
+        tl.store(approx + out + ((at >> 20) & 0xFFFFF).to(tl.int32), cell, mask=is_approx != 0)
+        if last:
+            total = known + tl.sum(packed, 0)
+            tl.store(counts + row * 4, (total & 0xFFFFF).to(tl.int32))
+            tl.store(counts + row * 4 + 1, (total >> 40).to(tl.int32))
+            tl.store(counts + row * 4 + 2, ((total >> 20) & 0xFFFFF).to(tl.int32))
+            tl.store(counts + row * 4 + 3, tl.sum(filled + (size != 0).to(tl.int32), 0))
 
 
 @dataclass(frozen=True)
@@ -300,19 +347,22 @@ class Workspace:
 
     Attributes:
         keys: [batch, kv_heads, group, cells] int32.
+        few: [batch, kv_heads, group, cells] int32.
         levels: [batch, kv_heads, group, cells] int8.
-        arrived: [batch, kv_heads] int32, zero between launches.
     """
 
     keys: torch.Tensor
+    few: torch.Tensor
     levels: torch.Tensor
-    arrived: torch.Tensor
 
     @staticmethod
     def empty(batch: int, kv_heads: int, group: int, cells: int, device: torch.device | str) -> Workspace:
         keys = torch.empty(batch, kv_heads, group, cells, dtype=torch.int32, device=device)
-        arrived = torch.zeros(batch, kv_heads, dtype=torch.int32, device=device)
-        return Workspace(keys, torch.empty_like(keys, dtype=torch.int8), arrived)
+        return Workspace(keys, torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int8))
+
+    def first(self, batch: int) -> Workspace:
+        """Of the first `batch` requests."""
+        return Workspace(self.keys[:batch], self.few[:batch], self.levels[:batch])
 
 
 def select(
@@ -360,17 +410,15 @@ def select(
     out = out or Selection.empty(batch, kv_heads, width, logits.device)
     workspace = workspace or Workspace.empty(batch, kv_heads, heads, width, logits.device)
     searches = 1 if group == "mean" else heads
-    block = triton.next_power_of_2(width)
-    listed = min(block, tuning.compact_chunk)
-    lists = (out.counts, out.exact, out.prefix, out.shift, out.approx)
+    block = max(1, triton.next_power_of_2(width))
     _search[(searches, batch * kv_heads)](
-        logits, sizes, starts, cells, p, workspace.keys, workspace.levels, workspace.arrived, *lists, kv_heads, width,
-        GROUP=heads, SEARCHES=searches, BY_COUNT=by_count, CHUNK=min(block, tuning.chunk), LISTED=listed,
-        JOINT=tuning.joint, FUSED=tuning.fused, num_warps=tuning.warps,
+        logits, cells, p, workspace.keys, workspace.few, workspace.levels, kv_heads, width,
+        GROUP=heads, SEARCHES=searches, BY_COUNT=by_count, CHUNK=min(block, tuning.chunk), ROUNDS=tuning.rounds,
+        JOINT=tuning.joint, num_warps=tuning.warps,
     )  # fmt: skip
-    if not tuning.fused:
-        _compact[(batch * kv_heads,)](
-            workspace.levels, sizes, starts, cells, *lists, kv_heads, width,
-            SEARCHES=searches, BLOCK=listed, num_warps=tuning.compact_warps,
-        )  # fmt: skip
+    listed = min(block, tuning.compact_chunk)
+    _compact[(max(1, triton.cdiv(width, listed)), batch * kv_heads)](
+        workspace.levels, sizes, starts, cells, out.counts, out.exact, out.prefix, out.shift, out.approx, kv_heads,
+        width, SEARCHES=searches, BLOCK=listed, num_warps=tuning.compact_warps,
+    )  # fmt: skip
     return out

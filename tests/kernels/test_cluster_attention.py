@@ -34,7 +34,7 @@ TOLERANCE = {
 # The interpreter multiplies bfloat16 matrices wrongly (by their bits); the products are the same code for both halves.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 SMALL = {"programs": 7, "summaries": 16, "merge_parts": 4, "registers": None}
-TUNINGS = {"separate": triton_impl.Tuning(**SMALL), "fused": triton_impl.Tuning(**SMALL, fused=True)}
+TUNINGS = {"triton": triton_impl.Tuning(**SMALL), "level": triton_impl.Tuning(**SMALL, token_tile=1)}
 WIDTH, TILE = 16, 16
 
 
@@ -198,22 +198,20 @@ def attend(
     logits, _, _ = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
     batch, _, heads, _ = w.query.shape
     kv_heads, value_dim = w.values.shape[1:]
-    cells, rotated = w.rows.tiles.shape[1] * WIDTH, w.rows.rotation is not None
+    cells, rotated = w.rows.tiles.shape[1] * WIDTH, w.query.shape[1] > 1
     workspace = triton_impl.Workspace.empty(
         batch, kv_heads, w.group, value_dim, cells, 600, DEVICE, tuning, rotated=rotated
     )
     out = torch.empty(batch, heads, value_dim, dtype=dtype, device=DEVICE)
     lse = torch.empty(batch, heads, device=DEVICE)
-    for _ in range(2 if tuning.fused else 1):  # the second time over what the first left behind
-        for buffer in (out, lse, workspace.parts, workspace.part_lse):
-            buffer.fill_(math.nan)
-        for buffer in (workspace.slots, workspace.turns, workspace.summaries):
-            buffer.fill_(-(10**6))
-        triton_impl.cluster_attention(
-            w.query, w.keys, w.values, w.pool, w.rows, w.dense, selection, logits, w.scale,
-            out=(out, lse), workspace=workspace, tuning=tuning,
-        )  # fmt: skip
-    assert not workspace.arrived.any()
+    for buffer in (out, lse, workspace.parts, workspace.part_lse):
+        buffer.fill_(math.nan)
+    for buffer in (workspace.slots, workspace.turns, workspace.summaries):
+        buffer.fill_(10**6)
+    triton_impl.cluster_attention(
+        w.query, w.keys, w.values, w.pool, w.rows, w.dense, selection, logits, w.scale,
+        out=(out, lse), workspace=workspace, tuning=tuning,
+    )  # fmt: skip
     return out.double().cpu(), lse.double().cpu()
 
 
@@ -260,7 +258,7 @@ def test_scores(group: int, rotations: int, kind: str) -> None:
             assert logits[b, ..., n:].isnan().all()  # what lies behind the count is not touched
 
 
-@pytest.mark.parametrize("kind", ["reference", "separate", "fused"])
+@pytest.mark.parametrize("kind", ["reference", "triton", "level"])
 @pytest.mark.parametrize(("group", "rotations"), [(1, 1), (4, 1), (3, 4)])
 def test_exact_tokens_and_summaries(group: int, rotations: int, kind: str) -> None:
     world = make_world(group, rotations=rotations, seed=group)
@@ -282,7 +280,7 @@ def test_half_precision() -> None:
     rounded = replace(world, pool=halves)
     exact, approx = random_sets(world, seed=3)
     want, want_lse = expected(rounded, exact, approx)
-    got, lse = attend(rounded, lists(world, exact, approx), "separate", HALF)
+    got, lse = attend(rounded, lists(world, exact, approx), "triton", HALF)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[HALF])
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=TOLERANCE[HALF])
 
@@ -290,16 +288,16 @@ def test_half_precision() -> None:
 @pytest.mark.parametrize("programs", [1, 3, 60], ids=str)
 def test_any_number_of_programs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One program does all rows; with more programs than tiles, some have nothing."""
-    monkeypatch.setitem(TUNINGS, "fused", replace(TUNINGS["fused"], programs=programs))
+    monkeypatch.setitem(TUNINGS, "level", replace(TUNINGS["level"], programs=programs))
     world = make_world(group=2)
     exact, approx = random_sets(world, seed=11, exact_share=0.9)
     want, want_lse = expected(world, exact, approx)
-    got, lse = attend(world, lists(world, exact, approx), "fused")
+    got, lse = attend(world, lists(world, exact, approx), "level")
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[torch.float32])
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("kind", ["reference", "separate", "fused"])
+@pytest.mark.parametrize("kind", ["reference", "triton", "level"])
 def test_a_row_that_sees_nothing(kind: str) -> None:
     world = make_world(group=2)
     world.dense.counts[1:] = 0
@@ -327,7 +325,7 @@ def test_p1_equals_p2_equals_1_is_dense(rule: str, rotations: int) -> None:
     w = world.to(torch.float32, DEVICE)
     p = torch.ones(3, 2, device=DEVICE)
     cells = w.rows.counts * WIDTH
-    tuning = TUNINGS["separate"]
+    tuning = TUNINGS["triton"]
     scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
     chosen = top_p.select(*scores, cells, p, group=rule, tuning=top_p.Tuning(joint=False))
     got, lse = triton_impl.cluster_attention(
@@ -388,7 +386,7 @@ def test_the_whole_step_equals_the_reference(rule: str, cut: bool) -> None:
     scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale)
     fast = top_p.select(*scores, cells.to(DEVICE), p.to(DEVICE), group=rule, tuning=top_p.Tuning(joint=False))
     got, _ = triton_impl.cluster_attention(
-        w.query, w.keys, w.values, w.pool, w.rows, w.dense, fast, scores[0], w.scale, tuning=TUNINGS["fused"]
+        w.query, w.keys, w.values, w.pool, w.rows, w.dense, fast, scores[0], w.scale, tuning=TUNINGS["level"]
     )
     torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=TOLERANCE[torch.float32])
 
@@ -424,7 +422,7 @@ def test_from_keys_to_output() -> None:
     assert chosen.exact[0, 0, :2].tolist() == [3, WIDTH + 1] and chosen.exact[0, 1, :3].tolist() == [0, 3, WIDTH + 4]
     assert chosen.counts[0].tolist() == [[2, 22, 0, 14], [3, 33, 0, 14]]
     got, _ = triton_impl.cluster_attention(
-        query, keys, values, pool, rows, nothing, chosen, scores[0], 0.25, tuning=TUNINGS["fused"]
+        query, keys, values, pool, rows, nothing, chosen, scores[0], 0.25, tuning=TUNINGS["level"]
     )
     own = slots.long()
     x = torch.einsum("hgd,nhd->hgn", query.view(2, 2, dim), keys[own]) * 0.25
@@ -462,7 +460,7 @@ def test_pages_by_their_bounds_in_the_same_kernels() -> None:
     chosen = top_p.select(*scores, world.rows.counts * WIDTH, k, by_count=True, tuning=top_p.Tuning(joint=False))
     got, _ = triton_impl.cluster_attention(
         world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale,
-        tuning=TUNINGS["fused"],
+        tuning=TUNINGS["level"],
     )  # fmt: skip
     want = torch.zeros(kv_heads, dim)
     for h in range(kv_heads):
@@ -493,7 +491,7 @@ def test_refusals() -> None:
     nothing = torch.zeros(3, 2, 4 * WIDTH, dtype=torch.bool)
     logits, _, _ = triton_impl.centroid_scores(world.query, world.pool, world.rows, 1.0)
     arguments = (world.query, world.keys, world.values, world.pool, world.rows, world.dense)
-    small = triton_impl.Workspace.empty(3, 2, 4, 24, 4 * WIDTH, 600, DEVICE, TUNINGS["separate"])
+    small = triton_impl.Workspace.empty(3, 2, 4, 24, 4 * WIDTH, 600, DEVICE, TUNINGS["triton"])
     with pytest.raises(ValueError, match="make it for this tuning"):
         triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits, 1.0, workspace=small)
     with pytest.raises(ValueError, match="expected contiguous float32"):
@@ -545,18 +543,16 @@ def ints(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
 half, batch, heads, dim = torch.bfloat16, 8, 8, 128
-for turned, fused, group in ((False, False, "union"), (True, True, "mean")):
+for turned, group in ((False, "union"), (True, "mean")):
     query = torch.zeros(batch, 4 if turned else 1, 4 * heads, dim, dtype=half)
     pool = ClusterPool.empty(2, heads, dim, dim, 32, half, "cpu")
     lists = (ints(batch, 64), ints(batch, 64)) if turned else (None, None)
     rows = ClusterRows(ints(batch, 64), ints(batch), *lists)
     dense = DenseTokens(ints(batch, 1024), ints(batch), ints(batch, 16) if turned else None)
     scores = attention.centroid_scores(query, pool, rows, 0.1)
-    chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), group=group,
-                          tuning=top_p.Tuning(fused=fused))
+    chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), group=group)
     cache = torch.zeros(16, heads, dim, dtype=half)
-    attention.cluster_attention(query, cache, cache, pool, rows, dense, chosen, scores[0], 0.1,
-                                tuning=attention.Tuning(fused=fused))
+    attention.cluster_attention(query, cache, cache, pool, rows, dense, chosen, scores[0], 0.1)
 cache = torch.zeros(8192, heads, dim, dtype=half)
 kmeans.kmeans(cache, cache, ints(8192), Plan((8192,)), iterations=2)
 table = Rope(torch.zeros(64))

@@ -307,8 +307,8 @@ def tunings(device: torch.device) -> tuple[attention.Tuning, top_p.Tuning]:
 
 
 def _engine_capacity(batch: int, config: DoubleP) -> Capacity:
-    """What `attention.clustered_backend` allocates for CUDA graphs of so many rows."""
-    from sglang_ext.attention.clustered_backend import GRAPH_SPANS, GRAPH_TOKENS, GRAPH_TURNS
+    """What `attention.clustered_backend` allocates for `double_p`'s CUDA graphs of so many rows."""
+    from sglang_ext.attention.clustered_backend import GRAPH_SPANS, GRAPH_TOKENS
     from sglang_ext.attention.planned import ROOM
 
     tiles = -(-GRAPH_TOKENS // (config.cluster * WIDTH))
@@ -317,7 +317,7 @@ def _engine_capacity(batch: int, config: DoubleP) -> Capacity:
         tiles=tiles + tiles // 8 + 16,
         tokens=GRAPH_TOKENS,
         dense=GRAPH_TOKENS + ROOM,
-        turns=GRAPH_TURNS,
+        turns=1,
         copies=batch * (GRAPH_TOKENS // COPY + GRAPH_SPANS),
     )
 

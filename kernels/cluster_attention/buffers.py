@@ -262,10 +262,19 @@ class RowBuffers:
         self._logits = torch.zeros(c.rows, kv_heads, shape.group, cells, dtype=torch.float32, device=device)
         self._sizes = torch.zeros(c.rows, kv_heads, cells, dtype=torch.int32, device=device)
         self._starts = torch.zeros_like(self._sizes)
-        self._selection = Selection.empty(c.rows, kv_heads, cells, device)
+        run, self._align = (width, attention.aligned(TILE)) if c.turns > 1 else (1, 1)
+        self._selection = Selection.empty(c.rows, kv_heads, cells, device, run, self._align)
         self._search = top_p.Workspace.empty(c.rows, kv_heads, shape.group, cells, device)
         self._workspace = attention.Workspace.empty(
-            c.rows, kv_heads, shape.group, shape.value_dim, cells, c.tokens, device, tuning, rotated=c.turns > 1
+            c.rows,
+            kv_heads,
+            shape.group,
+            shape.value_dim,
+            cells,
+            c.tokens + c.tiles * (self._align - 1),
+            device,
+            tuning,
+            align=self._align,
         )
         self._lse = torch.zeros(c.rows, shape.heads, dtype=torch.float32, device=device)
         self._parts: dict[int, _Part] = {}
@@ -403,8 +412,8 @@ class RowBuffers:
             turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
         scores = attention.centroid_scores(turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
         selection = top_p.select(
-            *scores, part.cells, part.p, group=self.group_rule, out=part.selection, workspace=part.search,
-            tuning=self.search,
+            *scores, part.cells, part.p, group=self.group_rule, run=part.selection.run, align=self._align,
+            out=part.selection, workspace=part.search, tuning=self.search,
         )  # fmt: skip
         out = query.new_empty(query.shape[0], self.shape.heads, self.shape.value_dim)
         attention.cluster_attention(
@@ -423,4 +432,6 @@ class RowBuffers:
 
 
 def _first(s: Selection, batch: int) -> Selection:
-    return Selection(s.counts[:batch], s.exact[:batch], s.prefix[:batch], s.shift[:batch], s.approx[:batch])
+    return Selection(
+        s.counts[:batch], s.exact[:batch], s.prefix[:batch], s.shift[:batch], s.approx[:batch], s.run, s.align
+    )

@@ -86,7 +86,7 @@ def cluster_attention(
     lse = torch.full(out.shape[:3], float("-inf"), dtype=dtype, device=query.device)
     for b in range(batch):
         for h in range(kv_heads):
-            n_exact, _, n_approx, _ = selection.counts[b, h].tolist()
+            n_exact, _, n_approx, *_ = selection.counts[b, h].tolist()
             slots, turns = [], []
             entries = torch.arange(int(dense.counts[b]), device=query.device)
             own = dense.slots[b, entries]

@@ -55,6 +55,14 @@ class Tuning:
 
 TUNING = Tuning()
 
+PARTS_OF_TILE = 4
+"""Parts of a tile that may each be read with a rotation of its own."""
+
+
+def aligned(tile: int) -> int:
+    """`align` of the selections for tiles of so many tokens, where the query comes in several rotations."""
+    return max(1, tile // PARTS_OF_TILE)
+
 
 @triton.jit
 def _scores(
@@ -152,36 +160,18 @@ def _update(top, total, acc, x, values):
 
 
 @triton.jit
-def _turned_scores(
-    q, keys, turn, visible, query, of_query, in_query, turn_stride,
-    ROTATED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """q . k for each token with the query's rotation that reads it; a tile's tokens name few of them."""
-    kt = tl.trans(keys)
-    if ROTATED:
-        low = tl.min(tl.where(visible, turn, 0x7FFFFFFF), 0)
-        high = tl.max(tl.where(visible, turn, -1), 0)
-        x = tl.zeros([q.shape[0], keys.shape[0]], tl.float32)
-        for r in range(low, high + 1):
-            turned = tl.load(query + r * turn_stride + of_query, mask=in_query, other=0.0)
-            x = tl.where((turn == r)[None, :], tl.dot(turned, kt, input_precision=PRECISION), x)
-    else:
-        x = tl.dot(q, kt, input_precision=PRECISION)
-    return x
-
-
-@triton.jit
 def _expand(
-    members, tiles, rotation, counts, exact, prefix, shift, approx, slots, turns, summaries,
+    members, sizes, tiles, sized, rotation, counts, exact, prefix, shift, approx, slots, turns, summaries,
     most_tiles, most_tokens, most_members,
-    KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTATED: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slots of a row's exact tokens, in order (and the rotations that read them); where its summaries lie."""
+    """Slots of a row's exact tokens by their numbers, -1 for nobody's, the rotation that reads each ALIGN of them
+    (with several rotations: ALIGN > 1), and where its summaries lie."""
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(1) % KV_HEADS
     request = row // KV_HEADS
-    n_exact, n_tokens = tl.load(counts + row * 4), tl.load(counts + row * 4 + 1)
-    n_approx = tl.load(counts + row * 4 + 2)
+    n_exact, n_numbers = tl.load(counts + row * 5), tl.load(counts + row * 5 + 4)
+    n_approx = tl.load(counts + row * 5 + 2)
     lists = row * most_tiles * WIDTH
     members += head.to(tl.int64) * most_members
     k, j, s = tl.arange(0, CLUSTERS), tl.arange(0, TOKENS), tl.arange(0, BLOCK)
@@ -189,19 +179,25 @@ def _expand(
         place = begin + k
         valid = place < n_exact
         first = tl.load(prefix + lists + place, mask=valid, other=0)
-        last = tl.load(prefix + lists + place + 1, mask=place + 1 < n_exact, other=0)
-        last = tl.where(place + 1 < n_exact, last, n_tokens)
+        after = tl.load(prefix + lists + place + 1, mask=place + 1 < n_exact, other=0)
+        after = tl.where(place + 1 < n_exact, after, n_numbers)
         moved = tl.load(shift + lists + place, mask=valid, other=0)
-        if ROTATED:
+        last = after
+        turn = tl.zeros_like(first)
+        if ALIGN > 1:
             cell = tl.load(exact + lists + place, mask=valid, other=0)
-            turn = tl.load(rotation + request * most_tiles + cell // WIDTH, mask=valid, other=0)
-        for done in range(0, tl.max(tl.where(valid, last - first, 0), 0), TOKENS):
+            tile = request * most_tiles + cell // WIDTH
+            turn = tl.load(rotation + tile, mask=valid, other=0)
+            size_of = (tl.load(sized + tile, mask=valid, other=0).to(tl.int64) * KV_HEADS + head) * WIDTH
+            last = first + tl.abs(tl.load(sizes + size_of + cell % WIDTH, mask=valid, other=0))
+        for done in range(0, tl.max(tl.where(valid, after - first, 0), 0), TOKENS):
             token = first[:, None] + done + j[None, :]
-            inside = valid[:, None] & (token < last[:, None])
-            slot = tl.load(members + token + moved[:, None], mask=inside, other=0)
+            inside = valid[:, None] & (token < after[:, None])
+            slot = tl.load(members + token + moved[:, None], mask=inside & (token < last[:, None]), other=-1)
             tl.store(slots + row * most_tokens + token, slot, mask=inside)
-            if ROTATED:
-                tl.store(turns + row * most_tokens + token, turn[:, None] + tl.zeros_like(token), mask=inside)
+            if ALIGN > 1:
+                at = row * (most_tokens // ALIGN) + token // ALIGN
+                tl.store(turns + at, turn[:, None] + tl.zeros_like(token), mask=inside & (token % ALIGN == 0))
     for begin in range(tl.program_id(0) * BLOCK, n_approx, tl.num_programs(0) * BLOCK):
         place = begin + s
         cell = tl.load(approx + lists + place, mask=place < n_approx, other=0)
@@ -215,8 +211,8 @@ def _work(counts, dense_counts, rows, KV_HEADS: tl.constexpr, ROWS: tl.constexpr
     """Work of each row, at least one unit each, so that some program writes every row's output."""
     row = tl.arange(0, ROWS)
     valid = row < rows
-    tokens = tl.load(counts + row * 4 + 1, mask=valid, other=0)
-    approx = tl.load(counts + row * 4 + 2, mask=valid, other=0)
+    tokens = tl.load(counts + row * 5 + 4, mask=valid, other=0)
+    approx = tl.load(counts + row * 5 + 2, mask=valid, other=0)
     dense = tl.load(dense_counts + row // KV_HEADS, mask=valid, other=0)
     work = ((tokens + TILE - 1) // TILE + (dense + TILE - 1) // TILE) * COST + (approx + SUMMARIES - 1) // SUMMARIES
     work = tl.where(valid, tl.maximum(work, 1), 0)
@@ -229,9 +225,12 @@ def _attend(
     counts, approx, logits, parts, part_lse,
     scale, rows, query_stride, most_cells, most_tokens, most_dense,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, SUMMARIES: tl.constexpr, COST: tl.constexpr, ROTATED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP_PAD: tl.constexpr, SEEN: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SUMMARIES: tl.constexpr, COST: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Rows of the products are (part of a tile, head): a part of ALIGN tokens is read with a rotation of its own, and
+    each (part, head) sees its tokens only. Products have 16 rows at least, of which a group of four heads fills four.
+    """
     index, row_work, row_ends, work = _work(counts, dense_counts, rows, KV_HEADS, ROWS, TILE, SUMMARIES, COST)
     # With less work than programs the rest have none: every program up to `programs` writes what `_merge` expects.
     programs = tl.minimum(tl.num_programs(0), work)
@@ -240,8 +239,11 @@ def _attend(
         position = (program.to(tl.int64) * work // programs).to(tl.int32)
         stop = ((program + 1).to(tl.int64) * work // programs).to(tl.int32)
         row = tl.sum((row_ends <= position).to(tl.int32), 0)
-        g, d, v = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
+        of_part, g = tl.arange(0, SEEN) // GROUP_PAD, tl.arange(0, SEEN) % GROUP_PAD
+        d, v = tl.arange(0, DIM_PAD), tl.arange(0, VALUE_PAD)
         t, s = tl.arange(0, TILE), tl.arange(0, SUMMARIES)
+        own = of_part[:, None] == (t // (TILE if ALIGN == 1 else ALIGN))[None, :]
+        real = (g < GROUP) & (of_part < TILE // (TILE if ALIGN == 1 else ALIGN))
         # exp2 is what the hardware has: logits in units of log 2.
         log2e = 1.4426950408889634
         while position < stop:
@@ -251,18 +253,17 @@ def _attend(
             since = position - row_begin
             request, head = (row // KV_HEADS).to(tl.int64), row % KV_HEADS
             of_query = (head * GROUP + g)[:, None] * DIM + d[None, :]
-            in_query = (g < GROUP)[:, None] & (d < DIM)[None, :]
-            turn_stride = KV_HEADS * GROUP * DIM
+            in_query = real[:, None] & (d < DIM)[None, :]
             queries = query + request * query_stride
             q = tl.load(queries + of_query, mask=in_query, other=0.0)
-            n_exact = tl.load(counts + row * 4 + 1)
-            n_approx = tl.load(counts + row * 4 + 2)
+            n_exact = tl.load(counts + row * 5 + 4)
+            n_approx = tl.load(counts + row * 5 + 2)
             n_dense = tl.load(dense_counts + request)
             exact_tiles = (n_exact + TILE - 1) // TILE
             token_tiles = exact_tiles + (n_dense + TILE - 1) // TILE
-            top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-            total = tl.zeros([GROUP_PAD], tl.float32)
-            acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+            top = tl.full([SEEN], float("-inf"), tl.float32)
+            total = tl.zeros([SEEN], tl.float32)
+            acc = tl.zeros([SEEN, VALUE_PAD], tl.float32)
             lists = row.to(tl.int64) * most_cells
             of_exact = row.to(tl.int64) * most_tokens
             of_dense = request * most_dense
@@ -275,13 +276,15 @@ def _attend(
                 left = tl.where(exact, n_exact, n_dense) - place
                 slot = tl.load(listed + t, mask=t < left, other=-1).to(tl.int64)
                 visible = slot >= 0
-                turn = tl.zeros([TILE], tl.int32)
-                if ROTATED:
-                    one = tl.load(
-                        dense_rotation + request * ((most_dense + TILE - 1) // TILE) + place // TILE,
-                        mask=tile >= exact_tiles, other=0,
+                if ALIGN > 1:
+                    first_turn = turns + row.to(tl.int64) * (most_tokens // ALIGN) + place // ALIGN
+                    turn = tl.load(first_turn + of_part, mask=real & exact & (of_part * ALIGN < left), other=0)
+                    turn += tl.load(
+                        dense_rotation + request * ((most_dense + TILE - 1) // TILE) + place // TILE + of_part * 0,
+                        mask=real & (tile >= exact_tiles), other=0,
                     )  # fmt: skip
-                    turn = tl.load(turns + of_exact + place + t, mask=exact & (t < left), other=0) + one
+                    turned = queries + (turn * (KV_HEADS * GROUP * DIM))[:, None]
+                    q = tl.load(turned + of_query, mask=in_query, other=0.0)
                 at = slot * KV_HEADS + head
                 keys = tl.load(
                     key_cache + at[:, None] * DIM + d[None, :], mask=visible[:, None] & (d < DIM)[None, :], other=0.0
@@ -291,8 +294,8 @@ def _attend(
                     mask=visible[:, None] & (v < VALUE_DIM)[None, :],
                     other=0.0,
                 )
-                x = _turned_scores(q, keys, turn, visible, queries, of_query, in_query, turn_stride, ROTATED, PRECISION)
-                x = tl.where(visible[None, :], x * (scale * log2e), float("-inf"))
+                x = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * (scale * log2e)
+                x = tl.where(own & visible[None, :], x, float("-inf"))
                 top, total, acc, weight = _update(top, total, acc, x, values)
                 acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
 
@@ -311,21 +314,29 @@ def _attend(
                 )
                 x = tl.load(
                     logits + (row.to(tl.int64) * GROUP + g)[:, None] * most_cells + cell[None, :],
-                    mask=(g < GROUP)[:, None] & visible[None, :],
+                    mask=(real & (of_part == 0))[:, None] & visible[None, :],
                     other=float("-inf"),
                 )
                 top, total, acc, weight = _update(top, total, acc, x * log2e, values)
                 acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
 
-            part = (program + row).to(tl.int64) * GROUP + g
-            acc = acc / tl.maximum(total, 1e-38)[:, None]
+            # Join the parts of tiles.
+            PARTS: tl.constexpr = SEEN // GROUP_PAD
+            tops = tl.reshape(top, [PARTS, GROUP_PAD])
+            best = tl.max(tops, 0)
+            share = tl.exp2(tops - tl.where(best == float("-inf"), 0.0, best)[None, :])
+            joined = tl.sum(tl.reshape(total, [PARTS, GROUP_PAD]) * share, 0)
+            mean = tl.sum(tl.reshape(acc, [PARTS, GROUP_PAD, VALUE_PAD]) * share[:, :, None], 0)
+            mean = mean / tl.maximum(joined, 1e-38)[:, None]
+            head_of = tl.arange(0, GROUP_PAD)
+            part = (program + row).to(tl.int64) * GROUP + head_of
             tl.store(
                 parts + part[:, None] * VALUE_DIM + v[None, :],
-                acc,
-                mask=(g < GROUP)[:, None] & (v < VALUE_DIM)[None, :],
+                mean,
+                mask=(head_of < GROUP)[:, None] & (v < VALUE_DIM)[None, :],
             )
-            joined = tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-38)), float("-inf"))
-            tl.store(part_lse + part, joined, mask=g < GROUP)
+            level = tl.where(joined > 0, best + tl.log2(tl.maximum(joined, 1e-38)), float("-inf"))
+            tl.store(part_lse + part, level, mask=head_of < GROUP)
             position = row_begin + until
             row += 1
 
@@ -376,7 +387,8 @@ class Workspace:
         parts: [programs + batch * kv_heads, group, value_dim] float32.
         part_lse: [programs + batch * kv_heads, group] float32.
         slots: [batch * kv_heads, tokens] int32 KV slots of a row's exact tokens.
-        turns: [batch * kv_heads, tokens] int32, which of the query's rotations reads each; empty where there is one.
+        turns: [batch * kv_heads, tokens / ALIGN] int32, which of the query's rotations reads each ALIGN of them; empty
+            where there is one.
         summaries: [batch * kv_heads, cells] int32 rows of the pool's mean values.
     """
 
@@ -397,19 +409,19 @@ class Workspace:
         device: torch.device | str,
         tuning: Tuning = TUNING,
         *,
-        rotated: bool = False,
+        align: int = 1,
     ) -> Workspace:
         """Buffers for `batch` requests of at most `cells` clusters with `tokens` tokens.
 
         Args:
             batch, kv_heads, group, value_dim: sizes.
             cells: the most clusters of a request, empty ones counted.
-            tokens: the most clustered tokens of a request.
+            tokens: the most clustered tokens of a request; with `align`, the most numbers of them.
             device: of the buffers.
             tuning: that `cluster_attention` will be called with.
-            rotated: whether the query comes in more than one rotation.
+            align: of the selections: more than 1 where the query comes in more than one rotation.
         """
-        rows = batch * kv_heads
+        rows, tokens = batch * kv_heads, -(-max(1, tokens) // align) * align
         places = tuning.programs + rows
 
         def ints(*shape: int) -> torch.Tensor:
@@ -418,8 +430,8 @@ class Workspace:
         return Workspace(
             torch.empty(places, group, value_dim, dtype=torch.float32, device=device),
             torch.empty(places, group, dtype=torch.float32, device=device),
-            ints(rows, max(1, tokens)),
-            ints(rows, max(1, tokens) if rotated else 0),
+            ints(rows, tokens),
+            ints(rows, tokens // align if align > 1 else 0),
             ints(rows, max(1, cells)),
         )
 
@@ -446,7 +458,8 @@ def cluster_attention(
     """`reference.cluster_attention` on the device: a fixed grid; all counts are read from tensors.
 
     Args:
-        query: [batch, rotations, heads, head_dim], each request's contiguous, in the caches' dtype.
+        query: [batch, rotations, heads, head_dim], each request's contiguous, in the caches' dtype. With several
+            rotations, the selection is made with `run` the clusters of a tile and `align` = `aligned(dense.tile)`.
         key_cache: [num_slots, kv_heads, head_dim] contiguous.
         value_cache: [num_slots, kv_heads, value_dim] contiguous.
         pool, rows, dense, selection, scale: as in the reference; integers int32, contiguous.
@@ -475,29 +488,39 @@ def cluster_attention(
     if out is None:
         output = torch.empty(batch, heads, value_dim, dtype=query.dtype, device=query.device)
         out = (output, torch.empty(batch, heads, dtype=torch.float32, device=query.device))
-    cells, rotated = rows.tiles.shape[1] * width, rotations > 1
+    cells, align = rows.tiles.shape[1] * width, aligned(dense.tile) if rotations > 1 else 1
+    if rotations > 1 and align == 1:
+        raise ValueError(f"tiles of {dense.tile} tokens for {rotations} rotations: expected at least 8")
+    if align > 1 and (selection.run, selection.align) != (width, align):
+        raise ValueError(
+            f"a selection with run={selection.run}, align={selection.align}: expected run={width} and align={align} "
+            "where the query has several rotations"
+        )
+    most_tokens = pool.members.shape[1] + cells // width * (align - 1)
     workspace = workspace or Workspace.empty(
-        batch, kv_heads, group, value_dim, cells, pool.members.shape[1], query.device, tuning, rotated=rotated
+        batch, kv_heads, group, value_dim, cells, most_tokens, query.device, tuning, align=align
     )
     if workspace.parts.shape[0] < tuning.programs + count:
         raise ValueError(
             f"workspace of {workspace.parts.shape[0]} parts: expected {tuning.programs + count}; make it for this "
             "tuning"
         )
-    if tuple(workspace.summaries.shape) != (count, cells) or workspace.turns.shape[1] < rotated:
+    most_tokens = workspace.slots.shape[1]
+    turned = most_tokens // align if align > 1 else 0
+    if tuple(workspace.summaries.shape) != (count, cells) or workspace.turns.shape[1] < turned:
         raise ValueError(
-            f"workspace of {tuple(workspace.summaries.shape)} summaries and {workspace.turns.shape[1]} rotations: "
-            f"expected {(count, cells)}, and rotations where the query has several"
+            f"workspace of {tuple(workspace.summaries.shape)} summaries and {tuple(workspace.turns.shape)} rotations: "
+            f"expected {(count, cells)} and {(count, turned)}"
         )
     padded, value_pad = triton.next_power_of_2(count), max(16, triton.next_power_of_2(value_dim))
     counted = dict(ROWS=padded, TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)
-    most_tokens = workspace.slots.shape[1]
     if cells:
         _expand[(tuning.expanding, count)](
-            pool.members, rows.tiles, rows.rotation, selection.counts, selection.exact, selection.prefix,
-            selection.shift, selection.approx, workspace.slots, workspace.turns, workspace.summaries,
+            pool.members, pool.sizes, rows.tiles, rows.tiles if rows.sized is None else rows.sized, rows.rotation,
+            selection.counts, selection.exact, selection.prefix, selection.shift, selection.approx,
+            workspace.slots, workspace.turns, workspace.summaries,
             rows.tiles.shape[1], most_tokens, pool.members.shape[-1],
-            KV_HEADS=kv_heads, WIDTH=width, ROTATED=rotated, CLUSTERS=32, TOKENS=32, BLOCK=256, num_warps=4,
+            KV_HEADS=kv_heads, WIDTH=width, ALIGN=align, CLUSTERS=32, TOKENS=32, BLOCK=256, num_warps=4,
         )  # fmt: skip
     _attend[(tuning.programs,)](
         query, key_cache, value_cache, pool.values, workspace.slots, workspace.turns, workspace.summaries,
@@ -505,8 +528,9 @@ def cluster_attention(
         logits, workspace.parts, workspace.part_lse, scale, count, query.stride(0), cells, most_tokens,
         dense.slots.shape[1],
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)), DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        VALUE_PAD=value_pad, ROTATED=rotated, PRECISION=_precision(query.dtype), **counted,
+        GROUP_PAD=triton.next_power_of_2(group), SEEN=max(16, PARTS_OF_TILE * triton.next_power_of_2(group))
+        if align > 1 else max(16, triton.next_power_of_2(group)), DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        VALUE_PAD=value_pad, ALIGN=align, PRECISION=_precision(query.dtype), **counted,
         num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers,
     )  # fmt: skip
     _merge[(count, group)](

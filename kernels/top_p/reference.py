@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_ext.kernels.top_p.selection import Selection, check
+from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers
 
 
 def top_p_mask(mass: torch.Tensor, p: torch.Tensor | float) -> torch.Tensor:
@@ -39,6 +39,8 @@ def select(
     *,
     group: str = "union",
     by_count: bool = False,
+    run: int = 1,
+    align: int = 1,
 ) -> Selection:
     """Both stages of top-p for every request and key-value head (Double-P, sections 4.2 and 4.3).
 
@@ -53,6 +55,7 @@ def select(
         group: `union`: a cluster is in a set if it is in any head's set. `mean`: one set for the group by the mean of
             the heads' probabilities.
         by_count: sets of a given number of clusters instead of a given mass.
+        run, align: the tokens of each `run` clusters (a power of two) begin at a multiple of `align`, see `Selection`.
 
     Returns:
         The selection; exact = the second set, approx = the first set without the second.
@@ -62,7 +65,8 @@ def select(
     """
     check(logits, sizes, starts, cells, p, group)
     batch, kv_heads, _, width = logits.shape
-    out = Selection.empty(batch, kv_heads, width, logits.device)
+    out = Selection.empty(batch, kv_heads, width, logits.device, run, align)
+    check_buffers(out, run, align)
     for b in range(batch):
         n = int(cells[b])
         probability = torch.softmax(logits[b, ..., :n].to(torch.promote_types(logits.dtype, torch.float32)), -1)
@@ -74,14 +78,20 @@ def select(
         for h in range(kv_heads):
             chosen, rest = (exact[h] | (sizes[b, h, :n] < 0)).nonzero().flatten(), approx[h].nonzero().flatten()
             size = sizes[b, h, chosen].long().abs()
-            end = size.cumsum(0)
-            total = int(end[-1]) if len(end) else 0
+            first = torch.zeros_like(size)
+            extent = 0
+            for one in chosen.div(run, rounding_mode="floor").unique().tolist():
+                own = chosen.div(run, rounding_mode="floor") == one
+                first[own] = extent + size[own].cumsum(0) - size[own]
+                extent += -(-int(size[own].sum()) // align) * align
             out.exact[b, h, : len(chosen)] = chosen.int()
-            out.prefix[b, h, : len(chosen)] = (end - size).int()
-            out.shift[b, h, : len(chosen)] = (starts[b, h, chosen] - (end - size)).int()
+            out.prefix[b, h, : len(chosen)] = first.int()
+            out.shift[b, h, : len(chosen)] = (starts[b, h, chosen] - first).int()
             out.approx[b, h, : len(rest)] = rest.int()
             filled = int((sizes[b, h, :n] != 0).sum())
-            out.counts[b, h] = torch.tensor([len(chosen), total, len(rest), filled], dtype=torch.int32)
+            out.counts[b, h] = torch.tensor(
+                [len(chosen), int(size.sum()), len(rest), filled, extent], dtype=torch.int32
+            )
     return out
 
 

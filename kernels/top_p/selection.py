@@ -14,14 +14,17 @@ class Selection:
     """Clusters of every (request, key-value head): read token by token, or by their centroid.
 
     The lists are in ascending cluster order; what lies behind their counts is stale. The tokens of the exact clusters
-    are numbered one after the other, 0 .. counts[..., 1] - 1, in list order: that is the work that attention splits.
+    are numbered one after the other in list order: that is the work that attention splits. With `align`, those of each
+    `run` clusters begin at a multiple of it, and the numbers between are nobody's.
 
     Attributes:
-        counts: [batch, kv_heads, 4] int32: exact clusters, their tokens, approximated clusters, non-empty clusters.
+        counts: [batch, kv_heads, 5] int32: exact clusters, their tokens, approximated clusters, non-empty clusters,
+            numbers of tokens, nobody's counted.
         exact: [batch, kv_heads, cells] int32 clusters computed token by token.
         prefix: [batch, kv_heads, cells] int32, number of the first token of each listed exact cluster.
         shift: [batch, kv_heads, cells] int32: token number + shift = index into the list of members.
         approx: [batch, kv_heads, cells] int32 clusters computed by their centroid.
+        run, align: see above; align 1: no numbers are left out.
     """
 
     counts: torch.Tensor
@@ -29,21 +32,36 @@ class Selection:
     prefix: torch.Tensor
     shift: torch.Tensor
     approx: torch.Tensor
+    run: int = 1
+    align: int = 1
 
     @staticmethod
-    def empty(batch: int, kv_heads: int, cells: int, device: torch.device | str) -> Selection:
+    def empty(
+        batch: int, kv_heads: int, cells: int, device: torch.device | str, run: int = 1, align: int = 1
+    ) -> Selection:
         """Uninitialised buffers.
 
         Args:
             batch, kv_heads: rows of the buffers.
             cells: the most clusters of a request, empty ones counted.
             device: of the buffers.
+            run, align: of the numbers of tokens.
         """
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.empty(batch, kv_heads, *shape, dtype=torch.int32, device=device)
 
-        return Selection(ints(4), ints(cells), ints(cells), ints(cells), ints(cells))
+        return Selection(ints(5), ints(cells), ints(cells), ints(cells), ints(cells), run, align)
+
+
+def check_buffers(out: Selection, run: int, align: int) -> None:
+    """Raise ValueError where buffers are for other numbers of tokens than asked for."""
+    if run < 1 or align < 1 or run & (run - 1):
+        raise ValueError(f"run={run}, align={align}: expected a power of two, and at least 1")
+    if align > 1 and (out.run, out.align) != (run, align):
+        raise ValueError(
+            f"buffers for run={out.run}, align={out.align}: expected {run} and {align}; make them with Selection.empty"
+        )
 
 
 def check(

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.top_p.selection import Selection, check
+from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers
 
 MAX_CELLS = (1 << 20) - 1  # lists are scanned with 20 bits for a place
 
@@ -306,9 +306,18 @@ def _packed(levels, sizes, row, cell, n, width, SEARCHES: tl.constexpr):
 
 
 @triton.jit
+def _aligned(tokens, BLOCK: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr):
+    """(numbers before each cell's tokens, numbers of all), where those of each run begin at a multiple of ALIGN."""
+    by_run = tl.reshape(tokens, [BLOCK // RUN, RUN])
+    room = (tl.sum(by_run, 1) + ALIGN - 1) // ALIGN * ALIGN
+    before = (tl.cumsum(room, 0) - room)[:, None] + tl.cumsum(by_run, 1) - by_run
+    return tl.reshape(before, [BLOCK]), tl.sum(room, 0)
+
+
+@triton.jit
 def _compact(
     levels, sizes, starts, cells, counts, exact, prefix, shift, approx, kv_heads, width,
-    SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
+    SEARCHES: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     n = tl.load(cells + row // kv_heads)
@@ -317,28 +326,39 @@ def _compact(
     if (begin < n) | last:
         sums = tl.zeros([BLOCK], tl.int64)
         filled = tl.zeros([BLOCK], tl.int32)
+        extent = tl.full([], 0, tl.int32)
         for before in range(0, begin, BLOCK):  # what the programs of the cells before find as well
-            _, _, size, packed = _packed(levels, sizes, row, before + tl.arange(0, BLOCK), n, width, SEARCHES)
+            is_exact, _, size, packed = _packed(levels, sizes, row, before + tl.arange(0, BLOCK), n, width, SEARCHES)
             sums += packed
             filled += (size != 0).to(tl.int32)
+            if ALIGN > 1:
+                _, more = _aligned(tl.abs(size) * is_exact, BLOCK, RUN, ALIGN)
+                extent += more
         cell = begin + tl.arange(0, BLOCK)
         is_exact, is_approx, size, packed = _packed(levels, sizes, row, cell, n, width, SEARCHES)
         start = tl.load(starts + row * width + cell, mask=cell < n, other=0)
         known = tl.sum(sums, 0)
         at = known + tl.cumsum(packed, 0) - packed
+        total = known + tl.sum(packed, 0)
+        if ALIGN > 1:
+            token, more = _aligned(tl.abs(size) * is_exact, BLOCK, RUN, ALIGN)
+            token += extent
+            extent += more
+        else:
+            token = (at >> 40).to(tl.int32)
+            extent = (total >> 40).to(tl.int32)
         out = row * width
         place = (at & 0xFFFFF).to(tl.int32)
-        token = (at >> 40).to(tl.int32)
         tl.store(exact + out + place, cell, mask=is_exact != 0)
         tl.store(prefix + out + place, token, mask=is_exact != 0)
         tl.store(shift + out + place, start - token, mask=is_exact != 0)
         tl.store(approx + out + ((at >> 20) & 0xFFFFF).to(tl.int32), cell, mask=is_approx != 0)
         if last:
-            total = known + tl.sum(packed, 0)
-            tl.store(counts + row * 4, (total & 0xFFFFF).to(tl.int32))
-            tl.store(counts + row * 4 + 1, (total >> 40).to(tl.int32))
-            tl.store(counts + row * 4 + 2, ((total >> 20) & 0xFFFFF).to(tl.int32))
-            tl.store(counts + row * 4 + 3, tl.sum(filled + (size != 0).to(tl.int32), 0))
+            tl.store(counts + row * 5, (total & 0xFFFFF).to(tl.int32))
+            tl.store(counts + row * 5 + 1, (total >> 40).to(tl.int32))
+            tl.store(counts + row * 5 + 2, ((total >> 20) & 0xFFFFF).to(tl.int32))
+            tl.store(counts + row * 5 + 3, tl.sum(filled + (size != 0).to(tl.int32), 0))
+            tl.store(counts + row * 5 + 4, extent)
 
 
 @dataclass(frozen=True)
@@ -374,6 +394,8 @@ def select(
     *,
     group: str = "union",
     by_count: bool = False,
+    run: int = 1,
+    align: int = 1,
     out: Selection | None = None,
     workspace: Workspace | None = None,
     tuning: Tuning = TUNING,
@@ -384,7 +406,7 @@ def select(
         logits: as in the reference, any floating dtype, contiguous; searched in float32.
         sizes, starts, cells: as in the reference, contiguous int32.
         p: [batch, 2] float32.
-        group, by_count: as in the reference.
+        group, by_count, run, align: as in the reference.
         out, workspace: buffers to use; needed under CUDA graphs, made otherwise.
         tuning: see `Tuning`.
 
@@ -407,7 +429,8 @@ def select(
     ):
         if tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous {dtype}")
-    out = out or Selection.empty(batch, kv_heads, width, logits.device)
+    out = out or Selection.empty(batch, kv_heads, width, logits.device, run, align)
+    check_buffers(out, run, align)
     workspace = workspace or Workspace.empty(batch, kv_heads, heads, width, logits.device)
     searches = 1 if group == "mean" else heads
     block = max(1, triton.next_power_of_2(width))
@@ -416,9 +439,9 @@ def select(
         GROUP=heads, SEARCHES=searches, BY_COUNT=by_count, CHUNK=min(block, tuning.chunk), ROUNDS=tuning.rounds,
         JOINT=tuning.joint, num_warps=tuning.warps,
     )  # fmt: skip
-    listed = min(block, tuning.compact_chunk)
+    listed = max(min(block, tuning.compact_chunk), run)
     _compact[(max(1, triton.cdiv(width, listed)), batch * kv_heads)](
         workspace.levels, sizes, starts, cells, out.counts, out.exact, out.prefix, out.shift, out.approx, kv_heads,
-        width, SEARCHES=searches, BLOCK=listed, num_warps=tuning.compact_warps,
+        width, SEARCHES=searches, BLOCK=listed, RUN=run, ALIGN=align, num_warps=tuning.compact_warps,
     )  # fmt: skip
     return out

@@ -308,7 +308,7 @@ def tunings(device: torch.device) -> tuple[attention.Tuning, top_p.Tuning]:
 
 def _engine_capacity(batch: int, config: DoubleP) -> Capacity:
     """What `attention.clustered_backend` allocates for `double_p`'s CUDA graphs of so many rows."""
-    from sglang_ext.attention.clustered_backend import GRAPH_SPANS, GRAPH_TOKENS
+    from sglang_ext.attention.clustered_backend import GRAPH_SPANS, GRAPH_TOKENS, GRAPH_TURNS
     from sglang_ext.attention.planned import ROOM
 
     tiles = -(-GRAPH_TOKENS // (config.cluster * WIDTH))
@@ -317,7 +317,7 @@ def _engine_capacity(batch: int, config: DoubleP) -> Capacity:
         tiles=tiles + tiles // 8 + 16,
         tokens=GRAPH_TOKENS,
         dense=GRAPH_TOKENS + ROOM,
-        turns=1,
+        turns=GRAPH_TURNS,
         copies=batch * (GRAPH_TOKENS // COPY + GRAPH_SPANS),
     )
 
@@ -446,7 +446,7 @@ class Step:
 
 def _one(selection: Selection, row: int) -> Selection:
     own, s = slice(row, row + 1), selection
-    return Selection(s.counts[own], s.exact[own], s.prefix[own], s.shift[own], s.approx[own])
+    return Selection(s.counts[own], s.exact[own], s.prefix[own], s.shift[own], s.approx[own], s.run, s.align)
 
 
 def _mask(selection: Selection, cells: int) -> torch.Tensor:

@@ -32,9 +32,7 @@ GRAPH_TOKENS = 131072
 """Tokens of a row for which buffers of CUDA graphs have room; a batch with a longer one decodes without a graph."""
 
 GRAPH_TURNS = 64
-"""Rotations of a row likewise: distances by which its blocks are seen away from where they were written. One where the
-policy does not read pools through clusters: kernels that know of no rotation are faster, and a batch with an answer over
-a pool then decodes without a graph."""
+"""Rotations of a row likewise: distances by which its blocks are seen away from where they were written."""
 
 GRAPH_SPANS = 256
 """Spans of exact tokens a row likewise."""
@@ -235,7 +233,7 @@ class ClusteredViews(PlannedViews):
                 tiles=tiles + tiles // 8 + 16,  # the last tile of a run is partly empty
                 tokens=tokens,
                 dense=tokens + ROOM,
-                turns=GRAPH_TURNS if self.policy.over_pools else 1,
+                turns=GRAPH_TURNS,
                 copies=max_bs * (tokens // COPY + GRAPH_SPANS),
             )
         )

@@ -165,23 +165,34 @@ def expected(world: World, exact: torch.Tensor, approx: torch.Tensor) -> tuple[t
     return out, lse
 
 
+def numbering(world: World) -> tuple[int, int]:
+    """`run` and `align` of a selection: with rotations, the tokens of a cluster tile begin at a part of a tile."""
+    return (WIDTH, triton_impl.aligned(TILE)) if world.query.shape[1] > 1 else (1, 1)
+
+
 def lists(world: World, exact: torch.Tensor, approx: torch.Tensor) -> Selection:
     """The selection that says these sets, written out one token at a time; stale entries name nothing valid."""
     batch, kv_heads, cells = exact.shape
-    got = Selection.empty(batch, kv_heads, cells, "cpu")
+    run, align = numbering(world)
+    got = Selection.empty(batch, kv_heads, cells, "cpu", run, align)
     for buffer in (got.exact, got.prefix, got.shift, got.approx):
         buffer.fill_(-(10**6))
     for b in range(batch):
         for h in range(kv_heads):
             chosen, rest = exact[b, h].nonzero().flatten().tolist(), approx[b, h].nonzero().flatten().tolist()
-            tokens = 0
+            tokens = total = 0
             for place, cell in enumerate(chosen):
+                if place and cell // run != chosen[place - 1] // run:
+                    tokens = -(-tokens // align) * align
                 tile = world.rows.tiles[b, cell // WIDTH]
                 got.exact[b, h, place], got.prefix[b, h, place] = cell, tokens
                 got.shift[b, h, place] = world.pool.starts[tile, h, cell % WIDTH] - tokens
                 tokens += int(world.pool.sizes[tile, h, cell % WIDTH])
+                total += int(world.pool.sizes[tile, h, cell % WIDTH])
             got.approx[b, h, : len(rest)] = torch.tensor(rest, dtype=torch.int32)
-            got.counts[b, h] = torch.tensor([len(chosen), tokens, len(rest), 0], dtype=torch.int32)
+            got.counts[b, h] = torch.tensor(
+                [len(chosen), total, len(rest), 0, -(-tokens // align) * align], dtype=torch.int32
+            )
     return got
 
 
@@ -198,9 +209,8 @@ def attend(
     logits, _, _ = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
     batch, _, heads, _ = w.query.shape
     kv_heads, value_dim = w.values.shape[1:]
-    cells, rotated = w.rows.tiles.shape[1] * WIDTH, w.query.shape[1] > 1
     workspace = triton_impl.Workspace.empty(
-        batch, kv_heads, w.group, value_dim, cells, 600, DEVICE, tuning, rotated=rotated
+        batch, kv_heads, w.group, value_dim, w.rows.tiles.shape[1] * WIDTH, 700, DEVICE, tuning, align=selection.align
     )
     out = torch.empty(batch, heads, value_dim, dtype=dtype, device=DEVICE)
     lse = torch.empty(batch, heads, device=DEVICE)
@@ -327,7 +337,8 @@ def test_p1_equals_p2_equals_1_is_dense(rule: str, rotations: int) -> None:
     cells = w.rows.counts * WIDTH
     tuning = TUNINGS["triton"]
     scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
-    chosen = top_p.select(*scores, cells, p, group=rule, tuning=top_p.Tuning(joint=False))
+    run, align = numbering(world)
+    chosen = top_p.select(*scores, cells, p, group=rule, run=run, align=align, tuning=top_p.Tuning(joint=False))
     got, lse = triton_impl.cluster_attention(
         w.query, w.keys, w.values, w.pool, w.rows, w.dense, chosen, scores[0], w.scale, tuning=tuning
     )
@@ -420,7 +431,7 @@ def test_from_keys_to_output() -> None:
     chosen = top_p.select(*scores, rows.counts * WIDTH, p, tuning=top_p.Tuning(joint=False))
     # Head 0 serves directions 3 and 9, head 1 directions 0, 12 and 3; the second segment's clusters are cells 16 on.
     assert chosen.exact[0, 0, :2].tolist() == [3, WIDTH + 1] and chosen.exact[0, 1, :3].tolist() == [0, 3, WIDTH + 4]
-    assert chosen.counts[0].tolist() == [[2, 22, 0, 14], [3, 33, 0, 14]]
+    assert chosen.counts[0, :, :4].tolist() == [[2, 22, 0, 14], [3, 33, 0, 14]]
     got, _ = triton_impl.cluster_attention(
         query, keys, values, pool, rows, nothing, chosen, scores[0], 0.25, tuning=TUNINGS["level"]
     )
@@ -469,7 +480,7 @@ def test_pages_by_their_bounds_in_the_same_kernels() -> None:
         best = sorted(range(pages), key=lambda i, bounds=bounds: -bounds[i])[:6]
         read = [i * page + j for i in best for j in range(page)]
         want[h] = torch.softmax(keys[read, h] @ q * 0.3, 0) @ values[read, h]
-    assert chosen.counts[0].tolist() == [[6, 24, 0, 21]] * 2
+    assert chosen.counts[0, :, :4].tolist() == [[6, 24, 0, 21]] * 2
     torch.testing.assert_close(got[0].cpu(), want, rtol=0, atol=TOLERANCE[torch.float32])
 
 
@@ -550,7 +561,8 @@ for turned, group in ((False, "union"), (True, "mean")):
     rows = ClusterRows(ints(batch, 64), ints(batch), *lists)
     dense = DenseTokens(ints(batch, 1024), ints(batch), ints(batch, 16) if turned else None)
     scores = attention.centroid_scores(query, pool, rows, 0.1)
-    chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), group=group)
+    run, align = (64, attention.aligned(64)) if turned else (1, 1)
+    chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), group=group, run=run, align=align)
     cache = torch.zeros(16, heads, dim, dtype=half)
     attention.cluster_attention(query, cache, cache, pool, rows, dense, chosen, scores[0], 0.1)
 cache = torch.zeros(8192, heads, dim, dtype=half)

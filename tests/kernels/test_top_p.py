@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -65,15 +66,15 @@ def make_case(group: int, cells: list[int], spread: float, seed: int, p: list[li
     return Case(logits, sizes, starts, torch.tensor(cells, dtype=torch.int32), shared)
 
 
-def poisoned(case: Case) -> Selection:
+def poisoned(case: Case, run: int, align: int) -> Selection:
     batch, kv_heads, _, width = case.logits.shape
-    out = Selection.empty(batch, kv_heads, width, DEVICE)
+    out = Selection.empty(batch, kv_heads, width, DEVICE, run, align)
     for buffer in (out.counts, out.exact, out.prefix, out.shift, out.approx):
         buffer.fill_(-(10**6))
     return out
 
 
-def run(case: Case, kind: str, **options: object) -> Selection:
+def run(case: Case, kind: str, **options: Any) -> Selection:
     arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
     if kind == "reference":
         return reference.select(*arguments, **options)
@@ -81,7 +82,7 @@ def run(case: Case, kind: str, **options: object) -> Selection:
     workspace = triton_impl.Workspace.empty(*case.logits.shape, DEVICE)
     workspace.levels.fill_(77)
     workspace.keys.fill_(10**9)
-    got = poisoned(case)
+    got = poisoned(case, options.get("run", 1), options.get("align", 1))
     workspace.few.fill_(10**9)
     triton_impl.select(*arguments, out=got, workspace=workspace, tuning=tuning, **options)
     return got
@@ -106,18 +107,20 @@ def expected_sets(case: Case, b: int, h: int, group: str, by_count: bool = False
 
 def check_lists(case: Case, got: Selection, b: int, h: int, exact: set[int], approx: set[int]) -> None:
     """The lists, their counts, and where each token of work is found."""
-    n_exact, tokens, n_approx, filled = got.counts[b, h].tolist()
+    n_exact, tokens, n_approx, filled, numbers = got.counts[b, h].tolist()
     chosen = got.exact[b, h, :n_exact].tolist()
     assert chosen == sorted(exact)
     assert got.approx[b, h, :n_approx].tolist() == sorted(approx)
     assert filled == int((case.sizes[b, h, : int(case.cells[b])] > 0).sum())
-    where = [
-        (place, case.starts[b, h, c].item() + i) for place, c in enumerate(chosen) for i in range(case.sizes[b, h, c])
-    ]
-    assert tokens == len(where)
     prefix, shift = got.prefix[b, h].tolist(), got.shift[b, h].tolist()
-    for token, (place, member) in enumerate(where):
-        assert prefix[place] <= token and token + shift[place] == member
+    number = 0
+    for place, c in enumerate(chosen):
+        if place and c // got.run != chosen[place - 1] // got.run:
+            number = -(-number // got.align) * got.align
+        assert prefix[place] == number and number + shift[place] == case.starts[b, h, c]
+        number += int(case.sizes[b, h, c])
+    assert tokens == int(case.sizes[b, h, chosen].sum())
+    assert numbers == -(-number // got.align) * got.align
 
 
 @pytest.mark.parametrize("kind", ["reference", "separate", "long"])
@@ -153,6 +156,19 @@ def test_sets_and_lists(group: int, spread: float, rule: str, kind: str) -> None
             check_lists(case, got, b, h, exact, approx)
             kept += len(exact)
     assert kept  # something was selected at all
+
+
+@pytest.mark.parametrize("kind", ["reference", "separate", "long"])
+@pytest.mark.parametrize(("length", "align"), [(4, 8), (16, 3)])
+def test_numbers_of_tokens_begin_anew(length: int, align: int, kind: str) -> None:
+    case = make_case(2, [61, 17], 2.0, seed=6)
+    got = run(case, kind, run=length, align=align)
+    gaps = 0
+    for b in range(2):
+        for h in range(2):
+            check_lists(case, got, b, h, *expected_sets(case, b, h, "union"))
+            gaps += int(got.counts[b, h, 4] - got.counts[b, h, 1])
+    assert gaps
 
 
 def test_joint_reduction_is_the_same() -> None:
@@ -222,7 +238,7 @@ def test_the_kernel_s_sets_are_minimal(seed: int) -> None:
     cells = torch.tensor([n], dtype=torch.int32, device=DEVICE)
     got = triton_impl.select(logits, sizes, sizes, cells, p, tuning=triton_impl.Tuning(joint=False))
     mass = torch.softmax(logits.double().flatten(), 0).cpu()
-    n_exact, _, n_approx, _ = got.counts[0, 0].tolist()
+    n_exact, _, n_approx, *_ = got.counts[0, 0].tolist()
     exact = got.exact[0, 0, :n_exact].long().cpu()
     both = torch.cat([exact, got.approx[0, 0, :n_approx].long().cpu()])
     for chosen, target in ((both, p[0, 0].item()), (exact, p[0, 1].item())):

@@ -19,12 +19,15 @@ import torch
 from sglang_ext import compat
 from sglang_ext.attention.cascade import CascadePolicy, Stream
 from sglang_ext.attention.cascade_rows import Attend, DecodeBuffers, Rows, RowStream, Step
-from sglang_ext.attention.requests import RequestTable, ViewBackend, note_batch
+from sglang_ext.attention.requests import RequestTable, ViewBackend, check_cache_type, note_batch
 from sglang_ext.attention.rope import find_rope
 from sglang_ext.attention.select import KERNELS_ENV, kernels
 from sglang_ext.attention.streams import check_fits
 from sglang_ext.kernels.cells import Turn, flashinfer_impl, reference
 from sglang_ext.policies.cascade import Cascade
+
+WARM_UP = (16, 17, 1, 14, 3, 16)
+"""Rows of passes, one after the other: rows and columns that are multiples of 16 or not, which Triton tells apart."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class CascadeStreams(ViewBackend):
     """Mixin over a backend of SGLang's, which serves its dummy batches: `class Backend(CascadeStreams, TheBase)`.
 
     Raises:
-        ValueError: one request may need more slots than there are, or than a row has columns; or FlashInfer was asked
-            for and has no kernel for the model's heads.
+        ValueError: one request may need more slots than there are, or than a row has columns; the KV cache has another
+            type than the model; FlashInfer was asked for and has no kernel for the model's heads.
 
     Attributes:
         rows: states of the streams with the server's settings.
@@ -58,6 +61,7 @@ class CascadeStreams(ViewBackend):
         self.requests = RequestTable(policy)
         self.shape = compat.attention_shape(model_runner)
         pool, most = self.token_to_kv_pool, policy.config.slots  # type: ignore[attr-defined]
+        check_cache_type(model_runner, self.shape.dtype)
         check_fits(policy, compat.num_request_slots(model_runner), compat.context_length(model_runner))
         rope = find_rope(model_runner.model)
         self._device, self._turn = rope.inv_freq.device, Turn.of(rope)
@@ -209,24 +213,26 @@ class CascadeStreams(ViewBackend):
         self._load(forward_batch.batch_size)
 
     def _warm_up(self) -> None:
-        """Run every kernel of a prompt once: the first request is not to wait for a compiler."""
+        """Run every kernel of a prompt, in all variants: the first requests are not to wait for a compiler."""
         stream, shape, first = self.rows.begin(), self.shape, compat.first_layer(self.token_to_kv_pool)  # type: ignore[attr-defined]
         nowhere = self._table.new_zeros(1, stream.cascade.slots)  # SGLang's padding slot
         caches = compat.kv_by_layer(self.token_to_kv_pool)[first]  # type: ignore[attr-defined]
-        rows = min(16, stream.cascade.stride)
         query, keys, values = (
-            torch.zeros(rows, heads, size, dtype=shape.dtype, device=self._device)
+            torch.zeros(max(WARM_UP), heads, size, dtype=shape.dtype, device=self._device)
             for heads, size in (
                 (shape.heads, shape.head_dim),
                 (shape.kv_heads, shape.head_dim),
                 (shape.kv_heads, shape.value_dim),
             )
         )
-        for begin in (0, stream.cascade.stride):
-            (step,) = stream.steps(begin, begin + rows)
-            entries = stream.home.entries(step)
-            stream.home.open(stream.row, step, entries, nowhere)
-            stream.home.prefill(
-                first, stream.row, step, entries, query, (keys, values), caches, shape.scale, self._attend
-            )
+        at = 0
+        for rows in WARM_UP:
+            for step in stream.steps(at, at + rows):
+                entries, size = stream.home.entries(step), step.last - step.first
+                stream.home.open(stream.row, step, entries, nowhere)
+                new = keys[:size], values[:size]
+                stream.home.prefill(
+                    first, stream.row, step, entries, query[:size], new, caches, shape.scale, self._attend
+                )
+            at += rows
         stream.close()

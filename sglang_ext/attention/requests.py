@@ -81,6 +81,16 @@ class ViewBackend(ABC):
         return True
 
 
+def check_cache_type(model_runner: Any, dtype: torch.dtype) -> None:
+    """Raise ValueError where the KV cache has another type than the model, as kernels expect one."""
+    pool = model_runner.token_to_kv_pool
+    kept = pool.get_key_buffer(compat.first_layer(pool)).dtype
+    if kept != dtype:
+        raise ValueError(
+            f"a KV cache of {kept} for a model in {dtype}: expected the model's type; leave out --kv-cache-dtype"
+        )
+
+
 def note_batch(table: RequestTable, batch: Any, forward_batch: Any) -> list[tuple[Request, int, int]]:
     """(request, first column, end column) of every request's new rows; writes positions that are not columns."""
     extend = forward_batch.extend_seq_lens_cpu is not None

@@ -21,6 +21,9 @@ from sglang_ext.kernels.cells import Lists, Turn, decode_impl, triton_impl
 from sglang_ext.kernels.score_update.triton_impl import update_scores
 from sglang_ext.policies.cascade import Cascade
 
+ALIGNED = 4
+"""Every how many int32 a tensor begins: Triton compiles kernels anew for pointers that are not aligned to 16 bytes."""
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 """Attention of a stride behind its window, as `kernels.cells.reference.attend`."""
 
@@ -119,7 +122,7 @@ class Rows:
         self.lists = Lists.empty(self.state)
         self.free = list(range(rows))[::-1]
         self.scored = cascade.cascades > 1 and cascade.selection  # else nobody reads the scores
-        self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
+        self._numbers = (torch.arange(ALIGNED * rows, dtype=torch.int32, device=device) // ALIGNED).view(rows, ALIGNED)
         if window is None:
             sizes = (shape.head_dim, shape.value_dim)
             keys, values = (
@@ -138,8 +141,12 @@ class Rows:
         if not self.free:
             raise RuntimeError(f"{self.state.cell.shape[1]} streams run and there is no row for one more")
         row = self.free.pop()
-        self.state.reset(self._numbers[row : row + 1], self.rings)
+        self.state.reset(self._row(row), self.rings)
         return RowStream(self.cascade, home=self, row=row)
+
+    def _row(self, row: int) -> torch.Tensor:
+        """[1] int32, the number of a row, without a copy from the host."""
+        return self._numbers[row, :1]
 
     def _number(self, value: int) -> torch.Tensor:
         """One number, made on the device: a copy from the host would wait for it."""
@@ -162,7 +169,7 @@ class Rows:
         """
         which = slice(None) if layer is None else slice(layer - self._first, layer - self._first + 1)
         state = CascadeState(self.state.token[which], self.state.cell[which], self.state.score[which])
-        at = self._numbers[row : row + 1]
+        at = self._row(row)
         if step.grows:
             stride = self._number(self.rings.stride)
             before = self._number(step.added - self.rings.stride)
@@ -207,7 +214,7 @@ class Rows:
             update_scores(
                 self.state.score[number],
                 entries[:, : step.columns],
-                self._numbers[row : row + 1],
+                self._row(row),
                 query[step.known :].unsqueeze(0),
                 keys.transpose(0, 1).unsqueeze(0),
                 lse[step.known :].unsqueeze(0),
@@ -282,12 +289,12 @@ class DecodeBuffers:
         self._parts, self._levels = make(most * shape.heads * shape.value_dim), make(most * shape.heads)
         self._logits = make(rows * shape.heads * width if home.scored else 0)
         self.entries = torch.full((rows, width), -1, dtype=torch.int32, device=home.device)
-        self._numbers = torch.zeros(5 * rows, dtype=torch.int32, device=home.device)
+        self._numbers = torch.zeros(5 * _aligned(rows), dtype=torch.int32, device=home.device)
         self._entries_of: list[tuple[int, int]] = []
 
     def numbers(self, batch: int) -> tuple[torch.Tensor, ...]:
         """(rows, columns seen, columns settled, whether to be counted, tokens added), each [batch] int32."""
-        return self._numbers[: 5 * batch].view(5, batch).unbind()
+        return self._numbers[: 5 * _aligned(batch)].view(5, -1)[:, :batch].unbind()
 
     def workspace(self, batch: int) -> decode_impl.Workspace:
         """Room for the partial results of a batch of so many rows."""
@@ -306,7 +313,7 @@ class DecodeBuffers:
         Without waiting for the device. The entries change only at the end of a stride, or with the batch.
         """
         rings = self.home.rings
-        table = [[0] * batch for _ in range(5)]
+        table = [[0] * _aligned(batch) for _ in range(5)]
         known = [(-1, -1)] * batch
         for index, each in enumerate(streams):
             if each is not None:
@@ -315,10 +322,14 @@ class DecodeBuffers:
                 for column, number in zip(table, numbers, strict=True):
                     column[index] = number
                 known[index] = row, step.added
-        target = self._numbers[: 5 * batch]
+        target = self._numbers[: 5 * _aligned(batch)]
         staged = torch.tensor(table, dtype=torch.int32, pin_memory=target.is_cuda).view(-1)
         target.copy_(staged, non_blocking=True)
         if self.home.scored and known != self._entries_of:
             self._entries_of = known
             added = self.numbers(batch)[4]
             self.entries[:batch] = triton_impl.columns(rings, added, added + rings.stride, rings.entries)
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // ALIGNED) * ALIGNED

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.server import until
 from tests.e2e.streams import (
     CASCADES,
     SLOTS,
@@ -56,6 +57,17 @@ def test_conversations_go_on(served: Served) -> None:
     """The first turn's answer ends a stride, whose last token the step past its end has computed."""
     converse(served, "a", {}, CASCADES, ((40, 9), (5, 3)))
     assert served.stats()["conversation_slots"] == SLOTS
+
+
+def test_conversations_give_their_rows_back(served: Served) -> None:
+    """Three streams at a time are all that there are rows for: to requests, and to flushing, conversations give way."""
+    three: list[Any] = [[prompt_of(3, n) for n in range(3)], [{}] * 3, 2]
+    served.generate(*three)
+    assert served.stats()["conversations"] == 0
+    served.one(prompt_of(3, 0), 1, conversation="b")
+    until(lambda: served.engine.flush_cache().success)
+    served.generate(*three)
+    served.idle()
 
 
 def test_the_kernels_ran(served: Served) -> None:

@@ -61,6 +61,7 @@ __all__ = [
     "is_internal",
     "is_missing_message",
     "keep_first_abort",
+    "keep_graph_sizes",
     "kv_by_layer",
     "kv_bytes_per_token",
     "load_weights",
@@ -449,6 +450,11 @@ def graph_variant(backend: Any) -> str:
 def record_both_variants(runner: Any) -> None:
     """Have a decode graph captured with views and without, for every batch size."""
     runner.record_nolora_graph = True
+
+
+def keep_graph_sizes(runner: Any, sizes: list[int]) -> None:
+    """Have decode graphs captured for these of the runner's batch sizes alone; larger batches must never come."""
+    runner.capture_bs = sizes
 
 
 _WHOLE = "sglang_ext_whole"

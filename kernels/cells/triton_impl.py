@@ -102,7 +102,7 @@ def _list_kernel(
     tl.store(delta + base + column, tl.where(there, column - written, 0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])  # it is another one in every pass
 def _gather_kernel(
     keys, values, slot, delta, phase, out_keys, out_values, columns,
     stride_key, stride_value, stride_out_key, stride_out_value,
@@ -137,7 +137,7 @@ def _gather_kernel(
     tl.store(out_values + target[:, None] * stride_out_value + head * VALUE_DIM + v[None, :], moved, mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "rows"])
 def _store_kernel(
     new_keys, new_values, slot, keys, values, out_keys, out_values, first, rows,
     stride_new_key, stride_new_value, stride_key, stride_value, stride_out_key, stride_out_value,

@@ -1,30 +1,59 @@
 """``sglang-ext bench cascade``: the cascading KV cache beside dense attention and StreamingLLM.
 
-One attention layer in Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU: a long prompt stride by stride, the cache
-update alone, and decoding with a full window. Every row names its baseline, measured in the same run. Nothing is timed
-whose output was not checked before.
+Two halves, both in Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU:
+
+- kernels: one attention layer, a long prompt stride by stride, the cache update alone, decoding with a full window;
+- engine: a prompt of a million tokens through a KV pool of 64K slots, against stock SGLang's dense prefill.
+
+Every row names its baseline, measured in the same run. No kernel is timed whose output was not checked before. Each
+half has a results file of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
-from sglang_ext.launch.bench._record import save, table
+from sglang_ext.attention.select import KERNELS, KERNELS_ENV
+from sglang_ext.launch.bench._cascade_engine import ROLES
+from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, save, table
 from sglang_ext.policies.cascade import Cascade
 
-RESULTS = Path(__file__).resolve().parent / "results" / "cascade_kernels.json"
+RESULTS = Path(__file__).resolve().parent / "results"
+HALVES = ("kernels", "engine")
+WHOLE_SECONDS, WHOLE_TOKENS = 75.0, 2**20
+"""What a prompt of a million tokens may take; of other lengths, in proportion."""
+GRAPHS = {"cuda_graph_max_bs_decode": 8, "cuda_graph_backend_prefill": "disabled"}
+"""Both engines': one request at a time decodes, and chunks of a prompt are larger than any prefill graph."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=HALVES, help="one half (default: both)")
     parser.add_argument("--tokens", type=int, default=2**20, help="tokens of the long prompt (default: 1048576)")
     parser.add_argument("--window", type=int, default=16384, help="tokens kept behind the sinks (default: 16384)")
     parser.add_argument("--cascades", type=int, default=4, help="sub-caches (default: 4)")
     parser.add_argument("--sinks", type=int, default=64, help="first tokens, always kept (default: 64)")
     parser.add_argument("--stride", type=int, default=4096, help="tokens computed together (default: 4096)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="rows that decode")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="the engine's model")
+    parser.add_argument("--slots", type=int, default=2**16, help="KV slots of the engine's pool (default: 65536)")
+    parser.add_argument("--part", type=int, default=2**16, help="tokens of a part that is timed (default: 65536)")
+    parser.add_argument("--decode-tokens", type=int, default=128, help="decoding steps of the engine (default: 128)")
+    parser.add_argument("--repeats", type=int, default=1, help="long prompts (default: 1)")
+    parser.add_argument("--stock-backend", default="flashinfer", help="the stock engine's attention backend")
     parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="JSON file (default: launch/bench/results/cascade_kernels.json)"
+        "--kernels", choices=KERNELS, default="flashinfer", help=f"of our engine, {KERNELS_ENV} (default: flashinfer)"
+    )
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of both engines, as JSON")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder of the JSON files (default: launch/bench/results)"
     )
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
 
@@ -34,8 +63,90 @@ def main(args: argparse.Namespace) -> int:
     from sglang_ext.launch.bench._gpu import require_gpu
 
     cascade = Cascade(args.window, args.cascades, args.sinks, args.stride)
-    figures = measure(require_gpu(), cascade, args.tokens, args.batch)
-    save(args.out, figures, commit=args.commit)
-    print(table(figures))
-    print(f"written: {args.out}")
+    if args.only != "engine":
+        figures = measure(require_gpu(), cascade, args.tokens, args.batch)
+        finish(args.out / "cascade_kernels.json", figures, args.commit)
+    if args.only != "kernels":
+        if args.tokens < 3 * args.part or args.tokens % args.part or args.part < cascade.sinks + cascade.window:
+            raise ValueError(
+                f"--tokens {args.tokens} in parts of {args.part}: expected at least three whole parts, each as long as"
+                f" sinks + window ({cascade.sinks + cascade.window}), so that the window is full from the second on"
+            )
+        raw = engines(args)
+        finish(args.out / "cascade_engine.json", compare(raw, args, cascade), args.commit, engine=raw)
     return 0
+
+
+def finish(path: Path, figures: list[Figure], commit: str, **more: Any) -> None:
+    """Keep the rows of one half, and print them."""
+    save(path, figures, commit=commit, **more)
+    print(table(figures))
+    print(f"written: {path}", flush=True)
+
+
+def engines(args: argparse.Namespace) -> dict[str, Any]:
+    """Run both engines, one after the other: {"ours": ..., "stock": ...}.
+
+    Raises:
+        RuntimeError: one of them failed; its output is above.
+    """
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
+        folder = Path(temporary)
+        write_model(folder / "model", args.shape, max(131_072, args.part + args.slots))
+        names = ("tokens", "part", "slots", "window", "cascades", "sinks", "stride", "decode_tokens", "repeats")
+        for role in ROLES:
+            out = folder / f"{role}.json"
+            options = {
+                "role": role,
+                "backend": args.stock_backend,
+                "model": folder / "model",
+                "out": out,
+                "engine": json.dumps({**GRAPHS, **args.engine}),
+                **{name.replace("_", "-"): getattr(args, name) for name in names},
+            }
+            command = [sys.executable, "-m", "sglang_ext.launch.bench._cascade_engine"]
+            command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+            # SGLang loads every plugin that is installed: stock SGLang keeps the one that lets it run without a GPU.
+            own = {KERNELS_ENV: args.kernels} if role == "ours" else {"SGLANG_PLUGINS": "sglang_ext_cpu"}
+            if subprocess.run(command, check=False, env={**os.environ, **own}).returncode:
+                raise RuntimeError(f"the {role} engine failed; its output is above")
+            found[role] = json.loads(out.read_text())
+    return found
+
+
+def compare(raw: dict[str, Any], args: argparse.Namespace, cascade: Cascade) -> list[Figure]:
+    """Rows from what the two engines measured."""
+    ours, stock = raw["ours"], raw["stock"]
+    sizes = f"window {cascade.window}, {cascade.cascades} cascades, stride {cascade.stride}, pool of {args.slots} slots"
+    _, second, *_, last = ours["parts"]
+    whole, times = Timing.of(ours["whole"]), args.tokens / args.part
+    name, notes = f"a prompt of {args.tokens} tokens, whole engine, {sizes}", {"parts_s": ours["parts"]}
+    aim = WHOLE_SECONDS * args.tokens / WHOLE_TOKENS
+    return [
+        at_most(
+            f"the last {args.part} of {args.tokens} tokens, whole engine, {sizes}",
+            Timing.of([last]),
+            second,
+            f"the first {args.part} with a full window",
+            1.1,
+            notes=notes,
+        ),
+        at_most(name, whole, aim, f"{WHOLE_SECONDS:.0f} s a million tokens", 1.0, notes=notes),
+        at_least(
+            name,
+            whole,
+            f"dense prefill of {args.part} tokens, {times:.4g} times, stock SGLang on {stock['backend']}",
+            Timing.of(seconds * times for seconds in stock["prefill"]),
+            None,
+            notes=notes,
+        ),
+        at_most(
+            f"a decoding step with a full window, whole engine, batch 1, {sizes}",
+            Timing.of(ours["decode"]),
+            Timing.of(stock["decode"]).median,
+            f"over {stock['kept']} tokens, dense, stock SGLang on {stock['backend']}",
+            None,
+            notes={"conversation_slots": ours["conversation_slots"]},
+        ),
+    ]

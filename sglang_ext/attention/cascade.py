@@ -19,12 +19,13 @@ counted in the scores, and that the stride before it was added, is known layer b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from sglang_ext.attention.policy import Caches, Request, StreamPolicy
+from sglang_ext.attention.select import kernels
 from sglang_ext.config import policy_options
 from sglang_ext.kernels.cascade_update import CascadeState, cascade_update
 from sglang_ext.kernels.rope import rotate
@@ -63,25 +64,49 @@ class _Layer:
 
 
 @dataclass
-class _Stream:
-    """What one request keeps: its settings, a state a layer, and how many tokens lie before its first column."""
+class Stream:
+    """What one request keeps, on the host.
+
+    Attributes:
+        cascade: its settings.
+        offset: how many tokens lie before its first column.
+    """
 
     cascade: Cascade
-    layers: dict[int, _Layer]
     offset: int = 0
+
+    def resumed(self, tokens: int) -> Stream:
+        """The same stream, for a request whose columns follow its first `tokens` tokens."""
+        return replace(self, offset=tokens)
+
+    def close(self) -> None:
+        """Nobody goes on from it any more."""
+        return
+
+
+@dataclass
+class _TorchStream(Stream):
+    """Also a state a layer."""
+
+    layers: dict[int, _Layer] = field(default_factory=dict)
 
 
 class CascadePolicy(StreamPolicy):
-    """`--attention-backend cascade`."""
+    """`--attention-backend cascade`.
+
+    Served by `attend` here, or by the kernels of `attention.cascade_backend`, which then keep the streams' states.
+    """
 
     options: type[Cascade] = CascadeOptions
-    request_options = StreamPolicy.request_options | {field.name for field in fields(Cascade)}
+    request_options = StreamPolicy.request_options | {option.name for option in fields(Cascade)}
+    cells = True
 
     def __init__(self) -> None:
         self.config = policy_options(self.options)
-        self._streams: dict[int, _Stream] = {}
-        self._resumed: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
+        self._resumed: dict[int, Stream] = {}
         self._caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]] = dict
+        self._elsewhere: Callable[[Cascade], Stream] | None = None
 
     # ---- options and sizes ----
 
@@ -106,12 +131,15 @@ class CascadePolicy(StreamPolicy):
     def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
         """Token, cell and score of a cell: 12 bytes; 2.3% of a 16-bit KV cache with 128 components.
 
-        A request that is shorter than sinks + window + stride has these for that many tokens all the same.
+        A request that is shorter than sinks + window + stride has these for that many tokens all the same. Kernels have
+        lists of slots and distances besides, 8 bytes.
         """
-        return 12 * layers * self.config.lanes(kv_heads)
+        return (12 if kernels(self) == "torch" else 20) * layers * self.config.lanes(kv_heads)
 
     def slots(self, options: Mapping[str, Any], tokens: int) -> int:
-        return min(self._parse(options).slots, tokens)
+        """A stream whose state is a row of the kernels' memory takes the server's slots: so there is a row for each."""
+        needed = min(self._parse(options).slots, tokens)
+        return needed if self._elsewhere is None else self.config.slots
 
     def cut(self, options: Mapping[str, Any], begin: int, end: int) -> int:
         stride = self._parse(options).stride
@@ -122,24 +150,39 @@ class CascadePolicy(StreamPolicy):
     def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
         self._caches = caches
 
+    def keep_in(self, begin: Callable[[Cascade], Stream]) -> None:
+        """Have kernels keep the streams: `begin` makes one. `attend` serves none of them."""
+        self._elsewhere = begin
+
     def start(self, request: Request) -> None:
         known = self._resumed.pop(request.slot, None)
-        self._streams[request.slot] = self._begin(self._parse(request.options)) if known is None else known
+        begin = self._elsewhere or self._begin
+        self._streams[request.slot] = begin(self._parse(request.options)) if known is None else known
 
-    def _begin(self, cascade: Cascade) -> _Stream:
+    def _begin(self, cascade: Cascade) -> Stream:
         def empty(keys: torch.Tensor) -> CascadeState:
             return CascadeState.empty(1, 1, cascade.lanes(keys.shape[1]), cascade.rings, keys.device)
 
-        return _Stream(cascade, {layer: _Layer(empty(keys)) for layer, (keys, _) in self._caches().items()})
+        layers = {layer: _Layer(empty(keys)) for layer, (keys, _) in self._caches().items()}
+        return _TorchStream(cascade, layers=layers)
+
+    def stream(self, slot: int) -> Stream:
+        """What the request in `slot`, which has started, keeps."""
+        return self._streams[slot]
 
     def finish(self, request: Request) -> None:
-        self._streams.pop(request.slot, None)
+        stream = self._streams.pop(request.slot, None)
+        if stream is not None:
+            stream.close()
 
-    def leave(self, slot: int) -> _Stream:
+    def leave(self, slot: int) -> Stream:
         return self._streams.pop(slot)
 
-    def resume(self, slot: int, state: _Stream, tokens: int) -> None:
-        self._resumed[slot] = replace(state, offset=tokens)
+    def resume(self, slot: int, state: Stream, tokens: int) -> None:
+        self._resumed[slot] = state.resumed(tokens)
+
+    def forget(self, state: Stream) -> None:
+        state.close()
 
     def stats(self) -> Mapping[str, int]:
         return {"streams": len(self._streams)}
@@ -167,6 +210,8 @@ class CascadePolicy(StreamPolicy):
         values: torch.Tensor,
     ) -> torch.Tensor:
         stream = self._streams[request.slot]
+        if not isinstance(stream, _TorchStream):
+            raise ValueError("kernels keep this stream: attend serves those that it began itself")
         layer, begin = stream.layers[caches.layer], stream.offset + begin
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for first, last in stream.cascade.strides(begin, begin + query.shape[0]):

@@ -6,9 +6,9 @@ from typing import Any
 
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-from sglang_ext import compat
 from sglang_ext.attention.planned import PlannedViews
 from sglang_ext.attention.policy import Policy
+from sglang_ext.attention.requests import check_cache_type
 from sglang_ext.attention.select import KERNELS_ENV, kernels
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 
@@ -30,13 +30,7 @@ class FlashInferViewBackend(PlannedViews, FlashInferAttnBackend):
                 f"head size {self.shape.head_dim}: FlashInfer serves {', '.join(map(str, HEAD_SIZES))}; set "
                 f"{KERNELS_ENV}=torch in the server's environment, which is slow but serves any"
             )
-        pool = self.token_to_kv_pool
-        kept = pool.get_key_buffer(compat.first_layer(pool)).dtype
-        if kept != self.shape.dtype:
-            raise ValueError(
-                f"a KV cache of {kept} for a model in {self.shape.dtype}: expected the model's type; leave out "
-                "--kv-cache-dtype"
-            )
+        check_cache_type(model_runner, self.shape.dtype)
         if kernels(policy, model_runner.server_args.dtype) == "flashinfer":
             self.dense = VirtualRequests(self.rope.inv_freq.device, "auto", self.workspace_buffer)
         self.warm_up()

@@ -15,19 +15,24 @@ from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.attention.planned import PlannedViews
+from sglang_ext.attention.requests import ViewBackend
 
 
 def before_capture(runner: Any) -> None:
-    """BEFORE DecodeCudaGraphRunner.capture: both variants, and their sizes for the backend."""
+    """BEFORE DecodeCudaGraphRunner.capture: both variants, of those sizes that the backend has a use for.
+
+    Where every request is a stream, there is one variant: it has views.
+    """
     backend = runner.attn_backend
+    if isinstance(backend, ViewBackend):
+        compat.keep_graph_sizes(runner, backend.begin_capture(list(runner.capture_bs)))
     if isinstance(backend, PlannedViews):
-        backend.graph_sizes = sorted(runner.capture_bs)
         compat.record_both_variants(runner)
 
 
 def after_capture(_result: Any, runner: Any) -> None:
     """AFTER DecodeCudaGraphRunner.capture: the next batch says itself whether it has views."""
-    if isinstance(runner.attn_backend, PlannedViews):
+    if isinstance(runner.attn_backend, ViewBackend):
         runner.attn_backend.end_capture()
 
 
@@ -39,9 +44,9 @@ def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_ba
 
 
 def around_can_run_decode(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
-    """AROUND DecodeCudaGraphRunner.can_run_graph: a plan that is too large for the graphs' buffers runs without."""
+    """AROUND DecodeCudaGraphRunner.can_run_graph: what the graphs have no buffers for runs without."""
     backend = runner.attn_backend
-    if isinstance(backend, PlannedViews) and backend.viewing and not backend.fits_graph():
+    if isinstance(backend, ViewBackend) and backend.viewing and not backend.fits_graph():
         return False
     return original(runner, forward_batch)
 
@@ -49,7 +54,7 @@ def around_can_run_decode(original: Callable[..., bool], runner: Any, forward_ba
 def around_can_run_prefill(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
     """AROUND PrefillCudaGraphRunner.can_run_graph: prefills with views only where the graph breaks at attention."""
     backend = runner.model_runner.attn_backend
-    if isinstance(backend, PlannedViews) and backend.viewing and not compat.breaks_at_attention(runner):
+    if isinstance(backend, ViewBackend) and backend.viewing and not compat.breaks_at_attention(runner):
         return False
     return original(runner, forward_batch)
 

@@ -332,6 +332,10 @@ class PlannedViews(ViewBackend):
 
     # ---- buffers ----
 
+    def begin_capture(self, sizes: list[int]) -> list[int]:
+        self.graph_sizes = sorted(sizes)
+        return sizes
+
     def _allocate(self, capacity: Capacity, share: PlanBuffers | None = None) -> PlanBuffers:
         return PlanBuffers(
             capacity,
@@ -462,8 +466,8 @@ class PlannedViews(ViewBackend):
         return True
 
     def end_capture(self) -> None:
-        """The next batch says itself whether it has views."""
-        self.viewing, self._extend = False, None
+        super().end_capture()
+        self._extend = None
 
     def in_question_graph(self) -> bool:
         """Whether the prefill at hand was planned for a CUDA graph that has its attention inside."""

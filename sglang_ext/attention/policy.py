@@ -168,6 +168,7 @@ class Policy:
         plans: whether `runs` answers for every request.
         clusters: whether kernels can serve its decoding steps over clusters (`attention.clustered_backend`); `runs`
             answers for what is not read through clusters then.
+        cells: whether kernels over cells can serve it (`attention.cascade_backend`).
         decodes_apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix
             them: `--enable-mixed-chunk` is refused then.
     """
@@ -175,6 +176,7 @@ class Policy:
     request_options: frozenset[str] = frozenset()
     plans: bool = False
     clusters: bool = False
+    cells: bool = False
     decodes_apart: bool = False
 
     def check(self, options: Mapping[str, Any]) -> None:
@@ -300,6 +302,9 @@ class StreamPolicy(Policy):
         of an answer may have computed one token more: the same that now comes first.
         """
         raise NotImplementedError
+
+    def forget(self, state: Any) -> None:
+        """Nobody will go on from a state of `leave`."""
 
     def slots(self, options: Mapping[str, Any], tokens: int) -> int:
         """KV slots that a request with these `custom_params` ever needs, at most `tokens` tokens long."""

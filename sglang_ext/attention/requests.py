@@ -47,9 +47,14 @@ class RequestTable:
 
 
 class ViewBackend(ABC):
-    """What the scheduler hooks and the radix cache call, whichever kernels serve the views."""
+    """What the scheduler hooks, the radix cache and the runners of CUDA graphs call, whichever kernels serve the views.
+
+    Attributes:
+        viewing: whether the batch at hand has views; where it has none, a base class of SGLang's serves it.
+    """
 
     policy: Policy
+    viewing: bool = False
 
     @abstractmethod
     def prepare(self, batch: Any, forward_batch: Any) -> None:
@@ -62,6 +67,28 @@ class ViewBackend(ABC):
     def rewritten(self, slot: int) -> None:
         """The row of the request in `slot` may name other KV slots now: what was copied from it no longer holds."""
         return
+
+    def begin_capture(self, sizes: list[int]) -> list[int]:
+        """CUDA graphs of decoding steps with so many rows are about to be captured; returns the sizes of any use."""
+        return sizes
+
+    def end_capture(self) -> None:
+        """The next batch says itself whether it has views."""
+        self.viewing = False
+
+    def fits_graph(self) -> bool:
+        """Whether the decoding step at hand, which has views, can run in a CUDA graph."""
+        return True
+
+
+def check_cache_type(model_runner: Any, dtype: torch.dtype) -> None:
+    """Raise ValueError where the KV cache has another type than the model, as kernels expect one."""
+    pool = model_runner.token_to_kv_pool
+    kept = pool.get_key_buffer(compat.first_layer(pool)).dtype
+    if kept != dtype:
+        raise ValueError(
+            f"a KV cache of {kept} for a model in {dtype}: expected the model's type; leave out --kv-cache-dtype"
+        )
 
 
 def note_batch(table: RequestTable, batch: Any, forward_batch: Any) -> list[tuple[Request, int, int]]:

@@ -16,9 +16,10 @@ KERNELS_ENV = "SGLANG_EXT_KERNELS"
   elsewhere.
 - `torch`: the reference, on any device, without CUDA graphs.
 - `triton`: the work list of `attention.planned` for every batch with views; CUDA graphs on a GPU, Triton's interpreter
-  (slow) without one. Policies with clusters decode in the kernels of `attention.clustered_backend`, which `auto` does
-  not choose yet: they have not been measured on a GPU.
-- `flashinfer`: the same, and blocks being encoded in FlashInfer's prefill kernels. Needs a GPU.
+  (slow) without one. Policies with clusters decode in the kernels of `attention.clustered_backend`, streams run in
+  those of `attention.cascade_backend`; `auto` chooses neither yet: they have not been measured on a GPU.
+- `flashinfer`: the same, and blocks being encoded, or the strides of a prompt, in FlashInfer's prefill kernels. Needs a
+  GPU.
 """
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 
@@ -30,8 +31,8 @@ def kernels(policy: Policy, dtype: str = "auto") -> str:
     """What serves `policy` here: `torch`, `triton` or `flashinfer`.
 
     Args:
-        policy: one that neither plans nor has clusters for kernels (`Policy.plans`, `Policy.clusters`) is served by
-            `torch`.
+        policy: one that neither plans nor has clusters or cells for kernels (`Policy.plans`, `Policy.clusters`,
+            `Policy.cells`) is served by `torch`.
         dtype: the server's `--dtype`; FlashInfer has no float32.
 
     Raises:
@@ -42,7 +43,7 @@ def kernels(policy: Policy, dtype: str = "auto") -> str:
         raise ValueError(f"{KERNELS_ENV}={chosen}: expected one of {', '.join(KERNELS)}")
     if chosen == "flashinfer" and not torch.cuda.is_available():
         raise ValueError(f"{KERNELS_ENV}=flashinfer needs an NVIDIA GPU and there is none: use torch or triton")
-    if not (policy.plans or policy.clusters):
+    if not (policy.plans or policy.clusters or policy.cells):
         return "torch"
     if chosen == "auto":
         return "flashinfer" if policy.plans and _hopper() and dtype not in FLOAT32 else "torch"
@@ -57,9 +58,7 @@ def captures(policy: Policy, dtype: str = "auto") -> bool:
 def backend_class(policy: Policy, dtype: str = "auto") -> Any:
     """The backend's class; an instance takes (model_runner, policy)."""
     if isinstance(policy, StreamPolicy):
-        from sglang_ext.attention.streams import StreamAttnBackend
-
-        return StreamAttnBackend
+        return _stream_class(policy, dtype)
     if kernels(policy, dtype) == "torch":
         from sglang_ext.attention.backend import ViewAttnBackend
 
@@ -81,6 +80,22 @@ def backend_class(policy: Policy, dtype: str = "auto") -> Any:
     from sglang_ext.attention.planned import PlannedViews
 
     return type("TritonViewBackend", (PlannedViews, TorchBackend), {})
+
+
+def _stream_class(policy: Policy, dtype: str) -> Any:
+    if kernels(policy, dtype) == "torch":
+        from sglang_ext.attention.streams import StreamAttnBackend
+
+        return StreamAttnBackend
+    from sglang_ext.attention.cascade_backend import CascadeStreams
+
+    if torch.cuda.is_available():
+        from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+        return type("FlashInferStreamBackend", (CascadeStreams, FlashInferAttnBackend), {})
+    from sglang_ext.attention.torch_base import TorchBackend
+
+    return type("TritonStreamBackend", (CascadeStreams, TorchBackend), {})
 
 
 def _hopper() -> bool:

@@ -65,6 +65,8 @@ class StreamCache(ChunkCache):
         self._length = torch.zeros(1, dtype=torch.int64)
 
     def reset(self) -> None:
+        for turn in (*self.conversations.values(), *self._claimed.values()):
+            self.policy.forget(turn.state)
         for kept in (self.reserved, self.conversations, self._claimed, self._before):
             kept.clear()
 
@@ -121,6 +123,7 @@ class StreamCache(ChunkCache):
         """Forget a conversation, if it is there."""
         kept = self.conversations.pop(name, None)
         if kept is not None:
+            self.policy.forget(kept.state)
             self.token_to_kv_pool_allocator.free(kept.slots)
 
     # ---- slots ----

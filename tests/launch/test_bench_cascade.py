@@ -1,10 +1,13 @@
-"""The kernels' half of `bench cascade` on the CPU: its checks find what is wrong, and its rows are put together right.
+"""`bench cascade` on the CPU: its checks find what is wrong, and its rows are put together right.
 
 Triton's interpreter runs the kernels; times are made up, so that a mistake does not wait for a GPU to show.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ import torch
 
 from sglang_ext.kernels.cells import reference
 from sglang_ext.launch import cli
+from sglang_ext.launch.bench import _cascade_engine as engine_half
 from sglang_ext.launch.bench import _cascade_kernels as bench
+from sglang_ext.launch.bench import cascade as command
 from sglang_ext.launch.bench._record import Timing, table
 from sglang_ext.policies.cascade import Cascade
 
@@ -111,3 +116,80 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_gpu_no_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "cascade"]) == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+# ---- the engine's half ----
+
+RAW = {
+    "ours": {"parts": [9.0, 4.0, 4.1, 4.2], "decode": [0.006], "whole": [20.0], "conversation_slots": 30},
+    "stock": {"prefill": [6.0], "decode": [0.005], "kept": 16, "backend": "flashinfer"},
+}
+
+
+def test_rows_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "engines", lambda _: RAW)
+    arguments = ["--only", "engine", "--tokens", "400000", "--part", "100000", "--out", str(tmp_path)]
+    assert cli.main(["bench", "cascade", *arguments]) == 0
+    record = json.loads((tmp_path / "cascade_engine.json").read_text())
+    assert record["engine"] == RAW and list(tmp_path.iterdir()) == [tmp_path / "cascade_engine.json"]
+    linear, whole, dense, step = record["figures"]
+    assert linear["ratio"] == pytest.approx(4.2 / 4.0) and linear["met"] and linear["aim"] == "at most 1.1x"
+    assert whole["ratio"] == pytest.approx(20 / (75 * 400_000 / 2**20)) and whole["met"]
+    assert dense["ratio"] == pytest.approx(6 * 4 / 20) and not dense["aim"]
+    assert step["ratio"] == pytest.approx(1.2) and not step["aim"]
+
+
+@pytest.mark.parametrize("sizes", [(4096, 2048), (5000, 1024), (40_960, 8192)])
+def test_parts_have_a_full_window(sizes: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+    tokens, part = map(str, sizes)
+    assert cli.main(["bench", "cascade", "--only", "engine", "--tokens", tokens, "--part", part]) == 2
+    assert "at least three whole parts" in capsys.readouterr().err
+
+
+class Engine:
+    """Answers at once, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, dict[str, Any]]] = []
+
+    def generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append((len(input_ids), sampling_params))
+        return {"meta_info": {"completion_tokens": min(sampling_params["max_new_tokens"], 7)}}
+
+
+def test_turns_make_one_long_prompt() -> None:
+    """With the token that a turn begins with, all parts are of one length."""
+    engine = Engine()
+    assert len(engine_half.parts(engine, 30, 10)) == 3
+    assert [asked for asked, _ in engine.asked] == [10, 9, 9]
+    custom = [params["custom_params"] for _, params in engine.asked]
+    assert custom[0] == {"conversation": "parts"} and custom[1:] == [{"conversation": "parts", "continue": True}] * 2
+    steps = engine_half.decoding(engine, 6, 2, [1, 2])
+    assert len(steps) == 2 and [params["max_new_tokens"] for _, params in engine.asked[3:]] == [1, 1, 7, 1, 7]
+    with pytest.raises(RuntimeError, match="expected an answer of 9 tokens"):
+        engine_half.timed(engine, [1], 9)
+
+
+def test_options_of_the_engine_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `bench cascade` starts is what `_cascade_engine` takes."""
+    seen: list[Any] = []
+
+    def run(words: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
+        def record(role: str) -> Any:
+            def measure(args: Any, cascade: Cascade, common: dict[str, Any]) -> dict[str, Any]:
+                seen.append((role, cascade, common, env["SGLANG_EXT_KERNELS"] if role == "ours" else ""))
+                return RAW[role]
+
+            return measure
+
+        for role in engine_half.ROLES:
+            monkeypatch.setattr(engine_half, role, record(role))
+        return SimpleNamespace(returncode=engine_half.main(words[3:]))
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    parser = command.argparse.ArgumentParser()
+    command.add_arguments(parser)
+    given = ["--shape", "tiny", "--window", "12", "--cascades", "3", "--kernels", "triton", "--engine", '{"x": 1}']
+    assert command.engines(parser.parse_args(given)) == RAW
+    assert [role for role, *_ in seen] == ["ours", "stock"] and seen[0][1] == Cascade(12, 3)
+    assert seen[0][2]["x"] == 1 and seen[0][2]["load_format"] == "dummy" and seen[0][3] == "triton"

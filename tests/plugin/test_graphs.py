@@ -10,6 +10,7 @@ import pytest
 from sglang_ext import compat
 from sglang_ext.attention import graphs
 from sglang_ext.attention.planned import PlannedViews
+from sglang_ext.attention.requests import ViewBackend
 
 
 class Backend(PlannedViews):
@@ -100,3 +101,39 @@ def test_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         graphs.around_capture_breakable(lambda *_args: None, found, SimpleNamespace(size=32), None)
     assert backend.seen[-1] == ("end", None)
+
+
+class Streams(ViewBackend):
+    """A backend whose every batch has views: there are two streams at most."""
+
+    def __init__(self, fits: bool = True) -> None:
+        self.viewing, self.fits = True, fits
+
+    def prepare(self, batch: Any, forward_batch: Any) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def begin_capture(self, sizes: list[int]) -> list[int]:
+        return [size for size in sizes if size <= 2]
+
+    def fits_graph(self) -> bool:
+        return self.fits
+
+
+def test_streams_have_one_variant_of_the_sizes_they_need() -> None:
+    runner = SimpleNamespace(attn_backend=Streams(), capture_bs=[1, 2, 4])
+    graphs.before_capture(runner)
+    assert runner.capture_bs == [1, 2] and not hasattr(runner, "record_nolora_graph")
+    assert graphs.around_resolve_variant(lambda *_: "sglang's", runner, "batch") == "sglang's"
+    graphs.after_capture(None, runner)
+    assert not runner.attn_backend.viewing
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_streams_that_no_graph_holds_run_without(fits: bool) -> None:
+    backend = Streams(fits)
+    assert graphs.around_can_run_decode(lambda *_: True, SimpleNamespace(attn_backend=backend), "batch") is fits
+    runner = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend), prefill_backend_name="full")
+    assert not graphs.around_can_run_prefill(lambda *_: True, runner, "batch")
+    runner.prefill_backend_name = "breakable"
+    assert graphs.around_can_run_prefill(lambda *_: True, runner, "batch")

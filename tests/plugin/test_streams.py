@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_ext.attention.cascade import CascadePolicy, StreamingLlmPolicy
+from sglang_ext.attention.cascade_backend import CascadeStreams
 from sglang_ext.attention.policy import Request, StreamPolicy, policies
 from sglang_ext.attention.select import backend_class
 from sglang_ext.attention.streams import StreamAttnBackend, check_fits
@@ -18,6 +19,10 @@ from sglang_ext.policies.cascade import Cascade
 from sglang_ext.serving import checks
 
 POLICY = {"sinks": 4, "window": 32, "stride": 16}  # 52 slots
+
+
+class Own(StreamPolicy):
+    """Somebody else's, which no kernels of ours know."""
 
 
 @pytest.fixture
@@ -31,13 +36,17 @@ def arguments(**changed: Any) -> SimpleNamespace:
 
 
 def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(POLICY_ENV, raising=False)
+    for name in (POLICY_ENV, "SGLANG_EXT_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
     cascade, streaming = (policies()[name]() for name in ("cascade", "streaming_llm"))
     assert isinstance(cascade, CascadePolicy) and isinstance(streaming, StreamingLlmPolicy)
     assert (cascade.config.cascades, streaming.config.cascades) == (4, 1)
     assert cascade.config.slots == streaming.config.slots == 64 + 4096 + 1024
     assert cascade.request_options == {*Cascade.__dataclass_fields__, "conversation", "continue"}
     assert backend_class(cascade) is StreamAttnBackend
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
+    assert issubclass(backend_class(cascade), CascadeStreams)
+    assert backend_class(Own()) is StreamAttnBackend
     assert checks.serves_streams(arguments()) and checks.refusals(arguments()) == []
     assert not any(isinstance(policies()[name](), StreamPolicy) for name in ("dbsa", "double_p", "quest"))
 

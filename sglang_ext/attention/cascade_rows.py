@@ -1,0 +1,335 @@
+"""The cascading KV cache's streams on the device: a row of static tensors each, for all layers, read by kernels.
+
+What the host knows of a stream, how many tokens were added and counted, is the same in every layer of a pass; the
+kernels are told by launch arguments or by a few numbers a request, and nothing is read back. What differs from head to
+head is in the state (`kernels.cascade_update`) and in the lists that follow from it once a stride (`kernels.cells`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sglang_ext.attention.cascade import Stream
+from sglang_ext.compat import AttentionShape
+from sglang_ext.kernels.cascade_update import CascadeState
+from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
+from sglang_ext.kernels.cells import Lists, Turn, decode_impl, triton_impl
+from sglang_ext.kernels.score_update.triton_impl import update_scores
+from sglang_ext.policies.cascade import Cascade
+
+ALIGNED = 4
+"""Every how many int32 a tensor begins: Triton compiles kernels anew for pointers that are not aligned to 16 bytes."""
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+"""Attention of a stride behind its window, as `kernels.cells.reference.attend`."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens [first, last) of a stream that one pass computes and that lie in one stride.
+
+    Attributes:
+        added: tokens before the stride, all of them in the sub-caches.
+        before: columns that the first token sees before its own.
+        grows: whether the stride before has to be added first.
+        lists: whether what the stride sees has to be written down first.
+        known: how many of the first queries were counted in the scores before.
+    """
+
+    first: int
+    last: int
+    added: int
+    before: int
+    grows: bool
+    lists: bool
+    known: int
+
+    @property
+    def columns(self) -> int:
+        """What the last token sees, itself included."""
+        return self.before + self.last - self.first
+
+
+@dataclass(kw_only=True)
+class RowStream(Stream):
+    """A stream in a row of `Rows`.
+
+    Attributes:
+        home, row: where.
+        added, scored: tokens that were added to the sub-caches, and queries that were counted in the scores.
+        listed: `added` of the stride whose lists are written down; None for none.
+    """
+
+    home: Rows
+    row: int
+    added: int = 0
+    scored: int = 0
+    listed: int | None = None
+
+    def resumed(self, tokens: int) -> RowStream:
+        return replace(self, offset=tokens, listed=None)
+
+    def close(self) -> None:
+        self.home.free.append(self.row)
+
+    def steps(self, begin: int, end: int) -> list[Step]:
+        """What computing the tokens [begin, end) takes; they count as computed from now on."""
+        found = []
+        for first, last in self.cascade.strides(begin, end):
+            added = first // self.cascade.stride * self.cascade.stride
+            before = self.home.rings.kept(added) + first - added
+            known = min(max(0, self.scored - first), last - first)
+            found.append(Step(first, last, added, before, self.added < added, self.listed != added, known))
+            self.added, self.listed, self.scored = max(self.added, added), added, max(self.scored, last)
+        return found
+
+
+class Rows:
+    """States and lists of up to `rows` streams of one setting.
+
+    Args:
+        cascade: the setting.
+        rows: how many.
+        layers: layers of the model, and the number of the first.
+        shape: heads of a layer.
+        turn: the model's rotation.
+        device: of everything.
+
+    Attributes:
+        free: rows that no stream has.
+        window: (keys, values) that a stride of a prompt sees, [slots of a stream, kv_heads, dim]; all layers and
+            streams use it, one after the other.
+        decoding: buffers of decoding steps.
+    """
+
+    def __init__(
+        self,
+        cascade: Cascade,
+        rows: int,
+        layers: tuple[int, int],
+        shape: AttentionShape,
+        turn: Turn,
+        device: torch.device,
+        window: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        count, self._first = layers
+        self.cascade, self.rings, self.shape, self.turn, self.device = cascade, cascade.rings, shape, turn, device
+        self.state = CascadeState.empty(count, rows, cascade.lanes(shape.kv_heads), self.rings, device)
+        self.lists = Lists.empty(self.state)
+        self.free = list(range(rows))[::-1]
+        self.scored = cascade.cascades > 1 and cascade.selection  # else nobody reads the scores
+        self._numbers = (torch.arange(ALIGNED * rows, dtype=torch.int32, device=device) // ALIGNED).view(rows, ALIGNED)
+        if window is None:
+            sizes = (shape.head_dim, shape.value_dim)
+            keys, values = (
+                torch.empty(cascade.slots, shape.kv_heads, size, dtype=shape.dtype, device=device) for size in sizes
+            )
+            window = keys, values
+        self.window = window
+        self.decoding = DecodeBuffers(self, rows)
+
+    def begin(self) -> RowStream:
+        """A stream that has seen nothing.
+
+        Raises:
+            RuntimeError: every row is taken.
+        """
+        if not self.free:
+            raise RuntimeError(f"{self.state.cell.shape[1]} streams run and there is no row for one more")
+        row = self.free.pop()
+        self.state.reset(self._row(row), self.rings)
+        return RowStream(self.cascade, home=self, row=row)
+
+    def _row(self, row: int) -> torch.Tensor:
+        """[1] int32, the number of a row, without a copy from the host."""
+        return self._numbers[row, :1]
+
+    def _number(self, value: int) -> torch.Tensor:
+        """One number, made on the device: a copy from the host would wait for it."""
+        return torch.full((1,), value, dtype=torch.int32, device=self.device)
+
+    def entries(self, step: Step) -> torch.Tensor:
+        """[1, slots of a stream] int32, `Rings.columns` of the stride that a step lies in."""
+        added = self._number(step.added)
+        return triton_impl.columns(self.rings, added, added + self.rings.stride, self.rings.entries)
+
+    def open(self, row: int, step: Step, entries: torch.Tensor, slots: torch.Tensor, layer: int | None = None) -> None:
+        """Begin a stride: add the one before, write down what this one sees; where that has not been done.
+
+        Args:
+            row: of the stream.
+            step: the pass's first in the stride.
+            entries: of the stride.
+            slots: [1, slots of a stream] int32, KV slot of each cell.
+            layer: the layer's number; None for all at once.
+        """
+        which = slice(None) if layer is None else slice(layer - self._first, layer - self._first + 1)
+        state = CascadeState(self.state.token[which], self.state.cell[which], self.state.score[which])
+        at = self._row(row)
+        if step.grows:
+            stride = self._number(self.rings.stride)
+            before = self._number(step.added - self.rings.stride)
+            cascade_update(state, at, before, stride, self.rings, self.cascade.selection)
+        if step.lists:
+            lists = Lists(self.lists.slot[which], self.lists.delta[which])
+            triton_impl.list_columns(lists, state, at, entries, slots, self.rings)
+
+    def prefill(
+        self,
+        layer: int,
+        row: int,
+        step: Step,
+        entries: torch.Tensor,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        caches: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Tokens of a prompt in one layer, within a stride that is open: stored, attended from, and counted.
+
+        Args:
+            layer, row, step, entries: as for `open`.
+            query: [rows, heads, head_dim], rotated at their columns.
+            new: (keys, values), [rows, kv_heads, dim], likewise.
+            caches: (keys, values) of the layer, [slots, kv_heads, dim].
+            scale: factor of the logits.
+            attend: attention over the window.
+
+        Returns:
+            [rows, heads, value_dim] in query's dtype.
+        """
+        number = layer - self._first
+        slot, delta = self.lists.slot[number, row], self.lists.delta[number, row]
+        triton_impl.gather(*caches, slot, delta, self.turn, step.before, *self.window)
+        triton_impl.store(*new, slot, step.before, *caches, *self.window)
+        keys, values = (part[: step.columns] for part in self.window)
+        out, lse = attend(query, keys, values, scale)
+        rows = step.last - step.first
+        if self.scored and step.known < rows:
+            update_scores(
+                self.state.score[number],
+                entries[:, : step.columns],
+                self._row(row),
+                query[step.known :].unsqueeze(0),
+                keys.transpose(0, 1).unsqueeze(0),
+                lse[step.known :].unsqueeze(0),
+                self._number(step.before + step.known),
+                self._number(rows - step.known),
+                scale=scale,
+                beta=self.cascade.beta,
+                reduction=self.cascade.head_reduction,
+                skip=self._number(self.rings.settled(step.added)),
+            )
+        return out
+
+    def decode(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        caches: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+    ) -> torch.Tensor:
+        """One token of each stream that `decoding` was loaded with, in one layer; two launches.
+
+        Args, Returns: as for `prefill`, a row a stream; zeros where `decoding` has padding.
+        """
+        number, batch = layer - self._first, query.shape[0]
+        rows, seen, skip, fresh, _ = self.decoding.numbers(batch)
+        scores: dict[str, Any] = {}
+        if self.scored:
+            scores = {
+                "score": self.state.score[number],
+                "entries": self.decoding.entries[:batch],
+                "skip": skip,
+                "fresh": fresh,
+                "beta": self.cascade.beta,
+                "reduction": self.cascade.head_reduction,
+            }
+        lists = self.lists.slot[number], self.lists.delta[number]
+        return decode_impl.decode(
+            query,
+            *new,
+            *caches,
+            *lists,
+            rows,
+            seen,
+            self.turn,
+            scale,
+            workspace=self.decoding.workspace(batch),
+            **scores,
+        )
+
+
+class DecodeBuffers:
+    """What decoding kernels read and write beside the state: allocated once, so that CUDA graphs can hold them.
+
+    Args:
+        home: whose.
+        rows: requests of the largest batch.
+
+    Attributes:
+        entries: [rows, slots of a stream] int32, `Rings.columns` of every request.
+    """
+
+    def __init__(self, home: Rows, rows: int) -> None:
+        self.home, self.rows = home, rows
+        shape, width = home.shape, home.rings.entries
+        self._sizes = shape.heads, shape.value_dim
+        self._shares = {
+            batch: decode_impl.splits(batch, shape.kv_heads, width, shape.num_sms) for batch in range(1, rows + 1)
+        }
+        most = max(batch * shares for batch, shares in self._shares.items())
+        make = lambda size: torch.empty(size, dtype=torch.float32, device=home.device)  # noqa: E731
+        self._parts, self._levels = make(most * shape.heads * shape.value_dim), make(most * shape.heads)
+        self._logits = make(rows * shape.heads * width if home.scored else 0)
+        self.entries = torch.full((rows, width), -1, dtype=torch.int32, device=home.device)
+        self._numbers = torch.zeros(5 * _aligned(rows), dtype=torch.int32, device=home.device)
+        self._entries_of: list[tuple[int, int]] = []
+
+    def numbers(self, batch: int) -> tuple[torch.Tensor, ...]:
+        """(rows, columns seen, columns settled, whether to be counted, tokens added), each [batch] int32."""
+        return self._numbers[: 5 * _aligned(batch)].view(5, -1)[:, :batch].unbind()
+
+    def workspace(self, batch: int) -> decode_impl.Workspace:
+        """Room for the partial results of a batch of so many rows."""
+        (heads, value_dim), shares = self._sizes, self._shares[batch]
+        size = batch * heads * shares
+        width = self.entries.shape[1] if self.home.scored else 0
+        return decode_impl.Workspace(
+            self._parts[: size * value_dim].view(batch, heads, shares, value_dim),
+            self._levels[:size].view(batch, heads, shares),
+            self._logits[: batch * heads * width].view(batch, heads, width),
+        )
+
+    def load(self, streams: Sequence[tuple[int, Step] | None], batch: int) -> None:
+        """Have the next step of some streams, (row, step) each, in the buffers; the rest of `batch` is padding.
+
+        Without waiting for the device. The entries change only at the end of a stride, or with the batch.
+        """
+        rings = self.home.rings
+        table = [[0] * _aligned(batch) for _ in range(5)]
+        known = [(-1, -1)] * batch
+        for index, each in enumerate(streams):
+            if each is not None:
+                row, step = each
+                numbers = (row, step.columns, rings.settled(step.added), int(not step.known), step.added)
+                for column, number in zip(table, numbers, strict=True):
+                    column[index] = number
+                known[index] = row, step.added
+        target = self._numbers[: 5 * _aligned(batch)]
+        staged = torch.tensor(table, dtype=torch.int32, pin_memory=target.is_cuda).view(-1)
+        target.copy_(staged, non_blocking=True)
+        if self.home.scored and known != self._entries_of:
+            self._entries_of = known
+            added = self.numbers(batch)[4]
+            self.entries[:batch] = triton_impl.columns(rings, added, added + rings.stride, rings.entries)
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // ALIGNED) * ALIGNED

@@ -1,0 +1,77 @@
+"""The cascading KV cache's kernels in the real engine, against the same oracle as plain PyTorch in `test_cascade.py`.
+
+Without a GPU the kernels run in Triton's interpreter, seconds a step: every kind of pass occurs once. On a GPU,
+`test_gpu_cascade.py` says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import until
+from tests.e2e.streams import (
+    CASCADES,
+    SLOTS,
+    STREAMING,
+    TOLERANCE,
+    Served,
+    converse,
+    deviation,
+    prompt_of,
+    save,
+    sequence,
+    serving,
+)
+from tests.oracle.streams import Sizes
+
+NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: Any) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EXT_KERNELS", "triton")
+        with serving(save(tmp_path_factory.mktemp("model")), attention_backend="cascade") as served:
+            yield served
+
+
+def test_a_batch_of_many_kinds(served: Served) -> None:
+    """Prompts of several strides and chunks, decoding over the end of a stride, settings of the server and others."""
+    kinds: list[tuple[int, dict[str, Any], Sizes]] = [
+        (92, {}, CASCADES),
+        (60, {}, CASCADES),
+        (44, {"cascades": 1}, STREAMING),
+    ]
+    prompts = [prompt_of(length, length) for length, _, _ in kinds]
+    answers = served.generate(prompts, [options for _, options, _ in kinds], NEW_TOKENS)
+    for prompt, answer, (_, options, sizes) in zip(prompts, answers, kinds, strict=True):
+        table = served.cascades.log_probs(sequence(prompt, answer), sizes)
+        assert deviation(prompt, answer, table) <= TOLERANCE, options
+    served.idle()
+
+
+def test_conversations_go_on(served: Served) -> None:
+    """The first turn's answer ends a stride, whose last token the step past its end has computed."""
+    converse(served, "a", {}, CASCADES, ((40, 9), (5, 3)))
+    assert served.stats()["conversation_slots"] == SLOTS
+
+
+def test_conversations_give_their_rows_back(served: Served) -> None:
+    """Three streams at a time are all that there are rows for: to requests, and to flushing, conversations give way."""
+    three: list[Any] = [[prompt_of(3, n) for n in range(3)], [{}] * 3, 2]
+    served.generate(*three)
+    assert served.stats()["conversations"] == 0
+    served.one(prompt_of(3, 0), 1, conversation="b")
+    until(lambda: served.engine.flush_cache().success)
+    served.generate(*three)
+    served.idle()
+
+
+def test_the_kernels_ran(served: Served) -> None:
+    """A silent fallback to plain PyTorch would pass every test above."""
+    stats: dict[str, Any] = served.stats()
+    assert stats["attention_backend"] in ("TritonStreamBackend", "FlashInferStreamBackend")
+    assert stats["view_prefills"]["torch"] > 10

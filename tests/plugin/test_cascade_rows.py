@@ -1,0 +1,224 @@
+"""Streams in rows of the kernels' memory, beside the same streams in plain PyTorch: two layers, without an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.attention.cascade import CascadePolicy
+from sglang_ext.attention.cascade_backend import CascadeStreams
+from sglang_ext.attention.cascade_rows import DecodeBuffers, Rows, RowStream
+from sglang_ext.attention.policy import Caches, Request
+from sglang_ext.compat import AttentionShape
+from sglang_ext.config import POLICY_ENV
+from sglang_ext.kernels.cells import Turn, reference
+from sglang_ext.kernels.rope import Rope
+from sglang_ext.policies.cascade import Cascade
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+POLICY = {"sinks": 2, "window": 12, "cascades": 3, "stride": 5, "beta": 0.9}  # 19 slots
+LAYERS, HEADS, KV_HEADS, DIM = (4, 5), 4, 2, 16
+SHAPE = AttentionShape(HEADS, KV_HEADS, DIM, DIM, torch.float32, 0.25, 2)
+ROPE = Rope((1.7 ** -torch.arange(DIM // 2)).to(DEVICE))
+TOLERANCE = 1e-5
+
+
+class Twins:
+    """Each stream twice: in the policy's PyTorch, and in rows; the same slots in caches of their own."""
+
+    def __init__(self, policy: CascadePolicy, rows: Rows) -> None:
+        self.policy, self.rows = policy, rows
+        self.plain, self.ours = ({layer: self._caches() for layer in LAYERS} for _ in range(2))
+        policy.bind(lambda: self.plain)
+        self.gen = torch.Generator().manual_seed(0)
+        self.table = (torch.randperm(99, generator=self.gen)[:95] + 1).view(5, 19).int().to(DEVICE)
+        self.streams: dict[int, RowStream] = {}
+
+    def _caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (torch.full((100, KV_HEADS, DIM), float("nan"), device=DEVICE) for _ in range(2))
+        return keys, values
+
+    def start(self, slot: int, home: Rows | None = None, **options: Any) -> None:
+        self.policy.start(Request(slot, str(slot), None, options, ()))
+        self.streams[slot] = (home or self.rows).begin()
+
+    def draw(self, count: int) -> list[torch.Tensor]:
+        return [torch.randn(count, heads, DIM, generator=self.gen).to(DEVICE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def wanted(self, slot: int, layer: int, begin: int, drawn: list[torch.Tensor]) -> torch.Tensor:
+        caches = Caches(layer, *self.plain[layer], torch.empty(0), ROPE, SHAPE.scale)
+        request = Request(slot, str(slot), None, {}, ())
+        return self.policy.attend(request, caches, self.table[slot], begin, *drawn)
+
+    def prefill(self, slot: int, begin: int, end: int) -> None:
+        """Tokens of a prompt in both, compared."""
+        stream = self.streams[slot]
+        home, slots = stream.home, self.table[slot : slot + 1, : stream.cascade.slots]
+        steps = stream.steps(stream.offset + begin, stream.offset + end)
+        entries = [home.entries(step) for step in steps]
+        home.open(stream.row, steps[0], entries[0], slots)
+        for layer in LAYERS:
+            drawn, out = self.draw(end - begin), []
+            for step, shown in zip(steps, entries, strict=True):
+                if step is not steps[0]:
+                    home.open(stream.row, step, shown, slots, layer)
+                at = slice(step.first - stream.offset - begin, step.last - stream.offset - begin)
+                query, keys, values = (each[at] for each in drawn)
+                out.append(
+                    home.prefill(
+                        layer, stream.row, step, shown, query, (keys, values), self.ours[layer], 0.25, reference.attend
+                    )
+                )
+            torch.testing.assert_close(
+                torch.cat(out), self.wanted(slot, layer, begin, drawn), atol=TOLERANCE, rtol=TOLERANCE
+            )
+
+    def decode(self, at: dict[int, int], padding: int = 0, home: Rows | None = None) -> None:
+        """A token each of some streams, in one batch with padding in the middle and at the end, compared."""
+        home = home or self.rows
+        batch: list[Any] = []
+        for slot, begin in at.items():
+            stream = self.streams[slot]
+            (step,) = stream.steps(stream.offset + begin, stream.offset + begin + 1)
+            if step.lists:
+                slots = self.table[slot : slot + 1, : stream.cascade.slots]
+                home.open(stream.row, step, home.entries(step), slots)
+            batch += [(stream.row, step), *[None] * padding]
+        home.decoding.load(batch, len(batch))
+        for layer in LAYERS:
+            drawn = self.draw(len(batch))
+            out = home.decode(layer, drawn[0], (drawn[1], drawn[2]), self.ours[layer], 0.25)
+            for index, (slot, begin) in enumerate(at.items()):
+                row = index * (1 + padding)
+                wanted = self.wanted(slot, layer, begin, [each[row : row + 1] for each in drawn])
+                torch.testing.assert_close(out[row : row + 1], wanted, atol=TOLERANCE, rtol=TOLERANCE)
+                assert not bool(out[row + 1 : row + 1 + padding].any())
+
+    def same_state(self, slot: int) -> None:
+        """Tokens, cells and scores of both, in every layer, and the keys and values."""
+        ours = self.streams[slot]
+        states: Any = self.policy.stream(slot)
+        for number, layer in enumerate(LAYERS):
+            state = states.layers[layer].state
+            for name in ("token", "cell"):
+                assert torch.equal(getattr(ours.home.state, name)[number, ours.row], getattr(state, name)[0, 0])
+            settled = ours.home.rings.settled(ours.added)  # kernels leave out the scores that decide nothing
+            shown = ours.home.rings.columns(*(torch.tensor([n], device=DEVICE) for n in (ours.added, ours.scored)), 19)
+            at = shown[0, settled:][shown[0, settled:] >= 0].long()
+            torch.testing.assert_close(ours.home.state.score[number, ours.row][:, at], state.score[0, 0][:, at])
+            for mine, theirs in zip(self.ours[layer], self.plain[layer], strict=True):
+                torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+@pytest.fixture
+def twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twins]:
+    monkeypatch.setenv(POLICY_ENV, json.dumps(POLICY))
+    policy = CascadePolicy()
+    yield Twins(policy, make(policy.config, 3))
+
+
+def make(cascade: Cascade, rows: int, window: Any = None) -> Rows:
+    return Rows(cascade, rows, (len(LAYERS), LAYERS[0]), SHAPE, Turn.of(ROPE), DEVICE, window)
+
+
+def test_prompts_in_chunks_and_decoding_in_batches(twins: Twins) -> None:
+    """Chunks end inside strides and span several; then rows decode together over the ends of their strides."""
+    twins.rows.decoding = DecodeBuffers(twins.rows, 6)
+    for slot, ends in ((0, (3, 4, 21, 22)), (3, (40,)), (4, (1, 9))):
+        twins.start(slot)
+        for begin, end in zip((0, *ends), ends, strict=False):
+            twins.prefill(slot, begin, end)
+    lengths = {0: 22, 3: 40, 4: 9}
+    for step in range(4):
+        twins.decode({slot: length + step for slot, length in lengths.items()}, padding=step % 2)
+    twins.decode({3: 44})  # another batch, no stride's end: its entries are its own
+    for slot in lengths:
+        twins.same_state(slot)
+
+
+def test_a_turn_goes_on_with_a_token_that_was_computed(twins: Twins) -> None:
+    """The step past the end added a stride and counted its query: neither happens twice."""
+    twins.start(1)
+    twins.prefill(1, 0, 24)
+    twins.decode({1: 24})
+    twins.decode({1: 25})  # past the end
+    for tokens, end in ((25, 3), (28, 1)):
+        state = twins.policy.leave(1)
+        twins.policy.resume(1, state, tokens)
+        twins.policy.start(Request(1, "next", None, {}, ()))
+        twins.streams[1] = twins.streams[1].resumed(tokens)
+        twins.prefill(1, 0, end)
+    twins.same_state(1)
+
+
+def test_settings_of_a_request(twins: Twins) -> None:
+    options = {"window": 6, "stride": 4, "head_reduction": "max", "heads": "homogeneous"}
+    home = make(Cascade(**{**POLICY, **options}), 1, twins.rows.window)
+    twins.start(2, home, **options)
+    twins.prefill(2, 0, 19)
+    for n in (19, 20):
+        twins.decode({2: n}, home=home)
+    lone = make(Cascade(**{**POLICY, "cascades": 1}), 1, twins.rows.window)  # no scores
+    twins.start(0, lone, cascades=1)
+    twins.prefill(0, 0, 17)
+    twins.decode({0: 17}, home=lone)
+
+
+def test_rows_are_given_back(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By streams that end, and by conversations that are forgotten; as many slots are taken as rows are counted by."""
+    policy, rows = twins.policy, twins.rows
+    policy.keep_in(lambda _: rows.begin())
+    for slot in range(3):
+        policy.start(Request(slot, "", None, {}, ()))
+    assert policy.slots({}, 1) == policy.slots({"window": 3}, 1) == 19 and not rows.free
+    with pytest.raises(RuntimeError, match="3 streams run and there is no row"):
+        rows.begin()
+    policy.finish(Request(1, "", None, {}, ()))
+    state = policy.leave(2)
+    policy.finish(Request(2, "", None, {}, ()))
+    assert len(rows.free) == 1
+    policy.resume(4, state, 7)
+    policy.start(Request(4, "", None, {}, ()))
+    assert policy.stream(4).offset == 7 and len(rows.free) == 1
+    policy.forget(policy.leave(4))
+    policy.finish(Request(0, "", None, {}, ()))
+    assert sorted(rows.free) == [0, 1, 2]
+    with pytest.raises(ValueError, match="kernels keep this stream"):
+        policy.start(Request(0, "", None, {}, ()))
+        policy.attend(Request(0, "", None, {}, ()), None, None, 0, None, None, None)  # type: ignore[arg-type]
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
+    sizes = {"layers": 3, "kv_heads": 2, "head_dim": 8, "itemsize": 2}
+    assert policy.extra_bytes_per_token(**sizes) == 20 * 3 * 2
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "torch")
+    assert policy.extra_bytes_per_token(**sizes) == 12 * 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept", "rows"), [([1, 2, 4, 8, 16], [1, 2, 4], 4), ([1, 2], [1, 2], 3), ([3, 9], [3], 3)]
+)
+def test_graphs_of_batches_that_can_come(twins: Twins, sizes: list[int], kept: list[int], rows: int) -> None:
+    """Three streams: no graph for more rows than the next size above holds; buffers for all of them."""
+    backend = CascadeStreams.__new__(CascadeStreams)  # type: ignore[type-abstract]
+    backend.rows, backend._parts = twins.rows, []
+    assert backend.begin_capture(sizes) == kept
+    assert backend.rows.decoding.rows == rows
+    backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=max(kept)), in_capture=True)
+    assert backend.viewing and backend.fits_graph()
+    drawn = twins.draw(max(kept))
+    out = backend.rows.decode(LAYERS[0], drawn[0], (drawn[1], drawn[2]), twins.ours[LAYERS[0]], 0.25)
+    assert not bool(out.any()) and all(bool(cache.isnan().all()) for cache in twins.ours[LAYERS[0]])
+    backend.end_capture()
+    assert not backend.viewing
+
+
+def test_buffers_share_memory_among_batch_sizes(twins: Twins) -> None:
+    """A graph of each size reads its own part of the numbers, which one copy fills."""
+    buffers = DecodeBuffers(twins.rows, 4)
+    one, four = buffers.workspace(1), buffers.workspace(4)
+    assert one.parts.data_ptr() == four.parts.data_ptr() and four.logits.shape == (4, HEADS, 19)
+    assert [each.shape for each in buffers.numbers(3)] == [(3,)] * 5

@@ -24,11 +24,15 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Tuning:
-    """What may be tuned: columns a tile, warps and stages, programs a multiprocessor, columns a program of scores."""
+    """What may be tuned: columns a tile, warps and stages, programs a multiprocessor, columns a program of scores.
+
+    Keys are loaded through a loaded index. The compiler gives each of the two steps a share of the stages: below six
+    there is one buffer, and a tile's loads wait for the tile before.
+    """
 
     columns: int = 64
     warps: int = 4
-    stages: int = 3
+    stages: int = 6
     programs: int = 3
     scores: int = 1024
 

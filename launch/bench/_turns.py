@@ -20,20 +20,17 @@ STOP_SECONDS = 60.0
 """Longest that an engine may take to end."""
 
 STOCK = {"SGLANG_PLUGINS": "sglang_ext_cpu"}
-"""Environment of stock SGLang, which loads every plugin that is installed: the one that it needs without a GPU stays."""
+"""Environment of stock SGLang. It loads every plugin that is installed: only the one it needs without a GPU stays."""
 
 
 class Process:
-    """An engine in another process.
+    """An engine in another process; leaving its context ends it.
 
     Args:
         name: of the engine, for messages.
         module: what is run; it ends in `serve`.
         words: its command line, to which ``--replies`` and a file descriptor are added.
         environment: variables that differ from this process's.
-
-    Raises:
-        RuntimeError: it ended before it had answered; its output is on the terminal.
     """
 
     def __init__(self, name: str, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -45,7 +42,23 @@ class Process:
         )
         os.close(write)
         self._replies = os.fdopen(read)
-        self._answer()
+        self._ready = False
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait(self) -> None:
+        """Wait until the engine has started.
+
+        Raises:
+            RuntimeError: it ended; its output is on the terminal.
+        """
+        if not self._ready:
+            self._answer()
+            self._ready = True
 
     def _answer(self) -> dict[str, Any]:
         line = self._replies.readline()
@@ -56,7 +69,12 @@ class Process:
         return found
 
     def ask(self, what: str, **options: Any) -> dict[str, Any]:
-        """Have it do one of the methods of what it serves."""
+        """Have it do one of the methods of what it serves.
+
+        Raises:
+            RuntimeError: it ended before it had answered; its output is on the terminal.
+        """
+        self.wait()
         if self._process.stdin is None:
             raise RuntimeError(f"the {self.name} engine has no input")
         try:

@@ -130,7 +130,7 @@ def test_nothing_is_compared_that_did_not_read_clusters(selected: dict[str, floa
 
 def test_an_engine_that_fails_is_said_to() -> None:
     with pytest.raises(RuntimeError, match="the stock engine failed"):
-        Process("stock", engine.__name__, ["--options", "{}"], {})
+        Process("stock", engine.__name__, ["--options", "{}"], {}).wait()
 
 
 def test_levels_of_the_command_line_are_those_of_the_kernels() -> None:

@@ -30,11 +30,9 @@ def arguments(*words: str) -> argparse.Namespace:
 def test_every_run_of_ours_stands_beside_one_of_the_stock_engine() -> None:
     args = arguments("--concurrency", "1", "32", "--repeats", "3")
     kept: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
-    before: dict[str, int] = {}
     for step in turns.steps(args):
         if step.do == "run" and step.keep:
             kept[(step.role, *step.keep[1:])].append(dict(step.options))
-            before[step.role] = step.options["first"]
     for label, number in (("4", "1"), ("4", "32"), ("8", "1"), ("8", "32")):
         runs = [kept[(role, label, kind, number)] for role, kind in turns.TURN]
         assert all(len(run) == 3 for run in runs)

@@ -35,6 +35,9 @@ BESIDE_RETRIEVAL = "dbsa, beside retrieval"
 LIGHT = 4
 """Questions of a run that takes seconds a question."""
 
+APPENDED = ("append", "append larger")
+"""Appends to the pool and to the larger one."""
+
 APPENDS = 6
 """Blocks that are appended to a pool, at least; the first is not counted."""
 
@@ -117,9 +120,11 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
                 for step in steps(args):
                     if step.role in processes:
                         step.run(processes[step.role], found[step.role])
-    encoded = found["ours"]["encode"]
-    found["ours"] |= {name: encoded[0][name] for name in ("tokens", "blocks")}
-    found["ours"]["encode"] = [each["seconds"] for each in encoded]
+    ours = found["ours"]
+    ours |= {name: ours["encode"][0][name] for name in ("tokens", "blocks")}
+    ours["append encoding"] = {name: [each["encoding"] for each in ours[name]] for name in APPENDED if name in ours}
+    for name in ("encode", *ours["append encoding"]):
+        ours[name] = [each["seconds"] for each in ours[name]]
     return found
 
 
@@ -155,10 +160,10 @@ def steps(args: argparse.Namespace) -> Iterator[Step]:
         yield _asking("stock", "retrieval", tokens, concurrency, asked, min(LIGHT, count), kept[0])
         yield _asking("ours", "dbsa", tokens, concurrency, asked, count, kept[1])
         asked += count
-    yield from _appending(args, POOL, "append")
+    yield from _appending(args, POOL, APPENDED[0])
     if args.larger:
         yield Step("ours", "encode", {"pool": LARGER}, ("larger",), part="", several=False)
-        yield from _appending(args, LARGER, "append larger")
+        yield from _appending(args, LARGER, APPENDED[1])
     yield Step("ours", "encode", {"pool": POOL})
     # Last: a profiler that has run goes on slowing launches down.
     for name, tokens in (("stages", args.label_tokens[0]), ("decode stages", args.decode_tokens)):
@@ -176,7 +181,7 @@ def _asking(role: str, kind: str, tokens: int, concurrency: int, first: int, cou
 
 def _appending(args: argparse.Namespace, pool: str, name: str) -> Iterator[Step]:
     for repeat in range(_appends(args) + 1):
-        yield Step("ours", "append", {"pool": pool}, (name,) if repeat else ())
+        yield Step("ours", "append", {"pool": pool}, (name,) if repeat else (), part="")
 
 
 def _appends(args: argparse.Namespace) -> int:

@@ -179,5 +179,7 @@ def test_both_engines_answer_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row.baseline.split(",")[0] for row in rows} == {
         "dense prefill", "Fixed ICL", "RetICL", "zero-shot", "linear growth", "to the smaller",
     }  # fmt: skip
+    assert rows[-1].notes["encoding"].keys() == {"append", "append larger"}
+    assert 0 < rows[-1].notes["encoding"]["append larger"] < rows[-1].timing.high
     names = {"1 at a time", "2 at a time"}
     assert found["ours"]["stages"].keys() == found["ours"]["decode stages"].keys() == names

@@ -1,20 +1,19 @@
-"""The engine's half of ``sglang-ext bench dbsa``: one engine in one process, its measurements as JSON.
+"""One engine of ``sglang-ext bench dbsa`` in one process, which does what `launch.bench._dbsa_turns` asks it for.
 
-Run by `launch.bench.dbsa`, once for stock SGLang and once with the plugin, because two engines do not fit into one
-process. Weights are random: what is measured does not depend on their values.
+Weights are random: what is measured does not depend on their values.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ import numpy as np
 import sglang_ext
 from sglang_ext.config import PoolOptions
 from sglang_ext.launch.bench._stages import profiled
+from sglang_ext.launch.bench._turns import serve
 from sglang_ext.launch.demo_data import INTENTS, sentence
 
 HOST_STAGES = ("retrieval", "tokenization")
 TOKENIZER = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
-POOL, OPTIONS = "bench", PoolOptions()
+POOL, LARGER, OPTIONS = "bench", "larger", PoolOptions()
 SHAPES: dict[str, dict[str, int]] = {
     "llama-3.1-8b": dict(
         hidden_size=4096,
@@ -119,8 +119,12 @@ class Loop:
         self.engine = engine
 
     def run(self, requests: Sequence[dict[str, Any]], concurrency: int) -> dict[str, Any]:
-        """Seconds of all, and of one (quantiles); of retrieval and tokenization where pools are asked."""
+        """Seconds of all, and of one (quantiles); of retrieval and tokenization where pools are asked.
+
+        With the fewest tokens of a prompt that were cached (`cached`).
+        """
         host: dict[str, float] = {}
+        cached: list[int] = []
 
         async def everything() -> list[float]:
             gate = asyncio.Semaphore(concurrency)
@@ -130,6 +134,7 @@ class Loop:
                     begin = time.perf_counter()
                     answer = await self.engine.async_generate(**request)
                     seconds = time.perf_counter() - begin
+                    cached.append(answer["meta_info"]["cached_tokens"])
                     for stage in HOST_STAGES:
                         spent = answer["meta_info"].get("sglang_ext", {}).get(f"{stage}_ms", 0.0)
                         host[stage] = host.get(stage, 0.0) + spent * 1e-3
@@ -140,19 +145,24 @@ class Loop:
         begin = time.perf_counter()
         latencies = self.engine.loop.run_until_complete(everything())
         seconds = time.perf_counter() - begin
-        return {"seconds": seconds, "requests": len(requests), "latency": _quantiles(latencies), "host": host}
+        return {
+            "seconds": seconds,
+            "requests": len(requests),
+            "latency": _quantiles(latencies),
+            "host": host,
+            "cached": min(cached),
+        }
 
 
 def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": float(np.percentile(seconds, q)) for q in (10, 50, 90, 99)}
 
 
-def stages(loop: Loop, make: Callable[[int], dict[str, Any]], concurrency: int, first: int) -> dict[str, float]:
-    """Seconds a request by stage, of one profiled round of `concurrency` questions from number `first` on, asked anew.
+def stages(loop: Loop, requests: Sequence[dict[str, Any]], concurrency: int) -> dict[str, float]:
+    """Seconds a request by stage, of one profiled round of questions that were not asked before.
 
     What the host does happens beside the GPU's work, so that the parts add up to more than `wall`.
     """
-    requests = [make(first + index) for index in range(max(2, concurrency))]
     result: dict[str, Any] = {}
     before = _stitched(loop.engine)
     gpu = profiled(loop.engine, lambda: result.update(loop.run(requests, concurrency)))
@@ -165,53 +175,159 @@ def _stitched(engine: Any) -> float:
     return float(state["sglang_ext"]["stitch_seconds"])
 
 
-def measure(loop: Loop, make: Callable[[int], dict[str, Any]], args: argparse.Namespace, light: bool = False) -> Any:
-    """Requests a second at each concurrency: a warm-up, then `--repeats` runs of questions never asked before.
+class Asked:
+    """An engine that questions are asked in closed loops.
 
-    `light` is for what takes seconds a request: a few of them, at the first concurrency only.
+    Attributes:
+        made: kind of a request -> what makes one of a question's number and the tokens of its answer.
     """
-    found: dict[str, Any] = {}
-    number = next(args.fresh)
-    for concurrency in args.concurrency[:1] if light else args.concurrency:
-        count = 4 if light else _questions_a_run(args, concurrency)
-        runs = []
-        for repeat in range(args.repeats + 1):
-            requests = [make(number + index) for index in range(count)]
-            number += count
-            result = loop.run(requests, concurrency)
-            if repeat:
-                runs.append(result)
-        found[str(concurrency)] = runs
-    return found
+
+    made: Mapping[str, Callable[[int, int], dict[str, Any]]]
+
+    def __init__(self, engine: Any, model: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.engine, self.loop = engine, Loop(engine)
+        self.tokenizer = AutoTokenizer.from_pretrained(str(model))
+
+    def run(self, kind: str, tokens: int, concurrency: int, first: int, count: int) -> dict[str, Any]:
+        """`Loop.run` of `count` requests of one kind, about the questions from number `first` on."""
+        return self.loop.run(self._requests(kind, tokens, first, count), concurrency)
+
+    def _requests(self, kind: str, tokens: int, first: int, count: int) -> list[dict[str, Any]]:
+        return [self.made[kind](number, tokens) for number in range(first, first + count)]
+
+    @cached_property
+    def questions(self) -> list[str]:
+        """More than are ever asked."""
+        return [example["input"] for example in examples(60_000, 10_000_000)]
+
+    def question_ids(self, number: int) -> list[int]:
+        """Tokens of a question as the pool's default template renders it."""
+        return self._ids(OPTIONS.render_query(self.questions[number % len(self.questions)])[0])
+
+    def plain(self, number: int, tokens: int) -> dict[str, Any]:
+        """A question alone."""
+        return dict(input_ids=[7 + number % 50, *self.question_ids(number)], sampling_params=_sampling(tokens))
+
+    def capacity(self) -> int:
+        """Tokens of the KV cache."""
+        return int(self.engine.get_server_info()["max_total_num_tokens"])
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
 
-def _questions_a_run(args: argparse.Namespace, concurrency: int) -> int:
-    return int(max(args.min_requests, args.rounds * concurrency))
+class Stock(Asked):
+    """SGLang as it is: dense prefill of the pool, Fixed ICL from its cache, RetICL, zero-shot."""
+
+    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
+        super().__init__(engine, args.model)
+        self.pool = [self._ids(text_of(demo)) for demo in demonstrations(args.tokens)]
+        self.whole = [token for ids in self.pool for token in ids]
+        self.retrieved = max(1, round(args.ratio * len(self.pool)))
+        self.dice = random.Random(0)
+        self.made = {"zero-shot": self.plain, "fixed": self.fixed, "retrieval": self.retrieval}
+
+    def about(self) -> dict[str, Any]:
+        """Tokens of the pool, of the KV cache, and of a question on average."""
+        few = [len(self.question_ids(number)) for number in range(1000)]
+        return {"tokens": len(self.whole), "question_tokens": sum(few) / len(few), "capacity": self.capacity()}
+
+    def prefill(self) -> dict[str, Any]:
+        """Seconds of prefilling the whole pool into an empty cache, where it stays."""
+        empty(self.engine)
+        begin = time.perf_counter()
+        self.engine.generate(input_ids=self.whole, sampling_params=_sampling(1))
+        return {"seconds": time.perf_counter() - begin}
+
+    def fixed(self, number: int, tokens: int) -> dict[str, Any]:
+        """A question behind the whole pool."""
+        return dict(input_ids=self.whole + self.question_ids(number), sampling_params=_sampling(tokens))
+
+    def retrieval(self, number: int, tokens: int) -> dict[str, Any]:
+        """A question behind demonstrations of its own, in an order of its own."""
+        ids = [token for demo in self.dice.sample(self.pool, self.retrieved) for token in demo]
+        return dict(input_ids=ids + self.question_ids(number), sampling_params=_sampling(tokens))
+
+
+class Ours(Asked):
+    """The plugin: block-sparse encoding, appending, answers over the selected blocks, plain requests."""
+
+    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
+        super().__init__(engine, args.model)
+        self.options = {"block_size": args.block_size}
+        self.demonstrations = {POOL: demonstrations(args.tokens)}
+        if args.larger:
+            self.demonstrations[LARGER] = demonstrations(args.larger, seed=50_000)
+        self.ratio = args.ratio
+        self.appended = 0
+        self.made = {"zero-shot": self.plain, "dbsa": self.selected, "all blocks": self.everything}
+
+    def about(self) -> dict[str, Any]:
+        """What serves it, and tokens of the KV cache."""
+        state = self.engine.get_server_info()["internal_states"][0]["sglang_ext"]
+        return {"attention_backend": state["attention_backend"], "capacity": self.capacity()}
+
+    def encode(self, pool: str) -> dict[str, Any]:
+        """Seconds of making a pool in an empty cache, from which the others are gone; its tokens and blocks."""
+        for other in self.engine.pools():
+            self.engine.delete(other["name"])
+        empty(self.engine)
+        begin = time.perf_counter()
+        info = self.engine.create_pool(pool, self.demonstrations[pool], **self.options)
+        return {"seconds": time.perf_counter() - begin, "tokens": info["tokens"], "blocks": info["num_blocks"]}
+
+    def append(self, pool: str) -> dict[str, Any]:
+        """Seconds of appending one block of demonstrations, each time another one; of them, of holding and encoding."""
+        self.appended += 1
+        more = examples(self.options["block_size"], 20_000_000 + 1_000_000 * self.appended)
+        begin = time.perf_counter()
+        info = self.engine.append(pool, more)
+        return {"seconds": time.perf_counter() - begin, "encoding": info["setup_seconds"]}
+
+    def selected(self, number: int, tokens: int) -> dict[str, Any]:
+        """A question over the blocks that are selected for it."""
+        return self._over(number, tokens, self.ratio)
+
+    def everything(self, number: int, tokens: int) -> dict[str, Any]:
+        """A question over all blocks."""
+        return self._over(number, tokens, 1.0)
+
+    def stages(self, tokens: int, concurrency: int, first: int, count: int) -> dict[str, Any]:
+        """`stages` of questions over the blocks that are selected for them."""
+        return stages(self.loop, self._requests("dbsa", tokens, first, count), concurrency)
+
+    def _over(self, number: int, tokens: int, ratio: float) -> dict[str, Any]:
+        question = self.questions[number % len(self.questions)]
+        return dict(prompt=question, sampling_params=_sampling(tokens, pool=POOL, ratio=ratio))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", choices=("stock", "ours"), required=True)
-    parser.add_argument("--backend", default="flashinfer", help="attention backend of the stock engine")
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--block-size", type=int, required=True)
     parser.add_argument("--ratio", type=float, required=True)
-    parser.add_argument("--label-tokens", type=int, nargs="+", default=[4])
-    parser.add_argument("--concurrency", type=int, nargs="+", required=True)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--min-requests", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--larger", type=int, default=0, help="tokens of a second, larger pool to encode (0: none)")
-    parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of the answers whose steps are profiled")
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of the engine, as JSON")
+    parser.add_argument("--replies", type=int, required=True, help="file descriptor")
     args = parser.parse_args(argv)
-    # Where each measurement's questions begin: what was asked before would be cached.
-    args.fresh = itertools.count(0, (args.repeats + 1) * sum(_questions_a_run(args, n) for n in args.concurrency))
+    options = dict(model_path=str(args.model), load_format="dummy", log_level="warning", page_size=1, **args.engine)
+    if args.role == "stock":
+        from sglang import Engine as SglangEngine
 
-    found = _stock(args) if args.role == "stock" else _ours(args)
-    args.out.write_text(json.dumps(found))
+        engine: Any = SglangEngine(**options)
+        served: Asked = Stock(engine, args)
+    else:
+        from sglang_ext import Engine
+
+        engine = Engine(**options)
+        served = Ours(engine, args)
+    serve(served, args.replies)
+    engine.shutdown()
     return 0
 
 
@@ -228,141 +344,9 @@ def empty(engine: Any) -> None:
     raise RuntimeError("the engine's cache could not be flushed: requests are pending")
 
 
-def _common(args: argparse.Namespace) -> dict[str, Any]:
-    return dict(model_path=str(args.model), load_format="dummy", log_level="warning", page_size=1, **args.engine)
-
-
-def _questions(seed: int) -> list[str]:
-    """More than are ever asked: at 128 at a time, a measurement of four runs takes 2,600."""
-    return [example["input"] for example in examples(60_000, 10_000_000 * seed)]
-
-
 def _sampling(tokens: int, **custom: Any) -> dict[str, Any]:
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return {**params, **({"custom_params": custom} if custom else {})}
-
-
-def _stock(args: argparse.Namespace) -> dict[str, Any]:
-    """SGLang as it is: dense prefill of the pool, Fixed ICL from its cache, RetICL, zero-shot."""
-    from sglang import Engine
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(args.model))
-    demos = demonstrations(args.tokens)
-    pool = [tokenizer(text_of(demo), add_special_tokens=False)["input_ids"] for demo in demos]
-    whole = [token for ids in pool for token in ids]
-    questions = [tokenizer(OPTIONS.render_query(q)[0], add_special_tokens=False)["input_ids"] for q in _questions(1)]
-    engine = Engine(attention_backend=args.backend, **_common(args))
-    loop = Loop(engine)
-    found: dict[str, Any] = {"tokens": len(whole), "question_tokens": sum(map(len, questions)) / len(questions)}
-    one = dict(sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True})
-    times = []
-    for _ in range(args.repeats + 1):
-        empty(engine)
-        begin = time.perf_counter()
-        engine.generate(input_ids=whole, **one)
-        times.append(time.perf_counter() - begin)
-    found["prefill"] = times[1:]
-    dice = random.Random(0)
-    retrieved = max(1, round(args.ratio * len(pool)))
-
-    def fixed(number: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        return dict(input_ids=whole + questions[number % len(questions)], sampling_params=sampling)
-
-    def retrieval(number: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        chosen = dice.sample(pool, retrieved)
-        ids = [token for demo in chosen for token in demo] + questions[number % len(questions)]
-        return dict(input_ids=ids, sampling_params=sampling)
-
-    def zero(number: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        return dict(input_ids=[7 + number % 50, *questions[number % len(questions)]], sampling_params=sampling)
-
-    found["answers"] = {str(tokens): {} for tokens in args.label_tokens}
-    for tokens in args.label_tokens:
-        found["answers"][str(tokens)]["zero-shot"] = measure(loop, _asking(zero, _sampling(tokens)), args)
-    engine.generate(input_ids=whole, **one)
-    for tokens in args.label_tokens:
-        found["answers"][str(tokens)]["fixed"] = measure(loop, _asking(fixed, _sampling(tokens)), args)
-    tokens = args.label_tokens[0]  # seconds a request, whatever its answer
-    found["answers"][str(tokens)]["retrieval"] = measure(loop, _asking(retrieval, _sampling(tokens)), args, light=True)
-    engine.shutdown()
-    return found
-
-
-def _ours(args: argparse.Namespace) -> dict[str, Any]:
-    """The plugin: block-sparse encoding, appending, answers over the selected blocks, plain requests."""
-    from transformers import AutoTokenizer
-
-    from sglang_ext import Engine
-
-    engine = Engine(**_common(args))
-    loop = Loop(engine)
-    demos = demonstrations(args.tokens)
-    questions = _questions(1)
-    state = engine.get_server_info()["internal_states"][0]["sglang_ext"]
-    found: dict[str, Any] = {"encode": [], "attention_backend": state["attention_backend"]}
-    options = {"block_size": args.block_size}
-    for repeat in range(args.repeats + 1):
-        if repeat:
-            engine.delete(POOL)
-        empty(engine)
-        begin = time.perf_counter()
-        info = engine.create_pool(POOL, demos, **options)
-        found["encode"].append(time.perf_counter() - begin)
-    found["encode"] = found["encode"][1:]
-    found["tokens"], found["blocks"] = info["tokens"], len(engine.pool(POOL)["blocks"])
-    found["append"] = _append(engine, args, POOL)
-
-    def over(number: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        return dict(prompt=questions[number % len(questions)], sampling_params=sampling)
-
-    tokenizer = AutoTokenizer.from_pretrained(str(args.model))
-    asked = [tokenizer(OPTIONS.render_query(q)[0], add_special_tokens=False)["input_ids"] for q in questions]
-
-    def plain(number: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        return dict(input_ids=[7 + number % 50, *asked[number % len(asked)]], sampling_params=sampling)
-
-    found["answers"] = {}
-    for tokens in args.label_tokens:
-        asks = {
-            "zero-shot": _asking(plain, _sampling(tokens)),
-            "dbsa": _asking(over, _sampling(tokens, pool=POOL, ratio=args.ratio)),
-            "all blocks": _asking(over, _sampling(tokens, pool=POOL, ratio=1.0)),
-        }
-        found["answers"][str(tokens)] = {name: measure(loop, make, args) for name, make in asks.items()}
-    if args.larger:
-        engine.delete(POOL)
-        empty(engine)
-        many = demonstrations(args.larger, seed=50_000)
-        begin = time.perf_counter()
-        info = engine.create_pool("larger", many, **options)
-        found["larger"] = {"tokens": info["tokens"], "seconds": time.perf_counter() - begin}
-        found["append larger"] = _append(engine, args, "larger")
-        engine.delete("larger")
-        empty(engine)
-        engine.create_pool(POOL, demos, **options)
-    # Last: a profiler that has run goes on slowing launches down.
-    for name, tokens in (("stages", args.label_tokens[0]), ("decode stages", args.decode_tokens)):
-        make = _asking(over, _sampling(tokens, pool=POOL, ratio=args.ratio))
-        found[name] = {f"{n} at a time": stages(loop, make, n, next(args.fresh)) for n in args.concurrency if tokens}
-    engine.shutdown()
-    return found
-
-
-def _asking(make: Callable[..., dict[str, Any]], sampling: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
-    """Number of a question -> the request."""
-    return lambda number: make(number, sampling)
-
-
-def _append(engine: Any, args: argparse.Namespace, pool: str) -> list[float]:
-    """Seconds of appending one block of demonstrations, each time another one."""
-    times = []
-    for repeat in range(args.repeats + 1):
-        more = examples(args.block_size, 1_000_000 * (repeat + 1))
-        begin = time.perf_counter()
-        engine.append(pool, more)
-        times.append(time.perf_counter() - begin)
-    return times[1:]
 
 
 if __name__ == "__main__":

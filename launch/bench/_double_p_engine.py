@@ -3,8 +3,7 @@
 Weights are random but for those of queries and keys, which are made so that keys lie in clusters (`planted_weights`):
 over unstructured keys attention is flat, and nothing can be left out. Both engines have the same weights and prompts.
 
-Each engine lives in a process of its own that does what it is told (`main`), a line of JSON at a time, so that the two
-can be resident together and measured in turns.
+Each engine lives in a process of its own (`main`), so that the two can be resident together and measured in turns.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import argparse
 import gc
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +27,7 @@ from sglang_ext.attention.select import KERNELS_ENV
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._double_p_kernels import LEVELS, Level
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
+from sglang_ext.launch.bench._turns import STOCK, Process, say, serve
 from sglang_ext.policies.double_p import DoubleP
 
 SHORT = 16
@@ -43,9 +41,6 @@ EPSILON = 1e-5
 
 STILL = 20 / 64
 """Share of the rotated pairs of components that carry queries and keys: the slowest ones."""
-
-STOP_SECONDS = 60.0
-"""Longest that an engine may take to end."""
 
 TIME_AIM = {"flat": None, "middle": 2.4, "peaked": 2.4}
 """How many times faster than dense attention an output token is to be, by level."""
@@ -184,65 +179,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         engine = SglangEngine(**args.options)
     served = Served(engine, prompts)
-    with os.fdopen(args.replies, "w", buffering=1) as replies:
-        print(json.dumps({}), file=replies)
-        for line in sys.stdin:
-            asked = json.loads(line)
-            what = asked.pop("do")
-            print(json.dumps(getattr(served, what)(**asked)), file=replies)
+    serve(served, args.replies)
     engine.shutdown()
     return 0
 
 
 # ---- both ----
-
-
-class Process:
-    """An engine in another process.
-
-    Raises:
-        RuntimeError: it ended before it had answered; its output is on the terminal.
-    """
-
-    def __init__(self, name: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.name = name
-        read, write = os.pipe()
-        command = [sys.executable, "-m", "sglang_ext.launch.bench._double_p_engine", *words, "--replies", str(write)]
-        self._process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdin=subprocess.PIPE, text=True, pass_fds=[write]
-        )
-        os.close(write)
-        self._replies = os.fdopen(read)
-        self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        line = self._replies.readline()
-        if not line:
-            self.stop()
-            raise RuntimeError(f"the {self.name} engine failed; its output is above")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def ask(self, what: str, **options: Any) -> dict[str, Any]:
-        """Have it do one of `Served`'s methods."""
-        if self._process.stdin is None:
-            raise RuntimeError(f"the {self.name} engine has no input")
-        try:
-            print(json.dumps({"do": what, **options}), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            raise RuntimeError(f"the {self.name} engine has ended; its output is above") from None
-        return self._answer()
-
-    def stop(self) -> None:
-        """End it, and wait until its memory is free."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._replies.close()
 
 
 def measure(
@@ -336,12 +278,12 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
 
         @contextmanager
         def started(role: str) -> Iterator[Process]:
-            process = Process(role, *_words(role, folders[first], device, args, config))
+            process = Process(role, __name__, *_words(role, folders[first], device, args, config))
             try:
                 process.ask("weights", folder=str(folders[first]), flush=True)
-                _note(f"{role}: started")
+                say(f"{role}: started")
                 found[role]["prefill"] = process.ask("prefill")["seconds"]
-                _note(f"{role}: prefill {found[role]['prefill']}")
+                say(f"{role}: prefill {found[role]['prefill']}")
                 process.ask("decode", tokens=SHORT)  # compiles, clusters what is left, captures what was not yet
                 yield process
                 found[role]["state"] = process.ask("state")
@@ -378,14 +320,10 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
     return found
 
 
-def _note(words: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
-
-
 def _turn(process: Process, tokens: int) -> dict[str, Any]:
     short, long = (process.ask("decode", tokens=count) for count in (SHORT, SHORT + tokens))
     seconds = (long["seconds"] - short["seconds"]) / tokens
-    _note(f"{process.name}: {seconds * 1e3:.3f} ms a token")
+    say(f"{process.name}: {seconds * 1e3:.3f} ms a token")
     return {"seconds": seconds, "short": short, "long": long}
 
 
@@ -431,8 +369,7 @@ def _words(
     words = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     if role == "ours":
         return [*words, "--ours"], {KERNELS_ENV: args.kernels or ("flashinfer" if device.type == "cuda" else "triton")}
-    # SGLang loads every plugin that is installed: stock SGLang keeps the one that lets it run without a GPU.
-    return words, {"SGLANG_PLUGINS": "sglang_ext_cpu"}
+    return words, STOCK
 
 
 def compare(raw: Mapping[str, Any]) -> list[Figure]:

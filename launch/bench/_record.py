@@ -106,7 +106,33 @@ class Curve:
 
 def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Any) -> Figure:
     """A row whose ratio is how many times faster than the baseline ours is."""
-    ratio = theirs.median / ours.median
+    return _faster(name, ours, baseline, theirs, theirs.median / ours.median, aim, **more)
+
+
+def in_turns(
+    name: str, ours: Sequence[float], baseline: str, theirs: Sequence[float], aim: float | None, **more: Any
+) -> Figure:
+    """`at_least` of times measured in turns: the ratio is the median of the pairs' ratios.
+
+    Args:
+        ours, theirs: seconds, [pairs]; ours[i] was measured beside theirs[i].
+
+    The notes get the pairs' ratios (`paired`) and their 10th and 90th percentile (`spread`).
+
+    Raises:
+        ValueError: there are more of one than of the other.
+    """
+    if len(ours) != len(theirs):
+        raise ValueError(f"{name}: got {len(ours)} times of ours and {len(theirs)} of {baseline}; expected pairs")
+    paired = [other / own for own, other in zip(ours, theirs, strict=True)]
+    ratio = Timing.of(paired)
+    more["notes"] = {**more.get("notes", {}), "paired": paired, "spread": [ratio.low, ratio.high]}
+    return _faster(name, Timing.of(ours), baseline, Timing.of(theirs), ratio.median, aim, **more)
+
+
+def _faster(
+    name: str, ours: Timing, baseline: str, theirs: Timing, ratio: float, aim: float | None, **more: Any
+) -> Figure:
     text, met = ("", None) if aim is None else (f"at least {aim:.3g}x", ratio >= aim)
     return Figure(name, ours, baseline, theirs, ratio, text, met, **more)
 
@@ -209,6 +235,9 @@ def table(figures: Sequence[Figure]) -> str:
         else:
             theirs = ""
         ratio = "" if figure.ratio is None else f"{figure.ratio:.4g}x"
+        if len(figure.notes.get("paired", ())) >= FEW:
+            low, high = figure.notes["spread"]
+            ratio += f" ({low:.3g}-{high:.3g})"
         met = {True: "yes", False: "no", None: ""}[figure.met]
         lines.append(f"| {figure.name} | {ours} | {theirs} | {ratio} | {figure.aim} | {met} |")
     return "\n".join(lines)

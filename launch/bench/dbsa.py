@@ -4,7 +4,7 @@ Two halves, both in Llama-3.1-8B's shape with random weights, bfloat16, on one N
 
 - kernels: attention of one layer, against FlashInfer and against what bandwidth and tensor cores allow;
 - engine: encoding, appending and requests a second, against stock SGLang with FlashInfer (dense prefill, Fixed ICL from
-  its cache, RetICL, zero-shot), each engine in a process of its own.
+  its cache, RetICL, zero-shot); both engines are resident and are measured in turns.
 
 Every row names its baseline, measured in the same run. Nothing is timed whose output was not checked before.
 """
@@ -14,21 +14,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sglang_ext.attention.select import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench import _stages
-from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, save, table
+from sglang_ext.launch.bench._dbsa_engine import SHAPES
+from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, IN_TURNS, engines
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, in_turns, save, table
 
 RESULTS = Path(__file__).resolve().parent / "results" / "dbsa.json"
 HALVES = ("kernels", "engine")
@@ -77,12 +72,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--larger", type=int, default=540_000, help="tokens of a larger pool (0: none; default: 540000)"
     )
     parser.add_argument("--rounds", type=int, default=4, help="rounds of questions in a run (default: 4)")
-    parser.add_argument("--repeats", type=int, default=3, help="measured runs of each (default: 3)")
+    parser.add_argument("--min-requests", type=int, default=8, help="questions of a run, at least (default: 8)")
+    parser.add_argument("--repeats", type=int, default=3, help="measured runs, or pairs of runs, of each (default: 3)")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="one engine after the other, where the memory is not enough for both (default: both resident, in turns)",
+    )
     parser.add_argument("--stock-backend", default="flashinfer", help="the stock engine's attention backend")
     parser.add_argument(
         "--kernels", choices=KERNELS, help=f"of our engine, {KERNELS_ENV} (default: flashinfer on a GPU, torch without)"
     )
-    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of both engines, as JSON")
+    parser.add_argument(
+        "--engine",
+        type=json.loads,
+        default={},
+        help='more arguments of both engines, as JSON; those of one under "stock" or "ours"'
+        ' ({"ours": {"max_total_tokens": 580000}}; default: what --tokens and --larger need)',
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file (default: launch/bench/results/dbsa.json)")
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
 
@@ -108,58 +115,30 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def engines(args: argparse.Namespace) -> dict[str, Any]:
-    """Run both engines, one after the other: {"stock": ..., "ours": ...}.
+def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
+    """Rows from what the two engines measured.
 
     Raises:
-        RuntimeError: one of them failed; its output is above.
+        ValueError: the stock engine did not have the pool in its cache while it answered behind it.
     """
-    found: dict[str, Any] = {}
-    chosen = args.kernels or ("flashinfer" if torch.cuda.is_available() else "torch")
-    with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
-        folder = Path(temporary)
-        # Positions are sequential over the larger pool too, so that both are encoded alike.
-        write_model(folder / "model", args.shape, max(131_072, max(args.tokens, args.larger) + 16_384))
-        for role in ("stock", "ours"):
-            out = folder / f"{role}.json"
-            options = {
-                "role": role,
-                "backend": args.stock_backend,
-                "model": folder / "model",
-                "out": out,
-                "tokens": args.tokens,
-                "block-size": args.block_size,
-                "ratio": args.ratio,
-                "rounds": args.rounds,
-                "repeats": args.repeats,
-                "larger": args.larger,
-                "decode-tokens": args.decode_tokens,
-                "engine": json.dumps(args.engine),
-            }
-            command = [sys.executable, "-m", "sglang_ext.launch.bench._dbsa_engine"]
-            command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
-            command += ["--concurrency", *map(str, args.concurrency)]
-            command += ["--label-tokens", *map(str, args.label_tokens)]
-            # SGLang loads every plugin that is installed: stock SGLang keeps the one that lets it run without a GPU.
-            own = {KERNELS_ENV: chosen} if role == "ours" else {"SGLANG_PLUGINS": "sglang_ext_cpu"}
-            if subprocess.run(command, check=False, env={**os.environ, **own}).returncode:
-                raise RuntimeError(f"the {role} engine failed; its output is above")
-            found[role] = json.loads(out.read_text())
-    found["stock"]["backend"] = args.stock_backend
-    return found
-
-
-def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
-    """Rows from what the two engines measured."""
     stock, ours = raw["stock"], raw["ours"]
-    tokens = {"pool_tokens": ours["tokens"], "dense_tokens": stock["tokens"]}
+    order = raw.get("order", APART)
+    tokens = {"pool_tokens": ours["tokens"], "dense_tokens": stock["tokens"], "order": order}
     dense = [seconds * ours["tokens"] / stock["tokens"] for seconds in stock["prefill"]]
+
+    def faster(
+        name: str, mine: list[float], baseline: str, theirs: list[float], aim: float | None, **more: Any
+    ) -> Figure:
+        if order == IN_TURNS:
+            return in_turns(name, mine, baseline, theirs, aim, **more)
+        return at_least(name, Timing.of(mine), baseline, Timing.of(theirs), aim, **more)
+
     figures = [
-        at_least(
+        faster(
             f"encoding a pool of {ours['tokens']} tokens in {ours['blocks']} blocks, whole engine",
-            Timing.of(ours["encode"]),
+            ours["encode"],
             f"dense prefill, stock SGLang on {stock['backend']}",
-            Timing.of(dense),
+            dense,
             2.5,
             notes=tokens,
         )
@@ -168,18 +147,24 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
         mine, theirs = ours["answers"][label], stock["answers"][label]
         measured = {"retrieval": {}, **theirs, "all blocks": mine["all blocks"]}
         notes = {"question_tokens": stock["question_tokens"], "label_tokens": int(label), "concurrency": number}
+        notes["order"] = order
         for baseline, words in BASELINES.items():
             if str(number) not in measured[baseline]:
                 continue
             aim = ANSWER_AIMS.get(number, {}).get(baseline)
             name = f"answering with {label} tokens, {number} at a time, time a request"
             words = words.format(backend=stock["backend"])
-            times = _per_request(mine["dbsa"][str(number)]), _per_request(measured[baseline][str(number)])
-            figures.append(at_least(name, times[0], words, times[1], aim, notes=notes))
+            runs = measured[baseline][str(number)]
+            if baseline == "fixed":
+                _check_cached(runs, stock["tokens"])
+            own = BESIDE_RETRIEVAL if baseline == "retrieval" and BESIDE_RETRIEVAL in mine else "dbsa"
+            figures.append(
+                faster(name, _per_request(mine[own][str(number)]), words, _per_request(runs), aim, notes=notes)
+            )
         plain, other = (_per_request(side["zero-shot"][str(number)]) for side in (mine, theirs))
         name = f"a plain request with {label} tokens, {number} at a time"
         words = BASELINES["zero-shot"].format(backend=stock["backend"])
-        figures.append(at_least(name, plain, words, other, 1 / 1.03, notes=notes))
+        figures.append(faster(name, plain, words, other, 1 / 1.03, notes=notes))
     for number in concurrency:
         spent = ours["decode stages"].get(f"{number} at a time", {})
         if spent.get("rotation"):  # else it is part of the attention kernel, and cannot be told from it
@@ -194,10 +179,23 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
         name = f"encoding {growth:.2f} times the pool, against that many times the time"
         figures.append(at_least(name, one, "linear growth", scaled, 6 / 6.3))
         small, large = Timing.of(ours["append"]), Timing.of(ours["append larger"])
-        figures.append(at_least("appending a block to the larger pool", large, "to the smaller", small, 1 / 1.1))
+        # The rest is the host's: parsing, laying out, describing the pool.
+        spent = {name: statistics.median(each) for name, each in ours.get("append encoding", {}).items()}
+        notes = {"encoding": spent} if spent else {}
+        name = "appending a block to the larger pool"
+        figures.append(at_least(name, large, "to the smaller", small, 1 / 1.1, notes=notes))
     return figures
 
 
-def _per_request(runs: Sequence[dict[str, Any]]) -> Timing:
+def _per_request(runs: Sequence[dict[str, Any]]) -> list[float]:
     """Seconds a request that a closed loop takes: the reciprocal of requests a second, of each run."""
-    return Timing.of(run["seconds"] / run["requests"] for run in runs)
+    return [run["seconds"] / run["requests"] for run in runs]
+
+
+def _check_cached(runs: Sequence[dict[str, Any]], tokens: int) -> None:
+    for run in runs:
+        if run.get("cached", tokens) < tokens:
+            raise ValueError(
+                f"of {tokens} tokens of pool {run['cached']} were cached for a question of Fixed ICL: expected all of"
+                ' them; give the stock engine more room (--engine \'{"stock": {"max_total_tokens": ...}}\')'
+            )

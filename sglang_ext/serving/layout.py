@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,16 +25,20 @@ class Demonstration:
     output: str
 
 
-def parse_demonstrations(items: Iterable[Any], taken: Iterable[str] = ()) -> list[Demonstration]:
+def parse_demonstrations(items: Iterable[Any], taken: Collection[str] = ()) -> list[Demonstration]:
     """Demonstrations from JSON-like objects; those without an id get `d0`, `d1`, ...
+
+    Args:
+        items: the objects.
+        taken: ids that are not to be used again; names go on from how many they are. Looked up, never walked over.
 
     Raises:
         ValueError: an item is not an object with `input` and `output` strings, an id is taken twice, or there are none.
             Says which item (counted from 1).
     """
-    used = set(taken)
+    used: set[str] = set()
     result: list[Demonstration] = []
-    fresh = 0
+    fresh = len(taken)
     for number, item in enumerate(items, start=1):
         if not isinstance(item, Mapping):
             raise ValueError(
@@ -49,12 +53,12 @@ def parse_demonstrations(items: Iterable[Any], taken: Iterable[str] = ()) -> lis
             )
         name = item.get("id")
         if name is None:
-            while f"d{fresh}" in used:
+            while f"d{fresh}" in used or f"d{fresh}" in taken:
                 fresh += 1
             name = f"d{fresh}"
         elif not isinstance(name, str) or not name:
             raise ValueError(f"demonstration {number}: id {name!r}: expected a non-empty string")
-        if name in used:
+        if name in used or name in taken:
             raise ValueError(f"demonstration {number}: id {name!r} is taken; ids are unique in a pool")
         used.add(name)
         result.append(Demonstration(name, text, label))

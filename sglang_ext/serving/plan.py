@@ -44,18 +44,15 @@ def kv_bytes_per_token(config: Any, dtype: str = "auto", tp_size: int = 1) -> in
 def beyond_context(layout: Layout, options: PoolOptions, limit: int) -> str | None:
     """What is wrong when a block would be encoded at positions outside the model's context of `limit` tokens."""
     pattern = options.block_sparse
-    for block in range(len(layout.blocks)):
-        start = pattern.starts(block, layout.lengths)[block]
-        if start + layout.lengths[block] >= limit:
+    for number, block in enumerate(layout.blocks):
+        end = block.position + len(block.token_ids)
+        if end >= limit:
             advice = (
                 'use positions="local", or fewer demonstrations'
                 if pattern.positions == "sequential"
                 else "use smaller blocks, fewer previous blocks or another pattern"
             )
-            return (
-                f"block {block} would end at position {start + layout.lengths[block]}, the model's context is"
-                f" {limit} tokens: {advice}"
-            )
+            return f"block {number} would end at position {end}, the model's context is {limit} tokens: {advice}"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,7 +28,8 @@ class Definition:
 
     Attributes:
         demonstrations: by id, in order of arrival.
-        groups: ids of the demonstrations of each block.
+        groups: ids of the demonstrations of each block. A tuple of them is made once, with its demonstrations: where it
+            is the same object, they are, too.
         deleted: ids that retrieval and views leave out, though the blocks they stand in were encoded with them.
     """
 
@@ -46,12 +48,23 @@ class Definition:
         kept = {id: item for id, item in self.demonstrations.items() if id not in self.deleted}
         return replace(self, demonstrations=kept, groups=tuple(group for group in groups if group), deleted=frozenset())
 
+    def grown(self, items: Sequence[Demonstration], groups: Sequence[Sequence[str]]) -> Definition:
+        """The same with more demonstrations (under new ids) in blocks of their own behind the others."""
+        found = replace(
+            self,
+            demonstrations={**self.demonstrations, **{item.id: item for item in items}},
+            groups=(*self.groups, *(tuple(group) for group in groups)),
+        )
+        # Not found again from all of them: an append must not become slower as a pool grows.
+        vars(found)["labels"] = tuple(dict.fromkeys((*self.labels, *(item.output for item in items))))
+        return found
+
     def extends(self, other: Definition) -> bool:
         """Whether it is `other` with blocks behind it: what is known of `other`'s blocks holds here too."""
         return (
             (self.options, self.deleted) == (other.options, other.deleted)
-            and self.groups[: len(other.groups)] == other.groups
-            and all(self.demonstrations.get(id) is item for id, item in other.demonstrations.items())
+            and len(self.groups) >= len(other.groups)
+            and all(map(operator.is_, self.groups, other.groups))
         )
 
     def live(self) -> list[Demonstration]:

@@ -180,13 +180,7 @@ class PoolService:
         items = parse_demonstrations(demonstrations, taken=definition.demonstrations)
         self._refuse_busy(name)
         groups = await self._apart(group_demonstrations, items, definition.options, self._tokenizer())
-        grown = Definition(
-            definition.options,
-            {**definition.demonstrations, **{item.id: item for item in items}},
-            (*definition.groups, *(tuple(group) for group in groups)),
-            definition.deleted,
-        )
-        return await self._change(name, grown, wait, base)
+        return await self._change(name, definition.grown(items, groups), wait, base)
 
     async def delete_demonstration(self, name: str, id: str, purge: bool = False, wait: bool = True) -> dict[str, Any]:
         """Leave a demonstration out of retrieval and views at once; with `purge`, encode again all it reached."""
@@ -316,10 +310,12 @@ class PoolService:
                     started.set_exception(error)
                 return
             started.set_result(None)
+            # While the blocks are encoded: no request waits for it.
+            indexed = self.background(self._apart(version.retriever, RequestOptions(version.name), pool.current))
             flushes = await self._encode_all(version, missing, progress)
             if flushes == self._flushes:  # else the first request finds what is missing, and encodes it
                 version.resident.update(version.layouts)
-            await self._apart(version.retriever, RequestOptions(version.name), pool.current)  # no request waits for it
+            await indexed
             if self.store:
                 self.store.save(version.name, version.definition.dump())
             old, pool.current, pool.versions = pool.current, version, version.number

@@ -15,6 +15,7 @@ from sglang_ext.launch.bench import _double_p_kernels as kernels
 from sglang_ext.launch.bench import double_p
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._record import Timing, at_most, table
+from sglang_ext.launch.bench._turns import Process
 from sglang_ext.policies.double_p import DoubleP
 
 
@@ -129,7 +130,7 @@ def test_nothing_is_compared_that_did_not_read_clusters(selected: dict[str, floa
 
 def test_an_engine_that_fails_is_said_to() -> None:
     with pytest.raises(RuntimeError, match="the stock engine failed"):
-        engine.Process("stock", ["--options", "{}"], {})
+        Process("stock", engine.__name__, ["--options", "{}"], {}).wait()
 
 
 def test_levels_of_the_command_line_are_those_of_the_kernels() -> None:

@@ -29,9 +29,10 @@ def definition(blocks: int, **change: Any) -> Definition:
 
 
 def grown(base: Definition, blocks: int) -> Definition:
-    """`base` as an append leaves it: its demonstrations are the same objects."""
-    whole = definition(blocks)
-    return replace(whole, demonstrations={**whole.demonstrations, **base.demonstrations})
+    """`base` as an append leaves it."""
+    first = len(base.groups)
+    items = list(definition(blocks).demonstrations.values())[3 * first :]
+    return base.grown(items, definition(blocks).groups[first:])
 
 
 @pytest.mark.parametrize("positions", ["sequential", "local"])
@@ -70,7 +71,7 @@ def test_what_extends_what() -> None:
     small = definition(5)
     assert grown(small, 9).extends(small) and small.extends(small)
     assert not small.extends(grown(small, 9))
-    assert not definition(9).extends(small), "equal demonstrations that are other objects may differ"
+    assert not definition(9).extends(small), "equal names may stand for other demonstrations"
     assert not replace(grown(small, 9), deleted=frozenset({small.groups[0][0]})).extends(small)
     assert not replace(grown(small, 9), options=PoolOptions(block_size=4)).extends(small)
     assert not replace(grown(small, 9), groups=definition(9).groups[1:]).extends(small)

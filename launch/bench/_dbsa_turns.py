@@ -1,0 +1,249 @@
+"""The engine's half of ``sglang-ext bench dbsa``: which of the two engines does what, and when.
+
+Both are resident on one GPU and take turns: every run of ours stands beside one of stock SGLang's, with the same
+questions. Where the memory is not enough for both, `--apart` has them do the same one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_ext.attention.select import KERNELS_ENV
+from sglang_ext.launch.bench import _dbsa_engine
+from sglang_ext.launch.bench._dbsa_engine import LARGER, POOL, SHAPES, write_model
+from sglang_ext.launch.bench._turns import STOCK, Process, say
+from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
+
+ROLES = ("stock", "ours")
+IN_TURNS, APART = "in turns", "one engine after the other"
+TURN = (("stock", "zero-shot"), ("ours", "zero-shot"), ("stock", "fixed"), ("ours", "dbsa"), ("ours", "all blocks"))
+"""What is asked in a turn, by whom: what is compared stands side by side."""
+
+BESIDE_RETRIEVAL = "dbsa, beside retrieval"
+"""Our runs that were in turns with RetICL's."""
+
+LIGHT = 4
+"""Questions of a run that takes seconds a question."""
+
+APPENDED = ("append", "append larger")
+"""Appends to the pool and to the larger one."""
+
+APPENDS = 6
+"""Blocks that are appended to a pool, at least; the first is not counted."""
+
+QUESTION, DEMONSTRATION = 40, 32
+"""Tokens of one, at most."""
+
+STATIC = 0.95
+"""SGLang's `mem_fraction_static`: it leaves room for what is allocated later, of the memory that is free at the start.
+
+Capacities are stated, so that it only must not be in their way: of two engines the second finds the first one's memory
+taken."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that an engine is asked for.
+
+    Attributes:
+        role: which engine.
+        do: a method of `_dbsa_engine.Stock` or `Ours`.
+        options: its keywords.
+        keep: where the answer goes in what is found of the engine; empty where it is a warm-up.
+        part: the part of the answer that is kept; empty for all of it.
+        several: whether answers of other steps go to the same place: a list of them.
+    """
+
+    role: str
+    do: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
+    part: str = "seconds"
+    several: bool = True
+
+    def run(self, process: Process, found: dict[str, Any]) -> None:
+        """Have it done, and keep the answer in `found`."""
+        answer = process.ask(self.do, **self.options)
+        words = [self.role, self.do, *(f"{name} {value}" for name, value in self.options.items())]
+        seconds = answer.get("seconds", answer.get("wall"))
+        say(f"{', '.join(words)}: {seconds:.4g} s{'' if self.keep else ' (warm-up)'}")
+        if not self.keep:
+            return
+        *path, last = self.keep
+        for name in path:
+            found = found.setdefault(name, {})
+        value = answer[self.part] if self.part else answer
+        if self.several:
+            found.setdefault(last, []).append(value)
+        else:
+            found[last] = value
+
+
+def engines(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure both engines: {"stock": ..., "ours": ..., "order": ..., "memory": ...}.
+
+    Raises:
+        RuntimeError: one of them failed (its output is above), or has less KV cache than it needs.
+    """
+    sizes = capacities(args)
+    found: dict[str, Any] = {
+        "stock": {"backend": args.stock_backend},
+        "ours": {"stages": {}, "decode stages": {}},
+        "order": APART if args.apart else IN_TURNS,
+        "memory": {role: {"tokens": size, "kv_bytes": size * _token_bytes(args)} for role, size in sizes.items()},
+    }
+    with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
+        model = Path(temporary) / "model"
+        # Positions are sequential over the larger pool too, so that both are encoded alike.
+        write_model(model, args.shape, max(131_072, *sizes.values()))
+        for roles in [[role] for role in ROLES] if args.apart else [ROLES]:
+            with ExitStack() as stack:
+                processes = {}
+                for role in roles:
+                    words, environment = _words(role, model, args, sizes[role])
+                    process = Process(role, _dbsa_engine.__name__, words, environment)
+                    processes[role] = stack.enter_context(process)
+                    if torch.cuda.is_available():  # the next one finds the memory of this one taken
+                        process.wait()
+                for role, process in processes.items():
+                    found[role] |= _about(process, sizes[role])
+                for step in steps(args):
+                    if step.role in processes:
+                        step.run(processes[step.role], found[step.role])
+    ours = found["ours"]
+    ours |= {name: ours["encode"][0][name] for name in ("tokens", "blocks")}
+    ours["append encoding"] = {name: [each["encoding"] for each in ours[name]] for name in APPENDED if name in ours}
+    for name in ("encode", *ours["append encoding"]):
+        ours[name] = [each["seconds"] for each in ours[name]]
+    return found
+
+
+def _about(process: Process, size: int) -> dict[str, Any]:
+    """What an engine says of itself; RuntimeError when its KV cache is too small."""
+    about = process.ask("about")
+    say(f"{process.name}: started, {about['capacity']} tokens of KV cache")
+    if about["capacity"] < size:
+        raise RuntimeError(
+            f"the {process.name} engine has a KV cache of {about['capacity']} tokens, {size} are needed: measure one"
+            " engine after the other (--apart), make --larger smaller or raise mem_fraction_static (--engine)"
+        )
+    return about
+
+
+def steps(args: argparse.Namespace) -> Iterator[Step]:
+    """All that both engines do, in order. The first of several runs of one thing is a warm-up."""
+    asked = 0  # questions so far: one that was asked before would be cached
+    repeats = range(args.repeats + 1)
+    for repeat in repeats:
+        yield Step("stock", "prefill", keep=("prefill",) if repeat else ())
+        yield Step("ours", "encode", {"pool": POOL}, ("encode",) if repeat else (), part="")
+    for tokens, concurrency in itertools.product(args.label_tokens, args.concurrency):
+        count = questions_a_run(args, concurrency)
+        for repeat in repeats:
+            for role, kind in TURN:
+                yield _asking(role, kind, tokens, concurrency, asked, count, kind if repeat else None)
+            asked += count
+    tokens, concurrency = args.label_tokens[0], args.concurrency[0]  # seconds a request, whatever its answer
+    count = questions_a_run(args, concurrency)
+    for repeat in repeats:  # behind the others: it drives the pool out of the stock engine's cache
+        kept = ("retrieval", BESIDE_RETRIEVAL) if repeat else (None, None)
+        yield _asking("stock", "retrieval", tokens, concurrency, asked, min(LIGHT, count), kept[0])
+        yield _asking("ours", "dbsa", tokens, concurrency, asked, count, kept[1])
+        asked += count
+    yield from _appending(args, POOL, APPENDED[0])
+    if args.larger:
+        yield Step("ours", "encode", {"pool": LARGER}, ("larger",), part="", several=False)
+        yield from _appending(args, LARGER, APPENDED[1])
+    yield Step("ours", "encode", {"pool": POOL})
+    # Last: a profiler that has run goes on slowing launches down.
+    for name, tokens in (("stages", args.label_tokens[0]), ("decode stages", args.decode_tokens)):
+        for concurrency in args.concurrency if tokens else ():
+            count = max(2, concurrency)
+            options = {"tokens": tokens, "concurrency": concurrency, "first": asked, "count": count}
+            asked += count
+            yield Step("ours", "stages", options, (name, f"{concurrency} at a time"), part="", several=False)
+
+
+def _asking(role: str, kind: str, tokens: int, concurrency: int, first: int, count: int, keep: str | None) -> Step:
+    options = {"kind": kind, "tokens": tokens, "concurrency": concurrency, "first": first, "count": count}
+    return Step(role, "run", options, ("answers", str(tokens), keep, str(concurrency)) if keep else (), part="")
+
+
+def _appending(args: argparse.Namespace, pool: str, name: str) -> Iterator[Step]:
+    for repeat in range(_appends(args) + 1):
+        yield Step("ours", "append", {"pool": pool}, (name,) if repeat else (), part="")
+
+
+def _appends(args: argparse.Namespace) -> int:
+    return max(APPENDS, int(args.repeats))
+
+
+def questions_a_run(args: argparse.Namespace, concurrency: int) -> int:
+    """How many questions a run asks: `--rounds` of as many as are asked at a time, and at least `--min-requests`."""
+    return int(max(args.min_requests, args.rounds * concurrency))
+
+
+# ---- sizes ----
+
+
+def capacities(args: argparse.Namespace) -> dict[str, int]:
+    """Tokens of KV cache that each engine needs.
+
+    Stock SGLang keeps the pool's prompt between two runs behind it, while the questions of both and of the zero-shot
+    run between them are cached too; later one RetICL prompt. Ours holds the largest pool, what is appended to it and
+    the requests under way.
+    """
+    most = max(args.concurrency)
+    run = questions_a_run(args, most) * (QUESTION + max(args.label_tokens))
+    under_way = most * (QUESTION + max(*args.label_tokens, args.decode_tokens)) + ROOM_FOR_REQUESTS
+    appended = (_appends(args) + 1) * args.block_size * DEMONSTRATION
+    computed = {
+        "stock": args.tokens + max(2 * run, round(args.ratio * args.tokens)) + run,
+        "ours": max(args.tokens, args.larger) + appended + under_way,
+    }
+    # A pool ends behind the first demonstration that makes it long enough.
+    return {role: _given(args, role).get("max_total_tokens", size + DEMONSTRATION) for role, size in computed.items()}
+
+
+def _given(args: argparse.Namespace, role: str) -> dict[str, Any]:
+    """An engine's arguments of `--engine`: those of both, and its own, which stand under its role."""
+    return {name: value for name, value in args.engine.items() if name not in ROLES} | args.engine.get(role, {})
+
+
+def _token_bytes(args: argparse.Namespace) -> int:
+    shape = SHAPES[args.shape]
+    numbers = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    return numbers * (4 if args.shape == "tiny" else 2)
+
+
+def _words(role: str, model: Path, args: argparse.Namespace, size: int) -> tuple[list[str], dict[str, str]]:
+    """(arguments, environment) of a process."""
+    options: dict[str, Any] = {
+        "max_total_tokens": size,
+        "max_running_requests": max(args.concurrency),
+        **({"mem_fraction_static": STATIC} if torch.cuda.is_available() else {}),
+        **({"attention_backend": args.stock_backend} if role == "stock" else {}),
+        **_given(args, role),
+    }
+    words = {
+        "role": role,
+        "model": model,
+        "tokens": args.tokens,
+        "block-size": args.block_size,
+        "ratio": args.ratio,
+        "larger": args.larger,
+        "engine": json.dumps(options),
+    }
+    chosen = args.kernels or ("flashinfer" if torch.cuda.is_available() else "torch")
+    environment = {KERNELS_ENV: chosen} if role == "ours" else STOCK
+    return [text for name, value in words.items() for text in (f"--{name}", str(value))], environment

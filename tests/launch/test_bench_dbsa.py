@@ -1,0 +1,185 @@
+"""The engine's half of `sglang-ext bench dbsa`: what is asked of both engines in turns, their sizes, and the rows."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.launch.bench import _dbsa_turns as turns
+from sglang_ext.launch.bench import dbsa
+from sglang_ext.launch.bench._record import in_turns, table
+
+RESULTS = Path(dbsa.__file__).parent / "results" / "dbsa_engine.json"
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    dbsa.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+# ---- turns ----
+
+
+def test_every_run_of_ours_stands_beside_one_of_the_stock_engine() -> None:
+    args = arguments("--concurrency", "1", "32", "--repeats", "3")
+    kept: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    for step in turns.steps(args):
+        if step.do == "run" and step.keep:
+            kept[(step.role, *step.keep[1:])].append(dict(step.options))
+    for label, number in (("4", "1"), ("4", "32"), ("8", "1"), ("8", "32")):
+        runs = [kept[(role, label, kind, number)] for role, kind in turns.TURN]
+        assert all(len(run) == 3 for run in runs)
+        for together in zip(*runs, strict=True):
+            assert len({(each["first"], each["count"], each["tokens"]) for each in together}) == 1
+    light, beside = kept[("stock", "4", "retrieval", "1")], kept[("ours", "4", turns.BESIDE_RETRIEVAL, "1")]
+    assert [each["first"] for each in light] == [each["first"] for each in beside] and len(light) == 3
+    assert ("stock", "4", "retrieval", "32") not in kept, "seconds a request: at the first concurrency only"
+
+
+def test_a_turn_is_not_interrupted() -> None:
+    asked = [step for step in turns.steps(arguments()) if step.do == "run" and step.options["kind"] != "retrieval"]
+    whole = len(asked) // len(turns.TURN) * len(turns.TURN)
+    regular = [(step.role, step.options["kind"]) for step in asked[:whole]][: 2 * 3 * 4 * len(turns.TURN)]
+    assert regular == list(turns.TURN) * (2 * 3 * 4)
+    pairs = [step.role for step in turns.steps(arguments()) if step.do in ("prefill", "encode")]
+    assert pairs[:8] == ["stock", "ours"] * 4
+
+
+def test_no_question_is_asked_twice() -> None:
+    asked: Counter[tuple[str, str, int]] = Counter()
+    for step in turns.steps(arguments()):
+        if "first" in step.options:
+            kind = step.options.get("kind", "dbsa")
+            numbers = range(step.options["first"], step.options["first"] + step.options["count"])
+            asked.update((step.role, kind, number) for number in numbers)
+    assert max(asked.values()) == 1 and max(number for _, _, number in asked) < 60_000
+
+
+def test_profiles_are_last() -> None:
+    asked = [step.do for step in turns.steps(arguments())]
+    assert set(asked[asked.index("stages") :]) == {"stages"}
+    assert "stages" not in [step.do for step in turns.steps(arguments("--decode-tokens", "0"))][:-3]
+
+
+def test_two_engines_fit_on_one_gpu() -> None:
+    args = arguments()
+    sizes = turns.capacities(args)
+    assert sizes["stock"] > 90_000 * 1.3125 and sizes["ours"] > 540_000 + 6 * 1880
+    weights = 15
+    gib = sum(size * turns._token_bytes(args) for size in sizes.values()) / 2**30
+    assert gib + 2 * weights < 0.88 * 139, "the rest is for graphs, activations and contexts"
+    given = arguments("--engine", '{"disable_cuda_graph": true, "ours": {"max_total_tokens": 7}}')
+    assert turns.capacities(given) == {"stock": sizes["stock"], "ours": 7}
+    words, _ = turns._words("stock", Path("model"), given, sizes["stock"])
+    options = json.loads(words[words.index("--engine") + 1])
+    assert options["disable_cuda_graph"] and options["max_total_tokens"] == sizes["stock"] and "ours" not in options
+
+
+class Small:
+    name = "ours"
+
+    def ask(self, what: str) -> dict[str, Any]:
+        return {"capacity": 99}
+
+
+def test_an_engine_with_too_small_a_cache_is_not_measured() -> None:
+    with pytest.raises(RuntimeError, match=r"99 tokens, 100 are needed.*--apart"):
+        turns._about(Small(), 100)  # type: ignore[arg-type]
+
+
+# ---- rows ----
+
+
+def test_the_ratio_is_the_median_of_pairs() -> None:
+    row = in_turns("plain", [1.0, 2.0, 4.0, 1.0, 1.0], "stock", [1.1, 1.8, 4.4, 1.2, 0.9], 0.97, notes={"a": 1})
+    assert row.ratio == pytest.approx(1.1) and row.met and row.timing.median == 1.0
+    assert row.notes["a"] == 1 and row.notes["paired"] == pytest.approx([1.1, 0.9, 1.1, 1.2, 0.9])
+    assert row.notes["spread"] == pytest.approx([0.9, 1.16])
+    assert "| 1.1x (0.9-1.16) | at least 0.97x | yes |" in table([row])
+    with pytest.raises(ValueError, match="2 times of ours and 1 of stock"):
+        in_turns("plain", [1.0, 2.0], "stock", [1.0], None)
+
+
+def raw(order: str) -> dict[str, Any]:
+    """Figures of 3 turns; the host becomes four times slower from the first to the last."""
+
+    def runs(seconds: float, **more: Any) -> dict[str, Any]:
+        return {"1": [{"seconds": seconds * slow, "requests": 8, **more} for slow in (1, 2, 4)]}
+
+    return {
+        "order": order,
+        "stock": {
+            "backend": "flashinfer", "tokens": 1000, "question_tokens": 26, "prefill": [1.0, 2.0, 4.0],
+            "answers": {"4": {
+                "zero-shot": runs(0.99), "fixed": runs(2, cached=1000), "retrieval": runs(60),
+            }},
+        },
+        "ours": {
+            "tokens": 1000, "blocks": 5, "encode": [0.25, 0.5, 1.0], "append": [1.0], "decode stages": {},
+            "answers": {"4": {
+                "zero-shot": runs(1), "dbsa": runs(1), "all blocks": runs(1.4), turns.BESIDE_RETRIEVAL: runs(1.5),
+            }},
+        },
+    }  # fmt: skip
+
+
+def test_rows_of_turns() -> None:
+    rows = dbsa.compare(raw(turns.IN_TURNS), [1])
+    assert [row.ratio for row in rows] == pytest.approx([4, 2, 1.4, 40, 0.99, 0.99])
+    for row in rows:
+        assert row.notes["spread"] == pytest.approx([row.ratio, row.ratio]), "what slows both is in no ratio"
+        assert row.notes["order"] == turns.IN_TURNS
+
+
+def test_rows_of_engines_apart_have_no_pairs() -> None:
+    rows = dbsa.compare(raw(turns.APART), [1])
+    assert [row.ratio for row in rows] == pytest.approx([4, 2, 1.4, 40, 0.99, 0.99])
+    assert all("paired" not in row.notes and row.notes["order"] == turns.APART for row in rows)
+
+
+def test_nothing_is_compared_that_was_prefilled_again() -> None:
+    changed = copy.deepcopy(raw(turns.IN_TURNS))
+    changed["stock"]["answers"]["4"]["fixed"]["1"][1]["cached"] = 12
+    with pytest.raises(ValueError, match="of 1000 tokens of pool 12 were cached"):
+        dbsa.compare(changed, [1])
+
+
+def test_kept_results_are_compared_as_they_were() -> None:
+    kept = json.loads(RESULTS.read_text())
+    rows = dbsa.compare(kept["engine"], [1, 32, 128])
+    figures = {(row["name"], row["baseline"]): row for row in kept["figures"]}
+    found = {(row.name, row.baseline): row for row in rows}
+    assert figures.keys() <= found.keys()
+    for key, row in figures.items():
+        assert (found[key].ratio, found[key].aim) == (pytest.approx(row["ratio"]), row["aim"])
+
+
+# ---- both engines ----
+
+
+def test_both_engines_answer_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "APPENDS", 1)
+    args = arguments(
+        *("--shape", "tiny", "--tokens", "600", "--larger", "1200", "--block-size", "5", "--concurrency", "1", "2"),
+        *("--label-tokens", "2", "--min-requests", "2", "--rounds", "1", "--repeats", "1", "--decode-tokens", "3"),
+        *("--stock-backend", "torch_native", "--kernels", "torch"),
+    )
+    found = turns.engines(args)
+    assert found["order"] == turns.IN_TURNS and found["ours"]["tokens"] >= 600 and found["stock"]["tokens"] >= 600
+    assert found["stock"]["capacity"] >= found["memory"]["stock"]["tokens"]
+    rows = dbsa.compare(found, args.concurrency)
+    assert all(len(row.notes["paired"]) == 1 for row in rows if "order" in row.notes)
+    assert {row.baseline.split(",")[0] for row in rows} == {
+        "dense prefill", "Fixed ICL", "RetICL", "zero-shot", "linear growth", "to the smaller",
+    }  # fmt: skip
+    assert rows[-1].notes["encoding"].keys() == {"append", "append larger"}
+    assert 0 < rows[-1].notes["encoding"]["append larger"] < rows[-1].timing.high
+    names = {"1 at a time", "2 at a time"}
+    assert found["ours"]["stages"].keys() == found["ours"]["decode stages"].keys() == names

@@ -287,7 +287,7 @@ class ClusteredViews(PlannedViews):
         if self._table.is_cuda:
             torch.cuda.synchronize()
         selection, _ = self._loaded.chosen(self._loaded.rows)
-        _, tokens, approx, clusters = selection.counts.double().cpu().unbind(-1)
+        _, tokens, approx, clusters, _ = selection.counts.double().cpu().unbind(-1)
         clustered = torch.tensor([row.tokens for row in self._now], dtype=torch.float64).unsqueeze(1)
         return {
             "rows": float(len(self._now)),

@@ -264,7 +264,6 @@ class RowBuffers:
         self._starts = torch.zeros_like(self._sizes)
         run, self._align = (width, attention.aligned(TILE)) if c.turns > 1 else (1, 1)
         self._selection = Selection.empty(c.rows, kv_heads, cells, device, run, self._align)
-        self._search = top_p.Workspace.empty(c.rows, kv_heads, shape.group, cells, device)
         self._workspace = attention.Workspace.empty(
             c.rows,
             kv_heads,
@@ -276,6 +275,9 @@ class RowBuffers:
             tuning,
             align=self._align,
         )
+        # Slots are written out after the search.
+        lent = self._workspace.slots.view(-1)
+        self._search = top_p.Workspace.empty(c.rows, kv_heads, shape.group, cells, device, lent)
         self._lse = torch.zeros(c.rows, shape.heads, dtype=torch.float32, device=device)
         self._parts: dict[int, _Part] = {}
 

@@ -150,7 +150,7 @@ def centroid_scores(
 
 
 @triton.jit
-def _update(top, total, acc, x, values):
+def _update(top, total, acc, x):
     """One step of the running softmax; a row without a single visible entry keeps its maximum of -inf."""
     new = tl.maximum(top, tl.max(x, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)
@@ -296,7 +296,7 @@ def _attend(
                 )
                 x = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * (scale * log2e)
                 x = tl.where(own & visible[None, :], x, float("-inf"))
-                top, total, acc, weight = _update(top, total, acc, x, values)
+                top, total, acc, weight = _update(top, total, acc, x)
                 acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
 
             before = token_tiles * COST
@@ -317,7 +317,7 @@ def _attend(
                     mask=(real & (of_part == 0))[:, None] & visible[None, :],
                     other=float("-inf"),
                 )
-                top, total, acc, weight = _update(top, total, acc, x * log2e, values)
+                top, total, acc, weight = _update(top, total, acc, x * log2e)
                 acc += tl.dot(weight.to(values.dtype), values, input_precision=PRECISION)
 
             # Join the parts of tiles.
@@ -507,10 +507,10 @@ def cluster_attention(
         )
     most_tokens = workspace.slots.shape[1]
     turned = most_tokens // align if align > 1 else 0
-    if tuple(workspace.summaries.shape) != (count, cells) or workspace.turns.shape[1] < turned:
+    if tuple(workspace.summaries.shape) != (count, max(1, cells)) or workspace.turns.shape[1] < turned:
         raise ValueError(
             f"workspace of {tuple(workspace.summaries.shape)} summaries and {tuple(workspace.turns.shape)} rotations: "
-            f"expected {(count, cells)} and {(count, turned)}"
+            f"expected {(count, max(1, cells))} and {(count, turned)}"
         )
     padded, value_pad = triton.next_power_of_2(count), max(16, triton.next_power_of_2(value_dim))
     counted = dict(ROWS=padded, TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)

@@ -58,7 +58,7 @@ def check_buffers(out: Selection, run: int, align: int) -> None:
     """Raise ValueError where buffers are for other numbers of tokens than asked for."""
     if run < 1 or align < 1 or run & (run - 1):
         raise ValueError(f"run={run}, align={align}: expected a power of two, and at least 1")
-    if align > 1 and (out.run, out.align) != (run, align):
+    if max(align, out.align) > 1 and (out.run, out.align) != (run, align):
         raise ValueError(
             f"buffers for run={out.run}, align={out.align}: expected {run} and {align}; make them with Selection.empty"
         )

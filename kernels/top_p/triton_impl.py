@@ -195,13 +195,13 @@ def _search(
                 most = tl.maximum(most, key)
                 sums += _value_from(key, 0, BY_COUNT)
             tl.store(keys + base + cell, key, mask=cell < n)
-    tl.debug_barrier()
+        tl.debug_barrier()
     total = tl.sum(sums, 0)
     p1 = tl.load(p + request * 2)
     p2 = tl.load(p + request * 2 + 1)
     if BY_COUNT:
-        need1 = tl.minimum(tl.maximum(p1, 0.0).to(tl.int32), total)
-        need2 = tl.minimum(tl.maximum(p2, 0.0).to(tl.int32), total)
+        need1 = tl.minimum(tl.ceil(tl.maximum(p1, 0.0)).to(tl.int32), total)
+        need2 = tl.minimum(tl.ceil(tl.maximum(p2, 0.0)).to(tl.int32), total)
         low1 = tl.full([], 1, tl.int32)
         low2 = low1
         high1 = tl.max(most, 0) + 1
@@ -376,9 +376,15 @@ class Workspace:
     levels: torch.Tensor
 
     @staticmethod
-    def empty(batch: int, kv_heads: int, group: int, cells: int, device: torch.device | str) -> Workspace:
-        keys = torch.empty(batch, kv_heads, group, cells, dtype=torch.int32, device=device)
-        return Workspace(keys, torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int8))
+    def empty(
+        batch: int, kv_heads: int, group: int, cells: int, device: torch.device | str, lent: torch.Tensor | None = None
+    ) -> Workspace:
+        """Buffers; those of int32 in `lent` [n] int32, memory that nobody needs while `select` runs, where it fits."""
+        shape, size = (batch, kv_heads, group, cells), batch * kv_heads * group * cells
+        if lent is None or lent.numel() < 2 * size:
+            lent = torch.empty(2 * size, dtype=torch.int32, device=device)
+        keys, few = lent[:size].view(shape), lent[size : 2 * size].view(shape)
+        return Workspace(keys, few, torch.empty(shape, dtype=torch.int8, device=device))
 
     def first(self, batch: int) -> Workspace:
         """Of the first `batch` requests."""

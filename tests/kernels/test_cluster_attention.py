@@ -324,6 +324,22 @@ def test_a_row_that_sees_nothing(kind: str) -> None:
     torch.testing.assert_close(got[1, 0], world.pool.values[2, 0, 3], rtol=0, atol=1e-6)
 
 
+def test_without_room_for_clusters() -> None:
+    """Dense tokens alone, and not one cluster tile in the buffers."""
+    world = make_world(group=2, seed=3)
+    world = replace(world, rows=ClusterRows(world.rows.tiles[:, :0], torch.zeros_like(world.rows.counts)))
+    none = torch.zeros(3, 2, 0, dtype=torch.bool)
+    want, _ = expected(world, none, none)
+    w, tuning = world.to(torch.float32, DEVICE), TUNINGS["triton"]
+    scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
+    p = torch.ones(3, 2, device=DEVICE)
+    chosen = top_p.select(*scores, w.rows.counts, p, tuning=top_p.Tuning(joint=False))
+    got, _ = triton_impl.cluster_attention(
+        w.query, w.keys, w.values, w.pool, w.rows, w.dense, chosen, scores[0], w.scale, tuning=tuning
+    )
+    torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("rotations", [1, 2])
 @pytest.mark.parametrize("rule", ["union", "mean"])
 def test_p1_equals_p2_equals_1_is_dense(rule: str, rotations: int) -> None:

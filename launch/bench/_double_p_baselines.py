@@ -1,13 +1,15 @@
 """Double-P's attention and its baselines, in the same kernels, where they recover as much of the true attention.
 
 A baseline's budget is the least one with which the 5th percentile of the recovered attention, over the query heads of
-all rows, is at least Double-P's. Keys are captured from the reference model's trained heads; all times are of one run.
+all rows, is at least Double-P's; of Quest with top-p, which has two knobs, the fastest of a few pairs counts. Keys are
+captured from the reference model's trained heads; all times are of one run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +18,19 @@ from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.launch.bench._double_p_captured import Captured, Text
 from sglang_ext.launch.bench._double_p_kernels import Dense, Layer, Step, by_stage, layers, thousands
+from sglang_ext.launch.bench._double_p_pages import Pages, QuestTopP, paged
 from sglang_ext.launch.bench._gpu import kernel_times, time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.policies.retroinfer import RetroInfer
+from sglang_ext.policies.twilight import Twilight
 
 AIMS = {"RetroInfer": 1.3, "Quest+top-p": 1.5}
 """How many times faster than each Double-P is to be."""
 
+
+SHARES = (0.85, 0.9, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 1.0)
+"""Quest with top-p: the p that are tried, each with the least budget of pages that will do."""
 
 ROUNDING = 1e-6
 """Of a mass that sums up to 1."""
@@ -88,7 +95,7 @@ class Timed:
         return f"{self.name}, {self.shares['exact']:.3f} exact, 5th percentile {self.shares['recovered_p5']:.3f}"
 
 
-def _timed(name: str, step: Step, notes: dict[str, Any]) -> Timed:
+def _timed(name: str, step: Step | QuestTopP, notes: dict[str, Any]) -> Timed:
     errors, shares = step.check(), step.shares(step.batch)
     timing = time_turns(step.run, len(step.copies), step.planted.device)
     return Timed(name, timing, shares, {**notes, "errors": errors})
@@ -105,10 +112,46 @@ def retroinfer(rows: Captured, batch: int, copies: Sequence[Layer], target: floa
     count = least(reaches, step.clusters)
     if count is None:
         raise ValueError(f"RetroInfer recovers less than {target} with all clusters: its kernels are wrong")
-    step.keep_clusters(count)
     share = count / step.clusters
-    notes = {"clusters_kept": share, "times_recommended": share / step.share}
+    step.keep_clusters(round(step.share * step.clusters))
+    recommended = _brief(_timed("", step, {}))
+    step.keep_clusters(count)
+    notes = {"clusters_kept": share, "times_recommended": share / step.share, "recommended": recommended}
     return _timed("RetroInfer", step, notes), step
+
+
+def quest_top_p(rows: Captured, batch: int, copies: Sequence[Layer], target: float) -> tuple[Timed, QuestTopP]:
+    """Quest with token top-p inside its candidates: the fastest of `SHARES` that reaches the target."""
+    twilight = Twilight(p=rows.config.p1)
+    pages = Pages.of(rows, twilight.candidates.page)
+    own = paged(rows, batch, copies, pages)
+
+    def step(budget: int, p: float) -> QuestTopP:
+        return QuestTopP(rows, batch, own, pages, budget, p)
+
+    def reaches(p: float, budget: int) -> bool:
+        return step(budget, p).shares(batch)["recovered_p5"] >= target
+
+    tried: list[dict[str, float]] = []
+    found: list[tuple[Timed, QuestTopP]] = []
+    for p in SHARES:
+        budget = least(partial(reaches, p), pages.count)
+        if budget is None:
+            tried.append({"p": p})  # all pages are not enough
+            continue
+        there = step(budget, p)
+        found.append((_timed("Quest+top-p", there, {"p": p, "pages_kept": budget / pages.count}), there))
+        tried.append({"p": p, **_brief(found[-1][0])})
+    if not found:
+        raise ValueError(f"Quest+top-p recovers less than {target} with all pages: its kernels are wrong")
+    fastest, best = min(found, key=lambda one: one[0].timing.median)
+    recommended = step(twilight.candidates.pages(pages.end - pages.begin), twilight.p)
+    fastest.notes.update(tried=tried, recommended=_brief(_timed("", recommended, {})))
+    return fastest, best
+
+
+def _brief(timed: Timed) -> dict[str, float]:
+    return {"ms": timed.timing.median * 1e3, **timed.shares}
 
 
 def figures_of(ours: Timed, dense: tuple[str, Timing], baselines: Sequence[Timed], where: str) -> list[Figure]:
@@ -147,7 +190,7 @@ def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length
     dense = Dense(step).time()
     ours = _timed("Double-P", step, {"p": list(config.stages), "layers": len(copies)})
     target = ours.shares["recovered_p5"] - ROUNDING
-    found = [retroinfer(rows, batch, copies, target)]
+    found = [method(rows, batch, copies, target) for method in (retroinfer, quest_top_p)]
     for timed, run in [(ours, step), *found]:  # profiled last
         kernels = kernel_times(run.run, len(copies), device)
         timed.notes["stages_ms"] = {name: s * 1e3 for name, s in by_stage(kernels).items()}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from sglang_ext.launch.bench import _double_p_baselines as baselines
 from sglang_ext.launch.bench import _double_p_captured as captured
 from sglang_ext.launch.bench import _double_p_kernels as kernels
+from sglang_ext.launch.bench import _double_p_pages as pages_of
 from sglang_ext.launch.bench._record import Timing
-from sglang_ext.policies import double_p
+from sglang_ext.policies import double_p, quest, twilight
 from sglang_ext.policies import retroinfer as policy
 from sglang_ext.policies.double_p import DoubleP
+from sglang_ext.policies.quest import Quest
+from sglang_ext.policies.twilight import Twilight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LENGTH, BATCH = 512, 2
+LENGTH, BATCH, SHORT = 512, 2, 256
 CONFIG = DoubleP(segment=256, window=32)
 
 
@@ -26,6 +31,12 @@ def texts() -> list[captured.Text]:
 @pytest.fixture(scope="module")
 def rows(texts: list[captured.Text]) -> captured.Captured:
     return captured.Captured(LENGTH, BATCH, texts, CONFIG, DEVICE, dtype=torch.float16)
+
+
+@pytest.fixture(scope="module")
+def short() -> list[captured.Text]:
+    """For what takes many steps: Triton's interpreter is slow."""
+    return captured.capture(DEVICE, 1, SHORT)
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 7, 12, 13])
@@ -69,17 +80,18 @@ def test_retroinfer_keeps_what_the_policy_keeps(rows: captured.Captured) -> None
     assert found["recovered_least"] == pytest.approx(float(wanted.min()), abs=2e-3)
 
 
-def test_retroinfer_at_equal_mass(rows: captured.Captured) -> None:
-    copies = kernels.layers(rows, BATCH)
-    target = kernels.Step(rows, BATCH, copies).shares(BATCH)["recovered_p5"]
-    timed, step = baselines.retroinfer(rows, BATCH, copies, target)
+def test_retroinfer_at_equal_mass(short: list[captured.Text]) -> None:
+    rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
+    copies = kernels.layers(rows, 1)
+    target = kernels.Step(rows, 1, copies).shares()["recovered_p5"]
+    timed, step = baselines.retroinfer(rows, 1, copies, target)
     assert isinstance(step, baselines.RetroInferStep)
     assert timed.shares["recovered_p5"] >= target
     kept = round(timed.notes["clusters_kept"] * step.clusters)
     step.keep_clusters(kept - 1)
-    assert step.shares(BATCH)["recovered_p5"] < target, "one cluster less would do"
+    assert step.shares()["recovered_p5"] < target, "one cluster less would do"
     with pytest.raises(ValueError, match=r"less than 1\.1"):
-        baselines.retroinfer(rows, BATCH, copies, 1.1)
+        baselines.retroinfer(rows, 1, copies, 1.1)
 
 
 def test_rows_of_the_figures() -> None:
@@ -93,7 +105,87 @@ def test_rows_of_the_figures() -> None:
     assert retro.notes["RetroInfer"]["clusters_kept"] == 0.4
 
 
+def test_pages_are_chosen_and_cut_as_the_policies_do(rows: captured.Captured) -> None:
+    """Candidates and tokens of every row and head against Quest's and Twilight's own equations."""
+    pages = pages_of.Pages.of(rows, 16)
+    assert (pages.count, pages.tiles, pages.end) == ((LENGTH - 36) // 16, 1, 4 + 29 * 16)
+    own = pages_of.paged(rows, BATCH, kernels.layers(rows, BATCH), pages)
+    step = pages_of.QuestTopP(rows, BATCH, own, pages, 8, 0.9)
+    errors = step.check()
+    assert set(errors) == {"page scores", "pages", "token scores", "places", "tokens", "output"}
+    wrong = 0
+    for row in range(BATCH):
+        first = row * LENGTH
+        keys = rows.keys[first + pages.begin : first + pages.end].transpose(0, 1).float()
+        query = rows.queries()[row].float().view(8, 4, 64)
+        config = Twilight(p=0.9, candidates=Quest(budget=8 / 29))
+        wanted = twilight.select(query, keys, config)
+        found = step.kept(row)
+        assert found[:, : pages.begin].all() and found[:, pages.end :].all()
+        wrong += int((found[:, pages.begin : pages.end] != wanted).sum())
+        inside = quest.select(quest.page_scores(query, *quest.page_bounds(keys, 16)), keys.shape[1], config.candidates)
+        assert not (found[:, pages.begin : pages.end] & ~inside).any(), "not of a candidate page"
+        assert 8 < int(wanted.sum()) < 8 * 8 * 16
+    assert wrong <= 0.01 * BATCH * 8 * 8 * 16  # 4-bit codes of ranges in half precision, products in half precision
+    found = step.shares(BATCH)
+    assert found["candidates"] == 8 / 29 and found["approx"] == 0
+    assert 0 < found["exact"] < 8 / 29
+    everything = pages_of.QuestTopP(rows, 1, own, pages, pages.count, 1.0)
+    everything.check()
+    assert everything.shares()["recovered_least"] == pytest.approx(1.0)
+    for budget in (0, 30):
+        with pytest.raises(ValueError, match=f"{budget} pages of 29"):
+            pages_of.QuestTopP(rows, BATCH, own, pages, budget, 1.0)
+    with pytest.raises(ValueError, match="expected a page of 500"):
+        pages_of.Pages.of(rows, 500)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "broken"),
+    [
+        ("page scores", pages_of.attention, "centroid_scores"),
+        ("token scores", pages_of.candidates, "token_scores"),
+        ("tokens", pages_of.top_p, "select"),
+        ("output", pages_of.attention, "cluster_attention"),
+    ],
+)
+def test_wrong_kernels_are_not_timed(
+    rows: captured.Captured, monkeypatch: pytest.MonkeyPatch, name: str, module: Any, broken: str
+) -> None:
+    pages = pages_of.Pages.of(rows, 16)
+    step = pages_of.QuestTopP(rows, 1, pages_of.paged(rows, 1, kernels.layers(rows, 1), pages), pages, 8, 0.9)
+    right = getattr(module, broken)
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        if broken == "select":
+            return right(*args[:-1], args[-1] * (1.0 if "by_count" in options else 0.7), **options)
+        found = right(*args, **options)
+        found[0][..., :3] += 0.5 * found[0][torch.isfinite(found[0])].abs().max()
+        return found
+
+    monkeypatch.setattr(module, broken, wrong)
+    with pytest.raises(ValueError, match=f"the kernels' {name} are wrong"):
+        step.check()
+
+
+def test_quest_at_equal_mass(short: list[captured.Text], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
+    monkeypatch.setattr(baselines, "SHARES", (0.3, 0.99))
+    copies = kernels.layers(rows, 1)
+    target = kernels.Step(rows, 1, copies).shares(1)["recovered_p5"]
+    timed, step = baselines.quest_top_p(rows, 1, copies, target)
+    assert timed.shares["recovered_p5"] >= target and step.p == 0.99
+    tried = timed.notes["tried"]
+    assert tried[0] == {"p": 0.3} and tried[1]["candidates"] == step.budget / step.pages.count
+    less = pages_of.QuestTopP(rows, 1, step.copies, step.pages, step.budget - 1, 0.99)
+    assert less.shares(1)["recovered_p5"] < target, "one page less would do"
+    assert timed.notes["recommended"]["candidates"] == 4 / 13
+    with pytest.raises(ValueError, match=r"less than 1\.1"):
+        baselines.quest_top_p(rows, 1, copies, 1.1)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_all_of_it_without_a_gpu(texts: list[captured.Text]) -> None:
-    figures = baselines.measure(DEVICE, texts, CONFIG, LENGTH, 1)
-    assert [figure.baseline.split(",")[0] for figure in figures] == ["dense PyTorch", "RetroInfer"]
+def test_all_of_it_without_a_gpu(short: list[captured.Text], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "SHARES", (1.0,))
+    figures = baselines.measure(DEVICE, short, CONFIG, SHORT, 1)
+    assert [figure.baseline.split(",")[0] for figure in figures] == ["dense PyTorch", "RetroInfer", "Quest+top-p"]

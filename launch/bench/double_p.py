@@ -77,19 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from sglang_ext.launch.bench import _double_p_baselines as baselines
+    from sglang_ext.launch.bench import _double_p_captured as captured
     from sglang_ext.launch.bench import _double_p_kernels as kernels
     from sglang_ext.launch.bench._gpu import require_gpu
 
     device = require_gpu() if args.device == "cuda" else torch.device("cpu")
     config = DoubleP(**{"p1": args.p1, "p2": args.p2, "group": args.group, **args.policy})
+    if args.only in (None, "captured"):  # not after an hour
+        captured.check_texts(args.texts, args.text_length, args.captured_length, args.captured_batch)
     figures: list[Figure] = []
     more: dict[str, Any] = {}
     if args.only in (None, "kernels"):
         figures += kernels.measure(device, args.shape, args.lengths, args.batches, config)
     if args.only in (None, "captured"):
-        from sglang_ext.launch.bench import _double_p_baselines as baselines
-        from sglang_ext.launch.bench import _double_p_captured as captured
-
         rows, texts = captured.measure(device, args.texts, args.text_length, config, args.captured)
         figures += rows
         figures += baselines.measure(device, texts, config, args.captured_length, args.captured_batch)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.kernels.top_p import Selection
+from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.launch.bench import _double_p_baselines as baselines
 from sglang_ext.launch.bench import _double_p_captured as captured
 from sglang_ext.launch.bench import _double_p_kernels as kernels
@@ -35,8 +37,21 @@ def rows(texts: list[captured.Text]) -> captured.Captured:
 
 @pytest.fixture(scope="module")
 def short() -> list[captured.Text]:
-    """For what takes many steps: Triton's interpreter is slow."""
+    """For what takes many steps."""
     return captured.capture(DEVICE, 1, SHORT)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selection by sorting, for what takes many steps: a threshold search takes seconds in Triton's interpreter."""
+
+    def select(*arguments: Any, out: Selection, workspace: Any, tuning: Any, **options: Any) -> Selection:
+        found = select_by_sorting(*arguments, **options)
+        for name, tensor in vars(out).items():
+            tensor.copy_(getattr(found, name))
+        return out
+
+    monkeypatch.setattr(pages_of.top_p, "select", select)
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 7, 12, 13])
@@ -80,6 +95,7 @@ def test_retroinfer_keeps_what_the_policy_keeps(rows: captured.Captured) -> None
     assert found["recovered_least"] == pytest.approx(float(wanted.min()), abs=2e-3)
 
 
+@pytest.mark.usefixtures("quick")
 def test_retroinfer_at_equal_mass(short: list[captured.Text]) -> None:
     rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
     copies = kernels.layers(rows, 1)
@@ -168,6 +184,7 @@ def test_wrong_kernels_are_not_timed(
         step.check()
 
 
+@pytest.mark.usefixtures("quick")
 def test_quest_at_equal_mass(short: list[captured.Text], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
     monkeypatch.setattr(baselines, "SHARES", (0.3, 0.99))
@@ -185,6 +202,7 @@ def test_quest_at_equal_mass(short: list[captured.Text], monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.usefixtures("quick")
 def test_all_of_it_without_a_gpu(short: list[captured.Text], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "SHARES", (1.0,))
     figures = baselines.measure(DEVICE, short, CONFIG, SHORT, 1)

@@ -426,7 +426,7 @@ class Step:
         `exact`: share of the clustered tokens that a group of heads reads; `approx`: share of the clusters that it
         reads by their centroid; `kept` and `kept_tokens`, both together, of the clusters and of the tokens;
         `recovered`, of the true attention (float32, sinks and window counted): mean, 5th percentile, least over the
-        query heads of at most `sampled` rows.
+        query heads of at most `sampled` rows. `read_p5` likewise, of what is read token by token alone.
         """
         self.run()
         selection, _ = self.buffers.chosen(self.batch)
@@ -434,13 +434,16 @@ class Step:
         exact, tokens, approx, clusters = (counts[..., n] for n in range(4))
         planted = self.planted
         numbers = sorted({round(n) for n in np.linspace(0, self.batch - 1, min(sampled, self.batch))})
-        mass, kept_tokens = [], []
+        mass, read, kept_tokens = [], [], []
         for row in numbers:
-            kept = _mask(of_row(selection, row), planted.tiles * WIDTH)[0].any(0)
+            both = _mask(of_row(selection, row), planted.tiles * WIDTH)[0]
+            kept = both.any(0)
             labels = planted.labels[row].long()
             x = true_logits(planted, self.query, row)
             dense = torch.cat([x[..., : planted.begin], x[..., planted.end :]], -1)
-            mass.append(recovered_mass(x[..., planted.begin : planted.end], labels, kept, dense).flatten())
+            middle = x[..., planted.begin : planted.end]
+            mass.append(recovered_mass(middle, labels, kept, dense).flatten())
+            read.append(recovered_mass(middle, labels, both[0], dense).flatten())
             kept_tokens.append(kept.gather(1, labels).double().mean())
         recovered = torch.cat(mass)
         return {
@@ -451,6 +454,7 @@ class Step:
             "recovered": float(recovered.mean()),
             "recovered_p5": float(recovered.quantile(0.05)),
             "recovered_least": float(recovered.min()),
+            "read_p5": float(torch.cat(read).quantile(0.05)),
         }
 
     def floor_bytes(self) -> float:

@@ -295,4 +295,5 @@ class QuestTopP:
             "recovered": float(recovered.mean()),
             "recovered_p5": float(recovered.quantile(0.05)),
             "recovered_least": float(recovered.min()),
+            "read_p5": float(recovered.quantile(0.05)),
         }

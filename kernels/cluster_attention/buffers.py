@@ -68,7 +68,7 @@ class PlannedRow:
         spans: (first entry of the slot table, tokens, index into `deltas`) of the exact tokens, but for the last span.
         tail: (entry of the slot table, column) where the last span begins: the request's own newest tokens, which are
             not turned.
-        p: (p1, p2).
+        p: (p1, p2); with `RowBuffers.by_count` the numbers of clusters that are kept, and exact.
         tokens: clustered tokens.
     """
 
@@ -195,6 +195,7 @@ class RowBuffers:
     Attributes:
         capacity: the largest batch.
         width: clusters of a tile.
+        by_count: rows keep numbers of clusters (RetroInfer) instead of shares of the mass.
 
     Raises:
         ValueError: a device without Triton.
@@ -208,6 +209,7 @@ class RowBuffers:
         width: int,
         *,
         group_rule: str = "union",
+        by_count: bool = False,
         tuning: attention.Tuning = attention.TUNING,
         search: top_p.Tuning = top_p.TUNING,
     ) -> None:
@@ -218,7 +220,7 @@ class RowBuffers:
                 "imported"
             )
         self.capacity, self.shape, self.rope, self.width, self.group_rule = capacity, shape, rope, width, group_rule
-        self.tuning, self.search = tuning, search
+        self.by_count, self.tuning, self.search = by_count, tuning, search
         self.rows = 0
         c = capacity
         self._dense_tiles = -(-c.dense // TILE)
@@ -414,8 +416,8 @@ class RowBuffers:
             turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
         scores = attention.centroid_scores(turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
         selection = top_p.select(
-            *scores, part.cells, part.p, group=self.group_rule, run=part.selection.run, align=self._align,
-            out=part.selection, workspace=part.search, tuning=self.search,
+            *scores, part.cells, part.p, group=self.group_rule, by_count=self.by_count, run=part.selection.run,
+            align=self._align, out=part.selection, workspace=part.search, tuning=self.search,
         )  # fmt: skip
         out = query.new_empty(query.shape[0], self.shape.heads, self.shape.value_dim)
         attention.cluster_attention(

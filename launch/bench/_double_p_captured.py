@@ -7,6 +7,7 @@ queries are kept: what the heads do where an answer begins.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,24 @@ def capture(device: torch.device, count: int, length: int, saved: Path | None = 
     return texts
 
 
+def check_texts(count: int, tokens: int, length: int, batch: int, layers: int | None = None) -> None:
+    """Raise ValueError where `count` texts of so many tokens do not make `batch` rows of `length` (see `Captured`).
+
+    Args:
+        count, tokens: of the texts.
+        length, batch: of the rows.
+        layers: of the model; None: the reference model's.
+    """
+    if layers is None:
+        layers = json.loads((MODEL / "config.json").read_text())["num_hidden_layers"]
+    needed = -(-batch // (layers // 2)) * (length // tokens)
+    if length < tokens or length % tokens or count < needed:
+        raise ValueError(
+            f"{batch} rows of {length} from {count} texts of {tokens} tokens: expected {needed} texts, of a length "
+            "that divides the row's"
+        )
+
+
 class Captured(CachedRows):
     """Rows tiled from captured texts: eight key-value heads of 64 components, four query heads each.
 
@@ -154,13 +173,8 @@ class Captured(CachedRows):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         layers, kv_heads, tokens, dim = texts[0].keys.shape
+        check_texts(len(texts), tokens, length, batch, layers)
         pairs, each = layers // 2, length // tokens
-        needed = -(-batch // pairs) * each
-        if length % tokens or len(texts) < needed:
-            raise ValueError(
-                f"{batch} rows of {length} from {len(texts)} texts of {tokens} tokens: expected {needed} texts, of a "
-                "length that divides the row's"
-            )
         group = texts[0].query.shape[1] // kv_heads
         shape = Shape(heads=4 * group * kv_heads, kv_heads=2 * kv_heads, head_dim=dim, value_dim=dim, dtype=dtype)
         super().__init__(length, batch, shape, config, device, cluster)

@@ -325,12 +325,25 @@ def _engine_capacity(batch: int, config: DoubleP) -> Capacity:
 class Step:
     """One layer of a decoding step over planted rows, through what the engine's backend calls."""
 
-    def __init__(self, planted: CachedRows, batch: int, copies: Sequence[Layer], engine_room: bool = False) -> None:
-        """Args: as named; engine_room: buffers as large as the engine's for CUDA graphs, not as the batch needs."""
+    def __init__(
+        self,
+        planted: CachedRows,
+        batch: int,
+        copies: Sequence[Layer],
+        engine_room: bool = False,
+        *,
+        group: str | None = None,
+        by_count: bool = False,
+    ) -> None:
+        """Args: as named; engine_room: buffers as large as the engine's for CUDA graphs, not as the batch needs.
+
+        group: how the heads of a group share a set (default: the configuration's); by_count: rows keep numbers of
+        clusters, which `keep` tells.
+        """
         self.planted, self.batch, self.copies = planted, batch, copies
+        self.group, self.by_count, self.stages = group or planted.config.group, by_count, planted.config.stages
         device, shape = planted.device, planted.shape
-        rows = [planted.row(number) for number in range(batch)]
-        lengths = [planted.length] * batch
+        rows, lengths = self._rows()
         frequency = 500000.0 ** (-torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
         how, search = tunings(device)
         capacity = Capacity.of(rows, lengths)
@@ -339,16 +352,28 @@ class Step:
             shape,
             Rope(frequency.float().to(device)),
             WIDTH,
-            group_rule=planted.config.group,
+            group_rule=self.group,
+            by_count=by_count,
             tuning=how,
             search=search,
         )
-        table = torch.arange(batch * planted.length, dtype=torch.int32, device=device)
-        self.buffers.load(rows, lengths, table)
-        ends = torch.tensor(lengths, device=device)
-        self.buffers.advance(ends, torch.arange(1, batch + 1, device=device) * planted.length - 1)
+        self.keep(*self.stages)
         self.query = torch.empty(batch, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
         self.ask()
+
+    def _rows(self) -> tuple[list[PlannedRow], list[int]]:
+        rows = [replace(self.planted.row(number), p=self.stages) for number in range(self.batch)]
+        return rows, [self.planted.length] * self.batch
+
+    def keep(self, first: float, second: float) -> None:
+        """Have every row keep so much from now on: (p1, p2), or the numbers of clusters."""
+        self.stages = (first, second)
+        planted, device = self.planted, self.planted.device
+        rows, lengths = self._rows()
+        table = torch.arange(self.batch * planted.length, dtype=torch.int32, device=device)
+        self.buffers.load(rows, lengths, table)
+        ends = torch.tensor(lengths, device=device)
+        self.buffers.advance(ends, torch.arange(1, self.batch + 1, device=device) * planted.length - 1)
 
     def ask(self, level: Level | None = None) -> None:
         """Queries of a level (of rows that have levels) for the runs to come: the same at every call."""
@@ -367,7 +392,7 @@ class Step:
         out = self.run()
         layer, planted, last = self.copies[0], self.planted, self.batch - 1
         selection, logits = self.buffers.chosen(self.batch)
-        chosen, logits, query = _one(selection, last), logits[last : last + 1], self.query[last : last + 1]
+        chosen, logits, query = of_row(selection, last), logits[last : last + 1], self.query[last : last + 1]
         device, whole = planted.device, planted.row(last)
         rows = ClusterRows(
             torch.tensor(whole.tiles, device=device).unsqueeze(0),
@@ -379,41 +404,46 @@ class Step:
         turned = query.double().unsqueeze(1)
         expected, sizes, starts = reference.centroid_scores(turned, layer.pool, rows, planted.scale)
         filled = sizes.unsqueeze(2).expand_as(expected) > 0
-        errors = {"logits": _error(logits[filled], expected[filled])}
+        errors = {"logits": relative_error(logits[filled], expected[filled])}
         cells = torch.tensor([planted.tiles * WIDTH], dtype=torch.int32, device=device)
-        p = torch.tensor([planted.config.stages], dtype=torch.float64, device=device)
-        sorted_out = select_by_sorting(logits.double(), sizes, starts, cells, p, group=planted.config.group)
-        errors["selection"] = _difference(chosen, sorted_out, int(cells))
+        p = torch.tensor([self.stages], dtype=torch.float64, device=device)
+        sorted_out = select_by_sorting(
+            logits.double(), sizes, starts, cells, p, group=self.group, by_count=self.by_count
+        )
+        errors["selection"] = difference(chosen, sorted_out, int(cells))
         wanted, _ = reference.cluster_attention(
             turned, layer.keys, layer.values, layer.pool, rows, dense, chosen, logits, planted.scale
         )
-        errors["output"] = _error(out[last : last + 1], wanted)
+        errors["output"] = relative_error(out[last : last + 1], wanted)
         for name, most in (("logits", TOLERANCE), ("selection", EDGE), ("output", TOLERANCE)):
             if not errors[name] <= most:
                 raise ValueError(f"the kernels' {name} are wrong by {errors[name]:.2g} (at most {most}): not timed")
         return errors
 
-    def shares(self) -> dict[str, float]:
+    def shares(self, sampled: int = 4) -> dict[str, float]:
         """What the last run kept, means over rows and key-value heads, and the true attention that it recovered.
 
         `exact`: share of the clustered tokens that a group of heads reads; `approx`: share of the clusters that it
         reads by their centroid; `kept` and `kept_tokens`, both together, of the clusters and of the tokens;
         `recovered`, of the true attention (float32, sinks and window counted): mean, 5th percentile, least over the
-        query heads of at most four rows.
+        query heads of at most `sampled` rows. `read_p5` likewise, of what is read token by token alone.
         """
         self.run()
         selection, _ = self.buffers.chosen(self.batch)
         counts = selection.counts.double()
         exact, tokens, approx, clusters = (counts[..., n] for n in range(4))
         planted = self.planted
-        numbers = sorted({round(n) for n in np.linspace(0, self.batch - 1, min(4, self.batch))})
-        mass, kept_tokens = [], []
+        numbers = sorted({round(n) for n in np.linspace(0, self.batch - 1, min(sampled, self.batch))})
+        mass, read, kept_tokens = [], [], []
         for row in numbers:
-            kept = _mask(_one(selection, row), planted.tiles * WIDTH)[0].any(0)
+            both = _mask(of_row(selection, row), planted.tiles * WIDTH)[0]
+            kept = both.any(0)
             labels = planted.labels[row].long()
-            x = self.true_logits(row)
+            x = true_logits(planted, self.query, row)
             dense = torch.cat([x[..., : planted.begin], x[..., planted.end :]], -1)
-            mass.append(recovered_mass(x[..., planted.begin : planted.end], labels, kept, dense).flatten())
+            middle = x[..., planted.begin : planted.end]
+            mass.append(recovered_mass(middle, labels, kept, dense).flatten())
+            read.append(recovered_mass(middle, labels, both[0], dense).flatten())
             kept_tokens.append(kept.gather(1, labels).double().mean())
         recovered = torch.cat(mass)
         return {
@@ -424,14 +454,8 @@ class Step:
             "recovered": float(recovered.mean()),
             "recovered_p5": float(recovered.quantile(0.05)),
             "recovered_least": float(recovered.min()),
+            "read_p5": float(torch.cat(read).quantile(0.05)),
         }
-
-    def true_logits(self, row: int) -> torch.Tensor:
-        """[kv_heads, group, length] float32 logits of all tokens of a row."""
-        shape, planted = self.planted.shape, self.planted
-        keys = planted.keys[row * planted.length : (row + 1) * planted.length].float()
-        query = self.query[row].float().view(shape.kv_heads, shape.group, shape.head_dim)
-        return torch.einsum("hgd,thd->hgt", query, keys) * planted.scale
 
     def floor_bytes(self) -> float:
         """What a step must read: every centroid; mean values of the approximated clusters; exact keys and values."""
@@ -444,7 +468,15 @@ class Step:
         return vectors * shape.dtype.itemsize
 
 
-def _one(selection: Selection, row: int) -> Selection:
+def true_logits(rows: CachedRows, query: torch.Tensor, row: int) -> torch.Tensor:
+    """[kv_heads, group, length] float32 logits of all tokens of a row; `query` is [batch, heads, head_dim]."""
+    shape = rows.shape
+    keys = rows.keys[row * rows.length : (row + 1) * rows.length].float()
+    of_row = query[row].float().view(shape.kv_heads, shape.group, shape.head_dim)
+    return torch.einsum("hgd,thd->hgt", of_row, keys) * rows.scale
+
+
+def of_row(selection: Selection, row: int) -> Selection:
     own, s = slice(row, row + 1), selection
     return Selection(s.counts[own], s.exact[own], s.prefix[own], s.shift[own], s.approx[own], s.run, s.align)
 
@@ -460,12 +492,12 @@ def _mask(selection: Selection, cells: int) -> torch.Tensor:
     return mask[..., :cells]
 
 
-def _difference(one: Selection, other: Selection, cells: int) -> float:
+def difference(one: Selection, other: Selection, cells: int) -> float:
     """Share of the clusters that two selections read differently, the worst head's."""
     return float((_mask(one, cells) != _mask(other, cells)).any(1).double().mean(-1).max())
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
     return float(error.nan_to_num(float("inf")))
 
@@ -518,7 +550,7 @@ class Dense:
         step, layer, shape = self.step, self.step.copies[turn], self.planted.shape
         for row in range(step.batch):
             part = slice(row * self.planted.length, (row + 1) * self.planted.length)
-            weights = torch.softmax(self.step.true_logits(row), -1)
+            weights = torch.softmax(true_logits(self.planted, step.query, row), -1)
             out = torch.einsum("hgt,thd->hgd", weights, layer.values[part].float())
             self.out[row] = out.reshape(shape.heads, -1).to(self.out.dtype)
 
@@ -526,10 +558,10 @@ class Dense:
         self.out.fill_(float("nan"))
         run(0)
         last = self.step.batch - 1
-        weights = torch.softmax(self.step.true_logits(last), -1)
+        weights = torch.softmax(true_logits(self.planted, self.step.query, last), -1)
         values = self.planted.values[last * self.planted.length : (last + 1) * self.planted.length].float()
         expected = torch.einsum("hgt,thd->hgd", weights, values).flatten(0, 1)
-        error = _error(self.out[last], expected)
+        error = relative_error(self.out[last], expected)
         if not error <= TOLERANCE:
             raise ValueError(f"dense attention is wrong by {error:.2g} of the largest value: not timed")
 
@@ -570,10 +602,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.level} planted keys, batch {self.batch}, {_thousands(self.length)}"
+        return f"{self.level} planted keys, batch {self.batch}, {thousands(self.length)}"
 
 
-def _thousands(tokens: int) -> str:
+def thousands(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 

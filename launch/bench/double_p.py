@@ -3,7 +3,8 @@
 In Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU:
 
 - kernels: attention of one decode layer on planted keys of three stated levels of peakedness, and its stages;
-- captured: how much of the attention of the reference model's trained heads Double-P and the baselines recover;
+- captured: how much of the attention of the reference model's trained heads Double-P and the baselines recover, and
+  attention over rows tiled from these keys beside the baselines where they recover as much;
 - engine: time per output token over prompts whose keys are planted likewise, against stock SGLang; clustering against
   the prefill of the same tokens; memory of the clusters.
 
@@ -42,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-length", type=int, default=16384, metavar="TOKENS", help="captured: of a text")
     parser.add_argument("--captured", type=Path, help="captured: file that keeps the keys (1.1 GB for 8 texts)")
     parser.add_argument(
+        "--captured-length", type=int, default=65536, metavar="TOKENS", help="of a timed row of captured keys"
+    )
+    parser.add_argument("--captured-batch", type=int, default=8, metavar="N", help="timed rows of captured keys")
+    parser.add_argument(
         "--levels",
         choices=tuple(LEVELS),
         nargs="+",
@@ -72,20 +77,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from sglang_ext.launch.bench import _double_p_baselines as baselines
+    from sglang_ext.launch.bench import _double_p_captured as captured
     from sglang_ext.launch.bench import _double_p_kernels as kernels
     from sglang_ext.launch.bench._gpu import require_gpu
 
     device = require_gpu() if args.device == "cuda" else torch.device("cpu")
     config = DoubleP(**{"p1": args.p1, "p2": args.p2, "group": args.group, **args.policy})
+    if args.only in (None, "captured"):  # not after an hour
+        captured.check_texts(args.texts, args.text_length, args.captured_length, args.captured_batch)
     figures: list[Figure] = []
     more: dict[str, Any] = {}
     if args.only in (None, "kernels"):
         figures += kernels.measure(device, args.shape, args.lengths, args.batches, config)
     if args.only in (None, "captured"):
-        from sglang_ext.launch.bench import _double_p_captured as captured
-
-        rows, _ = captured.measure(device, args.texts, args.text_length, config, args.captured)
+        rows, texts = captured.measure(device, args.texts, args.text_length, config, args.captured)
         figures += rows
+        figures += baselines.measure(device, texts, config, args.captured_length, args.captured_batch)
+        del texts
     if args.only in (None, "engine"):
         from sglang_ext.launch.bench import _double_p_engine as engine
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _double_p_captured as captured
 from sglang_ext.launch.bench import _double_p_kernels as kernels
 from sglang_ext.policies import double_p
@@ -104,3 +105,16 @@ def test_what_is_recovered(texts: list[captured.Text]) -> None:
     figures = captured.figures_of(found, 0.95, LENGTH, 2)
     assert figures[0].baseline == "" and figures[1].baseline == "Double-P (0.95, 0.7)"
     assert figures[1].notes["violations"] == 0 and "below 0.95 in 0% of the heads" in figures[1].name
+
+
+def test_too_few_texts_are_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captured.check_texts(8, 16384, 65536, 8)
+    with pytest.raises(ValueError, match="8 rows of 65536 from 7 texts of 16384 tokens: expected 8 texts"):
+        captured.check_texts(7, 16384, 65536, 8)
+    with pytest.raises(ValueError, match="divides the row's"):
+        captured.check_texts(99, 16384, 8192, 1)
+    monkeypatch.setattr(kernels, "measure", None)
+    assert cli.main(["bench", "double_p", "--device", "cpu", "--texts", "7"]) == 2
+    assert "from 7 texts" in capsys.readouterr().err

@@ -7,6 +7,7 @@ every time, and a CUDA graph holds them. Strides that end within a chunk of a pr
 chunks as long as strides.
 
 Requests with settings of their own have a row of their own as well, and batches with them decode without a graph.
+(`OwnRows`: memory outside SGLang's budget, of which a little is kept for the next ones.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.cascade import CascadePolicy, Stream
-from sglang_ext.attention.cascade_rows import Attend, DecodeBuffers, Rows, RowStream, Step
+from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Step
 from sglang_ext.attention.requests import RequestTable, ViewBackend, check_cache_type, note_batch
 from sglang_ext.attention.rope import find_rope
 from sglang_ext.attention.select import KERNELS_ENV, kernels
@@ -68,6 +69,7 @@ class CascadeStreams(ViewBackend):
         self._layers = len(compat.kv_by_layer(pool)), compat.first_layer(pool)
         # Every stream, running or between two turns, has `most` slots: so many rows are enough.
         self.rows = self._make(policy.config, compat.num_request_slots(model_runner) // most)
+        self._own = OwnRows(lambda cascade: self._make(cascade, 1, self.rows.window))
         policy.keep_in(self._begin)
         self._kind, self._attend = self._choose(kernels(policy, model_runner.server_args.dtype))
         self.prefills = {"flashinfer": 0, "torch": 0}
@@ -82,7 +84,7 @@ class CascadeStreams(ViewBackend):
     def _begin(self, cascade: Cascade) -> Stream:
         if cascade == self.policy.config:
             return self.rows.begin()
-        return self._make(cascade, 1, self.rows.window).begin()
+        return self._own.begin(cascade)
 
     def _choose(self, chosen: str) -> tuple[str, Attend]:
         """What computes the attention of prompts."""
@@ -201,7 +203,7 @@ class CascadeStreams(ViewBackend):
         streams = self.rows.decoding.rows
         largest = min((size for size in sizes if size >= streams), default=max(sizes))
         if largest > streams:
-            self.rows.decoding = DecodeBuffers(self.rows, largest)
+            self.rows.decoding = self.rows.buffers(largest)
         return [size for size in sizes if size <= largest]
 
     def fits_graph(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 
 from sglang_ext.attention.cascade import CascadePolicy
 from sglang_ext.attention.cascade_backend import CascadeStreams
-from sglang_ext.attention.cascade_rows import DecodeBuffers, Rows, RowStream
+from sglang_ext.attention.cascade_rows import KEPT, OwnRows, Rows, RowStream
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.compat import AttentionShape
 from sglang_ext.config import POLICY_ENV
@@ -128,7 +130,7 @@ def make(cascade: Cascade, rows: int, window: Any = None) -> Rows:
 
 def test_prompts_in_chunks_and_decoding_in_batches(twins: Twins) -> None:
     """Chunks end inside strides and span several; then rows decode together over the ends of their strides."""
-    twins.rows.decoding = DecodeBuffers(twins.rows, 6)
+    twins.rows.decoding = twins.rows.buffers(6)
     for slot, ends in ((0, (3, 4, 21, 22)), (3, (40,)), (4, (1, 9))):
         twins.start(slot)
         for begin, end in zip((0, *ends), ends, strict=False):
@@ -167,6 +169,41 @@ def test_settings_of_a_request(twins: Twins) -> None:
     twins.start(0, lone, cascades=1)
     twins.prefill(0, 0, 17)
     twins.decode({0: 17}, home=lone)
+
+
+def test_rows_with_settings_of_their_own_are_used_again(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request with equal settings allocates nothing; a few of what is no longer used are kept."""
+    made: list[Any] = []
+
+    def make_one(cascade: Cascade) -> Rows:
+        home = make(cascade, 1, twins.rows.window)
+        made.append(weakref.ref(home))
+        return home
+
+    own, settings = OwnRows(make_one), [Cascade(**{**POLICY, "stride": n}) for n in range(1, KEPT + 3)]
+    first = own.begin(settings[0])
+    first.home.state.score.fill_(7.0)
+    beside = own.begin(settings[0])  # at the same time: a row of its own
+    assert beside.home is not first.home and len(made) == 2
+    first.close()
+    monkeypatch.setattr(torch, "empty", None)  # no state, window or workspace
+    again = own.begin(settings[0])
+    monkeypatch.undo()
+    assert again.home is first.home and len(made) == 2 and not again.home.state.score.any()
+    again.close()
+    beside.close()
+    del first, beside, again
+    assert all(one() is not None for one in made)
+    gc.disable()  # nothing waits for the collector of cycles
+    try:
+        streams = [own.begin(setting) for setting in settings[1:]]
+        assert [one() is None for one in made] == [True] * 2 + [False] * (KEPT + 1)
+        for stream in streams:
+            stream.close()
+        del stream, streams
+        assert sum(one() is not None for one in made) == KEPT
+    finally:
+        gc.enable()
 
 
 def test_rows_are_given_back(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +255,7 @@ def test_graphs_of_batches_that_can_come(twins: Twins, sizes: list[int], kept: l
 
 def test_buffers_share_memory_among_batch_sizes(twins: Twins) -> None:
     """A graph of each size reads its own part of the numbers, which one copy fills."""
-    buffers = DecodeBuffers(twins.rows, 4)
+    buffers = twins.rows.buffers(4)
     one, four = buffers.workspace(1), buffers.workspace(4)
     assert one.parts.data_ptr() == four.parts.data_ptr() and four.logits.shape == (4, HEADS, 19)
     assert [each.shape for each in buffers.numbers(3)] == [(3,)] * 5

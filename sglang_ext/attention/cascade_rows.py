@@ -57,6 +57,23 @@ class Step:
         return self.before + self.last - self.first
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What kernels of all layers are told of a step, on the device.
+
+    Attributes:
+        entries: [1, slots of a stream] int32, `Rings.columns` of the stride that the step lies in.
+        before: [1] int32, columns that the first query to be counted in the scores sees before its own.
+        count: [1] int32, queries to be counted.
+        settled: [1] int32, columns whose scores decide nothing any more.
+    """
+
+    entries: torch.Tensor
+    before: torch.Tensor
+    count: torch.Tensor
+    settled: torch.Tensor
+
+
 @dataclass(kw_only=True)
 class RowStream(Stream):
     """A stream in a row of `Rows`.
@@ -159,18 +176,23 @@ class Rows:
         """One number, made on the device: a copy from the host would wait for it."""
         return torch.full((1,), value, dtype=torch.int32, device=self.device)
 
-    def entries(self, step: Step) -> torch.Tensor:
-        """[1, slots of a stream] int32, `Rings.columns` of the stride that a step lies in."""
-        added = self._number(step.added)
-        return triton_impl.columns(self.rings, added, added + self.rings.stride, self.rings.entries)
+    def show(self, step: Step) -> Shown:
+        """What `open` and `prefill` need on the device; once for all layers."""
+        added, new = self._number(step.added), step.last - step.first - step.known
+        return Shown(
+            triton_impl.columns(self.rings, added, added + self.rings.stride, self.rings.entries),
+            self._number(step.before + step.known),
+            self._number(new),
+            self._number(self.rings.settled(step.added)),
+        )
 
-    def open(self, row: int, step: Step, entries: torch.Tensor, slots: torch.Tensor, layer: int | None = None) -> None:
+    def open(self, row: int, step: Step, shown: Shown, slots: torch.Tensor, layer: int | None = None) -> None:
         """Begin a stride: add the one before, write down what this one sees; where that has not been done.
 
         Args:
             row: of the stream.
             step: the pass's first in the stride.
-            entries: of the stride.
+            shown: `show` of the step.
             slots: [1, slots of a stream] int32, KV slot of each cell.
             layer: the layer's number; None for all at once.
         """
@@ -183,14 +205,14 @@ class Rows:
             cascade_update(state, at, before, stride, self.rings, self.cascade.selection)
         if step.lists:
             lists = Lists(self.lists.slot[which], self.lists.delta[which])
-            triton_impl.list_columns(lists, state, at, entries, slots, self.rings)
+            triton_impl.list_columns(lists, state, at, shown.entries, slots, self.rings)
 
     def prefill(
         self,
         layer: int,
         row: int,
         step: Step,
-        entries: torch.Tensor,
+        shown: Shown,
         query: torch.Tensor,
         new: tuple[torch.Tensor, torch.Tensor],
         caches: tuple[torch.Tensor, torch.Tensor],
@@ -200,7 +222,7 @@ class Rows:
         """Tokens of a prompt in one layer, within a stride that is open: stored, attended from, and counted.
 
         Args:
-            layer, row, step, entries: as for `open`.
+            layer, row, step, shown: as for `open`.
             query: [rows, heads, head_dim], rotated at their columns.
             new: (keys, values), [rows, kv_heads, dim], likewise.
             caches: (keys, values) of the layer, [slots, kv_heads, dim].
@@ -216,21 +238,20 @@ class Rows:
         triton_impl.store(*new, slot, step.before, *caches, *self.window)
         keys, values = (part[: step.columns] for part in self.window)
         out, lse = attend(query, keys, values, scale)
-        rows = step.last - step.first
-        if self.scored and step.known < rows:
+        if self.scored and step.known < step.last - step.first:
             update_scores(
                 self.state.score[number],
-                entries[:, : step.columns],
+                shown.entries[:, : step.columns],
                 self._row(row),
                 query[step.known :].unsqueeze(0),
                 keys.transpose(0, 1).unsqueeze(0),
                 lse[step.known :].unsqueeze(0),
-                self._number(step.before + step.known),
-                self._number(rows - step.known),
+                shown.before,
+                shown.count,
                 scale=scale,
                 beta=self.cascade.beta,
                 reduction=self.cascade.head_reduction,
-                skip=self._number(self.rings.settled(step.added)),
+                skip=shown.settled,
             )
         return out
 
@@ -316,10 +337,11 @@ class DecodeBuffers:
 
     def __init__(self, rings: Rings, shape: AttentionShape, scored: bool, rows: int, device: torch.device) -> None:
         self.rows, self._rings, self._scored = rows, rings, scored
-        width = rings.entries
+        width, tuning = rings.entries, decode_impl.tuning_for(shape.head_dim, shape.value_dim, shape.dtype.itemsize)
         self._sizes = shape.heads, shape.value_dim
         self._shares = {
-            batch: decode_impl.splits(batch, shape.kv_heads, width, shape.num_sms) for batch in range(1, rows + 1)
+            batch: decode_impl.splits(batch, shape.kv_heads, width, shape.num_sms, tuning)
+            for batch in range(1, rows + 1)
         }
         most = max(batch * shares for batch, shares in self._shares.items())
         make = lambda size: torch.empty(size, dtype=torch.float32, device=device)  # noqa: E731

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.attention import cascade_backend, cascade_rows
 from sglang_ext.attention.cascade import CascadePolicy
-from sglang_ext.attention.cascade_backend import CascadeStreams
+from sglang_ext.attention.cascade_backend import CascadeStreams, warm_up
 from sglang_ext.attention.cascade_rows import KEPT, OwnRows, Rows, RowStream
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.compat import AttentionShape
@@ -62,11 +63,11 @@ class Twins:
         stream = self.streams[slot]
         home, slots = stream.home, self.table[slot : slot + 1, : stream.cascade.slots]
         steps = stream.steps(stream.offset + begin, stream.offset + end)
-        entries = [home.entries(step) for step in steps]
-        home.open(stream.row, steps[0], entries[0], slots)
+        told = [home.show(step) for step in steps]
+        home.open(stream.row, steps[0], told[0], slots)
         for layer in LAYERS:
             drawn, out = self.draw(end - begin), []
-            for step, shown in zip(steps, entries, strict=True):
+            for step, shown in zip(steps, told, strict=True):
                 if step is not steps[0]:
                     home.open(stream.row, step, shown, slots, layer)
                 at = slice(step.first - stream.offset - begin, step.last - stream.offset - begin)
@@ -89,7 +90,7 @@ class Twins:
             (step,) = stream.steps(stream.offset + begin, stream.offset + begin + 1)
             if step.lists:
                 slots = self.table[slot : slot + 1, : stream.cascade.slots]
-                home.open(stream.row, step, home.entries(step), slots)
+                home.open(stream.row, step, home.show(step), slots)
             batch += [(stream.row, step), *[None] * padding]
         home.decoding.load(batch, len(batch))
         for layer in LAYERS:
@@ -251,6 +252,35 @@ def test_graphs_of_batches_that_can_come(twins: Twins, sizes: list[int], kept: l
     assert not bool(out.any()) and all(bool(cache.isnan().all()) for cache in twins.ours[LAYERS[0]])
     backend.end_capture()
     assert not backend.viewing
+
+
+def test_all_variants_of_a_prompts_kernels_are_compiled(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton tells apart, in the warm-up and in every step that a prompt can have; each kernel runs."""
+    cascade = Cascade(**{**POLICY, "stride": 34})
+    kind = lambda number: 1 if number == 1 else number % 16 == 0  # noqa: E731
+    of = lambda rows, columns: (rows <= 16, kind(rows), kind(columns))  # noqa: E731
+    steps = warm_up(cascade)
+    possible = {
+        of(rows, before + rows) for rows in range(1, cascade.stride + 1) for before in range(cascade.slots - rows + 1)
+    }
+    assert {of(step.last, step.columns) for step in steps} == possible and all(step.grows for step in steps)
+    assert [step.last for step in warm_up(Cascade(window=1, cascades=1, sinks=0, stride=1))] == [1]
+
+    ran: list[Any] = []
+    for name in ("cascade_update", "update_scores"):
+        monkeypatch.setattr(cascade_rows, name, lambda *a, name=name, **_: ran.append((name, a)))
+    backend = CascadeStreams.__new__(CascadeStreams)  # type: ignore[type-abstract]
+    backend.rows, backend.shape, backend._device, backend._attend = make(cascade, 1), SHAPE, DEVICE, reference.attend
+    backend._table = torch.ones(2, 99, dtype=torch.int32, device=DEVICE)
+    caches = twins.ours[LAYERS[0]]
+    pool = {"start_layer": LAYERS[0], "layer_num": 1, "get_key_buffer": lambda _: caches[0]}
+    backend.token_to_kv_pool = SimpleNamespace(**pool, get_value_buffer=lambda _: caches[1])  # type: ignore[attr-defined]
+    monkeypatch.setattr(cascade_backend, "warm_up", lambda _: [steps[0], steps[-1]])
+    backend._warm_up()
+    assert [name for name, _ in ran] == ["cascade_update", "cascade_update", "update_scores"] * 2
+    assert [arguments[3].shape[1] for name, arguments in ran if name == "update_scores"] == [1, 32]
+    assert all(bool(cache[1:].isnan().all()) and not bool(cache[0].any()) for cache in caches)  # the padding slot
+    assert backend.rows.free == [0]
 
 
 def test_buffers_share_memory_among_batch_sizes(twins: Twins) -> None:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.cascade_update.state import CascadeState, Rings
+from sglang_ext.kernels.cascade_update.state import MAX_CASCADES, CascadeState, Rings
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Tuning:
 
 
 TUNING = Tuning()
-MAX_CASCADES = 13  # a tile of at least 4,096 steps is as much as one program's registers hold
 
 
 def cascade_update(

@@ -4,12 +4,15 @@ Two launches a layer with grids that depend on shapes alone. The first reads eve
 one key-value head of one request and a share of its columns; the last share also stores the new token and attends to
 it. It keeps the logits where scores are kept (16 bytes beside 512, with four query heads), so that the second, which
 knows the log-sum-exp, can count the query without reading the keys again. The second merges the shares.
+
+How many shares there are follows from the batch. It is an ordinary argument: as a constant of the kernels, it would
+have them compiled anew while serving.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -39,6 +42,18 @@ class Tuning:
 
 TUNING = Tuning()
 MAX_SPLITS = 128
+
+
+def tuning_for(head_dim: int, value_dim: int, itemsize: int) -> Tuning:
+    """What was tuned for 128 components of 16 bits, with less at a time where heads are larger.
+
+    So that a program takes at most 99 KiB of shared memory (compiled for sm_90): what the smaller GPUs of a generation
+    have. Float32 needs more room than its bytes, since no tensor core takes its products.
+    """
+    size = (padded(head_dim) + padded(value_dim)) * itemsize
+    if size <= 512:
+        return TUNING
+    return replace(TUNING, stages=3, columns=TUNING.columns // max(1, size * itemsize // 2048))
 
 
 def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: Tuning = TUNING) -> int:
@@ -74,11 +89,11 @@ class Workspace:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # it is another one for every size of a batch
 def _share_kernel(
-    query, new_keys, new_values, keys, values, slot, delta, rows, seen, skip, phase, parts, part_lse, logits, scale,
-    stride_query, stride_new_key, stride_new_value, stride_key, stride_value,
-    LANES: tl.constexpr, ENTRIES: tl.constexpr, SPLITS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    query, new_keys, new_values, keys, values, slot, delta, rows, seen, skip, phase, parts, part_lse, logits, splits,
+    scale, stride_query, stride_new_key, stride_new_value, stride_key, stride_value,
+    LANES: tl.constexpr, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr, FAST: tl.constexpr,
     TILE: tl.constexpr, QUERIES: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
     SCORES: tl.constexpr,
@@ -86,7 +101,7 @@ def _share_kernel(
     split, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     total = tl.load(seen + request).to(tl.int32)
     row = tl.load(rows + request).to(tl.int64)
-    each = tl.cdiv(tl.cdiv(total, TILE), SPLITS) * TILE
+    each = tl.cdiv(tl.cdiv(total, TILE), splits) * TILE
     begin = split * each
     end = tl.minimum(begin + each, total - 1)  # without the new token
     lists = (row * LANES + (head if LANES > 1 else 0)) * ENTRIES
@@ -144,7 +159,7 @@ def _share_kernel(
         acc = tl.dot(p.to(w.dtype), w, acc * shrink[:, None], input_precision="ieee")
         top = higher
 
-    if (split == SPLITS - 1) & (total > 0):
+    if (split == splits - 1) & (total > 0):
         # The new token stands where it was written: its delta is 0.
         k = new_keys + request * stride_new_key + head * DIM
         at = tl.load(slot + lists + total - 1).to(tl.int64)
@@ -174,16 +189,16 @@ def _share_kernel(
     some = total_weight > 0
     acc = acc / tl.where(some, total_weight, 1.0)[:, None]
     level = tl.where(some, top + tl.log2(tl.where(some, total_weight, 1.0)), float("-inf"))
-    part = ((request * KV_HEADS + head) * GROUP + g) * SPLITS + split
+    part = ((request * KV_HEADS + head) * GROUP + g) * splits + split
     tl.store(parts + part[:, None] * VALUE_DIM + v[None, :], acc, mask=in_group[:, None] & in_value[None, :])
     tl.store(part_lse + part, level, mask=in_group)
 
 
 @triton.jit
-def _join(part_lse, head, SPLITS: tl.constexpr, PARTS: tl.constexpr):
+def _join(part_lse, head, splits, PARTS: tl.constexpr):
     """(log-sum-exp of a head over its shares, each share's weight)."""
     share = tl.arange(0, PARTS)
-    level = tl.load(part_lse + head * SPLITS + share, mask=share < SPLITS, other=float("-inf"))
+    level = tl.load(part_lse + head * splits + share, mask=share < splits, other=float("-inf"))
     top = tl.max(level, 0)
     top = tl.where(top > float("-inf"), top, 0.0)
     weight = tl.exp2(level - top)
@@ -193,21 +208,21 @@ def _join(part_lse, head, SPLITS: tl.constexpr, PARTS: tl.constexpr):
     return top + tl.log2(tl.where(some, joined, 1.0)), weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join_kernel(
-    parts, part_lse, logits, out, score, entries, rows, seen, skip, fresh, beta,
-    LANES: tl.constexpr, ENTRIES: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    parts, part_lse, logits, out, score, entries, rows, seen, skip, fresh, splits, beta,
+    LANES: tl.constexpr, ENTRIES: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
     PARTS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, SCORES: tl.constexpr, MAXIMUM: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(1).to(tl.int64)
     number = tl.program_id(0)
     if number < HEADS:
         head = request * HEADS + number
-        _, weight = _join(part_lse, head, SPLITS, PARTS)
+        _, weight = _join(part_lse, head, splits, PARTS)
         share, v = tl.arange(0, PARTS), tl.arange(0, VALUES)
         part = tl.load(
-            parts + (head * SPLITS + share)[:, None] * VALUE_DIM + v[None, :],
-            mask=(share < SPLITS)[:, None] & (v < VALUE_DIM)[None, :],
+            parts + (head * splits + share)[:, None] * VALUE_DIM + v[None, :],
+            mask=(share < splits)[:, None] & (v < VALUE_DIM)[None, :],
             other=0.0,
         )
         joined = tl.sum(part * weight[:, None], 0)
@@ -225,7 +240,7 @@ def _join_kernel(
             found = tl.zeros([BLOCK], tl.float32)
             for one in range(EACH):
                 head = request * HEADS + lane * EACH + one
-                level, _ = _join(part_lse, head, SPLITS, PARTS)
+                level, _ = _join(part_lse, head, splits, PARTS)
                 x = tl.load(logits + head * ENTRIES + column, mask=on, other=float("-inf"))
                 p = tl.exp2(x - level)
                 found = tl.maximum(found, p) if MAXIMUM else found + p / EACH
@@ -257,14 +272,14 @@ def decode(
     reduction: str = "mean",
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
-    tuning: Tuning = TUNING,
+    tuning: Tuning | None = None,
 ) -> torch.Tensor:
     """`reference.decode` on the device, without synchronisation.
 
     Args:
         out: [batch, heads, value_dim] contiguous, to write to; made here when None.
         workspace: made here when None.
-        tuning: tile sizes.
+        tuning: tile sizes; `tuning_for` the heads when None.
 
     Raises:
         ValueError: also for new tokens or queries in another type than the caches, and for some but not all of what
@@ -277,9 +292,11 @@ def decode(
     given = [x is not None for x in (score, entries, skip, fresh)]
     if any(given) != all(given):
         raise ValueError("some of score, entries, skip and fresh: expected all of them, or none where no score is kept")
-    if query.dtype != keys.dtype:
-        raise ValueError(f"query is {query.dtype}, the caches {keys.dtype}: expected one type")
+    for name, tensor in (("query is", query), ("new keys are", new_keys), ("new values are", new_values)):
+        if tensor.dtype != keys.dtype:
+            raise ValueError(f"{name} {tensor.dtype}, the caches {keys.dtype}: expected one type")
     scored = score is not None
+    tuning = tuning or tuning_for(dim, value_dim, keys.element_size())
     if workspace is None:
         device = query.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count if query.is_cuda else 2
@@ -297,9 +314,9 @@ def decode(
     unused = rows
     _share_kernel[(shares, kv_heads, batch)](
         query, new_keys, new_values, keys, values, slot, delta, rows, seen, skip if skip is not None else unused,
-        turn.phase, workspace.parts, workspace.part_lse, workspace.logits, scale * LOG2_E,
+        turn.phase, workspace.parts, workspace.part_lse, workspace.logits, shares, scale * LOG2_E,
         *rows_of(query, new_keys, new_values, keys, values),
-        LANES=lanes, ENTRIES=width, SPLITS=shares, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
+        LANES=lanes, ENTRIES=width, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
         VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox, FAST=keys.is_cuda, TILE=tuning.columns,
         QUERIES=padded(heads // kv_heads), PAIRS=padded(half), REST=padded(dim - 2 * half),
         VALUES=padded(value_dim), SCORES=scored, num_warps=tuning.warps, num_stages=tuning.stages,
@@ -308,8 +325,8 @@ def decode(
     _join_kernel[(heads + tiles, batch)](
         workspace.parts, workspace.part_lse, workspace.logits, out,
         score if score is not None else workspace.logits, entries if entries is not None else unused, rows, seen,
-        skip if skip is not None else unused, fresh if fresh is not None else unused, beta,
-        LANES=lanes, ENTRIES=width, SPLITS=shares, HEADS=heads, VALUE_DIM=value_dim,
+        skip if skip is not None else unused, fresh if fresh is not None else unused, shares, beta,
+        LANES=lanes, ENTRIES=width, HEADS=heads, VALUE_DIM=value_dim,
         PARTS=triton.next_power_of_2(shares), VALUES=triton.next_power_of_2(value_dim), BLOCK=tuning.scores,
         SCORES=scored, MAXIMUM=reduction == "max", num_warps=4,
     )  # fmt: skip

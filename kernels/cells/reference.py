@@ -114,7 +114,11 @@ def store(
         first: column of the first.
         keys, values: [slots, kv_heads, ...], the layer's caches.
         out_keys, out_values: as for `gather`, at least first + rows long; None writes to the cells only.
+
+    Raises:
+        ValueError: one of out_keys and out_values is None and the other is not.
     """
+    check_pair(out_keys, out_values)
     at, _ = _head_lists(slot[:, first : first + new_keys.shape[0]], slot[:, :0], keys.shape[1])
     head = torch.arange(keys.shape[1], device=at.device).unsqueeze(1)
     keys[at, head] = new_keys.transpose(0, 1).to(keys.dtype)
@@ -122,6 +126,12 @@ def store(
     if out_keys is not None and out_values is not None:
         out_keys[first : first + new_keys.shape[0]] = new_keys.to(out_keys.dtype)
         out_values[first : first + new_keys.shape[0]] = new_values.to(out_values.dtype)
+
+
+def check_pair(out_keys: torch.Tensor | None, out_values: torch.Tensor | None) -> None:
+    """Raise ValueError where a window has keys or values only."""
+    if (out_keys is None) != (out_values is None):
+        raise ValueError("one of out_keys and out_values: expected both, or none to write to the cells only")
 
 
 def attend(

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from sglang_ext.kernels.cascade_update import CascadeState, Rings
 from sglang_ext.kernels.cells.lists import Lists, Turn, check_cells
-from sglang_ext.kernels.cells.reference import check_lists
+from sglang_ext.kernels.cells.reference import check_lists, check_pair
 
 COLUMNS = 1024
 """Columns of a program that writes lists."""
@@ -231,6 +231,7 @@ def store(
     out_values: torch.Tensor | None = None,
 ) -> None:
     """`reference.store` in one launch."""
+    check_pair(out_keys, out_values)
     rows = new_keys.shape[0]
     if rows == 0:
         return

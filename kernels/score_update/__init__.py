@@ -49,7 +49,7 @@ def update_scores(
     reduction: str = "mean",
     skip: torch.Tensor | None = None,
 ) -> None:
-    """`reference.update_scores` (see there), in one Triton kernel where the scores live on a GPU."""
+    """`reference.update_scores` (see there), by Triton kernels where the scores live on a GPU."""
     update = reference.update_scores
     if score.is_cuda:
         from sglang_ext.kernels.score_update.triton_impl import update_scores as update

@@ -7,6 +7,7 @@ every time, and a CUDA graph holds them. Strides that end within a chunk of a pr
 chunks as long as strides.
 
 Requests with settings of their own have a row of their own as well, and batches with them decode without a graph.
+(`OwnRows`: memory outside SGLang's budget, of which a little is kept for the next ones.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.cascade import CascadePolicy, Stream
-from sglang_ext.attention.cascade_rows import Attend, DecodeBuffers, Rows, RowStream, Step
+from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Shown, Step
 from sglang_ext.attention.requests import RequestTable, ViewBackend, check_cache_type, note_batch
 from sglang_ext.attention.rope import find_rope
 from sglang_ext.attention.select import KERNELS_ENV, kernels
@@ -26,17 +27,17 @@ from sglang_ext.attention.streams import check_fits
 from sglang_ext.kernels.cells import Turn, flashinfer_impl, reference
 from sglang_ext.policies.cascade import Cascade
 
-WARM_UP = (16, 17, 1, 14, 3, 16)
-"""Rows of passes, one after the other: rows and columns that are multiples of 16 or not, which Triton tells apart."""
+WARM_UP = (1, 3, 16, 17, 32)
+"""Rows of the passes that compile a prompt's kernels."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One stream of the batch at hand: its steps, the entries of each, and its KV slots [1, slots of a stream]."""
+    """One stream of a batch: its steps, what kernels are told of each, its KV slots [1, slots of a stream]."""
 
     stream: RowStream
     steps: list[Step]
-    entries: list[torch.Tensor]
+    shown: list[Shown]
     slots: torch.Tensor
 
 
@@ -68,6 +69,7 @@ class CascadeStreams(ViewBackend):
         self._layers = len(compat.kv_by_layer(pool)), compat.first_layer(pool)
         # Every stream, running or between two turns, has `most` slots: so many rows are enough.
         self.rows = self._make(policy.config, compat.num_request_slots(model_runner) // most)
+        self._own = OwnRows(lambda cascade: self._make(cascade, 1, self.rows.window))
         policy.keep_in(self._begin)
         self._kind, self._attend = self._choose(kernels(policy, model_runner.server_args.dtype))
         self.prefills = {"flashinfer": 0, "torch": 0}
@@ -82,7 +84,7 @@ class CascadeStreams(ViewBackend):
     def _begin(self, cascade: Cascade) -> Stream:
         if cascade == self.policy.config:
             return self.rows.begin()
-        return self._make(cascade, 1, self.rows.window).begin()
+        return self._own.begin(cascade)
 
     def _choose(self, chosen: str) -> tuple[str, Attend]:
         """What computes the attention of prompts."""
@@ -108,9 +110,9 @@ class CascadeStreams(ViewBackend):
             steps = stream.steps(stream.offset + begin, stream.offset + end)
             slots = self._table[request.slot : request.slot + 1, : stream.cascade.slots]
             needed = not forward_batch.forward_mode.is_decode() or steps[0].lists
-            part = _Part(stream, steps, [stream.home.entries(step) for step in steps] if needed else [], slots)
+            part = _Part(stream, steps, [stream.home.show(step) for step in steps] if needed else [], slots)
             if needed:
-                stream.home.open(stream.row, steps[0], part.entries[0], slots)
+                stream.home.open(stream.row, steps[0], part.shown[0], slots)
             self._parts.append(part)
         self.viewing = bool(self._parts)
 
@@ -160,15 +162,15 @@ class CascadeStreams(ViewBackend):
         caches, done = self._caches(layer), 0
         for part in self._parts:
             home, row = part.stream.home, part.stream.row
-            for step, entries in zip(part.steps, part.entries, strict=True):
+            for step, shown in zip(part.steps, part.shown, strict=True):
                 if step is not part.steps[0]:
-                    home.open(row, step, entries, part.slots, layer.layer_id)
+                    home.open(row, step, shown, part.slots, layer.layer_id)
                 rows = slice(done, done + step.last - step.first)
                 out[rows] = home.prefill(
                     layer.layer_id,
                     row,
                     step,
-                    entries,
+                    shown,
                     query[rows].contiguous(),
                     (keys[rows], values[rows]),
                     caches,
@@ -201,7 +203,7 @@ class CascadeStreams(ViewBackend):
         streams = self.rows.decoding.rows
         largest = min((size for size in sizes if size >= streams), default=max(sizes))
         if largest > streams:
-            self.rows.decoding = DecodeBuffers(self.rows, largest)
+            self.rows.decoding = self.rows.buffers(largest)
         return [size for size in sizes if size <= largest]
 
     def fits_graph(self) -> bool:
@@ -215,24 +217,36 @@ class CascadeStreams(ViewBackend):
     def _warm_up(self) -> None:
         """Run every kernel of a prompt, in all variants: the first requests are not to wait for a compiler."""
         stream, shape, first = self.rows.begin(), self.shape, compat.first_layer(self.token_to_kv_pool)  # type: ignore[attr-defined]
-        nowhere = self._table.new_zeros(1, stream.cascade.slots)  # SGLang's padding slot
+        # SGLang's padding slot; as far from row to row as in the table, for Triton tells apart multiples of 16.
+        nowhere = self._table.new_zeros(1, self._table.shape[1])[:, : stream.cascade.slots]
         caches = compat.kv_by_layer(self.token_to_kv_pool)[first]  # type: ignore[attr-defined]
+        passes = warm_up(stream.cascade)
         query, keys, values = (
-            torch.zeros(max(WARM_UP), heads, size, dtype=shape.dtype, device=self._device)
+            torch.zeros(passes[-1].last, heads, size, dtype=shape.dtype, device=self._device)
             for heads, size in (
                 (shape.heads, shape.head_dim),
                 (shape.kv_heads, shape.head_dim),
                 (shape.kv_heads, shape.value_dim),
             )
         )
-        at = 0
-        for rows in WARM_UP:
-            for step in stream.steps(at, at + rows):
-                entries, size = stream.home.entries(step), step.last - step.first
-                stream.home.open(stream.row, step, entries, nowhere)
-                new = keys[:size], values[:size]
-                stream.home.prefill(
-                    first, stream.row, step, entries, query[:size], new, caches, shape.scale, self._attend
-                )
-            at += rows
+        for step in passes:
+            shown, size = self.rows.show(step), step.last - step.first
+            for layer in (None, first):  # of all layers before a pass, of one within it
+                self.rows.open(stream.row, step, shown, nowhere, layer)
+            new = keys[:size], values[:size]
+            self.rows.prefill(first, stream.row, step, shown, query[:size], new, caches, shape.scale, self._attend)
         stream.close()
+
+
+def warm_up(cascade: Cascade) -> list[Step]:
+    """Steps that need every variant of a prompt's kernels, the longest last; none follows from the one before.
+
+    Triton compiles a kernel anew for a number that is 1, and for multiples of 16; kernels of scores are told how many
+    rows and columns there are, and have other tiles for up to 16 rows (`score_update`).
+    """
+    found = []
+    for rows in WARM_UP:
+        for before in (0, -rows % 16, -rows % 16 + 1):
+            if rows <= cascade.stride and before + rows <= cascade.slots:
+                found.append(Step(0, rows, cascade.stride, before, True, True, 0))
+    return found

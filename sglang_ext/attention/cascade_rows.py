@@ -15,7 +15,7 @@ import torch
 
 from sglang_ext.attention.cascade import Stream
 from sglang_ext.compat import AttentionShape
-from sglang_ext.kernels.cascade_update import CascadeState
+from sglang_ext.kernels.cascade_update import CascadeState, Rings
 from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
 from sglang_ext.kernels.cells import Lists, Turn, decode_impl, triton_impl
 from sglang_ext.kernels.score_update.triton_impl import update_scores
@@ -23,6 +23,9 @@ from sglang_ext.policies.cascade import Cascade
 
 ALIGNED = 4
 """Every how many int32 a tensor begins: Triton compiles kernels anew for pointers that are not aligned to 16 bytes."""
+
+KEPT = 4
+"""Rows of streams with settings of their own that are kept when their streams have ended."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 """Attention of a stride behind its window, as `kernels.cells.reference.attend`."""
@@ -52,6 +55,23 @@ class Step:
     def columns(self) -> int:
         """What the last token sees, itself included."""
         return self.before + self.last - self.first
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What kernels of all layers are told of a step, on the device.
+
+    Attributes:
+        entries: [1, slots of a stream] int32, `Rings.columns` of the stride that the step lies in.
+        before: [1] int32, columns that the first query to be counted in the scores sees before its own.
+        count: [1] int32, queries to be counted.
+        settled: [1] int32, columns whose scores decide nothing any more.
+    """
+
+    entries: torch.Tensor
+    before: torch.Tensor
+    count: torch.Tensor
+    settled: torch.Tensor
 
 
 @dataclass(kw_only=True)
@@ -130,7 +150,11 @@ class Rows:
             )
             window = keys, values
         self.window = window
-        self.decoding = DecodeBuffers(self, rows)
+        self.decoding = self.buffers(rows)
+
+    def buffers(self, rows: int) -> DecodeBuffers:
+        """Buffers for decoding steps of up to so many of these streams, padding included."""
+        return DecodeBuffers(self.rings, self.shape, self.scored, rows, self.device)
 
     def begin(self) -> RowStream:
         """A stream that has seen nothing.
@@ -152,18 +176,23 @@ class Rows:
         """One number, made on the device: a copy from the host would wait for it."""
         return torch.full((1,), value, dtype=torch.int32, device=self.device)
 
-    def entries(self, step: Step) -> torch.Tensor:
-        """[1, slots of a stream] int32, `Rings.columns` of the stride that a step lies in."""
-        added = self._number(step.added)
-        return triton_impl.columns(self.rings, added, added + self.rings.stride, self.rings.entries)
+    def show(self, step: Step) -> Shown:
+        """What `open` and `prefill` need on the device; once for all layers."""
+        added, new = self._number(step.added), step.last - step.first - step.known
+        return Shown(
+            triton_impl.columns(self.rings, added, added + self.rings.stride, self.rings.entries),
+            self._number(step.before + step.known),
+            self._number(new),
+            self._number(self.rings.settled(step.added)),
+        )
 
-    def open(self, row: int, step: Step, entries: torch.Tensor, slots: torch.Tensor, layer: int | None = None) -> None:
+    def open(self, row: int, step: Step, shown: Shown, slots: torch.Tensor, layer: int | None = None) -> None:
         """Begin a stride: add the one before, write down what this one sees; where that has not been done.
 
         Args:
             row: of the stream.
             step: the pass's first in the stride.
-            entries: of the stride.
+            shown: `show` of the step.
             slots: [1, slots of a stream] int32, KV slot of each cell.
             layer: the layer's number; None for all at once.
         """
@@ -176,14 +205,14 @@ class Rows:
             cascade_update(state, at, before, stride, self.rings, self.cascade.selection)
         if step.lists:
             lists = Lists(self.lists.slot[which], self.lists.delta[which])
-            triton_impl.list_columns(lists, state, at, entries, slots, self.rings)
+            triton_impl.list_columns(lists, state, at, shown.entries, slots, self.rings)
 
     def prefill(
         self,
         layer: int,
         row: int,
         step: Step,
-        entries: torch.Tensor,
+        shown: Shown,
         query: torch.Tensor,
         new: tuple[torch.Tensor, torch.Tensor],
         caches: tuple[torch.Tensor, torch.Tensor],
@@ -193,7 +222,7 @@ class Rows:
         """Tokens of a prompt in one layer, within a stride that is open: stored, attended from, and counted.
 
         Args:
-            layer, row, step, entries: as for `open`.
+            layer, row, step, shown: as for `open`.
             query: [rows, heads, head_dim], rotated at their columns.
             new: (keys, values), [rows, kv_heads, dim], likewise.
             caches: (keys, values) of the layer, [slots, kv_heads, dim].
@@ -209,21 +238,20 @@ class Rows:
         triton_impl.store(*new, slot, step.before, *caches, *self.window)
         keys, values = (part[: step.columns] for part in self.window)
         out, lse = attend(query, keys, values, scale)
-        rows = step.last - step.first
-        if self.scored and step.known < rows:
+        if self.scored and step.known < step.last - step.first:
             update_scores(
                 self.state.score[number],
-                entries[:, : step.columns],
+                shown.entries[:, : step.columns],
                 self._row(row),
                 query[step.known :].unsqueeze(0),
                 keys.transpose(0, 1).unsqueeze(0),
                 lse[step.known :].unsqueeze(0),
-                self._number(step.before + step.known),
-                self._number(rows - step.known),
+                shown.before,
+                shown.count,
                 scale=scale,
                 beta=self.cascade.beta,
                 reduction=self.cascade.head_reduction,
-                skip=self._number(self.rings.settled(step.added)),
+                skip=shown.settled,
             )
         return out
 
@@ -266,30 +294,61 @@ class Rows:
         )
 
 
+class OwnRows:
+    """Rows for streams with settings of their own, one stream each.
+
+    A row takes 20 bytes an entry, lane and layer, and buffers for decoding: with Llama-3.1-8B and 5,184 slots 28 MB.
+    SGLang's budget does not know of them, neither of those in use nor of the `KEPT` that are kept for requests to come.
+
+    Args:
+        make: allocates a row for a setting.
+    """
+
+    def __init__(self, make: Callable[[Cascade], Rows]) -> None:
+        self._make = make
+        self._kept: list[Rows] = []  # the one begun last is the last one; some are in use
+
+    def begin(self, cascade: Cascade) -> RowStream:
+        """A stream that has seen nothing; allocates only where no row of an ended stream has these settings."""
+        home = next((each for each in self._kept if each.cascade == cascade and each.free), None)
+        if home is None:
+            home = self._make(cascade)
+        else:
+            self._kept.remove(home)
+        if len(self._kept) == KEPT:  # what is in use is freed with its stream
+            self._kept.remove(next((each for each in self._kept if each.free), self._kept[0]))
+        self._kept.append(home)
+        return home.begin()
+
+
 class DecodeBuffers:
     """What decoding kernels read and write beside the state: allocated once, so that CUDA graphs can hold them.
 
     Args:
-        home: whose.
+        rings: sizes of the cascade.
+        shape: heads of a layer.
+        scored: whether scores are kept.
         rows: requests of the largest batch.
+        device: of everything.
 
     Attributes:
         entries: [rows, slots of a stream] int32, `Rings.columns` of every request.
     """
 
-    def __init__(self, home: Rows, rows: int) -> None:
-        self.home, self.rows = home, rows
-        shape, width = home.shape, home.rings.entries
+    def __init__(self, rings: Rings, shape: AttentionShape, scored: bool, rows: int, device: torch.device) -> None:
+        self.rows, self._rings, self._scored = rows, rings, scored
+        width, tuning = rings.entries, decode_impl.tuning_for(shape.head_dim, shape.value_dim, shape.dtype.itemsize)
         self._sizes = shape.heads, shape.value_dim
         self._shares = {
-            batch: decode_impl.splits(batch, shape.kv_heads, width, shape.num_sms) for batch in range(1, rows + 1)
+            batch: decode_impl.splits(batch, shape.kv_heads, width, shape.num_sms, tuning)
+            for batch in range(1, rows + 1)
         }
         most = max(batch * shares for batch, shares in self._shares.items())
-        make = lambda size: torch.empty(size, dtype=torch.float32, device=home.device)  # noqa: E731
+        make = lambda size: torch.empty(size, dtype=torch.float32, device=device)  # noqa: E731
         self._parts, self._levels = make(most * shape.heads * shape.value_dim), make(most * shape.heads)
-        self._logits = make(rows * shape.heads * width if home.scored else 0)
-        self.entries = torch.full((rows, width), -1, dtype=torch.int32, device=home.device)
-        self._numbers = torch.zeros(5 * _aligned(rows), dtype=torch.int32, device=home.device)
+        self._logits = make(rows * shape.heads * width if scored else 0)
+        self.entries = torch.full((rows, width), -1, dtype=torch.int32, device=device)
+        self._numbers = torch.zeros(5 * _aligned(rows), dtype=torch.int32, device=device)
         self._entries_of: list[tuple[int, int]] = []
 
     def numbers(self, batch: int) -> tuple[torch.Tensor, ...]:
@@ -300,7 +359,7 @@ class DecodeBuffers:
         """Room for the partial results of a batch of so many rows."""
         (heads, value_dim), shares = self._sizes, self._shares[batch]
         size = batch * heads * shares
-        width = self.entries.shape[1] if self.home.scored else 0
+        width = self.entries.shape[1] if self._scored else 0
         return decode_impl.Workspace(
             self._parts[: size * value_dim].view(batch, heads, shares, value_dim),
             self._levels[:size].view(batch, heads, shares),
@@ -312,7 +371,7 @@ class DecodeBuffers:
 
         Without waiting for the device. The entries change only at the end of a stride, or with the batch.
         """
-        rings = self.home.rings
+        rings = self._rings
         table = [[0] * _aligned(batch) for _ in range(5)]
         known = [(-1, -1)] * batch
         for index, each in enumerate(streams):
@@ -325,7 +384,7 @@ class DecodeBuffers:
         target = self._numbers[: 5 * _aligned(batch)]
         staged = torch.tensor(table, dtype=torch.int32, pin_memory=target.is_cuda).view(-1)
         target.copy_(staged, non_blocking=True)
-        if self.home.scored and known != self._entries_of:
+        if self._scored and known != self._entries_of:
             self._entries_of = known
             added = self.numbers(batch)[4]
             self.entries[:batch] = triton_impl.columns(rings, added, added + rings.stride, rings.entries)

@@ -169,6 +169,7 @@ def test_conversations_go_on(served: Served) -> None:
     [
         ({"window": 33, "cascades": 3, "stride": 20}, "= 57 KV slots; the server reserves at most 52 a request"),
         ({"window": 30}, "window=30, cascades=4: expected a multiple"),
+        ({"cascades": 16}, "cascades=16: expected at most 13"),
         ({"beta": 1}, "beta=1: expected a number of at least 0 and below 1"),
         ({"stride": True}, "stride=True: expected a whole number"),
         ({"heads": "both"}, "heads='both': expected one of independent, homogeneous"),

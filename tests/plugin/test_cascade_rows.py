@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.attention import cascade_backend, cascade_rows
 from sglang_ext.attention.cascade import CascadePolicy
-from sglang_ext.attention.cascade_backend import CascadeStreams
-from sglang_ext.attention.cascade_rows import DecodeBuffers, Rows, RowStream
+from sglang_ext.attention.cascade_backend import CascadeStreams, warm_up
+from sglang_ext.attention.cascade_rows import KEPT, OwnRows, Rows, RowStream
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.compat import AttentionShape
 from sglang_ext.config import POLICY_ENV
@@ -60,11 +63,11 @@ class Twins:
         stream = self.streams[slot]
         home, slots = stream.home, self.table[slot : slot + 1, : stream.cascade.slots]
         steps = stream.steps(stream.offset + begin, stream.offset + end)
-        entries = [home.entries(step) for step in steps]
-        home.open(stream.row, steps[0], entries[0], slots)
+        told = [home.show(step) for step in steps]
+        home.open(stream.row, steps[0], told[0], slots)
         for layer in LAYERS:
             drawn, out = self.draw(end - begin), []
-            for step, shown in zip(steps, entries, strict=True):
+            for step, shown in zip(steps, told, strict=True):
                 if step is not steps[0]:
                     home.open(stream.row, step, shown, slots, layer)
                 at = slice(step.first - stream.offset - begin, step.last - stream.offset - begin)
@@ -87,7 +90,7 @@ class Twins:
             (step,) = stream.steps(stream.offset + begin, stream.offset + begin + 1)
             if step.lists:
                 slots = self.table[slot : slot + 1, : stream.cascade.slots]
-                home.open(stream.row, step, home.entries(step), slots)
+                home.open(stream.row, step, home.show(step), slots)
             batch += [(stream.row, step), *[None] * padding]
         home.decoding.load(batch, len(batch))
         for layer in LAYERS:
@@ -128,7 +131,7 @@ def make(cascade: Cascade, rows: int, window: Any = None) -> Rows:
 
 def test_prompts_in_chunks_and_decoding_in_batches(twins: Twins) -> None:
     """Chunks end inside strides and span several; then rows decode together over the ends of their strides."""
-    twins.rows.decoding = DecodeBuffers(twins.rows, 6)
+    twins.rows.decoding = twins.rows.buffers(6)
     for slot, ends in ((0, (3, 4, 21, 22)), (3, (40,)), (4, (1, 9))):
         twins.start(slot)
         for begin, end in zip((0, *ends), ends, strict=False):
@@ -167,6 +170,41 @@ def test_settings_of_a_request(twins: Twins) -> None:
     twins.start(0, lone, cascades=1)
     twins.prefill(0, 0, 17)
     twins.decode({0: 17}, home=lone)
+
+
+def test_rows_with_settings_of_their_own_are_used_again(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request with equal settings allocates nothing; a few of what is no longer used are kept."""
+    made: list[Any] = []
+
+    def make_one(cascade: Cascade) -> Rows:
+        home = make(cascade, 1, twins.rows.window)
+        made.append(weakref.ref(home))
+        return home
+
+    own, settings = OwnRows(make_one), [Cascade(**{**POLICY, "stride": n}) for n in range(1, KEPT + 3)]
+    first = own.begin(settings[0])
+    first.home.state.score.fill_(7.0)
+    beside = own.begin(settings[0])  # at the same time: a row of its own
+    assert beside.home is not first.home and len(made) == 2
+    first.close()
+    monkeypatch.setattr(torch, "empty", None)  # no state, window or workspace
+    again = own.begin(settings[0])
+    monkeypatch.undo()
+    assert again.home is first.home and len(made) == 2 and not again.home.state.score.any()
+    again.close()
+    beside.close()
+    del first, beside, again
+    assert all(one() is not None for one in made)
+    gc.disable()  # nothing waits for the collector of cycles
+    try:
+        streams = [own.begin(setting) for setting in settings[1:]]
+        assert [one() is None for one in made] == [True] * 2 + [False] * (KEPT + 1)
+        for stream in streams:
+            stream.close()
+        del stream, streams
+        assert sum(one() is not None for one in made) == KEPT
+    finally:
+        gc.enable()
 
 
 def test_rows_are_given_back(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +254,38 @@ def test_graphs_of_batches_that_can_come(twins: Twins, sizes: list[int], kept: l
     assert not backend.viewing
 
 
+def test_all_variants_of_a_prompts_kernels_are_compiled(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton tells apart, in the warm-up and in every step that a prompt can have; each kernel runs."""
+    cascade = Cascade(**{**POLICY, "stride": 34})
+    kind = lambda number: 1 if number == 1 else number % 16 == 0  # noqa: E731
+    of = lambda rows, columns: (rows <= 16, kind(rows), kind(columns))  # noqa: E731
+    steps = warm_up(cascade)
+    possible = {
+        of(rows, before + rows) for rows in range(1, cascade.stride + 1) for before in range(cascade.slots - rows + 1)
+    }
+    assert {of(step.last, step.columns) for step in steps} == possible and all(step.grows for step in steps)
+    assert [step.last for step in warm_up(Cascade(window=1, cascades=1, sinks=0, stride=1))] == [1]
+
+    ran: list[Any] = []
+    for name in ("cascade_update", "update_scores"):
+        monkeypatch.setattr(cascade_rows, name, lambda *a, name=name, **_: ran.append((name, a)))
+    backend = CascadeStreams.__new__(CascadeStreams)  # type: ignore[type-abstract]
+    backend.rows, backend.shape, backend._device, backend._attend = make(cascade, 1), SHAPE, DEVICE, reference.attend
+    backend._table = torch.ones(2, 99, dtype=torch.int32, device=DEVICE)
+    caches = twins.ours[LAYERS[0]]
+    pool = {"start_layer": LAYERS[0], "layer_num": 1, "get_key_buffer": lambda _: caches[0]}
+    backend.token_to_kv_pool = SimpleNamespace(**pool, get_value_buffer=lambda _: caches[1])  # type: ignore[attr-defined]
+    monkeypatch.setattr(cascade_backend, "warm_up", lambda _: [steps[0], steps[-1]])
+    backend._warm_up()
+    assert [name for name, _ in ran] == ["cascade_update", "cascade_update", "update_scores"] * 2
+    assert [arguments[3].shape[1] for name, arguments in ran if name == "update_scores"] == [1, 32]
+    assert all(bool(cache[1:].isnan().all()) and not bool(cache[0].any()) for cache in caches)  # the padding slot
+    assert backend.rows.free == [0]
+
+
 def test_buffers_share_memory_among_batch_sizes(twins: Twins) -> None:
     """A graph of each size reads its own part of the numbers, which one copy fills."""
-    buffers = DecodeBuffers(twins.rows, 4)
+    buffers = twins.rows.buffers(4)
     one, four = buffers.workspace(1), buffers.workspace(4)
     assert one.parts.data_ptr() == four.parts.data_ptr() and four.logits.shape == (4, HEADS, 19)
     assert [each.shape for each in buffers.numbers(3)] == [(3,)] * 5

@@ -87,6 +87,20 @@ def test_slots_are_bounded_and_short_requests_take_fewer(policy: CascadePolicy) 
     policy.check({"window": 16, "stride": 32, "unknown": "is somebody else's"})
 
 
+@pytest.mark.parametrize("computes", ["torch", "triton"])
+def test_more_sub_caches_than_kernels_take(monkeypatch: pytest.MonkeyPatch, computes: str) -> None:
+    """They are refused before the scheduler sees them, and at start, whatever computes."""
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", computes)
+    monkeypatch.setenv(POLICY_ENV, json.dumps({"window": 26}))
+    policy = StreamingLlmPolicy()
+    policy.check({"cascades": 13})
+    with pytest.raises(ValueError, match="custom_params: cascades=26: expected at most 13"):
+        policy.check({"cascades": 26})
+    monkeypatch.setenv(POLICY_ENV, json.dumps({"cascades": 14, "window": 28}))
+    with pytest.raises(ValueError, match="cascades=14: expected at most 13"):
+        CascadePolicy()
+
+
 def test_what_pool_and_context_must_hold(policy: CascadePolicy) -> None:
     check_fits(policy, pool=52, context=52)
     with pytest.raises(ValueError, match=r"up to 52 KV slots and the pool has 51: .*--max-total-tokens"):

@@ -387,7 +387,7 @@ class RowBuffers:
                 sin=self._sin[: batch * c.turns],
                 turned=self._turned[:batch],
                 scores=(self._logits[:batch], self._sizes[:batch], self._starts[:batch]),
-                selection=_first(self._selection, batch),
+                selection=self._selection.of(slice(batch)),
                 search=self._search.first(batch),
                 workspace=self._workspace.first(batch * self.shape.kv_heads),
                 lse=self._lse[:batch],
@@ -433,9 +433,3 @@ class RowBuffers:
         """
         part = self._part(batch)
         return part.selection, part.scores[0]
-
-
-def _first(s: Selection, batch: int) -> Selection:
-    return Selection(
-        s.counts[:batch], s.exact[:batch], s.prefix[:batch], s.shift[:batch], s.approx[:batch], s.run, s.align
-    )

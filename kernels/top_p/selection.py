@@ -53,6 +53,18 @@ class Selection:
 
         return Selection(ints(5), ints(cells), ints(cells), ints(cells), ints(cells), run, align)
 
+    def of(self, requests: slice) -> Selection:
+        """That of some requests: the same memory."""
+        return Selection(
+            self.counts[requests],
+            self.exact[requests],
+            self.prefix[requests],
+            self.shift[requests],
+            self.approx[requests],
+            self.run,
+            self.align,
+        )
+
 
 def check_buffers(out: Selection, run: int, align: int) -> None:
     """Raise ValueError where buffers are for other numbers of tokens than asked for."""

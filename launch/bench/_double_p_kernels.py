@@ -392,7 +392,11 @@ class Step:
         out = self.run()
         layer, planted, last = self.copies[0], self.planted, self.batch - 1
         selection, logits = self.buffers.chosen(self.batch)
-        chosen, logits, query = of_row(selection, last), logits[last : last + 1], self.query[last : last + 1]
+        chosen, logits, query = (
+            selection.of(slice(last, last + 1)),
+            logits[last : last + 1],
+            self.query[last : last + 1],
+        )
         device, whole = planted.device, planted.row(last)
         rows = ClusterRows(
             torch.tensor(whole.tiles, device=device).unsqueeze(0),
@@ -436,7 +440,7 @@ class Step:
         numbers = sorted({round(n) for n in np.linspace(0, self.batch - 1, min(sampled, self.batch))})
         mass, read, kept_tokens = [], [], []
         for row in numbers:
-            both = _mask(of_row(selection, row), planted.tiles * WIDTH)[0]
+            both = _mask(selection.of(slice(row, row + 1)), planted.tiles * WIDTH)[0]
             kept = both.any(0)
             labels = planted.labels[row].long()
             x = true_logits(planted, self.query, row)
@@ -474,11 +478,6 @@ def true_logits(rows: CachedRows, query: torch.Tensor, row: int) -> torch.Tensor
     keys = rows.keys[row * rows.length : (row + 1) * rows.length].float()
     of_row = query[row].float().view(shape.kv_heads, shape.group, shape.head_dim)
     return torch.einsum("hgd,thd->hgt", of_row, keys) * rows.scale
-
-
-def of_row(selection: Selection, row: int) -> Selection:
-    own, s = slice(row, row + 1), selection
-    return Selection(s.counts[own], s.exact[own], s.prefix[own], s.shift[own], s.approx[own], s.run, s.align)
 
 
 def _mask(selection: Selection, cells: int) -> torch.Tensor:

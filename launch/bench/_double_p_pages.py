@@ -28,7 +28,6 @@ from sglang_ext.launch.bench._double_p_kernels import (
     CachedRows,
     Layer,
     difference,
-    of_row,
     relative_error,
     true_logits,
     tunings,
@@ -221,7 +220,7 @@ class QuestTopP:
 
     def kept(self, row: int) -> torch.Tensor:
         """[kv_heads, length] bool: the tokens of a row that the last run read, all exactly."""
-        rows, pages, chosen = self.planted, self.pages, of_row(self._chosen, row)
+        rows, pages, chosen = self.planted, self.pages, self._chosen.of(slice(row, row + 1))
         kept = torch.zeros(rows.shape.kv_heads, rows.length, dtype=torch.bool, device=rows.device)
         kept[:, : pages.begin] = kept[:, pages.end :] = True
         first = row * (pages.end - pages.begin)
@@ -252,7 +251,7 @@ class QuestTopP:
         sorted_pages = select_by_sorting(
             self._best[last:].double(), page_sizes, page_starts, cells, self.page_budget[last:].double(), by_count=True
         )
-        candidate = of_row(self._candidates, last)
+        candidate = self._candidates.of(slice(last, last + 1))
         errors["pages"] = difference(candidate, sorted_pages, int(cells))
         queried, members = self.query[last:].double(), layer.pool.members
         wanted = token_scores(queried, layer.quantised, members, candidate, pages.page, self.room, rows.scale)
@@ -263,7 +262,7 @@ class QuestTopP:
         errors["places"] = float(wrong)
         p = self.token_p[last:].double()
         sorted_tokens = select_by_sorting(logits.double(), sizes, starts, counts, p, group=self.group)
-        errors["tokens"] = difference(of_row(self._chosen, last), sorted_tokens, self.room)
+        errors["tokens"] = difference(self._chosen.of(slice(last, last + 1)), sorted_tokens, self.room)
         x = torch.einsum("hgd,hnd->hgn", grouped, keys) * rows.scale
         nothing = x[..., :0], values[:, :0]
         whole = quest.attend(x, values, self.kept(last), *nothing)

@@ -10,10 +10,8 @@ from sglang_ext.attention.planned import PlannedViews
 from sglang_ext.attention.policy import Policy
 from sglang_ext.attention.requests import check_cache_type
 from sglang_ext.attention.select import KERNELS_ENV, kernels
+from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
-
-HEAD_SIZES = (64, 128, 256)
-"""That FlashInfer has kernels for."""
 
 
 class FlashInferViewBackend(PlannedViews, FlashInferAttnBackend):

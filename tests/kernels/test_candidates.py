@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import torch
 from sglang_ext.kernels.candidates import QuantisedKeys, reference, triton_impl
 from sglang_ext.kernels.top_p import Selection
 from sglang_ext.policies import quest, twilight
+from tests.kernels import sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 16
@@ -120,41 +118,12 @@ def test_refusals() -> None:
 
 
 COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 from sglang_ext.kernels.candidates import QuantisedKeys, triton_impl
 from sglang_ext.kernels.top_p import Selection
+from tests.kernels.sm90 import compiled, stand_in
 
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
-         torch.uint8: "*u8"}
-compiled = set()
-
-class Compile:  # stands where a kernel is launched
-    def __init__(self, kernel):
-        self.kernel = kernel
-    def __getitem__(self, grid):
-        return self.launch
-    def launch(self, *arguments, **named):
-        options = {name: named.pop(name) for name in ("num_warps",) if name in named}
-        values = dict(zip(self.kernel.arg_names, arguments)) | named
-        types, constants, aligned = {}, {}, {}
-        for i, parameter in enumerate(self.kernel.params):
-            name, value = parameter.name, values[parameter.name]
-            if parameter.is_constexpr:
-                types[name], constants[name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                types[name], aligned[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
-            else:
-                types[name] = "i32" if isinstance(value, int) else "fp32"
-        source = ASTSource(self.kernel, types, constants, aligned)
-        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert found.metadata.shared <= 227 * 1024, (self.kernel.__name__, found.metadata.shared)
-        compiled.add(self.kernel.__name__)
-
-for name in ("_token_scores", "_bounds_query"):
-    setattr(triton_impl, name, Compile(getattr(triton_impl, name)))
-
+stand_in(triton_impl, "_token_scores", "_bounds_query")
 for dim in (64, 128):
     query = torch.zeros(8, 32, dim, dtype=torch.bfloat16)
     keys = QuantisedKeys.of(torch.zeros(64, 8, dim))
@@ -168,9 +137,4 @@ assert len(compiled) == 2, compiled
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels and run them")
 def test_compiles_for_hopper(tmp_path: Path) -> None:
     """What the interpreter takes, the compiler may not."""
-    script = tmp_path / "compile.py"  # a file: Triton reads the source of kernels
-    script.write_text(COMPILE)
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    sm90.run(COMPILE, tmp_path)

@@ -7,10 +7,7 @@ nothing are NaN.
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from sglang_ext.kernels.cascade_update import CascadeState, stride_update
 from sglang_ext.kernels.cells import Lists, Turn, decode_impl, flashinfer_impl, reference, triton_impl
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.cascade import Cascade, Stream
+from tests.kernels import sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = decode_impl.Tuning(columns=16, warps=2, stages=1, programs=3, scores=8)
@@ -346,50 +344,20 @@ def test_bad_input_is_refused() -> None:
 
 
 COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 from sglang_ext.kernels import score_update
 from sglang_ext.kernels.cascade_update import CascadeState, triton_impl as cascade
 from sglang_ext.kernels.cells import Lists, Turn, decode_impl, triton_impl as cells
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.score_update import triton_impl as scores
 from sglang_ext.policies.cascade import Cascade
+from tests.kernels.sm90 import compiled, stand_in
 
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
-compiled = {}
-
-class Compile:  # stands where a kernel is launched
-    def __init__(self, kernel):
-        self.kernel = kernel
-    def __getitem__(self, grid):
-        return self.launch
-    def launch(self, *arguments, **named):
-        options = {name: named.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in named}
-        if "FAST" in named:
-            named["FAST"] = True
-        values = dict(zip(self.kernel.arg_names, arguments)) | named
-        types, constants, aligned = {}, {}, {}
-        for i, parameter in enumerate(self.kernel.params):
-            name, value = parameter.name, values[parameter.name]
-            if parameter.is_constexpr or value is None:
-                types[name], constants[name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                types[name], aligned[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
-            else:
-                types[name] = "i32" if isinstance(value, int) else "fp32"
-                if isinstance(value, int) and value % 16 == 0:
-                    aligned[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, types, constants, aligned)
-        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert found.metadata.shared <= 99 * 1024, (self.kernel.__name__, found.metadata.shared, named)
-        compiled[self.kernel.fn.__module__.split(".")[-2] + self.kernel.__name__] = found
-
-for module, kernels in ((cells, ("_columns_kernel", "_list_kernel", "_gather_kernel", "_store_kernel")),
-                        (decode_impl, ("_share_kernel", "_join_kernel")), (scores, ("_bias_kernel", "_columns_kernel")),
-                        (cascade, ("_fill_kernel", "_cascade_kernel"))):
-    for name in kernels:
-        setattr(module, name, Compile(getattr(module, name)))
+SMALL = 99 * 1024  # what the smaller GPUs have
+stand_in(cells, "_columns_kernel", "_list_kernel", "_gather_kernel", "_store_kernel", shared=SMALL, FAST=True)
+stand_in(decode_impl, "_share_kernel", "_join_kernel", shared=SMALL, FAST=True)
+stand_in(scores, "_bias_kernel", "_columns_kernel", shared=SMALL)
+stand_in(cascade, "_fill_kernel", "_cascade_kernel", shared=SMALL)
 
 setting = Cascade(window=4096, cascades=4, stride=1024)
 rings, half = setting.rings, torch.bfloat16
@@ -433,9 +401,4 @@ for dim, dtype in ((64, half), (128, half), (192, half), (256, half), (64, torch
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels and run them")
 def test_compiles_for_hopper(tmp_path: Path) -> None:
     """What the interpreter takes, the compiler may not: a cascade's kernels, at the shapes of Llama-3.1-8B."""
-    script = tmp_path / "compile.py"  # a file: Triton reads the source of kernels
-    script.write_text(COMPILE)
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    sm90.run(COMPILE, tmp_path)

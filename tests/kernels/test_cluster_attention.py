@@ -7,9 +7,6 @@ lists, and every output and scratch buffer before a call.
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from sglang_ext.kernels.top_p import Selection
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
 from sglang_ext.policies import quest
+from tests.kernels import sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {
@@ -526,45 +524,19 @@ def test_refusals() -> None:
 
 
 COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, triton_impl as attention
 from sglang_ext.kernels.cluster_attention import buffers
 from sglang_ext.kernels.kmeans import Plan, triton_impl as kmeans
 from sglang_ext.kernels.rope import Rope, triton_impl as rope
 from sglang_ext.kernels.top_p import triton_impl as top_p
+from tests.kernels.sm90 import compiled, stand_in
 
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8"}
-compiled = set()
-
-class Compile:  # stands where a kernel is launched
-    def __init__(self, kernel):
-        self.kernel = kernel
-    def __getitem__(self, grid):
-        return self.launch
-    def launch(self, *arguments, **named):
-        options = {name: named.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in named}
-        values = dict(zip(self.kernel.arg_names, arguments)) | named
-        types, constants, aligned = {}, {}, {}
-        for i, parameter in enumerate(self.kernel.params):
-            name, value = parameter.name, values[parameter.name]
-            if parameter.is_constexpr or value is None:
-                types[name], constants[name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                types[name], aligned[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
-            else:
-                types[name] = "i32" if isinstance(value, int) else "fp32"
-        source = ASTSource(self.kernel, types, constants, aligned)
-        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert found.metadata.shared <= 227 * 1024, (self.kernel.__name__, found.metadata.shared)
-        compiled.add(self.kernel.__name__)
-
-for module, kernels in ((attention, ("_scores", "_expand", "_attend", "_merge")), (top_p, ("_search", "_compact")),
-                        (kmeans, ("_start", "_assign", "_update")), (buffers, ("_copy_slots", "_advance")),
-                        (rope, ("_angle_tables", "_turn"))):
-    for name in kernels:
-        setattr(module, name, Compile(getattr(module, name)))
+stand_in(attention, "_scores", "_expand", "_attend", "_merge")
+stand_in(top_p, "_search", "_compact")
+stand_in(kmeans, "_start", "_assign", "_update")
+stand_in(buffers, "_copy_slots", "_advance")
+stand_in(rope, "_angle_tables", "_turn")
 
 def ints(*shape):
     return torch.zeros(shape, dtype=torch.int32)
@@ -596,9 +568,4 @@ assert len(compiled) == 13, compiled
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels and run them")
 def test_compiles_for_hopper(tmp_path: Path) -> None:
     """What the interpreter takes, the compiler may not: all kernels, at the shapes of Llama-3.1-8B, without a GPU."""
-    script = tmp_path / "compile.py"  # a file: Triton reads the source of kernels
-    script.write_text(COMPILE)
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    sm90.run(COMPILE, tmp_path)

@@ -7,9 +7,6 @@ an index far outside the caches (`kv_slots`), and what it must write is NaN befo
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from sglang_ext.kernels.view_attention import Ranks, Segment, View, view_attenti
 from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
 from sglang_ext.kernels.view_attention.plan import Config, Plan, RowRuns, choose, plan_rows
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
+from tests.kernels import sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Largest error beside the largest value of the output; half types round the turned query and the weights.
@@ -590,12 +588,7 @@ for rows, dim in ((12, 128), (20, 64), (40, 128)):
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels and run them")
 def test_compiles_for_hopper(tmp_path: Path) -> None:
     """What the interpreter takes, the compiler may not; Triton brings what it needs to compile for sm_90 anywhere."""
-    script = tmp_path / "compile.py"  # a file: Triton reads the source of kernels
-    script.write_text(COMPILE)
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    sm90.run(COMPILE, tmp_path)
 
 
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9

@@ -36,7 +36,7 @@ class Tuning:
     columns: int = 64
     warps: int = 4
     stages: int = 6
-    programs: int = 3
+    programs: int = 2
     scores: int = 1024
 
 
@@ -57,8 +57,11 @@ def tuning_for(head_dim: int, value_dim: int, itemsize: int) -> Tuning:
 
 
 def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: Tuning = TUNING) -> int:
-    """Into how many shares the columns of a request are cut: enough for all multiprocessors, none below two tiles."""
-    wanted = -(-multiprocessors * tuning.programs // (batch * kv_heads))
+    """Into how many shares the columns of a request are cut: as many as run at once, none below two tiles.
+
+    One program more than run at once would make every step as long as two.
+    """
+    wanted = multiprocessors * tuning.programs // (batch * kv_heads)
     return max(1, min(wanted, MAX_SPLITS, entries // (2 * tuning.columns)))
 
 

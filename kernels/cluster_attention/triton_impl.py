@@ -28,8 +28,7 @@ class Tuning:
     """What is chosen by measurement.
 
     Attributes:
-        programs: programs of `_attend`; four for each of an H200's 132 multiprocessors, as 128 registers leave room
-            for.
+        programs: programs of `_attend`; two for each of an H200's 132 multiprocessors, as their loads leave room for.
         expanding: programs of `_expand` for each row.
         summaries: centroid summaries of a tile.
         token_tile: what a tile of tokens costs, in tiles of summaries.
@@ -40,13 +39,13 @@ class Tuning:
         merge_parts: parts that `_merge` reads at once.
     """
 
-    programs: int = 528
+    programs: int = 264
     expanding: int = 8
     summaries: int = 32
-    token_tile: int = 3
+    token_tile: int = 1
     warps: int = 4
-    stages: int = 4
-    registers: int | None = 128
+    stages: int = 6
+    registers: int | None = None
     score_warps: int = 4
     score_stages: int = 4
     score_tiles: int = 4

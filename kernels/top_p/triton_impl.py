@@ -41,14 +41,16 @@ class Tuning:
         compact_chunk: clusters of a program of `_compact`.
         compact_warps: of `_compact`.
         joint: one reduction for the sums of a round, instead of one each.
+        cuda: let `fast.select` run the CUDA kernel instead, where it can.
     """
 
-    chunk: int = 1024
-    warps: int = 8
+    chunk: int = 512
+    warps: int = 4
     rounds: int = 2
-    compact_chunk: int = 1024
-    compact_warps: int = 4
+    compact_chunk: int = 2048
+    compact_warps: int = 8
     joint: bool = True
+    cuda: bool = True
 
 
 TUNING = Tuning()

@@ -53,7 +53,7 @@ MOST_COPIES = 32
 STAGES = (
     ("rotation", ("_turn",)),
     ("scores", ("_scores",)),
-    ("selection", ("_search", "_compact", "_select", "_threshold", "_levels")),
+    ("selection", ("select_clusters", "_search", "_compact")),
     ("merge", ("_merge",)),
     ("attention", ("_attend", "_expand")),
 )

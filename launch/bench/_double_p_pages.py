@@ -18,7 +18,7 @@ from sglang_ext.kernels.candidates import QuantisedKeys, token_scores
 from sglang_ext.kernels.candidates import triton_impl as candidates
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.top_p import Selection
+from sglang_ext.kernels.top_p import Selection, fast
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
 from sglang_ext.launch.bench._double_p_kernels import (
@@ -200,7 +200,7 @@ class QuestTopP:
             tuning=self.tuning,
         )  # fmt: skip
         torch.amax(self._page_logits, 2, keepdim=True, out=self._best)
-        top_p.select(
+        fast.select(
             self._best, *self._page_places, self.page_cells, self.page_budget, by_count=True, out=self._candidates,
             workspace=self._page_search, tuning=self.search,
         )  # fmt: skip
@@ -208,7 +208,7 @@ class QuestTopP:
             self.query, layer.quantised, layer.pool.members, self._candidates, self.pages.page, self.room, scale,
             out=self._token_scores,
         )  # fmt: skip
-        top_p.select(
+        fast.select(
             logits, sizes, starts, counts, self.token_p, group=self.group, out=self._chosen,
             workspace=self._token_search, tuning=self.search,
         )  # fmt: skip

@@ -37,7 +37,7 @@ GRAPH_TURNS = 64
 GRAPH_SPANS = 256
 """Spans of exact tokens a row likewise."""
 
-PROGRAMS = 4
+PROGRAMS = 2
 """Programs of attention on each multiprocessor."""
 
 

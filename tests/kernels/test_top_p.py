@@ -12,9 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.kernels.top_p import Selection, reference, top_p_mask, triton_impl
+from sglang_ext.kernels.top_p import Selection, cuda_impl, fast, reference, top_p_mask, triton_impl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NO_CUDA = cuda_impl.refusal(torch.device(DEVICE), 4, 100)
+needs_cuda = pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
+PORTABLE = ("reference", "separate", "long")
+KINDS = [*PORTABLE, pytest.param("cuda", marks=needs_cuda)]
+# The CUDA kernel searches for each head.
+BOTH_RULES = [(kind, rule) for kind in PORTABLE for rule in ("union", "mean")] + [
+    pytest.param("cuda", "union", marks=needs_cuda)
+]
 UNIT = 2.0**-30  # the kernel's unit of mass
 SEPARATE = triton_impl.Tuning(
     joint=False, chunk=32, compact_chunk=16
@@ -78,6 +86,9 @@ def run(case: Case, kind: str, **options: Any) -> Selection:
     arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
     if kind == "reference":
         return reference.select(*arguments, **options)
+    if kind == "cuda":
+        got = poisoned(case, options.get("run", 1), options.get("align", 1))
+        return cuda_impl.select(*arguments, out=got, **options)
     tuning = {"separate": SEPARATE, "long": LONG, "joint": triton_impl.Tuning()}[kind]
     workspace = triton_impl.Workspace.empty(*case.logits.shape, DEVICE)
     workspace.levels.fill_(77)
@@ -123,8 +134,7 @@ def check_lists(case: Case, got: Selection, b: int, h: int, exact: set[int], app
     assert numbers == -(-number // got.align) * got.align
 
 
-@pytest.mark.parametrize("kind", ["reference", "separate", "long"])
-@pytest.mark.parametrize("rule", ["union", "mean"])
+@pytest.mark.parametrize(("kind", "rule"), BOTH_RULES)
 def test_cut_clusters_are_exact_and_have_no_mass(rule: str, kind: str) -> None:
     case = make_case(3, [40, 3, 90], 2.0, 5)
     gen = torch.Generator().manual_seed(9)
@@ -143,8 +153,7 @@ def test_cut_clusters_are_exact_and_have_no_mass(rule: str, kind: str) -> None:
             check_lists(case, got, b, h, exact | set(always), approx)
 
 
-@pytest.mark.parametrize("kind", ["reference", "separate", "long"])
-@pytest.mark.parametrize("rule", ["union", "mean"])
+@pytest.mark.parametrize(("kind", "rule"), BOTH_RULES)
 @pytest.mark.parametrize(("group", "spread"), [(1, 3.0), (4, 0.3), (3, 8.0)], ids=["one", "flat", "peaked"])
 def test_sets_and_lists(group: int, spread: float, rule: str, kind: str) -> None:
     case = make_case(group, [61, 17], spread, seed=group)
@@ -158,7 +167,7 @@ def test_sets_and_lists(group: int, spread: float, rule: str, kind: str) -> None
     assert kept  # something was selected at all
 
 
-@pytest.mark.parametrize("kind", ["reference", "separate", "long"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "align"), [(4, 8), (16, 3)])
 def test_numbers_of_tokens_begin_anew(length: int, align: int, kind: str) -> None:
     case = make_case(2, [61, 17], 2.0, seed=6)
@@ -178,8 +187,7 @@ def test_joint_reduction_is_the_same() -> None:
         check_lists(case, got, 0, h, *expected_sets(case, 0, h, "union"))
 
 
-@pytest.mark.parametrize("kind", ["reference", "separate"])
-@pytest.mark.parametrize("rule", ["union", "mean"])
+@pytest.mark.parametrize(("kind", "rule"), BOTH_RULES)
 def test_numbers_of_clusters(rule: str, kind: str) -> None:
     case = make_case(3, [50, 9], 40.0, seed=8, p=[[20.0, 3.0], [100.0, 0.0]])  # most masses underflow
     got = run(case, kind, group=rule, by_count=True)
@@ -188,7 +196,7 @@ def test_numbers_of_clusters(rule: str, kind: str) -> None:
             check_lists(case, got, b, h, *expected_sets(case, b, h, rule, by_count=True))
 
 
-@pytest.mark.parametrize("kind", ["reference", "separate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_everything_and_nothing(kind: str) -> None:
     """p = 1 keeps clusters that weigh nothing in float32; p = 0 keeps none; a request may have no clusters."""
     case = make_case(2, [20, 20, 0], 60.0, seed=4, p=[[1.0, 1.0], [1.0, 0.0], [0.9, 0.9]])
@@ -203,7 +211,7 @@ def test_everything_and_nothing(kind: str) -> None:
     assert not every  # the head without a token was one of them
 
 
-@pytest.mark.parametrize("kind", ["reference", "separate", "long"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_of_equal_clusters_the_first_are_taken(kind: str) -> None:
     """Fifty equal masses of 0.02: 0.49 needs 25. Behind one of mass 1/2 with 48 equals, 0.75 needs 24 of them."""
     sizes = torch.ones(2, 1, 50, dtype=torch.int32)
@@ -217,7 +225,7 @@ def test_of_equal_clusters_the_first_are_taken(kind: str) -> None:
     check_lists(case, got, 1, 0, {7}, {i for i in range(26) if i not in (7, 20)})
 
 
-@pytest.mark.parametrize("kind", ["reference", "separate"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_single_cluster(kind: str) -> None:
     sizes = torch.tensor([[[5]]], dtype=torch.int32)
     case = Case(
@@ -281,3 +289,74 @@ def test_refusals() -> None:
     wide = torch.zeros(1, 1, triton_impl.MAX_CELLS + 1)
     with pytest.raises(ValueError, match="expected at most 1048575"):
         triton_impl.select(wide.unsqueeze(1), wide.int(), wide.int(), case.cells, case.p)
+
+
+def lists(got: Selection, b: int, h: int) -> tuple[list[int], list[int]]:
+    n_exact, _, n_approx, *_ = got.counts[b, h].tolist()
+    return got.exact[b, h, :n_exact].tolist(), got.approx[b, h, :n_approx].tolist()
+
+
+@needs_cuda
+@pytest.mark.parametrize(("n", "spread"), [(1, 1.0), (4096, 0.3), (8191, 2.0), (20000, 6.0)])
+def test_cuda_at_full_size(n: int, spread: float) -> None:
+    """Every head's sets alone are minimal, those of a group are their union, and every call gives the same."""
+    gen = torch.Generator().manual_seed(n)
+    batch, kv_heads, group = 3, 2, 4
+    logits = (torch.randn(batch, kv_heads, group, n + 3, generator=gen) * spread).to(DEVICE)
+    logits[..., :n:7] = logits[..., :1]  # many equals
+    sizes = torch.randint(1, 40, (batch, kv_heads, n + 3), generator=gen, dtype=torch.int32).to(DEVICE)
+    cells = torch.tensor([n, n, n // 2], dtype=torch.int32, device=DEVICE)
+    p = torch.tensor([[0.95, 0.7], [0.5, 0.5], [0.99, 0.01]], device=DEVICE)
+    got = cuda_impl.select(logits, sizes, sizes, cells, p, run=32, align=16)
+    again = cuda_impl.select(logits, sizes, sizes, cells, p, run=32, align=16)
+    alone = [cuda_impl.select(logits[:, :, g : g + 1].contiguous(), sizes, sizes, cells, p) for g in range(group)]
+    for b in range(batch):
+        count = int(cells[b])
+        for h in range(kv_heads):
+            exact, approx = lists(got, b, h)
+            assert lists(again, b, h) == (exact, approx) and torch.equal(again.counts, got.counts)
+            each = [lists(one, b, h) for one in alone]
+            assert exact == sorted(set().union(*(e for e, _ in each)))
+            assert approx == sorted(set().union(*(a for _, a in each)) - set(exact))
+            if count == 0:
+                continue
+            for g, (only, rest) in enumerate(each):
+                mass = torch.softmax(logits[b, h, g, :count].double(), 0).cpu()
+                for chosen, target in ((only + rest, p[b, 0].item()), (only, p[b, 1].item())):
+                    left = torch.ones(count, dtype=torch.bool)
+                    left[chosen] = False
+                    slack = count * UNIT + 1e-6
+                    assert target - slack <= mass[chosen].sum() < target + slack + mass[chosen].min()
+                    assert not left.any() or mass[left].max() <= mass[chosen].min() + UNIT
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "by_count", "run", "align"),
+    [(1, 1, False, 1, 1), (4, 5000, True, 1, 1), (7, 3000, False, 32, 16), (2, cuda_impl.MAX_CELLS, False, 4, 8)],
+)
+def test_cuda_compiles_for_hopper(heads: int, width: int, by_count: bool, run: int, align: int) -> None:
+    """Without a GPU, where NVRTC is installed."""
+    pytest.importorskip("cuda.core")
+    assert cuda_impl.compiled("sm_90", heads, width, by_count, run, align).code
+
+
+def test_where_cuda_is_refused() -> None:
+    assert "CUDA" in str(cuda_impl.refusal(torch.device("cpu"), 4, 100))
+    case = make_case(2, [9], 1.0, 1)
+    arguments = [getattr(case, name) for name in ("logits", "sizes", "starts", "cells", "p")]
+    with pytest.raises(ValueError, match="triton_impl"):
+        cuda_impl.select(*arguments)
+    got = fast.select(*(x.to(DEVICE) for x in arguments), tuning=SEPARATE)
+    for h in range(2):
+        check_lists(case, got, 0, h, *expected_sets(case, 0, h, "union"))
+
+
+@needs_cuda
+def test_cuda_refuses_what_it_cannot_do() -> None:
+    for heads, width, options in (
+        (9, 10, {}),
+        (4, 10, {"group": "mean"}),
+        (4, 10, {"run": 2, "align": 8}),
+        (4, 60_000, {}),
+    ):
+        assert cuda_impl.refusal(torch.device(DEVICE), heads, width, **options)

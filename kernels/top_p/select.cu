@@ -1,0 +1,420 @@
+// Top-p over clusters: a block of threads for each query head, a thread block cluster for each key-value head.
+//
+// Written in CUDA, since a search is a chain of short dependent steps: Triton has neither weighted histograms nor a
+// memory that its programs share.
+// `cuda_impl.py` says what the arguments are; the masses and the order of equals are those of `triton_impl.py`.
+//
+// A head's masses are whole numbers, in units of 2^-30 of its sum, kept in registers as the bits of a float, which are
+// ordered as they are: thread t has clusters 4 (t + k THREADS) to 4 (t + k THREADS) + 3 for each k. A round adds up the masses of the open range in BINS bins and goes on in the bin where the
+// sum from above reaches p: three rounds for 30 bits, both stages at once. Sums of whole numbers do not depend on the
+// order of atomics: every run gives the same sets.
+//
+// Then the blocks of a cluster read each other's sets through distributed shared memory, each for its part of the
+// clusters, and write the lists.
+//
+// Set by the compiler: GROUP, THREADS, QUADS (four clusters each, of a thread), BINS, BY_COUNT, RUN, ALIGN.
+
+#define WARPS (THREADS / 32)
+#define FULL 0xffffffffu
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+#define UNITS 1073741824.0f
+#define PER_THREAD (2 * BINS / THREADS)
+#define PARTS ((QUADS + GROUP - 1) / GROUP)  // of a block's part, so many times THREADS quads
+
+typedef unsigned long long u64;
+
+__device__ __forceinline__ unsigned load_of_block(const void* pointer, int block) {
+    unsigned address, value;
+    const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(block));
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// Each of these has its own scratch, which no thread writes again before every thread has read it.
+__device__ __forceinline__ float block_max(float value, float* scratch) {
+    for (int by = 16; by; by /= 2) value = fmaxf(value, __shfl_xor_sync(FULL, value, by));
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = scratch[threadIdx.x % WARPS];
+    for (int by = WARPS / 2; by; by /= 2) value = fmaxf(value, __shfl_xor_sync(FULL, value, by));
+    return value;
+}
+
+__device__ __forceinline__ float block_sum(float value, float* scratch) {
+    for (int by = 16; by; by /= 2) value += __shfl_xor_sync(FULL, value, by);
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = scratch[threadIdx.x % WARPS];
+    for (int by = WARPS / 2; by; by /= 2) value += __shfl_xor_sync(FULL, value, by);
+    return value;
+}
+
+// Sum over the threads before this one; `total` over all.
+__device__ u64 block_scan(u64 value, u64* scratch, u64& total) {
+    u64 sum = value;
+    for (int by = 1; by < 32; by *= 2) {
+        const u64 other = __shfl_up_sync(FULL, sum, by);
+        if (threadIdx.x % 32 >= by) sum += other;
+    }
+    if (threadIdx.x % 32 == 31) scratch[threadIdx.x / 32] = sum;
+    __syncthreads();
+    u64 warps = scratch[threadIdx.x % WARPS];
+    const u64 own = warps;
+    for (int by = 1; by < WARPS; by *= 2) {
+        const u64 other = __shfl_up_sync(FULL, warps, by, WARPS);
+        if (threadIdx.x % WARPS >= by) warps += other;
+    }
+    total = __shfl_sync(FULL, warps, WARPS - 1, WARPS);
+    const u64 before = __shfl_sync(FULL, warps - own, threadIdx.x / 32, WARPS);
+    __syncthreads();
+    return before + sum - value;
+}
+
+struct Stage {
+    int low;  // the open range of order bits: mass(>= low) >= need > beyond = mass(>= low + span)
+    unsigned span;
+    int beyond;
+    int need;
+    int equal;  // mass of the clusters at `low`, once the range is that one number
+    int open;
+};
+
+__device__ __forceinline__ int mass_of(int key) {
+    return BY_COUNT ? 1 : static_cast<int>(__int_as_float(key));
+}
+
+extern "C" __global__ void __cluster_dims__(GROUP, 1, 1) __launch_bounds__(THREADS)
+select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes, const int* __restrict__ starts,
+                const int* __restrict__ cells, const float* __restrict__ p, int* __restrict__ counts,
+                int* __restrict__ exact, int* __restrict__ prefix, int* __restrict__ shift, int* __restrict__ approx,
+                int kv_heads, int width) {
+    __shared__ __align__(16) int bins[2 * BINS];
+    __shared__ unsigned levels[QUADS * THREADS];  // a byte for each cluster: bit 0 the first stage, bit 1 the second
+    __shared__ u64 scratch64[WARPS];
+    __shared__ float tops[WARPS], sums[WARPS];
+    __shared__ int totals[WARPS], waves[2][WARPS];
+    __shared__ Stage stages[2][2];
+    __shared__ int own[5];  // of this block's part: exact clusters, their tokens, approximated ones, filled, numbers
+    __shared__ int run_starts[ALIGN > 1 ? THREADS + 1 : 1];
+
+    const int thread = threadIdx.x, head = blockIdx.x, row = blockIdx.y;
+    const int request = row / kv_heads;
+    const int n = min(cells[request], width);
+    const int quads = (n + 3) / 4;
+    const float p1 = p[request * 2], p2 = p[request * 2 + 1];
+    const size_t out = static_cast<size_t>(row) * width;
+    const float* const of_head = logits + (static_cast<size_t>(row) * GROUP + head) * width;
+    const bool whole = width % 4 == 0;  // then four numbers are loaded at once
+
+    // Keys are logits, then exponentials (-1 where there is no cluster), then order bits.
+    float x[QUADS][4];
+#pragma unroll
+    for (int k = 0; k < QUADS; ++k) {
+        const int cell = 4 * (thread + k * THREADS);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[k][j] = NEGATIVE_INFINITY;
+        if (whole && cell + 3 < n) {
+            const float4 four = *reinterpret_cast<const float4*>(of_head + cell);
+            x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (cell + j < n) x[k][j] = of_head[cell + j];
+            }
+        }
+    }
+    // This block's part of the clusters: whole runs. What it needs of them is on its way while the search goes on.
+    const int run_quads = RUN > 4 ? RUN / 4 : 1;
+    const int part = ((quads + GROUP - 1) / GROUP + run_quads - 1) / run_quads * run_quads;
+    const int begin = min(head * part, quads), end = min(begin + part, quads);
+    int size[PARTS][4];
+#pragma unroll
+    for (int k = 0; k < PARTS; ++k) {
+        const int quad = begin + thread + k * THREADS;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) size[k][j] = 0;
+        if (quad < end) {
+            if (whole && 4 * quad + 3 < n) {
+                const int4 four = *reinterpret_cast<const int4*>(sizes + out + 4 * quad);
+                size[k][0] = four.x, size[k][1] = four.y, size[k][2] = four.z, size[k][3] = four.w;
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    if (4 * quad + j < n) size[k][j] = sizes[out + 4 * quad + j];
+                }
+            }
+        }
+    }
+
+    float top = NEGATIVE_INFINITY;
+#pragma unroll
+    for (int k = 0; k < QUADS; ++k) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) top = fmaxf(top, x[k][j]);
+    }
+    top = block_max(top, tops);
+    const bool nothing = top == NEGATIVE_INFINITY;
+    if (nothing) top = 0.0f;
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < QUADS; ++k) {
+        if (k * THREADS < quads) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float weight = __expf(x[k][j] - top);
+                sum += weight;
+                x[k][j] = x[k][j] > NEGATIVE_INFINITY ? weight : -1.0f;
+            }
+        }
+    }
+    const float inverse = 1.0f / fmaxf(block_sum(sum, sums), 1.0f);
+    int key[QUADS][4];
+    int total = 0;
+#pragma unroll
+    for (int k = 0; k < QUADS; ++k) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) key[k][j] = -1;
+        if (k * THREADS < quads) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float share = x[k][j] * inverse, mass = truncf(share * UNITS);
+                const bool there = share >= 0.0f;
+                key[k][j] = !there ? -1 : BY_COUNT ? __float_as_int(share) + 1 : __float_as_int(mass);
+                total += !there ? 0 : BY_COUNT ? 1 : static_cast<int>(mass);
+            }
+        }
+    }
+    total = __reduce_add_sync(FULL, total);
+    if (thread % 32 == 0) totals[thread / 32] = total;
+    __syncthreads();
+
+    // Bounds of the search, as in `triton_impl._search`: n clusters below slack / n weigh less than what may be left out.
+    if (thread < 2) {
+        total = 0;
+        for (int warp = 0; warp < WARPS; ++warp) total += totals[warp];
+        const float share = thread ? p2 : p1;
+        Stage stage;
+        int low = 1;
+        if (BY_COUNT) {
+            stage.need = min(static_cast<int>(ceilf(fmaxf(share, 0.0f))), total);
+        } else {
+            stage.need = min(static_cast<int>(fmax(ceil(static_cast<double>(share) * total), 0.0)), total);
+            const float slack = 0.999999f / static_cast<float>(max(n, 1));
+            low = __float_as_int(fmaxf(static_cast<float>(total - stage.need) * slack, 1.0f));
+        }
+        // The heaviest is the one whose exponential is 1.
+        const int most = nothing ? 0 : BY_COUNT ? __float_as_int(inverse) + 1 : __float_as_int(truncf(inverse * UNITS));
+        stage.low = min(low, most);
+        stage.span = static_cast<unsigned>(most + 1 - stage.low);
+        stage.beyond = 0;
+        stage.equal = 0;
+        stage.open = stage.need > 0;
+        stages[0][thread] = stage;
+    }
+    for (int i = thread; i < 2 * BINS; i += THREADS) bins[i] = 0;
+    __syncthreads();
+
+    Stage one = stages[0][0], two = stages[0][1];
+    for (int round = 0; round < 32 && (one.open || two.open); ++round) {
+        // Bits of a number in a range that the bins leave out.
+        const int shift1 = max(0, 32 - __clz(one.span - 1) - (31 - __clz(BINS)));
+        const int shift2 = max(0, 32 - __clz(two.span - 1) - (31 - __clz(BINS)));
+        const unsigned span1 = one.open ? one.span : 0, span2 = two.open ? two.span : 0;
+#pragma unroll
+        for (int k = 0; k < QUADS; ++k) {
+            if (k * THREADS < quads) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const unsigned at1 = static_cast<unsigned>(key[k][j] - one.low);
+                    const unsigned at2 = static_cast<unsigned>(key[k][j] - two.low);
+                    if (at1 < span1) atomicAdd(&bins[at1 >> shift1], mass_of(key[k][j]));
+                    if (at2 < span2) atomicAdd(&bins[BINS + (at2 >> shift2)], mass_of(key[k][j]));
+                }
+            }
+        }
+        __syncthreads();
+        // From the highest bin down: threads of the first half sum the first stage's bins, the others the second's.
+        const int half = thread / (THREADS / 2), place = thread % (THREADS / 2);
+        const int first = half * BINS + BINS - (place + 1) * PER_THREAD;
+        int bin_mass[PER_THREAD];
+        int mass = 0;
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) {
+            bin_mass[i] = bins[first + i];
+            bins[first + i] = 0;
+            mass += bin_mass[i];
+        }
+        int above = mass;
+        for (int by = 1; by < 32; by *= 2) {
+            const int other = __shfl_up_sync(FULL, above, by);
+            if (thread % 32 >= by) above += other;
+        }
+        if (thread % 32 == 31) waves[round % 2][thread / 32] = above;
+        const Stage mine = half ? two : one;
+        if (place == 0 && !mine.open) stages[(round + 1) % 2][half] = mine;
+        __syncthreads();
+        const int wave = thread % 32 < place / 32 ? waves[round % 2][half * WARPS / 2 + thread % 32] : 0;
+        above += mine.beyond - mass + __reduce_add_sync(FULL, wave);
+        if (mine.open && above < mine.need && above + mass >= mine.need) {
+            const int by = half ? shift2 : shift1;
+            int in_bin = 0, at = 0;
+            bool searching = true;
+#pragma unroll
+            for (int i = PER_THREAD - 1; i >= 0; --i) {
+                if (searching) {
+                    in_bin = bin_mass[i];
+                    at = i;
+                    searching = i > 0 && above + in_bin < mine.need;
+                    above += searching ? in_bin : 0;
+                }
+            }
+            const unsigned offset = static_cast<unsigned>(first + at - half * BINS) << by;
+            Stage found = mine;
+            found.low = mine.low + static_cast<int>(offset);
+            found.span = min(1u << by, mine.span - offset);
+            found.beyond = above;
+            found.equal = in_bin;
+            found.open = found.span > 1;
+            stages[(round + 1) % 2][half] = found;
+        }
+        __syncthreads();
+        one = stages[(round + 1) % 2][0];
+        two = stages[(round + 1) % 2][1];
+    }
+
+    // Sets: of equal clusters only the first are taken.
+    {
+        const int unit1 = BY_COUNT ? 1 : max(1, mass_of(one.low)), unit2 = BY_COUNT ? 1 : max(1, mass_of(two.low));
+        const bool some1 = one.need > 0, some2 = two.need > 0;
+        const int wanted1 = (one.need - one.beyond + unit1 - 1) / unit1;
+        const int wanted2 = (two.need - two.beyond + unit2 - 1) / unit2;
+        const bool ties = (some1 && wanted1 < one.equal / unit1) || (some2 && wanted2 < two.equal / unit2);
+        const bool all1 = !BY_COUNT && p1 >= 1.0f, all2 = !BY_COUNT && p2 >= 1.0f;
+        // Every cluster has a key of at least 0, none one of 0x7fffffff.
+        const int from1 = all1 ? 0 : some1 ? one.low : 0x7fffffff, from2 = all2 ? 0 : some2 ? two.low : 0x7fffffff;
+        u64 seen = 0;  // of the two stages' equals, 32 bits each
+#pragma unroll
+        for (int k = 0; k < QUADS; ++k) {
+            if (k * THREADS < quads) {
+                unsigned level = 0;
+                u64 rank = 0;
+                if (ties) {
+                    u64 all;
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        rank += static_cast<u64>(key[k][j] == one.low) | static_cast<u64>(key[k][j] == two.low) << 32;
+                    }
+                    rank = seen + block_scan(rank, scratch64, all);
+                    seen += all;
+                }
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int one_key = key[k][j];
+                    bool taken1 = one_key >= from1, taken2 = one_key >= from2;
+                    if (ties) {
+                        const bool same1 = one_key == one.low, same2 = one_key == two.low;
+                        if (same1 && !all1 && static_cast<int>(rank & FULL) >= wanted1) taken1 = false;
+                        if (same2 && !all2 && static_cast<int>(rank >> 32) >= wanted2) taken2 = false;
+                        rank += static_cast<u64>(same1) | static_cast<u64>(same2) << 32;
+                    }
+                    level |= (static_cast<unsigned>(taken1) | static_cast<unsigned>(taken2) << 1) << (8 * j);
+                }
+                levels[thread + k * THREADS] = level;
+            }
+        }
+    }
+    arrive();
+    wait();
+
+    unsigned chosen[PARTS];  // bit j: cluster j of the quad is exact, bit 4 + j: approximated
+    u64 before[PARTS];       // exact clusters, approximated ones, non-empty ones: 11 bits each, and numbers of tokens
+    int some_exact = 0, some_tokens = 0, some_approx = 0, some_filled = 0, extent = 0;
+#pragma unroll
+    for (int k = 0; k < PARTS; ++k) {
+        chosen[k] = 0;
+        before[k] = 0;
+        if (begin + k * THREADS < end) {
+            const int quad = begin + thread + k * THREADS;
+            unsigned level = 0;
+            if (quad < end) {
+#pragma unroll
+                for (int block = 0; block < GROUP; ++block) level |= load_of_block(levels + quad, block);
+            }
+            u64 packed = 0;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const unsigned taken = level >> (8 * j) & 3;
+                // Of a cut cluster the tokens that are there are exact; having no mass, it has no level.
+                const bool is_exact = taken & 2 || size[k][j] < 0, is_approx = !is_exact && taken == 1;
+                chosen[k] |= static_cast<unsigned>(is_exact) << j | static_cast<unsigned>(is_approx) << (4 + j);
+                packed += static_cast<u64>(is_exact) | static_cast<u64>(is_approx) << 13 |
+                          static_cast<u64>(size[k][j] != 0) << 26 |
+                          static_cast<u64>(is_exact ? abs(size[k][j]) : 0) << 39;
+            }
+            u64 all;
+            const u64 sum_before = block_scan(packed, scratch64, all);
+            const int all_tokens = static_cast<int>(all >> 39);
+            int number = static_cast<int>(sum_before >> 39), room = all_tokens;
+            if (ALIGN > 1) {  // the tokens of each run begin at a multiple of ALIGN
+                run_starts[thread] = number;
+                if (thread == 0) run_starts[THREADS] = all_tokens;
+                __syncthreads();
+                const int first = thread / run_quads * run_quads;
+                const int in_run = run_starts[min(first + run_quads, THREADS)] - run_starts[first];
+                const bool last = thread == first + run_quads - 1;
+                u64 filling;
+                number += static_cast<int>(
+                    block_scan(last ? (in_run + ALIGN - 1) / ALIGN * ALIGN - in_run : 0, scratch64, filling));
+                room += static_cast<int>(filling);
+            }
+            before[k] = static_cast<u64>(some_exact + static_cast<int>(sum_before & 0x1fff)) |
+                        static_cast<u64>(some_approx + static_cast<int>(sum_before >> 13 & 0x1fff)) << 20 |
+                        static_cast<u64>(extent + number) << 40;
+            some_exact += static_cast<int>(all & 0x1fff);
+            some_approx += static_cast<int>(all >> 13 & 0x1fff);
+            some_filled += static_cast<int>(all >> 26 & 0x1fff);
+            some_tokens += all_tokens;
+            extent += room;
+        }
+    }
+    if (thread == 0) {
+        own[0] = some_exact, own[1] = some_tokens, own[2] = some_approx, own[3] = some_filled, own[4] = extent;
+    }
+    arrive();
+    wait();
+    int at_exact = 0, at_approx = 0, at_number = 0, all = 0;
+#pragma unroll
+    for (int block = 0; block < GROUP; ++block) {
+        if (block < head) {
+            at_exact += load_of_block(own, block);
+            at_approx += load_of_block(own + 2, block);
+            at_number += load_of_block(own + 4, block);
+        }
+        if (head == 0 && thread < 5) all += load_of_block(own + thread, block);
+    }
+    arrive();  // nobody's shared memory is read by others from here on
+    if (head == 0 && thread < 5) counts[row * 5 + thread] = all;
+#pragma unroll
+    for (int k = 0; k < PARTS; ++k) {
+        int cell = 4 * (begin + thread + k * THREADS);
+        int place = at_exact + static_cast<int>(before[k] & 0xfffff);
+        int other = at_approx + static_cast<int>(before[k] >> 20 & 0xfffff);
+        int number = at_number + static_cast<int>(before[k] >> 40);
+#pragma unroll
+        for (int j = 0; j < 4; ++j, ++cell) {
+            if (chosen[k] >> j & 1) {
+                exact[out + place] = cell;
+                prefix[out + place] = number;
+                shift[out + place++] = starts[out + cell] - number;
+                number += abs(size[k][j]);
+            } else if (chosen[k] >> (4 + j) & 1) {
+                approx[out + other++] = cell;
+            }
+        }
+    }
+    wait();
+}

@@ -355,7 +355,7 @@ def _words(
         "max_running_requests": args.engine_batch,
         "max_total_tokens": args.engine_batch * (args.engine_length + runs + 64),
         "attention_backend": "double_p" if role == "ours" else args.stock_backend,
-        **({"cuda_graph_max_bs": args.engine_batch} if device.type == "cuda" else {}),
+        **({"cuda_graph_max_bs_decode": args.engine_batch} if device.type == "cuda" else {}),
         **args.engine,
     }
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]

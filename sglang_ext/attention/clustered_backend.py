@@ -32,7 +32,11 @@ GRAPH_TOKENS = 131072
 """Tokens of a row for which buffers of CUDA graphs have room; a batch with a longer one decodes without a graph."""
 
 GRAPH_TURNS = 64
-"""Rotations of a row likewise: distances by which its blocks are seen away from where they were written."""
+"""Rotations of a row likewise: distances by which its blocks are seen away from where they were written.
+
+Only where blocks are read through clusters (`over_pools`). Elsewhere graphs know one, since kernels for several cost a
+quarter more; an answer over a pool decodes without graphs there.
+"""
 
 GRAPH_SPANS = 256
 """Spans of exact tokens a row likewise."""
@@ -233,7 +237,7 @@ class ClusteredViews(PlannedViews):
                 tiles=tiles + tiles // 8 + 16,  # the last tile of a run is partly empty
                 tokens=tokens,
                 dense=tokens + ROOM,
-                turns=GRAPH_TURNS,
+                turns=GRAPH_TURNS if self.policy.over_pools else 1,
                 copies=max_bs * (tokens // COPY + GRAPH_SPANS),
             )
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,35 +19,39 @@ import torch
 
 from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers
 
+logger = logging.getLogger(__name__)
+
 MAX_GROUP = 8
 """Blocks of a thread block cluster that every GPU with clusters takes."""
-
-MAX_CELLS = 32768
-"""Clusters that the registers of a block hold."""
 
 BINS = 1024
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """What is chosen by measurement.
+class Block:
+    """How many clusters a block of threads holds in its registers.
 
     Attributes:
-        quads: groups of four clusters that a thread holds, where a block of 256 to 1,024 threads can.
+        threads: of a block.
+        quads: groups of four clusters of a thread.
     """
 
-    quads: int = 4
+    threads: int
+    quads: int
+
+    @property
+    def cells(self) -> int:
+        return 4 * self.threads * self.quads
 
 
-TUNING = Tuning()
+# Few, since each is compiled; on an H200 four groups of four were the best for 4,096 and for 8,192 clusters.
+BLOCKS = (Block(256, 1), Block(256, 2), Block(256, 4), Block(512, 4), Block(1024, 4), Block(1024, 8))
+MAX_CELLS = BLOCKS[-1].cells
 
 
-def block_of(width: int, tuning: Tuning = TUNING) -> tuple[int, int]:
-    """(threads of a block, groups of four clusters of a thread) for up to `width` clusters."""
-    threads = 256
-    while threads < 1024 and threads * 4 * tuning.quads < width:
-        threads *= 2
-    return threads, max(1, -(-width // (4 * threads)))
+def block_for(width: int) -> Block:
+    """The smallest that holds `width` clusters, at most MAX_CELLS."""
+    return next(block for block in BLOCKS if block.cells >= width)
 
 
 def refusal(
@@ -56,11 +60,6 @@ def refusal(
     """Why the kernel cannot select among `width` clusters for groups of `heads`, or None where it can."""
     if device.type != "cuda":
         return f"device {device}: it is written in CUDA"
-    properties = torch.cuda.get_device_properties(device)
-    if importlib.util.find_spec("cuda.core") is None:
-        return "cuda-core is not installed: pip install cuda-core"
-    if properties.major < 9:
-        return f"compute capability {properties.major}.{properties.minor}: thread block clusters begin at 9.0"
     if group != "union":
         return f"group={group!r}: it searches for each head"
     if heads > MAX_GROUP:
@@ -69,23 +68,38 @@ def refusal(
         return f"runs of {run} clusters: 4 to 1,024"
     if width > MAX_CELLS:
         return f"{width} clusters of a request: at most {MAX_CELLS}"
+    return _unusable(_index(device))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def _unusable(index: int) -> str | None:
+    """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
+    properties = torch.cuda.get_device_properties(index)
+    if properties.major < 9:
+        return f"compute capability {properties.major}.{properties.minor}: thread block clusters begin at 9.0"
+    try:
+        _kernel(index, 1, BLOCKS[0], False, 1, 1)
+    except Exception as error:  # a missing package or library, an older NVRTC or driver: Triton's kernels run there
+        reason = f"cuda-core cannot compile for {properties.name}: {type(error).__name__}: {error}"
+        logger.warning("top-p runs in Triton, which is slower: %s", reason)
+        return reason
     return None
 
 
-def compiled(
-    arch: str, heads: int, width: int, by_count: bool = False, run: int = 1, align: int = 1, tuning: Tuning = TUNING
-) -> Any:
+def compiled(arch: str, heads: int, block: Block, by_count: bool = False, run: int = 1, align: int = 1) -> Any:
     """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
 
     Raises:
-        RuntimeError: NVRTC refused, with its log.
+        Exception: what cuda-core raises where NVRTC refuses, with its log.
     """
     core = _core()
-    threads, quads = block_of(width, tuning)
     constants = dict(
-        GROUP=heads, THREADS=threads, QUADS=quads, BINS=BINS, BY_COUNT=int(by_count), RUN=run if align > 1 else 1,
-        ALIGN=align,
-    )  # fmt: skip
+        GROUP=heads, THREADS=block.threads, QUADS=block.quads, BINS=BINS, BY_COUNT=int(by_count), RUN=run, ALIGN=align
+    )
     options = core.ProgramOptions(
         arch=arch, std="c++17", define_macro=[(name, str(value)) for name, value in constants.items()]
     )
@@ -101,20 +115,34 @@ def _core() -> Any:
 
 
 @cache
-def _kernel(
-    index: int, heads: int, width: int, by_count: bool, run: int, align: int, tuning: Tuning
-) -> Callable[..., None]:
+def _kernel(index: int, heads: int, block: Block, by_count: bool, run: int, align: int) -> Callable[..., None]:
     """A function (grid, arguments) that launches on the current stream of device `index`."""
     core = _core()
     properties = torch.cuda.get_device_properties(index)
-    code = compiled(f"sm_{properties.major}{properties.minor}", heads, width, by_count, run, align, tuning)
-    kernel, (threads, _) = code.get_kernel("select_clusters"), block_of(width, tuning)
+    with torch.cuda.device(index):
+        code = compiled(f"sm_{properties.major}{properties.minor}", heads, block, by_count, run, align)
+        kernel = code.get_kernel("select_clusters")
 
-    def run_it(grid: tuple[int, int], *arguments: Any) -> None:
-        stream = core.Stream.from_handle(torch.cuda.current_stream(index).cuda_stream)
-        core.launch(stream, core.LaunchConfig(grid=grid, block=threads), kernel, *arguments)
+    def launch(grid: tuple[int, int], *arguments: Any) -> None:
+        with torch.cuda.device(index):
+            stream = _stream(torch.cuda.current_stream(index).cuda_stream)
+            core.launch(stream, core.LaunchConfig(grid=grid, block=block.threads), kernel, *arguments)
 
-    return run_it
+    return launch
+
+
+@cache
+def _stream(handle: int) -> Any:
+    return _core().Stream.from_handle(handle)
+
+
+def warm_up(device: torch.device, heads: int, cells: int, run: int, align: int) -> None:
+    """Compile what selections among up to `cells` clusters will need, where the kernel runs at all."""
+    for block in BLOCKS:
+        if refusal(device, heads, block.cells, run=run, align=align) is None:
+            _kernel(_index(device), heads, block, False, run if align > 1 else 1, align)
+        if block.cells >= cells:
+            break
 
 
 def select(
@@ -129,7 +157,6 @@ def select(
     run: int = 1,
     align: int = 1,
     out: Selection | None = None,
-    tuning: Tuning = TUNING,
 ) -> Selection:
     """`reference.select` on the device: a fixed grid, counts and p read from tensors, no synchronisation.
 
@@ -138,8 +165,7 @@ def select(
         sizes, starts, cells: as in the reference, contiguous int32.
         p: [batch, 2] float32.
         group, by_count, run, align: as in the reference; `group` is "union".
-        out: buffers to use; needed under CUDA graphs, made otherwise.
-        tuning: see `Tuning`.
+        out: buffers to use; needed under CUDA graphs, made otherwise. Before one is captured, `warm_up` or call once.
 
     Returns:
         The selection (`out` where given).
@@ -165,8 +191,7 @@ def select(
     check_buffers(out, run, align)
     if batch == 0:
         return out
-    index = logits.device.index if logits.device.index is not None else torch.cuda.current_device()
-    kernel = _kernel(index, heads, width, by_count, run, align, tuning)
+    kernel = _kernel(_index(logits.device), heads, block_for(width), by_count, run if align > 1 else 1, align)
     tensors = (logits, sizes, starts, cells, p, out.counts, out.exact, out.prefix, out.shift, out.approx)
     kernel((heads, batch * kv_heads), *(x.data_ptr() for x in tensors), ctypes.c_int32(kv_heads), ctypes.c_int32(width))
     return out

@@ -108,7 +108,9 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     const float p1 = p[request * 2], p2 = p[request * 2 + 1];
     const size_t out = static_cast<size_t>(row) * width;
     const float* const of_head = logits + (static_cast<size_t>(row) * GROUP + head) * width;
-    const bool whole = width % 4 == 0;  // then four numbers are loaded at once
+    // Whether four numbers are loaded at once.
+    const bool whole =
+        width % 4 == 0 && (reinterpret_cast<size_t>(logits) | reinterpret_cast<size_t>(sizes)) % 16 == 0;
 
     // Keys are logits, then exponentials (-1 where there is no cluster), then order bits.
     float x[QUADS][4];
@@ -165,7 +167,7 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
         if (k * THREADS < quads) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float weight = __expf(x[k][j] - top);
+                const float weight = fminf(__expf(x[k][j] - top), 1.0f);  // none may exceed the first's
                 sum += weight;
                 x[k][j] = x[k][j] > NEGATIVE_INFINITY ? weight : -1.0f;
             }
@@ -192,7 +194,8 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     if (thread % 32 == 0) totals[thread / 32] = total;
     __syncthreads();
 
-    // Bounds of the search, as in `triton_impl._search`: n clusters below slack / n weigh less than what may be left out.
+    // Bounds of the search, as in `triton_impl._search`: n clusters below slack / n weigh less than what may be left
+    // out.
     if (thread < 2) {
         total = 0;
         for (int warp = 0; warp < WARPS; ++warp) total += totals[warp];
@@ -331,7 +334,7 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     wait();
 
     unsigned chosen[PARTS];  // bit j: cluster j of the quad is exact, bit 4 + j: approximated
-    u64 before[PARTS];       // exact clusters, approximated ones, non-empty ones: 11 bits each, and numbers of tokens
+    u64 before[PARTS];       // exact clusters (20 bits), approximated ones (20), numbers of tokens (24)
     int some_exact = 0, some_tokens = 0, some_approx = 0, some_filled = 0, extent = 0;
 #pragma unroll
     for (int k = 0; k < PARTS; ++k) {

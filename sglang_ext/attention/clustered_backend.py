@@ -24,8 +24,9 @@ from sglang_ext.attention.planned import ROOM, BatchRows, PlannedViews
 from sglang_ext.attention.policy import Request, RequestRows, RowRuns
 from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.cluster_attention.buffers import COPY, Capacity, PlannedRow, RowBuffers, Shape
+from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, PlannedRow, RowBuffers, Shape
 from sglang_ext.kernels.kmeans import kmeans
+from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p import triton_impl as top_p
 
 GRAPH_TOKENS = 131072
@@ -277,6 +278,12 @@ class ClusteredViews(PlannedViews):
         values = self.token_to_kv_pool.get_value_buffer(layer)  # type: ignore[attr-defined]
         query = keys.new_zeros(1, self.shape.heads, self.shape.head_dim)
         self._eager_rows.attend(query, keys, values, self.memory.layers[layer], self.shape.scale)
+        if config.group == "union":
+            # Longer rows come in other kernels, and those that see blocks from several distances.
+            width, device = self.memory.width, self._table.device
+            tiles = -(-min(self._table.shape[1], self.num_slots) // (config.cluster * width))
+            for length, align in ((1, 1), (width, attention.aligned(TILE))):
+                cuda_impl.warm_up(device, self.shape.heads // self.shape.kv_heads, tiles * width, length, align)
 
     def selected(self) -> dict[str, float]:
         """What the last layer of the last decoding step over clusters read, for /server_info; waits for the device.

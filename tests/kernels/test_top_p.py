@@ -297,7 +297,7 @@ def lists(got: Selection, b: int, h: int) -> tuple[list[int], list[int]]:
 
 
 @needs_cuda
-@pytest.mark.parametrize(("n", "spread"), [(1, 1.0), (4096, 0.3), (8191, 2.0), (20000, 6.0)])
+@pytest.mark.parametrize(("n", "spread"), [(1, 1.0), (4093, 0.3), (8191, 2.0), (20000, 6.0)])
 def test_cuda_at_full_size(n: int, spread: float) -> None:
     """Every head's sets alone are minimal, those of a group are their union, and every call gives the same."""
     gen = torch.Generator().manual_seed(n)
@@ -331,13 +331,13 @@ def test_cuda_at_full_size(n: int, spread: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "width", "by_count", "run", "align"),
-    [(1, 1, False, 1, 1), (4, 5000, True, 1, 1), (7, 3000, False, 32, 16), (2, cuda_impl.MAX_CELLS, False, 4, 8)],
+    ("heads", "block", "by_count", "run", "align"),
+    [(1, 0, False, 1, 1), (4, 3, True, 1, 1), (7, 2, False, 32, 16), (2, -1, False, 4, 8)],
 )
-def test_cuda_compiles_for_hopper(heads: int, width: int, by_count: bool, run: int, align: int) -> None:
+def test_cuda_compiles_for_hopper(heads: int, block: int, by_count: bool, run: int, align: int) -> None:
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.core")
-    assert cuda_impl.compiled("sm_90", heads, width, by_count, run, align).code
+    assert cuda_impl.compiled("sm_90", heads, cuda_impl.BLOCKS[block], by_count, run, align).code
 
 
 def test_where_cuda_is_refused() -> None:

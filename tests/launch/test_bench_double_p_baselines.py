@@ -52,7 +52,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
                 tensor.copy_(getattr(found, name))
         return out
 
-    monkeypatch.setattr(pages_of.top_p, "select", select)
+    monkeypatch.setattr(pages_of.fast, "select", select)
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 7, 12, 13])
@@ -165,7 +165,7 @@ def test_pages_are_chosen_and_cut_as_the_policies_do(rows: captured.Captured) ->
     [
         ("page scores", pages_of.attention, "centroid_scores"),
         ("token scores", pages_of.candidates, "token_scores"),
-        ("tokens", pages_of.top_p, "select"),
+        ("tokens", pages_of.fast, "select"),
         ("output", pages_of.attention, "cluster_attention"),
     ],
 )

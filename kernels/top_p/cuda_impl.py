@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers
+from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers, check_memory
 
 logger = logging.getLogger(__name__)
 
@@ -136,11 +136,17 @@ def _stream(handle: int) -> Any:
     return _core().Stream.from_handle(handle)
 
 
+def _kernel_for(
+    device: torch.device, heads: int, block: Block, by_count: bool, run: int, align: int
+) -> Callable[..., None]:
+    return _kernel(_index(device), heads, block, by_count, run if align > 1 else 1, align)
+
+
 def warm_up(device: torch.device, heads: int, cells: int, run: int, align: int) -> None:
     """Compile what selections among up to `cells` clusters will need, where the kernel runs at all."""
     for block in BLOCKS:
         if refusal(device, heads, block.cells, run=run, align=align) is None:
-            _kernel(_index(device), heads, block, False, run if align > 1 else 1, align)
+            _kernel_for(device, heads, block, False, run, align)
         if block.cells >= cells:
             break
 
@@ -178,20 +184,12 @@ def select(
     reason = refusal(logits.device, heads, width, group=group, run=run, align=align)
     if reason:
         raise ValueError(f"{reason}; use triton_impl.select")
-    for name, tensor, dtype in (
-        ("logits", logits, torch.float32),
-        ("sizes", sizes, torch.int32),
-        ("starts", starts, torch.int32),
-        ("cells", cells, torch.int32),
-        ("p", p, torch.float32),
-    ):
-        if tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous {dtype}")
+    check_memory(logits, sizes, starts, cells, p, torch.float32)
     out = out or Selection.empty(batch, kv_heads, width, logits.device, run, align)
     check_buffers(out, run, align)
     if batch == 0:
         return out
-    kernel = _kernel(_index(logits.device), heads, block_for(width), by_count, run if align > 1 else 1, align)
+    kernel = _kernel_for(logits.device, heads, block_for(width), by_count, run, align)
     tensors = (logits, sizes, starts, cells, p, out.counts, out.exact, out.prefix, out.shift, out.approx)
     kernel((heads, batch * kv_heads), *(x.data_ptr() for x in tensors), ctypes.c_int32(kv_heads), ctypes.c_int32(width))
     return out

@@ -10,18 +10,6 @@ from sglang_ext.kernels.top_p import cuda_impl, triton_impl
 from sglang_ext.kernels.top_p.selection import Selection
 
 
-def uses_cuda(
-    logits: torch.Tensor, group: str, run: int, align: int, tuning: triton_impl.Tuning = triton_impl.TUNING
-) -> bool:
-    """Whether `select` runs `cuda_impl` for logits of this shape, dtype and device."""
-    heads, width = logits.shape[2:]
-    return (
-        tuning.cuda
-        and logits.dtype == torch.float32
-        and cuda_impl.refusal(logits.device, heads, width, group=group, run=run, align=align) is None
-    )
-
-
 def select(
     logits: torch.Tensor,
     sizes: torch.Tensor,
@@ -37,11 +25,10 @@ def select(
     workspace: triton_impl.Workspace | None = None,
     tuning: triton_impl.Tuning = triton_impl.TUNING,
 ) -> Selection:
-    """`triton_impl.select`, or the same in CUDA where that kernel runs.
-
-    `tuning.cuda` rules it out; `workspace` is what Triton's needs.
-    """
+    """`triton_impl.select`, or the same in CUDA where that kernel runs; `workspace` and `tuning` are Triton's."""
     options: dict[str, Any] = dict(group=group, by_count=by_count, run=run, align=align, out=out)
-    if uses_cuda(logits, group, run, align, tuning):
+    heads, width = logits.shape[2:]
+    refused = cuda_impl.refusal(logits.device, heads, width, group=group, run=run, align=align)
+    if refused is None and logits.dtype == torch.float32:
         return cuda_impl.select(logits, sizes, starts, cells, p, **options)
     return triton_impl.select(logits, sizes, starts, cells, p, workspace=workspace, tuning=tuning, **options)

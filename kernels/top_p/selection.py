@@ -95,3 +95,23 @@ def check(
             )
     if group not in GROUPS:
         raise ValueError(f"group={group!r}: expected one of {', '.join(GROUPS)}")
+
+
+def check_memory(
+    logits: torch.Tensor,
+    sizes: torch.Tensor,
+    starts: torch.Tensor,
+    cells: torch.Tensor,
+    p: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Raise ValueError where tensors are not contiguous, or not of the types that kernels read: logits of `dtype`."""
+    for name, tensor, expected in (
+        ("logits", logits, dtype),
+        ("sizes", sizes, torch.int32),
+        ("starts", starts, torch.int32),
+        ("cells", cells, torch.int32),
+        ("p", p, torch.float32),
+    ):
+        if tensor.dtype != expected or not tensor.is_contiguous():
+            raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous {expected}")

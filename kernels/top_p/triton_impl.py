@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers
+from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers, check_memory
 
 MAX_CELLS = (1 << 20) - 1  # lists are scanned with 20 bits for a place
 
@@ -41,7 +41,6 @@ class Tuning:
         compact_chunk: clusters of a program of `_compact`.
         compact_warps: of `_compact`.
         joint: one reduction for the sums of a round, instead of one each.
-        cuda: let `fast.select` run the CUDA kernel instead, where it can.
     """
 
     chunk: int = 512
@@ -50,7 +49,6 @@ class Tuning:
     compact_chunk: int = 2048
     compact_warps: int = 8
     joint: bool = True
-    cuda: bool = True
 
 
 TUNING = Tuning()
@@ -428,15 +426,7 @@ def select(
     batch, kv_heads, heads, width = logits.shape
     if width > MAX_CELLS:
         raise ValueError(f"{width} clusters of a request: expected at most {MAX_CELLS}; use larger clusters")
-    for name, tensor, dtype in (
-        ("logits", logits, logits.dtype),
-        ("sizes", sizes, torch.int32),
-        ("starts", starts, torch.int32),
-        ("cells", cells, torch.int32),
-        ("p", p, torch.float32),
-    ):
-        if tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous {dtype}")
+    check_memory(logits, sizes, starts, cells, p, logits.dtype)
     out = out or Selection.empty(batch, kv_heads, width, logits.device, run, align)
     check_buffers(out, run, align)
     workspace = workspace or Workspace.empty(batch, kv_heads, heads, width, logits.device)

@@ -17,7 +17,7 @@ import torch
 
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, reference
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.cluster_attention.buffers import COPY, Capacity, PlannedRow, RowBuffers, Shape
+from sglang_ext.kernels.cluster_attention.buffers import Capacity, PlannedRow, RowBuffers, Shape
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.kernels.rope import Rope
@@ -308,18 +308,9 @@ def tunings(device: torch.device) -> tuple[attention.Tuning, top_p.Tuning]:
 
 def _engine_capacity(batch: int, config: DoubleP) -> Capacity:
     """What `attention.clustered_backend` allocates for `double_p`'s CUDA graphs of so many rows."""
-    from sglang_ext.attention.clustered_backend import GRAPH_SPANS, GRAPH_TOKENS, GRAPH_TURNS
-    from sglang_ext.attention.planned import ROOM
+    from sglang_ext.attention.clustered_backend import GRAPH_TOKENS, graph_capacity
 
-    tiles = -(-GRAPH_TOKENS // (config.cluster * WIDTH))
-    return Capacity(
-        rows=batch,
-        tiles=tiles + tiles // 8 + 16,
-        tokens=GRAPH_TOKENS,
-        dense=GRAPH_TOKENS + ROOM,
-        turns=GRAPH_TURNS,
-        copies=batch * (GRAPH_TOKENS // COPY + GRAPH_SPANS),
-    )
+    return graph_capacity(batch, GRAPH_TOKENS, config.cluster * WIDTH, over_pools=False)
 
 
 class Step:

@@ -46,6 +46,24 @@ PROGRAMS = 2
 """Programs of attention on each multiprocessor."""
 
 
+def tiles_of(tokens: int, tile: int) -> int:
+    """Tiles of `tile` tokens that clusters of so many tokens take at most: the last one of a run is partly empty."""
+    tiles = -(-tokens // tile)
+    return tiles + tiles // 8 + 16
+
+
+def graph_capacity(rows: int, tokens: int, tile: int, over_pools: bool) -> Capacity:
+    """Room of the CUDA graphs for `rows` rows of up to `tokens` tokens, in tiles of `tile`."""
+    return Capacity(
+        rows=rows,
+        tiles=tiles_of(tokens, tile),
+        tokens=tokens,
+        dense=tokens + ROOM,
+        turns=GRAPH_TURNS if over_pools else 1,
+        copies=rows * (tokens // COPY + GRAPH_SPANS),
+    )
+
+
 @dataclass
 class _Known:
     """What a decoding request reads, for as long as nothing but its length changes.
@@ -231,16 +249,8 @@ class ClusteredViews(PlannedViews):
 
     def _allocate_for_graphs(self, max_bs: int) -> None:
         tokens = min(GRAPH_TOKENS, self._table.shape[1], self.num_slots)
-        tiles = -(-tokens // (self.policy.config.cluster * self.memory.width))
         self._graph_rows = self._rows_for(
-            Capacity(
-                rows=max_bs,
-                tiles=tiles + tiles // 8 + 16,  # the last tile of a run is partly empty
-                tokens=tokens,
-                dense=tokens + ROOM,
-                turns=GRAPH_TURNS if self.policy.over_pools else 1,
-                copies=max_bs * (tokens // COPY + GRAPH_SPANS),
-            )
+            graph_capacity(max_bs, tokens, self.policy.config.cluster * self.memory.width, self.policy.over_pools)
         )
 
     def fits_graph(self) -> bool:
@@ -281,9 +291,9 @@ class ClusteredViews(PlannedViews):
         if config.group == "union":
             # Longer rows come in other kernels, and those that see blocks from several distances.
             width, device = self.memory.width, self._table.device
-            tiles = -(-min(self._table.shape[1], self.num_slots) // (config.cluster * width))
+            cells = tiles_of(min(self._table.shape[1], self.num_slots), config.cluster * width) * width
             for length, align in ((1, 1), (width, attention.aligned(TILE))):
-                cuda_impl.warm_up(device, self.shape.heads // self.shape.kv_heads, tiles * width, length, align)
+                cuda_impl.warm_up(device, self._shape.group, cells, length, align)
 
     def selected(self) -> dict[str, float]:
         """What the last layer of the last decoding step over clusters read, for /server_info; waits for the device.

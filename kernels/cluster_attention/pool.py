@@ -19,7 +19,7 @@ from sglang_ext.kernels.kmeans.clusters import Clusters
 
 @dataclass(frozen=True)
 class ClusterPool:
-    """Summaries and members of clusters, one layer.
+    """Summaries and members of clusters, one layer; or several, with a dimension [layers] in front of each tensor.
 
     Attributes:
         centroids: [tiles, kv_heads, width, head_dim] mean keys C, rotated as their keys were; the KV cache's dtype.
@@ -40,7 +40,11 @@ class ClusterPool:
     @property
     def width(self) -> int:
         """Clusters of a tile; a power of two."""
-        return self.centroids.shape[2]
+        return self.centroids.shape[-2]
+
+    def layer(self, number: int) -> ClusterPool:
+        """One of several layers."""
+        return ClusterPool(**{name: tensor[number] for name, tensor in vars(self).items()})
 
     @staticmethod
     def empty(
@@ -73,30 +77,35 @@ class ClusterPool:
         Args:
             tiles: [clusters' tiles] integer, where its tiles go, on the pool's device.
             begin: where its tokens go in `members`: [begin, begin + tokens), the same for all heads.
-            clusters: of one layer, with tiles of the pool's width.
+            clusters: of as many layers as the pool has, with tiles of the pool's width.
             slots: [tokens] the KV slots that were clustered.
 
         Raises:
             ValueError: tiles of another number or width, or no room in `members`.
         """
-        count, _, width, _ = clusters.centroids.shape
+        count, _, width, _ = clusters.centroids.shape[-4:]
         if tiles.shape != (count,) or width != self.width:
             raise ValueError(
                 f"{count} cluster tiles of {width} for {tuple(tiles.shape)} places of {self.width}: expected as many "
                 "places as tiles, of one width"
             )
-        end = begin + slots.numel()
-        if clusters.order.shape[1] != slots.numel() or begin < 0 or end > self.members.shape[1]:
+        end, room = begin + slots.numel(), self.members.shape[-1]
+        if clusters.order.shape[-1] != slots.numel() or begin < 0 or end > room:
             raise ValueError(
-                f"{slots.numel()} slots for {clusters.order.shape[1]} clustered tokens at {begin} of "
-                f"{self.members.shape[1]}: expected one a token, and room for all"
+                f"{slots.numel()} slots for {clusters.order.shape[-1]} clustered tokens at {begin} of {room}: expected "
+                "one a token, and room for all"
+            )
+        if clusters.centroids.shape[:-4] != self.centroids.shape[:-4]:
+            raise ValueError(
+                f"clusters of {tuple(clusters.centroids.shape[:-4])} layers for a pool of "
+                f"{tuple(self.centroids.shape[:-4])}: expected as many"
             )
         places = tiles.long()
-        self.centroids[places] = clusters.centroids.to(self.centroids.dtype)
-        self.values[places] = clusters.values.to(self.values.dtype)
-        self.sizes[places] = clusters.sizes
-        self.starts[places] = clusters.starts + begin
-        self.members[:, begin:end] = slots.int()[clusters.order.long()]
+        self.centroids[..., places, :, :, :] = clusters.centroids.to(self.centroids.dtype)
+        self.values[..., places, :, :, :] = clusters.values.to(self.values.dtype)
+        self.sizes[..., places, :, :] = clusters.sizes
+        self.starts[..., places, :, :] = clusters.starts + begin
+        self.members[..., begin:end] = slots.int()[clusters.order.long()]
 
 
 @dataclass(frozen=True)

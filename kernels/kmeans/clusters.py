@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Clusters:
-    """Clusters of one layer's tokens.
+    """Clusters of one layer's tokens; of several layers' with a dimension [layers] in front of each tensor.
 
     Attributes:
         centroids: [tiles, kv_heads, width, head_dim] mean keys, in the keys' dtype; 0 for an empty cluster.
@@ -66,21 +66,42 @@ class Clusters:
     order: torch.Tensor
     labels: torch.Tensor
 
+    def layer(self, number: int) -> Clusters:
+        """Those of one of several layers."""
+        return Clusters(**{name: tensor[number] for name, tensor in vars(self).items()})
+
+    @staticmethod
+    def of_layers(layers: Sequence[Clusters]) -> Clusters:
+        """Those of several layers, of equal plans, together."""
+        return Clusters(**{name: torch.stack([vars(each)[name] for each in layers]) for name in vars(layers[0])})
+
 
 def check(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    key_caches: Sequence[torch.Tensor],
+    value_caches: Sequence[torch.Tensor],
     slots: torch.Tensor,
     plan: Plan,
     iterations: int,
     assignment: str,
 ) -> None:
-    """Raise ValueError where the input of `kmeans` does not fit."""
-    if key_cache.dim() != 3 or value_cache.shape[:2] != key_cache.shape[:2]:
+    """Raise ValueError where the input of `kmeans_layers` does not fit."""
+    if not key_caches or len(value_caches) != len(key_caches):
         raise ValueError(
-            f"caches of shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}: expected "
+            f"{len(key_caches)} layers of keys, {len(value_caches)} of values: expected as many, and at least one"
+        )
+    first, last = key_caches[0], value_caches[0]
+    if first.dim() != 3 or last.dim() != 3 or last.shape[:2] != first.shape[:2]:
+        raise ValueError(
+            f"caches of shapes {tuple(first.shape)} and {tuple(last.shape)}: expected "
             "[num_slots, kv_heads, head_dim] and the same slots and heads"
         )
+    for one, caches in ((first, key_caches), (last, value_caches)):
+        for cache in caches:
+            if cache.shape != one.shape or cache.dtype != one.dtype:
+                raise ValueError(
+                    f"layers of {tuple(one.shape)} {one.dtype} and {tuple(cache.shape)} {cache.dtype}: expected caches "
+                    "of one shape and type"
+                )
     if tuple(slots.shape) != (plan.tokens,):
         raise ValueError(
             f"slots of shape {tuple(slots.shape)} for a plan of {plan.tokens} tokens: expected one a token"
@@ -91,15 +112,28 @@ def check(
         raise ValueError(f"assignment={assignment!r}: expected one of {', '.join(ASSIGNMENTS)}")
 
 
-def sorted_members(labels: torch.Tensor, cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Group tokens by label: (order [kv_heads, tokens] int32, sizes and starts [kv_heads, cells] int32).
+def members(labels: torch.Tensor, cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Group tokens by label, row by row.
 
-    A stable sort of small integers: the same result in every run, without atomics.
+    One stable sort of small integers, all rows at once: the same result in every run, without atomics.
+
+    Args:
+        labels: [..., tokens] int32 in [0, cells).
+        cells: how many there are.
+
+    Returns:
+        (order [..., tokens], sizes [..., cells], starts [..., cells]), int32: tokens by label, ascending in each.
     """
-    order = torch.sort(labels, dim=-1, stable=True)
-    edges = torch.arange(cells + 1, device=labels.device, dtype=labels.dtype).expand(labels.shape[0], -1).contiguous()
-    bounds = torch.searchsorted(order.values, edges, out_int32=True)
-    return order.indices.int(), bounds[:, 1:] - bounds[:, :-1], bounds[:, :-1].contiguous()
+    shape, tokens, device = labels.shape[:-1], labels.shape[-1], labels.device
+    rows = shape.numel()
+    wide = torch.int64 if rows * cells > torch.iinfo(torch.int32).max else torch.int32
+    row = torch.arange(rows, device=device, dtype=wide).unsqueeze(1)
+    found = torch.sort((labels.reshape(rows, tokens) + row * cells).flatten(), stable=True)
+    edges = torch.searchsorted(found.values, torch.arange(rows * cells + 1, device=device, dtype=wide))
+    order = (found.indices.view(rows, tokens) - row.long() * tokens).int()
+    starts = (edges[:-1].view(rows, cells) - row.long() * tokens).int()
+    sizes = (edges[1:] - edges[:-1]).int()
+    return order.view(labels.shape), sizes.view(*shape, cells), starts.view(*shape, cells)
 
 
 def bounds(lengths: Sequence[int]) -> list[int]:

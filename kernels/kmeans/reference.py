@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from sglang_ext.kernels.kmeans.clusters import Clusters, Plan, bounds, check, sorted_members
+from sglang_ext.kernels.kmeans.clusters import Clusters, Plan, bounds, check, members
 
 
 def kmeans(
@@ -37,7 +39,7 @@ def kmeans(
     Raises:
         ValueError: shapes that do not fit, no iterations, or an unknown assignment.
     """
-    check(key_cache, value_cache, slots, plan, iterations, assignment)
+    check([key_cache], [value_cache], slots, plan, iterations, assignment)
     kv_heads, device = key_cache.shape[1], key_cache.device
     dtype = torch.promote_types(key_cache.dtype, torch.float32)
     keys = key_cache[slots.long()].transpose(0, 1).to(dtype)  # [kv_heads, tokens, head_dim]
@@ -58,7 +60,7 @@ def kmeans(
             centroids = torch.where(sizes > 0, sums / sizes.clamp(min=1), centroids)
         labels[:, token[segment] : token[segment + 1]] = (own + tile[segment] * plan.width).int()
     cells = tile[-1] * plan.width
-    order, sizes, starts = sorted_members(labels, cells)
+    order, sizes, starts = members(labels, cells)
     means = []
     for source, cache in ((keys, key_cache), (values, value_cache)):
         sums, counted = _sums(source, labels.long(), cells)
@@ -66,6 +68,25 @@ def kmeans(
         means.append(mean.view(kv_heads, tile[-1], plan.width, -1).transpose(0, 1).contiguous())
     sizes, starts = (x.view(kv_heads, tile[-1], plan.width).transpose(0, 1).contiguous() for x in (sizes, starts))
     return Clusters(means[0], means[1], sizes, starts, order, labels)
+
+
+def kmeans_layers(
+    key_caches: Sequence[torch.Tensor],
+    value_caches: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    plan: Plan,
+    *,
+    iterations: int = 10,
+    assignment: str = "inner",
+) -> Clusters:
+    """`kmeans` of several layers, whose caches are of one shape: tensors with layers in front."""
+    check(key_caches, value_caches, slots, plan, iterations, assignment)
+    return Clusters.of_layers(
+        [
+            kmeans(keys, values, slots, plan, iterations=iterations, assignment=assignment)
+            for keys, values in zip(key_caches, value_caches, strict=True)
+        ]
+    )
 
 
 def _sums(vectors: torch.Tensor, labels: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,21 +1,24 @@
-"""k-means over keys in Triton: assignment and update are matrix products, nothing is summed with atomics.
+"""k-means over keys in Triton, all layers in one launch: assignment and update are matrix products.
 
 `_assign` scores a tile of tokens against all centroids of its segment: k' . c' = k . c' - mean . c', so keys are
 used as they lie in the cache and what depends on the mean (and for `l2` on |c'|^2) is one number a centroid. `_update`
 sums a tile of clusters as the product of a 0/1 matrix of labels with the keys, which is exact but for the float32
-accumulation and always in the same order. 64K tokens, 8 heads, 512 clusters a segment, 10 iterations: 2 * 0.34 TFLOP a
-layer each for assignment and update.
+accumulation and always in the same order. 64K tokens, 8 heads, 512 clusters a segment, 10 iterations: 0.69 TFLOP a
+layer each for assignment and update. `cuda_impl.py` has the update as sums in shared memory instead.
+
+Layers have caches of their own: kernels find them by a table of addresses.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.kmeans.clusters import Clusters, Plan, bounds, check, sorted_members
+from sglang_ext.kernels.kmeans.clusters import Clusters, Plan, bounds, check, members
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Tuning:
     Attributes:
         tokens, centroids: tile of an assignment.
         assign_warps, assign_stages: of `_assign`.
-        sum_clusters, sum_tokens: tile of an update.
-        sum_warps, sum_stages: of `_update`.
+        sum_clusters, sum_tokens: tile of an update, and of the other kernels.
+        sum_warps, sum_stages: of them.
     """
 
     tokens: int = 128
@@ -41,44 +44,65 @@ class Tuning:
 
 TUNING = Tuning()
 
-# Columns of the table of segments.
-TOKEN, LENGTH, CELL, COUNT = 0, 1, 2, 3
+# Columns of the table of segments: first token, tokens, first cell, clusters.
 
 
 @triton.jit
-def _start(
-    key_cache, slots, segments, centres, biases, means, cells,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TOKENS: tl.constexpr, CLUSTERS: tl.constexpr,
-    L2: tl.constexpr,
+def _cache_of(caches, layer, like):
+    """The layer's cache, of the type that `like` points to."""
+    cache = tl.load(caches + layer).to(tl.pointer_type(like.dtype.element_ty))
+    return tl.multiple_of(cache, 16)
+
+
+@triton.jit
+def _measure(
+    caches, slots, segments, like, means, largest, num_segments,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The mean key of a segment, and its first centroids less that mean."""
-    head, segment = tl.program_id(0), tl.program_id(1)
+    """The mean of a segment's vectors, and the largest magnitude of each component."""
+    head, segment, layer = tl.program_id(0), tl.program_id(1) % num_segments, tl.program_id(1) // num_segments
     token, length = tl.load(segments + segment * 4), tl.load(segments + segment * 4 + 1)
-    cell, count = tl.load(segments + segment * 4 + 2), tl.load(segments + segment * 4 + 3)
-    d, t, c = tl.arange(0, DIM_PAD), tl.arange(0, TOKENS), tl.arange(0, CLUSTERS)
+    cache = _cache_of(caches, layer, like)
+    d, t = tl.arange(0, DIM_PAD), tl.arange(0, TOKENS)
     total = tl.zeros([DIM_PAD], tl.float32)
+    top = tl.zeros([DIM_PAD], tl.float32)
     for begin in tl.range(0, length, TOKENS):
         visible = begin + t < length
         slot = tl.load(slots + token + begin + t, mask=visible, other=0).to(tl.int64)
-        keys = tl.load(
-            key_cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :],
+        vectors = tl.load(
+            cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :],
             mask=visible[:, None] & (d < DIM)[None, :],
             other=0.0,
-        )
-        total += tl.sum(keys.to(tl.float32), 0)
-    mean = total / length
-    tl.store(means + (segment * KV_HEADS + head) * DIM + d, mean, mask=d < DIM)
-    for begin in tl.range(0, count, CLUSTERS):
-        number = begin + c
-        visible = number < count
-        chosen = (number.to(tl.int64) * length // count).to(tl.int32)
-        slot = tl.load(slots + token + chosen, mask=visible, other=0).to(tl.int64)
-        keys = tl.load(
-            key_cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :],
-            mask=visible[:, None] & (d < DIM)[None, :],
-            other=0.0,
-        )
-        _store_centres(centres, biases, keys.to(tl.float32), mean, head * cells + cell + number, visible, d, DIM, L2)
+        ).to(tl.float32)
+        total += tl.sum(vectors, 0)
+        top = tl.maximum(top, tl.max(tl.abs(vectors), 0))
+    row = (tl.program_id(1) * KV_HEADS + head) * DIM + d
+    tl.store(means + row, total / length, mask=d < DIM)
+    tl.store(largest + row, top, mask=d < DIM)
+
+
+@triton.jit
+def _begin(
+    caches, slots, segments, centres, biases, means, cells, num_segments,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CLUSTERS: tl.constexpr, L2: tl.constexpr,
+):  # fmt: skip
+    """The first centroids of a segment, less its mean."""
+    head, segment, layer = tl.program_id(1), tl.program_id(2) % num_segments, tl.program_id(2) // num_segments
+    token, length = tl.load(segments + segment * 4), tl.load(segments + segment * 4 + 1)
+    cell, count = tl.load(segments + segment * 4 + 2), tl.load(segments + segment * 4 + 3)
+    d = tl.arange(0, DIM_PAD)
+    number = tl.program_id(0) * CLUSTERS + tl.arange(0, CLUSTERS)
+    visible = number < count
+    chosen = (number.to(tl.int64) * length // count).to(tl.int32)
+    slot = tl.load(slots + token + chosen, mask=visible, other=0).to(tl.int64)
+    keys = tl.load(
+        _cache_of(caches, layer, centres) + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :],
+        mask=visible[:, None] & (d < DIM)[None, :],
+        other=0.0,
+    )
+    mean = tl.load(means + (tl.program_id(2) * KV_HEADS + head) * DIM + d, mask=d < DIM, other=0.0)
+    place = (layer * KV_HEADS + head) * cells + cell + number
+    _store_centres(centres, biases, keys.to(tl.float32), mean, place, visible, d, DIM, L2)
 
 
 @triton.jit
@@ -96,27 +120,29 @@ def _store_centres(centres, biases, centroid, mean, place, visible, d, DIM: tl.c
 
 @triton.jit
 def _assign(
-    key_cache, slots, segments, centres, biases, labels, tokens, cells,
+    caches, slots, segments, centres, biases, labels, tokens, cells, num_segments,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TOKENS: tl.constexpr, CENTROIDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, segment = tl.program_id(1), tl.program_id(2)
+    head, segment, layer = tl.program_id(1), tl.program_id(2) % num_segments, tl.program_id(2) // num_segments
     token, length = tl.load(segments + segment * 4), tl.load(segments + segment * 4 + 1)
     cell, count = tl.load(segments + segment * 4 + 2), tl.load(segments + segment * 4 + 3)
     number = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if tl.program_id(0) * TOKENS < length:
         d, c = tl.arange(0, DIM_PAD), tl.arange(0, CENTROIDS)
+        row = layer * KV_HEADS + head
         visible = number < length
         slot = tl.load(slots + token + number, mask=visible, other=0).to(tl.int64)
         keys = tl.load(
-            key_cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :],
+            _cache_of(caches, layer, centres) + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :],
             mask=visible[:, None] & (d < DIM)[None, :],
             other=0.0,
         )
-        best = tl.full([TOKENS], float("-inf"), tl.float32)
-        label = tl.zeros([TOKENS], tl.int32)
+        # The best of each column of tiles, so that nothing is reduced across threads before the end.
+        best = tl.full([TOKENS, CENTROIDS], float("-inf"), tl.float32)
+        tile = tl.zeros([TOKENS, CENTROIDS], tl.int32)
         for begin in tl.range(0, count, CENTROIDS):
-            place = head * cells + cell + begin + c
+            place = row * cells + cell + begin + c
             inside = begin + c < count
             centre = tl.load(
                 centres + place.to(tl.int64)[:, None] * DIM + d[None, :],
@@ -125,20 +151,22 @@ def _assign(
             )
             bias = tl.load(biases + place, mask=inside, other=float("-inf"))
             score = tl.dot(keys, tl.trans(centre), input_precision=PRECISION) + bias[None, :]
-            top, where = tl.max(score, 1, return_indices=True)
-            label = tl.where(top > best, begin + where, label)
-            best = tl.maximum(top, best)
-        tl.store(labels + head * tokens + token + number, cell + label, mask=visible)
+            better = score > best  # the first among equals
+            tile = tl.where(better, begin, tile)
+            best = tl.where(better, score, best)
+        top = tl.max(best, 1)
+        label = tl.min(tl.where(best == top[:, None], tile + c[None, :], count - 1), 1)
+        tl.store(labels + row.to(tl.int64) * tokens + token + number, cell + label, mask=visible)
 
 
 @triton.jit
 def _update(
-    cache, slots, segments, labels, centres, biases, means, out, tokens, cells,
+    caches, slots, segments, labels, centres, biases, means, out, tokens, cells, num_segments,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     CLUSTERS: tl.constexpr, L2: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Means of a tile of clusters: as the next centres, or, in the last call, as results (0 for empty clusters)."""
-    head, segment = tl.program_id(1), tl.program_id(2)
+    head, segment, layer = tl.program_id(1), tl.program_id(2) % num_segments, tl.program_id(2) // num_segments
     token, length = tl.load(segments + segment * 4), tl.load(segments + segment * 4 + 1)
     cell, count = tl.load(segments + segment * 4 + 2), tl.load(segments + segment * 4 + 3)
     if LAST:
@@ -146,12 +174,14 @@ def _update(
     c, d, t = tl.arange(0, CLUSTERS), tl.arange(0, DIM_PAD), tl.arange(0, TOKENS)
     number = tl.program_id(0) * CLUSTERS + c
     if tl.program_id(0) * CLUSTERS < count:
+        cache = _cache_of(caches, layer, out)
+        row = layer * KV_HEADS + head
         acc = tl.zeros([CLUSTERS, DIM_PAD], tl.float32)
         size = tl.zeros([CLUSTERS], tl.int32)
         for begin in tl.range(0, length, TOKENS):
             visible = begin + t < length
             at = token + begin + t
-            label = tl.load(labels + head * tokens + at, mask=visible, other=-1) - cell
+            label = tl.load(labels + row.to(tl.int64) * tokens + at, mask=visible, other=-1) - cell
             slot = tl.load(slots + at, mask=visible, other=0).to(tl.int64)
             vectors = tl.load(
                 cache + (slot * KV_HEADS + head)[:, None] * DIM + d[None, :],
@@ -164,15 +194,168 @@ def _update(
         mean = acc / tl.maximum(size, 1).to(tl.float32)[:, None]
         inside = number < count
         if LAST:
-            all_cells = cell + number
-            place = ((all_cells // WIDTH).to(tl.int64) * KV_HEADS + head) * WIDTH + all_cells % WIDTH
+            tile = layer * (cells // WIDTH) + (cell + number) // WIDTH
+            place = (tile.to(tl.int64) * KV_HEADS + head) * WIDTH + (cell + number) % WIDTH
             mask = inside[:, None] & (d < DIM)[None, :]
             tl.store(out + place[:, None] * DIM + d[None, :], mean.to(out.dtype.element_ty), mask=mask)
         else:
-            middle = tl.load(means + (segment * KV_HEADS + head) * DIM + d, mask=d < DIM, other=0.0)
-            place = head * cells + cell + number
+            middle = tl.load(means + (tl.program_id(2) * KV_HEADS + head) * DIM + d, mask=d < DIM, other=0.0)
+            place = row * cells + cell + number
             # A cluster that lost all its tokens stays where it is.
             _store_centres(centres, biases, mean, middle, place, inside & (size > 0), d, DIM, L2)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What an update works on; equal for keys and values but for `caches`, `largest` and the width of a vector.
+
+    Attributes:
+        caches: [layers] int64 addresses of [num_slots, kv_heads, dim] of `dtype`.
+        slots: [tokens] integer.
+        segments: [segments, 4] int32: first token, tokens, first cell, clusters.
+        labels: [layers, kv_heads, tokens] int32 cells.
+        largest: [layers, segments, kv_heads, dim] float32 largest magnitude of a component.
+        means: [layers, segments, kv_heads, dim] float32 of a segment.
+        centres: [layers, kv_heads, cells, head_dim] and
+        biases: [layers, kv_heads, cells] float32: the next ones, unless it is the last update.
+        out: [layers, tiles, kv_heads, width, dim] of `dtype`: the results of the last one.
+        l2: whether centroids are scored by distance.
+        plan: lengths.
+        tuning: of the Triton form.
+    """
+
+    caches: torch.Tensor
+    slots: torch.Tensor
+    segments: torch.Tensor
+    labels: torch.Tensor
+    largest: torch.Tensor
+    means: torch.Tensor
+    centres: torch.Tensor
+    biases: torch.Tensor
+    out: torch.Tensor
+    l2: bool
+    plan: Plan
+    tuning: Tuning
+
+    @property
+    def cells(self) -> int:
+        return self.biases.shape[2]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(kv_heads, segments of all layers)."""
+        return self.labels.shape[1], len(self.plan.lengths) * self.caches.shape[0]
+
+
+def _shape(kv_heads: int, dim: int) -> dict[str, int]:
+    return {"KV_HEADS": kv_heads, "DIM": dim, "DIM_PAD": max(16, triton.next_power_of_2(dim))}
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def update(sums: Sums, last: bool) -> None:
+    """Means of the clusters: the next centres, or the results where it is the `last` one."""
+    tuning, plan = sums.tuning, sums.plan
+    tiles = triton.cdiv(max(plan.tiles) * plan.width, tuning.sum_clusters)
+    _update[(tiles, *sums.grid)](
+        sums.caches, sums.slots, sums.segments, sums.labels, sums.centres, sums.biases, sums.means, sums.out,
+        plan.tokens, sums.cells, len(plan.lengths), **_shape(sums.labels.shape[1], sums.out.shape[-1]),
+        WIDTH=plan.width, TOKENS=tuning.sum_tokens, CLUSTERS=tuning.sum_clusters, L2=sums.l2, LAST=last,
+        PRECISION=_precision(sums.out.dtype), num_warps=tuning.sum_warps, num_stages=tuning.sum_stages,
+    )  # fmt: skip
+
+
+def kmeans_layers(
+    key_caches: Sequence[torch.Tensor],
+    value_caches: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    plan: Plan,
+    *,
+    iterations: int = 10,
+    assignment: str = "inner",
+    tuning: Tuning = TUNING,
+    update: Callable[[Sums, bool], None] = update,
+) -> Clusters:
+    """`reference.kmeans_layers` on the device, without synchronisation; the same result in every run.
+
+    Args:
+        key_caches: a layer each, [num_slots, kv_heads, head_dim] contiguous, bfloat16, float16 or float32, of one
+            shape. Centroids are scored in this dtype, summed in float32.
+        value_caches: a layer each, [num_slots, kv_heads, value_dim] contiguous, of one shape and the keys' dtype.
+        slots: [tokens] integer, on the caches' device.
+        plan, iterations, assignment: as in the reference.
+        tuning: see `Tuning`.
+        update: who sums: this module's `update`, or `cuda_impl.update`.
+
+    Returns:
+        As the reference: tensors with layers in front.
+
+    Raises:
+        ValueError: as in the reference; caches that are not contiguous.
+    """
+    check(key_caches, value_caches, slots, plan, iterations, assignment)
+    if not all(cache.is_contiguous() for cache in (*key_caches, *value_caches)) or not slots.is_contiguous():
+        raise ValueError("caches or slots are not contiguous: expected contiguous tensors")
+    layers, (_, kv_heads, dim), value_dim = len(key_caches), key_caches[0].shape, value_caches[0].shape[2]
+    dtype, device, count = key_caches[0].dtype, key_caches[0].device, len(plan.lengths)
+    token, tile = bounds(plan.lengths), bounds(plan.tiles)
+    cells = tile[-1] * plan.width
+    table = [(token[i], length, tile[i] * plan.width, plan.clusters[i]) for i, length in enumerate(plan.lengths)]
+    segments = _copied(table, torch.int32, device)
+    caches = _copied([[c.data_ptr() for c in each] for each in (key_caches, value_caches)], torch.int64, device)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(layers, *shape, dtype=torch.float32, device=device)
+
+    keys = Sums(
+        caches=caches[0],
+        slots=slots,
+        segments=segments,
+        labels=torch.empty(layers, kv_heads, plan.tokens, dtype=torch.int32, device=device),
+        largest=floats(count, kv_heads, dim),
+        means=floats(count, kv_heads, dim),
+        centres=torch.empty(layers, kv_heads, cells, dim, dtype=dtype, device=device),
+        biases=floats(kv_heads, cells),
+        out=torch.empty(layers, tile[-1], kv_heads, plan.width, dim, dtype=dtype, device=device),
+        l2=assignment == "l2",
+        plan=plan,
+        tuning=tuning,
+    )
+    values = replace(
+        keys,
+        caches=caches[1],
+        largest=floats(count, kv_heads, value_dim),
+        means=floats(count, kv_heads, value_dim),
+        out=torch.empty(layers, tile[-1], kv_heads, plan.width, value_dim, dtype=value_caches[0].dtype, device=device),
+    )
+    shape = _shape(kv_heads, dim)
+    for each in (keys, values):
+        _measure[keys.grid](
+            each.caches, slots, segments, each.out, each.means, each.largest, count,
+            **_shape(kv_heads, each.out.shape[-1]), TOKENS=tuning.sum_tokens, num_warps=tuning.sum_warps,
+        )  # fmt: skip
+    _begin[(triton.cdiv(max(plan.clusters), tuning.sum_clusters), *keys.grid)](
+        keys.caches, slots, segments, keys.centres, keys.biases, keys.means, cells, count,
+        **shape, CLUSTERS=tuning.sum_clusters, L2=keys.l2, num_warps=tuning.sum_warps,
+    )  # fmt: skip
+    for iteration in range(iterations):
+        _assign[(triton.cdiv(max(plan.lengths), tuning.tokens), *keys.grid)](
+            keys.caches, slots, segments, keys.centres, keys.biases, keys.labels, plan.tokens, cells, count,
+            **shape, TOKENS=tuning.tokens, CENTROIDS=tuning.centroids, PRECISION=_precision(dtype),
+            num_warps=tuning.assign_warps, num_stages=tuning.assign_stages,
+        )  # fmt: skip
+        update(keys, iteration == iterations - 1)
+    update(values, True)
+    order, sizes, starts = members(keys.labels, cells)
+    by_tile = [x.view(layers, kv_heads, tile[-1], plan.width).transpose(1, 2).contiguous() for x in (sizes, starts)]
+    return Clusters(keys.out, values.out, by_tile[0], by_tile[1], order, keys.labels)
+
+
+def _copied(numbers: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    table = torch.tensor(numbers, dtype=dtype)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def kmeans(
@@ -184,67 +367,10 @@ def kmeans(
     iterations: int = 10,
     assignment: str = "inner",
     tuning: Tuning = TUNING,
+    update: Callable[[Sums, bool], None] = update,
 ) -> Clusters:
-    """`reference.kmeans` on the device, without synchronisation; the same result in every run.
-
-    Args:
-        key_cache: [num_slots, kv_heads, head_dim] contiguous, bfloat16, float16 or float32. Centroids are scored in
-            this dtype, summed in float32.
-        value_cache: [num_slots, kv_heads, value_dim] contiguous.
-        slots: [tokens] integer, on the caches' device.
-        plan, iterations, assignment: as in the reference.
-        tuning: see `Tuning`.
-
-    Returns:
-        As the reference.
-
-    Raises:
-        ValueError: as in the reference; caches that are not contiguous.
-    """
-    check(key_cache, value_cache, slots, plan, iterations, assignment)
-    if not key_cache.is_contiguous() or not value_cache.is_contiguous() or not slots.is_contiguous():
-        raise ValueError("caches or slots are not contiguous: expected contiguous tensors")
-    kv_heads, dim, value_dim, device = key_cache.shape[1], key_cache.shape[2], value_cache.shape[2], key_cache.device
-    token, tile = bounds(plan.lengths), bounds(plan.tiles)
-    cells = tile[-1] * plan.width
-    table = [(token[i], length, tile[i] * plan.width, plan.clusters[i]) for i, length in enumerate(plan.lengths)]
-    segments = torch.tensor(table, dtype=torch.int32)
-    if device.type == "cuda":
-        segments = segments.pin_memory().to(device, non_blocking=True)
-    centres = torch.empty(kv_heads, cells, dim, dtype=key_cache.dtype, device=device)
-    biases = torch.empty(kv_heads, cells, dtype=torch.float32, device=device)
-    means = torch.empty(len(table), kv_heads, dim, dtype=torch.float32, device=device)
-    labels = torch.empty(kv_heads, plan.tokens, dtype=torch.int32, device=device)
-    centroids = torch.empty(tile[-1], kv_heads, plan.width, dim, dtype=key_cache.dtype, device=device)
-    values = torch.empty(tile[-1], kv_heads, plan.width, value_dim, dtype=value_cache.dtype, device=device)
-    l2 = assignment == "l2"
-    precision = "ieee" if key_cache.dtype == torch.float32 else "tf32"
-    key_shape = {"KV_HEADS": kv_heads, "DIM": dim, "DIM_PAD": max(16, triton.next_power_of_2(dim))}
-    value_shape = {"KV_HEADS": kv_heads, "DIM": value_dim, "DIM_PAD": max(16, triton.next_power_of_2(value_dim))}
-    sums = {
-        "WIDTH": plan.width, "TOKENS": tuning.sum_tokens, "CLUSTERS": tuning.sum_clusters, "L2": l2,
-        "PRECISION": precision, "num_warps": tuning.sum_warps, "num_stages": tuning.sum_stages,
-    }  # fmt: skip
-    grid = (kv_heads, len(table))
-    _start[grid](
-        key_cache, slots, segments, centres, biases, means, cells, **key_shape,
-        TOKENS=tuning.sum_tokens, CLUSTERS=tuning.sum_clusters, L2=l2, num_warps=tuning.sum_warps,
-    )  # fmt: skip
-    cluster_tiles = triton.cdiv(max(plan.tiles) * plan.width, tuning.sum_clusters)
-    for iteration in range(iterations):
-        _assign[(triton.cdiv(max(plan.lengths), tuning.tokens), *grid)](
-            key_cache, slots, segments, centres, biases, labels, plan.tokens, cells, **key_shape,
-            TOKENS=tuning.tokens, CENTROIDS=tuning.centroids, PRECISION=precision,
-            num_warps=tuning.assign_warps, num_stages=tuning.assign_stages,
-        )  # fmt: skip
-        _update[(cluster_tiles, *grid)](
-            key_cache, slots, segments, labels, centres, biases, means, centroids, plan.tokens, cells,
-            **key_shape, **sums, LAST=iteration == iterations - 1,
-        )  # fmt: skip
-    _update[(cluster_tiles, *grid)](
-        value_cache, slots, segments, labels, centres, biases, means, values, plan.tokens, cells,
-        **value_shape, **sums, LAST=True,
-    )  # fmt: skip
-    order, sizes, starts = sorted_members(labels, cells)
-    by_tile = [x.view(kv_heads, tile[-1], plan.width).transpose(0, 1).contiguous() for x in (sizes, starts)]
-    return Clusters(centroids, values, by_tile[0], by_tile[1], order, labels)
+    """`kmeans_layers` of one layer, as `reference.kmeans`."""
+    return kmeans_layers(
+        [key_cache], [value_cache], slots, plan, iterations=iterations, assignment=assignment, tuning=tuning,
+        update=update,
+    ).layer(0)  # fmt: skip

@@ -1,25 +1,25 @@
 """Top-p in CUDA: a search is as long as its chain of dependent steps, and those are short there (`select.cu`).
 
-Compiled for the device at hand by NVRTC through NVIDIA's `cuda-core`, both of which SGLang installs: half a second, no
-toolkit. Where it cannot run (`refusal`), `triton_impl.select` does the same.
+Where it cannot run (`refusal`), `triton_impl.select` does the same.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import torch
 
+from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers, check_memory
 
 logger = logging.getLogger(__name__)
+
+SOURCE = "top_p/select.cu"
 
 MAX_GROUP = 8
 """Blocks of a thread block cluster that every GPU with clusters takes."""
@@ -68,11 +68,7 @@ def refusal(
         return f"runs of {run} clusters: 4 to 1,024"
     if width > MAX_CELLS:
         return f"{width} clusters of a request: at most {MAX_CELLS}"
-    return _unusable(_index(device))
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    return _unusable(nvrtc.index_of(device))
 
 
 @cache
@@ -96,50 +92,25 @@ def compiled(arch: str, heads: int, block: Block, by_count: bool = False, run: i
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.
     """
-    core = _core()
-    constants = dict(
+    return nvrtc.compiled(SOURCE, arch, _constants(heads, block, by_count, run, align))
+
+
+def _constants(heads: int, block: Block, by_count: bool, run: int, align: int) -> dict[str, int]:
+    return dict(
         GROUP=heads, THREADS=block.threads, QUADS=block.quads, BINS=BINS, BY_COUNT=int(by_count), RUN=run, ALIGN=align
     )
-    options = core.ProgramOptions(
-        arch=arch, std="c++17", define_macro=[(name, str(value)) for name, value in constants.items()]
-    )
-    source = files("sglang_ext").joinpath("kernels/top_p/select.cu").read_text()
-    return core.Program(source, "c++", options).compile("cubin")
-
-
-def _core() -> Any:
-    """`cuda.core`, by the name that it had before 1.0 where there is that one."""
-    import cuda.core
-
-    return cuda.core if hasattr(cuda.core, "Program") else importlib.import_module("cuda.core.experimental")
 
 
 @cache
 def _kernel(index: int, heads: int, block: Block, by_count: bool, run: int, align: int) -> Callable[..., None]:
-    """A function (grid, arguments) that launches on the current stream of device `index`."""
-    core = _core()
-    properties = torch.cuda.get_device_properties(index)
-    with torch.cuda.device(index):
-        code = compiled(f"sm_{properties.major}{properties.minor}", heads, block, by_count, run, align)
-        kernel = code.get_kernel("select_clusters")
-
-    def launch(grid: tuple[int, int], *arguments: Any) -> None:
-        with torch.cuda.device(index):
-            stream = _stream(torch.cuda.current_stream(index).cuda_stream)
-            core.launch(stream, core.LaunchConfig(grid=grid, block=block.threads), kernel, *arguments)
-
-    return launch
-
-
-@cache
-def _stream(handle: int) -> Any:
-    return _core().Stream.from_handle(handle)
+    constants = tuple(_constants(heads, block, by_count, run, align).items())
+    return nvrtc.kernel(index, SOURCE, "select_clusters", block.threads, constants)
 
 
 def _kernel_for(
     device: torch.device, heads: int, block: Block, by_count: bool, run: int, align: int
 ) -> Callable[..., None]:
-    return _kernel(_index(device), heads, block, by_count, run if align > 1 else 1, align)
+    return _kernel(nvrtc.index_of(device), heads, block, by_count, run if align > 1 else 1, align)
 
 
 def warm_up(device: torch.device, heads: int, cells: int, run: int, align: int) -> None:

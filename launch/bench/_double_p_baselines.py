@@ -186,7 +186,7 @@ def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length
     """
     cluster: Callable[..., Clusters] = kmeans_reference
     if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.triton_impl import kmeans as cluster
+        from sglang_ext.kernels.kmeans.fast import kmeans as cluster
     # Triton's interpreter multiplies bfloat16 matrices wrongly.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     rows = Captured(length, batch, texts, config, device, cluster, dtype)

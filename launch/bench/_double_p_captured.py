@@ -325,6 +325,6 @@ def measure(
     """All rows of recovered mass, and the texts that they are about."""
     cluster: Callable[..., Clusters] = kmeans_reference
     if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.triton_impl import kmeans as cluster
+        from sglang_ext.kernels.kmeans.fast import kmeans as cluster
     texts = capture(device, count, length, saved)
     return figures_of(recovered(texts, methods(config), config, cluster), config.p1, length, count), texts

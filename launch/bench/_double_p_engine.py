@@ -213,13 +213,13 @@ def clustering(device: torch.device, args: argparse.Namespace, config: DoubleP) 
     Keys are normal(0, 1): k-means runs a fixed number of rounds, whatever the keys are.
     """
     from sglang_ext.cache.cluster_pool import ClusterMemory
-    from sglang_ext.kernels.kmeans import kmeans as cluster
+    from sglang_ext.kernels.kmeans import kmeans_layers as cluster
 
     shape = SHAPES[args.shape]
     count = args.layers or shape["num_hidden_layers"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.triton_impl import kmeans as cluster
+        from sglang_ext.kernels.kmeans.fast import kmeans_layers as cluster
     size = (args.engine_length, shape["num_key_value_heads"], shape["head_dim"])
 
     def cache() -> torch.Tensor:

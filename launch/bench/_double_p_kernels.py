@@ -683,7 +683,7 @@ def _steps(
 ) -> Iterator[Step]:
     cluster: Callable[..., Clusters] = kmeans_reference
     if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.triton_impl import kmeans as cluster
+        from sglang_ext.kernels.kmeans.fast import kmeans as cluster
     for length in lengths:
         planted = Planted(length, max(batches), shape, config, device, cluster)
         for batch in batches:

@@ -25,7 +25,7 @@ from sglang_ext.attention.policy import Request, RequestRows, RowRuns
 from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, PlannedRow, RowBuffers, Shape
-from sglang_ext.kernels.kmeans import kmeans
+from sglang_ext.kernels.kmeans import kmeans_layers
 from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p import triton_impl as top_p
 
@@ -94,9 +94,9 @@ class ClusteredViews(PlannedViews):
         super().__init__(model_runner, policy)
         caches = compat.kv_by_layer(self.token_to_kv_pool)  # type: ignore[attr-defined]
         device = self.rope.inv_freq.device
-        cluster: Any = kmeans
+        cluster: Any = kmeans_layers
         if device.type == "cuda":
-            from sglang_ext.kernels.kmeans.triton_impl import kmeans as cluster
+            from sglang_ext.kernels.kmeans.fast import kmeans_layers as cluster
         self.memory = ClusterMemory(caches, policy.config, cluster)
         policy.keep_in(self.memory)
         shape = self.shape

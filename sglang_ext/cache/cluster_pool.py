@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from sglang_ext.cache.clusters import TokenRun
 from sglang_ext.kernels.cluster_attention import ClusterPool
-from sglang_ext.kernels.kmeans import Clusters, Plan, kmeans
+from sglang_ext.kernels.kmeans import Clusters, Plan, kmeans_layers
 from sglang_ext.policies.clustering import Clustering
 
 SLACK = 8
@@ -136,14 +136,14 @@ class ClusterMemory:
         self,
         caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
         config: Clustering,
-        cluster: Callable[..., Clusters] = kmeans,
+        cluster: Callable[..., Clusters] = kmeans_layers,
     ) -> None:
         """Room for clusters of as many tokens as the KV cache has, plus an eighth for tiles that are partly empty.
 
         Args:
             caches: (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.
             config: how keys are clustered.
-            cluster: `kernels.kmeans.kmeans` or its Triton form.
+            cluster: `kernels.kmeans.kmeans_layers` or its fast form.
         """
         self._caches, self._config, self._kmeans = caches, config, cluster
         keys, values = next(iter(caches.values()))
@@ -164,20 +164,16 @@ class ClusterMemory:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(count, *shape, dtype=torch.int32, device=device)
 
-        # One tensor for all layers, so that cuts and moves are a few launches however many layers there are.
-        self._sizes, self._starts = (ints(2 * tiles, kv_heads, width) for _ in range(2))
-        self._listed = ints(kv_heads, members)
+        # One tensor for all layers, so that what is written is a few launches however many layers there are.
+        self._pools = ClusterPool(
+            torch.zeros(count, tiles, kv_heads, width, head_dim, dtype=keys.dtype, device=device),
+            torch.zeros(count, tiles, kv_heads, width, value_dim, dtype=values.dtype, device=device),
+            ints(2 * tiles, kv_heads, width),
+            ints(2 * tiles, kv_heads, width),
+            ints(kv_heads, members),
+        )
         self._lookup = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.layers = {
-            layer: ClusterPool(
-                torch.zeros(tiles, kv_heads, width, head_dim, dtype=keys.dtype, device=device),
-                torch.zeros(tiles, kv_heads, width, value_dim, dtype=values.dtype, device=device),
-                self._sizes[at],
-                self._starts[at],
-                self._listed[at],
-            )
-            for at, layer in enumerate(caches)
-        }
+        self.layers = {layer: self._pools.layer(at) for at, layer in enumerate(caches)}
         self._tile_bytes = count * kv_heads * width * ((head_dim + value_dim) * keys.element_size() + 8)
         self._member_bytes = count * kv_heads * 4
         self._jobs: list[Callable[[], None]] = []
@@ -261,16 +257,14 @@ class ClusterMemory:
         config, tiles = self._config, self._numbers(place.tiles)
         plan = Plan((place.tokens,), config.cluster, self.width)
         place.slots = self._copied(slots)
-        for layer, (keys, values) in self._caches.items():
-            found = self._kmeans(
-                keys, values, place.slots, plan, iterations=config.iterations, assignment=config.assignment
-            )
-            self.layers[layer].write(tiles, place.begin, found, place.slots)
+        keys, values = zip(*self._caches.values(), strict=True)
+        options = {"iterations": config.iterations, "assignment": config.assignment}
+        self._pools.write(tiles, place.begin, self._kmeans(keys, values, place.slots, plan, **options), place.slots)
 
     def _move(self, place: Place, slots: torch.Tensor) -> None:
         if place.slots is None:
             raise ValueError("a place is moved that was never filled: jobs run in the order in which they were queued")
-        members = self._listed[:, :, place.begin : place.begin + place.tokens]
+        members = self._pools.members[:, :, place.begin : place.begin + place.tokens]
         before, place.slots = place.slots, self._copied(slots)
         self._lookup[before.long()] = place.slots
         members.copy_(self._lookup[members.long()])
@@ -280,7 +274,7 @@ class ClusterMemory:
             raise ValueError("a place is cut that was never filled: jobs run in the order in which they were queued")
         numbers = torch.arange(place.tokens, dtype=torch.int32, device=self._lookup.device)
         self._lookup[place.slots.long()] = numbers
-        number = self._lookup[self._listed[:, :, place.begin : place.begin + place.tokens].long()]
+        number = self._lookup[self._pools.members[:, :, place.begin : place.begin + place.tokens].long()]
         tiles, cells = self._numbers(place.tiles), self._numbers(made.cells)
 
         def by_head(values: torch.Tensor) -> torch.Tensor:  # [layers, kv_heads, clusters]
@@ -289,7 +283,7 @@ class ClusterMemory:
         def by_tile(values: torch.Tensor) -> torch.Tensor:
             return values.unflatten(2, (len(place.tiles), self.width)).transpose(1, 2).int()
 
-        sizes, first = by_head(self._sizes), by_head(self._starts) - place.begin
+        sizes, first = by_head(self._pools.sizes), by_head(self._pools.starts) - place.begin
 
         def counted(which: torch.Tensor) -> torch.Tensor:
             """How many members of each cluster are among these."""
@@ -297,5 +291,5 @@ class ClusterMemory:
             return before.gather(-1, first + sizes) - before.gather(-1, first)
 
         there, gone = counted((number >= low) & (number < high)), counted(number < low)
-        self._sizes[:, cells] = by_tile(torch.where(there == sizes, sizes, -there))
-        self._starts[:, cells] = by_tile(first + gone + place.begin)
+        self._pools.sizes[:, cells] = by_tile(torch.where(there == sizes, sizes, -there))
+        self._pools.starts[:, cells] = by_tile(first + gone + place.begin)

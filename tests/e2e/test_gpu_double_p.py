@@ -82,6 +82,10 @@ def prompts() -> list[list[int]]:
     return [long, long[:900] + long[200:500], long[700:1000], long[3:40], long[5:60]]
 
 
+CLUSTERED = 3
+"""So many of the prompts, the first ones, are long enough to have clusters and are not asked for dense attention."""
+
+
 def options(sparse: Any) -> list[Any]:
     over = {"pool": "p", "raw": True, "block_ids": [0, 3, 1, 2]}
     return [sparse, sparse, {**over, **sparse}, sparse, {**over, "dense": True}]
@@ -148,16 +152,16 @@ def test_graphs_change_no_token(answered: Any, noise: float, asked: str) -> None
 def test_the_same_as_plain_pytorch(answered: Any, noise: float, asked: str) -> None:
     """But for clusters on the edge of a set, which fall on either side of it where keys are rounded differently.
 
-    Each such cluster makes a difference of its own, so that the largest of all says little: most steps have none.
+    Each such cluster makes a difference of its own; most steps have none, and none makes what reading everything does.
     """
 
     def of_all(name: str) -> list[float]:
-        pairs = zip(answered["graphs"][asked], answered["torch"][name], strict=True)
+        pairs = list(zip(answered["graphs"][asked], answered["torch"][name], strict=True))[:CLUSTERED]
         found = sorted(x for pair in pairs for x in differences(*pair))
         print(f"graphs, {asked}, beside torch, {name}: median {found[len(found) // 2]:.4f}, largest {found[-1]:.4f} "
               f"({len(found)} steps; rounding alone: {noise:.4f})")  # fmt: skip
         return found
 
     same, wrong = of_all(asked), of_all("dense")  # the comparison must be able to fail
-    assert same[len(same) // 2] < 2 * noise < wrong[len(wrong) // 2]
-    assert same[-1] < wrong[-1]
+    assert same[len(same) // 2] < 2 * noise
+    assert same[-1] < wrong[-1] / 2

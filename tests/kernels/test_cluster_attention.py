@@ -534,7 +534,7 @@ from tests.kernels.sm90 import compiled, stand_in
 
 stand_in(attention, "_scores", "_expand", "_attend", "_merge")
 stand_in(top_p, "_search", "_compact")
-stand_in(kmeans, "_start", "_assign", "_update")
+stand_in(kmeans, "_measure", "_begin", "_assign", "_update")
 stand_in(buffers, "_copy_slots", "_advance")
 stand_in(rope, "_angle_tables", "_turn")
 
@@ -561,7 +561,7 @@ rope.turn_queries(query[:3, 0], torch.zeros(12, 64), torch.zeros(12, 64), ints(3
 longs = torch.zeros(8, dtype=torch.int64)
 buffers._copy_slots[(1,)](longs, ints(64), ints(8, 64), BLOCK=buffers.COPY, num_warps=4)
 buffers._advance[(1,)](longs, longs, *(ints(8) for _ in range(4)), ints(8, 64), 8, 64, BLOCK=128, num_warps=4)
-assert len(compiled) == 13, compiled
+assert len(compiled) == 14, compiled
 """
 
 

@@ -10,7 +10,8 @@ import math
 import pytest
 import torch
 
-from sglang_ext.kernels.kmeans import Clusters, Plan, reference, triton_impl
+from sglang_ext.kernels.kmeans import Clusters, Plan, cuda_impl, fast, reference, triton_impl
+from sglang_ext.kernels.kmeans.clusters import members
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 matrices wrongly (by their bits); both halves run the same code.
@@ -21,6 +22,7 @@ TOLERANCE = {
     torch.float16: 2e-3,
     torch.bfloat16: 2e-2,
 }  # beside means of order one
+NO_CUDA = cuda_impl.refusal(torch.device(DEVICE), HALF, 64)
 SMALL = triton_impl.Tuning(tokens=32, centroids=16, sum_clusters=16, sum_tokens=32)
 
 
@@ -186,6 +188,83 @@ def test_segments_are_clustered_on_their_own_and_alike_in_every_run() -> None:
     assert torch.equal(whole.order, torch.cat([first.order, second.order + 50], dim=1))
 
 
+def test_layers_are_clustered_on_their_own() -> None:
+    """Three layers in one call, two segments each, beside one after the other."""
+    layers = [caches(47, dim=12, seed=20 + layer) for layer in range(3)]
+    keys, values = ([each[at][each[2].long()].float().to(DEVICE) for each in layers] for at in (0, 1))
+    plan, here = Plan((30, 17), 5, 16), torch.arange(47, dtype=torch.int32, device=DEVICE)
+    for module, options in ((reference, {}), (triton_impl, {"tuning": SMALL})):
+        got = module.kmeans_layers(keys, values, here, plan, iterations=2, **options)
+        for layer in range(3):
+            want = module.kmeans(keys[layer], values[layer], here, plan, iterations=2, **options)
+            for name, tensor in vars(want).items():
+                assert torch.equal(vars(got.layer(layer))[name], tensor), (module.__name__, layer, name)
+
+
+def test_members() -> None:
+    """By loops: tokens of each label in order, row by row."""
+    labels = torch.randint(0, 7, (2, 3, 41), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    order, sizes, starts = members(labels, 9)
+    for at in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
+        row, listed = labels[tuple(at)].tolist(), order[tuple(at)].tolist()
+        assert sorted(listed) == list(range(41))
+        for label in range(9):
+            size, start = int(sizes[(*at, label)]), int(starts[(*at, label)])
+            assert listed[start : start + size] == [token for token, own in enumerate(row) if own == label]
+
+
+@pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
+@pytest.mark.parametrize("dtype", cuda_impl.DTYPES, ids=str)
+@pytest.mark.parametrize("assignment", ["inner", "l2"])
+@pytest.mark.parametrize("dim", cuda_impl.DIMS)
+def test_sums_in_cuda(dim: int, assignment: str, dtype: torch.dtype) -> None:
+    """The same clusters as with Triton's sums where no two scores are close, means of exactly their tokens; segments
+    longer than what a block looks through at once, components of very different sizes, and empty clusters."""
+    keys, values, slots = caches(5003, kv_heads=3, dim=dim, value_dim=64, seed=dim)
+    keys *= torch.logspace(-2, 1, dim, dtype=torch.float64)  # as channels of real keys differ
+    keys, values, slots = keys.to(dtype).to(DEVICE), values.to(dtype).to(DEVICE), slots.to(DEVICE)
+    plan = Plan((4100, 900, 3), cluster=16, width=32)
+    options = {"iterations": 4, "assignment": assignment}
+    got = triton_impl.kmeans(keys, values, slots, plan, update=cuda_impl.update, **options)
+    again = fast.kmeans(keys, values, slots, plan, **options)
+    for name, tensor in vars(got).items():
+        assert torch.equal(tensor, vars(again)[name]), name
+    other = triton_impl.kmeans(keys, values, slots, plan, **options)
+    # A mean that rounds the other way moves a token, which moves a mean: few of them in four rounds.
+    assert (got.labels == other.labels).float().mean() > 0.97
+    got = Clusters(**{name: tensor.cpu() for name, tensor in vars(got).items()})
+    keys, values, slots = (x.cpu() for x in (keys, values, slots))
+    for head in range(3):
+        cells = got.labels[head].long()
+        for means, cache in ((got.centroids, keys), (got.values, values)):
+            chosen = cache[slots.long(), head].double()
+            sums = torch.zeros(sum(plan.tiles) * plan.width, chosen.shape[1], dtype=torch.float64)
+            sums.index_add_(0, cells, chosen)
+            sizes = cells.bincount(minlength=len(sums)).clamp(min=1).unsqueeze(1)
+            # Half a unit of the last place, and what whole numbers leave out of a component.
+            tolerance = 2**-9 if dtype == torch.bfloat16 else 2**-12
+            found = means[:, head].reshape(len(sums), -1).double()
+            limit = tolerance * (sums / sizes).abs() * 2 + 2**-15 * chosen.abs().amax(0)
+            assert ((found - sums / sizes).abs() <= limit).all()
+    assert torch.equal(
+        got.sizes.transpose(0, 1).flatten(1)[0].long(), got.labels[0].long().bincount(minlength=len(sums))
+    )
+
+
+@pytest.mark.parametrize("dim", cuda_impl.DIMS)
+@pytest.mark.parametrize("dtype", cuda_impl.DTYPES, ids=str)
+def test_sums_compile_for_hopper(dim: int, dtype: torch.dtype) -> None:
+    pytest.importorskip("cuda.core")
+    assert cuda_impl.compiled("sm_90", dim, dtype).code
+
+
+def test_where_sums_in_cuda_are_refused() -> None:
+    assert "CUDA" in str(cuda_impl.refusal(torch.device("cpu"), torch.bfloat16, 64))
+    if DEVICE == "cuda":
+        assert "float32" in str(cuda_impl.refusal(torch.device("cuda"), torch.float32, 64))
+        assert "vectors of 96" in str(cuda_impl.refusal(torch.device("cuda"), torch.bfloat16, 64, 96))
+
+
 def test_plan() -> None:
     plan = Plan((8192, 17, 1), cluster=16, width=64)
     assert plan.tokens == 8210 and plan.clusters == (512, 2, 1) and plan.tiles == (8, 1, 1)
@@ -206,5 +285,9 @@ def test_refusals() -> None:
             module.kmeans(keys, values, slots, Plan((10,)), assignment="cosine")
         with pytest.raises(ValueError, match="the same slots and heads"):
             module.kmeans(keys, values[:, :1], slots, Plan((10,)))
+        with pytest.raises(ValueError, match="2 layers of keys, 1 of values"):
+            module.kmeans_layers([keys, keys], [values], slots, Plan((10,)))
+        with pytest.raises(ValueError, match="caches of one shape and type"):
+            module.kmeans_layers([keys, keys.float()], [values, values], slots, Plan((10,)))
     with pytest.raises(ValueError, match="expected contiguous tensors"):
         triton_impl.kmeans(keys.transpose(0, 1), values.transpose(0, 1), slots, Plan((10,)))

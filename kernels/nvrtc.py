@@ -1,0 +1,79 @@
+"""CUDA C++ sources of this package, compiled for the device at hand when they are first needed.
+
+By NVRTC through NVIDIA's `cuda-core`, both of which SGLang installs: half a second a kernel, no toolkit.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+
+def index_of(device: torch.device) -> int:
+    """Number of a CUDA device."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def compiled(source: str, arch: str, constants: Mapping[str, int]) -> Any:
+    """Machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
+
+    Args:
+        source: of a file under `kernels`, "top_p/select.cu" for example.
+        arch: what it is compiled for.
+        constants: macros.
+
+    Raises:
+        Exception: what cuda-core raises where NVRTC refuses, with its log.
+    """
+    core = _core()
+    options = core.ProgramOptions(
+        arch=arch, std="c++17", define_macro=[(name, str(value)) for name, value in constants.items()]
+    )
+    text = files("sglang_ext").joinpath("kernels", source).read_text()
+    return core.Program(text, "c++", options).compile("cubin")
+
+
+@cache
+def kernel(
+    index: int, source: str, name: str, threads: int, constants: tuple[tuple[str, int], ...]
+) -> Callable[..., None]:
+    """A function (grid, arguments) that launches a kernel on the current stream of device `index`.
+
+    Args:
+        index: of the device.
+        source, constants: as for `compiled`.
+        name: of the kernel, which is `extern "C"`.
+        threads: of a block.
+
+    Raises:
+        Exception: as `compiled`.
+    """
+    core = _core()
+    properties = torch.cuda.get_device_properties(index)
+    with torch.cuda.device(index):
+        code = compiled(source, f"sm_{properties.major}{properties.minor}", dict(constants))
+        function = code.get_kernel(name)
+
+    def launch(grid: tuple[int, ...], *arguments: Any) -> None:
+        with torch.cuda.device(index):
+            stream = _stream(torch.cuda.current_stream(index).cuda_stream)
+            core.launch(stream, core.LaunchConfig(grid=grid, block=threads), function, *arguments)
+
+    return launch
+
+
+def _core() -> Any:
+    """`cuda.core`, by the name that it had before 1.0 where there is that one."""
+    import cuda.core
+
+    return cuda.core if hasattr(cuda.core, "Program") else importlib.import_module("cuda.core.experimental")
+
+
+@cache
+def _stream(handle: int) -> Any:
+    return _core().Stream.from_handle(handle)

@@ -33,9 +33,9 @@ class Tuning:
     """
 
     tokens: int = 128
-    centroids: int = 64
-    assign_warps: int = 8
-    assign_stages: int = 3
+    centroids: int = 32
+    assign_warps: int = 4
+    assign_stages: int = 4
     sum_clusters: int = 64
     sum_tokens: int = 64
     sum_warps: int = 4
@@ -77,7 +77,7 @@ def _measure(
         total += tl.sum(vectors, 0)
         top = tl.maximum(top, tl.max(tl.abs(vectors), 0))
     row = (tl.program_id(1) * KV_HEADS + head) * DIM + d
-    tl.store(means + row, total / length, mask=d < DIM)
+    tl.store(means + row, tl.div_rn(total, length.to(tl.float32)), mask=d < DIM)  # as exact as a mean of equals
     tl.store(largest + row, top, mask=d < DIM)
 
 
@@ -191,7 +191,7 @@ def _update(
             belongs = number[:, None] == label[None, :]  # no cluster is number -1 - cell
             acc += tl.dot(belongs.to(vectors.dtype), vectors, input_precision=PRECISION)
             size += tl.sum(belongs.to(tl.int32), 1)
-        mean = acc / tl.maximum(size, 1).to(tl.float32)[:, None]
+        mean = tl.div_rn(acc, tl.maximum(size, 1).to(tl.float32)[:, None])
         inside = number < count
         if LAST:
             tile = layer * (cells // WIDTH) + (cell + number) // WIDTH

@@ -21,7 +21,7 @@ from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.rope.triton_impl import angle_tables, turn_queries
-from sglang_ext.kernels.top_p import Selection, fast
+from sglang_ext.kernels.top_p import Expansion, Selection, fast
 from sglang_ext.kernels.top_p import triton_impl as top_p
 
 COPY = 1024
@@ -415,9 +415,14 @@ class RowBuffers:
         if self.capacity.turns > 1:
             turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
         scores = attention.centroid_scores(turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
+        expansion: Expansion | None = None
+        if self._align == 1:
+            expansion = Expansion(
+                pool.members, part.clusters.tiles, self.width, part.workspace.slots, part.workspace.summaries
+            )
         selection = fast.select(
             *scores, part.cells, part.p, group=self.group_rule, by_count=self.by_count, run=part.selection.run,
-            align=self._align, out=part.selection, workspace=part.search, tuning=self.search,
+            align=self._align, out=part.selection, expansion=expansion, workspace=part.search, tuning=self.search,
         )  # fmt: skip
         out = query.new_empty(query.shape[0], self.shape.heads, self.shape.value_dim)
         attention.cluster_attention(

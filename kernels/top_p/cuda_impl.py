@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers, check_memory
+from sglang_ext.kernels.top_p.selection import Expansion, Selection, check, check_buffers, check_memory
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def _unusable(index: int) -> str | None:
     if properties.major < 9:
         return f"compute capability {properties.major}.{properties.minor}: thread block clusters begin at 9.0"
     try:
-        _kernel(index, 1, BLOCKS[0], False, 1, 1)
+        _kernel(index, 1, BLOCKS[0], False, 1, 1, 0)
     except Exception as error:  # a missing package or library, an older NVRTC or driver: Triton's kernels run there
         reason = f"cuda-core cannot compile for {properties.name}: {type(error).__name__}: {error}"
         logger.warning("top-p runs in Triton, which is slower: %s", reason)
@@ -86,38 +86,49 @@ def _unusable(index: int) -> str | None:
     return None
 
 
-def compiled(arch: str, heads: int, block: Block, by_count: bool = False, run: int = 1, align: int = 1) -> Any:
+def compiled(
+    arch: str, heads: int, block: Block, by_count: bool = False, run: int = 1, align: int = 1, width: int = 0
+) -> Any:
     """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
 
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.
     """
-    return nvrtc.compiled(SOURCE, arch, _constants(heads, block, by_count, run, align))
+    return nvrtc.compiled(SOURCE, arch, _constants(heads, block, by_count, run, align, width))
 
 
-def _constants(heads: int, block: Block, by_count: bool, run: int, align: int) -> dict[str, int]:
+def _constants(heads: int, block: Block, by_count: bool, run: int, align: int, width: int) -> dict[str, int]:
     return dict(
-        GROUP=heads, THREADS=block.threads, QUADS=block.quads, BINS=BINS, BY_COUNT=int(by_count), RUN=run, ALIGN=align
-    )
+        GROUP=heads, THREADS=block.threads, QUADS=block.quads, BINS=BINS, BY_COUNT=int(by_count), RUN=run, ALIGN=align,
+        WIDTH=width,
+    )  # fmt: skip
 
 
 @cache
-def _kernel(index: int, heads: int, block: Block, by_count: bool, run: int, align: int) -> Callable[..., None]:
-    constants = tuple(_constants(heads, block, by_count, run, align).items())
-    return nvrtc.kernel(index, SOURCE, "select_clusters", block.threads, constants)
+def _kernel(
+    index: int, heads: int, block: Block, by_count: bool, run: int, align: int, width: int
+) -> Callable[..., None]:
+    constants = tuple(_constants(heads, block, by_count, run, align, width).items())
+    return nvrtc.kernel(index, SOURCE, "select_clusters", block.threads, constants, overlap=True)
 
 
 def _kernel_for(
-    device: torch.device, heads: int, block: Block, by_count: bool, run: int, align: int
+    device: torch.device, heads: int, block: Block, by_count: bool, run: int, align: int, width: int
 ) -> Callable[..., None]:
-    return _kernel(nvrtc.index_of(device), heads, block, by_count, run if align > 1 else 1, align)
+    return _kernel(nvrtc.index_of(device), heads, block, by_count, run if align > 1 else 1, align, width)
 
 
-def warm_up(device: torch.device, heads: int, cells: int, run: int, align: int) -> None:
-    """Compile what selections among up to `cells` clusters will need, where the kernel runs at all."""
+def warm_up(device: torch.device, heads: int, cells: int, run: int, align: int, width: int = 0) -> None:
+    """Compile what selections among up to `cells` clusters will need, where the kernel runs at all.
+
+    Args:
+        device, heads, run, align: of the selections.
+        cells: the most clusters.
+        width: of the tiles of an `Expansion`; 0: none is asked for.
+    """
     for block in BLOCKS:
         if refusal(device, heads, block.cells, run=run, align=align) is None:
-            _kernel_for(device, heads, block, False, run, align)
+            _kernel_for(device, heads, block, False, run, align, width)
         if block.cells >= cells:
             break
 
@@ -134,6 +145,7 @@ def select(
     run: int = 1,
     align: int = 1,
     out: Selection | None = None,
+    expansion: Expansion | None = None,
 ) -> Selection:
     """`reference.select` on the device: a fixed grid, counts and p read from tensors, no synchronisation.
 
@@ -143,9 +155,10 @@ def select(
         p: [batch, 2] float32.
         group, by_count, run, align: as in the reference; `group` is "union".
         out: buffers to use; needed under CUDA graphs, made otherwise. Before one is captured, `warm_up` or call once.
+        expansion: what is written out with it; None: nothing.
 
     Returns:
-        The selection (`out` where given).
+        The selection (`out` where given), `expanded` if an expansion was.
 
     Raises:
         ValueError: as in the reference; what `refusal` says; tensors of other types or not contiguous.
@@ -158,9 +171,46 @@ def select(
     check_memory(logits, sizes, starts, cells, p, torch.float32)
     out = out or Selection.empty(batch, kv_heads, width, logits.device, run, align)
     check_buffers(out, run, align)
-    if batch == 0:
-        return out
-    kernel = _kernel_for(logits.device, heads, block_for(width), by_count, run, align)
-    tensors = (logits, sizes, starts, cells, p, out.counts, out.exact, out.prefix, out.shift, out.approx)
-    kernel((heads, batch * kv_heads), *(x.data_ptr() for x in tensors), ctypes.c_int32(kv_heads), ctypes.c_int32(width))
-    return out
+    _check_expansion(expansion, batch, kv_heads, width, align)
+    if batch:
+        kernel = _kernel_for(
+            logits.device, heads, block_for(width), by_count, run, align, 0 if expansion is None else expansion.width
+        )
+        nothing = out.counts  # never looked at
+        written = (nothing,) * 4
+        most: tuple[int, int, int] = (0, 0, 0)
+        if expansion is not None:
+            written = (expansion.members, expansion.tiles, expansion.slots, expansion.summaries)
+            most = (expansion.members.shape[1], expansion.slots.shape[1], expansion.tiles.shape[1])
+        tensors = (
+            logits, sizes, starts, cells, p, out.counts, out.exact, out.prefix, out.shift, out.approx, *written
+        )  # fmt: skip
+        kernel(
+            (heads, batch * kv_heads), *(x.data_ptr() for x in tensors), ctypes.c_int64(most[0]),
+            ctypes.c_int64(most[1]), ctypes.c_int32(most[2]), ctypes.c_int32(kv_heads), ctypes.c_int32(width),
+        )  # fmt: skip
+    return replace(out, expanded=expansion is not None)
+
+
+def _check_expansion(expansion: Expansion | None, batch: int, kv_heads: int, cells: int, align: int) -> None:
+    if expansion is None:
+        return
+    if align > 1:
+        raise ValueError(f"an expansion with align={align}: expected 1")
+    members, tiles, width = expansion.members, expansion.tiles, expansion.width
+    if width < 4 or width % 4 or tiles.shape[0] != batch or tiles.shape[1] * width != cells:
+        raise ValueError(
+            f"tiles {tuple(tiles.shape)} of {width} clusters: expected those of {batch} requests, {cells} clusters "
+            "together, and a multiple of 4"
+        )
+    if members.shape[0] != kv_heads or expansion.slots.shape[0] != batch * kv_heads:
+        raise ValueError(
+            f"members of {members.shape[0]} heads and slots of {expansion.slots.shape[0]} rows: expected {kv_heads} "
+            f"and {batch * kv_heads}"
+        )
+    if tuple(expansion.summaries.shape) != (batch * kv_heads, cells):
+        raise ValueError(f"summaries {tuple(expansion.summaries.shape)}: expected {(batch * kv_heads, cells)}")
+    for name in ("members", "tiles", "slots", "summaries"):
+        tensor = getattr(expansion, name)
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous int32")

@@ -5,20 +5,25 @@
 // `cuda_impl.py` says what the arguments are; the masses and the order of equals are those of `triton_impl.py`.
 //
 // A head's masses are whole numbers, in units of 2^-30 of its sum, kept in registers as the bits of a float, which are
-// ordered as they are: thread t has clusters 4 (t + k THREADS) to 4 (t + k THREADS) + 3 for each k. A round adds up the masses of the open range in BINS bins and goes on in the bin where the
-// sum from above reaches p: three rounds for 30 bits, both stages at once. Sums of whole numbers do not depend on the
-// order of atomics: every run gives the same sets.
+// ordered as they are: thread t has clusters 4 (t + k THREADS) to 4 (t + k THREADS) + 3 for each k. A round adds up the
+// masses of the open range in BINS bins and goes on in the bin where the sum from above reaches p: three rounds for 30
+// bits, both stages at once. Sums of whole numbers do not depend on the order of atomics: every run gives the same sets.
 //
 // Then the blocks of a cluster read each other's sets through distributed shared memory, each for its part of the
-// clusters, and write the lists.
+// clusters, and write the lists; with WIDTH also what the lists stand for, eight threads an exact cluster.
 //
-// Set by the compiler: GROUP, THREADS, QUADS (four clusters each, of a thread), BINS, BY_COUNT, RUN, ALIGN.
+// Set by the compiler: GROUP, THREADS, QUADS (four clusters each, of a thread), BINS, BY_COUNT, RUN, ALIGN, WIDTH (of a
+// tile of clusters; 0: lists only).
 
 #define WARPS (THREADS / 32)
 #define FULL 0xffffffffu
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 #define UNITS 1073741824.0f
 #define PER_THREAD (2 * BINS / THREADS)
+#define EARLY (QUADS <= 4)  // first members are loaded with the sizes; more clusters leave no registers for it
+#define LEVELS (8 * BINS)  // bytes before the levels
+#define POOL_OF(a, b) ((a) > (b) ? (a) : (b))
+#define POOL POOL_OF(LEVELS + 4 * QUADS * THREADS, 32 * THREADS)
 #define PARTS ((QUADS + GROUP - 1) / GROUP)  // of a block's part, so many times THREADS quads
 
 typedef unsigned long long u64;
@@ -91,9 +96,13 @@ extern "C" __global__ void __cluster_dims__(GROUP, 1, 1) __launch_bounds__(THREA
 select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes, const int* __restrict__ starts,
                 const int* __restrict__ cells, const float* __restrict__ p, int* __restrict__ counts,
                 int* __restrict__ exact, int* __restrict__ prefix, int* __restrict__ shift, int* __restrict__ approx,
+                const int* __restrict__ members, const int* __restrict__ tiles, int* __restrict__ slots,
+                int* __restrict__ summaries, long long most_members, long long most_tokens, int most_tiles,
                 int kv_heads, int width) {
-    __shared__ __align__(16) int bins[2 * BINS];
-    __shared__ unsigned levels[QUADS * THREADS];  // a byte for each cluster: bit 0 the first stage, bit 1 the second
+    __shared__ __align__(16) unsigned char pool[POOL];
+    int* const bins = reinterpret_cast<int*>(pool);  // two of BINS
+    // [QUADS * THREADS], a byte for each cluster: bit 0 the first stage, bit 1 the second.
+    unsigned* const levels = reinterpret_cast<unsigned*>(pool + LEVELS);
     __shared__ u64 scratch64[WARPS];
     __shared__ float tops[WARPS], sums[WARPS];
     __shared__ int totals[WARPS], waves[2][WARPS];
@@ -101,6 +110,11 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     __shared__ int own[5];  // of this block's part: exact clusters, their tokens, approximated ones, filled, numbers
     __shared__ int run_starts[ALIGN > 1 ? THREADS + 1 : 1];
 
+#if __CUDA_ARCH__ >= 900
+    // See `kernels/overlap.py`.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
     const int thread = threadIdx.x, head = blockIdx.x, row = blockIdx.y;
     const int request = row / kv_heads;
     const int n = min(cells[request], width);
@@ -110,7 +124,9 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     const float* const of_head = logits + (static_cast<size_t>(row) * GROUP + head) * width;
     // Whether four numbers are loaded at once.
     const bool whole =
-        width % 4 == 0 && (reinterpret_cast<size_t>(logits) | reinterpret_cast<size_t>(sizes)) % 16 == 0;
+        width % 4 == 0 && (reinterpret_cast<size_t>(logits) | reinterpret_cast<size_t>(sizes) |
+                            reinterpret_cast<size_t>(starts)) %
+                               16 == 0;
 
     // Keys are logits, then exponentials (-1 where there is no cluster), then order bits.
     float x[QUADS][4];
@@ -133,20 +149,29 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     const int run_quads = RUN > 4 ? RUN / 4 : 1;
     const int part = ((quads + GROUP - 1) / GROUP + run_quads - 1) / run_quads * run_quads;
     const int begin = min(head * part, quads), end = min(begin + part, quads);
-    int size[PARTS][4];
+    int size[PARTS][4], start[PARTS][4], tile[PARTS];
 #pragma unroll
     for (int k = 0; k < PARTS; ++k) {
         const int quad = begin + thread + k * THREADS;
+        tile[k] = 0;
+        if (WIDTH && quad < end) tile[k] = tiles[static_cast<size_t>(request) * most_tiles + 4 * quad / max(1, WIDTH)];
 #pragma unroll
         for (int j = 0; j < 4; ++j) size[k][j] = 0;
         if (quad < end) {
             if (whole && 4 * quad + 3 < n) {
                 const int4 four = *reinterpret_cast<const int4*>(sizes + out + 4 * quad);
                 size[k][0] = four.x, size[k][1] = four.y, size[k][2] = four.z, size[k][3] = four.w;
+                if (EARLY) {
+                    const int4 more = *reinterpret_cast<const int4*>(starts + out + 4 * quad);
+                    start[k][0] = more.x, start[k][1] = more.y, start[k][2] = more.z, start[k][3] = more.w;
+                }
             } else {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    if (4 * quad + j < n) size[k][j] = sizes[out + 4 * quad + j];
+                    if (4 * quad + j < n) {
+                        size[k][j] = sizes[out + 4 * quad + j];
+                        if (EARLY) start[k][j] = starts[out + 4 * quad + j];
+                    }
                 }
             }
         }
@@ -401,23 +426,44 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     }
     arrive();  // nobody's shared memory is read by others from here on
     if (head == 0 && thread < 5) counts[row * 5 + thread] = all;
+    if (WIDTH) wait();
+    const int kv_head = row % kv_heads;
 #pragma unroll
     for (int k = 0; k < PARTS; ++k) {
         int cell = 4 * (begin + thread + k * THREADS);
         int place = at_exact + static_cast<int>(before[k] & 0xfffff);
         int other = at_approx + static_cast<int>(before[k] >> 20 & 0xfffff);
         int number = at_number + static_cast<int>(before[k] >> 40);
+        // The exact clusters of this warp: first member, first number.
+        int2* const listed = reinterpret_cast<int2*>(pool) + 128 * (thread / 32);
+        const int first = __shfl_sync(FULL, place, 0);
 #pragma unroll
         for (int j = 0; j < 4; ++j, ++cell) {
             if (chosen[k] >> j & 1) {
+                const int begins = EARLY ? start[k][j] : starts[out + cell];
+                if (WIDTH) listed[place - first] = make_int2(begins, number);
                 exact[out + place] = cell;
                 prefix[out + place] = number;
-                shift[out + place++] = starts[out + cell] - number;
+                shift[out + place++] = begins - number;
                 number += abs(size[k][j]);
             } else if (chosen[k] >> (4 + j) & 1) {
+                if (WIDTH) summaries[out + other] = (tile[k] * kv_heads + kv_head) * WIDTH + cell % max(1, WIDTH);
                 approx[out + other++] = cell;
             }
         }
+        if (WIDTH) {
+            const int last = __shfl_sync(FULL, place, 31) - first, stop = __shfl_sync(FULL, number, 31);
+            const int* const of_kv_head = members + kv_head * most_members;
+            int* const of_row = slots + row * most_tokens;
+            __syncwarp();
+            for (int i = thread % 32 / 8; i < last; i += 4) {
+                const int2 one = listed[i];
+                const int after = i + 1 < last ? listed[i + 1].y : stop;
+#pragma unroll 4
+                for (int at = one.y + thread % 8; at < after; at += 8) of_row[at] = of_kv_head[one.x + (at - one.y)];
+            }
+            __syncwarp();
+        }
     }
-    wait();
+    if (!WIDTH) wait();
 }

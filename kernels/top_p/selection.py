@@ -25,6 +25,7 @@ class Selection:
         shift: [batch, kv_heads, cells] int32: token number + shift = index into the list of members.
         approx: [batch, kv_heads, cells] int32 clusters computed by their centroid.
         run, align: see above; align 1: no numbers are left out.
+        expanded: whether what the lists stand for was written out with them (`Expansion`).
     """
 
     counts: torch.Tensor
@@ -34,6 +35,7 @@ class Selection:
     approx: torch.Tensor
     run: int = 1
     align: int = 1
+    expanded: bool = False
 
     @staticmethod
     def empty(
@@ -64,6 +66,26 @@ class Selection:
             self.run,
             self.align,
         )
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Where a kernel that selects also writes out what attention reads, so that no other kernel has to; with align 1.
+
+    Attributes:
+        members: [kv_heads, tokens] int32 contiguous: KV slots, which the clusters' starts point into.
+        tiles: [batch, most tiles] int32 contiguous: places of each request's tiles of clusters.
+        width: clusters of a tile, a multiple of 4.
+        slots: [batch * kv_heads, most tokens] int32: written, the members of a row's exact clusters by their numbers.
+        summaries: [batch * kv_heads, cells] int32: written, (place of the tile * kv_heads + head) * width + number in
+            the tile of each approximated cluster.
+    """
+
+    members: torch.Tensor
+    tiles: torch.Tensor
+    width: int
+    slots: torch.Tensor
+    summaries: torch.Tensor
 
 
 def check_buffers(out: Selection, run: int, align: int) -> None:

@@ -292,8 +292,8 @@ class ClusteredViews(PlannedViews):
             # Longer rows come in other kernels, and those that see blocks from several distances.
             width, device = self.memory.width, self._table.device
             cells = tiles_of(min(self._table.shape[1], self.num_slots), config.cluster * width) * width
-            for length, align in ((1, 1), (width, attention.aligned(TILE))):
-                cuda_impl.warm_up(device, self._shape.group, cells, length, align)
+            for length, align, expanded in ((1, 1, width), (width, attention.aligned(TILE), 0)):
+                cuda_impl.warm_up(device, self._shape.group, cells, length, align, expanded)
 
     def selected(self) -> dict[str, float]:
         """What the last layer of the last decoding step over clusters read, for /server_info; waits for the device.

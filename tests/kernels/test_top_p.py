@@ -6,13 +6,13 @@ Everything from a request's count on, and every output buffer, holds garbage bef
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_ext.kernels.top_p import Selection, cuda_impl, fast, reference, top_p_mask, triton_impl
+from sglang_ext.kernels.top_p import Expansion, Selection, cuda_impl, fast, reference, top_p_mask, triton_impl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_CUDA = cuda_impl.refusal(torch.device(DEVICE), 4, 100)
@@ -331,13 +331,85 @@ def test_cuda_at_full_size(n: int, spread: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "block", "by_count", "run", "align"),
-    [(1, 0, False, 1, 1), (4, 3, True, 1, 1), (7, 2, False, 32, 16), (2, -1, False, 4, 8)],
+    ("heads", "block", "by_count", "run", "align", "width"),
+    [
+        (1, 0, False, 1, 1, 16),
+        (4, 3, True, 1, 1, 0),
+        (7, 2, False, 32, 16, 0),
+        (2, -1, False, 4, 8, 0),
+        (4, 5, False, 1, 1, 64),
+    ],
 )
-def test_cuda_compiles_for_hopper(heads: int, block: int, by_count: bool, run: int, align: int) -> None:
+def test_cuda_compiles_for_hopper(heads: int, block: int, by_count: bool, run: int, align: int, width: int) -> None:
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.core")
-    assert cuda_impl.compiled("sm_90", heads, cuda_impl.BLOCKS[block], by_count, run, align).code
+    assert cuda_impl.compiled("sm_90", heads, cuda_impl.BLOCKS[block], by_count, run, align, width).code
+
+
+@needs_cuda
+@pytest.mark.parametrize("spread", [0.3, 4.0])
+@pytest.mark.parametrize(("group", "tiles", "width"), [(4, 5, 16), (3, 65, 64), (1, 130, 64), (4, 500, 64)])
+def test_cuda_writes_out_what_the_lists_stand_for(group: int, tiles: int, width: int, spread: float) -> None:
+    """Slots of exact tokens and places of summaries, by loops over the lists; nothing behind them is written."""
+    gen = torch.Generator().manual_seed(tiles)
+    batch, kv_heads, cells = 3, 2, tiles * width
+    logits = (torch.randn(batch, kv_heads, group, cells, generator=gen) * spread).to(DEVICE)
+    sizes = torch.randint(-3, 40, (batch, kv_heads, cells), generator=gen, dtype=torch.int32).to(DEVICE)  # cut ones
+    logits = torch.where(sizes.unsqueeze(2) > 0, logits, -math.inf)
+    most = 50 * cells
+    starts = torch.randint(0, most, (batch, kv_heads, cells), generator=gen, dtype=torch.int32).to(DEVICE)
+    counts = torch.tensor([cells, cells - width, 0], dtype=torch.int32, device=DEVICE)
+    p = torch.tensor([[0.95, 0.7], [1, 0.99], [0.9, 0.9]], device=DEVICE)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.full(shape, -(10**6), dtype=torch.int32, device=DEVICE)
+
+    expansion = Expansion(
+        members=torch.randint(0, 2**31 - 1, (kv_heads, most + 40), generator=gen, dtype=torch.int32).to(DEVICE),
+        tiles=torch.randint(0, 10**6, (batch, tiles), generator=gen, dtype=torch.int32).to(DEVICE),
+        width=width,
+        slots=ints(batch * kv_heads, 40 * cells + 7),
+        summaries=ints(batch * kv_heads, cells),
+    )
+    got = fast.select(logits, sizes, starts, counts, p, expansion=expansion)
+    plain = cuda_impl.select(logits, sizes, starts, counts, p)
+    assert got.expanded and not plain.expanded and torch.equal(got.counts, plain.counts)
+    for row in range(batch * kv_heads):
+        b, h = row // kv_heads, row % kv_heads
+        assert lists(got, b, h) == lists(plain, b, h)
+        exact, tokens, approx, *_ = got.counts[b, h].tolist()
+        first = got.prefix[b, h, :exact].long()
+        number = torch.arange(tokens, device=DEVICE)
+        place = torch.searchsorted(first, number, right=True) - 1
+        member = number + got.shift[b, h, :exact].long()[place] if exact else number
+        assert torch.equal(expansion.slots[row, :tokens], expansion.members[h][member])
+        assert (expansion.slots[row, tokens:] == -(10**6)).all()
+        cell = got.approx[b, h, :approx].long()
+        want = (expansion.tiles[b][cell // width] * kv_heads + h) * width + cell % width
+        assert torch.equal(expansion.summaries[row, :approx].long(), want.long())
+        assert (expansion.summaries[row, approx:] == -(10**6)).all()
+
+
+@needs_cuda
+def test_expansions_that_do_not_fit() -> None:
+    case = make_case(2, [11], 1.0, 1)
+    arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
+    cells = case.logits.shape[-1]
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+
+    good = Expansion(ints(2, 9), ints(1, 1), cells, ints(2, 9), ints(2, cells))
+    for name, value, words in (
+        ("tiles", ints(1, 2), "clusters together"),
+        ("members", ints(1, 9), "of 1 heads"),
+        ("summaries", ints(2, 1), "summaries"),
+        ("slots", ints(2, 9).long(), "contiguous int32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cuda_impl.select(*arguments, expansion=replace(good, **{name: value}))
+    with pytest.raises(ValueError, match="align=8"):
+        cuda_impl.select(*arguments, expansion=good, run=4, align=8)
 
 
 def test_where_cuda_is_refused() -> None:

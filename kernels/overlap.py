@@ -34,6 +34,11 @@ def overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and _overlaps(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def options(device: torch.device) -> dict[str, Any]:
-    """For the launch of a Triton kernel whose first statement is `take_turn`."""
-    return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
+def options(device: torch.device, chained: bool = True) -> dict[str, Any]:
+    """For the launch of a Triton kernel whose first statement is `take_turn`.
+
+    Args:
+        device: of the kernel.
+        chained: False where it waits for kernels of several streams: launched as ever.
+    """
+    return {"OVERLAP": True, "launch_pdl": True} if chained and overlaps(device) else {"OVERLAP": False}

@@ -113,6 +113,7 @@ def centroid_scores(
     *,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     tuning: Tuning = TUNING,
+    chained: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`reference.centroid_scores` on the device: a fixed grid over the most tiles; counts are read from tensors.
 
@@ -121,6 +122,7 @@ def centroid_scores(
         pool, rows, scale: as in the reference.
         out: (logits float32, sizes, starts) to write to; needed under CUDA graphs.
         tuning: see `Tuning`.
+        chained: whether one kernel of this stream comes before (`kernels.overlap`), not several of several streams.
 
     Returns:
         As the reference, but nothing is written from a request's count on.
@@ -146,7 +148,7 @@ def centroid_scores(
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM_PAD=max(16, triton.next_power_of_2(dim)), TILES=tuning.score_tiles, ROTATED=rotations > 1,
         SIZED=rows.sized is not None, PRECISION=_precision(query.dtype), num_warps=tuning.score_warps,
-        num_stages=tuning.score_stages, **overlap.options(query.device),
+        num_stages=tuning.score_stages, **overlap.options(query.device, chained),
     )  # fmt: skip
     return out
 
@@ -442,9 +444,9 @@ class Workspace:
             ints(rows, max(1, cells)),
         )
 
-    def first(self, rows: int) -> Workspace:
-        """Of the first `rows` rows (batch * kv_heads)."""
-        return Workspace(self.parts, self.part_lse, self.slots[:rows], self.turns[:rows], self.summaries[:rows])
+    def of(self, rows: slice) -> Workspace:
+        """That of some rows (batch * kv_heads); `parts` are the same memory whichever they are."""
+        return Workspace(self.parts, self.part_lse, self.slots[rows], self.turns[rows], self.summaries[rows])
 
 
 def cluster_attention(

@@ -45,7 +45,7 @@ class Block:
 
 
 # Few, since each is compiled; on an H200 four groups of four were the best for 4,096 and for 8,192 clusters.
-BLOCKS = (Block(256, 1), Block(256, 2), Block(256, 4), Block(512, 4), Block(1024, 4), Block(1024, 8))
+BLOCKS = (Block(256, 1), Block(256, 2), Block(256, 4), Block(512, 4), Block(512, 8), Block(1024, 8))
 MAX_CELLS = BLOCKS[-1].cells
 
 

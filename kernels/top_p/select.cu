@@ -92,7 +92,8 @@ __device__ __forceinline__ int mass_of(int key) {
     return BY_COUNT ? 1 : static_cast<int>(__int_as_float(key));
 }
 
-extern "C" __global__ void __cluster_dims__(GROUP, 1, 1) __launch_bounds__(THREADS)
+// 1,024 threads a multiprocessor: 64 registers each.
+extern "C" __global__ void __cluster_dims__(GROUP, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS)
 select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes, const int* __restrict__ starts,
                 const int* __restrict__ cells, const float* __restrict__ p, int* __restrict__ counts,
                 int* __restrict__ exact, int* __restrict__ prefix, int* __restrict__ shift, int* __restrict__ approx,

@@ -20,9 +20,9 @@ import torch
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.launch.bench._double_p_captured import Captured, Text
-from sglang_ext.launch.bench._double_p_kernels import Dense, Layer, Step, by_stage, layers, thousands
+from sglang_ext.launch.bench._double_p_kernels import Dense, Layer, Step, layers, thousands
 from sglang_ext.launch.bench._double_p_pages import Pages, QuestTopP, paged
-from sglang_ext.launch.bench._gpu import kernel_times, time_turns
+from sglang_ext.launch.bench._gpu import time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.policies.retroinfer import RetroInfer
@@ -196,8 +196,5 @@ def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length
     ours = _timed("Double-P", step, {"p": list(config.stages), "layers": len(copies)})
     target = ours.shares["recovered_p5"] - ROUNDING
     found = [method(rows, batch, copies, target) for method in (retroinfer, quest_top_p)]
-    for timed, run in [(ours, step), *found]:  # profiled last
-        kernels = kernel_times(run.run, len(copies), device)
-        timed.notes["stages_ms"] = {name: s * 1e3 for name, s in by_stage(kernels).items()}
     where = f"{rows.words}, batch {batch}, {thousands(length)}"
     return figures_of(ours, dense, [timed for timed, _ in found], where)

@@ -24,7 +24,7 @@ from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.top_p import Selection
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
-from sglang_ext.launch.bench._gpu import copy_bandwidth, kernel_times, time_turns
+from sglang_ext.launch.bench._gpu import copy_bandwidth, time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.policies.double_p import DoubleP, recovered_mass
 
@@ -49,16 +49,6 @@ COLD = 6
 """Times the L2 cache that the data of one round of calls must be."""
 
 MOST_COPIES = 32
-
-STAGES = (
-    ("rotation", ("_turn",)),
-    ("scores", ("_scores",)),
-    ("selection", ("select_clusters", "_search", "_compact")),
-    ("merge", ("_merge",)),
-    ("attention", ("_attend", "_expand")),
-)
-"""Stage -> parts of kernel names, the first that fits."""
-OTHER = "other"
 
 
 @dataclass(frozen=True)
@@ -374,6 +364,11 @@ class Step:
         layer = self.copies[turn]
         return self.buffers.attend(self.query, layer.keys, layer.values, layer.pool, self.planted.scale)
 
+    def read_again(self, turn: int = 0) -> torch.Tensor:
+        """Attention alone, to what the last `run` chose: the copies are alike."""
+        layer = self.copies[turn]
+        return self.buffers.read_again(self.query, layer.keys, layer.values, layer.pool, self.planted.scale)
+
     def check(self) -> dict[str, float]:
         """Errors of the last row: {"logits", "selection", "output"}, of the largest value or of the clusters.
 
@@ -492,19 +487,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error.nan_to_num(float("inf")))
 
 
-def stage_of(kernel: str) -> str:
-    """The stage that a kernel belongs to."""
-    return next((stage for stage, parts in STAGES if any(part in kernel for part in parts)), OTHER)
-
-
-def by_stage(kernels: dict[str, float]) -> dict[str, float]:
-    """Seconds by stage from seconds by kernel."""
-    found: dict[str, float] = {}
-    for name, seconds in kernels.items():
-        found[stage_of(name)] = found.get(stage_of(name), 0.0) + seconds
-    return found
-
-
 class Dense:
     """FlashInfer's paged decode over all tokens, page size 1; plain PyTorch where there is no GPU."""
 
@@ -576,7 +558,8 @@ class Case:
         floor: seconds that the bytes take at copy bandwidth; None without a GPU.
         shares: from `Step.shares`.
         notes: errors, what else was measured.
-        stages: seconds of our stages, where they were profiled.
+        reading: seconds of attention and merge alone; None without a GPU. Stages overlap: scores and selection take
+            what the step takes longer.
     """
 
     batch: int
@@ -588,7 +571,7 @@ class Case:
     floor: float | None
     shares: dict[str, float]
     notes: dict[str, Any]
-    stages: dict[str, float]
+    reading: Timing | None
 
     @property
     def name(self) -> str:
@@ -611,26 +594,28 @@ def dense_aim(batch: int, length: int, shares: dict[str, float]) -> float | None
 
 def figures_of(case: Case) -> list[Figure]:
     """The rows of a case."""
-    notes = {**case.shares, **case.notes, "stages_ms": {name: s * 1e3 for name, s in case.stages.items()}}
+    notes = {**case.shares, **case.notes}
     aim = dense_aim(case.batch, case.length, case.shares)
     kept = f"{case.shares['exact']:.2f} exact, {case.shares['approx']:.2f} by centroid"
     name = f"decode attention, one layer, {case.name} ({kept}, recovered {case.shares['recovered']:.3f})"
     figures = [at_least(name, case.ours, case.dense_name, case.dense, aim, notes=notes)]
     if case.floor is not None:
         figures.append(at_most(f"{case.name}: the step", case.ours, case.floor, "centroids and kept set", 1.45))
-    if case.stages:
-        spent = Timing.of([case.stages.get("scores", 0.0) + case.stages.get("selection", 0.0)])
-        whole = case.ours.median
-        figures.append(at_most(f"{case.name}: scores and selection", spent, whole, "the step", 0.35))
+    if case.reading is not None:
+        whole, rest = case.ours.median, case.reading.median
+        notes = {"attention_and_merge_alone_ms": rest * 1e3}
+        spent = Timing.of([max(0.0, whole - rest)])
+        words = f"{case.name}: scores and selection, what they add"
+        figures.append(at_most(words, spent, whole, "the step", 0.35, notes=notes))
     return figures
 
 
 def cases(
     shape: Shape, lengths: Sequence[int], batches: Sequence[int], config: DoubleP, device: torch.device
 ) -> list[Case]:
-    """Every level at every length and batch; stages are profiled in a second round, when all times were taken."""
+    """Every level at every length and batch."""
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
-    found: dict[tuple[int, int, str], Case] = {}
+    found: list[Case] = []
     for step in _steps(shape, lengths, batches, config, device):
         planted, batch = step.planted, step.batch
         dense_name, dense = Dense(step).time()  # as long on every level
@@ -650,22 +635,15 @@ def cases(
             if bandwidth is not None:
                 notes["copy_tb_s"] = bandwidth * 1e-12
             ours = time_turns(step.run, len(step.copies), device)
+            reading: Timing | None = None
             if wide is not None:
+                reading = time_turns(step.read_again, len(step.copies), device)
                 wide.ask(level)
                 notes["engine_room_ms"] = time_turns(wide.run, len(step.copies), device).median * 1e3
-            case = Case(batch, planted.length, name, ours, dense, dense_name, floor, shares, notes, {})
-            found[planted.length, batch, name] = case
-            print(_line(case), flush=True)
+            found.append(Case(batch, planted.length, name, ours, dense, dense_name, floor, shares, notes, reading))
+            print(_line(found[-1]), flush=True)
         del step, planted, wide
-    for step in _steps(shape, lengths, batches, config, device):
-        for name, level in LEVELS.items():
-            step.ask(level)
-            kernels = kernel_times(step.run, len(step.copies), device)
-            key = (step.planted.length, step.batch, name)
-            notes = {**found[key].notes, "kernels_ms": {kernel: s * 1e3 for kernel, s in kernels.items()}}
-            found[key] = replace(found[key], stages=by_stage(kernels), notes=notes)
-        del step
-    return list(found.values())
+    return found
 
 
 def _line(case: Case) -> str:

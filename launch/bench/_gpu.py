@@ -91,32 +91,6 @@ def _captured(work: Callable[[int], Any], turns: int, calls: int) -> torch.cuda.
     return graph
 
 
-def kernel_times(work: Callable[[int], Any], turns: int, device: torch.device, *, calls: int = 10) -> dict[str, float]:
-    """Seconds of each kernel in one call of `work`, by its name, from a profile of the graph that `time_turns` times.
-
-    A profiler that has run may go on slowing launches down: profile last. Empty without a GPU.
-    """
-    if device.type != "cuda":
-        return {}
-    calls = -(-calls // turns) * turns
-    graph = _captured(work, turns, calls)
-    graph.replay()
-    torch.cuda.synchronize()
-    rounds = 5
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    ) as profiler:
-        for _ in range(rounds):
-            graph.replay()
-        torch.cuda.synchronize()
-    found: dict[str, float] = {}
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            micro = event.time_range.elapsed_us()
-            found[event.name] = found.get(event.name, 0.0) + micro * 1e-6 / (rounds * calls)
-    return found
-
-
 def copy_bandwidth(device: torch.device, gib: int = 4) -> float:
     """Bytes a second that a plain copy moves, reads and writes counted."""
     source = torch.empty(gib << 30, dtype=torch.uint8, device=device)

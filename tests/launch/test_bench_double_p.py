@@ -129,7 +129,7 @@ def case(**changes: Any) -> kernels.Case:
         "floor": 0.07,
         "shares": {"exact": 0.0749, "approx": 0.354, "recovered": 0.97},
         "notes": {},
-        "stages": {"scores": 0.02, "selection": 0.01, "attention": 0.06, "merge": 0.01},
+        "reading": Timing.of([0.07]),
     }
     return kernels.Case(**{**parts, **changes})
 
@@ -141,7 +141,7 @@ def test_rows_of_a_case() -> None:
     assert (floor.ratio, floor.aim, floor.met) == (pytest.approx(0.1 / 0.07), "at most 1.45x", True)
     assert (share.ratio, share.aim, share.met) == (pytest.approx(0.3), "at most 0.35x", True)
     assert not kernels.figures_of(case(ours=Timing.of([0.11])))[0].met
-    assert len(kernels.figures_of(case(floor=None, stages={}))) == 1
+    assert len(kernels.figures_of(case(floor=None, reading=None))) == 1
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,12 @@ def test_what_is_aimed_at(batch: int, length: int, exact: float, approx: float, 
     assert kernels.dense_aim(batch, length, {"exact": exact, "approx": approx}) == aim
 
 
-def test_kernels_are_sorted_into_stages() -> None:
-    found = kernels.by_stage({"_turn": 1, "_scores": 2, "_search": 3, "_compact": 4, "_attend": 5, "_merge": 6, "x": 7})
-    assert found == {"rotation": 1, "scores": 2, "selection": 7, "attention": 5, "merge": 6, "other": 7}
+def test_reading_again_is_what_the_step_read() -> None:
+    """What is taken for the attention of a step, without scores and selection, is its attention."""
+    keys = planted()
+    step = kernels.Step(keys, 2, kernels.layers(keys, 2))
+    want = step.run()
+    torch.testing.assert_close(step.read_again(), want, rtol=0, atol=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -45,7 +45,9 @@ def short() -> list[captured.Text]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection by sorting, for what takes many steps: a threshold search takes seconds in Triton's interpreter."""
 
-    def select(*arguments: Any, out: Selection, workspace: Any, tuning: Any, **options: Any) -> Selection:
+    def select(
+        *arguments: Any, out: Selection, workspace: Any, tuning: Any, expansion: Any = None, **options: Any
+    ) -> Selection:
         found = select_by_sorting(*arguments, **options)
         for name, tensor in vars(out).items():
             if isinstance(tensor, torch.Tensor):

@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 
-OVERLAP = "programmatic_stream_serialization"
-"""The option of cuda-core."""
-
 
 def index_of(device: torch.device) -> int:
     """Number of a CUDA device."""
@@ -43,7 +40,7 @@ def compiled(source: str, arch: str, constants: Mapping[str, int]) -> Any:
 
 @cache
 def kernel(
-    index: int, source: str, name: str, threads: int, constants: tuple[tuple[str, int], ...], overlap: bool = False
+    index: int, source: str, name: str, threads: int, constants: tuple[tuple[str, int], ...]
 ) -> Callable[..., None]:
     """A function (grid, arguments) that launches a kernel on the current stream of device `index`.
 
@@ -52,7 +49,6 @@ def kernel(
         source, constants: as for `compiled`.
         name: of the kernel, which is `extern "C"`.
         threads: of a block.
-        overlap: launched as `kernels.overlap` says, which the kernel must be written for.
 
     Raises:
         Exception: as `compiled`.
@@ -63,13 +59,10 @@ def kernel(
         code = compiled(source, f"sm_{properties.major}{properties.minor}", dict(constants))
         function = code.get_kernel(name)
 
-    # Older versions of cuda-core cannot; the kernel's own wait returns at once then.
-    early = {OVERLAP: True} if overlap and hasattr(core.LaunchConfig, OVERLAP) else {}
-
     def launch(grid: tuple[int, ...], *arguments: Any) -> None:
         with torch.cuda.device(index):
             stream = _stream(torch.cuda.current_stream(index).cuda_stream)
-            core.launch(stream, core.LaunchConfig(grid=grid, block=threads, **early), function, *arguments)
+            core.launch(stream, core.LaunchConfig(grid=grid, block=threads), function, *arguments)
 
     return launch
 

@@ -21,15 +21,11 @@ from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.rope.triton_impl import angle_tables, turn_queries
-from sglang_ext.kernels.top_p import Expansion, Selection, cuda_impl, fast
+from sglang_ext.kernels.top_p import Expansion, Selection, fast
 from sglang_ext.kernels.top_p import triton_impl as top_p
 
 COPY = 1024
 """Slots that one program copies."""
-
-APART = 4
-"""Rows from which a batch is worked on in two halves at once, on GPUs: selecting is a chain of short steps that leaves
-the memory idle, and hides behind the other half's loads."""
 
 STAGING = 3
 """Batches that may be on their way to the device at once."""
@@ -173,7 +169,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of the buffers: what a batch of a size, or the CUDA graph for it, works on."""
+    """The first rows of the buffers: what a batch of a size, or the CUDA graph for it, works on."""
 
     clusters: ClusterRows
     dense: DenseTokens
@@ -284,11 +280,9 @@ class RowBuffers:
         # Slots are written out after the search.
         lent = self._workspace.slots.view(-1)
         self._search = top_p.Workspace.empty(c.rows, kv_heads, shape.group, cells, device, lent)
-        # Of the second half, which is worked on while the first one is.
-        self._more = [torch.empty_like(x) for x in (self._workspace.parts, self._workspace.part_lse)] if cuda else []
         self._lse = torch.zeros(c.rows, shape.heads, dtype=torch.float32, device=device)
-        self._parts: dict[tuple[int, int], _Part] = {}
-        self._side: torch.cuda.Stream | None = None
+        self._parts: dict[int, _Part] = {}
+        self._expanded = False
 
     @property
     def device(self) -> torch.device:
@@ -376,47 +370,30 @@ class RowBuffers:
             self.capacity.dense, BLOCK=128, num_warps=4,
         )  # fmt: skip
 
-    def _part(self, first: int, last: int) -> _Part:
-        """Rows [first, last)."""
-        if (first, last) not in self._parts:
-            c, s, rows = self.capacity, self.sections, slice(first, last)
-            tiles = {name: s[name].view(c.rows, c.tiles)[rows] for name in ("tiles", "turn", "sized")}
+    def _part(self, batch: int) -> _Part:
+        if batch not in self._parts:
+            c, s = self.capacity, self.sections
+            tiles = {name: s[name].view(c.rows, c.tiles)[:batch] for name in ("tiles", "turn", "sized")}
             turn: torch.Tensor | None = None  # every key is seen where it was written
             dense_turn: torch.Tensor | None = None
             if c.turns > 1:
-                turn, dense_turn = tiles["turn"], s["dense_turn"].view(c.rows, self._dense_tiles)[rows]
-            kv_heads = self.shape.kv_heads
-            workspace = self._workspace.of(slice(first * kv_heads, last * kv_heads))
-            if first:
-                parts, part_lse = self._more
-                workspace = replace(workspace, parts=parts, part_lse=part_lse)
-            self._parts[first, last] = _Part(
-                clusters=ClusterRows(tiles["tiles"], s["counts"][rows], turn, tiles["sized"]),
-                dense=DenseTokens(self._dense[rows], s["dense_counts"][rows], dense_turn, TILE),
-                cells=s["cells"][rows],
-                p=s["p"].view(torch.float32).view(c.rows, 2)[rows],
-                turns=s["turns"][rows],
-                cos=self._cos[first * c.turns : last * c.turns],
-                sin=self._sin[first * c.turns : last * c.turns],
-                turned=self._turned[rows],
-                scores=(self._logits[rows], self._sizes[rows], self._starts[rows]),
-                selection=self._selection.of(rows),
-                search=self._search.first(last - first),
-                workspace=workspace,
-                lse=self._lse[rows],
+                turn, dense_turn = tiles["turn"], s["dense_turn"].view(c.rows, self._dense_tiles)[:batch]
+            self._parts[batch] = _Part(
+                clusters=ClusterRows(tiles["tiles"], s["counts"][:batch], turn, tiles["sized"]),
+                dense=DenseTokens(self._dense[:batch], s["dense_counts"][:batch], dense_turn, TILE),
+                cells=s["cells"][:batch],
+                p=s["p"].view(torch.float32).view(c.rows, 2)[:batch],
+                turns=s["turns"][:batch],
+                cos=self._cos[: batch * c.turns],
+                sin=self._sin[: batch * c.turns],
+                turned=self._turned[:batch],
+                scores=(self._logits[:batch], self._sizes[:batch], self._starts[:batch]),
+                selection=self._selection.of(slice(batch)),
+                search=self._search.first(batch),
+                workspace=self._workspace.first(batch * self.shape.kv_heads),
+                lse=self._lse[:batch],
             )
-        return self._parts[first, last]
-
-    def _refusal(self) -> str | None:
-        """Why Triton selects, or None where CUDA's kernel does."""
-        heads, cells = self.shape.group, self._logits.shape[-1]
-        return cuda_impl.refusal(
-            self.device, heads, cells, group=self.group_rule, run=self._selection.run, align=self._align
-        )
-
-    def _halves(self, batch: int) -> bool:
-        """Whether the batch is worked on in two halves; Triton's search has memory that both would share."""
-        return batch >= APART and self._refusal() is None
+        return self._parts[batch]
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: ClusterPool, scale: float
@@ -434,25 +411,22 @@ class RowBuffers:
         Returns:
             [batch, heads, value_dim] in query's dtype, zeros for padding.
         """
-        batch = query.shape[0]
-        out = query.new_empty(batch, self.shape.heads, self.shape.value_dim)
-        if not self._halves(batch):
-            part = self._part(0, batch)
-            turned = self._score(part, query, pool, scale)
-            self._read(part, self._select(part, pool), turned, keys, values, pool, scale, out)
-            return out
-        half, main = batch // 2, torch.cuda.current_stream()
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
-        one, two = self._part(0, half), self._part(half, batch)
-        turned = self._score(one, query[:half], pool, scale, chained=False)
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
-            also = self._score(two, query[half:], pool, scale, chained=False)
-            self._read(two, self._select(two, pool), also, keys, values, pool, scale, out[half:])
-        self._read(one, self._select(one, pool), turned, keys, values, pool, scale, out[:half])
-        main.wait_stream(self._side)
-        return out
+        part = self._part(query.shape[0])
+        turned = query.unsqueeze(1)
+        if self.capacity.turns > 1:
+            turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
+        attention.centroid_scores(turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
+        expansion: Expansion | None = None
+        if self._align == 1:
+            expansion = Expansion(
+                pool.members, part.clusters.tiles, self.width, part.workspace.slots, part.workspace.summaries
+            )
+        selection = fast.select(
+            *part.scores, part.cells, part.p, group=self.group_rule, by_count=self.by_count, run=part.selection.run,
+            align=self._align, out=part.selection, expansion=expansion, workspace=part.search, tuning=self.search,
+        )  # fmt: skip
+        self._expanded = selection.expanded
+        return self._read(part, selection, turned, keys, values, pool, scale)
 
     def read_again(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: ClusterPool, scale: float
@@ -462,40 +436,11 @@ class RowBuffers:
         Args: as of the `attend` before; queries in one rotation.
 
         Returns:
-            As that one did, but for rounding.
+            As that one did.
         """
-        part, out = self._part(0, query.shape[0]), query.new_empty(*query.shape[:2], self.shape.value_dim)
-        selection = replace(part.selection, expanded=self._expands())
-        self._read(part, selection, query.unsqueeze(1), keys, values, pool, scale, out)
-        return out
-
-    def _expands(self) -> bool:
-        """Whether slots and summaries are written by what selects."""
-        return self._align == 1 and not self._refusal()
-
-    def _score(
-        self, part: _Part, query: torch.Tensor, pool: ClusterPool, scale: float, chained: bool = True
-    ) -> torch.Tensor:
-        """Score the clusters of some rows; returns their query in all its rotations."""
-        turned = query.unsqueeze(1)
-        if self.capacity.turns > 1:
-            turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
-        attention.centroid_scores(
-            turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning, chained=chained
-        )
-        return turned
-
-    def _select(self, part: _Part, pool: ClusterPool) -> Selection:
-        """Select among the scored clusters of some rows."""
-        expansion: Expansion | None = None
-        if self._align == 1:
-            expansion = Expansion(
-                pool.members, part.clusters.tiles, self.width, part.workspace.slots, part.workspace.summaries
-            )
-        return fast.select(
-            *part.scores, part.cells, part.p, group=self.group_rule, by_count=self.by_count, run=part.selection.run,
-            align=self._align, out=part.selection, expansion=expansion, workspace=part.search, tuning=self.search,
-        )  # fmt: skip
+        part = self._part(query.shape[0])
+        selection = replace(part.selection, expanded=self._expanded)
+        return self._read(part, selection, query.unsqueeze(1), keys, values, pool, scale)
 
     def _read(
         self,
@@ -506,18 +451,18 @@ class RowBuffers:
         values: torch.Tensor,
         pool: ClusterPool,
         scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        """Attend to what was selected for some rows."""
+    ) -> torch.Tensor:
+        out = turned.new_empty(turned.shape[0], self.shape.heads, self.shape.value_dim)
         attention.cluster_attention(
             turned, keys, values, pool, part.clusters, part.dense, selection, part.scores[0], scale,
             out=(out, part.lse), workspace=part.workspace, tuning=self.tuning,
         )  # fmt: skip
+        return out
 
     def chosen(self, batch: int) -> tuple[Selection, torch.Tensor]:
         """What the last `attend` of so many rows chose: (selection, logits [batch, kv_heads, group, cells] float32).
 
         The buffers themselves, valid until the next layer.
         """
-        part = self._part(0, batch)
+        part = self._part(batch)
         return part.selection, part.scores[0]

@@ -19,9 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels import overlap
 from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens, check
-from sglang_ext.kernels.overlap import take_turn
 from sglang_ext.kernels.top_p.selection import Selection
 
 
@@ -71,9 +69,8 @@ def _scores(
     scale, most_tiles, query_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     GROUP_PAD: tl.constexpr, DIM_PAD: tl.constexpr, TILES: tl.constexpr, ROTATED: tl.constexpr, SIZED: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    take_turn(OVERLAP)
     request, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
     begin = tl.program_id(0) * TILES
     end = tl.minimum(begin + TILES, tl.load(tile_counts + request))
@@ -113,7 +110,6 @@ def centroid_scores(
     *,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     tuning: Tuning = TUNING,
-    chained: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`reference.centroid_scores` on the device: a fixed grid over the most tiles; counts are read from tensors.
 
@@ -122,7 +118,6 @@ def centroid_scores(
         pool, rows, scale: as in the reference.
         out: (logits float32, sizes, starts) to write to; needed under CUDA graphs.
         tuning: see `Tuning`.
-        chained: whether one kernel of this stream comes before (`kernels.overlap`), not several of several streams.
 
     Returns:
         As the reference, but nothing is written from a request's count on.
@@ -148,7 +143,7 @@ def centroid_scores(
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         DIM_PAD=max(16, triton.next_power_of_2(dim)), TILES=tuning.score_tiles, ROTATED=rotations > 1,
         SIZED=rows.sized is not None, PRECISION=_precision(query.dtype), num_warps=tuning.score_warps,
-        num_stages=tuning.score_stages, **overlap.options(query.device, chained),
+        num_stages=tuning.score_stages,
     )  # fmt: skip
     return out
 
@@ -168,11 +163,10 @@ def _expand(
     members, sizes, tiles, sized, rotation, counts, exact, prefix, shift, approx, slots, turns, summaries,
     most_tiles, most_tokens, most_members,
     KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Slots of a row's exact tokens by their numbers, -1 for nobody's, the rotation that reads each ALIGN of them
     (with several rotations: ALIGN > 1), and where its summaries lie."""
-    take_turn(OVERLAP)
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(1) % KV_HEADS
     request = row // KV_HEADS
     n_exact, n_numbers = tl.load(counts + row * 5), tl.load(counts + row * 5 + 4)
@@ -232,12 +226,10 @@ def _attend(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     GROUP_PAD: tl.constexpr, SEEN: tl.constexpr, DIM_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, SUMMARIES: tl.constexpr, COST: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of the products are (part of a tile, head): a part of ALIGN tokens is read with a rotation of its own, and
     each (part, head) sees its tokens only. Products have 16 rows at least, of which a group of four heads fills four.
     """
-    take_turn(OVERLAP)
     index, row_work, row_ends, work = _work(counts, dense_counts, rows, KV_HEADS, ROWS, TILE, SUMMARIES, COST)
     # With less work than programs the rest have none: every program up to `programs` writes what `_merge` expects.
     programs = tl.minimum(tl.num_programs(0), work)
@@ -353,10 +345,8 @@ def _merge(
     counts, dense_counts, parts, part_lse, out, lse, rows, programs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SUMMARIES: tl.constexpr, COST: tl.constexpr, PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of a head of a row: base-2 log-sum-exps in, natural ones out."""
-    take_turn(OVERLAP)
     index, row_work, row_ends, work = _work(counts, dense_counts, rows, KV_HEADS, ROWS, TILE, SUMMARIES, COST)
     row, g = tl.program_id(0), tl.program_id(1)
     programs = tl.minimum(programs, work).to(tl.int64)
@@ -444,9 +434,9 @@ class Workspace:
             ints(rows, max(1, cells)),
         )
 
-    def of(self, rows: slice) -> Workspace:
-        """That of some rows (batch * kv_heads); `parts` are the same memory whichever they are."""
-        return Workspace(self.parts, self.part_lse, self.slots[rows], self.turns[rows], self.summaries[rows])
+    def first(self, rows: int) -> Workspace:
+        """Of the first `rows` rows (batch * kv_heads)."""
+        return Workspace(self.parts, self.part_lse, self.slots[:rows], self.turns[:rows], self.summaries[:rows])
 
 
 def cluster_attention(
@@ -524,7 +514,6 @@ def cluster_attention(
         )
     padded, value_pad = triton.next_power_of_2(count), max(16, triton.next_power_of_2(value_dim))
     counted = dict(ROWS=padded, TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)
-    turn = overlap.options(query.device)
     if cells and not selection.expanded:
         _expand[(tuning.expanding, count)](
             pool.members, pool.sizes, rows.tiles, rows.tiles if rows.sized is None else rows.sized, rows.rotation,
@@ -532,7 +521,6 @@ def cluster_attention(
             workspace.slots, workspace.turns, workspace.summaries,
             rows.tiles.shape[1], most_tokens, pool.members.shape[-1],
             KV_HEADS=kv_heads, WIDTH=width, ALIGN=align, CLUSTERS=32, TOKENS=32, BLOCK=256, num_warps=4,
-            **turn,
         )  # fmt: skip
     _attend[(tuning.programs,)](
         query, key_cache, value_cache, pool.values, workspace.slots, workspace.turns, workspace.summaries,
@@ -543,12 +531,12 @@ def cluster_attention(
         GROUP_PAD=triton.next_power_of_2(group), SEEN=max(16, PARTS_OF_TILE * triton.next_power_of_2(group))
         if align > 1 else max(16, triton.next_power_of_2(group)), DIM_PAD=max(16, triton.next_power_of_2(dim)),
         VALUE_PAD=value_pad, ALIGN=align, PRECISION=_precision(query.dtype), **counted,
-        num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers, **turn,
+        num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers,
     )  # fmt: skip
     _merge[(count, group)](
         selection.counts, dense.counts, workspace.parts, workspace.part_lse, *out, count, tuning.programs,
         KV_HEADS=kv_heads, GROUP=group, VALUE_DIM=value_dim, VALUE_PAD=value_pad, PARTS=tuning.merge_parts, **counted,
-        num_warps=2, **turn,
+        num_warps=2,
     )  # fmt: skip
     return out
 

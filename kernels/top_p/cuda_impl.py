@@ -109,7 +109,7 @@ def _kernel(
     index: int, heads: int, block: Block, by_count: bool, run: int, align: int, width: int
 ) -> Callable[..., None]:
     constants = tuple(_constants(heads, block, by_count, run, align, width).items())
-    return nvrtc.kernel(index, SOURCE, "select_clusters", block.threads, constants, overlap=True)
+    return nvrtc.kernel(index, SOURCE, "select_clusters", block.threads, constants)
 
 
 def _kernel_for(

@@ -111,11 +111,6 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     __shared__ int own[5];  // of this block's part: exact clusters, their tokens, approximated ones, filled, numbers
     __shared__ int run_starts[ALIGN > 1 ? THREADS + 1 : 1];
 
-#if __CUDA_ARCH__ >= 900
-    // See `kernels/overlap.py`.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
     const int thread = threadIdx.x, head = blockIdx.x, row = blockIdx.y;
     const int request = row / kv_heads;
     const int n = min(cells[request], width);

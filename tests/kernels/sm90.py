@@ -16,7 +16,7 @@ TYPES = {
     "float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64", "int8": "*i8",
     "uint8": "*u8",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 compiled: dict[str, Any] = {}
 """Package and name of a kernel -> what it was compiled to last."""

@@ -532,7 +532,7 @@ from sglang_ext.kernels.rope import Rope, triton_impl as rope
 from sglang_ext.kernels.top_p import triton_impl as top_p
 from tests.kernels.sm90 import compiled, stand_in
 
-stand_in(attention, "_scores", "_expand", "_attend", "_merge", OVERLAP=True)
+stand_in(attention, "_scores", "_expand", "_attend", "_merge")
 stand_in(top_p, "_search", "_compact")
 stand_in(kmeans, "_measure", "_begin", "_assign", "_update")
 stand_in(buffers, "_copy_slots", "_advance")

@@ -44,8 +44,8 @@ class Block:
         return 4 * self.threads * self.quads
 
 
-# Few, since each is compiled; on an H200 four groups of four were the best for 4,096 and for 8,192 clusters.
-BLOCKS = (Block(256, 1), Block(256, 2), Block(256, 4), Block(512, 4), Block(512, 8), Block(1024, 8))
+# Few, since each is compiled. On an H200 blocks of 256 threads were the best for 4,096 and for 8,192 clusters.
+BLOCKS = (Block(256, 1), Block(256, 2), Block(256, 4), Block(256, 8), Block(512, 8), Block(1024, 8))
 MAX_CELLS = BLOCKS[-1].cells
 
 

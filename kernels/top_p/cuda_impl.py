@@ -44,14 +44,32 @@ class Block:
         return 4 * self.threads * self.quads
 
 
-# Few, since each is compiled. On an H200 blocks of 256 threads were the best for 4,096 and for 8,192 clusters.
-BLOCKS = (Block(256, 1), Block(256, 2), Block(256, 4), Block(256, 8), Block(512, 8), Block(1024, 8))
+# Few, since each is compiled. Of two of a size fewer threads are better where several blocks share a multiprocessor:
+# 8,192 clusters of 8 requests with 8 key-value heads, 19.6 us beside 23.8 on an H200.
+BLOCKS = (
+    Block(256, 1),
+    Block(256, 2),
+    Block(256, 4),
+    Block(256, 8),
+    Block(512, 4),
+    Block(512, 8),
+    Block(1024, 4),
+    Block(1024, 8),
+)
 MAX_CELLS = BLOCKS[-1].cells
 
 
-def block_for(width: int) -> Block:
-    """The smallest that holds `width` clusters, at most MAX_CELLS."""
-    return next(block for block in BLOCKS if block.cells >= width)
+def block_for(width: int, blocks: int, multiprocessors: int) -> Block:
+    """The smallest that holds `width` clusters, at most MAX_CELLS.
+
+    Args:
+        width: clusters.
+        blocks: that are launched.
+        multiprocessors: that they run on.
+    """
+    cells = min(block.cells for block in BLOCKS if block.cells >= width)
+    choose = min if blocks > multiprocessors else max
+    return choose((block for block in BLOCKS if block.cells == cells), key=lambda block: block.threads)
 
 
 def refusal(
@@ -126,11 +144,10 @@ def warm_up(device: torch.device, heads: int, cells: int, run: int, align: int, 
         cells: the most clusters.
         width: of the tiles of an `Expansion`; 0: none is asked for.
     """
+    largest = min((block.cells for block in BLOCKS if block.cells >= cells), default=MAX_CELLS)
     for block in BLOCKS:
-        if refusal(device, heads, block.cells, run=run, align=align) is None:
+        if block.cells <= largest and refusal(device, heads, block.cells, run=run, align=align) is None:
             _kernel_for(device, heads, block, False, run, align, width)
-        if block.cells >= cells:
-            break
 
 
 def select(
@@ -173,9 +190,10 @@ def select(
     check_buffers(out, run, align)
     _check_expansion(expansion, batch, kv_heads, width, align)
     if batch:
-        kernel = _kernel_for(
-            logits.device, heads, block_for(width), by_count, run, align, 0 if expansion is None else expansion.width
-        )
+        index, wide = nvrtc.index_of(logits.device), 0 if expansion is None else expansion.width
+        processors = torch.cuda.get_device_properties(index).multi_processor_count
+        block = block_for(width, heads * batch * kv_heads, processors)
+        kernel = _kernel_for(logits.device, heads, block, by_count, run, align, wide)
         nothing = out.counts  # never looked at
         written = (nothing,) * 4
         most: tuple[int, int, int] = (0, 0, 0)

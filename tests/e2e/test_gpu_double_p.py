@@ -138,7 +138,7 @@ def test_the_kernels_ran(answered: Any) -> None:
         assert answered[name]["stats"].get("cluster_refused", 0) == 0
 
 
-@pytest.mark.parametrize("asked", ["alone", "batch", "exact", "dense"])
+@pytest.mark.parametrize("asked", ["exact", "dense"])
 def test_graphs_change_no_token(answered: Any, noise: float, asked: str) -> None:
     """But for ties in half precision."""
     for a, b in zip(answered["graphs"][asked], answered["eager"][asked], strict=True):
@@ -149,19 +149,22 @@ def test_graphs_change_no_token(answered: Any, noise: float, asked: str) -> None
 
 
 @pytest.mark.parametrize("asked", ["alone", "batch"])
-def test_the_same_as_plain_pytorch(answered: Any, noise: float, asked: str) -> None:
+@pytest.mark.parametrize("engine", ["eager", "torch"])
+def test_sparse_steps_are_the_same(answered: Any, noise: float, engine: str, asked: str) -> None:
     """But for clusters on the edge of a set, which fall on either side of it where keys are rounded differently.
 
-    Each such cluster makes a difference of its own; most steps have none, and none makes what reading everything does.
+    Without graphs a row that is alone has one rotation, so that its tokens lie in other tiles and round differently,
+    too. Each such cluster makes a difference of its own; most steps have none, and none makes what reading everything
+    does.
     """
 
-    def of_all(name: str) -> list[float]:
-        pairs = list(zip(answered["graphs"][asked], answered["torch"][name], strict=True))[:CLUSTERED]
+    def of_all(engine: str, name: str) -> list[float]:
+        pairs = list(zip(answered["graphs"][asked], answered[engine][name], strict=True))[:CLUSTERED]
         found = sorted(x for pair in pairs for x in differences(*pair))
-        print(f"graphs, {asked}, beside torch, {name}: median {found[len(found) // 2]:.4f}, largest {found[-1]:.4f} "
+        print(f"graphs, {asked}, beside {engine}, {name}: median {found[len(found) // 2]:.4f}, largest {found[-1]:.4f} "
               f"({len(found)} steps; rounding alone: {noise:.4f})")  # fmt: skip
         return found
 
-    same, wrong = of_all(asked), of_all("dense")  # the comparison must be able to fail
+    same, wrong = of_all(engine, asked), of_all("torch", "dense")  # the comparison must be able to fail
     assert same[len(same) // 2] < 2 * noise
     assert same[-1] < wrong[-1] / 2

@@ -412,6 +412,15 @@ def test_expansions_that_do_not_fit() -> None:
         cuda_impl.select(*arguments, expansion=good, run=4, align=8)
 
 
+def test_blocks() -> None:
+    """The smallest that is large enough; fewer threads where several blocks share a multiprocessor."""
+    for width in (1, 1024, 1025, 4096, 8192, 16384, 16385, cuda_impl.MAX_CELLS):
+        few, many = (cuda_impl.block_for(width, blocks, 132) for blocks in (132, 133))
+        assert few.cells == many.cells >= width and few.threads >= many.threads
+        assert not any(width <= block.cells < few.cells for block in cuda_impl.BLOCKS)
+    assert (cuda_impl.block_for(8192, 32, 132).threads, cuda_impl.block_for(8192, 256, 132).threads) == (512, 256)
+
+
 def test_where_cuda_is_refused() -> None:
     assert "CUDA" in str(cuda_impl.refusal(torch.device("cpu"), 4, 100))
     case = make_case(2, [9], 1.0, 1)

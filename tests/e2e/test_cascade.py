@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,6 +144,70 @@ def test_aborted_streams_leave_nothing(served: Served) -> None:
     served.idle()
     assert served.one(prompt_of(90, 3))["output_ids"] == before["output_ids"]
     until(lambda: served.engine.flush_cache().success)
+
+
+class Mixed:
+    """Many requests of every kind at once, some of which are aborted at any moment.
+
+    Attributes:
+        ends: how many ended how: `length`, `abort`, or `refused`.
+    """
+
+    AT_ONCE = 14
+
+    def __init__(self, served: Served, seed: int) -> None:
+        self.served, self.dice, self.ends = served, random.Random(seed), Counter[str]()
+
+    def options(self) -> dict[str, Any]:
+        kinds: list[dict[str, Any]] = [{}, {}, {"cascades": 1}, {"heads": "homogeneous"}, {"cascades": 16}]
+        kinds += [{"window": 18, "cascades": 3, "sinks": 0, "stride": 7}, {"conversation": self.dice.choice("abc")}]
+        chosen = dict(self.dice.choice(kinds))
+        if "conversation" in chosen and self.dice.random() < 0.7:
+            chosen["continue"] = True
+        return chosen
+
+    async def ask(self, number: int) -> None:
+        dice, engine, options = self.dice, self.served.engine, self.options()
+        length = dice.choice([1, 16, dice.randint(2, 60), dice.randint(60, 150), 400])
+        aborted = dice.random() < 0.2
+        params = self.served.params(options, 400 if aborted else dice.randint(1, 12))
+        answer = asyncio.create_task(
+            engine.async_generate(input_ids=prompt_of(length, number), sampling_params=params, rid=f"mixed-{number}")
+        )
+        if aborted:
+            await asyncio.sleep(dice.random() * 0.3)
+            engine.tokenizer_manager.abort_request(rid=f"mixed-{number}")
+        try:
+            self.ends[(await answer)["meta_info"]["finish_reason"]["type"]] += 1
+        except ValueError as error:
+            # Wrong options, a conversation that began with others, or one that gave way or was aborted.
+            assert "cascades=16" in str(error) or "conversation" in str(error), error
+            self.ends["refused"] += 1
+
+    async def all(self, requests: int) -> None:
+        left = iter(range(requests))
+
+        async def worker() -> None:
+            for number in left:
+                await self.ask(number)
+
+        await asyncio.gather(*(worker() for _ in range(self.AT_ONCE)))
+
+
+def test_five_hundred_mixed_requests_leave_clean_books(served: Served) -> None:
+    before = served.one(prompt_of(90, 3))
+    mixed = Mixed(served, seed=1)
+    served.engine.loop.run_until_complete(mixed.all(500))
+    assert sum(mixed.ends.values()) == 500 and set(mixed.ends) <= {"length", "abort", "refused"}, mixed.ends
+    assert mixed.ends["length"] > 250 and min(mixed.ends["abort"], mixed.ends["refused"]) > 30, mixed.ends
+    served.idle()
+    until(lambda: served.engine.flush_cache().success)  # SGLang's strict check of every slot went before
+    stats = served.stats()
+    assert stats["conversations"] == stats["conversation_slots"] == stats["reserved_slots"] == 0
+    assert served.one(prompt_of(90, 3))["output_ids"] == before["output_ids"]
+    # As many fit beside each other as before: three, and a fourth waits.
+    served.generate([prompt_of(90, n) for n in range(4)], [{}] * 4)
+    served.idle()
 
 
 def test_conversations_go_on(served: Served) -> None:

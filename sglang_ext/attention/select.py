@@ -17,7 +17,7 @@ KERNELS_ENV = "SGLANG_EXT_KERNELS"
 - `torch`: the reference, on any device, without CUDA graphs.
 - `triton`: the work list of `attention.planned` for every batch with views; CUDA graphs on a GPU, Triton's interpreter
   (slow) without one. Policies with clusters decode in the kernels of `attention.clustered_backend`, streams run in
-  those of `attention.cascade_backend`; `auto` chooses neither yet: they have not been measured on a GPU.
+  those of `attention.cascade_backend`; `auto` chooses neither yet.
 - `flashinfer`: the same, and blocks being encoded, or the strides of a prompt, in FlashInfer's prefill kernels. Needs a
   GPU.
 """

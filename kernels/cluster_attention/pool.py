@@ -42,9 +42,9 @@ class ClusterPool:
         """Clusters of a tile; a power of two."""
         return self.centroids.shape[-2]
 
-    def layer(self, number: int) -> ClusterPool:
-        """One of several layers."""
-        return ClusterPool(**{name: tensor[number] for name, tensor in vars(self).items()})
+    def layers(self, which: int | slice) -> ClusterPool:
+        """One or some of several layers: the same memory."""
+        return ClusterPool(**{name: tensor[which] for name, tensor in vars(self).items()})
 
     @staticmethod
     def empty(

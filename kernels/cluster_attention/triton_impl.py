@@ -496,6 +496,11 @@ def cluster_attention(
             f"a selection with run={selection.run}, align={selection.align}: expected run={width} and align={align} "
             "where the query has several rotations"
         )
+    if selection.expanded and (workspace is None or align > 1):
+        raise ValueError(
+            "an expanded selection without a workspace, or for several rotations: expected the workspace that was "
+            "filled with it, and one rotation"
+        )
     most_tokens = pool.members.shape[1] + cells // width * (align - 1)
     workspace = workspace or Workspace.empty(
         batch, kv_heads, group, value_dim, cells, most_tokens, query.device, tuning, align=align

@@ -32,7 +32,7 @@ def refusal(device: torch.device, dtype: torch.dtype, *dims: int) -> str | None:
     if device.type != "cuda":
         return f"device {device}: it is written in CUDA"
     if dtype not in DTYPES:
-        return f"{dtype}: sums of whole numbers are as exact as means in 16 bits"
+        return f"{dtype}: whole numbers are exact enough for 16 bits only"
     for dim in dims:
         if dim not in DIMS:
             return f"vectors of {dim}: {', '.join(map(str, DIMS))}"

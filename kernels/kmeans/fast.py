@@ -22,7 +22,7 @@ def kmeans_layers(
     if key_caches and value_caches and key_caches[0].dtype == value_caches[0].dtype:
         keys, values = key_caches[0], value_caches[0]
         if cuda_impl.refusal(keys.device, keys.dtype, keys.shape[-1], values.shape[-1]) is None:
-            options["update"] = cuda_impl.update
+            options.setdefault("update", cuda_impl.update)
     return triton_impl.kmeans_layers(key_caches, value_caches, slots, plan, **options)
 
 

@@ -6,8 +6,8 @@
 //
 // A block has CLUSTERS clusters of one segment, head and layer. It reads all labels of the segment, lists the tokens
 // that are its own, CHUNK at a time, and adds their vectors up, a warp a token. A component is counted in units of a
-// power of two that leaves room for the sum of all tokens at their largest (`largest`): for 8,192 tokens that is at
-// most 2^-16 of the component's largest magnitude, finer than a mean is kept in 16 bits.
+// power of two that leaves room for the sum of all tokens at their largest (`largest`): for 8,192 tokens at most 2^-16 of
+// the component's largest magnitude in the segment, and a mean is off by at most half of that.
 //
 // Set by the compiler: DIM (64, 128 or 256), THREADS, CHUNK, BFLOAT16 (float16 otherwise).
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ u16 narrowed(float value) {
     return bits;
 }
 
-// Exponent of the unit of a component: n values of at most `largest` are fewer than 2^30 units.
+// Exponent of the unit of a component: n values of at most `largest` are at most 2^30 units.
 __device__ __forceinline__ int unit_exponent(float largest, int n) {
     const int log_n = 32 - __clz(max(n - 1, 0));  // n <= 2^log_n; 0 for 1
     const int above = static_cast<int>((__float_as_uint(largest) >> 23) & 255) - 126;  // largest < 2^above

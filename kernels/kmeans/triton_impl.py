@@ -293,11 +293,15 @@ def kmeans_layers(
         As the reference: tensors with layers in front.
 
     Raises:
-        ValueError: as in the reference; caches that are not contiguous.
+        ValueError: as in the reference; caches that are not contiguous, or begin inside 16 bytes.
     """
     check(key_caches, value_caches, slots, plan, iterations, assignment)
     if not all(cache.is_contiguous() for cache in (*key_caches, *value_caches)) or not slots.is_contiguous():
         raise ValueError("caches or slots are not contiguous: expected contiguous tensors")
+    if any(cache.data_ptr() % 16 for cache in (*key_caches, *value_caches)):
+        raise ValueError(
+            "a cache begins at an address that is no multiple of 16: expected whole tensors, not parts of one"
+        )
     layers, (_, kv_heads, dim), value_dim = len(key_caches), key_caches[0].shape, value_caches[0].shape[2]
     dtype, device, count = key_caches[0].dtype, key_caches[0].device, len(plan.lengths)
     token, tile = bounds(plan.lengths), bounds(plan.tiles)

@@ -558,8 +558,8 @@ class Case:
         floor: seconds that the bytes take at copy bandwidth; None without a GPU.
         shares: from `Step.shares`.
         notes: errors, what else was measured.
-        reading: seconds of attention and merge alone; None without a GPU. Stages overlap: scores and selection take
-            what the step takes longer.
+        reading: seconds of attention and merge alone; None without a GPU. What the step takes longer, scores and
+            selection add.
     """
 
     batch: int

@@ -34,6 +34,12 @@ SLACK = 8
 SPARE = 16
 """Tiles beside."""
 
+AT_ONCE = 1 << 20
+"""Keys that are clustered in one call, of as many layers as that is.
+
+With 128 components of 16 bits that takes about 100 MB for a moment, which SGLang's budget does not know of.
+"""
+
 
 class Ranges:
     """Ranges of [0, size): the first one that is large enough is given out, neighbours that come back are joined."""
@@ -173,7 +179,7 @@ class ClusterMemory:
             ints(kv_heads, members),
         )
         self._lookup = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.layers = {layer: self._pools.layer(at) for at, layer in enumerate(caches)}
+        self.layers = {layer: self._pools.layers(at) for at, layer in enumerate(caches)}
         self._tile_bytes = count * kv_heads * width * ((head_dim + value_dim) * keys.element_size() + 8)
         self._member_bytes = count * kv_heads * 4
         self._jobs: list[Callable[[], None]] = []
@@ -257,9 +263,13 @@ class ClusterMemory:
         config, tiles = self._config, self._numbers(place.tiles)
         plan = Plan((place.tokens,), config.cluster, self.width)
         place.slots = self._copied(slots)
-        keys, values = zip(*self._caches.values(), strict=True)
         options = {"iterations": config.iterations, "assignment": config.assignment}
-        self._pools.write(tiles, place.begin, self._kmeans(keys, values, place.slots, plan, **options), place.slots)
+        caches, kv_heads = list(self._caches.values()), self._pools.members.shape[1]
+        layers = max(1, AT_ONCE // (place.tokens * kv_heads))
+        for first in range(0, len(caches), layers):
+            keys, values = zip(*caches[first : first + layers], strict=True)
+            found = self._kmeans(keys, values, place.slots, plan, **options)
+            self._pools.layers(slice(first, first + layers)).write(tiles, place.begin, found, place.slots)
 
     def _move(self, place: Place, slots: torch.Tensor) -> None:
         if place.slots is None:

@@ -158,13 +158,16 @@ def test_sparse_steps_are_the_same(answered: Any, noise: float, engine: str, ask
     does.
     """
 
-    def of_all(engine: str, name: str) -> list[float]:
+    def of_all(engine: str, name: str) -> tuple[list[float], list[float]]:
         pairs = list(zip(answered["graphs"][asked], answered[engine][name], strict=True))[:CLUSTERED]
         found = sorted(x for pair in pairs for x in differences(*pair))
+        parted = [[gap for x, y, gap in zip(a[0], b[0], a[2], strict=True) if x != y][:1] for a, b in pairs]
+        gaps = [gap for first in parted for gap in first]
         print(f"graphs, {asked}, beside {engine}, {name}: median {found[len(found) // 2]:.4f}, largest {found[-1]:.4f} "
-              f"({len(found)} steps; rounding alone: {noise:.4f})")  # fmt: skip
-        return found
+              f"({len(found)} steps; rounding alone: {noise:.4f}); parted at gaps of {gaps}")  # fmt: skip
+        return found, gaps
 
-    same, wrong = of_all(engine, asked), of_all("torch", "dense")  # the comparison must be able to fail
-    assert same[len(same) // 2] < 2 * noise
-    assert same[-1] < wrong[-1] / 2
+    (same, gaps), (wrong, _) = of_all(engine, asked), of_all("torch", "dense")  # the comparison must be able to fail
+    assert same[len(same) // 2] < 2 * noise < wrong[len(wrong) // 2]
+    assert same[-1] < wrong[-1] / 2 and all(gap < wrong[-1] / 2 for gap in gaps)
+    assert len(same) > 4 * len(wrong)  # differences end where tokens part

@@ -521,6 +521,9 @@ def test_refusals() -> None:
         triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits, 1.0, workspace=small)
     with pytest.raises(ValueError, match="expected contiguous float32"):
         triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits.double(), 1.0)
+    expanded = replace(lists(world, nothing, nothing), expanded=True)
+    with pytest.raises(ValueError, match="expected the workspace that was filled with it"):
+        triton_impl.cluster_attention(*arguments, expanded, logits, 1.0)
 
 
 COMPILE = """

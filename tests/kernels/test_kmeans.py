@@ -253,6 +253,19 @@ def test_sums_in_cuda(dim: int, assignment: str, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
+def test_sums_of_layers_in_cuda() -> None:
+    """Three layers and two segments in one call are what each layer is alone, to the bit."""
+    layers = [caches(700, kv_heads=3, dim=128, value_dim=64, seed=layer) for layer in range(3)]
+    keys, values = ([each[at][each[2].long()].to(HALF).to(DEVICE) for each in layers] for at in (0, 1))
+    plan, here = Plan((500, 200), 16, 32), torch.arange(700, dtype=torch.int32, device=DEVICE)
+    got = fast.kmeans_layers(keys, values, here, plan, iterations=3)
+    for layer in range(3):
+        want = fast.kmeans(keys[layer], values[layer], here, plan, iterations=3)
+        for name, tensor in vars(want).items():
+            assert torch.equal(vars(got.layer(layer))[name], tensor), (layer, name)
+
+
 @pytest.mark.parametrize("dim", cuda_impl.DIMS)
 @pytest.mark.parametrize("dtype", cuda_impl.DTYPES, ids=str)
 def test_sums_compile_for_hopper(dim: int, dtype: torch.dtype) -> None:
@@ -291,5 +304,8 @@ def test_refusals() -> None:
             module.kmeans_layers([keys, keys], [values], slots, Plan((10,)))
         with pytest.raises(ValueError, match="caches of one shape and type"):
             module.kmeans_layers([keys, keys.float()], [values, values], slots, Plan((10,)))
+    part = torch.zeros(10 * 2 * 12 + 1)[1:].view(10, 2, 12)
+    with pytest.raises(ValueError, match="no multiple of 16"):
+        triton_impl.kmeans(part, part, slots, Plan((10,)))
     with pytest.raises(ValueError, match="expected contiguous tensors"):
         triton_impl.kmeans(keys.transpose(0, 1), values.transpose(0, 1), slots, Plan((10,)))

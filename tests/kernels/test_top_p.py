@@ -5,6 +5,7 @@ Everything from a request's count on, and every output buffer, holds garbage bef
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -347,10 +348,36 @@ def test_cuda_compiles_for_hopper(heads: int, block: int, by_count: bool, run: i
 
 
 @needs_cuda
+@pytest.mark.parametrize("block", cuda_impl.BLOCKS, ids=lambda block: f"{block.threads}x{block.quads}")
+def test_every_block_selects_the_same(block: cuda_impl.Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(4, [1000, 611, 3], 3.0, 9)
+    arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
+    monkeypatch.setattr(cuda_impl, "block_for", lambda *_: block)
+    for by_count in (False, True):
+        p = [[300.0, 40.0], [9.0, 0.0], [5.0, 1.0]] if by_count else None
+        case = make_case(4, [1000, 611, 3], 3.0, 9, p)
+        arguments[-1] = case.p.to(DEVICE)
+        got = cuda_impl.select(*arguments, by_count=by_count)
+        for b, h in itertools.product(range(3), range(2)):
+            exact, approx = expected_sets(case, b, h, "union", by_count)
+            check_lists(case, got, b, h, exact, approx)
+
+
+@needs_cuda
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("spread", [0.3, 4.0])
-@pytest.mark.parametrize(("group", "tiles", "width"), [(4, 5, 16), (3, 65, 64), (1, 130, 64), (4, 500, 64)])
-def test_cuda_writes_out_what_the_lists_stand_for(group: int, tiles: int, width: int, spread: float) -> None:
-    """Slots of exact tokens and places of summaries, by loops over the lists; nothing behind them is written."""
+@pytest.mark.parametrize(
+    ("group", "tiles", "width"), [(4, 5, 16), (3, 65, 64), (1, 130, 64), (4, 128, 64), (4, 500, 64)]
+)
+def test_cuda_writes_out_what_the_lists_stand_for(
+    group: int, tiles: int, width: int, spread: float, many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of exact tokens and places of summaries, by loops over the lists; nothing behind them is written.
+
+    With the blocks of threads that few rows get, and those of many.
+    """
+    choose = cuda_impl.block_for
+    monkeypatch.setattr(cuda_impl, "block_for", lambda width, *_: choose(width, int(many), 0))
     gen = torch.Generator().manual_seed(tiles)
     batch, kv_heads, cells = 3, 2, tiles * width
     logits = (torch.randn(batch, kv_heads, group, cells, generator=gen) * spread).to(DEVICE)

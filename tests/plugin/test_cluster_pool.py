@@ -10,8 +10,10 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_ext.cache import cluster_pool
 from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun, Ranges
 from sglang_ext.cache.clusters import ClusteredRun, cluster_run
+from sglang_ext.kernels.kmeans import Clusters, kmeans_layers
 from sglang_ext.policies.clustering import Clustering
 from tests.plugin.test_clusters import LONG, Tree
 
@@ -111,6 +113,27 @@ def test_what_lies_in_a_place(memory: ClusterMemory, caches: Any) -> None:
                 assert torch.equal(pool.centroids[tile, head, number], summary.centroids[head, cluster])
                 assert torch.equal(pool.values[tile, head, number], summary.values[head, cluster])
     assert cells(memory, others, others.piece(0, 18), 3)  # where its members are
+
+
+@pytest.mark.parametrize("at_once", [1, 90 * KV_HEADS, 2 * 90 * KV_HEADS])
+def test_layers_in_one_call_or_several(caches: Any, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """A call's memory is bounded; what is found is not another for it."""
+    calls = []
+
+    def cluster(keys: Any, *others: Any, **options: Any) -> Clusters:
+        calls.append(len(keys))
+        return kmeans_layers(keys, *others, **options)
+
+    slots = torch.randperm(90, generator=torch.Generator().manual_seed(1))
+    want = ClusterMemory(caches, CONFIG)
+    made(want, slots)
+    monkeypatch.setattr(cluster_pool, "AT_ONCE", at_once)
+    got = ClusterMemory(caches, CONFIG, cluster)
+    made(got, slots)
+    assert calls == ([2] if at_once == 2 * 90 * KV_HEADS else [1, 1])
+    for layer in LAYERS:
+        for name, tensor in vars(want.layers[layer]).items():
+            assert torch.equal(vars(got.layers[layer])[name], tensor), (layer, name)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 40), (33, 90), (20, 21), (1, 89)])

@@ -229,6 +229,9 @@ def test_double_p_is_held_to_one_point(wrong: int, met: bool) -> None:
 def test_cascades_are_held_to_streaming_llm_past_the_window() -> None:
     settings = {"suite": "cascade", "window": 1024}
     methods = engine.cascade_methods(1024, 512, 64, 16384)
+    # What dense attention reads of a stream at once leaves room for the token of the answer.
+    text = tasks.Stream(list(range(40_000)), [False] * 40_000)
+    assert max(map(len, text.chunks(methods["dense"].reads))) == 16384 - engine.ANSWERED
     found = [
         measured("streaming_llm", [0.0, 1.0]),
         measured("cascade-4", [0.2, 1.0]),

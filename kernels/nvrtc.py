@@ -6,6 +6,7 @@ By NVRTC through NVIDIA's `cuda-core`, both of which SGLang installs: half a sec
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
@@ -13,10 +14,28 @@ from typing import Any
 
 import torch
 
+logger = logging.getLogger(__name__)
+
 
 def index_of(device: torch.device) -> int:
     """Number of a CUDA device."""
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def failure(index: int, what: str, *kernels: Callable[[], Any]) -> str | None:
+    """Why not all of these kernels can be made for device `index`, or None where they can.
+
+    A missing package or library, an older NVRTC or driver: `what` runs in Triton then, and a warning says so.
+    """
+    try:
+        for make in kernels:
+            make()
+    except Exception as error:
+        name = torch.cuda.get_device_properties(index).name
+        reason = f"cuda-core cannot compile for {name}: {type(error).__name__}: {error}"
+        logger.warning("%s in Triton, which is slower: %s", what, reason)
+        return reason
+    return None
 
 
 def compiled(source: str, arch: str, constants: Mapping[str, int]) -> Any:

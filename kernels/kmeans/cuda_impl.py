@@ -7,17 +7,14 @@ clusters.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.kmeans.triton_impl import Sums
-
-logger = logging.getLogger(__name__)
 
 SOURCE = "kmeans/sums.cu"
 DIMS = (64, 128, 256)
@@ -42,14 +39,7 @@ def refusal(device: torch.device, dtype: torch.dtype, *dims: int) -> str | None:
 @cache
 def _unusable(index: int, dtype: torch.dtype, dims: tuple[int, ...]) -> str | None:
     """Why no kernel runs on a device: found out once."""
-    try:
-        for dim in dims:
-            _kernel(index, dim, dtype)
-    except Exception as error:  # a missing package or library, an older NVRTC or driver: Triton's kernels run there
-        reason = f"cuda-core cannot compile: {type(error).__name__}: {error}"
-        logger.warning("k-means sums in Triton, which is slower: %s", reason)
-        return reason
-    return None
+    return nvrtc.failure(index, "k-means sums", *(partial(_kernel, index, dim, dtype) for dim in dims))
 
 
 def compiled(arch: str, dim: int, dtype: torch.dtype) -> Any:

@@ -6,7 +6,6 @@ Where it cannot run (`refusal`), `triton_impl.select` does the same.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,8 +15,6 @@ import torch
 
 from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.top_p.selection import Expansion, Selection, check, check_buffers, check_memory
-
-logger = logging.getLogger(__name__)
 
 SOURCE = "top_p/select.cu"
 
@@ -95,13 +92,7 @@ def _unusable(index: int) -> str | None:
     properties = torch.cuda.get_device_properties(index)
     if properties.major < 9:
         return f"compute capability {properties.major}.{properties.minor}: thread block clusters begin at 9.0"
-    try:
-        _kernel(index, 1, BLOCKS[0], False, 1, 1, 0)
-    except Exception as error:  # a missing package or library, an older NVRTC or driver: Triton's kernels run there
-        reason = f"cuda-core cannot compile for {properties.name}: {type(error).__name__}: {error}"
-        logger.warning("top-p runs in Triton, which is slower: %s", reason)
-        return reason
-    return None
+    return nvrtc.failure(index, "top-p runs", lambda: _kernel(index, 1, BLOCKS[0], False, 1, 1, 0))
 
 
 def compiled(

@@ -4,6 +4,6 @@
 attention of a prefill. An attention backend chooses among them.
 """
 
-from sglang_ext.kernels.cells.lists import Lists, Turn
+from sglang_ext.kernels.cells.lists import Turn, empty_lists
 
-__all__ = ["Lists", "Turn"]
+__all__ = ["Turn", "empty_lists"]

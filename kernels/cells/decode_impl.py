@@ -2,8 +2,9 @@
 
 Two launches a layer with grids that depend on shapes alone. The first reads every key and value once: a program takes
 one key-value head of one request and a share of its columns; the last share also stores the new token and attends to
-it. It keeps the logits where scores are kept (16 bytes beside 512, with four query heads), so that the second, which
-knows the log-sum-exp, can count the query without reading the keys again. The second merges the shares.
+it. Keys lie in their cells as at position 0 and are seen at the number of their column. The kernel keeps the logits
+where scores are kept (16 bytes beside 512, with four query heads), so that the second, which knows the log-sum-exp, can
+count the query without reading the keys again. The second merges the shares.
 
 How many shares there are follows from the batch. It is an ordinary argument: as a constant of the kernels, it would
 have them compiled anew while serving.
@@ -94,7 +95,7 @@ class Workspace:
 
 @triton.jit(do_not_specialize=["splits"])  # it is another one for every size of a batch
 def _share_kernel(
-    query, new_keys, new_values, keys, values, slot, delta, rows, seen, skip, phase, parts, part_lse, logits, splits,
+    query, new_keys, new_values, keys, values, slot, rows, seen, skip, phase, parts, part_lse, logits, splits,
     scale, stride_query, stride_new_key, stride_new_value, stride_key, stride_value,
     LANES: tl.constexpr, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr, FAST: tl.constexpr,
@@ -120,12 +121,15 @@ def _share_kernel(
     rest = 2 * HALF + tl.arange(0, REST if REST > 0 else 16)
     q = query + request * stride_query + (head * GROUP + g)[:, None] * DIM
     halves = in_group[:, None] & in_half[None, :]
-    q_first = tl.load(q + first[None, :], mask=halves, other=0.0)
-    q_second = tl.load(q + second[None, :], mask=halves, other=0.0)
+    q_first = tl.load(q + first[None, :], mask=halves, other=0.0).to(tl.float32)
+    q_second = tl.load(q + second[None, :], mask=halves, other=0.0).to(tl.float32)
     if REST > 0:
         q_rest = tl.load(q + rest[None, :], mask=in_group[:, None] & (rest < DIM)[None, :], other=0.0)
     phases = tl.load(phase + i, mask=in_half, other=0)
     logit = logits + (request * KV_HEADS + head) * GROUP * ENTRIES + g[:, None] * ENTRIES
+    # A key turned by the number of its column is turned within its tile, the same angles in every tile, and the tile's
+    # part is turned off the query: R(start + o) k · q = R(o) k · R(-start) q.
+    cos, sin = _cos_sin(tl.arange(0, TILE)[:, None] * phases[None, :], FAST)
 
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total_weight = tl.zeros([QUERIES], tl.float32)
@@ -134,18 +138,19 @@ def _share_kernel(
         column = start + tl.arange(0, TILE)
         on = column < end
         at = tl.load(slot + lists + column, mask=on, other=0).to(tl.int64)
-        by = tl.load(delta + lists + column, mask=on, other=0)
+        base_cos, base_sin = _cos_sin(start * phases, FAST)
+        a_first = (q_first * base_cos[None, :] + q_second * base_sin[None, :]).to(keys.dtype.element_ty)
+        a_second = (q_second * base_cos[None, :] - q_first * base_sin[None, :]).to(keys.dtype.element_ty)
         source = keys + at[:, None] * stride_key + head * DIM
         both = on[:, None] & in_half[None, :]
         x = tl.load(source + first[None, :], mask=both, other=0.0).to(tl.float32)
         y = tl.load(source + second[None, :], mask=both, other=0.0).to(tl.float32)
-        cos, sin = _cos_sin(by, phases, FAST)
-        k_first, k_second = (x * cos - y * sin).to(q_first.dtype), (y * cos + x * sin).to(q_first.dtype)
-        s = tl.dot(q_first, tl.trans(k_first), input_precision="ieee")
-        s = tl.dot(q_second, tl.trans(k_second), s, input_precision="ieee")
+        k_first, k_second = (x * cos - y * sin).to(a_first.dtype), (y * cos + x * sin).to(a_first.dtype)
+        s = tl.dot(a_first, tl.trans(k_first), input_precision="ieee")
+        s = tl.dot(a_second, tl.trans(k_second), s, input_precision="ieee")
         if REST > 0:
             three = on[:, None] & (rest < DIM)[None, :]
-            k_rest = tl.load(source + rest[None, :], mask=three, other=0.0).to(q_first.dtype)
+            k_rest = tl.load(source + rest[None, :], mask=three, other=0.0)
             s = tl.dot(q_rest, tl.trans(k_rest), s, input_precision="ieee")
         s = tl.where(on[None, :], s * scale, float("-inf"))
         if SCORES:
@@ -163,16 +168,16 @@ def _share_kernel(
         top = higher
 
     if (split == splits - 1) & (total > 0):
-        # The new token stands where it was written: its delta is 0.
+        # The new token is seen as it is given, at its column, and stored turned back from there.
         k = new_keys + request * stride_new_key + head * DIM
         at = tl.load(slot + lists + total - 1).to(tl.int64)
         target = keys + at * stride_key + head * DIM
-        x = tl.load(k + first, mask=in_half, other=0.0)
-        y = tl.load(k + second, mask=in_half, other=0.0)
-        tl.store(target + first, x.to(keys.dtype.element_ty), mask=in_half)
-        tl.store(target + second, y.to(keys.dtype.element_ty), mask=in_half)
-        s = tl.sum(q_first.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-        s += tl.sum(q_second.to(tl.float32) * y.to(tl.float32)[None, :], 1)
+        x = tl.load(k + first, mask=in_half, other=0.0).to(tl.float32)
+        y = tl.load(k + second, mask=in_half, other=0.0).to(tl.float32)
+        back_cos, back_sin = _cos_sin((total - 1) * phases, FAST)
+        tl.store(target + first, (x * back_cos + y * back_sin).to(keys.dtype.element_ty), mask=in_half)
+        tl.store(target + second, (y * back_cos - x * back_sin).to(keys.dtype.element_ty), mask=in_half)
+        s = tl.sum(q_first * x[None, :], 1) + tl.sum(q_second * y[None, :], 1)
         if REST > 0:
             z = tl.load(k + rest, mask=rest < DIM, other=0.0)
             tl.store(target + rest, z.to(keys.dtype.element_ty), mask=rest < DIM)
@@ -261,7 +266,6 @@ def decode(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot: torch.Tensor,
-    delta: torch.Tensor,
     rows: torch.Tensor,
     seen: torch.Tensor,
     turn: Turn,
@@ -288,7 +292,7 @@ def decode(
         ValueError: also for new tokens or queries in another type than the caches, and for some but not all of what
             scores need.
     """
-    check_decode(query, new_keys, new_values, keys, values, slot, delta, rows, seen)
+    check_decode(query, new_keys, new_values, keys, values, slot, rows, seen)
     batch, heads, dim = query.shape
     kv_heads, value_dim, half = keys.shape[1], values.shape[2], turn.phase.numel()
     lanes, width = slot.shape[1:]
@@ -316,7 +320,7 @@ def decode(
     out = query.new_empty(batch, heads, value_dim) if out is None else out
     unused = rows
     _share_kernel[(shares, kv_heads, batch)](
-        query, new_keys, new_values, keys, values, slot, delta, rows, seen, skip if skip is not None else unused,
+        query, new_keys, new_values, keys, values, slot, rows, seen, skip if skip is not None else unused,
         turn.phase, workspace.parts, workspace.part_lse, workspace.logits, shares, scale * LOG2_E,
         *rows_of(query, new_keys, new_values, keys, values),
         LANES=lanes, ENTRIES=width, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,

@@ -1,8 +1,9 @@
 """Cells in plain PyTorch: lists of a stride, the window they show, writing, and attention of prefill and decoding.
 
 Cascading KV cache (Willette et al., 2024), section 3.1: a stride of queries attends to [sinks | cache | itself,
-causal], positions applied again from 0 over what is kept. Here keys stay in their cells as they were written, and are
-turned by the difference of positions when they are read (RoPE is a rotation); `Lists` says by how far.
+causal], positions applied again from 0 over what is kept. Here keys lie in their cells as at position 0, turned back
+when they are written, and are turned to the number of their column when they are read (RoPE is a rotation). So what a
+column shows is a slot and nothing else, and neighbours are one position apart.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.cascade_update import CascadeState, Rings
-from sglang_ext.kernels.cells.lists import Lists, Turn, check_cells
+from sglang_ext.kernels.cells.lists import Turn, check_cells
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.kernels.score_update.reference import update_scores
 
@@ -19,12 +20,19 @@ ROWS = 256
 
 
 def check_lists(
-    lists: Lists, state: CascadeState, rows: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor, rings: Rings
+    slot: torch.Tensor,
+    state: CascadeState,
+    rows: torch.Tensor,
+    entries: torch.Tensor,
+    slots: torch.Tensor,
+    rings: Rings,
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit; values on the device are not looked at."""
     state.check(rows, rows, rows, rings)
-    if lists.slot.shape != state.cell.shape or lists.delta.shape != state.cell.shape:
-        raise ValueError(f"lists {tuple(lists.slot.shape)}: expected the state's {tuple(state.cell.shape)}")
+    if slot.shape != state.cell.shape or slot.dtype != torch.int32:
+        raise ValueError(
+            f"lists are {slot.dtype} {tuple(slot.shape)}: expected int32 {tuple(state.cell.shape)}, as the state"
+        )
     if entries.shape != (rows.numel(), rings.entries) or entries.dtype != torch.int32:
         raise ValueError(
             f"entries is {entries.dtype} {tuple(entries.shape)}: expected int32 {(rows.numel(), rings.entries)}, from "
@@ -35,12 +43,17 @@ def check_lists(
 
 
 def list_columns(
-    lists: Lists, state: CascadeState, rows: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor, rings: Rings
+    slot: torch.Tensor,
+    state: CascadeState,
+    rows: torch.Tensor,
+    entries: torch.Tensor,
+    slots: torch.Tensor,
+    rings: Rings,
 ) -> None:
     """Write down what the lanes of some requests see in the stride that begins, in all layers.
 
     Args:
-        lists: to be written at `rows`.
+        slot: `empty_lists` of the state, to be written at `rows`.
         state: of which every stride before was added.
         rows: [batch] integer, rows of the state.
         entries: [batch, entries] int32, `Rings.columns(added, added + stride, entries)`: the same for all lanes.
@@ -50,28 +63,22 @@ def list_columns(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    check_lists(lists, state, rows, entries, slots, rings)
-    column = torch.arange(rings.entries, device=entries.device)
+    check_lists(slot, state, rows, entries, slots, rings)
     for row, shown, table in zip(rows.tolist(), entries, slots, strict=True):
-        at = shown.long().clamp(min=0)
-        cell, token = state.cell[:, row][..., at].long(), state.token[:, row][..., at].long()
+        cell = state.cell[:, row][..., shown.long().clamp(min=0)].long()
         there = (shown >= 0) & (cell >= 0)
-        lists.slot[:, row] = torch.where(there, table[cell.clamp(0, table.numel() - 1)], 0)
-        stride_of = token // rings.stride * rings.stride
-        written = stride_of.clamp(max=rings.sinks + rings.window) + token - stride_of
-        lists.delta[:, row] = torch.where(there, column - written, 0).to(torch.int32)
+        slot[:, row] = torch.where(there, table[cell.clamp(0, table.numel() - 1)], 0)
 
 
-def _head_lists(slot: torch.Tensor, delta: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[kv_heads, columns] int64 each, from [lanes, columns]."""
-    return slot.long().expand(kv_heads, -1), delta.long().expand(kv_heads, -1)
+def _cells(slot: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots, heads) of the cells in [lanes, columns] slots, [kv_heads, columns] and [kv_heads, 1] int64."""
+    return slot.long().expand(kv_heads, -1), torch.arange(kv_heads, device=slot.device).unsqueeze(1)
 
 
 def gather(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot: torch.Tensor,
-    delta: torch.Tensor,
     turn: Turn,
     columns: int,
     out_keys: torch.Tensor,
@@ -81,7 +88,7 @@ def gather(
 
     Args:
         keys, values: [slots, kv_heads, head_dim or value_dim], the layer's caches.
-        slot, delta: [lanes, entries] int32, the request's in `Lists`.
+        slot: [lanes, entries] int32, the request's lists.
         turn: the model's rotation.
         columns: how many, at most `entries`.
         out_keys, out_values: [at least columns, kv_heads, head_dim or value_dim], to write to.
@@ -89,10 +96,11 @@ def gather(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    check_cells(slot, delta, keys, values)
-    at, by = _head_lists(slot[:, :columns], delta[:, :columns], keys.shape[1])
-    head = torch.arange(keys.shape[1], device=at.device).unsqueeze(1)
-    out_keys[:columns] = rotate(keys[at, head], by, turn.rope).transpose(0, 1).to(out_keys.dtype)
+    check_cells(slot, keys, values)
+    at, head = _cells(slot[:, :columns], keys.shape[1])
+    out_keys[:columns] = (
+        rotate(keys[at, head], torch.arange(columns, device=at.device), turn.rope).transpose(0, 1).to(out_keys.dtype)
+    )
     out_values[:columns] = values[at, head].transpose(0, 1).to(out_values.dtype)
 
 
@@ -100,6 +108,7 @@ def store(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
     slot: torch.Tensor,
+    turn: Turn,
     first: int,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -108,9 +117,12 @@ def store(
 ) -> None:
     """Write new tokens of one request, columns `first`, `first` + 1, ..., to their cells, and behind a gathered window.
 
+    Into the cells keys go turned back to position 0, into the window as they are.
+
     Args:
         new_keys, new_values: [rows, kv_heads, head_dim or value_dim], rotated at their columns.
-        slot: [lanes, entries] int32, the request's in `Lists`.
+        slot: [lanes, entries] int32, the request's lists.
+        turn: the model's rotation.
         first: column of the first.
         keys, values: [slots, kv_heads, ...], the layer's caches.
         out_keys, out_values: as for `gather`, at least first + rows long; None writes to the cells only.
@@ -119,9 +131,9 @@ def store(
         ValueError: one of out_keys and out_values is None and the other is not.
     """
     check_pair(out_keys, out_values)
-    at, _ = _head_lists(slot[:, first : first + new_keys.shape[0]], slot[:, :0], keys.shape[1])
-    head = torch.arange(keys.shape[1], device=at.device).unsqueeze(1)
-    keys[at, head] = new_keys.transpose(0, 1).to(keys.dtype)
+    at, head = _cells(slot[:, first : first + new_keys.shape[0]], keys.shape[1])
+    back = -torch.arange(first, first + new_keys.shape[0], device=at.device)
+    keys[at, head] = rotate(new_keys.transpose(0, 1), back, turn.rope).to(keys.dtype)
     values[at, head] = new_values.transpose(0, 1).to(values.dtype)
     if out_keys is not None and out_values is not None:
         out_keys[first : first + new_keys.shape[0]] = new_keys.to(out_keys.dtype)
@@ -173,7 +185,6 @@ def decode(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot: torch.Tensor,
-    delta: torch.Tensor,
     rows: torch.Tensor,
     seen: torch.Tensor,
     turn: Turn,
@@ -192,7 +203,7 @@ def decode(
         query: [batch, heads, head_dim], rotated at column seen - 1.
         new_keys, new_values: [batch, kv_heads, head_dim or value_dim], likewise.
         keys, values: [slots, kv_heads, ...], the layer's caches.
-        slot, delta: [rows of the state, lanes, entries] int32, the layer's in `Lists`.
+        slot: [rows of the state, lanes, entries] int32, the layer's lists.
         rows: [batch] integer, the requests' rows of the state; different ones.
         seen: [batch] integer, columns that a request sees, the new token's the last; 0 for a row that is padding.
         turn: the model's rotation.
@@ -206,16 +217,15 @@ def decode(
     Returns:
         [batch, heads, value_dim] in query's dtype; zeros for padding.
     """
-    check_decode(query, new_keys, new_values, keys, values, slot, delta, rows, seen)
+    check_decode(query, new_keys, new_values, keys, values, slot, rows, seen)
     out = query.new_zeros(*query.shape[:2], values.shape[-1])
     kv_heads, wide = keys.shape[1], torch.promote_types(query.dtype, torch.float32)
     for b, (row, columns) in enumerate(zip(rows.tolist(), seen.tolist(), strict=True)):
         if columns == 0:
             continue
-        store(new_keys[b : b + 1], new_values[b : b + 1], slot[row], columns - 1, keys, values)
-        at, by = _head_lists(slot[row, :, :columns], delta[row, :, :columns], kv_heads)
-        head = torch.arange(kv_heads, device=at.device).unsqueeze(1)
-        turned = rotate(keys[at, head].to(wide), by, turn.rope)
+        store(new_keys[b : b + 1], new_values[b : b + 1], slot[row], turn, columns - 1, keys, values)
+        at, head = _cells(slot[row, :, :columns], kv_heads)
+        turned = rotate(keys[at, head].to(wide), torch.arange(columns, device=at.device), turn.rope)
         found, lse = attend(
             query[b : b + 1].to(wide), turned.transpose(0, 1), values[at, head].to(wide).transpose(0, 1), scale
         )
@@ -246,12 +256,11 @@ def check_decode(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot: torch.Tensor,
-    delta: torch.Tensor,
     rows: torch.Tensor,
     seen: torch.Tensor,
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit; values on the device are not looked at."""
-    check_cells(slot, delta, keys, values)
+    check_cells(slot, keys, values)
     batch, kv_heads, head_dim, value_dim = query.shape[0], keys.shape[1], keys.shape[2], values.shape[2]
     if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % kv_heads:
         raise ValueError(

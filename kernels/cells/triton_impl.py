@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.kernels.cascade_update import CascadeState, Rings
-from sglang_ext.kernels.cells.lists import Lists, Turn, check_cells
+from sglang_ext.kernels.cells.lists import Turn, check_cells
 from sglang_ext.kernels.cells.reference import check_lists, check_pair
 
 COLUMNS = 1024
@@ -24,9 +24,9 @@ RADIANS = tl.constexpr(1.4629180792671596e-09)  # 2 pi / 2^32
 
 
 @triton.jit
-def _cos_sin(delta, phase, FAST: tl.constexpr):
-    """cos and sin [tokens, pairs] of the turn by delta."""
-    angle = (delta[:, None] * phase[None, :]).to(tl.float32) * RADIANS
+def _cos_sin(turns, FAST: tl.constexpr):
+    """cos and sin of turns in units of 2^-32 of a whole one, int32: positions times `Turn.phase`."""
+    angle = turns.to(tl.float32) * RADIANS
     if FAST:  # good to 2^-20 between -pi and pi, where the angle lies
         cos = tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
         sin = tl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
@@ -82,29 +82,25 @@ def columns(rings: Rings, added: torch.Tensor, seen: torch.Tensor, number: int) 
 
 @triton.jit
 def _list_kernel(
-    token, cell, slot, delta, rows, entries, slots, batch, lanes, num_rows, stride_slots, cells,
-    FULL: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    cell, slot, rows, entries, slots, batch, lanes, num_rows, stride_slots, cells,
+    ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0)
     request = (lane // lanes) % batch
     row = tl.load(rows + request).to(tl.int64)
-    base = (((lane // (lanes * batch)).to(tl.int64) * num_rows + row) * lanes + lane % lanes) * (FULL + STRIDE)
+    base = (((lane // (lanes * batch)).to(tl.int64) * num_rows + row) * lanes + lane % lanes) * ENTRIES
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < FULL + STRIDE
-    entry = tl.load(entries + request.to(tl.int64) * (FULL + STRIDE) + column, mask=inside, other=-1)
+    inside = column < ENTRIES
+    entry = tl.load(entries + request.to(tl.int64) * ENTRIES + column, mask=inside, other=-1)
     place = tl.load(cell + base + entry, mask=entry >= 0, other=-1)
     there = (entry >= 0) & (place >= 0) & (place < cells)
-    number = tl.load(token + base + entry, mask=there, other=0)
     found = tl.load(slots + request.to(tl.int64) * stride_slots + place, mask=there, other=0)
-    since = number % STRIDE
-    written = tl.minimum(number - since, FULL) + since
     tl.store(slot + base + column, found, mask=inside)
-    tl.store(delta + base + column, tl.where(there, column - written, 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["columns"])  # it is another one in every pass
 def _gather_kernel(
-    keys, values, slot, delta, phase, out_keys, out_values, columns,
+    keys, values, slot, phase, out_keys, out_values, columns,
     stride_key, stride_value, stride_out_key, stride_out_value,
     LANES: tl.constexpr, ENTRIES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr,
     NEOX: tl.constexpr, FAST: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -115,7 +111,6 @@ def _gather_kernel(
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     on = column < columns
     at = tl.load(slot + lane * ENTRIES + column, mask=on, other=0).to(tl.int64)
-    by = tl.load(delta + lane * ENTRIES + column, mask=on, other=0)
     v = tl.arange(0, VALUES)
     both = on[:, None] & (v < VALUE_DIM)[None, :]
     moved = tl.load(values + at[:, None] * stride_value + head * VALUE_DIM + v[None, :], mask=both, other=0.0)
@@ -126,7 +121,7 @@ def _gather_kernel(
     source = keys + at[:, None] * stride_key + head * DIM
     x = tl.load(source + first[None, :], mask=two, other=0.0).to(tl.float32)
     y = tl.load(source + second[None, :], mask=two, other=0.0).to(tl.float32)
-    cos, sin = _cos_sin(by, tl.load(phase + i, mask=i < HALF, other=0), FAST)
+    cos, sin = _cos_sin(column[:, None] * tl.load(phase + i, mask=i < HALF, other=0)[None, :], FAST)
     place = out_keys + target[:, None] * stride_out_key + head * DIM
     tl.store(place + first[None, :], (x * cos - y * sin).to(out_keys.dtype.element_ty), mask=two)
     tl.store(place + second[None, :], (y * cos + x * sin).to(out_keys.dtype.element_ty), mask=two)
@@ -137,47 +132,67 @@ def _gather_kernel(
     tl.store(out_values + target[:, None] * stride_out_value + head * VALUE_DIM + v[None, :], moved, mask=both)
 
 
-@triton.jit(do_not_specialize=["first", "rows"])
+@triton.jit(do_not_specialize=["first_column", "rows"])
 def _store_kernel(
-    new_keys, new_values, slot, keys, values, out_keys, out_values, first, rows,
+    new_keys, new_values, slot, phase, keys, values, out_keys, out_values, first_column, rows,
     stride_new_key, stride_new_value, stride_key, stride_value, stride_out_key, stride_out_value,
-    LANES: tl.constexpr, ENTRIES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    LANES: tl.constexpr, ENTRIES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr,
+    NEOX: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+    REST: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     lane = head if LANES > 1 else 0
     t = tl.program_id(0) * TILE + tl.arange(0, TILE)
     on = t < rows
-    at = tl.load(slot + lane * ENTRIES + first + t, mask=on, other=0).to(tl.int64)
-    d, v = tl.arange(0, KEYS), tl.arange(0, VALUES)
-    wide, narrow = on[:, None] & (d < DIM)[None, :], on[:, None] & (v < VALUE_DIM)[None, :]
-    row = t.to(tl.int64)
-    k = tl.load(new_keys + row[:, None] * stride_new_key + head * DIM + d[None, :], mask=wide, other=0.0)
-    w = tl.load(new_values + row[:, None] * stride_new_value + head * VALUE_DIM + v[None, :], mask=narrow, other=0.0)
-    tl.store(keys + at[:, None] * stride_key + head * DIM + d[None, :], k.to(keys.dtype.element_ty), mask=wide)
-    place = values + at[:, None] * stride_value + head * VALUE_DIM + v[None, :]
-    tl.store(place, w.to(values.dtype.element_ty), mask=narrow)
+    column = first_column + t
+    at = tl.load(slot + lane * ENTRIES + column, mask=on, other=0).to(tl.int64)[:, None]
+    row, behind = t.to(tl.int64)[:, None], column.to(tl.int64)[:, None]
+    i, v = tl.arange(0, PAIRS), tl.arange(0, VALUES)
+    first, second = _pairs(HALF, PAIRS, NEOX)
+    first, second = head * DIM + first[None, :], head * DIM + second[None, :]
+    two = on[:, None] & (i < HALF)[None, :]
+    x = tl.load(new_keys + row * stride_new_key + first, mask=two, other=0.0)
+    y = tl.load(new_keys + row * stride_new_key + second, mask=two, other=0.0)
     if WINDOW:
-        behind = (row + first)[:, None]
-        k = k.to(out_keys.dtype.element_ty)
-        tl.store(out_keys + behind * stride_out_key + head * DIM + d[None, :], k, mask=wide)
-        place = out_values + behind * stride_out_value + head * VALUE_DIM + v[None, :]
-        tl.store(place, w.to(out_values.dtype.element_ty), mask=narrow)
+        tl.store(out_keys + behind * stride_out_key + first, x.to(out_keys.dtype.element_ty), mask=two)
+        tl.store(out_keys + behind * stride_out_key + second, y.to(out_keys.dtype.element_ty), mask=two)
+    cos, sin = _cos_sin(column[:, None] * tl.load(phase + i, mask=i < HALF, other=0)[None, :], FAST)
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    tl.store(keys + at * stride_key + first, (x * cos + y * sin).to(keys.dtype.element_ty), mask=two)
+    tl.store(keys + at * stride_key + second, (y * cos - x * sin).to(keys.dtype.element_ty), mask=two)
+    if REST > 0:
+        r = 2 * HALF + tl.arange(0, REST)
+        three = on[:, None] & (r < DIM)[None, :]
+        r = head * DIM + r[None, :]
+        z = tl.load(new_keys + row * stride_new_key + r, mask=three, other=0.0)
+        tl.store(keys + at * stride_key + r, z.to(keys.dtype.element_ty), mask=three)
+        if WINDOW:
+            tl.store(out_keys + behind * stride_out_key + r, z.to(out_keys.dtype.element_ty), mask=three)
+    whole = on[:, None] & (v < VALUE_DIM)[None, :]
+    v = head * VALUE_DIM + v[None, :]
+    w = tl.load(new_values + row * stride_new_value + v, mask=whole, other=0.0)
+    tl.store(values + at * stride_value + v, w.to(values.dtype.element_ty), mask=whole)
+    if WINDOW:
+        tl.store(out_values + behind * stride_out_value + v, w.to(out_values.dtype.element_ty), mask=whole)
 
 
 def list_columns(
-    lists: Lists, state: CascadeState, rows: torch.Tensor, entries: torch.Tensor, slots: torch.Tensor, rings: Rings
+    slot: torch.Tensor,
+    state: CascadeState,
+    rows: torch.Tensor,
+    entries: torch.Tensor,
+    slots: torch.Tensor,
+    rings: Rings,
 ) -> None:
     """`reference.list_columns` in one launch, without synchronisation."""
-    check_lists(lists, state, rows, entries, slots, rings)
+    check_lists(slot, state, rows, entries, slots, rings)
     layers, num_rows, lanes, _ = state.cell.shape
     batch = rows.numel()
     if batch == 0:
         return
     _list_kernel[(layers * batch * lanes, triton.cdiv(rings.entries, COLUMNS))](
-        state.token, state.cell, lists.slot, lists.delta, rows, entries.contiguous(), slots, batch, lanes, num_rows,
-        slots.stride(0), slots.shape[1],
-        FULL=rings.sinks + rings.window, STRIDE=rings.stride, BLOCK=COLUMNS, num_warps=4,
+        state.cell, slot, rows, entries.contiguous(), slots, batch, lanes, num_rows, slots.stride(0), slots.shape[1],
+        ENTRIES=rings.entries, BLOCK=COLUMNS, num_warps=4,
     )  # fmt: skip
 
 
@@ -199,20 +214,19 @@ def gather(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot: torch.Tensor,
-    delta: torch.Tensor,
     turn: Turn,
     columns: int,
     out_keys: torch.Tensor,
     out_values: torch.Tensor,
 ) -> None:
     """`reference.gather` in one launch."""
-    check_cells(slot, delta, keys, values)
+    check_cells(slot, keys, values)
     _check_window(columns, keys, out_keys, values, out_values)
     if columns == 0:
         return
     dim, value_dim, half = keys.shape[2], values.shape[2], turn.phase.numel()
     _gather_kernel[(triton.cdiv(columns, TOKENS), keys.shape[1])](
-        keys, values, slot.contiguous(), delta.contiguous(), turn.phase, out_keys, out_values, columns,
+        keys, values, slot.contiguous(), turn.phase, out_keys, out_values, columns,
         *rows_of(keys, values, out_keys, out_values),
         LANES=slot.shape[0], ENTRIES=slot.shape[1], DIM=dim, VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox,
         FAST=keys.is_cuda, TILE=TOKENS, PAIRS=triton.next_power_of_2(half), REST=padded(dim - 2 * half),
@@ -224,6 +238,7 @@ def store(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
     slot: torch.Tensor,
+    turn: Turn,
     first: int,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -235,16 +250,17 @@ def store(
     rows = new_keys.shape[0]
     if rows == 0:
         return
-    dim, value_dim, window = keys.shape[2], values.shape[2], out_keys is not None
+    dim, value_dim, half, window = keys.shape[2], values.shape[2], turn.phase.numel(), out_keys is not None
     target_keys, target_values = keys if out_keys is None else out_keys, values if out_values is None else out_values
     if window:
         _check_window(first + rows, keys, target_keys, values, target_values)
     slot = slot.contiguous()
     _store_kernel[(triton.cdiv(rows, TOKENS), keys.shape[1])](
-        new_keys, new_values, slot, keys, values, target_keys, target_values, first, rows,
+        new_keys, new_values, slot, turn.phase, keys, values, target_keys, target_values, first, rows,
         *rows_of(new_keys, new_values, keys, values, target_keys, target_values),
-        LANES=slot.shape[0], ENTRIES=slot.shape[1], DIM=dim, VALUE_DIM=value_dim, WINDOW=window, TILE=TOKENS,
-        KEYS=triton.next_power_of_2(dim), VALUES=triton.next_power_of_2(value_dim), num_warps=4,
+        LANES=slot.shape[0], ENTRIES=slot.shape[1], DIM=dim, VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox,
+        FAST=keys.is_cuda, WINDOW=window, TILE=TOKENS, PAIRS=triton.next_power_of_2(half), REST=padded(dim - 2 * half),
+        VALUES=triton.next_power_of_2(value_dim), num_warps=4,
     )  # fmt: skip
 
 

@@ -21,16 +21,35 @@ def column_sums(
     beta: float,
     reduction: str = "mean",
     homogeneous: bool = False,
+    every: int = 1,
 ) -> torch.Tensor:
     """`reference.column_sums` (see there), by the Triton kernel where the keys live on a GPU."""
     if keys.is_cuda:
         from sglang_ext.kernels.score_update.triton_impl import column_sums as fast
 
         return fast(
-            query, keys, lse, before, count, scale=scale, beta=beta, reduction=reduction, homogeneous=homogeneous
+            query,
+            keys,
+            lse,
+            before,
+            count,
+            scale=scale,
+            beta=beta,
+            reduction=reduction,
+            homogeneous=homogeneous,
+            every=every,
         )
     return reference.column_sums(
-        query, keys, lse, before, count, scale=scale, beta=beta, reduction=reduction, homogeneous=homogeneous
+        query,
+        keys,
+        lse,
+        before,
+        count,
+        scale=scale,
+        beta=beta,
+        reduction=reduction,
+        homogeneous=homogeneous,
+        every=every,
     )
 
 
@@ -48,11 +67,24 @@ def update_scores(
     beta: float,
     reduction: str = "mean",
     skip: torch.Tensor | None = None,
+    every: int = 1,
 ) -> None:
     """`reference.update_scores` (see there), by Triton kernels where the scores live on a GPU."""
     update = reference.update_scores
     if score.is_cuda:
         from sglang_ext.kernels.score_update.triton_impl import update_scores as update
     update(
-        score, entries, rows, query, keys, lse, before, count, scale=scale, beta=beta, reduction=reduction, skip=skip
+        score,
+        entries,
+        rows,
+        query,
+        keys,
+        lse,
+        before,
+        count,
+        scale=scale,
+        beta=beta,
+        reduction=reduction,
+        skip=skip,
+        every=every,
     )

@@ -22,6 +22,7 @@ def check(
     count: torch.Tensor,
     beta: float,
     reduction: str,
+    every: int = 1,
 ) -> None:
     """Raise ValueError where shapes, dtypes, devices or settings do not fit; values on the device are not looked at."""
     if query.dim() != 4 or keys.dim() != 4 or query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3]:
@@ -47,6 +48,8 @@ def check(
         raise ValueError(f"beta={beta!r}: expected at least 0 and below 1")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: expected one of {', '.join(REDUCTIONS)}")
+    if every < 1:
+        raise ValueError(f"every={every}: expected at least 1")
 
 
 def check_target(
@@ -82,6 +85,7 @@ def column_sums(
     beta: float,
     reduction: str = "mean",
     homogeneous: bool = False,
+    every: int = 1,
 ) -> torch.Tensor:
     """Σ_t (1-β)·β^(count-1-t)·a_t for every column a run of queries sees.
 
@@ -91,12 +95,13 @@ def column_sums(
             that no query sees may hold anything.
         lse: [batch, rows, heads] log-sum-exp (natural) of each row's whole attention; float32, or float64 with float64
             queries.
-        before: [batch] integer, columns that every row sees; row t also sees column before, ..., before + t.
+        before: [batch] integer, columns before the first row's own; row t sees the columns up to before + every·t.
         count: [batch] integer, rows that count, 0 to `rows`.
         scale: factor of the logits.
         beta: decay a query.
         reduction: of the query heads that share a score, `mean` or `max`, query by query.
         homogeneous: one score for all heads instead of one a key-value head.
+        every: columns from the token of one row to that of the next; the rows between are not counted.
 
     Returns:
         [batch, kv_heads or 1, columns] in lse's dtype; 0 where nothing is seen.
@@ -104,29 +109,36 @@ def column_sums(
     Raises:
         ValueError: shapes, dtypes, devices or settings do not fit.
     """
-    check(query, keys, lse, before, count, beta, reduction)
+    check(query, keys, lse, before, count, beta, reduction, every)
     batch, _, heads, head_dim = query.shape
     kv_heads, columns = keys.shape[1:3]
     out = lse.new_zeros(batch, 1 if homogeneous else kv_heads, columns)
     for b, (seen, rows) in enumerate(zip(before.tolist(), count.tolist(), strict=True)):
-        if not 0 <= rows <= query.shape[1] or not 0 <= seen <= columns - rows:
+        end = _end(seen, rows, every)
+        if not 0 <= rows <= query.shape[1] or seen < 0 or end > columns:
             raise ValueError(
-                f"request {b}: {seen} columns before {rows} rows of {query.shape[1]}; expected both in {columns} "
-                "columns, and the rows in the query"
+                f"request {b}: {seen} columns before {rows} rows of {query.shape[1]}, each {every} from the next; "
+                f"expected both in {columns} columns, and the rows in the query"
             )
         grouped = query[b, :rows].to(lse.dtype).view(rows, kv_heads, heads // kv_heads, head_dim)
-        visible = keys[b, :, : seen + rows].to(lse.dtype)
+        visible = keys[b, :, :end].to(lse.dtype)
         logits = torch.einsum("thgd,hcd->thgc", grouped, visible) * scale
         attention = torch.exp(logits - lse[b, :rows].view(rows, kv_heads, heads // kv_heads, 1))
-        hidden = torch.ones(rows, seen + rows, dtype=torch.bool, device=query.device).triu(seen + 1)
+        last = seen + every * torch.arange(rows, device=query.device)
+        hidden = torch.arange(end, device=query.device) > last.unsqueeze(1)
         attention = attention.masked_fill(hidden.unsqueeze(1).unsqueeze(1), 0.0)
         if homogeneous:
             attention = attention.flatten(1, 2).unsqueeze(1)
         reduced = attention.mean(2) if reduction == "mean" else attention.amax(2)
         age = torch.arange(rows - 1, -1, -1, dtype=torch.float64, device=query.device)
         weight = ((1 - beta) * beta**age).to(lse.dtype)
-        out[b, :, : seen + rows] = torch.einsum("t,thc->hc", weight, reduced)
+        out[b, :, :end] = torch.einsum("t,thc->hc", weight, reduced)
     return out
+
+
+def _end(before: int, rows: int, every: int) -> int:
+    """Columns that the last row sees."""
+    return before + every * (rows - 1) + 1 if rows else before
 
 
 def update_scores(
@@ -143,6 +155,7 @@ def update_scores(
     beta: float,
     reduction: str = "mean",
     skip: torch.Tensor | None = None,
+    every: int = 1,
 ) -> None:
     """`score ← β^count·score + column_sums(...)` for every token that the queries see, in place.
 
@@ -153,7 +166,7 @@ def update_scores(
             heads share a score.
         entries: [batch, columns] int32, the entry of each view column (`Rings.columns`); only those seen are used.
         rows: [batch] integer, row of the state of each request.
-        query, keys, lse, before, count, scale, beta, reduction: as for `column_sums`.
+        query, keys, lse, before, count, scale, beta, reduction, every: as for `column_sums`.
         skip: [batch] integer, first columns whose scores stay as they are, for nobody will read them
             (`Rings.settled`); None skips none.
 
@@ -171,9 +184,10 @@ def update_scores(
         beta=beta,
         reduction=reduction,
         homogeneous=score.shape[1] != keys.shape[1],
+        every=every,
     )
     first = [0] * rows.numel() if skip is None else skip.tolist()
     for b, (row, seen, new) in enumerate(zip(rows.tolist(), before.tolist(), count.tolist(), strict=True)):
-        columns = slice(first[b], seen + new)
+        columns = slice(first[b], _end(seen, new, every))
         at = entries[b, columns].long()
         score[row][:, at] = beta**new * score[row][:, at] + sums[b, :, columns].to(score.dtype)

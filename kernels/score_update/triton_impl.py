@@ -21,20 +21,21 @@ import triton.language as tl
 from sglang_ext.kernels.score_update.reference import check, check_target
 
 LOG2_E = math.log2(math.e)
-BIASES = 1024
-"""Biases that a program computes."""
+BIASES = 128
+"""Queries whose biases a program computes, a multiple of every tile's rows."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What may be tuned: columns and query rows a tile, warps a program, stages of the pipeline over the rows."""
+    """What may be tuned: columns and query rows a tile, warps, stages of the pipeline over the rows, registers."""
 
     columns: int = 128
     rows: int = 64
     warps: int = 4
     stages: int = 3
+    registers: int | None = None
 
 
 PREFILL = Tuning()
@@ -69,6 +70,7 @@ def column_sums(
     beta: float,
     reduction: str = "mean",
     homogeneous: bool = False,
+    every: int = 1,
     tuning: Tuning | None = None,
 ) -> torch.Tensor:
     """`reference.column_sums` on the device, without synchronisation: counts out of range cannot be refused here.
@@ -76,10 +78,10 @@ def column_sums(
     Raises:
         ValueError: also for a dtype other than float32, bfloat16 and float16.
     """
-    check(query, keys, lse, before, count, beta, reduction)
+    check(query, keys, lse, before, count, beta, reduction, every)
     batch, kv_heads, columns, _ = keys.shape
     out = lse.new_empty(batch, 1 if homogeneous else kv_heads, columns)
-    _launch(out, None, before, query, keys, lse, before, count, scale, beta, reduction, tuning)
+    _launch(out, None, before, query, keys, lse, before, count, scale, beta, reduction, every, tuning)
     return out
 
 
@@ -97,6 +99,7 @@ def update_scores(
     beta: float,
     reduction: str = "mean",
     skip: torch.Tensor | None = None,
+    every: int = 1,
     tuning: Tuning | None = None,
 ) -> None:
     """`reference.update_scores` on the device, in two launches and without synchronisation.
@@ -104,11 +107,13 @@ def update_scores(
     Raises:
         ValueError: also for a dtype other than float32, bfloat16 and float16, or scores that are not float32.
     """
-    check(query, keys, lse, before, count, beta, reduction)
+    check(query, keys, lse, before, count, beta, reduction, every)
     check_target(score, entries, rows, keys, skip)
     if score.dtype != torch.float32:
         raise ValueError(f"score is {score.dtype}: expected float32 on the GPU")
-    _launch(score, entries.contiguous(), rows, query, keys, lse, before, count, scale, beta, reduction, tuning, skip)
+    _launch(
+        score, entries.contiguous(), rows, query, keys, lse, before, count, scale, beta, reduction, every, tuning, skip
+    )
 
 
 def _launch(
@@ -123,6 +128,7 @@ def _launch(
     scale: float,
     beta: float,
     reduction: str,
+    every: int,
     tuning: Tuning | None,
     skip: torch.Tensor | None = None,
 ) -> None:
@@ -140,51 +146,25 @@ def _launch(
     tuning = tuning or tuning_for(most, head_dim, query.element_size(), out_heads < kv_heads)
     # 0 queries later nothing has decayed, also with beta 0: so not minus infinity, which times 0 is not a number.
     log2_beta = math.log2(beta) if beta > 0 else -1e30
-    bias = torch.empty(batch, kv_heads, most * (heads // kv_heads), dtype=torch.float32, device=query.device)
-    _bias_kernel[(triton.cdiv(bias.shape[2], BIASES), kv_heads, batch)](
-        lse.contiguous(),
-        count,
-        bias,
-        most,
-        math.log2(1 - beta),
-        log2_beta,
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        BLOCK=BIASES,
-        num_warps=4,
-    )
+    if lse.stride(2) != 1:
+        lse = lse.contiguous()
+    width = triton.cdiv(most, BIASES) * BIASES  # whole tiles of rows, so that biases are loaded without masks
+    bias = torch.empty(batch, heads, width, dtype=torch.float32, device=query.device)
+    _bias_kernel[(width // BIASES, batch)](
+        lse, count, bias, width, *lse.stride()[:2], math.log2(1 - beta), log2_beta,
+        HEADS=heads, BLOCK_HEADS=triton.next_power_of_2(heads), BLOCK=BIASES, num_warps=4,
+    )  # fmt: skip
     grid = (out_heads, triton.cdiv(columns, tuning.columns), batch)
     _columns_kernel[grid](
-        query,
-        keys,
-        bias,
-        before,
-        count,
-        out,
-        entries if entries is not None else before,
-        rows,
-        skip if skip is not None else before,
-        columns,
-        out.shape[2],
-        scale * LOG2_E,
-        log2_beta,
+        query, keys, bias, before, count, out, entries if entries is not None else before, rows,
+        skip if skip is not None else before, columns, out.shape[2], scale * LOG2_E, log2_beta,
         1.0 / (heads // out_heads) if reduction == "mean" else 1.0,
-        *query.stride()[:3],
-        *keys.stride()[:3],
-        most,
-        OUT_HEADS=out_heads,
-        GROUP=heads // kv_heads,
-        KV_HEADS=kv_heads // out_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=_padded(head_dim),
-        COLUMNS=tuning.columns,
-        ROWS=tuning.rows,
-        MAXIMUM=reduction == "max",
-        FOLD=entries is not None,
-        SKIP=skip is not None,
-        num_warps=tuning.warps,
-        num_stages=tuning.stages,
-    )
+        *query.stride()[:3], *keys.stride()[:3], width, every,
+        OUT_HEADS=out_heads, GROUP=heads // kv_heads, KV_HEADS=kv_heads // out_heads, HEAD_DIM=head_dim,
+        BLOCK_D=_padded(head_dim), COLUMNS=tuning.columns, ROWS=tuning.rows, MAXIMUM=reduction == "max",
+        FOLD=entries is not None, SKIP=skip is not None, num_warps=tuning.warps, num_stages=tuning.stages,
+        maxnreg=tuning.registers,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -197,176 +177,102 @@ def _load_keys(keys, column, visible, stride_column, HEAD_DIM: tl.constexpr, BLO
 
 @triton.jit
 def _bias_kernel(
-    lse,
-    count,
-    bias,
-    most,
-    log2_share,
-    log2_beta,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """bias[request, kv head, t * GROUP + g] = log2 of query t's weight, less its log-sum-exp; -inf where t is none."""
-    request = tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1)
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    t = pair // GROUP
+    lse, count, bias, width, stride_request, stride_row, log2_share, log2_beta,
+    HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """bias[request, head, t] = log2 of query t's weight, less its log-sum-exp; -inf where t is none."""
+    request = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    head = tl.arange(0, BLOCK_HEADS)[None, :]
     rows = tl.load(count + request).to(tl.int32)
-    on = t < rows
-    level = tl.load(lse + (request * most + t) * (KV_HEADS * GROUP) + head * GROUP + pair % GROUP, mask=on, other=0.0)
+    on = (t < rows) & (head < HEADS)
+    level = tl.load(lse + request * stride_request + t.to(tl.int64) * stride_row + head, mask=on, other=0.0)
     weight = log2_share + (rows - 1 - t).to(tl.float32) * log2_beta
     found = tl.where(on, weight - level * 1.4426950408889634, float("-inf"))
-    tl.store(bias + (request * KV_HEADS + head) * (most * GROUP) + pair, found, mask=pair < most * GROUP)
+    tl.store(bias + (request * HEADS + head) * width + t, found, mask=head < HEADS)
 
 
 @triton.jit
 def _attention(
-    k,
-    t,
-    head,
-    on,
-    query,
-    bias,
-    scale,
-    stride_row,
-    stride_head,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Weighted attention [columns, rows of the tile] of row t[j] in head head[j] with bias[j]."""
-    d = tl.arange(0, BLOCK_D)
+    k, first, head, rows, query, bias, width, scale, stride_row, stride_head,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Weighted attention [columns, ROWS] of the queries first, first + 1, ... in a head."""
+    r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    on = first + r < rows
     mask = on[None, :] if HEAD_DIM == BLOCK_D else on[None, :] & (d[:, None] < HEAD_DIM)
-    at = query + (t.to(tl.int64) * stride_row + head * stride_head)[None, :] + d[:, None]
-    q = tl.load(at, mask=mask, other=0.0)
+    # What differs from tile to tile is one number: the rest of the addresses is computed once, before the loop.
+    begin = tl.minimum(first, rows).to(tl.int64)  # `first`; in the interpreter, a loop's number has no type
+    at = query + (begin * stride_row + head * stride_head)
+    q = tl.load(at + (r * stride_row)[None, :] + d[:, None], mask=mask, other=0.0)
     x = tl.dot(k, q, input_precision="ieee")
-    return tl.exp2(x * scale + bias[None, :])
+    level = tl.load(bias + tl.multiple_of(head * width + first, ROWS) + r)  # -inf where there is no row
+    return tl.exp2(x * scale + level[None, :])
 
 
 @triton.jit
 def _columns_kernel(
-    query,
-    keys,
-    bias,
-    before,
-    count,
-    out,
-    entries,
-    state_rows,
-    skip,
-    columns,
-    out_columns,
-    scale,
-    log2_beta,
-    factor,
-    stride_query,
-    stride_row,
-    stride_head,
-    stride_keys,
-    stride_kv,
-    stride_column,
-    most,
-    OUT_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    FOLD: tl.constexpr,
+    query, keys, bias, before, count, out, entries, state_rows, skip, columns, out_columns, scale, log2_beta, factor,
+    stride_query, stride_row, stride_head, stride_keys, stride_kv, stride_column, width, every,
+    OUT_HEADS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, MAXIMUM: tl.constexpr, FOLD: tl.constexpr,
     SKIP: tl.constexpr,
-):
+):  # fmt: skip
+    HEADS: tl.constexpr = KV_HEADS * GROUP
     request = tl.program_id(2)
     out_head = tl.program_id(0)
     first = tl.program_id(1) * COLUMNS
     seen = tl.load(before + request).to(tl.int32)
     rows = tl.load(count + request).to(tl.int32)
-    if FOLD and (first >= seen + rows or rows == 0):
+    end = seen + (rows - 1) * every + 1
+    if FOLD and (first >= end or rows == 0):
         return  # nothing to fold where nothing is seen; plain sums are 0 there
     column = first + tl.arange(0, COLUMNS)
-    visible = column < seen + rows
+    visible = (column < end) & (rows > 0)
     if SKIP:
         settled = tl.load(skip + request).to(tl.int32)
         if first + COLUMNS <= settled:
             return
         visible = visible & (column >= settled)
-    query += request.to(tl.int64) * stride_query + out_head * KV_HEADS * GROUP * stride_head
+    query += request.to(tl.int64) * stride_query + out_head * HEADS * stride_head
     keys += request.to(tl.int64) * stride_keys + out_head.to(tl.int64) * KV_HEADS * stride_kv
-    bias += (request * OUT_HEADS + out_head).to(tl.int64) * KV_HEADS * most * GROUP
+    bias += (request * OUT_HEADS + out_head).to(tl.int64) * HEADS * width
     k = _load_keys(keys, column, visible, stride_column, HEAD_DIM, BLOCK_D)
-    lowest = tl.maximum(first - seen, 0)  # the first row that sees a column of this block
-    whole = tl.maximum(first + COLUMNS - 1 - seen, 0)  # and the first that sees all of them
+    lowest = tl.cdiv(tl.maximum(first - seen, 0), every)  # the first row that sees a column of this block
+    whole = tl.cdiv(tl.maximum(first + COLUMNS - 1 - seen, 0), every)  # and the first that sees all of them
+    tiles = tl.cdiv(rows, ROWS)
 
     sums = tl.zeros([COLUMNS], tl.float32)
     if KV_HEADS == 1 and not MAXIMUM:
-        # The heads of a group lie side by side: a tile's rows are (query, head) pairs, also in decoding.
-        begin = lowest * GROUP // ROWS * ROWS
-        middle = tl.minimum(tl.cdiv(whole * GROUP, ROWS) * ROWS, rows * GROUP)
-        for r in range(begin, middle, ROWS):
-            pair = r + tl.arange(0, ROWS)
-            t = pair // GROUP
+        # Head by head within a tile of queries; only tiles on the diagonal are masked.
+        middle = tl.minimum(tl.cdiv(whole, ROWS), tiles) * HEADS
+        for i in range(lowest // ROWS * HEADS, middle):
+            t = i // HEADS * ROWS
             p = _attention(
-                k,
-                t,
-                pair % GROUP,
-                t < rows,
-                query,
-                tl.load(bias + pair, mask=t < rows, other=float("-inf")),
-                scale,
-                stride_row,
-                stride_head,
-                HEAD_DIM,
-                BLOCK_D,
+                k, t, i % HEADS, rows, query, bias, width, scale, stride_row, stride_head, HEAD_DIM, BLOCK_D, ROWS
             )
-            sums += tl.sum(tl.where(column[:, None] - seen <= t[None, :], p, 0.0), axis=1)
-        for r in range(middle, rows * GROUP, ROWS):
-            pair = r + tl.arange(0, ROWS)
-            t = pair // GROUP
+            sees = column[:, None] - seen <= ((t + tl.arange(0, ROWS)) * every)[None, :]
+            sums += tl.sum(tl.where(sees, p, 0.0), axis=1)
+        for i in range(middle, tiles * HEADS):
+            t = i // HEADS * ROWS
             p = _attention(
-                k,
-                t,
-                pair % GROUP,
-                t < rows,
-                query,
-                tl.load(bias + pair, mask=t < rows, other=float("-inf")),
-                scale,
-                stride_row,
-                stride_head,
-                HEAD_DIM,
-                BLOCK_D,
+                k, t, i % HEADS, rows, query, bias, width, scale, stride_row, stride_head, HEAD_DIM, BLOCK_D, ROWS
             )
             sums += tl.sum(p, axis=1)
     else:
         # All heads of one tile of queries before the next: their maximum is taken query by query.
-        begin = lowest // ROWS
         total = tl.zeros([COLUMNS, ROWS], tl.float32)
-        for i in range(begin * KV_HEADS * GROUP, tl.cdiv(rows, ROWS) * KV_HEADS * GROUP):
-            head = i % (KV_HEADS * GROUP)
-            t = i // (KV_HEADS * GROUP) * ROWS + tl.arange(0, ROWS)
+        for i in range(lowest // ROWS * HEADS, tiles * HEADS):
+            head, t = i % HEADS, i // HEADS * ROWS
             if KV_HEADS > 1:
-                kv = head // GROUP
-                k = _load_keys(keys + kv * stride_kv, column, visible, stride_column, HEAD_DIM, BLOCK_D)
+                k = _load_keys(keys + head // GROUP * stride_kv, column, visible, stride_column, HEAD_DIM, BLOCK_D)
             p = _attention(
-                k,
-                t,
-                head,
-                t < rows,
-                query,
-                tl.load(
-                    bias + head // GROUP * (most * GROUP) + t * GROUP + head % GROUP,
-                    mask=t < rows,
-                    other=float("-inf"),
-                ),
-                scale,
-                stride_row,
-                stride_head,
-                HEAD_DIM,
-                BLOCK_D,
+                k, t, head, rows, query, bias, width, scale, stride_row, stride_head, HEAD_DIM, BLOCK_D, ROWS
             )
             total = tl.maximum(total, p) if MAXIMUM else total + p
-            if head == KV_HEADS * GROUP - 1:
-                sums += tl.sum(tl.where(column[:, None] - seen <= t[None, :], total, 0.0), axis=1)
+            if head == HEADS - 1:
+                sees = column[:, None] - seen <= ((t + tl.arange(0, ROWS)) * every)[None, :]
+                sums += tl.sum(tl.where(sees, total, 0.0), axis=1)
                 total = tl.zeros([COLUMNS, ROWS], tl.float32)
     sums *= factor
     if FOLD:

@@ -14,7 +14,7 @@ import torch
 
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
 from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
-from sglang_ext.kernels.cells import Lists, Turn, decode_impl, flashinfer_impl, reference, triton_impl
+from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, flashinfer_impl, reference, triton_impl
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.score_update.reference import update_scores as exact_scores
 from sglang_ext.kernels.score_update.triton_impl import update_scores
@@ -57,7 +57,7 @@ class Layer:
         rings = self.rings = cascade.rings
         self.generator = torch.Generator(device=device).manual_seed(seed)
         self.state = CascadeState.empty(1, requests, cascade.lanes(shape.kv_heads), rings, device)
-        self.lists = Lists.empty(self.state)
+        self.lists = empty_lists(self.state)
         frequency = 500000.0 ** (-torch.arange(0, shape.dim, 2, dtype=torch.float64) / shape.dim)
         self.turn = Turn.of(Rope(frequency.float().to(device)))
         self.rows = torch.arange(requests, device=device)
@@ -96,9 +96,9 @@ class Layer:
 
     def prepare(self, kept: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The window and the stride's own keys and values behind it; the latter into their cells, too."""
-        slot, delta = self.lists.slot[0, 0], self.lists.delta[0, 0]
-        triton_impl.gather(self.keys, self.values, slot, delta, self.turn, kept, *self.window)
-        triton_impl.store(keys, values, slot, kept, self.keys, self.values, *self.window)
+        slot = self.lists[0, 0]
+        triton_impl.gather(self.keys, self.values, slot, self.turn, kept, *self.window)
+        triton_impl.store(keys, values, slot, self.turn, kept, self.keys, self.values, *self.window)
 
     def attend(self, kept: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the stride over [window | itself, causal]."""
@@ -169,19 +169,17 @@ def check_prefill(layer: Layer, strides: int, rows: int = 64) -> dict[str, float
             ):
                 raise ValueError(f"stride {number}: the cache update differs from its reference: not timed")
         layer.list(added)
-        wanted = Lists.empty(layer.state)
+        wanted = empty_lists(layer.state)
         reference.list_columns(wanted, layer.state, layer.rows, layer.entries, layer.slots, rings)
         now = layer.number(added)
         if not (
             torch.equal(layer.entries, rings.columns(now, now + rings.stride, rings.entries))
-            and torch.equal(layer.lists.slot, wanted.slot)
-            and torch.equal(layer.lists.delta, wanted.delta)
+            and torch.equal(layer.lists, wanted)
         ):
             raise ValueError(f"stride {number}: the lists differ from their reference: not timed")
         layer.prepare(kept, keys, values)
         expected = [torch.empty_like(part) for part in layer.window]
-        lists = wanted.slot[0, 0], wanted.delta[0, 0]
-        reference.gather(layer.keys, layer.values, *lists, layer.turn, seen, *expected)
+        reference.gather(layer.keys, layer.values, wanted[0, 0], layer.turn, seen, *expected)
         for part, whole in zip(layer.window, expected, strict=True):
             note("window", part[:seen], whole[:seen], TOLERANCE)
         out, lse = layer.attend(kept, query)
@@ -312,8 +310,8 @@ def update(cascade: Cascade, device: torch.device) -> list[Figure]:
     def ours() -> None:
         for number in range(first, first + strides):
             for row in range(batch):
-                slot = layer.lists.slot[0, row]
-                triton_impl.store(keys[row], values[row], slot, kept, layer.keys, layer.values)
+                slot = layer.lists[0, row]
+                triton_impl.store(keys[row], values[row], slot, layer.turn, kept, layer.keys, layer.values)
             layer.add(number * cascade.stride)
             layer.list((number + 1) * cascade.stride)
 
@@ -393,8 +391,18 @@ class Decoding:
     ) -> torch.Tensor:
         """`decode` of the new tokens over some caches."""
         layer = self.layer
-        lists = layer.lists.slot[0], layer.lists.delta[0], layer.rows, self.columns
-        return decode(self.query, *self.new, keys, values, *lists, layer.turn, layer.scale, **more)
+        return decode(
+            self.query,
+            *self.new,
+            keys,
+            values,
+            layer.lists[0],
+            layer.rows,
+            self.columns,
+            layer.turn,
+            layer.scale,
+            **more,
+        )
 
     def check(self, **more: Any) -> dict[str, float]:
         """Errors beside the reference: (output, scores).

@@ -2,8 +2,8 @@
 
 A layer keeps a request's tokens in cells (slot, lane): a lane is a key-value head, or all of them with
 `heads: homogeneous`. The first tokens go to the cells 0, 1, 2, ...; later ones to the cells of those that were dropped
-(`kernels.cascade_update`). Keys stay as the model wrote them, at the position that their token had in its own stride,
-and are turned to the place where they are seen when they are read: how far follows from the token's number.
+(`kernels.cascade_update`). Keys lie there as at position 0: turned back when they are written, and turned to the place
+where they are seen when they are read.
 
 **When tokens are added.** Strides end at absolute multiples of `stride`, in the prompt and in the answer alike. A
 stride is added to the sub-caches when it is complete; until then its tokens are seen besides the cache, causally. The
@@ -145,9 +145,9 @@ class CascadePolicy(StreamPolicy):
         """Token, cell and score of a cell: 12 bytes; 2.3% of a 16-bit KV cache with 128 components.
 
         A request that is shorter than sinks + window + stride has these for that many tokens all the same. Kernels have
-        lists of slots and distances besides, 8 bytes.
+        lists of slots besides, 4 bytes.
         """
-        return (12 if kernels(self) == "torch" else 20) * layers * self.config.lanes(kv_heads)
+        return (12 if kernels(self) == "torch" else 16) * layers * self.config.lanes(kv_heads)
 
     def slots(self, options: Mapping[str, Any], tokens: int) -> int:
         """A stream whose state is a row of the kernels' memory takes the server's slots: so there is a row for each."""
@@ -261,15 +261,12 @@ def _attend(
     shown = entries[0].long()
     cells = state.cell[0, 0][:, shown].long().expand(kv_heads, -1)
     head, at = torch.arange(kv_heads, device=device).unsqueeze(1), slots.long()[cells]  # [kv_heads, columns]
-    caches.keys[at[:, before:], head] = keys.transpose(0, 1).to(caches.keys.dtype)
+    dtype, column = torch.promote_types(query.dtype, torch.float32), torch.arange(before + rows, device=device)
+    stored = rotate(keys.to(dtype).transpose(0, 1), -column[before:], caches.rope)
+    caches.keys[at[:, before:], head] = stored.to(caches.keys.dtype)
     caches.values[at[:, before:], head] = values.transpose(0, 1).to(caches.values.dtype)
 
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    token = state.token[0, 0][:, shown].long()
-    stride_of = token // cascade.stride * cascade.stride
-    written = stride_of.clamp(max=cascade.sinks + cascade.window) + token - stride_of
-    delta = torch.arange(before + rows, device=device) - written
-    seen = rotate(caches.keys[at, head].to(dtype), delta.expand(kv_heads, -1), caches.rope)
+    seen = rotate(caches.keys[at, head].to(dtype), column, caches.rope)
     wide = query.to(dtype)
     logits = torch.einsum("thgd,hcd->thgc", wide.unflatten(1, (kv_heads, -1)), seen) * caches.scale
     hidden = torch.ones(rows, before + rows, dtype=torch.bool, device=device).triu(before + 1)

@@ -1,7 +1,7 @@
 """Cells against tokens written down one by one.
 
 The definition here keeps every token's key unrotated, asks the rule (`Stream`) which tokens a head keeps, and rotates
-each to its column by complex numbers, in float64. It knows no cells, lists or differences of positions. Slots that hold
+each to its column by complex numbers, in float64. It knows no cells or lists. Slots that hold
 nothing are NaN.
 """
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
-from sglang_ext.kernels.cells import Lists, Turn, decode_impl, flashinfer_impl, reference, triton_impl
+from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, flashinfer_impl, reference, triton_impl
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.cascade import Cascade, Stream
 from tests.kernels import sm90
@@ -44,7 +44,7 @@ class World:
     cascade: Cascade
     rope: Rope
     state: CascadeState
-    lists: Lists
+    lists: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     raw: dict[int, tuple[torch.Tensor, torch.Tensor]]  # row -> every token's key and value, unrotated
@@ -69,7 +69,7 @@ class World:
         rope = Rope((1.7 ** -torch.arange(rotary // 2)).to(DEVICE), neox)
         lanes, entries = cascade.lanes(kv_heads), cascade.rings.entries
         state = CascadeState.empty(2, 4, lanes, cascade.rings, DEVICE)
-        lists = Lists.empty(state)
+        lists = empty_lists(state)
         slots = torch.randperm(4 * entries + 3, generator=gen)[: 4 * entries].view(4, entries).int().to(DEVICE)
         caches = [torch.full((4 * entries + 3, kv_heads, d), float("nan"), dtype=dtype) for d in (dim, value_dim)]
         world = cls(cascade, rope, state, lists, *(c.to(DEVICE) for c in caches), {}, {}, lengths)
@@ -85,7 +85,9 @@ class World:
                 kept, last = cascade.rings.kept(first), min(first + cascade.stride, length)
                 new = range(first, last)
                 key = torch.stack([turned(raw[0][n], kept + n - first, rope) for n in new]).to(dtype).to(DEVICE)
-                module.store(key, raw[1][first:last].to(DEVICE), lists.slot[1, row], kept, world.keys, world.values)
+                module.store(
+                    key, raw[1][first:last].to(DEVICE), lists[1, row], Turn.of(rope), kept, world.keys, world.values
+                )
                 if last % cascade.stride:
                     break
                 for lane, stream in enumerate(world.streams[row]):
@@ -147,8 +149,7 @@ def test_a_gathered_window_is_what_the_rule_keeps(module: Any, shape: dict[str, 
             torch.full((columns + 2, *c.shape[1:]), 7.0, dtype=c.dtype, device=DEVICE)
             for c in (world.keys, world.values)
         ]
-        slot, delta = world.lists.slot[1, row], world.lists.delta[1, row]
-        module.gather(world.keys, world.values, slot, delta, turn, columns, *out)
+        module.gather(world.keys, world.values, world.lists[1, row], turn, columns, *out)
         for head in range(kv_heads):
             key, value = world.seen(row, head)
             assert (out[0][:columns, head].cpu().double() - key).abs().max() <= tolerance(world.keys.dtype)
@@ -159,17 +160,19 @@ def test_a_gathered_window_is_what_the_rule_keeps(module: Any, shape: dict[str, 
 @pytest.mark.parametrize("module", [reference, triton_impl], ids=["reference", "triton"])
 def test_store_writes_behind_the_window_too_and_nowhere_else(module: Any) -> None:
     world = World.make(reference, LENGTHS)
-    slot, entries = world.lists.slot[1, 3], world.cascade.rings.entries
+    slot, entries = world.lists[1, 3], world.cascade.rings.entries
     new = [torch.randn(3, *c.shape[1:], device=DEVICE) for c in (world.keys, world.values)]
     before = [c.clone() for c in (world.keys, world.values)]
     window = [torch.zeros(entries, *c.shape[1:], device=DEVICE) for c in (world.keys, world.values)]
     fused = torch.cat([new[0].flatten(1), new[1].flatten(1)], dim=1)  # rows as a fused projection leaves them
     split = [t.unflatten(1, (2, -1)) for t in fused.chunk(2, dim=1)]
-    module.store(*split, slot, 14, world.keys, world.values, *window)
-    for cache, old, fresh, behind in zip((world.keys, world.values), before, new, window, strict=True):
+    module.store(*split, slot, Turn.of(world.rope), 14, world.keys, world.values, *window)
+    back = torch.stack([turned(new[0][n].cpu(), -14 - n, world.rope) for n in range(3)]).float().to(DEVICE)
+    stored = back, new[1]
+    for cache, old, kept, fresh, behind in zip((world.keys, world.values), before, stored, new, window, strict=True):
         for head in range(2):
             at = slot[head, 14:17].long()
-            assert torch.equal(cache[at, head], fresh[:, head])
+            assert (cache[at, head] - kept[:, head]).abs().max() <= tolerance(torch.float32)
             cache[at, head] = old[at, head]
         assert torch.equal(cache.nan_to_num(7), old.nan_to_num(7))
         assert torch.equal(behind[14:17], fresh) and not behind[:14].any() and not behind[17:].any()
@@ -220,7 +223,7 @@ def test_decode(decode: Any, more: dict[str, Any], reduction: str | None, shape:
         for head in range(kv_heads if row != 1 else 0):
             key, value = world.seen(row, head)
             new[0][b, head], new[1][b, head] = key[-1].to(dtype), value[-1].to(dtype)
-            at = world.lists.slot[1, row, head if world.cascade.heads == "independent" else 0, seen[b] - 1]
+            at = world.lists[1, row, head if world.cascade.heads == "independent" else 0, seen[b] - 1]
             world.keys[at, head] = world.values[at, head] = float("nan")
     added = torch.tensor([0 if row == 1 else world.streams[row][0].seen for row in rows])
     entries = rings.columns(added, added + rings.stride, rings.entries).clamp(min=0)
@@ -235,8 +238,8 @@ def test_decode(decode: Any, more: dict[str, Any], reduction: str | None, shape:
         scores = {"score": score, "entries": entries.to(DEVICE), "skip": ints(skip), "fresh": ints(fresh)}
         scores |= {"beta": 0.9, "reduction": reduction}
     out = decode(
-        query.to(DEVICE), *(t.to(DEVICE) for t in new), world.keys, world.values, world.lists.slot[1],
-        world.lists.delta[1], ints(rows), ints(seen), Turn.of(world.rope), 0.4, **scores, **more,
+        query.to(DEVICE), *(t.to(DEVICE) for t in new), world.keys, world.values, world.lists[1],
+        ints(rows), ints(seen), Turn.of(world.rope), 0.4, **scores, **more,
     )  # fmt: skip
     wanted = before.double().clone()
     for b, row in enumerate(rows):
@@ -251,8 +254,9 @@ def test_decode(decode: Any, more: dict[str, Any], reduction: str | None, shape:
                 found = out[b, head * group + g].cpu().double()
                 assert (found - weights @ value).abs().max() <= 2 * tolerance(dtype)
                 received.setdefault(head if score.shape[1] > 1 else 0, []).append(weights)
-            slot = world.lists.slot[1, row, head if score.shape[1] > 1 else 0, seen[b] - 1]
-            assert torch.equal(world.keys[slot, head].cpu(), new[0][b, head])
+            slot = world.lists[1, row, head if score.shape[1] > 1 else 0, seen[b] - 1]
+            raw = world.raw[row][0][-1, head].double()
+            assert (world.keys[slot, head].cpu().double() - raw).abs().max() <= tolerance(dtype)
             assert torch.equal(world.values[slot, head].cpu(), new[1][b, head])
         for lane, weights in received.items():
             if not fresh[b] or reduction is None:
@@ -293,24 +297,24 @@ def test_settled_scores_decide_nothing() -> None:
 def test_phases_wrap_where_angles_do() -> None:
     rope = Rope(torch.tensor([1.0, 0.3, 1e-3, 5e-7, 4.0]))
     turn = Turn.of(rope)
-    delta = torch.tensor([0, 1, -1, 20_000, -(2**18), 2**18], dtype=torch.int32)
-    angle = (delta[:, None] * turn.phase).double() * (2 * torch.pi / 2**32)
-    exact = delta.double()[:, None] * rope.inv_freq.double()
+    position = torch.tensor([0, 1, -1, 20_000, -(2**18), 2**18], dtype=torch.int32)
+    angle = (position[:, None] * turn.phase).double() * (2 * torch.pi / 2**32)
+    exact = position.double()[:, None] * rope.inv_freq.double()
     assert ((angle - exact + torch.pi) % (2 * torch.pi) - torch.pi).abs().max() < 2e-4
     assert angle.abs().max() <= torch.pi
 
 
 def test_bad_input_is_refused() -> None:
     world = World.make(reference, {0: 7})
-    slot, delta, turn = world.lists.slot[1], world.lists.delta[1], Turn.of(world.rope)
+    slot, turn = world.lists[1], Turn.of(world.rope)
     one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     token = torch.zeros(1, 2, 16, device=DEVICE)
     for decode in (reference.decode, decode_impl.decode):
-        arguments = (token, token, world.keys, world.values, slot, delta, one, one, turn, 1.0)
+        arguments = (token, token, world.keys, world.values, slot, one, one, turn, 1.0)
         with pytest.raises(ValueError, match="expected \\[batch, heads, 16\\] with a multiple of 2"):
             decode(token[:, :1], *arguments)
         with pytest.raises(ValueError, match=r"rows is torch\.float32"):
-            decode(token, *arguments[:6], one.float(), *arguments[7:])
+            decode(token, *arguments[:5], one.float(), *arguments[6:])
         with pytest.raises(ValueError, match="new keys"):
             decode(token, token[..., :8], *arguments[1:])
     with pytest.raises(ValueError, match="all of them, or none"):
@@ -329,25 +333,25 @@ def test_bad_input_is_refused() -> None:
     for module in (reference, triton_impl):
         for window in ((token, None), (None, token)):
             with pytest.raises(ValueError, match="one of out_keys and out_values: expected both"):
-                module.store(token, token, slot[0], 0, world.keys, world.values, *window)
-        with pytest.raises(ValueError, match="expected int32 of one shape"):
-            module.gather(world.keys, world.values, slot[0], delta[0].long(), turn, 3, token, token)
+                module.store(token, token, slot[0], turn, 0, world.keys, world.values, *window)
+        with pytest.raises(ValueError, match=r"expected int32 \[\.\.\., lanes, entries\]"):
+            module.gather(world.keys, world.values, slot[0].long(), turn, 3, token, token)
         with pytest.raises(ValueError, match="expected 2, one a key-value head, or 1"):
             three = slot[0].expand(3, 2, -1)[:, 0]
-            module.gather(world.keys, world.values, three, three, turn, 3, token, token)
+            module.gather(world.keys, world.values, three, turn, 3, token, token)
         with pytest.raises(ValueError, match=r"from Rings\.columns with the whole open stride"):
             module.list_columns(world.lists, world.state, one, one[None], one[None], world.cascade.rings)
     with pytest.raises(ValueError, match="expected \\[at least 3, 2, 16\\]"):
-        triton_impl.gather(world.keys, world.values, slot[0], delta[0], turn, 3, token, token)
+        triton_impl.gather(world.keys, world.values, slot[0], turn, 3, token, token)
     with pytest.raises(ValueError, match="the heads of a row one after the other"):
-        triton_impl.store(token.transpose(0, 1), token, slot[0], 0, world.keys, world.values)
+        triton_impl.store(token.transpose(0, 1), token, slot[0], turn, 0, world.keys, world.values)
 
 
 COMPILE = """
 import torch
 from sglang_ext.kernels import score_update
 from sglang_ext.kernels.cascade_update import CascadeState, triton_impl as cascade
-from sglang_ext.kernels.cells import Lists, Turn, decode_impl, triton_impl as cells
+from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, triton_impl as cells
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.score_update import triton_impl as scores
 from sglang_ext.policies.cascade import Cascade
@@ -362,21 +366,21 @@ stand_in(cascade, "_fill_kernel", "_cascade_kernel", shared=SMALL)
 setting = Cascade(window=4096, cascades=4, stride=1024)
 rings, half = setting.rings, torch.bfloat16
 state = CascadeState.empty(1, 2, 8, rings, "cpu")
-lists, turn = Lists.empty(state), Turn.of(Rope(torch.ones(64)))
+lists, turn = empty_lists(state), Turn.of(Rope(torch.ones(64)))
 row, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
 entries = torch.zeros(1, rings.entries, dtype=torch.int32)
 cascade.cascade_update(state, row, row, row, rings)
 cells.columns(rings, row, row, rings.entries)
 cells.list_columns(lists, state, row, entries, entries, rings)
 cache, window = (torch.zeros(rings.entries, 8, 128, dtype=half) for _ in range(2))
-cells.gather(cache, cache, lists.slot[0, 0], lists.delta[0, 0], turn, 4096, window, window)
-cells.store(window[:1024], window[:1024], lists.slot[0, 0], 64, cache, cache, window, window)
+cells.gather(cache, cache, lists[0, 0], turn, 4096, window, window)
+cells.store(window[:1024], window[:1024], lists[0, 0], turn, 64, cache, cache, window, window)
 query = torch.zeros(1, 1024, 32, 128, dtype=half)
 scores.update_scores(state.score[0], entries, row, query, window.transpose(0, 1)[None], torch.zeros(1, 1024, 32), zero,
                      zero, scale=0.1, beta=0.9999, skip=zero)
 assert "wgmma" in compiled["score_update_columns_kernel"].asm["ptx"]
 token = window[:1]
-decode_impl.decode(query[:, 0], token, token, cache, cache, lists.slot[0], lists.delta[0], row, zero, turn, 0.1,
+decode_impl.decode(query[:, 0], token, token, cache, cache, lists[0], row, zero, turn, 0.1,
                    score=state.score[0], entries=entries, skip=zero, fresh=zero, beta=0.9999)
 assert all(text in compiled["cells_share_kernel"].asm["ptx"] for text in ("mma.sync", "cos.approx", "cp.async"))
 assert len(compiled) == 10, compiled
@@ -387,8 +391,8 @@ for dim, dtype in ((64, half), (128, half), (192, half), (256, half), (64, torch
     turn = Turn.of(Rope(torch.ones(dim // 2)))
     cache = torch.zeros(rings.entries, 8, dim, dtype=dtype)
     query, token = torch.zeros(1, 1024, 32, dim, dtype=dtype), cache[:1]
-    cells.gather(cache, cache, lists.slot[0, 0], lists.delta[0, 0], turn, 4096, cache, cache)
-    decode_impl.decode(query[:, 0], token, token, cache, cache, lists.slot[0], lists.delta[0], row, zero, turn, 0.1,
+    cells.gather(cache, cache, lists[0, 0], turn, 4096, cache, cache)
+    decode_impl.decode(query[:, 0], token, token, cache, cache, lists[0], row, zero, turn, 0.1,
                        score=state.score[0], entries=entries, skip=zero, fresh=zero, beta=0.9999)
     for rows in (16, 1024):
         scores.update_scores(state.score[0], entries, row, query[:, :rows], cache.transpose(0, 1)[None],

@@ -101,6 +101,26 @@ def test_other_sizes(module, sizes):
     assert (got.cpu().double() - want).abs().max() <= TOLERANCE[torch.float32] * want.max()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+@pytest.mark.parametrize("every", [2, 3, 7])
+@pytest.mark.parametrize("module, dtype, more", IMPLEMENTATIONS)
+def test_rows_some_columns_apart(module, dtype, more, every, reduction):
+    """Queries between are passed over: as if their attention was nothing, and the others followed one another."""
+    case = Case(dtype, before=(37, 0, 70), count=(43, 22, 0))
+    first = every - 1
+    counted = torch.tensor([len(range(first, c, every)) for c in case.count.tolist()], dtype=torch.int32)
+    query, keys, lse, before, _ = case.tensors()
+    case.attention = [a[first::every] for a in case.attention]
+    got = module.column_sums(
+        query[:, first::every], keys, lse[:, first::every], before + first, counted.to(DEVICE),
+        scale=SCALE, beta=0.9, reduction=reduction, every=every, **more,
+    )  # fmt: skip
+    want = case.expected(0.9, reduction, 2)
+    assert (got.cpu().double() - want).abs().max() <= TOLERANCE[dtype] * want.max()
+    with pytest.raises(ValueError, match="every=0"):
+        module.column_sums(*case.tensors(), scale=SCALE, beta=0.9, every=0)
+
+
 @pytest.mark.parametrize("heads_kept", [2, 1])
 @pytest.mark.parametrize(
     "module, dtype, more", [p for p in IMPLEMENTATIONS if "float64" not in p.id and "half" not in p.id]

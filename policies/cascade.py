@@ -35,6 +35,8 @@ class Cascade:
         stride: tokens attended to and added together (section 3.1; the paper: 4,096 for passkeys, 1,024 for PG19, 512
             for LongBench). Strides begin at multiples of it, counted from the sequence's first token.
         beta: decay of the scores a query, at least 0 and below 1.
+        score_every: every how many queries one counts in the scores (the paper: 1): that of the tokens n - 1, 2n - 1,
+            ... of the sequence, with the decay of n queries. Fewer products for an average over fewer samples.
         head_reduction: how the attention of the query heads that share a score becomes one number, `mean` or `max`.
             It is reduced query by query, before the decayed sum, so that a score does not depend on how the queries
             were cut into strides.
@@ -51,12 +53,13 @@ class Cascade:
     sinks: int = 64
     stride: int = 4096
     beta: float = 0.9999
+    score_every: int = 1
     head_reduction: str = "mean"
     heads: str = "independent"
     selection: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("cascades", 1), ("sinks", 0), ("stride", 1)):
+        for name, least in (("window", 1), ("cascades", 1), ("sinks", 0), ("stride", 1), ("score_every", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least {least}")
@@ -99,6 +102,15 @@ class Cascade:
     def sparsity(self) -> float:
         """Share of the span that is not kept: 1 - W / span (section 3.2)."""
         return 1 - self.window / self.token_span
+
+    @property
+    def decay(self) -> float:
+        """Of the scores, from a query that counts to the next."""
+        return self.beta**self.score_every
+
+    def counted(self, begin: int, end: int) -> range:
+        """Those of the tokens [begin, end) of a sequence whose queries count in the scores."""
+        return range(begin + (-begin - 1) % self.score_every, end, self.score_every)
 
     def lanes(self, kv_heads: int) -> int:
         """How many different token sets a layer keeps."""

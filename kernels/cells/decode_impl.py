@@ -95,7 +95,7 @@ class Workspace:
 
 @triton.jit(do_not_specialize=["splits"])  # it is another one for every size of a batch
 def _share_kernel(
-    query, new_keys, new_values, keys, values, slot, rows, seen, skip, phase, parts, part_lse, logits, splits,
+    query, new_keys, new_values, keys, values, slot, rows, seen, skip, fresh, phase, parts, part_lse, logits, splits,
     scale, stride_query, stride_new_key, stride_new_value, stride_key, stride_value,
     LANES: tl.constexpr, ENTRIES: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr, FAST: tl.constexpr,
@@ -112,6 +112,8 @@ def _share_kernel(
     settled = 0
     if SCORES:
         settled = tl.load(skip + request).to(tl.int32)
+        if tl.load(fresh + request) == 0:
+            settled = total  # nobody will read the logits
 
     g = tl.arange(0, QUERIES)
     i = tl.arange(0, PAIRS)
@@ -187,7 +189,7 @@ def _share_kernel(
         tl.store(values + at * stride_value + head * VALUE_DIM + v, w.to(values.dtype.element_ty), mask=in_value)
         if SCORES:
             own = logits + ((request * KV_HEADS + head) * GROUP + g) * ENTRIES + total - 1
-            tl.store(own, s, mask=in_group)
+            tl.store(own, s, mask=in_group & (total - 1 >= settled))
         higher = tl.maximum(top, s)
         shrink, p = tl.exp2(top - higher), tl.exp2(s - higher)
         total_weight = total_weight * shrink + p
@@ -321,6 +323,7 @@ def decode(
     unused = rows
     _share_kernel[(shares, kv_heads, batch)](
         query, new_keys, new_values, keys, values, slot, rows, seen, skip if skip is not None else unused,
+        fresh if fresh is not None else unused,
         turn.phase, workspace.parts, workspace.part_lse, workspace.logits, shares, scale * LOG2_E,
         *rows_of(query, new_keys, new_values, keys, values),
         LANES=lanes, ENTRIES=width, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,

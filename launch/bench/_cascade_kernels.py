@@ -109,21 +109,22 @@ class Layer:
 
     def score(self, added: int, query: torch.Tensor, lse: torch.Tensor, **more: Any) -> None:
         """Count the stride's queries in the scores."""
-        kept = self.rings.kept(added)
+        kept, counted = self.rings.kept(added), self.cascade.counted(added, added + query.shape[0])
         seen = kept + query.shape[0]
         update_scores(
             self.state.score[0],
             self.entries[:1, :seen],
             self.rows[:1],
-            query.unsqueeze(0),
+            query[counted.start - added :: counted.step].unsqueeze(0),
             self.window[0][:seen].transpose(0, 1).unsqueeze(0),
-            lse.unsqueeze(0),
-            self.number(kept)[:1],
-            self.number(query.shape[0])[:1],
+            lse[counted.start - added :: counted.step].unsqueeze(0),
+            self.number(kept + counted.start - added)[:1],
+            self.number(len(counted))[:1],
             scale=self.scale,
-            beta=self.cascade.beta,
+            beta=self.cascade.decay,
             reduction=self.cascade.head_reduction,
             skip=self.number(self.rings.settled(added))[:1],
+            every=counted.step,
             **more,
         )
 
@@ -190,11 +191,14 @@ def check_prefill(layer: Layer, strides: int, rows: int = 64) -> dict[str, float
         score = layer.state.score[0, :1, :1].clone()
         layer.score(added, query, lse)
         group = shape.heads // shape.kv_heads
-        arguments = query[None, :, :group].float(), layer.window[0][:seen, :1].transpose(0, 1)[None].float()
+        counted, every = layer.cascade.counted(added, added + rings.stride), layer.cascade.score_every
+        some = slice(counted.start - added, None, every)
+        arguments = query[None, some, :group].float(), layer.window[0][:seen, :1].transpose(0, 1)[None].float()
         exact_scores(
             score, layer.entries[:1, :seen].contiguous(), layer.rows[:1], *arguments,
-            lse[None, :, :group].contiguous(), layer.number(kept)[:1], layer.number(rings.stride)[:1],
-            scale=layer.scale, beta=layer.cascade.beta, skip=layer.number(rings.settled(added))[:1],
+            lse[None, some, :group].contiguous(), layer.number(kept + counted.start - added)[:1],
+            layer.number(len(counted))[:1], scale=layer.scale, beta=layer.cascade.decay,
+            skip=layer.number(rings.settled(added))[:1], every=every,
         )  # fmt: skip
         note("scores", layer.state.score[0, :1, :1], score, SCORE_TOLERANCE)
     return worst
@@ -382,7 +386,7 @@ class Decoding:
             "entries": layer.entries,
             "skip": self.skip,
             "fresh": self.fresh,
-            "beta": layer.cascade.beta,
+            "beta": layer.cascade.decay,
             "reduction": layer.cascade.head_reduction,
         }
 
@@ -417,7 +421,7 @@ class Decoding:
         wanted = self.run(reference.decode, layer.keys, layer.values, **self.scores())
         errors = {
             "output": float((got - wanted).abs().max() / wanted.abs().max()),
-            "scores": float((scored - layer.state.score).abs().max() / (1 - layer.cascade.beta)),
+            "scores": float((scored - layer.state.score).abs().max() / (1 - layer.cascade.decay)),
         }
         if not errors["output"] <= TOLERANCE or not errors["scores"] <= TOLERANCE:
             raise ValueError(f"decoding is wrong by {errors} (at most {TOLERANCE}): not timed")

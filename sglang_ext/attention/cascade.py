@@ -274,20 +274,22 @@ def _attend(
     lse = logits.logsumexp(-1)
     weights = torch.exp(logits - lse.unsqueeze(-1))
     out = torch.einsum("thgc,hcd->thgd", weights, caches.values[at, head].to(dtype)).flatten(1, 2)
-    known = max(0, layer.scored - begin)
-    if known < rows and cascade.cascades > 1 and cascade.selection:  # else nobody reads the scores
+    counted = cascade.counted(max(begin, layer.scored), begin + rows)
+    if counted and cascade.cascades > 1 and cascade.selection:  # else nobody reads the scores
+        first = counted[0] - begin
         update_scores(
             state.score[0],
             entries,
             only,
-            wide[known:].unsqueeze(0).contiguous(),
+            wide[first :: cascade.score_every].unsqueeze(0).contiguous(),
             seen.unsqueeze(0).contiguous(),
-            lse[known:].flatten(1).unsqueeze(0).contiguous(),
-            only + before + known,
-            only + rows - known,
+            lse[first :: cascade.score_every].flatten(1).unsqueeze(0).contiguous(),
+            only + before + first,
+            only + len(counted),
             scale=caches.scale,
-            beta=cascade.beta,
+            beta=cascade.decay,
             reduction=cascade.head_reduction,
+            every=cascade.score_every,
         )
     layer.scored = max(layer.scored, begin + rows)
     return out.to(query.dtype)

@@ -248,5 +248,5 @@ def warm_up(cascade: Cascade) -> list[Step]:
     for rows in WARM_UP:
         for before in (0, -rows % 16, -rows % 16 + 1):
             if rows <= cascade.stride and before + rows <= cascade.slots:
-                found.append(Step(0, rows, cascade.stride, before, True, True, 0))
+                found.append(Step(0, rows, cascade.stride, before, True, True, cascade.counted(0, rows)))
     return found

@@ -40,7 +40,7 @@ class Step:
         before: columns that the first token sees before its own.
         grows: whether the stride before has to be added first.
         lists: whether what the stride sees has to be written down first.
-        known: how many of the first queries were counted in the scores before.
+        counted: the tokens whose queries are to be counted in the scores, and were not before.
     """
 
     first: int
@@ -49,7 +49,7 @@ class Step:
     before: int
     grows: bool
     lists: bool
-    known: int
+    counted: range
 
     @property
     def columns(self) -> int:
@@ -102,8 +102,8 @@ class RowStream(Stream):
         for first, last in self.cascade.strides(begin, end):
             added = first // self.cascade.stride * self.cascade.stride
             before = self.home.rings.kept(added) + first - added
-            known = min(max(0, self.scored - first), last - first)
-            found.append(Step(first, last, added, before, self.added < added, self.listed != added, known))
+            counted = self.cascade.counted(max(first, self.scored), last)
+            found.append(Step(first, last, added, before, self.added < added, self.listed != added, counted))
             self.added, self.listed, self.scored = max(self.added, added), added, max(self.scored, last)
         return found
 
@@ -178,11 +178,11 @@ class Rows:
 
     def show(self, step: Step) -> Shown:
         """What `open` and `prefill` need on the device; once for all layers."""
-        added, new = self._number(step.added), step.last - step.first - step.known
+        added, first = self._number(step.added), step.counted.start - step.first
         return Shown(
             triton_impl.columns(self.rings, added, added + self.rings.stride, self.rings.entries),
-            self._number(step.before + step.known),
-            self._number(new),
+            self._number(step.before + first),
+            self._number(len(step.counted)),
             self._number(self.rings.settled(step.added)),
         )
 
@@ -237,20 +237,22 @@ class Rows:
         triton_impl.store(*new, slot, self.turn, step.before, *caches, *self.window)
         keys, values = (part[: step.columns] for part in self.window)
         out, lse = attend(query, keys, values, scale)
-        if self.scored and step.known < step.last - step.first:
+        if self.scored and step.counted:
+            counted = slice(step.counted.start - step.first, None, step.counted.step)
             update_scores(
                 self.state.score[number],
                 shown.entries[:, : step.columns],
                 self._row(row),
-                query[step.known :].unsqueeze(0),
+                query[counted].unsqueeze(0),
                 keys.transpose(0, 1).unsqueeze(0),
-                lse[step.known :].unsqueeze(0),
+                lse[counted].unsqueeze(0),
                 shown.before,
                 shown.count,
                 scale=scale,
-                beta=self.cascade.beta,
+                beta=self.cascade.decay,
                 reduction=self.cascade.head_reduction,
                 skip=shown.settled,
+                every=self.cascade.score_every,
             )
         return out
 
@@ -275,7 +277,7 @@ class Rows:
                 "entries": self.decoding.entries[:batch],
                 "skip": skip,
                 "fresh": fresh,
-                "beta": self.cascade.beta,
+                "beta": self.cascade.decay,
                 "reduction": self.cascade.head_reduction,
             }
         return decode_impl.decode(
@@ -375,7 +377,7 @@ class DecodeBuffers:
         for index, each in enumerate(streams):
             if each is not None:
                 row, step = each
-                numbers = (row, step.columns, rings.settled(step.added), int(not step.known), step.added)
+                numbers = (row, step.columns, rings.settled(step.added), len(step.counted), step.added)
                 for column, number in zip(table, numbers, strict=True):
                     column[index] = number
                 known[index] = row, step.added

@@ -50,6 +50,8 @@ def test_one_cascade_is_streaming_llm(served: Served, length: int) -> None:
 
 VARIANTS: list[tuple[dict[str, Any], Sizes]] = [
     ({}, CASCADES),
+    ({"score_every": 2}, Sizes(SINKS, WINDOW, STRIDE, 4, BETA, score_every=2)),
+    ({"score_every": 3, "head_reduction": "max"}, Sizes(SINKS, WINDOW, STRIDE, 4, BETA, True, score_every=3)),
     ({"head_reduction": "max"}, Sizes(SINKS, WINDOW, STRIDE, 4, BETA, maximum=True)),
     ({"heads": "homogeneous"}, Sizes(SINKS, WINDOW, STRIDE, 4, BETA, homogeneous=True)),
     ({"selection": False}, Sizes(SINKS, WINDOW, STRIDE, 4, BETA, selection=False)),

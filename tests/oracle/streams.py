@@ -31,6 +31,7 @@ class Sizes:
     maximum: bool = False  # scores of the group's best query head instead of their mean
     homogeneous: bool = False
     selection: bool = True
+    score_every: int = 1  # of so many queries the last counts, with the decay of them all
 
 
 def streaming_llm(model: torch.nn.Module, tokens: Sequence[int], sizes: Sizes) -> torch.Tensor:
@@ -133,8 +134,10 @@ class CascadeOracle:
                     out[head, begin:end] = weights @ value[head // group, seen]
                     received[m][:, seen] = weights
                 reduced = received.amax(0) if sizes.maximum else received.mean(0)
-                for attention in reduced:  # a query at a time
-                    scores = sizes.beta * scores + (1 - sizes.beta) * attention
+                for token, attention in enumerate(reduced, begin):  # a query at a time
+                    if (token + 1) % sizes.score_every == 0:
+                        decay = sizes.beta**sizes.score_every
+                        scores = decay * scores + (1 - decay) * attention
                 if end % sizes.stride == 0:
                     for token in range(begin, end):
                         lane.add(token, scores)

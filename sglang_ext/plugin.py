@@ -288,7 +288,8 @@ def _backend_factory(name: str) -> Callable[[Any], Any]:
         from sglang_ext.attention.select import backend_class
 
         policy = policies()[name]()
-        return backend_class(policy, model_runner.server_args.dtype)(model_runner, policy)
+        policy.dtype = model_runner.server_args.dtype
+        return backend_class(policy)(model_runner, policy)
 
     return build
 
@@ -358,13 +359,12 @@ def after_compute_cell_size(result: int, _configurator: Any, kvc: Any, num_layer
     """AFTER _compute_cell_size: a policy's own bytes a token count in SGLang's memory budget."""
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_ext.attention.policy import policies
+    from sglang_ext.attention.policy import policies, policy_of
 
-    factory = policies().get(kvc.server_args.attention_backend)
-    if factory is None:
+    if kvc.server_args.attention_backend not in policies():
         return result
     config = kvc.model_config
-    return result + factory().extra_bytes_per_token(
+    return result + policy_of(kvc.server_args).extra_bytes_per_token(
         layers=num_layers,
         kv_heads=config.get_num_kv_heads(get_parallel().attn_tp_size),
         head_dim=config.head_dim,

@@ -71,7 +71,7 @@ class CascadeStreams(ViewBackend):
         self.rows = self._make(policy.config, compat.num_request_slots(model_runner) // most)
         self._own = OwnRows(lambda cascade: self._make(cascade, 1, self.rows.window))
         policy.keep_in(self._begin)
-        self._kind, self._attend = self._choose(kernels(policy, model_runner.server_args.dtype))
+        self._kind, self._attend = self._choose(kernels(policy))
         self.prefills = {"flashinfer": 0, "torch": 0}
         self._table: torch.Tensor = self.req_to_token_pool.req_to_token  # type: ignore[attr-defined]
         self._parts: list[_Part] = []

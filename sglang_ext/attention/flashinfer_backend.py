@@ -29,6 +29,6 @@ class FlashInferViewBackend(PlannedViews, FlashInferAttnBackend):
                 f"{KERNELS_ENV}=torch in the server's environment, which is slow but serves any"
             )
         check_cache_type(model_runner, self.shape.dtype)
-        if kernels(policy, model_runner.server_args.dtype) == "flashinfer":
+        if kernels(policy) == "flashinfer":
             self.dense = VirtualRequests(self.rope.inv_freq.device, "auto", self.workspace_buffer)
         self.warm_up()

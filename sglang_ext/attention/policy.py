@@ -171,6 +171,7 @@ class Policy:
         cells: whether kernels over cells can serve it (`attention.cascade_backend`).
         decodes_apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix
             them: `--enable-mixed-chunk` is refused then.
+        dtype: the server's `--dtype`, which decides what kernels there are (`attention.select`).
     """
 
     request_options: frozenset[str] = frozenset()
@@ -178,6 +179,7 @@ class Policy:
     clusters: bool = False
     cells: bool = False
     decodes_apart: bool = False
+    dtype: str = "auto"
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Look at a request's `custom_params` before it is sent to the schedulers.
@@ -378,3 +380,10 @@ def policies() -> Mapping[str, Callable[[], Policy]]:
             )
         found[entry.name] = entry.load()
     return MappingProxyType(found)
+
+
+def policy_of(server_args: Any) -> Policy:
+    """A new policy of the server's attention backend, which is one of `policies`."""
+    policy = policies()[server_args.attention_backend]()
+    policy.dtype = server_args.dtype
+    return policy

@@ -13,11 +13,11 @@ KERNELS_ENV = "SGLANG_EXT_KERNELS"
 """Environment variable:
 
 - `auto`, the default: what has been measured for this machine: `flashinfer` on Hopper GPUs in half precision, `torch`
-  elsewhere.
+  elsewhere and for policies that have no kernels.
 - `torch`: the reference, on any device, without CUDA graphs.
 - `triton`: the work list of `attention.planned` for every batch with views; CUDA graphs on a GPU, Triton's interpreter
   (slow) without one. Policies with clusters decode in the kernels of `attention.clustered_backend`, streams run in
-  those of `attention.cascade_backend`; `auto` chooses neither yet.
+  those of `attention.cascade_backend`.
 - `flashinfer`: the same, and blocks being encoded, or the strides of a prompt, in FlashInfer's prefill kernels. Needs a
   GPU.
 """
@@ -27,13 +27,12 @@ KERNELS = ("auto", "torch", "triton", "flashinfer")
 FLOAT32 = ("float32", "float")
 
 
-def kernels(policy: Policy, dtype: str = "auto") -> str:
+def kernels(policy: Policy) -> str:
     """What serves `policy` here: `torch`, `triton` or `flashinfer`.
 
     Args:
         policy: one that neither plans nor has clusters or cells for kernels (`Policy.plans`, `Policy.clusters`,
-            `Policy.cells`) is served by `torch`.
-        dtype: the server's `--dtype`; FlashInfer has no float32.
+            `Policy.cells`) is served by `torch`. FlashInfer has no float32 (`Policy.dtype`).
 
     Raises:
         ValueError: the environment asks for something else, or for FlashInfer without a GPU.
@@ -46,20 +45,20 @@ def kernels(policy: Policy, dtype: str = "auto") -> str:
     if not (policy.plans or policy.clusters or policy.cells):
         return "torch"
     if chosen == "auto":
-        return "flashinfer" if policy.plans and _hopper() and dtype not in FLOAT32 else "torch"
+        return "flashinfer" if _hopper() and policy.dtype not in FLOAT32 else "torch"
     return chosen
 
 
-def captures(policy: Policy, dtype: str = "auto") -> bool:
+def captures(policy: Policy) -> bool:
     """Whether the backend that serves `policy` here runs inside CUDA graphs."""
-    return torch.cuda.is_available() and kernels(policy, dtype) != "torch"
+    return torch.cuda.is_available() and kernels(policy) != "torch"
 
 
-def backend_class(policy: Policy, dtype: str = "auto") -> Any:
+def backend_class(policy: Policy) -> Any:
     """The backend's class; an instance takes (model_runner, policy)."""
     if isinstance(policy, StreamPolicy):
-        return _stream_class(policy, dtype)
-    if kernels(policy, dtype) == "torch":
+        return _stream_class(policy)
+    if kernels(policy) == "torch":
         from sglang_ext.attention.backend import ViewAttnBackend
 
         return ViewAttnBackend
@@ -82,8 +81,8 @@ def backend_class(policy: Policy, dtype: str = "auto") -> Any:
     return type("TritonViewBackend", (PlannedViews, TorchBackend), {})
 
 
-def _stream_class(policy: Policy, dtype: str) -> Any:
-    if kernels(policy, dtype) == "torch":
+def _stream_class(policy: Policy) -> Any:
+    if kernels(policy) == "torch":
         from sglang_ext.attention.streams import StreamAttnBackend
 
         return StreamAttnBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_ext.attention.policy import StreamPolicy, policies
+from sglang_ext.attention.policy import StreamPolicy, policies, policy_of
 from sglang_ext.attention.select import captures
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 
@@ -52,7 +52,7 @@ def is_active(server_args: Any) -> bool:
 
 def serves_streams(server_args: Any) -> bool:
     """Whether every request of this server is a stream (`attention.policy.StreamPolicy`)."""
-    return is_active(server_args) and isinstance(policies()[server_args.attention_backend](), StreamPolicy)
+    return is_active(server_args) and isinstance(policy_of(server_args), StreamPolicy)
 
 
 def refusals(server_args: Any) -> list[str]:
@@ -65,7 +65,7 @@ def refusals(server_args: Any) -> list[str]:
             problems.append(
                 f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
             )
-    policy = policies()[server_args.attention_backend]()
+    policy = policy_of(server_args)
     if os.environ.get(POLICY_ENV) and not hasattr(policy, "options"):
         problems.append(
             f"--policy {os.environ[POLICY_ENV]}: --attention-backend {server_args.attention_backend} has no options;"
@@ -81,7 +81,7 @@ def refusals(server_args: Any) -> list[str]:
 
 def before_server_args(server_args: Any) -> None:
     """BEFORE ServerArgs.__post_init__: what our backend needs, before SGLang works out what follows from it."""
-    if is_active(server_args) and not captures(policies()[server_args.attention_backend](), server_args.dtype):
+    if is_active(server_args) and not captures(policy_of(server_args)):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.attention.policy import policies
+from sglang_ext.attention.policy import policy_of
 from sglang_ext.serving import checks
 
 
 def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER TokenizerManager.__init__: the policy of the server, when it is one of ours."""
-    name = manager.server_args.attention_backend
-    manager.ext_policy = policies()[name]() if checks.is_active(manager.server_args) else None
+    manager.ext_policy = policy_of(manager.server_args) if checks.is_active(manager.server_args) else None
 
 
 def before_tokenize_one_request(manager: Any, obj: Any) -> None:

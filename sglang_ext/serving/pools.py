@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import fastapi
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import StreamPolicy, policies
+from sglang_ext.attention.policy import StreamPolicy, policy_of
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
 from sglang_ext.serving.encode import Run, plan_runs
@@ -66,7 +66,7 @@ class PoolService:
     def __init__(self, manager: Any, directory: str | None = None) -> None:
         self.manager = manager
         self.pools: dict[str, Pool] = {}
-        policy = policies()[manager.server_args.attention_backend]()
+        policy = policy_of(manager.server_args)
         self.policy_options = policy.request_options
         self._streams = isinstance(policy, StreamPolicy)
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}

@@ -375,16 +375,21 @@ def test_warming_up_runs_the_kernels_and_changes_nothing(world: World, monkeypat
 def test_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_ext.attention import select
     from sglang_ext.attention.backend import ViewAttnBackend
-    from sglang_ext.attention.policy import Policy
+    from sglang_ext.attention.policy import Policy, policies, policy_of
     from sglang_ext.attention.select import backend_class, captures
 
     monkeypatch.delenv("SGLANG_EXT_KERNELS", raising=False)
     monkeypatch.setattr(select, "_hopper", lambda: False)
     assert backend_class(DbsaPolicy()) is ViewAttnBackend and not captures(DbsaPolicy())
     monkeypatch.setattr(select, "_hopper", lambda: True)
-    found = [select.kernels(DbsaPolicy(), dtype) for dtype in ("auto", "bfloat16", "half", "float32", "float")]
-    assert found == ["flashinfer"] * 3 + ["torch"] * 2, "FlashInfer has no float32"
-    assert select.kernels(Policy(), "bfloat16") == "torch"
+    for name in ("dbsa", "double_p", "dbsa+double_p", "cascade", "streaming_llm"):
+        found = []
+        for dtype in ("auto", "bfloat16", "half", "float32", "float"):
+            policy = policy_of(SimpleNamespace(attention_backend=name, dtype=dtype))
+            found.append(select.kernels(policy))
+        assert found == ["flashinfer"] * 3 + ["torch"] * 2, "FlashInfer has no float32"
+    assert select.kernels(Policy()) == "torch"
+    assert {select.kernels(policies()[name]()) for name in ("quest", "retroinfer", "twilight")} == {"torch"}
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
     assert issubclass(backend_class(DbsaPolicy()), planned.PlannedViews)
     assert backend_class(Policy()) is ViewAttnBackend, "a policy that does not plan is served by the reference"

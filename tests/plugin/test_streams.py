@@ -32,7 +32,7 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> CascadePolicy:
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
-    return SimpleNamespace(attention_backend="cascade", dp_size=1, pp_size=1, tp_size=1, **changed)
+    return SimpleNamespace(attention_backend="cascade", dtype="auto", dp_size=1, pp_size=1, tp_size=1, **changed)
 
 
 def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

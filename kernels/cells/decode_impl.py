@@ -13,6 +13,7 @@ have them compiled anew while serving.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -282,6 +283,7 @@ def decode(
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     tuning: Tuning | None = None,
+    share: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """`reference.decode` on the device, without synchronisation.
 
@@ -289,6 +291,7 @@ def decode(
         out: [batch, heads, value_dim] contiguous, to write to; made here when None.
         workspace: made here when None.
         tuning: tile sizes; `tuning_for` the heads when None.
+        share: another first launch, `cuda_impl.share`; Triton's when None.
 
     Raises:
         ValueError: also for new tokens or queries in another type than the caches, and for some but not all of what
@@ -321,16 +324,22 @@ def decode(
         )
     out = query.new_empty(batch, heads, value_dim) if out is None else out
     unused = rows
-    _share_kernel[(shares, kv_heads, batch)](
-        query, new_keys, new_values, keys, values, slot, rows, seen, skip if skip is not None else unused,
-        fresh if fresh is not None else unused,
-        turn.phase, workspace.parts, workspace.part_lse, workspace.logits, shares, scale * LOG2_E,
-        *rows_of(query, new_keys, new_values, keys, values),
-        LANES=lanes, ENTRIES=width, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
-        VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox, FAST=keys.is_cuda, TILE=tuning.columns,
-        QUERIES=padded(heads // kv_heads), PAIRS=padded(half), REST=padded(dim - 2 * half),
-        VALUES=padded(value_dim), SCORES=scored, num_warps=tuning.warps, num_stages=tuning.stages,
-    )  # fmt: skip
+    strides = rows_of(query, new_keys, new_values, keys, values)
+    if share is not None:
+        share(
+            query, new_keys, new_values, keys, values, slot, rows, seen, turn, scale * LOG2_E, skip, fresh,
+            workspace.parts, workspace.part_lse, workspace.logits,
+        )  # fmt: skip
+    else:
+        _share_kernel[(shares, kv_heads, batch)](
+            query, new_keys, new_values, keys, values, slot, rows, seen, skip if skip is not None else unused,
+            fresh if fresh is not None else unused, turn.phase, workspace.parts, workspace.part_lse, workspace.logits,
+            shares, scale * LOG2_E, *strides,
+            LANES=lanes, ENTRIES=width, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
+            VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox, FAST=keys.is_cuda, TILE=tuning.columns,
+            QUERIES=padded(heads // kv_heads), PAIRS=padded(half), REST=padded(dim - 2 * half),
+            VALUES=padded(value_dim), SCORES=scored, num_warps=tuning.warps, num_stages=tuning.stages,
+        )  # fmt: skip
     tiles = triton.cdiv(width, tuning.scores) * lanes if scored else 0
     _join_kernel[(heads + tiles, batch)](
         workspace.parts, workspace.part_lse, workspace.logits, out,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -27,6 +28,10 @@ BIASES = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+ROOM = 112 * 1024
+"""Bytes of shared memory that the larger tiles take."""
+
+
 @dataclass(frozen=True)
 class Tuning:
     """What may be tuned: columns and query rows a tile, warps, stages of the pipeline over the rows, registers."""
@@ -38,21 +43,29 @@ class Tuning:
     registers: int | None = None
 
 
-PREFILL = Tuning()
+PREFILL = Tuning(columns=256, warps=8, registers=128)  # two programs a multiprocessor of 227 KiB
+SMALLER = Tuning()
 DECODE = Tuning(columns=64, rows=16, warps=4, stages=1)  # few rows: the keys are read once and that is the time
 
 
-def tuning_for(rows: int, head_dim: int, itemsize: int, together: bool = False) -> Tuning:
+def tuning_for(rows: int, head_dim: int, itemsize: int, together: bool = False, shared: int = 99 * 1024) -> Tuning:
     """What was tuned for 128 components of 16 bits, with smaller tiles where heads are larger.
 
-    So that a program takes at most 99 KiB of shared memory (compiled for sm_90): what the smaller GPUs of a generation
-    have. Where key-value heads share a score (`together`), keys go through the pipeline as well, which is shorter then.
+    So that a program takes at most `shared` bytes of shared memory (compiled for sm_90); 99 KiB is what the smaller
+    GPUs of a generation have. Where key-value heads share a score (`together`), keys go through the pipeline as well,
+    which is shorter then.
     """
-    tuning = DECODE if rows <= DECODE.rows else PREFILL
+    tuning = DECODE if rows <= DECODE.rows else PREFILL if shared >= ROOM and not together else SMALLER
     if together:
         tuning = replace(tuning, stages=min(2, tuning.stages))
     larger = max(1, _padded(head_dim) * itemsize // 256)
     return replace(tuning, columns=max(16, tuning.columns // larger), rows=max(16, tuning.rows // larger))
+
+
+@cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def _padded(head_dim: int) -> int:
@@ -143,7 +156,9 @@ def _launch(
         query = query.contiguous()
     if keys.stride(3) != 1:
         keys = keys.contiguous()
-    tuning = tuning or tuning_for(most, head_dim, query.element_size(), out_heads < kv_heads)
+    if tuning is None:
+        sizes = most, head_dim, query.element_size(), out_heads < kv_heads
+        tuning = tuning_for(*sizes, *([_shared(query.device)] if query.is_cuda else []))
     # 0 queries later nothing has decayed, also with beta 0: so not minus infinity, which times 0 is not a number.
     log2_beta = math.log2(beta) if beta > 0 else -1e30
     if lse.stride(2) != 1:

@@ -14,7 +14,7 @@ import torch
 
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
 from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
-from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, flashinfer_impl, reference, triton_impl
+from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, fast, flashinfer_impl, reference, triton_impl
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.score_update.reference import update_scores as exact_scores
 from sglang_ext.kernels.score_update.triton_impl import update_scores
@@ -60,7 +60,7 @@ class Layer:
         self.lists = empty_lists(self.state)
         frequency = 500000.0 ** (-torch.arange(0, shape.dim, 2, dtype=torch.float64) / shape.dim)
         self.turn = Turn.of(Rope(frequency.float().to(device)))
-        self.rows = torch.arange(requests, device=device)
+        self.rows = torch.arange(requests, dtype=torch.int32, device=device)
         self.slots = torch.arange(requests * rings.entries, dtype=torch.int32, device=device).view(requests, -1)
         self.keys, self.values = (self.draw(self.slots.numel(), shape.kv_heads) for _ in range(2))
         self.window = [torch.empty_like(self.keys[: rings.entries]) for _ in range(2)]
@@ -373,10 +373,10 @@ class Decoding:
         self.new = [self.layer.draw(batch, self.shape.kv_heads) for _ in range(2)]
         self.columns, self.fresh = self.layer.number(self.seen), self.layer.number(1)
 
-    def workspace(self, tuning: decode_impl.Tuning, multiprocessors: int) -> decode_impl.Workspace:
-        shape, width = self.shape, self.layer.rings.entries
-        batch = self.query.shape[0]
-        shares = decode_impl.splits(batch, shape.kv_heads, width, multiprocessors, tuning)
+    def workspace(self, multiprocessors: int) -> decode_impl.Workspace:
+        shape, layer, batch = self.shape, self.layer, self.query.shape[0]
+        width = layer.rings.entries
+        shares = fast.splits(batch, shape.heads, layer.keys, layer.values, layer.turn, width, multiprocessors)
         return decode_impl.Workspace.empty(batch, shape.heads, shape.dim, width, shares, self.layer.device, True)
 
     def scores(self) -> dict[str, Any]:
@@ -416,7 +416,7 @@ class Decoding:
         """
         layer = self.layer
         before = layer.state.score.clone()
-        got = self.run(decode_impl.decode, layer.keys, layer.values, **self.scores(), **more)
+        got = self.run(fast.decode, layer.keys, layer.values, **self.scores(), **more)
         scored, layer.state.score[:] = layer.state.score.clone(), before
         wanted = self.run(reference.decode, layer.keys, layer.values, **self.scores())
         errors = {
@@ -466,11 +466,11 @@ def decode(cascade: Cascade, batches: Sequence[int], device: torch.device, bandw
     for batch in batches:
         decoding = Decoding(cascade, batch, device)
         layer = decoding.layer
-        workspace = decoding.workspace(decode_impl.TUNING, multiprocessors)
+        workspace = decoding.workspace(multiprocessors)
         errors = decoding.check(workspace=workspace)
 
         def work(keys: torch.Tensor, values: torch.Tensor, decoding: Any = decoding, **more: Any) -> None:
-            decoding.run(decode_impl.decode, keys, values, **more)
+            decoding.run(fast.decode, keys, values, **more)
 
         scored = {"workspace": workspace, **decoding.scores()}
         ours = time_gpu(lambda k, v, work=work, more=scored: work(k, v, **more), layer.keys, layer.values)

@@ -17,7 +17,7 @@ from sglang_ext.attention.cascade import Stream
 from sglang_ext.compat import AttentionShape
 from sglang_ext.kernels.cascade_update import CascadeState, Rings
 from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
-from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, triton_impl
+from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, fast, triton_impl
 from sglang_ext.kernels.score_update.triton_impl import update_scores
 from sglang_ext.policies.cascade import Cascade
 
@@ -154,7 +154,7 @@ class Rows:
 
     def buffers(self, rows: int) -> DecodeBuffers:
         """Buffers for decoding steps of up to so many of these streams, padding included."""
-        return DecodeBuffers(self.rings, self.shape, self.scored, rows, self.device)
+        return DecodeBuffers(self.rings, self.shape, self.turn, self.scored, rows, self.device)
 
     def begin(self) -> RowStream:
         """A stream that has seen nothing.
@@ -280,7 +280,7 @@ class Rows:
                 "beta": self.cascade.decay,
                 "reduction": self.cascade.head_reduction,
             }
-        return decode_impl.decode(
+        return fast.decode(
             query,
             *new,
             *caches,
@@ -327,6 +327,7 @@ class DecodeBuffers:
     Args:
         rings: sizes of the cascade.
         shape: heads of a layer.
+        turn: the model's rotation.
         scored: whether scores are kept.
         rows: requests of the largest batch.
         device: of everything.
@@ -335,13 +336,18 @@ class DecodeBuffers:
         entries: [rows, slots of a stream] int32, `Rings.columns` of every request.
     """
 
-    def __init__(self, rings: Rings, shape: AttentionShape, scored: bool, rows: int, device: torch.device) -> None:
+    def __init__(
+        self, rings: Rings, shape: AttentionShape, turn: Turn, scored: bool, rows: int, device: torch.device
+    ) -> None:
         self.rows, self._rings, self._scored = rows, rings, scored
-        width, tuning = rings.entries, decode_impl.tuning_for(shape.head_dim, shape.value_dim, shape.dtype.itemsize)
+        width = rings.entries
         self._sizes = shape.heads, shape.value_dim
+        caches = [
+            torch.empty(0, shape.kv_heads, size, dtype=shape.dtype, device=device)
+            for size in (shape.head_dim, shape.value_dim)
+        ]
         self._shares = {
-            batch: decode_impl.splits(batch, shape.kv_heads, width, shape.num_sms, tuning)
-            for batch in range(1, rows + 1)
+            batch: fast.splits(batch, shape.heads, *caches, turn, width, shape.num_sms) for batch in range(1, rows + 1)
         }
         most = max(batch * shares for batch, shares in self._shares.items())
         make = lambda size: torch.empty(size, dtype=torch.float32, device=device)  # noqa: E731

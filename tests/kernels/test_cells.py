@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
-from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, flashinfer_impl, reference, triton_impl
+from sglang_ext.kernels.cells import (
+    Turn,
+    cuda_impl,
+    decode_impl,
+    empty_lists,
+    fast,
+    flashinfer_impl,
+    reference,
+    triton_impl,
+)
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.cascade import Cascade, Stream
 from tests.kernels import sm90
@@ -210,9 +219,77 @@ IMPLEMENTATIONS = [
 @pytest.mark.parametrize("reduction", ["mean", "max", None])
 @pytest.mark.parametrize("decode, more", IMPLEMENTATIONS)
 def test_decode(decode: Any, more: dict[str, Any], reduction: str | None, shape: dict[str, Any]) -> None:
+    check_decode(decode, more, reduction, shape)
+
+
+NO_CUDA = (
+    "there is no GPU"
+    if DEVICE == "cpu"
+    else cuda_impl.refusal(torch.device(DEVICE), HALF, 128, 128, 1, Turn.of(Rope(torch.ones(64))))
+)
+
+
+@pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
+@pytest.mark.parametrize("heads", ["independent", "homogeneous"])
+@pytest.mark.parametrize("dtype", cuda_impl.DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "max", None])
+@pytest.mark.parametrize("group, kv_heads", [(1, 3), (3, 1), (4, 2), (8, 2)])
+@pytest.mark.parametrize("dim", cuda_impl.DIMS)
+def test_decode_in_cuda(
+    dim: int, group: int, kv_heads: int, reduction: str | None, dtype: torch.dtype, heads: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    launched = []
+    real = cuda_impl.share
+    monkeypatch.setattr(cuda_impl, "share", lambda *given: (launched.append(1), real(*given)))
+    shape = {"dims": (dim, dim, dim), "kv_heads": kv_heads, "dtype": dtype, "heads": heads}
+    check_decode(fast.decode, {}, reduction, shape, group)
+    assert launched
+
+
+@pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
+@pytest.mark.parametrize("shares", [1, 3, 40])
+def test_shares_in_cuda(shares: int) -> None:
+    """Long rows of random cells: many chunks a warp, some without any, in as many shares as one likes."""
+    gen = torch.Generator(DEVICE).manual_seed(8)
+    columns, kv_heads, dim, batch = 1500, 2, 128, 3
+    draw = lambda *size: torch.randn(*size, generator=gen, device=DEVICE).to(torch.bfloat16)  # noqa: E731
+    keys, values = draw(batch * columns + 5, kv_heads, dim), draw(batch * columns + 5, kv_heads, dim)
+    slot = torch.randperm(batch * columns, generator=gen, device=DEVICE).view(batch, 1, columns).int()
+    turn = Turn.of(Rope((1e4 ** -torch.arange(0, 1, 1 / 64)).to(DEVICE)))
+    rows, seen = torch.tensor([2, 0, 1], device=DEVICE), torch.tensor([1500, 17, 801], device=DEVICE)
+    given = draw(batch, 8, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim), keys, values, slot
+    workspace = decode_impl.Workspace.empty(batch, 8, dim, columns, shares, keys.device, False)
+    for tensor in (workspace.parts, workspace.part_lse):
+        tensor.fill_(float("nan"))
+    wanted = reference.decode(*given, rows, seen, turn, 0.1)
+    got = fast.decode(*given, rows, seen, turn, 0.1, workspace=workspace)
+    assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dim, group, lanes, scores", [(128, 4, 8, True), (128, 8, 1, False), (64, 1, 8, True)])
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_cuda_compiles_for_hopper(dim: int, group: int, lanes: int, scores: bool, bfloat16: bool) -> None:
+    assert cuda_impl.compiled("sm_90", dim, group, 8, lanes, scores, bfloat16).code
+
+
+def test_where_cuda_is_refused() -> None:
+    turn = Turn.of(Rope(torch.ones(64)))
+    given = (torch.device("cuda"), torch.bfloat16, 128, 128, 4, turn)
+    for at, value, reason in (
+        (0, torch.device("cpu"), "device cpu"), (1, torch.float32, "16 bits only"), (2, 96, "heads of 96"),
+        (3, 64, "heads of 128 and 64"), (4, 9, "groups of 9"), (5, Turn.of(Rope(torch.ones(32))), "64 of 128"),
+        (5, Turn.of(Rope(torch.ones(64), False)), "neox=False"),
+    ):  # fmt: skip
+        assert reason in (cuda_impl.refusal(*given[:at], value, *given[at + 1 :]) or "")
+
+
+def check_decode(
+    decode: Any, more: dict[str, Any], reduction: str | None, shape: dict[str, Any], group: int = 3
+) -> None:
     """The last token of each request is new; one request was counted before, one row is padding."""
     world = World.make(reference, LENGTHS, **shape)
-    rings, kv_heads, group = world.cascade.rings, world.keys.shape[1], 3
+    rings, kv_heads = world.cascade.rings, world.keys.shape[1]
     dtype, dim = world.keys.dtype, world.keys.shape[2]
     gen = torch.Generator().manual_seed(9)
     rows = [2, 3, 1, 0]

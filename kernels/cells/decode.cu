@@ -1,0 +1,327 @@
+// Decoding over cells: a share of a request's columns, one key-value head, one new query a query head.
+//
+// Written in CUDA, since a key has to be turned between shared memory and the matrix product: here it is in the
+// registers that the product takes it from. Triton writes turned keys to shared memory and reads them again, with
+// barriers between; `decode_cuda.py` says what the arguments are, and `decode_impl.py` has the same in Triton.
+//
+// Every warp goes its own way through every WARPS-th chunk of 16 columns, STAGES chunks on their way or being computed
+// (`cp.async`), and barriers are those of a warp. Keys are the left operand of the first product: keys · query,
+// [16 columns, 8 queries]. So are values, transposed, of the second: values · weights, [components, 8 queries]. Its
+// right operand is the first product's result, transposed in registers (`movmatrix`). At the end the warps' results
+// are merged.
+//
+// Set by the compiler: DIM (64 or 128, of keys and values, all of a key turned, NeoX pairs), GROUP (1 to 8), KV_HEADS,
+// LANES (KV_HEADS or 1), SCORES, STAGES, BLOCKS (that a multiprocessor has room for), BFLOAT16 (float16 otherwise).
+
+#define WARPS 2
+#define COLUMNS 16  // of a chunk: rows of a matrix product
+#define FULL 0xffffffffu
+#define HALF (DIM / 2)
+#define STEPS (DIM / 16)  // products over the components
+#define PIECES (DIM / 8)  // of 16 bytes
+#define CHUNK (COLUMNS * DIM * 2)  // bytes
+#define RADIANS 1.4629180792671596e-09f  // 2 pi / 2^32
+#define NOTHING __int_as_float(0xff800000)  // -inf
+
+typedef unsigned short u16;
+typedef long long i64;
+
+#if BFLOAT16
+#define TYPE "bf16"
+#else
+#define TYPE "f16"
+#endif
+
+__device__ __forceinline__ unsigned packed(float low, float high) {
+    unsigned bits;
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+__device__ __forceinline__ float widened(unsigned bits, int which) {
+#if BFLOAT16
+    return __uint_as_float(which ? bits & 0xffff0000u : bits << 16);
+#else
+    float value;
+    const u16 half = static_cast<u16>(which ? bits >> 16 : bits);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+#endif
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Turn of `turns` 2^-32ths of a whole one.
+__device__ __forceinline__ void cos_sin(unsigned turns, float &cosine, float &sine) {
+    const float angle = static_cast<float>(static_cast<int>(turns)) * RADIANS;
+    asm("cos.approx.ftz.f32 %0, %1;" : "=f"(cosine) : "f"(angle));
+    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(sine) : "f"(angle));
+}
+
+// Where piece `piece` of a column lies in a chunk; eight columns' same piece lie in different banks.
+__device__ __forceinline__ unsigned offset_of(int column, int piece) {
+    return column * (DIM * 2) + ((piece ^ (column & 7)) << 4);
+}
+
+__device__ __forceinline__ void load_tiles(unsigned (&tile)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_tiles_transposed(unsigned (&tile)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ unsigned transposed(unsigned tile) {
+    unsigned other;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(tile));
+    return other;
+}
+
+// sum += left [16, 16] · right [16, 8]
+__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
+}
+
+// What a warp knows of the columns it has seen. A thread has the queries `pair` and `pair` + 1 with pair = 2 (lane % 4),
+// and of every 16 components those at lane / 4 and 8 behind.
+struct Found {
+    float top[2];     // largest logit, to base 2
+    float weight[2];  // of this thread's columns; of all of them after `finish`
+    float sum[STEPS][4];
+};
+
+// 16 columns from shared memory. `position` is the first one's, `valid` of them count, at least one.
+// Logits are left in `logit`: of column lane / 4 for both queries, then of the one 8 behind.
+__device__ __forceinline__ void attend(
+    Found &found, float (&logit)[4], unsigned keys, unsigned values, int position, int valid, float scale,
+    const unsigned (&query)[STEPS][2], const unsigned (&phase)[STEPS / 2][4]) {
+    const int lane = threadIdx.x % 32;
+    float first[4] = {0, 0, 0, 0}, second[4] = {0, 0, 0, 0};
+    const int column = lane % 8 + (lane / 8) % 2 * 8, piece = lane / 16;
+#pragma unroll
+    for (int step = 0; step < STEPS / 2; ++step) {
+        unsigned a[4], b[4];
+        load_tiles(a, keys + offset_of(column, 2 * step + piece));
+        load_tiles(b, keys + offset_of(column, 2 * step + piece + PIECES / 2));
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) {  // columns +0, +8, +0, +8; components +0, +0, +8, +8
+            const unsigned at = position + lane / 4 + tile % 2 * 8;
+            float x[2], y[2];
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                float cosine, sine;
+                cos_sin(at * phase[step][tile / 2 * 2 + which], cosine, sine);
+                const float u = widened(a[tile], which), v = widened(b[tile], which);
+                x[which] = u * cosine - v * sine;
+                y[which] = v * cosine + u * sine;
+            }
+            a[tile] = packed(x[0], x[1]);
+            b[tile] = packed(y[0], y[1]);
+        }
+        multiply(first, a, query[step][0], query[step][1]);
+        multiply(second, b, query[step + STEPS / 2][0], query[step + STEPS / 2][1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        logit[i] = (first[i] + second[i]) * scale;
+        if (lane / 4 + i / 2 * 8 >= valid) logit[i] = NOTHING;
+    }
+    float p[4];
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+        float top = fmaxf(logit[q], logit[q + 2]);
+        for (int by = 4; by < 32; by *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, by));
+        top = fmaxf(top, found.top[q]);
+        const float shrink = exp2_of(found.top[q] - top);
+        found.top[q] = top;
+        p[q] = exp2_of(logit[q] - top);
+        p[q + 2] = exp2_of(logit[q + 2] - top);
+        found.weight[q] = found.weight[q] * shrink + p[q] + p[q + 2];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            found.sum[step][q] *= shrink;
+            found.sum[step][q + 2] *= shrink;
+        }
+    }
+    const unsigned low = transposed(packed(p[0], p[1])), high = transposed(packed(p[2], p[3]));
+    const int row = lane % 8 + lane / 16 * 8, part = (lane / 8) % 2;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        unsigned v[4];
+        load_tiles_transposed(v, values + offset_of(row, 2 * step + part));
+        multiply(found.sum[step], v, low, high);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_share(
+    const u16 *__restrict__ query, const u16 *__restrict__ new_keys, const u16 *__restrict__ new_values, u16 *keys,
+    u16 *values, const int *__restrict__ slot, const int *__restrict__ rows, const int *__restrict__ seen,
+    const int *__restrict__ skip, const int *__restrict__ fresh, const unsigned *__restrict__ phases,
+    float *__restrict__ parts, float *__restrict__ part_lse, float *__restrict__ logits, i64 stride_query,
+    i64 stride_new_key, i64 stride_new_value, i64 stride_key, i64 stride_value, int entries, float scale) {
+    __shared__ alignas(128) unsigned char memory[WARPS][STAGES][2][CHUNK];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int split = blockIdx.x, splits = gridDim.x, head = blockIdx.y;
+    const i64 request = blockIdx.z;
+    const int total = seen[request], old = total - 1;  // without the new token
+    const int each = ((old + COLUMNS - 1) / COLUMNS + splits - 1) / splits * COLUMNS;
+    const int begin = split * each + warp * COLUMNS, end = min((split + 1) * each, old);
+    const int *list = slot + (static_cast<i64>(rows[request]) * LANES + (LANES > 1 ? head : 0)) * entries;
+    const u16 *head_keys = keys + head * DIM, *head_values = values + head * DIM;
+#if SCORES
+    const int settled = fresh[request] ? skip[request] : total;
+    float *const target = logits + (request * KV_HEADS + head) * GROUP * static_cast<i64>(entries);
+#endif
+
+    unsigned q[STEPS][2];
+    unsigned phase[STEPS / 2][4];
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const u16 *from = query + request * stride_query + (head * GROUP + lane / 4) * DIM + 16 * step + lane % 4 * 2;
+        const bool there = lane / 4 < GROUP;
+        q[step][0] = there ? *reinterpret_cast<const unsigned *>(from) : 0;
+        q[step][1] = there ? *reinterpret_cast<const unsigned *>(from + 8) : 0;
+    }
+#pragma unroll
+    for (int step = 0; step < STEPS / 2; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) phase[step][i] = phases[16 * step + lane % 4 * 2 + i / 2 * 8 + i % 2];
+
+    const unsigned stages = static_cast<unsigned>(__cvta_generic_to_shared(memory[warp]));
+
+    // Slot of a chunk's column lane % 16.
+    const auto slot_of = [&](int first) { return first + lane % 16 < end ? list[first + lane % 16] : 0; };
+    const auto fetch = [&](int first, int slots, unsigned stage) {
+        constexpr int ROWS = 32 / PIECES;  // that the warp copies at a time
+#pragma unroll
+        for (int i = 0; i < COLUMNS / ROWS; ++i) {
+            const int column = i * ROWS + lane / PIECES, piece = lane % PIECES;
+            const i64 at = __shfl_sync(FULL, slots, column);
+            const unsigned to = stage + offset_of(column, piece), bytes = first + column < end ? 16 : 0;  // or zeros
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
+                         "l"(head_keys + at * stride_key + piece * 8), "r"(bytes) : "memory");
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to + CHUNK),
+                         "l"(head_values + at * stride_value + piece * 8), "r"(bytes) : "memory");
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+
+    Found found;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) found.top[i] = NOTHING, found.weight[i] = 0;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) found.sum[step][i] = 0;
+
+    constexpr int BY = WARPS * COLUMNS;
+    int slots = slot_of(begin);
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+        fetch(begin + i * BY, slots, stages + i * 2 * CHUNK);
+        slots = slot_of(begin + (i + 1) * BY);
+    }
+    unsigned stage = stages;
+    for (int first = begin; first < end; first += BY) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+        __syncwarp();
+        float logit[4];
+        const int valid = min(end - first, COLUMNS);
+        attend(found, logit, stage, stage + CHUNK, first, valid, scale, q, phase);
+#if SCORES
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int column = lane / 4 + n / 2 * 8, of = lane % 4 * 2 + n % 2;
+            if (of < GROUP && column < valid && first + column >= settled)
+                target[static_cast<i64>(of) * entries + first + column] = logit[n];
+        }
+#endif
+        __syncwarp();
+        fetch(first + STAGES * BY, slots, stage);
+        slots = slot_of(first + (STAGES + 1) * BY);
+        stage = stage + 2 * CHUNK == stages + STAGES * 2 * CHUNK ? stages : stage + 2 * CHUNK;
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncwarp();
+
+    if (split == splits - 1 && total > 0) {
+        // The new token is seen as it is given, and stored turned back to position 0.
+        const u16 *const k = new_keys + request * stride_new_key + head * DIM;
+        const u16 *const v = new_values + request * stride_new_value + head * DIM;
+        const i64 at = list[old];
+        for (int i = threadIdx.x; i < HALF; i += 32 * WARPS) {
+            float cosine, sine;
+            cos_sin(static_cast<unsigned>(old) * phases[i], cosine, sine);
+            const float x = widened(k[i], 0), y = widened(k[i + HALF], 0);
+            keys[at * stride_key + head * DIM + i] = static_cast<u16>(packed(x * cosine + y * sine, 0));
+            keys[at * stride_key + head * DIM + i + HALF] = static_cast<u16>(packed(y * cosine - x * sine, 0));
+        }
+        for (int i = threadIdx.x; i < DIM; i += 32 * WARPS) values[at * stride_value + head * DIM + i] = v[i];
+        if (warp == 0) {
+            for (int i = lane; i < CHUNK / 8; i += 32) reinterpret_cast<uint4 *>(memory[0][0][0])[i] = uint4{0, 0, 0, 0};
+            __syncwarp();
+            for (int i = lane; i < 2 * PIECES; i += 32) {
+                const int piece = i % PIECES;
+                uint4 *const to = reinterpret_cast<uint4 *>(memory[0][0][i / PIECES] + offset_of(0, piece));
+                *to = reinterpret_cast<const uint4 *>(i < PIECES ? k : v)[piece];
+            }
+            __syncwarp();
+            float logit[4];
+            attend(found, logit, stages, stages + CHUNK, 0, 1, scale, q, phase);
+#if SCORES
+            for (int n = 0; n < 2; ++n)
+                if (lane / 4 == 0 && lane * 2 + n < GROUP && old >= settled)
+                    target[static_cast<i64>(lane * 2 + n) * entries + old] = logit[n];
+#endif
+        }
+    }
+
+    for (int n = 0; n < 2; ++n)
+        for (int by = 4; by < 32; by *= 2) found.weight[n] += __shfl_xor_sync(FULL, found.weight[n], by);
+    __syncthreads();
+    float *const other = reinterpret_cast<float *>(memory[0][0][0]);  // what warp 1 has found, a number of every lane
+    if (warp == 1) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int n = 0; n < 4; ++n) other[(4 * step + n) * 32 + lane] = found.sum[step][n];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            other[(4 * STEPS + n) * 32 + lane] = found.top[n];
+            other[(4 * STEPS + 2 + n) * 32 + lane] = found.weight[n];
+        }
+    }
+    __syncthreads();
+    if (warp) return;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const float top = other[(4 * STEPS + n) * 32 + lane], weight = other[(4 * STEPS + 2 + n) * 32 + lane];
+        const float both = fmaxf(top, found.top[n]), level = both == NOTHING ? 0 : both;
+        const float a = exp2_of(found.top[n] - level), b = exp2_of(top - level);
+        const float all = found.weight[n] * a + weight * b, by = all > 0 ? 1 / all : 0;
+        const int of = lane % 4 * 2 + n;
+        if (of >= GROUP) continue;
+        const i64 part = ((request * KV_HEADS + head) * GROUP + of) * splits + split;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float sum = found.sum[step][n + 2 * half] * a + other[(4 * step + n + 2 * half) * 32 + lane] * b;
+                parts[part * DIM + 16 * step + lane / 4 + 8 * half] = sum * by;
+            }
+        if (lane / 4 == 0) part_lse[part] = all > 0 ? level + __log2f(all) : NOTHING;
+    }
+}

@@ -1,0 +1,54 @@
+"""Decoding over cells for a device: the columns in CUDA where that kernel runs, in Triton elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_ext.kernels.cells import cuda_impl, decode_impl
+from sglang_ext.kernels.cells.lists import Turn
+
+
+def splits(
+    batch: int, heads: int, keys: torch.Tensor, values: torch.Tensor, turn: Turn, entries: int, multiprocessors: int
+) -> int:
+    """Into how many shares `decode` is to cut the columns of a request.
+
+    Args:
+        batch: requests.
+        heads: query heads.
+        keys, values: the caches, or tensors of their shape, dtype and device.
+        turn: the model's rotation.
+        entries: columns of a request.
+        multiprocessors: of the device.
+    """
+    kv_heads = keys.shape[1]
+    if _refusal(heads, keys, values, turn) is None:
+        return cuda_impl.splits(batch, kv_heads, entries, multiprocessors)
+    tuning = decode_impl.tuning_for(keys.shape[2], values.shape[2], keys.element_size())
+    return decode_impl.splits(batch, kv_heads, entries, multiprocessors, tuning)
+
+
+def decode(
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: torch.Tensor,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    turn: Turn,
+    scale: float,
+    **options: Any,
+) -> torch.Tensor:
+    """`decode_impl.decode`, with `cuda_impl.share` where that kernel runs."""
+    if _refusal(query.shape[1], keys, values, turn) is None:
+        options.setdefault("share", cuda_impl.share)
+    return decode_impl.decode(query, new_keys, new_values, keys, values, slot, rows, seen, turn, scale, **options)
+
+
+def _refusal(heads: int, keys: torch.Tensor, values: torch.Tensor, turn: Turn) -> str | None:
+    group = heads // keys.shape[1]
+    return cuda_impl.refusal(keys.device, keys.dtype, keys.shape[2], values.shape[2], group, turn)

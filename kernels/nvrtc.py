@@ -63,6 +63,8 @@ def kernel(
 ) -> Callable[..., None]:
     """A function (grid, arguments) that launches a kernel on the current stream of device `index`.
 
+    With `cooperative=True` all blocks run at once, or the launch is refused.
+
     Args:
         index: of the device.
         source, constants: as for `compiled`.
@@ -78,10 +80,11 @@ def kernel(
         code = compiled(source, f"sm_{properties.major}{properties.minor}", dict(constants))
         function = code.get_kernel(name)
 
-    def launch(grid: tuple[int, ...], *arguments: Any) -> None:
+    def launch(grid: tuple[int, ...], *arguments: Any, cooperative: bool = False) -> None:
         with torch.cuda.device(index):
             stream = _stream(torch.cuda.current_stream(index).cuda_stream)
-            core.launch(stream, core.LaunchConfig(grid=grid, block=threads), function, *arguments)
+            config = core.LaunchConfig(grid=grid, block=threads, **({"is_cooperative": True} if cooperative else {}))
+            core.launch(stream, config, function, *arguments)
 
     return launch
 

@@ -1,7 +1,8 @@
 """Decoding over cells in CUDA: keys are turned in the registers that the matrix product takes them from (`decode.cu`).
 
-Where it cannot run (`refusal`), `decode_impl` does the same. The shares are merged, and the query is counted in the
-scores, by the same kernel in both.
+One launch a layer: the blocks of a head, or of a request whose heads share their scores, wait for each other before
+they merge what they found and count the query. So all blocks must run at once, which a cooperative launch makes sure
+of. Where the kernel cannot run (`refusal`), `decode_impl` does the same.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from sglang_ext.kernels import nvrtc
+from sglang_ext.kernels.cells.decode_impl import LOG2_E, Workspace, check
 from sglang_ext.kernels.cells.lists import Turn
+from sglang_ext.kernels.cells.triton_impl import rows_of
 
 SOURCE = "cells/decode.cu"
 DIMS = (64, 128)
@@ -54,37 +58,63 @@ def refusal(
     return _unusable(nvrtc.index_of(device))
 
 
+def fits(batch: int, kv_heads: int, lanes: int, shares: int, multiprocessors: int) -> bool:
+    """Whether blocks that wait for each other run at once."""
+    waits = shares > 1 or lanes < kv_heads
+    return not waits or batch * kv_heads * shares <= multiprocessors * TUNING.blocks
+
+
 @cache
 def _unusable(index: int) -> str | None:
     """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
     properties = torch.cuda.get_device_properties(index)
     if properties.major < 9:
         return f"compute capability {properties.major}.{properties.minor}: it was measured on 9.0"
-    return nvrtc.failure(index, "cascades decode", lambda: _kernel(index, 128, 4, 8, 8, True, True, TUNING))
+    return nvrtc.failure(index, "cascades decode", lambda: _kernel(index, Variant(128, 4, 8, 8)))
 
 
-def compiled(
-    arch: str, dim: int, group: int, kv_heads: int, lanes: int, scores: bool, bfloat16: bool, tuning: Tuning = TUNING
-) -> object:
-    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU."""
-    return nvrtc.compiled(SOURCE, arch, _constants(dim, group, kv_heads, lanes, scores, bfloat16, tuning))
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for.
+
+    Attributes:
+        dim: components of keys and values.
+        group: query heads a key-value head.
+        kv_heads, lanes: key-value heads, and sets of tokens.
+        scores: whether scores are kept, `maximum` over the heads of one instead of their mean.
+        bfloat16: or float16.
+        tuning: chunks and blocks.
+    """
+
+    dim: int
+    group: int
+    kv_heads: int
+    lanes: int
+    scores: bool = True
+    maximum: bool = False
+    bfloat16: bool = True
+    tuning: Tuning = TUNING
+
+    def constants(self) -> dict[str, int]:
+        return dict(
+            DIM=self.dim, GROUP=self.group, KV_HEADS=self.kv_heads, LANES=self.lanes, SCORES=int(self.scores),
+            MAXIMUM=int(self.maximum), STAGES=self.tuning.stages, BLOCKS=self.tuning.blocks,
+            BFLOAT16=int(self.bfloat16),
+        )  # fmt: skip
 
 
-def _constants(
-    dim: int, group: int, kv_heads: int, lanes: int, scores: bool, bfloat16: bool, tuning: Tuning
-) -> dict[str, int]:
-    return dict(
-        DIM=dim, GROUP=group, KV_HEADS=kv_heads, LANES=lanes, SCORES=int(scores), STAGES=tuning.stages,
-        BLOCKS=tuning.blocks, BFLOAT16=int(bfloat16),
-    )  # fmt: skip
+def compiled(arch: str, variant: Variant) -> Any:
+    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
+
+    Raises:
+        Exception: what cuda-core raises where NVRTC refuses, with its log.
+    """
+    return nvrtc.compiled(SOURCE, arch, variant.constants())
 
 
 @cache
-def _kernel(
-    index: int, dim: int, group: int, kv_heads: int, lanes: int, scores: bool, bfloat16: bool, tuning: Tuning
-) -> Callable[..., None]:
-    constants = tuple(_constants(dim, group, kv_heads, lanes, scores, bfloat16, tuning).items())
-    return nvrtc.kernel(index, SOURCE, "decode_share", 32 * WARPS, constants)
+def _kernel(index: int, variant: Variant) -> Callable[..., None]:
+    return nvrtc.kernel(index, SOURCE, "decode_cells", 32 * WARPS, tuple(variant.constants().items()))
 
 
 def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: Tuning = TUNING) -> int:
@@ -93,7 +123,7 @@ def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning
     return max(1, min(wanted, MAX_SPLITS, entries // (2 * WARPS * COLUMNS)))
 
 
-def share(
+def decode(
     query: torch.Tensor,
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
@@ -104,40 +134,61 @@ def share(
     seen: torch.Tensor,
     turn: Turn,
     scale: float,
-    skip: torch.Tensor | None,
-    fresh: torch.Tensor | None,
-    parts: torch.Tensor,
-    part_lse: torch.Tensor,
-    logits: torch.Tensor,
+    *,
+    score: torch.Tensor | None = None,
+    entries: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    fresh: torch.Tensor | None = None,
+    beta: float = 0.0,
+    reduction: str = "mean",
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
     tuning: Tuning = TUNING,
-) -> None:
-    """The first of `decode_impl.decode`'s two launches; scores are kept where `skip` and `fresh` are given.
+) -> torch.Tensor:
+    """`reference.decode` on the device, without synchronisation.
 
     Args:
-        query, new_keys, new_values, keys, values, slot, rows, seen, turn, skip, fresh: as for `reference.decode`, which
-            has checked them; tokens and slots of the caches begin at multiples of 16 bytes.
-        scale: factor of the logits, to base 2.
-        parts, part_lse, logits: of `decode_impl.Workspace`.
+        out: [batch, heads, value_dim] contiguous, to write to; made here when None.
+        workspace: made here when None.
+        tuning: chunks and blocks.
 
     Raises:
-        ValueError: rows at odd addresses.
+        ValueError: as `decode_impl.decode`; what `refusal` says; tokens or slots that do not begin at multiples of 16
+            bytes; more blocks that wait for each other than run at once.
     """
-    kv_heads, dim = keys.shape[1:]
+    scored = check(query, new_keys, new_values, keys, values, slot, rows, seen, (score, entries, skip, fresh))
+    batch, heads, dim = query.shape
+    kv_heads, (lanes, width), device = keys.shape[1], slot.shape[1:], query.device
+    reason = refusal(device, keys.dtype, dim, values.shape[2], heads // kv_heads, turn)
+    if reason:
+        raise ValueError(f"{reason}; use decode_impl.decode")
     for name, tensor in (("keys", keys), ("values", values), ("new keys", new_keys), ("new values", new_values)):
         if tensor.data_ptr() % 16 or tensor.stride(0) % 8:
             raise ValueError(f"{name} with rows of {tensor.stride(0)} elements: expected multiples of 16 bytes")
+    strides = rows_of(query, new_keys, new_values, keys, values)
+    index = nvrtc.index_of(device)
+    processors = torch.cuda.get_device_properties(index).multi_processor_count
+    if workspace is None:
+        shares = splits(batch, kv_heads, width, processors, tuning)
+        workspace = Workspace.empty(batch, heads, kv_heads, dim, width, shares, device, scored)
+    shares = workspace.check(batch, heads, dim, width, scored)
+    if not fits(batch, kv_heads, lanes if scored else kv_heads, shares, processors):
+        raise ValueError(f"{batch} rows in {shares} shares do not run at once: take fewer, or decode_impl.decode")
+    out = query.new_empty(batch, heads, dim) if out is None else out
+    variant = Variant(
+        dim, heads // kv_heads, kv_heads, lanes, scored, reduction == "max", query.dtype == torch.bfloat16, tuning
+    )
     unused = seen
-    numbers = [
-        (unused if each is None else each).to(torch.int32) for each in (rows, seen, skip, fresh)
-    ]  # int32 already in an engine
-    launch = _kernel(
-        nvrtc.index_of(query.device), dim, query.shape[1] // kv_heads, kv_heads, slot.shape[1], skip is not None,
-        query.dtype == torch.bfloat16, tuning,
+    # int32 already in an engine
+    rows, seen, skip, fresh, entries = (
+        (unused if each is None else each).to(torch.int32) for each in (rows, seen, skip, fresh, entries)
+    )
+    kept = workspace.logits if score is None else score
+    tensors = (query, new_keys, new_values, keys, values, slot, rows, seen, skip, fresh, entries, turn.phase, kept)
+    buffers = (workspace.parts, workspace.part_lse, workspace.logits, workspace.arrived, out)
+    _kernel(index, variant)(
+        (shares, kv_heads, batch), *(x.data_ptr() for x in (*tensors, *buffers)),
+        *(ctypes.c_int64(stride) for stride in strides), ctypes.c_int32(width), ctypes.c_float(scale * LOG2_E),
+        ctypes.c_float(beta), cooperative=shares > 1 or (scored and lanes < kv_heads),
     )  # fmt: skip
-    launch(
-        (part_lse.shape[2], kv_heads, query.shape[0]),
-        *(x.data_ptr() for x in (query, new_keys, new_values, keys, values, slot, *numbers, turn.phase)),
-        *(x.data_ptr() for x in (parts, part_lse, logits)),
-        *(ctypes.c_int64(x.stride(0)) for x in (query, new_keys, new_values, keys, values)),
-        ctypes.c_int32(slot.shape[2]), ctypes.c_float(scale),
-    )  # fmt: skip
+    return out

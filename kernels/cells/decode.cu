@@ -1,17 +1,19 @@
-// Decoding over cells: a share of a request's columns, one key-value head, one new query a query head.
+// Decoding over cells: one new token of each request; a block has a share of the columns of one key-value head.
 //
 // Written in CUDA, since a key has to be turned between shared memory and the matrix product: here it is in the
 // registers that the product takes it from. Triton writes turned keys to shared memory and reads them again, with
-// barriers between; `decode_cuda.py` says what the arguments are, and `decode_impl.py` has the same in Triton.
+// barriers between; `cuda_impl.py` says what the arguments are, and `decode_impl.py` has the same in Triton.
 //
 // Every warp goes its own way through every WARPS-th chunk of 16 columns, STAGES chunks on their way or being computed
 // (`cp.async`), and barriers are those of a warp. Keys are the left operand of the first product: keys · query,
 // [16 columns, 8 queries]. So are values, transposed, of the second: values · weights, [components, 8 queries]. Its
 // right operand is the first product's result, transposed in registers (`movmatrix`). At the end the warps' results
-// are merged.
+// are merged; the blocks of a head wait for each other, merge theirs, and count the query in the scores: a second launch
+// would find the logits outside the caches.
 //
 // Set by the compiler: DIM (64 or 128, of keys and values, all of a key turned, NeoX pairs), GROUP (1 to 8), KV_HEADS,
-// LANES (KV_HEADS or 1), SCORES, STAGES, BLOCKS (that a multiprocessor has room for), BFLOAT16 (float16 otherwise).
+// LANES (KV_HEADS or 1), SCORES, MAXIMUM (of the heads of a score, their mean otherwise), STAGES, BLOCKS (that a
+// multiprocessor has room for), BFLOAT16 (float16 otherwise).
 
 #define WARPS 2
 #define COLUMNS 16  // of a chunk: rows of a matrix product
@@ -166,12 +168,32 @@ __device__ __forceinline__ void attend(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_share(
+// Wait until `blocks` blocks have come here, with what they wrote; `arrived` is two zeros, and will be again.
+// All of them run at once, as in a cooperative launch, or there is one.
+__device__ __forceinline__ void wait_for_all(int *arrived, int blocks) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0 && blocks > 1) {
+        atomicAdd(arrived, 1);
+        int now;
+        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
+        while (now < blocks);
+        if (atomicAdd(arrived + 1, 1) == blocks - 1) {  // nobody waits any more
+            arrived[1] = 0;
+            __threadfence();
+            arrived[0] = 0;
+        }
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     const u16 *__restrict__ query, const u16 *__restrict__ new_keys, const u16 *__restrict__ new_values, u16 *keys,
     u16 *values, const int *__restrict__ slot, const int *__restrict__ rows, const int *__restrict__ seen,
-    const int *__restrict__ skip, const int *__restrict__ fresh, const unsigned *__restrict__ phases,
-    float *__restrict__ parts, float *__restrict__ part_lse, float *__restrict__ logits, i64 stride_query,
-    i64 stride_new_key, i64 stride_new_value, i64 stride_key, i64 stride_value, int entries, float scale) {
+    const int *__restrict__ skip, const int *__restrict__ fresh, const int *__restrict__ entry_of,
+    const unsigned *__restrict__ phases, float *score, float *parts, float *part_lse, float *logits, int *arrived,
+    u16 *__restrict__ out, i64 stride_query, i64 stride_new_key, i64 stride_new_value, i64 stride_key, i64 stride_value,
+    int entries, float scale, float beta) {
     __shared__ alignas(128) unsigned char memory[WARPS][STAGES][2][CHUNK];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int split = blockIdx.x, splits = gridDim.x, head = blockIdx.y;
@@ -305,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_share(
         }
     }
     __syncthreads();
-    if (warp) return;
+    const i64 first_head = (request * KV_HEADS + head) * GROUP;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
         const float top = other[(4 * STEPS + n) * 32 + lane], weight = other[(4 * STEPS + 2 + n) * 32 + lane];
@@ -313,8 +335,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_share(
         const float a = exp2_of(found.top[n] - level), b = exp2_of(top - level);
         const float all = found.weight[n] * a + weight * b, by = all > 0 ? 1 / all : 0;
         const int of = lane % 4 * 2 + n;
-        if (of >= GROUP) continue;
-        const i64 part = ((request * KV_HEADS + head) * GROUP + of) * splits + split;
+        if (warp || of >= GROUP) continue;
+        const i64 part = (first_head + of) * splits + split;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -324,4 +346,66 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_share(
             }
         if (lane / 4 == 0) part_lse[part] = all > 0 ? level + __log2f(all) : NOTHING;
     }
+    // Scores of one lane need the heads of all key-value heads, where they share it.
+    constexpr int TOGETHER = SCORES && LANES == 1 ? KV_HEADS : 1;  // key-value heads whose blocks wait for each other
+    const int blocks = TOGETHER * splits, block = (TOGETHER > 1 ? head * splits : 0) + split;
+    wait_for_all(arrived + 2 * (request * (KV_HEADS / TOGETHER) + (TOGETHER > 1 ? 0 : head)), blocks);
+
+    // Log-sum-exp of every head, a warp a head.
+    constexpr int HEADS = TOGETHER * GROUP;
+    const i64 lane_head = TOGETHER > 1 ? request * KV_HEADS * GROUP : first_head;
+    float *const levels = other;
+    for (int of = warp; of < HEADS; of += WARPS) {
+        const float *const each_lse = part_lse + (lane_head + of) * splits;
+        float top = NOTHING, weight = 0;
+        for (int i = lane; i < splits; i += 32) top = fmaxf(top, __ldcg(each_lse + i));
+        for (int by = 1; by < 32; by *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, by));
+        top = top == NOTHING ? 0 : top;
+        for (int i = lane; i < splits; i += 32) weight += exp2_of(__ldcg(each_lse + i) - top);
+        for (int by = 1; by < 32; by *= 2) weight += __shfl_xor_sync(FULL, weight, by);
+        // Where nothing was seen every share weighs nothing, whatever is taken off its level.
+        if (lane == 0) levels[of] = weight > 0 ? top + __log2f(weight) : 0;
+    }
+    __syncthreads();
+
+    // The shares' mean: 16 components of a head at a time, eight shares side by side.
+    for (int unit = split * WARPS + warp; unit < GROUP * STEPS; unit += splits * WARPS) {
+        const int of = unit / STEPS, at = unit % STEPS * 16 + lane % 4 * 4;
+        const float level = levels[(TOGETHER > 1 ? head * GROUP : 0) + of];
+        const i64 part = (first_head + of) * splits;
+        float sum[4] = {0, 0, 0, 0};
+        for (int i = lane / 4; i < splits; i += 8) {
+            const float weight = exp2_of(__ldcg(part_lse + part + i) - level);
+            const float4 each_sum = __ldcg(reinterpret_cast<const float4 *>(parts + (part + i) * DIM + at));
+            sum[0] += weight * each_sum.x, sum[1] += weight * each_sum.y;
+            sum[2] += weight * each_sum.z, sum[3] += weight * each_sum.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            for (int by = 4; by < 32; by *= 2) sum[i] += __shfl_xor_sync(FULL, sum[i], by);
+        if (lane / 4 == 0) {
+            const uint2 bits = {packed(sum[0], sum[1]), packed(sum[2], sum[3])};
+            *reinterpret_cast<uint2 *>(out + (first_head + of) * DIM + at) = bits;
+        }
+    }
+
+#if SCORES
+    if (!fresh[request]) return;
+    const int share_of = (total - settled + blocks - 1) / blocks, from = settled + block * share_of;
+    const int to = min(from + share_of, total);
+    const i64 lane_score = (static_cast<i64>(rows[request]) * LANES + (LANES > 1 ? head : 0)) * entries;
+    const float *const lane_logits = logits + lane_head * entries;
+#pragma unroll 4
+    for (int column = from + static_cast<int>(threadIdx.x); column < to; column += 32 * WARPS) {
+        float received = 0;
+#pragma unroll 8
+        for (int of = 0; of < HEADS; ++of) {
+            const float p = exp2_of(__ldcg(lane_logits + static_cast<i64>(of) * entries + column) - levels[of]);
+            received = MAXIMUM ? fmaxf(received, p) : received + p;
+        }
+        if (!MAXIMUM) received *= 1.0f / HEADS;
+        float *const place = score + lane_score + entry_of[request * entries + column];
+        *place = beta * *place + (1 - beta) * received;
+    }
+#endif
 }

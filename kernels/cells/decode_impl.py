@@ -13,7 +13,7 @@ have them compiled anew while serving.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,15 +75,25 @@ class Workspace:
         parts: [batch, heads, splits, value_dim] float32, each share's output.
         part_lse: [batch, heads, splits] float32, its log-sum-exp to base 2.
         logits: [batch, heads, entries] float32, to base 2; empty where no scores are kept.
+        arrived: [batch, kv_heads, 2] int32, zeros before a launch and after it; CUDA's blocks wait by them.
     """
 
     parts: torch.Tensor
     part_lse: torch.Tensor
     logits: torch.Tensor
+    arrived: torch.Tensor
 
     @classmethod
     def empty(
-        cls, batch: int, heads: int, value_dim: int, entries: int, shares: int, device: torch.device, scores: bool
+        cls,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        value_dim: int,
+        entries: int,
+        shares: int,
+        device: torch.device,
+        scores: bool,
     ) -> Workspace:
         """Room for `shares` (`splits`) shares of up to `entries` columns."""
         make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
@@ -91,7 +101,50 @@ class Workspace:
             make(batch, heads, shares, value_dim),
             make(batch, heads, shares),
             make(batch, heads, entries if scores else 0),
+            torch.zeros(batch, kv_heads, 2, dtype=torch.int32, device=device),
         )
+
+    def check(self, batch: int, heads: int, value_dim: int, entries: int, scores: bool) -> int:
+        """How many shares there is room for.
+
+        Raises:
+            ValueError: it was made for something else.
+        """
+        shares = self.parts.shape[2]
+        if self.parts.shape != (batch, heads, shares, value_dim) or (
+            scores and self.logits.shape != (batch, heads, entries)
+        ):
+            raise ValueError(
+                f"workspace {tuple(self.parts.shape)} with logits {tuple(self.logits.shape)}: make it for "
+                f"{batch} rows of {heads} heads and {entries} columns with Workspace.empty"
+            )
+        return shares
+
+
+def check(
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: torch.Tensor,
+    rows: torch.Tensor,
+    seen: torch.Tensor,
+    scores: Sequence[torch.Tensor | None],
+) -> bool:
+    """Whether scores are kept: `score`, `entries`, `skip` and `fresh` are there.
+
+    Raises:
+        ValueError: `reference.check_decode`; tensors of another type than the caches; some of `scores` and not all.
+    """
+    check_decode(query, new_keys, new_values, keys, values, slot, rows, seen)
+    given = [x is not None for x in scores]
+    if any(given) != all(given):
+        raise ValueError("some of score, entries, skip and fresh: expected all of them, or none where no score is kept")
+    for name, tensor in (("query is", query), ("new keys are", new_keys), ("new values are", new_values)):
+        if tensor.dtype != keys.dtype:
+            raise ValueError(f"{name} {tensor.dtype}, the caches {keys.dtype}: expected one type")
+    return all(given)
 
 
 @triton.jit(do_not_specialize=["splits"])  # it is another one for every size of a batch
@@ -283,7 +336,6 @@ def decode(
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     tuning: Tuning | None = None,
-    share: Callable[..., None] | None = None,
 ) -> torch.Tensor:
     """`reference.decode` on the device, without synchronisation.
 
@@ -291,55 +343,33 @@ def decode(
         out: [batch, heads, value_dim] contiguous, to write to; made here when None.
         workspace: made here when None.
         tuning: tile sizes; `tuning_for` the heads when None.
-        share: another first launch, `cuda_impl.share`; Triton's when None.
 
     Raises:
         ValueError: also for new tokens or queries in another type than the caches, and for some but not all of what
             scores need.
     """
-    check_decode(query, new_keys, new_values, keys, values, slot, rows, seen)
+    scored = check(query, new_keys, new_values, keys, values, slot, rows, seen, (score, entries, skip, fresh))
     batch, heads, dim = query.shape
     kv_heads, value_dim, half = keys.shape[1], values.shape[2], turn.phase.numel()
     lanes, width = slot.shape[1:]
-    given = [x is not None for x in (score, entries, skip, fresh)]
-    if any(given) != all(given):
-        raise ValueError("some of score, entries, skip and fresh: expected all of them, or none where no score is kept")
-    for name, tensor in (("query is", query), ("new keys are", new_keys), ("new values are", new_values)):
-        if tensor.dtype != keys.dtype:
-            raise ValueError(f"{name} {tensor.dtype}, the caches {keys.dtype}: expected one type")
-    scored = score is not None
     tuning = tuning or tuning_for(dim, value_dim, keys.element_size())
     if workspace is None:
         device = query.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count if query.is_cuda else 2
         shares = splits(batch, kv_heads, width, sms, tuning)
-        workspace = Workspace.empty(batch, heads, value_dim, width, shares, device, scored)
-    shares = workspace.parts.shape[2]
-    if workspace.parts.shape != (batch, heads, shares, value_dim) or (
-        scored and workspace.logits.shape != (batch, heads, width)
-    ):
-        raise ValueError(
-            f"workspace {tuple(workspace.parts.shape)} with logits {tuple(workspace.logits.shape)}: make it for "
-            f"{batch} rows of {heads} heads and {width} columns with Workspace.empty"
-        )
+        workspace = Workspace.empty(batch, heads, kv_heads, value_dim, width, shares, device, scored)
+    shares = workspace.check(batch, heads, value_dim, width, scored)
     out = query.new_empty(batch, heads, value_dim) if out is None else out
     unused = rows
-    strides = rows_of(query, new_keys, new_values, keys, values)
-    if share is not None:
-        share(
-            query, new_keys, new_values, keys, values, slot, rows, seen, turn, scale * LOG2_E, skip, fresh,
-            workspace.parts, workspace.part_lse, workspace.logits,
-        )  # fmt: skip
-    else:
-        _share_kernel[(shares, kv_heads, batch)](
-            query, new_keys, new_values, keys, values, slot, rows, seen, skip if skip is not None else unused,
-            fresh if fresh is not None else unused, turn.phase, workspace.parts, workspace.part_lse, workspace.logits,
-            shares, scale * LOG2_E, *strides,
-            LANES=lanes, ENTRIES=width, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
-            VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox, FAST=keys.is_cuda, TILE=tuning.columns,
-            QUERIES=padded(heads // kv_heads), PAIRS=padded(half), REST=padded(dim - 2 * half),
-            VALUES=padded(value_dim), SCORES=scored, num_warps=tuning.warps, num_stages=tuning.stages,
-        )  # fmt: skip
+    _share_kernel[(shares, kv_heads, batch)](
+        query, new_keys, new_values, keys, values, slot, rows, seen, skip if skip is not None else unused,
+        fresh if fresh is not None else unused, turn.phase, workspace.parts, workspace.part_lse, workspace.logits,
+        shares, scale * LOG2_E, *rows_of(query, new_keys, new_values, keys, values),
+        LANES=lanes, ENTRIES=width, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
+        VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox, FAST=keys.is_cuda, TILE=tuning.columns,
+        QUERIES=padded(heads // kv_heads), PAIRS=padded(half), REST=padded(dim - 2 * half),
+        VALUES=padded(value_dim), SCORES=scored, num_warps=tuning.warps, num_stages=tuning.stages,
+    )  # fmt: skip
     tiles = triton.cdiv(width, tuning.scores) * lanes if scored else 0
     _join_kernel[(heads + tiles, batch)](
         workspace.parts, workspace.part_lse, workspace.logits, out,

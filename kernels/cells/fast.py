@@ -1,4 +1,4 @@
-"""Decoding over cells for a device: the columns in CUDA where that kernel runs, in Triton elsewhere."""
+"""The decoding kernel over cells for a device: CUDA's where it runs, Triton's elsewhere."""
 
 from __future__ import annotations
 
@@ -43,10 +43,15 @@ def decode(
     scale: float,
     **options: Any,
 ) -> torch.Tensor:
-    """`decode_impl.decode`, with `cuda_impl.share` where that kernel runs."""
+    """`cuda_impl.decode` where it runs, or `decode_impl.decode`."""
+    chosen = decode_impl.decode
     if _refusal(query.shape[1], keys, values, turn) is None:
-        options.setdefault("share", cuda_impl.share)
-    return decode_impl.decode(query, new_keys, new_values, keys, values, slot, rows, seen, turn, scale, **options)
+        processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+        lanes, batch, workspace = slot.shape[1], query.shape[0], options.get("workspace")
+        shares = 1 if workspace is None else workspace.parts.shape[2]
+        if cuda_impl.fits(batch, keys.shape[1], lanes, shares, processors):
+            chosen = cuda_impl.decode
+    return chosen(query, new_keys, new_values, keys, values, slot, rows, seen, turn, scale, **options)
 
 
 def _refusal(heads: int, keys: torch.Tensor, values: torch.Tensor, turn: Turn) -> str | None:

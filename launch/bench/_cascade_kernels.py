@@ -377,7 +377,9 @@ class Decoding:
         shape, layer, batch = self.shape, self.layer, self.query.shape[0]
         width = layer.rings.entries
         shares = fast.splits(batch, shape.heads, layer.keys, layer.values, layer.turn, width, multiprocessors)
-        return decode_impl.Workspace.empty(batch, shape.heads, shape.dim, width, shares, self.layer.device, True)
+        return decode_impl.Workspace.empty(
+            batch, shape.heads, shape.kv_heads, shape.dim, width, shares, layer.device, True
+        )
 
     def scores(self) -> dict[str, Any]:
         layer = self.layer

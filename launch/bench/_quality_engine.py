@@ -82,7 +82,7 @@ def double_p_methods() -> dict[str, Method]:
 
 
 def cascade_methods(window: int, stride: int, sinks: int, context: int) -> dict[str, Method]:
-    """Dense attention, StreamingLLM and cascades of one window, these with and without token selection."""
+    """Dense attention, StreamingLLM and cascades of one window, with and without token selection or all queries."""
     sizes = {"window": window, "stride": stride, "sinks": sinks}
     found = {
         "dense": Method("dense", "dbsa", reads=context - ANSWERED),
@@ -94,6 +94,9 @@ def cascade_methods(window: int, stride: int, sinks: int, context: int) -> dict[
             title = f"{cascades} cascades" + ("" if selection else ", no selection")
             name = f"cascade-{cascades}" + ("" if selection else "-unselected")
             found[name] = Method(title, "cascade", {**sizes, "cascades": cascades, "selection": selection})
+    for every in (2, 4, 8):
+        policy = {**sizes, "cascades": 4, "selection": True, "score_every": every}
+        found[f"cascade-4-every-{every}"] = Method(f"4 cascades, one query in {every} counted", "cascade", policy)
     return found
 
 

@@ -353,6 +353,7 @@ class DecodeBuffers:
         make = lambda size: torch.empty(size, dtype=torch.float32, device=device)  # noqa: E731
         self._parts, self._levels = make(most * shape.heads * shape.value_dim), make(most * shape.heads)
         self._logits = make(rows * shape.heads * width if scored else 0)
+        self._arrived = torch.zeros(rows, shape.kv_heads, 2, dtype=torch.int32, device=device)
         self.entries = torch.full((rows, width), -1, dtype=torch.int32, device=device)
         self._numbers = torch.zeros(5 * _aligned(rows), dtype=torch.int32, device=device)
         self._entries_of: list[tuple[int, int]] = []
@@ -370,6 +371,7 @@ class DecodeBuffers:
             self._parts[: size * value_dim].view(batch, heads, shares, value_dim),
             self._levels[:size].view(batch, heads, shares),
             self._logits[: batch * heads * width].view(batch, heads, width),
+            self._arrived[:batch],
         )
 
     def load(self, streams: Sequence[tuple[int, Step] | None], batch: int) -> None:

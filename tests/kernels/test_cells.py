@@ -240,8 +240,8 @@ def test_decode_in_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     launched = []
-    real = cuda_impl.share
-    monkeypatch.setattr(cuda_impl, "share", lambda *given: (launched.append(1), real(*given)))
+    real = cuda_impl.decode
+    monkeypatch.setattr(cuda_impl, "decode", lambda *given, **more: (launched.append(1), real(*given, **more))[1])
     shape = {"dims": (dim, dim, dim), "kv_heads": kv_heads, "dtype": dtype, "heads": heads}
     check_decode(fast.decode, {}, reduction, shape, group)
     assert launched
@@ -259,18 +259,44 @@ def test_shares_in_cuda(shares: int) -> None:
     turn = Turn.of(Rope((1e4 ** -torch.arange(0, 1, 1 / 64)).to(DEVICE)))
     rows, seen = torch.tensor([2, 0, 1], device=DEVICE), torch.tensor([1500, 17, 801], device=DEVICE)
     given = draw(batch, 8, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim), keys, values, slot
-    workspace = decode_impl.Workspace.empty(batch, 8, dim, columns, shares, keys.device, False)
+    workspace = decode_impl.Workspace.empty(batch, 8, kv_heads, dim, columns, shares, keys.device, False)
     for tensor in (workspace.parts, workspace.part_lse):
         tensor.fill_(float("nan"))
     wanted = reference.decode(*given, rows, seen, turn, 0.1)
-    got = fast.decode(*given, rows, seen, turn, 0.1, workspace=workspace)
-    assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+    for _ in range(3):
+        got = cuda_impl.decode(*given, rows, seen, turn, 0.1, workspace=workspace)
+        assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+        assert not workspace.arrived.any()
+
+
+@pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_more_rows_than_run_at_once(lanes: int) -> None:
+    """Blocks of a row then wait for none, or, where heads share their scores, Triton's kernels decode."""
+    batch, kv_heads, dim, columns = 150, 8, 64, 40
+    gen = torch.Generator(DEVICE).manual_seed(2)
+    draw = lambda *size: torch.randn(*size, generator=gen, device=DEVICE).to(torch.bfloat16)  # noqa: E731
+    caches = [draw(batch * columns, kv_heads, dim) for _ in range(2)]
+    slot = torch.randperm(batch * columns, generator=gen, device=DEVICE).view(batch, 1, columns).int()
+    turn = Turn.of(Rope((1e4 ** -torch.arange(0, 1, 1 / 32)).to(DEVICE)))
+    ints = lambda value: torch.full((batch,), value, dtype=torch.int32, device=DEVICE)  # noqa: E731
+    entries = torch.arange(columns, dtype=torch.int32, device=DEVICE).expand(batch, -1).contiguous()
+    rows, score = torch.arange(batch, device=DEVICE), torch.rand(batch, lanes, columns, generator=gen, device=DEVICE)
+    given = draw(batch, 16, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
+    arguments = slot.expand(-1, lanes, -1).contiguous(), rows, ints(columns), turn, 0.1
+    options = {"entries": entries, "skip": ints(3), "fresh": ints(1), "beta": 0.5}
+    scores, outs = [score.clone(), score.clone()], []
+    for decode, kept in zip((reference.decode, fast.decode), scores, strict=True):
+        outs.append(decode(*given, *(c.clone() for c in caches), *arguments, score=kept, **options))
+    assert (outs[0] - outs[1]).abs().max() <= 2e-2 * outs[0].abs().max()
+    assert (scores[0] - scores[1]).abs().max() <= 2e-2 and not torch.equal(scores[0], score)
 
 
 @pytest.mark.parametrize("dim, group, lanes, scores", [(128, 4, 8, True), (128, 8, 1, False), (64, 1, 8, True)])
 @pytest.mark.parametrize("bfloat16", [True, False])
 def test_cuda_compiles_for_hopper(dim: int, group: int, lanes: int, scores: bool, bfloat16: bool) -> None:
-    assert cuda_impl.compiled("sm_90", dim, group, 8, lanes, scores, bfloat16).code
+    variant = cuda_impl.Variant(dim, group, 8, lanes, scores, dim == 64, bfloat16)
+    assert cuda_impl.compiled("sm_90", variant).code
 
 
 def test_where_cuda_is_refused() -> None:
@@ -403,7 +429,7 @@ def test_bad_input_is_refused() -> None:
             other = [token.half() if number == n else token for n in (0, 1)]
             decode_impl.decode(token, *other, *arguments[2:])
     with pytest.raises(ValueError, match=r"Workspace\.empty"):
-        small = decode_impl.Workspace.empty(1, 2, 16, 3, 1, token.device, True)
+        small = decode_impl.Workspace.empty(1, 2, 2, 16, 3, 1, token.device, True)
         decode_impl.decode(
             token[:, :2], *arguments, score=world.state.score[1], entries=one, skip=one, fresh=one, workspace=small
         )

@@ -172,6 +172,8 @@ def decode(
         shares = splits(batch, kv_heads, width, processors, tuning)
         workspace = Workspace.empty(batch, heads, kv_heads, dim, width, shares, device, scored)
     shares = workspace.check(batch, heads, dim, width, scored)
+    if shares > MAX_SPLITS:
+        raise ValueError(f"a workspace of {shares} shares: expected at most {MAX_SPLITS}")
     if not fits(batch, kv_heads, lanes if scored else kv_heads, shares, processors):
         raise ValueError(f"{batch} rows in {shares} shares do not run at once: take fewer, or decode_impl.decode")
     out = query.new_empty(batch, heads, dim) if out is None else out

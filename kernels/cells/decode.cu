@@ -17,6 +17,7 @@
 
 #define WARPS 2
 #define COLUMNS 16  // of a chunk: rows of a matrix product
+#define MAX_SPLITS 128
 #define FULL 0xffffffffu
 #define HALF (DIM / 2)
 #define STEPS (DIM / 16)  // products over the components
@@ -357,11 +358,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     float *const levels = other;
     for (int of = warp; of < HEADS; of += WARPS) {
         const float *const each_lse = part_lse + (lane_head + of) * splits;
-        float top = NOTHING, weight = 0;
-        for (int i = lane; i < splits; i += 32) top = fmaxf(top, __ldcg(each_lse + i));
+        float level[MAX_SPLITS / 32], top = NOTHING, weight = 0;
+#pragma unroll
+        for (int i = 0; i < MAX_SPLITS / 32; ++i) {
+            level[i] = lane + 32 * i < splits ? __ldcg(each_lse + lane + 32 * i) : NOTHING;
+            top = fmaxf(top, level[i]);
+        }
         for (int by = 1; by < 32; by *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, by));
         top = top == NOTHING ? 0 : top;
-        for (int i = lane; i < splits; i += 32) weight += exp2_of(__ldcg(each_lse + i) - top);
+#pragma unroll
+        for (int i = 0; i < MAX_SPLITS / 32; ++i) weight += exp2_of(level[i] - top);
         for (int by = 1; by < 32; by *= 2) weight += __shfl_xor_sync(FULL, weight, by);
         // Where nothing was seen every share weighs nothing, whatever is taken off its level.
         if (lane == 0) levels[of] = weight > 0 ? top + __log2f(weight) : 0;
@@ -374,6 +380,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         const float level = levels[(TOGETHER > 1 ? head * GROUP : 0) + of];
         const i64 part = (first_head + of) * splits;
         float sum[4] = {0, 0, 0, 0};
+#pragma unroll 4
         for (int i = lane / 4; i < splits; i += 8) {
             const float weight = exp2_of(__ldcg(part_lse + part + i) - level);
             const float4 each_sum = __ldcg(reinterpret_cast<const float4 *>(parts + (part + i) * DIM + at));
@@ -395,17 +402,36 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     const int to = min(from + share_of, total);
     const i64 lane_score = (static_cast<i64>(rows[request]) * LANES + (LANES > 1 ? head : 0)) * entries;
     const float *const lane_logits = logits + lane_head * entries;
-#pragma unroll 4
-    for (int column = from + static_cast<int>(threadIdx.x); column < to; column += 32 * WARPS) {
-        float received = 0;
-#pragma unroll 8
-        for (int of = 0; of < HEADS; ++of) {
-            const float p = exp2_of(__ldcg(lane_logits + static_cast<i64>(of) * entries + column) - levels[of]);
-            received = MAXIMUM ? fmaxf(received, p) : received + p;
+    // Some columns at a time, all loads before the first store: it could be to what the next one loads, for all that the
+    // compiler knows.
+    constexpr int EACH = 8, THREADS = 32 * WARPS;
+    for (int first = from + static_cast<int>(threadIdx.x); first < to; first += EACH * THREADS) {
+        float received[EACH], old_score[EACH];
+        int entry[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            received[i] = 0;
+            entry[i] = first + i * THREADS < to ? entry_of[request * entries + first + i * THREADS] : -1;
         }
-        if (!MAXIMUM) received *= 1.0f / HEADS;
-        float *const place = score + lane_score + entry_of[request * entries + column];
-        *place = beta * *place + (1 - beta) * received;
+#pragma unroll 4
+        for (int of = 0; of < HEADS; ++of) {
+            const float *const head_logits = lane_logits + static_cast<i64>(of) * entries + first;
+            float logit[EACH];
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) logit[i] = entry[i] >= 0 ? __ldcg(head_logits + i * THREADS) : NOTHING;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const float p = exp2_of(logit[i] - levels[of]);
+                received[i] = MAXIMUM ? fmaxf(received[i], p) : received[i] + p;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) old_score[i] = entry[i] >= 0 ? score[lane_score + entry[i]] : 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const float now = MAXIMUM ? received[i] : received[i] * (1.0f / HEADS);
+            if (entry[i] >= 0) score[lane_score + entry[i]] = beta * old_score[i] + (1 - beta) * now;
+        }
     }
 #endif
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def decode(
     **options: Any,
 ) -> torch.Tensor:
     """`cuda_impl.decode` where it runs, or `decode_impl.decode`."""
-    chosen = decode_impl.decode
+    chosen: Callable[..., torch.Tensor] = decode_impl.decode
     if _refusal(query.shape[1], keys, values, turn) is None:
         processors = torch.cuda.get_device_properties(query.device).multi_processor_count
         lanes, batch, workspace = slot.shape[1], query.shape[0], options.get("workspace")

@@ -342,12 +342,13 @@ class DecodeBuffers:
         self.rows, self._rings, self._scored = rows, rings, scored
         width = rings.entries
         self._sizes = shape.heads, shape.value_dim
-        caches = [
+        keys, values = (
             torch.empty(0, shape.kv_heads, size, dtype=shape.dtype, device=device)
             for size in (shape.head_dim, shape.value_dim)
-        ]
+        )
         self._shares = {
-            batch: fast.splits(batch, shape.heads, *caches, turn, width, shape.num_sms) for batch in range(1, rows + 1)
+            batch: fast.splits(batch, shape.heads, keys, values, turn, width, shape.num_sms)
+            for batch in range(1, rows + 1)
         }
         most = max(batch * shares for batch, shares in self._shares.items())
         make = lambda size: torch.empty(size, dtype=torch.float32, device=device)  # noqa: E731

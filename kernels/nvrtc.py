@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
@@ -20,6 +21,12 @@ logger = logging.getLogger(__name__)
 def index_of(device: torch.device) -> int:
     """Number of a CUDA device."""
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    """Of a CUDA device."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def failure(index: int, what: str, *kernels: Callable[[], Any]) -> str | None:
@@ -53,8 +60,13 @@ def compiled(source: str, arch: str, constants: Mapping[str, int]) -> Any:
     options = core.ProgramOptions(
         arch=arch, std="c++17", define_macro=[(name, str(value)) for name, value in constants.items()]
     )
+    return core.Program(text_of(source), "c++", options).compile("cubin")
+
+
+def text_of(source: str) -> str:
+    """A file under `kernels`, with the files in it that it includes: those lie in `kernels` itself."""
     text = files("sglang_ext").joinpath("kernels", source).read_text()
-    return core.Program(text, "c++", options).compile("cubin")
+    return re.sub(r'^#include "(.+)"$', lambda found: text_of(found[1]), text, flags=re.MULTILINE)
 
 
 @cache
@@ -75,6 +87,7 @@ def kernel(
         Exception: as `compiled`.
     """
     core = _core()
+    at_once = "is_cooperative" if hasattr(core.LaunchConfig, "is_cooperative") else "cooperative_launch"  # before 1.0
     properties = torch.cuda.get_device_properties(index)
     with torch.cuda.device(index):
         code = compiled(source, f"sm_{properties.major}{properties.minor}", dict(constants))
@@ -83,7 +96,7 @@ def kernel(
     def launch(grid: tuple[int, ...], *arguments: Any, cooperative: bool = False) -> None:
         with torch.cuda.device(index):
             stream = _stream(torch.cuda.current_stream(index).cuda_stream)
-            config = core.LaunchConfig(grid=grid, block=threads, **({"is_cooperative": True} if cooperative else {}))
+            config = core.LaunchConfig(grid=grid, block=threads, **({at_once: True} if cooperative else {}))
             core.launch(stream, config, function, *arguments)
 
     return launch

@@ -58,10 +58,15 @@ def refusal(
     return _unusable(nvrtc.index_of(device))
 
 
-def fits(batch: int, kv_heads: int, lanes: int, shares: int, multiprocessors: int) -> bool:
-    """Whether blocks that wait for each other run at once."""
+def fits(batch: int, kv_heads: int, lanes: int, shares: int, multiprocessors: int, tuning: Tuning = TUNING) -> bool:
+    """Whether blocks that wait for each other run at once; `lanes` is `kv_heads` where no scores are kept."""
     waits = shares > 1 or lanes < kv_heads
-    return not waits or batch * kv_heads * shares <= multiprocessors * TUNING.blocks
+    return not waits or batch * kv_heads * shares <= multiprocessors * tuning.blocks
+
+
+def _memory(dim: int, tuning: Tuning) -> int:
+    """Bytes of shared memory that a block takes, 1 KiB of CUDA's own among them."""
+    return WARPS * tuning.stages * 2 * COLUMNS * dim * 2 + 1024
 
 
 @cache
@@ -70,6 +75,9 @@ def _unusable(index: int) -> str | None:
     properties = torch.cuda.get_device_properties(index)
     if properties.major < 9:
         return f"compute capability {properties.major}.{properties.minor}: it was measured on 9.0"
+    room, needed = properties.shared_memory_per_multiprocessor, TUNING.blocks * _memory(max(DIMS), TUNING)
+    if room < needed:
+        return f"{room} bytes of shared memory a multiprocessor: {TUNING.blocks} blocks take {needed}"
     return nvrtc.failure(index, "cascades decode", lambda: _kernel(index, Variant(128, 4, 8, 8)))
 
 
@@ -162,21 +170,28 @@ def decode(
     reason = refusal(device, keys.dtype, dim, values.shape[2], heads // kv_heads, turn)
     if reason:
         raise ValueError(f"{reason}; use decode_impl.decode")
-    for name, tensor in (("keys", keys), ("values", values), ("new keys", new_keys), ("new values", new_values)):
+    aligned = {"query": query, "keys": keys, "values": values, "new keys": new_keys, "new values": new_values}
+    for name, tensor in aligned.items():
         if tensor.data_ptr() % 16 or tensor.stride(0) % 8:
             raise ValueError(f"{name} with rows of {tensor.stride(0)} elements: expected multiples of 16 bytes")
+    out = query.new_empty(batch, heads, dim) if out is None else out
+    if out.shape != (batch, heads, dim) or out.dtype != query.dtype or not out.is_contiguous():
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}: expected contiguous {query.dtype} {query.shape}")
+    if score is not None and score.dtype != torch.float32:
+        raise ValueError(f"score is {score.dtype}: expected float32")
     strides = rows_of(query, new_keys, new_values, keys, values)
     index = nvrtc.index_of(device)
-    processors = torch.cuda.get_device_properties(index).multi_processor_count
+    processors = nvrtc.multiprocessors(index)
     if workspace is None:
         shares = splits(batch, kv_heads, width, processors, tuning)
         workspace = Workspace.empty(batch, heads, kv_heads, dim, width, shares, device, scored)
     shares = workspace.check(batch, heads, dim, width, scored)
+    if workspace.arrived.shape != (batch, kv_heads, 2):
+        raise ValueError(f"a workspace for {tuple(workspace.arrived.shape)}: expected {(batch, kv_heads, 2)}")
     if shares > MAX_SPLITS:
         raise ValueError(f"a workspace of {shares} shares: expected at most {MAX_SPLITS}")
-    if not fits(batch, kv_heads, lanes if scored else kv_heads, shares, processors):
+    if not fits(batch, kv_heads, lanes if scored else kv_heads, shares, processors, tuning):
         raise ValueError(f"{batch} rows in {shares} shares do not run at once: take fewer, or decode_impl.decode")
-    out = query.new_empty(batch, heads, dim) if out is None else out
     variant = Variant(
         dim, heads // kv_heads, kv_heads, lanes, scored, reduction == "max", query.dtype == torch.bfloat16, tuning
     )

@@ -5,106 +5,24 @@
 // barriers between; `cuda_impl.py` says what the arguments are, and `decode_impl.py` has the same in Triton.
 //
 // Every warp goes its own way through every WARPS-th chunk of 16 columns, STAGES chunks on their way or being computed
-// (`cp.async`), and barriers are those of a warp. Keys are the left operand of the first product: keys · query,
-// [16 columns, 8 queries]. So are values, transposed, of the second: values · weights, [components, 8 queries]. Its
-// right operand is the first product's result, transposed in registers (`movmatrix`). At the end the warps' results
-// are merged; the blocks of a head wait for each other, merge theirs, and count the query in the scores: a second launch
-// would find the logits outside the caches.
+// (`cp.async`), and barriers are those of a warp. At the end the warps' results are merged; the blocks of a head wait for
+// each other, merge theirs, and count the query in the scores: a second launch would find the logits outside the caches.
 //
 // Set by the compiler: DIM (64 or 128, of keys and values, all of a key turned, NeoX pairs), GROUP (1 to 8), KV_HEADS,
 // LANES (KV_HEADS or 1), SCORES, MAXIMUM (of the heads of a score, their mean otherwise), STAGES, BLOCKS (that a
 // multiprocessor has room for), BFLOAT16 (float16 otherwise).
 
 #define WARPS 2
-#define COLUMNS 16  // of a chunk: rows of a matrix product
+#include "warp.cuh"
+
 #define MAX_SPLITS 128
-#define FULL 0xffffffffu
 #define HALF (DIM / 2)
-#define STEPS (DIM / 16)  // products over the components
-#define PIECES (DIM / 8)  // of 16 bytes
-#define CHUNK (COLUMNS * DIM * 2)  // bytes
 #define RADIANS 1.4629180792671596e-09f  // 2 pi / 2^32
-#define NOTHING __int_as_float(0xff800000)  // -inf
-
-typedef unsigned short u16;
-typedef long long i64;
-
-#if BFLOAT16
-#define TYPE "bf16"
-#else
-#define TYPE "f16"
-#endif
-
-__device__ __forceinline__ unsigned packed(float low, float high) {
-    unsigned bits;
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-    return bits;
-}
-
-__device__ __forceinline__ float widened(unsigned bits, int which) {
-#if BFLOAT16
-    return __uint_as_float(which ? bits & 0xffff0000u : bits << 16);
-#else
-    float value;
-    const u16 half = static_cast<u16>(which ? bits >> 16 : bits);
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
-    return value;
-#endif
-}
-
-__device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // Turn of `turns` 2^-32ths of a whole one.
-__device__ __forceinline__ void cos_sin(unsigned turns, float &cosine, float &sine) {
-    const float angle = static_cast<float>(static_cast<int>(turns)) * RADIANS;
-    asm("cos.approx.ftz.f32 %0, %1;" : "=f"(cosine) : "f"(angle));
-    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(sine) : "f"(angle));
+__device__ __forceinline__ void turn_of(unsigned turns, float &cosine, float &sine) {
+    cos_sin(static_cast<float>(static_cast<int>(turns)) * RADIANS, cosine, sine);
 }
-
-// Where piece `piece` of a column lies in a chunk; eight columns' same piece lie in different banks.
-__device__ __forceinline__ unsigned offset_of(int column, int piece) {
-    return column * (DIM * 2) + ((piece ^ (column & 7)) << 4);
-}
-
-__device__ __forceinline__ void load_tiles(unsigned (&tile)[4], unsigned address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ void load_tiles_transposed(unsigned (&tile)[4], unsigned address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ unsigned transposed(unsigned tile) {
-    unsigned other;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(tile));
-    return other;
-}
-
-// sum += left [16, 16] · right [16, 8]
-__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
-}
-
-// What a warp knows of the columns it has seen. A thread has the queries `pair` and `pair` + 1 with pair = 2 (lane % 4),
-// and of every 16 components those at lane / 4 and 8 behind.
-struct Found {
-    float top[2];     // largest logit, to base 2
-    float weight[2];  // of this thread's columns; of all of them after `finish`
-    float sum[STEPS][4];
-};
 
 // 16 columns from shared memory. `position` is the first one's, `valid` of them count, at least one.
 // Logits are left in `logit`: of column lane / 4 for both queries, then of the one 8 behind.
@@ -126,7 +44,7 @@ __device__ __forceinline__ void attend(
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
                 float cosine, sine;
-                cos_sin(at * phase[step][tile / 2 * 2 + which], cosine, sine);
+                turn_of(at * phase[step][tile / 2 * 2 + which], cosine, sine);
                 const float u = widened(a[tile], which), v = widened(b[tile], which);
                 x[which] = u * cosine - v * sine;
                 y[which] = v * cosine + u * sine;
@@ -142,43 +60,17 @@ __device__ __forceinline__ void attend(
         logit[i] = (first[i] + second[i]) * scale;
         if (lane / 4 + i / 2 * 8 >= valid) logit[i] = NOTHING;
     }
-    float p[4];
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-        float top = fmaxf(logit[q], logit[q + 2]);
-        for (int by = 4; by < 32; by *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, by));
-        top = fmaxf(top, found.top[q]);
-        const float shrink = exp2_of(found.top[q] - top);
-        found.top[q] = top;
-        p[q] = exp2_of(logit[q] - top);
-        p[q + 2] = exp2_of(logit[q + 2] - top);
-        found.weight[q] = found.weight[q] * shrink + p[q] + p[q + 2];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            found.sum[step][q] *= shrink;
-            found.sum[step][q + 2] *= shrink;
-        }
-    }
-    const unsigned low = transposed(packed(p[0], p[1])), high = transposed(packed(p[2], p[3]));
-    const int row = lane % 8 + lane / 16 * 8, part = (lane / 8) % 2;
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        unsigned v[4];
-        load_tiles_transposed(v, values + offset_of(row, 2 * step + part));
-        multiply(found.sum[step], v, low, high);
-    }
+    add(found, logit, values);
 }
 
 // Wait until `blocks` blocks have come here, with what they wrote; `arrived` is two zeros, and will be again.
 // All of them run at once, as in a cooperative launch, or there is one.
 __device__ __forceinline__ void wait_for_all(int *arrived, int blocks) {
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0 && blocks > 1) {
+        __threadfence();
         atomicAdd(arrived, 1);
-        int now;
-        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
-        while (now < blocks);
+        wait_until(arrived, blocks);
         if (atomicAdd(arrived + 1, 1) == blocks - 1) {  // nobody waits any more
             arrived[1] = 0;
             __threadfence();
@@ -195,13 +87,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     const unsigned *__restrict__ phases, float *score, float *parts, float *part_lse, float *logits, int *arrived,
     u16 *__restrict__ out, i64 stride_query, i64 stride_new_key, i64 stride_new_value, i64 stride_key, i64 stride_value,
     int entries, float scale, float beta) {
-    __shared__ alignas(128) unsigned char memory[WARPS][STAGES][2][CHUNK];
+    alignas(128) __shared__ unsigned char memory[WARPS][STAGES][2][CHUNK];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int split = blockIdx.x, splits = gridDim.x, head = blockIdx.y;
     const i64 request = blockIdx.z;
     const int total = seen[request], old = total - 1;  // without the new token
     const int each = ((old + COLUMNS - 1) / COLUMNS + splits - 1) / splits * COLUMNS;
-    const int begin = split * each + warp * COLUMNS, end = min((split + 1) * each, old);
+    const int start = split * each + warp * COLUMNS, end = min((split + 1) * each, old);
     const int *list = slot + (static_cast<i64>(rows[request]) * LANES + (LANES > 1 ? head : 0)) * entries;
     const u16 *head_keys = keys + head * DIM, *head_values = values + head * DIM;
 #if SCORES
@@ -223,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
 #pragma unroll
         for (int i = 0; i < 4; ++i) phase[step][i] = phases[16 * step + lane % 4 * 2 + i / 2 * 8 + i % 2];
 
-    const unsigned stages = static_cast<unsigned>(__cvta_generic_to_shared(memory[warp]));
+    const unsigned stages = shared_address(memory[warp]);
 
     // Slot of a chunk's column lane % 16.
     const auto slot_of = [&](int first) { return first + lane % 16 < end ? list[first + lane % 16] : 0; };
@@ -233,33 +125,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         for (int i = 0; i < COLUMNS / ROWS; ++i) {
             const int column = i * ROWS + lane / PIECES, piece = lane % PIECES;
             const i64 at = __shfl_sync(FULL, slots, column);
-            const unsigned to = stage + offset_of(column, piece), bytes = first + column < end ? 16 : 0;  // or zeros
-            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
-                         "l"(head_keys + at * stride_key + piece * 8), "r"(bytes) : "memory");
-            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to + CHUNK),
-                         "l"(head_values + at * stride_value + piece * 8), "r"(bytes) : "memory");
+            const unsigned to = stage + offset_of(column, piece);
+            const bool there = first + column < end;
+            copy16(to, head_keys + at * stride_key + piece * 8, there);
+            copy16(to + CHUNK, head_values + at * stride_value + piece * 8, there);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit();
     };
 
     Found found;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) found.top[i] = NOTHING, found.weight[i] = 0;
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) found.sum[step][i] = 0;
+    begin(found);
 
     constexpr int BY = WARPS * COLUMNS;
-    int slots = slot_of(begin);
+    int slots = slot_of(start);
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-        fetch(begin + i * BY, slots, stages + i * 2 * CHUNK);
-        slots = slot_of(begin + (i + 1) * BY);
+        fetch(start + i * BY, slots, stages + i * 2 * CHUNK);
+        slots = slot_of(start + (i + 1) * BY);
     }
     unsigned stage = stages;
-    for (int first = begin; first < end; first += BY) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    for (int first = start; first < end; first += BY) {
+        wait<STAGES - 1>();
         __syncwarp();
         float logit[4];
         const int valid = min(end - first, COLUMNS);
@@ -277,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         slots = slot_of(first + (STAGES + 1) * BY);
         stage = stage + 2 * CHUNK == stages + STAGES * 2 * CHUNK ? stages : stage + 2 * CHUNK;
     }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    wait<0>();
     __syncwarp();
 
     if (split == splits - 1 && total > 0) {
@@ -287,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         const i64 at = list[old];
         for (int i = threadIdx.x; i < HALF; i += 32 * WARPS) {
             float cosine, sine;
-            cos_sin(static_cast<unsigned>(old) * phases[i], cosine, sine);
+            turn_of(static_cast<unsigned>(old) * phases[i], cosine, sine);
             const float x = widened(k[i], 0), y = widened(k[i + HALF], 0);
             keys[at * stride_key + head * DIM + i] = static_cast<u16>(packed(x * cosine + y * sine, 0));
             keys[at * stride_key + head * DIM + i + HALF] = static_cast<u16>(packed(y * cosine - x * sine, 0));
@@ -312,8 +198,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         }
     }
 
-    for (int n = 0; n < 2; ++n)
-        for (int by = 4; by < 32; by *= 2) found.weight[n] += __shfl_xor_sync(FULL, found.weight[n], by);
+    finish(found);
     __syncthreads();
     float *const other = reinterpret_cast<float *>(memory[0][0][0]);  // what warp 1 has found, a number of every lane
     if (warp == 1) {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cells import cuda_impl, decode_impl
 from sglang_ext.kernels.cells.lists import Turn
 
@@ -47,8 +48,12 @@ def decode(
     """`cuda_impl.decode` where it runs, or `decode_impl.decode`."""
     chosen: Callable[..., torch.Tensor] = decode_impl.decode
     if _refusal(query.shape[1], keys, values, turn) is None:
-        processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-        lanes, batch, workspace = slot.shape[1], query.shape[0], options.get("workspace")
+        processors, batch, workspace = (
+            nvrtc.multiprocessors(nvrtc.index_of(query.device)),
+            query.shape[0],
+            options.get("workspace"),
+        )
+        lanes = keys.shape[1] if options.get("score") is None else slot.shape[1]
         shares = 1 if workspace is None else workspace.parts.shape[2]
         if cuda_impl.fits(batch, keys.shape[1], lanes, shares, processors):
             chosen = cuda_impl.decode

@@ -264,7 +264,7 @@ class Rows:
         caches: tuple[torch.Tensor, torch.Tensor],
         scale: float,
     ) -> torch.Tensor:
-        """One token of each stream that `decoding` was loaded with, in one layer; two launches.
+        """One token of each stream that `decoding` was loaded with, in one layer.
 
         Args, Returns: as for `prefill`, a row a stream; zeros where `decoding` has padding.
         """

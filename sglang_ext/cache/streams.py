@@ -18,6 +18,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.policy import StreamPolicy
+from sglang_ext.attention.streams import MAX_TOKENS
 from sglang_ext.compat import ChunkCache
 
 
@@ -52,11 +53,12 @@ class StreamCache(ChunkCache):
         on_release: called with the request slot of every request that ends or is retracted.
         reserved: request slot -> how many KV slots it has.
         conversations: name -> what its last turn left; the next to give way first.
+        most_tokens: of a stream, all turns of its conversation together.
     """
 
     def __init__(self, params: Any, policy: StreamPolicy) -> None:
         super().__init__(params)
-        self.policy = policy
+        self.policy, self.most_tokens = policy, MAX_TOKENS
         self.on_release: list[Callable[[int], None]] = []
         self.reserved: dict[int, int] = {}
         self.conversations: dict[str, Conversation] = {}
@@ -84,6 +86,10 @@ class StreamCache(ChunkCache):
                 compat.abort_unscheduled(req, why + " under way; send it whole, without continue", 400)
             elif self._settings(options) != (began := self._settings(turn.options)):
                 compat.abort_unscheduled(req, f"conversation {name!r} began with the options {began}: keep them", 400)
+            elif turn.tokens + len(req.origin_input_ids) >= self.most_tokens:
+                sizes = f"has {turn.tokens} tokens, and this turn {len(req.origin_input_ids)}"
+                why = f"conversation {name!r} {sizes}: expected fewer than {self.most_tokens} together; begin another"
+                compat.abort_unscheduled(req, why, 400)
         return super().match_prefix(params)
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:

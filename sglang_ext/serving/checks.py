@@ -42,6 +42,7 @@ _REFUSED_STREAMS: tuple[tuple[str, Any, str], ...] = (
     ("enable_priority_scheduling", bool, "leave out --enable-priority-scheduling: it counts tokens, not slots"),
     ("enable_streaming_session", bool, "leave out --enable-streaming-session: streams leave no prefix to go on from"),
     ("enable_hisparse", bool, "leave out --enable-hisparse"),
+    ("radix_eviction_policy", lambda v: v not in (None, "lru"), "leave it out: streams leave no prefix to evict"),
 )
 
 
@@ -84,6 +85,10 @@ def before_server_args(server_args: Any) -> None:
     if is_active(server_args) and not captures(policy_of(server_args)):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
+    if serves_streams(server_args) and server_args.chunked_prefill_size is None:
+        # A chunk then is a stride, and what it sees is prepared for all layers at once.
+        stride = getattr(getattr(policy_of(server_args), "config", None), "stride", None)
+        server_args.chunked_prefill_size = stride
 
 
 def after_server_args(_result: Any, server_args: Any) -> None:

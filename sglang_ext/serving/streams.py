@@ -40,8 +40,10 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Any
         return original(scheduler, req)
     params, given = req.sampling_params, scheduler.max_new_tokens_limit
     wanted = scheduler.model_config.context_len if params.max_new_tokens is None else params.max_new_tokens
-    limit = min(given, MAX_TOKENS) if given else MAX_TOKENS
-    params.max_new_tokens = max(0, min(wanted, limit, MAX_TOKENS - len(req.origin_input_ids) - 1))
+    most, turn = scheduler.tree_cache.most_tokens, compat.sent_turn(req)
+    limit = min(given, most) if given else most
+    before = (turn.tokens if turn else 0) + len(req.origin_input_ids)
+    params.max_new_tokens = max(0, min(wanted, limit, most - before - 1))
     params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
 
 

@@ -156,6 +156,12 @@ def test_triton_equals_the_rule(update, seed):
     run(drawn(seed), update, seed, 1, 1, 1.1, whole=seed % 3 != 0, most=8)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="an hour in Triton's interpreter")
+def test_triton_equals_the_rule_on_a_thousand_streams():
+    streams = sum(run(drawn(s), triton.cascade_update, s, 2, 3, 1.1, whole=s % 3 != 0) for s in range(90))
+    assert streams >= 1000
+
+
 def test_triton_finds_its_lane():
     run(Cascade(window=8, cascades=2, sinks=1, stride=4), triton.cascade_update, 2, 2, 3, 9.0, whole=True, most=3)
 

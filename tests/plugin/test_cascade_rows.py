@@ -160,7 +160,7 @@ def test_a_turn_goes_on_with_a_token_that_was_computed(twins: Twins) -> None:
 
 
 def test_settings_of_a_request(twins: Twins) -> None:
-    options = {"window": 6, "stride": 4, "head_reduction": "max", "heads": "homogeneous"}
+    options = {"window": 6, "stride": 4, "head_reduction": "max", "heads": "homogeneous", "score_every": 3}
     home = make(Cascade(**{**POLICY, **options}), 1, twins.rows.window)
     twins.start(2, home, **options)
     twins.prefill(2, 0, 19)
@@ -170,6 +170,18 @@ def test_settings_of_a_request(twins: Twins) -> None:
     twins.start(0, lone, cascades=1)
     twins.prefill(0, 0, 17)
     twins.decode({0: 17}, home=lone)
+
+
+@pytest.mark.parametrize("every", [2, 4, 7])
+def test_some_queries_count(twins: Twins, every: int) -> None:
+    """Chunks and steps with and without a query that counts, several and none in a stride."""
+    home = make(Cascade(**{**POLICY, "score_every": every}), 1, twins.rows.window)
+    twins.start(2, home, score_every=every)
+    for begin, end in ((0, 4), (4, 5), (5, 13), (13, 14), (14, 15)):
+        twins.prefill(2, begin, end)
+    for n in range(15, 27):
+        twins.decode({2: n}, home=home)
+    twins.prefill(2, 27, 41)
 
 
 def test_rows_with_settings_of_their_own_are_used_again(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,15 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> CascadePolicy:
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
-    return SimpleNamespace(attention_backend="cascade", dtype="auto", dp_size=1, pp_size=1, tp_size=1, **changed)
+    return SimpleNamespace(
+        attention_backend="cascade",
+        dtype="auto",
+        radix_eviction_policy="lru",
+        dp_size=1,
+        pp_size=1,
+        tp_size=1,
+        **changed,
+    )
 
 
 def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +107,21 @@ def test_more_sub_caches_than_kernels_take(monkeypatch: pytest.MonkeyPatch, comp
     monkeypatch.setenv(POLICY_ENV, json.dumps({"cascades": 14, "window": 28}))
     with pytest.raises(ValueError, match="cascades=14: expected at most 13"):
         CascadePolicy()
+
+
+def test_a_chunk_is_a_stride_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, policy: CascadePolicy) -> None:
+    for backend, given, wanted in (("cascade", None, 16), ("cascade", 50, 50), ("dbsa", None, None)):
+        server = arguments(chunked_prefill_size=given, disable_cuda_graph=False)
+        server.attention_backend = backend
+        checks.before_server_args(server)
+        assert server.chunked_prefill_size == wanted
+
+
+def test_nothing_chooses_what_to_evict() -> None:
+    server = arguments()
+    server.radix_eviction_policy = "lfu"
+    (problem,) = checks.refusals(server)
+    assert "radix_eviction_policy='lfu'" in problem and "no prefix to evict" in problem
 
 
 def test_what_pool_and_context_must_hold(policy: CascadePolicy) -> None:

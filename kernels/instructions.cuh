@@ -1,0 +1,104 @@
+// The instructions that C++ has no words for, one function each. Tests have another file in its place, for a CPU.
+//
+// Set before: BFLOAT16 (float16 otherwise).
+
+#define FULL 0xffffffffu
+#define NOTHING __int_as_float(0xff800000)  // -inf
+
+typedef unsigned short u16;
+typedef long long i64;
+
+#if BFLOAT16
+#define TYPE "bf16"
+#else
+#define TYPE "f16"
+#endif
+
+__device__ __forceinline__ unsigned packed(float low, float high) {
+    unsigned bits;
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+__device__ __forceinline__ float widened(unsigned bits, int which) {
+#if BFLOAT16
+    return __uint_as_float(which ? bits & 0xffff0000u : bits << 16);
+#else
+    float value;
+    const u16 half = static_cast<u16>(which ? bits >> 16 : bits);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+#endif
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// cos and sin of an angle between -pi and pi, good to 2^-20.
+__device__ __forceinline__ void cos_sin(float angle, float &cosine, float &sine) {
+    asm("cos.approx.ftz.f32 %0, %1;" : "=f"(cosine) : "f"(angle));
+    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(sine) : "f"(angle));
+}
+
+// Where something in shared memory lies, as the functions below take it.
+__device__ __forceinline__ unsigned shared_address(const void *there) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(there));
+}
+
+// Four tiles of 8 x 8: lane i gives the address of row i % 8 of tile i / 8, and gets of each the elements 2 (i % 4) and
+// behind of row i / 4.
+__device__ __forceinline__ void load_tiles(unsigned (&tile)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_tiles_transposed(unsigned (&tile)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ unsigned transposed(unsigned tile) {
+    unsigned other;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(tile));
+    return other;
+}
+
+// sum += left [16, 16] · right [16, 8]
+__device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
+}
+
+// 16 bytes from memory to shared memory, or zeros; asynchronous.
+__device__ __forceinline__ void copy16(unsigned to, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// 4 bytes, likewise.
+__device__ __forceinline__ void copy4(unsigned to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Wait for a number that other blocks add to.
+__device__ __forceinline__ void wait_until(const int *number, int least) {
+    int now;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");
+    while (now < least);
+}

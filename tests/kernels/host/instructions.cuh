@@ -1,0 +1,229 @@
+// What `kernels/instructions.cuh` has, and what CUDA's compiler knows, for a CPU: so that kernels run where there is no GPU.
+//
+// A block is a thread of the operating system, a CUDA thread a context in it, and a warp's threads meet where an
+// instruction is one of all of them. Fragments of matrix products lie in lanes as PTX says. Asynchronous copies happen as
+// late as they may, and what they will overwrite is spoilt as early as it may. Not shown: races that need time to pass
+// between two steps that no barrier parts, and the rounding of the GPU's own functions.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+
+#define FULL 0xffffffffu
+#define NOTHING (-INFINITY)
+
+typedef unsigned short u16;
+typedef long long i64;
+using std::max;
+using std::min;
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct Index { unsigned x, y, z; };
+
+static thread_local Index threadIdx, blockIdx, gridDim;
+
+// ---- threads of a block ----
+
+struct Copy { unsigned to; const void *from; int bytes, spoilt; };
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool done = false;
+    std::vector<Copy> copies;
+    std::vector<std::vector<Copy>> groups;
+};
+
+// Where so many threads meet and see what each has brought.
+struct Meeting {
+    alignas(16) unsigned char brought[2][32][32];
+    int expected = 32, count = 0, times = 0;
+};
+
+struct Block {
+    std::vector<Thread> threads;
+    std::vector<Meeting> warps;
+    Meeting all;
+    ucontext_t scheduler;
+    Thread *now = nullptr;
+    long progress = 0;
+    bool outside = false;  // somebody waits for another block
+};
+
+static thread_local Block *block;
+
+inline void pass() { swapcontext(&block->now->context, &block->scheduler); }
+
+inline void meet(Meeting &meeting) {
+    if (++meeting.count == meeting.expected) {
+        meeting.count = 0, ++meeting.times, ++block->progress;
+        return;
+    }
+    for (const int times = meeting.times; times == meeting.times;) pass();
+}
+
+// What each lane of the warp brings.
+template <class T>
+inline const T (&gathered(const T &own))[32] {
+    static_assert(sizeof(T) <= 32, "");
+    Meeting &warp = block->warps[threadIdx.x / 32];
+    auto &table = *reinterpret_cast<T(*)[32]>(warp.brought[warp.times % 2]);
+    table[threadIdx.x % 32] = own;
+    meet(warp);
+    return table;
+}
+
+inline void __syncwarp() { gathered(0); }
+inline void __syncthreads() { meet(block->all); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+template <class T> inline T __shfl_sync(unsigned, T own, int lane) { return gathered(own)[lane % 32]; }
+template <class T> inline T __shfl_xor_sync(unsigned, T own, int by) { return gathered(own)[threadIdx.x % 32 ^ by]; }
+template <class T> inline T __shfl_up_sync(unsigned, T own, int by) {
+    const int lane = threadIdx.x % 32;
+    return gathered(own)[lane < by ? lane : lane - by];
+}
+inline unsigned __ballot_sync(unsigned, bool own) {
+    const int (&all)[32] = gathered(static_cast<int>(own));
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(all[lane]) << lane;
+    return bits;
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int atomicAdd(int *number, int by) { return __atomic_fetch_add(number, by, __ATOMIC_SEQ_CST); }
+template <class T> inline T __ldcg(const T *from) { return *from; }
+inline float __log2f(float x) { return std::log2(x); }
+
+// ---- instructions ----
+
+inline float as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline unsigned narrowed(float value) {
+#if BFLOAT16
+    unsigned bits;
+    std::memcpy(&bits, &value, 4);
+    return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#else
+    const _Float16 half = static_cast<_Float16>(value);
+    u16 bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+#endif
+}
+
+inline unsigned packed(float low, float high) { return narrowed(low) | narrowed(high) << 16; }
+
+inline float widened(unsigned bits, int which) {
+    const u16 own = static_cast<u16>(which ? bits >> 16 : bits);
+#if BFLOAT16
+    return as_float(static_cast<unsigned>(own) << 16);
+#else
+    _Float16 half;
+    std::memcpy(&half, &own, 2);
+    return static_cast<float>(half);
+#endif
+}
+
+inline float exp2_of(float x) { return std::exp2(x); }
+inline void cos_sin(float angle, float &cosine, float &sine) { cosine = std::cos(angle), sine = std::sin(angle); }
+
+static thread_local char anchor;
+inline unsigned shared_address(const void *there) {
+    return static_cast<unsigned>(static_cast<const char *>(there) - &anchor);
+}
+inline char *at_address(unsigned address) { return &anchor + static_cast<int>(address); }
+
+inline unsigned element(unsigned address, int index) { return reinterpret_cast<u16 *>(at_address(address))[index]; }
+
+inline void load_tiles(unsigned (&tile)[4], unsigned address) {
+    const int lane = threadIdx.x % 32;
+    const unsigned (&row)[32] = gathered(address);
+    for (int i = 0; i < 4; ++i) {
+        const unsigned from = row[8 * i + lane / 4];
+        tile[i] = element(from, lane % 4 * 2) | element(from, lane % 4 * 2 + 1) << 16;
+    }
+    __syncwarp();  // nobody goes on to write what another still reads
+}
+
+inline void load_tiles_transposed(unsigned (&tile)[4], unsigned address) {
+    const int lane = threadIdx.x % 32;
+    const unsigned (&row)[32] = gathered(address);
+    for (int i = 0; i < 4; ++i) {
+        const int first = 8 * i + lane % 4 * 2;
+        tile[i] = element(row[first], lane / 4) | element(row[first + 1], lane / 4) << 16;
+    }
+    __syncwarp();
+}
+
+inline unsigned transposed(unsigned tile) {
+    const int lane = threadIdx.x % 32;
+    const unsigned (&all)[32] = gathered(tile);
+    const auto at = [&](int row, int column) { return all[row * 4 + column / 2] >> column % 2 * 16 & 0xffff; };
+    return at(lane % 4 * 2, lane / 4) | at(lane % 4 * 2 + 1, lane / 4) << 16;
+}
+
+inline void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
+    struct Operands { unsigned left[4], right[2]; };
+    const int lane = threadIdx.x % 32;
+    const Operands (&all)[32] = gathered(Operands{{left[0], left[1], left[2], left[3]}, {low, high}});
+    for (int n = 0; n < 4; ++n) {
+        const int row = lane / 4 + n / 2 * 8, column = lane % 4 * 2 + n % 2;
+        for (int k = 0; k < 16; ++k) {
+            const unsigned a = all[row % 8 * 4 + k % 8 / 2].left[row / 8 + k / 8 * 2];
+            const unsigned b = all[column * 4 + k % 8 / 2].right[k / 8];
+            sum[n] += widened(a, k % 2) * widened(b, k % 2);
+        }
+    }
+}
+
+inline void copy(unsigned to, const void *from, int bytes, int spoilt) {
+    std::memset(at_address(to), 0xff, spoilt);  // not a number, in all types
+    block->now->copies.push_back({to, from, bytes, spoilt});
+}
+inline void copy16(unsigned to, const void *from, bool there) {
+    if (reinterpret_cast<size_t>(at_address(to)) % 16 || (there && reinterpret_cast<size_t>(from) % 16)) {
+        std::fprintf(stderr, "16 bytes are copied to or from an address that is no multiple of 16\n");
+        std::abort();
+    }
+    copy(to, from, there ? 16 : 0, 16);
+}
+inline void copy4(unsigned to, const void *from) { copy(to, from, 4, 4); }
+inline void commit() {
+    block->now->groups.push_back(std::move(block->now->copies));
+    block->now->copies.clear();
+}
+template <int LEFT>
+inline void wait() {
+    auto &groups = block->now->groups;
+    while (groups.size() > LEFT) {
+        for (const Copy &each : groups.front()) {
+            std::memset(at_address(each.to), 0, each.spoilt);
+            if (each.bytes) std::memcpy(at_address(each.to), each.from, each.bytes);
+        }
+        groups.erase(groups.begin());
+    }
+}
+
+inline void wait_until(const int *number, int least) {
+    while (__atomic_load_n(number, __ATOMIC_ACQUIRE) < least) block->outside = true, pass();
+}

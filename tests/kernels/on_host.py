@@ -1,0 +1,65 @@
+"""CUDA C++ kernels on a CPU, compiled by g++ with `host/instructions.cuh` in the place of the GPU's instructions."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.kernels import nvrtc
+
+HERE = Path(__file__).parent / "host"
+COMPILER = shutil.which("g++")
+MULTIPROCESSORS = 12
+
+needed = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+
+
+def _text(name: str) -> str:
+    path = HERE / name if (HERE / name).exists() else files("sglang_ext").joinpath("kernels", name)
+    return re.sub(r'^#include "(.+)"$', lambda found: _text(found[1]), path.read_text(), flags=re.MULTILINE)
+
+
+@cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="sglang-ext-host-"))
+
+
+@cache
+def kernel(
+    index: int, source: str, name: str, threads: int, constants: tuple[tuple[str, int], ...]
+) -> Callable[..., None]:
+    """`nvrtc.kernel` on this CPU; RuntimeError where a block comes to no end."""
+    macros = "".join(f"#define {key} {value}\n" for key, value in constants)
+    text = f"{macros}{_text(source)}\n#define KERNEL {name}\n{_text('launch.inc')}"
+    path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
+    path.write_text(text)
+    command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", str(path), "-o"]
+    done = subprocess.run([*command, str(path.with_suffix(".so"))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    library = ctypes.CDLL(str(path.with_suffix(".so")))
+
+    def launch(grid: tuple[int, ...], *arguments: Any, cooperative: bool = False) -> None:
+        values = [ctypes.c_void_p(each) if isinstance(each, int) else each for each in arguments]
+        table = (ctypes.c_void_p * len(values))(*(ctypes.addressof(each) for each in values))
+        if library.launch(*(*grid, 1, 1)[:3], threads, int(cooperative), table):
+            raise RuntimeError(f"{name}: threads of a block wait for others that never come")
+
+    return launch
+
+
+def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `nvrtc` launch kernels on this CPU, as on a GPU of a few multiprocessors."""
+    monkeypatch.setattr(nvrtc, "kernel", kernel)
+    monkeypatch.setattr(nvrtc, "multiprocessors", lambda index: MULTIPROCESSORS)
+    monkeypatch.setattr(nvrtc, "index_of", lambda device: 0)

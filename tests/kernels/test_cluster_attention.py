@@ -7,20 +7,28 @@ lists, and every output and scratch buffer before a call.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, reference, triton_impl
+from sglang_ext.kernels.cluster_attention import (
+    ClusterPool,
+    ClusterRows,
+    DenseTokens,
+    cuda_impl,
+    reference,
+    triton_impl,
+)
 from sglang_ext.kernels.kmeans import Plan
 from sglang_ext.kernels.kmeans.triton_impl import kmeans
 from sglang_ext.kernels.top_p import Selection
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
 from sglang_ext.policies import quest
-from tests.kernels import sm90
+from tests.kernels import on_host, sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {
@@ -33,7 +41,25 @@ TOLERANCE = {
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 SMALL = {"programs": 7, "summaries": 16, "merge_parts": 4, "registers": None}
 TUNINGS = {"triton": triton_impl.Tuning(**SMALL), "level": triton_impl.Tuning(**SMALL, token_tile=1)}
+TUNINGS["cuda"] = triton_impl.Tuning(**SMALL, cuda=True)
 WIDTH, TILE = 16, 16
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CUDA's kernel: where there is no GPU, on the CPU."""
+    if DEVICE == "cuda":
+        if cuda_impl.refusal(torch.device(DEVICE), HALF, 64, 64, 4, 1) is not None:
+            pytest.skip("CUDA's kernel does not run on this GPU")
+        yield
+        return
+    if on_host.COMPILER is None:
+        pytest.skip("there is no g++")
+    on_host.patch(monkeypatch)
+    monkeypatch.setattr(cuda_impl, "refusal", lambda *_: None)
+    cuda_impl._kernel.cache_clear()
+    yield
+    cuda_impl._kernel.cache_clear()
 
 
 @dataclass
@@ -291,6 +317,62 @@ def test_half_precision() -> None:
     got, lse = attend(rounded, lists(world, exact, approx), "triton", HALF)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[HALF])
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=TOLERANCE[HALF])
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("programs", [1, 5, 12, 200], ids=str)
+@pytest.mark.parametrize(("group", "dim", "exact_share"), [(4, 64, 0.4), (1, 128, 0.9), (8, 64, 0.05), (3, 128, 0.3)])
+def test_in_cuda(group: int, dim: int, exact_share: float, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of many chunks and of none, over several rows, both lists in one; poisoned buffers."""
+    launched = []
+    real = cuda_impl.attend
+    monkeypatch.setattr(cuda_impl, "programs", lambda device: programs)
+    monkeypatch.setattr(cuda_impl, "attend", lambda *given: (launched.append(1), real(*given)))
+    monkeypatch.setitem(TUNINGS, "cuda", replace(TUNINGS["cuda"], programs=1))
+    world = make_world(group=group, dim=dim, value_dim=dim, seed=dim + group)
+    world = replace(world, scale=0.1)  # logits of order one
+    halves = replace(
+        world.pool, centroids=world.pool.centroids.to(HALF).double(), values=world.pool.values.to(HALF).double()
+    )
+    rounded = replace(world, pool=halves)
+    exact, approx = random_sets(world, seed=3, exact_share=exact_share)
+    want, want_lse = expected(rounded, exact, approx)
+    got, lse = attend(rounded, lists(world, exact, approx), "cuda", HALF)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[HALF])
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=TOLERANCE[HALF])
+    assert launched
+
+
+@pytest.mark.usefixtures("cuda")
+def test_rows_that_see_nothing_in_cuda() -> None:
+    world = make_world(group=2, dim=64, value_dim=64)
+    world.dense.counts[1:] = 0
+    world.rows.counts[2] = 0
+    world.dense.slots[0] = -1
+    nothing = torch.zeros(3, 2, 4 * WIDTH, dtype=torch.bool)
+    approx = nothing.clone()
+    approx[1, 0, 3] = True
+    got, lse = attend(world, lists(world, nothing, approx), "cuda", HALF)
+    seen = torch.zeros(3, 4, dtype=torch.bool)
+    seen[1, :2] = True
+    assert torch.equal(lse.isfinite(), seen) and (lse[~seen] == -math.inf).all()
+    assert not got[~seen].any()
+    torch.testing.assert_close(got[1, 0], world.pool.values[2, 0, 3], rtol=0, atol=TOLERANCE[HALF])
+
+
+@pytest.mark.parametrize(("dim", "group"), [(128, 4), (64, 7)])
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_cuda_compiles_for_hopper(dim: int, group: int, bfloat16: bool) -> None:
+    assert cuda_impl.compiled("sm_90", dim, group, 8, bfloat16).code
+
+
+def test_where_cuda_is_refused() -> None:
+    given = (torch.device("cuda"), torch.bfloat16, 128, 128, 4, 1)
+    for at, value, reason in (
+        (0, torch.device("cpu"), "device cpu"), (1, torch.float32, "16 bits only"), (2, 96, "heads of 96"),
+        (3, 64, "heads of 128 and 64"), (4, 9, "groups of 9"), (5, 2, "2 rotations"),
+    ):  # fmt: skip
+        assert reason in (cuda_impl.refusal(*given[:at], value, *given[at + 1 :]) or "")
 
 
 @pytest.mark.parametrize("programs", [1, 3, 60], ids=str)

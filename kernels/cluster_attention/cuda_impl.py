@@ -1,0 +1,114 @@
+"""Attention to chosen tokens and summaries in CUDA (`attend.cu`), in the place of `triton_impl._attend`.
+
+Not chosen by itself: nobody has measured it on a GPU yet (`triton_impl.Tuning.cuda`). The tests run it on a CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from sglang_ext.kernels import nvrtc
+
+SOURCE = "cluster_attention/attend.cu"
+DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_GROUP = 8
+STAGES = 2
+BLOCKS = 12
+"""Warps, each a block, of a multiprocessor."""
+
+UNITS = {"TILE": 16, "SUMMARIES": 16, "COST": 2}
+"""Units of work, as `triton_impl._work` takes them: 16 summaries; 16 tokens are two."""
+
+
+def refusal(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, group: int, rotations: int
+) -> str | None:
+    """Why the kernel cannot attend from `group` query heads a key-value head, or None where it can."""
+    if device.type != "cuda":
+        return f"device {device}: it is written in CUDA"
+    if dtype not in DTYPES:
+        return f"{dtype}: 16 bits only"
+    if head_dim not in DIMS or value_dim != head_dim:
+        return f"heads of {head_dim} and {value_dim}: {', '.join(map(str, DIMS))}, keys as values"
+    if group > MAX_GROUP:
+        return f"groups of {group} heads: at most {MAX_GROUP}"
+    if rotations > 1:
+        return f"{rotations} rotations of the query: one"
+    return _unusable(nvrtc.index_of(device))
+
+
+@cache
+def _unusable(index: int) -> str | None:
+    """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
+    properties = torch.cuda.get_device_properties(index)
+    if properties.major < 8:
+        return f"compute capability {properties.major}.{properties.minor}: asynchronous copies begin at 8.0"
+    return nvrtc.failure(index, "attention to clusters", lambda: _kernel(index, 128, 4, 8, True))
+
+
+def programs(device: torch.device) -> int:
+    """Warps that a device runs at once."""
+    return BLOCKS * nvrtc.multiprocessors(nvrtc.index_of(device))
+
+
+def compiled(arch: str, dim: int, group: int, kv_heads: int, bfloat16: bool) -> object:
+    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU."""
+    return nvrtc.compiled(SOURCE, arch, _constants(dim, group, kv_heads, bfloat16))
+
+
+def _constants(dim: int, group: int, kv_heads: int, bfloat16: bool) -> dict[str, int]:
+    return dict(DIM=dim, GROUP=group, KV_HEADS=kv_heads, STAGES=STAGES, BLOCKS=BLOCKS, BFLOAT16=int(bfloat16))
+
+
+@cache
+def _kernel(index: int, dim: int, group: int, kv_heads: int, bfloat16: bool) -> Callable[..., None]:
+    constants = tuple(_constants(dim, group, kv_heads, bfloat16).items())
+    return nvrtc.kernel(index, SOURCE, "attend_clusters", 32, constants)
+
+
+def attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    means: torch.Tensor,
+    slots: torch.Tensor,
+    summaries: torch.Tensor,
+    dense_slots: torch.Tensor,
+    dense_counts: torch.Tensor,
+    counts: torch.Tensor,
+    approx: torch.Tensor,
+    logits: torch.Tensor,
+    parts: torch.Tensor,
+    part_lse: torch.Tensor,
+    scale: float,
+    programs: int,
+) -> None:
+    """The parts of every row, for `triton_impl._merge` with `UNITS`.
+
+    Args:
+        query, key_cache, value_cache, logits, scale: as for `triton_impl.cluster_attention`; one rotation.
+        means: `ClusterPool.values`.
+        slots, summaries, parts, part_lse: of its `Workspace`.
+        dense_slots, dense_counts: of its `DenseTokens`.
+        counts, approx: of its `Selection`.
+        programs: warps, as many as there are places for parts beside a row's.
+    """
+    kv_heads, dim = key_cache.shape[1:]
+    rows = query.shape[0] * kv_heads
+    launch = _kernel(
+        nvrtc.index_of(query.device), dim, query.shape[2] // kv_heads, kv_heads, query.dtype == torch.bfloat16
+    )
+    tensors = (
+        query, key_cache, value_cache, means, slots, summaries, dense_slots, dense_counts, counts, approx, logits,
+        parts, part_lse,
+    )  # fmt: skip
+    launch(
+        (programs,), *(x.data_ptr() for x in tensors), ctypes.c_int64(query.stride(0)),
+        ctypes.c_int64(summaries.shape[1]), ctypes.c_int64(slots.shape[1]), ctypes.c_int64(dense_slots.shape[1]),
+        ctypes.c_int32(rows), ctypes.c_float(scale),
+    )  # fmt: skip

@@ -48,6 +48,14 @@ def test_one_cascade_is_streaming_llm(served: Served, length: int) -> None:
     assert deviation(prompt, answer, streaming_llm(served.model, sequence(prompt, answer), STREAMING)) <= TOLERANCE
 
 
+def test_a_window_that_slides_token_by_token(served: Served) -> None:
+    """StreamingLLM as it was published: strides of one token."""
+    prompt = prompt_of(75, 6)
+    answer = served.one(prompt, cascades=1, stride=1)
+    table = streaming_llm(served.model, sequence(prompt, answer), Sizes(SINKS, WINDOW, 1))
+    assert deviation(prompt, answer, table) <= TOLERANCE
+
+
 VARIANTS: list[tuple[dict[str, Any], Sizes]] = [
     ({}, CASCADES),
     ({"score_every": 2}, Sizes(SINKS, WINDOW, STRIDE, 4, BETA, score_every=2)),
@@ -83,29 +91,35 @@ def test_within_sinks_and_window_it_is_dense_attention(served: Served) -> None:
     assert deviation(prompt, answer, table) <= TOLERANCE
 
 
-def test_twenty_times_the_pool(served: Served) -> None:
+@pytest.mark.parametrize("cascades", [1, 4])
+def test_twenty_times_the_pool(served: Served, cascades: int) -> None:
     """A prompt that exceeds the pool twenty times, and the model's context 25 times; others run beside it."""
     long, short = prompt_of(20 * POOL, 1), prompt_of(30, 2)
     alone = served.one(short)
 
-    async def together() -> tuple[dict[str, Any], list[dict[str, Any]], list[int]]:
-        ask = served.engine.async_generate
+    async def together() -> tuple[dict[str, Any], list[dict[str, Any]], list[int], list[int]]:
+        ask, manager = served.engine.async_generate, served.engine.tokenizer_manager
+        params = served.params({"cascades": cascades})
         stream = asyncio.create_task(
-            ask(
-                input_ids=long, sampling_params=served.params({"cascades": 1}), return_logprob=True, logprob_start_len=0
-            )
+            ask(input_ids=long, sampling_params=params, return_logprob=True, logprob_start_len=0)
         )
-        others, reserved = [], []
+        others, reserved, used = [], [], []
         while not stream.done() and len(others) < 3:
             others.append(await ask(input_ids=short, sampling_params=served.params({})))
-            info = await served.engine.tokenizer_manager.get_internal_state()
+            info = await manager.get_internal_state()
             reserved.append(info[0]["sglang_ext"]["reserved_slots"])
-        return await stream, others, reserved
+            used += [load.num_used_tokens for load in await manager.get_loads()]
+        return await stream, others, reserved, used
 
-    answer, others, reserved = served.engine.loop.run_until_complete(together())
+    answer, others, reserved, used = served.engine.loop.run_until_complete(together())
     assert all(other["output_ids"] == alone["output_ids"] for other in others)
     assert SLOTS in reserved  # the long one alone, at that moment, keeps what any other does
-    assert deviation(long, answer, streaming_llm(served.model, sequence(long, answer), STREAMING)) <= TOLERANCE
+    assert max(reserved) <= 2 * SLOTS and 0 < max(used) <= 2 * SLOTS  # ours, and SGLang's own
+    tokens = sequence(long, answer)
+    table = (
+        streaming_llm(served.model, tokens, STREAMING) if cascades == 1 else served.cascades.log_probs(tokens, CASCADES)
+    )
+    assert deviation(long, answer, table) <= TOLERANCE
     served.idle()
 
 
@@ -230,6 +244,24 @@ def test_conversations_go_on(served: Served) -> None:
         served.one([9, 8], **{"continue": True})
     until(lambda: served.engine.flush_cache().success)
     assert served.stats()["conversations"] == served.stats()["conversation_slots"] == 0
+
+
+def test_a_turn_that_ends_by_itself(served: Served) -> None:
+    """At a token to stop at, behind which the next step has begun: that leaves no trace in the turn after it."""
+    prompt, more = prompt_of(38, 4), prompt_of(21, 5)
+    free = served.one(prompt, 30)["output_ids"]
+    stop = next(n for n in range(8, 30) if free[n] not in free[:n])
+    params = {"temperature": 0, "max_new_tokens": 30, "stop_token_ids": [free[stop]]}
+    first = served.engine.generate(
+        input_ids=prompt, sampling_params={**params, "custom_params": {"conversation": "stops"}}
+    )
+    assert first["meta_info"]["finish_reason"]["type"] == "stop" and first["output_ids"] == free[: stop + 1]
+    goes_on = served.generate([more], [{"conversation": "stops", "continue": True}], 6)[0]
+    whole = [*prompt, *first["output_ids"], *more]
+    table = served.cascades.log_probs([*whole, *goes_on["output_ids"]], CASCADES)[len(whole) - 1 : -1]
+    for (got, token, *_), row in zip(goes_on["meta_info"]["output_token_logprobs"], table, strict=True):
+        assert abs(row[token] - got) <= TOLERANCE and row.max() - row[token] <= TOLERANCE
+    until(lambda: served.engine.flush_cache().success)
 
 
 @pytest.mark.parametrize(

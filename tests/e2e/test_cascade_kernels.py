@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, seconds a step: every kin
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,32 @@ def test_conversations_give_their_rows_back(served: Served) -> None:
     served.one(prompt_of(3, 0), 1, conversation="b")
     until(lambda: served.engine.flush_cache().success)
     served.generate(*three)
+    served.idle()
+
+
+def test_aborted_streams_give_their_rows_back(served: Served) -> None:
+    """While a prompt is computed, and while an answer is: three streams fit again."""
+
+    async def abort() -> None:
+        engine = served.engine
+        lengths = ((400, 3), (5, 300))
+        running = [
+            asyncio.create_task(
+                engine.async_generate(
+                    input_ids=prompt_of(length, n), sampling_params=served.params({}, new_tokens), rid=f"gone-{n}"
+                )
+            )
+            for n, (length, new_tokens) in enumerate(lengths)
+        ]
+        await asyncio.sleep(3)
+        for n in range(2):
+            engine.tokenizer_manager.abort_request(rid=f"gone-{n}")
+        for answer in await asyncio.gather(*running):
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+
+    served.engine.loop.run_until_complete(abort())
+    served.idle()
+    served.generate([prompt_of(3, n) for n in range(3)], [{}] * 3, 2)
     served.idle()
 
 

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext import compat
 from sglang_ext.attention.cascade import CascadePolicy, StreamingLlmPolicy
 from sglang_ext.attention.cascade_backend import CascadeStreams
 from sglang_ext.attention.policy import Request, StreamPolicy, policies
 from sglang_ext.attention.select import backend_class
 from sglang_ext.attention.streams import StreamAttnBackend, check_fits
+from sglang_ext.cache.rows import WIRE_KEY
+from sglang_ext.cache.streams import Conversation, StreamCache
+from sglang_ext.compat import ChunkCache
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.policies.cascade import Cascade
 from sglang_ext.serving import checks
@@ -115,6 +119,27 @@ def test_a_chunk_is_a_stride_unless_told_otherwise(monkeypatch: pytest.MonkeyPat
         server.attention_backend = backend
         checks.before_server_args(server)
         assert server.chunked_prefill_size == wanted
+
+
+def test_a_conversation_has_an_end(monkeypatch: pytest.MonkeyPatch, policy: CascadePolicy) -> None:
+    """Where its tokens could no longer be numbered, a turn is refused before it runs."""
+    cache: Any = object.__new__(StreamCache)
+    turn = Conversation(torch.zeros(3), 90, 5, {"conversation": "a"}, None)
+    cache.policy, cache.conversations, cache.most_tokens = policy, {"a": turn}, 100
+    refused: list[str] = []
+    monkeypatch.setattr(compat, "abort_unscheduled", lambda req, why, status: refused.append(f"{status}: {why}"))
+    monkeypatch.setattr(ChunkCache, "match_prefix", lambda *_: None)
+    for length in (9, 10):
+        custom = {"conversation": "a", "continue": True, WIRE_KEY: turn}
+        req = SimpleNamespace(
+            sampling_params=SimpleNamespace(custom_params=custom),
+            origin_input_ids=[1] * length,
+            to_finish=None,
+            finished_reason=None,
+        )
+        cache.match_prefix(SimpleNamespace(req=req))
+    (why,) = refused
+    assert why.startswith("400: conversation 'a' has 90 tokens, and this turn 10: expected fewer than 100 together")
 
 
 def test_nothing_chooses_what_to_evict() -> None:

@@ -51,6 +51,7 @@ class CascadeStreams(ViewBackend):
     Attributes:
         rows: states of the streams with the server's settings.
         prefills: how many steps of prompts, by what computed their attention.
+        decoding_steps: how many decoding steps, inside CUDA graphs and outside.
     """
 
     policy: CascadePolicy
@@ -73,6 +74,7 @@ class CascadeStreams(ViewBackend):
         policy.keep_in(self._begin)
         self._kind, self._attend = self._choose(kernels(policy))
         self.prefills = {"flashinfer": 0, "torch": 0}
+        self.decoding_steps = {"graph": 0, "eager": 0}
         self._table: torch.Tensor = self.req_to_token_pool.req_to_token  # type: ignore[attr-defined]
         self._parts: list[_Part] = []
         if self._device.type == "cuda":
@@ -125,6 +127,7 @@ class CascadeStreams(ViewBackend):
         if not self.viewing or forward_batch.forward_mode.is_idle():
             super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         elif forward_batch.forward_mode.is_decode():
+            self.decoding_steps["eager"] += 1
             self._load(len(self._parts))
         else:
             self.prefills[self._kind] += sum(len(part.steps) for part in self._parts)
@@ -212,6 +215,8 @@ class CascadeStreams(ViewBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         if in_capture:
             self._parts, self.viewing = [], True
+        else:
+            self.decoding_steps["graph"] += 1
         self._load(forward_batch.batch_size)
 
     def _warm_up(self) -> None:

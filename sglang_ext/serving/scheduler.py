@@ -280,6 +280,9 @@ def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
         backend = compat.view_backend(scheduler.tp_worker.model_runner)
         counters["attention_backend"] = type(backend).__name__
         counters["view_prefills"] = dict(getattr(backend, "prefills", {}))
+        steps = getattr(backend, "decoding_steps", None)
+        if steps is not None:
+            counters["decoding_steps"] = dict(steps)
         selected = getattr(backend, "selected", None)
         if selected is not None:
             counters["last_selection"] = selected()

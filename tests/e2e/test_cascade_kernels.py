@@ -102,3 +102,4 @@ def test_the_kernels_ran(served: Served) -> None:
     stats: dict[str, Any] = served.stats()
     assert stats["attention_backend"] in ("TritonStreamBackend", "FlashInferStreamBackend")
     assert stats["view_prefills"]["torch"] > 10
+    assert stats["decoding_steps"]["eager"] > 10 and stats["decoding_steps"]["graph"] == 0

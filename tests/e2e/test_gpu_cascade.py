@@ -188,6 +188,9 @@ def test_the_kernels_ran(found: Found) -> None:
     assert got == expected | {"torch": "StreamAttnBackend"}
     if GPU:
         assert found.stats["graphs"]["view_prefills"]["flashinfer"] > 100
+        steps = {name: found.stats[name]["decoding_steps"] for name in ENGINES}
+        assert steps["graphs"]["graph"] > 50, steps
+        assert steps["eager"]["graph"] == 0, steps
 
 
 @pytest.mark.parametrize("asked", ASKED)

@@ -24,7 +24,8 @@ def package_sources() -> set[str]:
             inside = path.relative_to(folder)
             if name == "sglang_ext" and inside.parts[0] in LINKED:
                 continue
-            shipped = path.suffix == ".py" or inside.parts[0] == "assets" or inside.parts[:2] == ("bench", "results")
+            code = path.suffix in (".py", ".cu", ".cuh")
+            shipped = code or inside.parts[0] == "assets" or inside.parts[:2] == ("bench", "results")
             if path.is_file() and shipped and "__pycache__" not in inside.parts:
                 files.add(f"{name}/{inside.as_posix()}")
     return files | {"sglang_ext/py.typed"}

@@ -154,18 +154,9 @@ extern "C" __global__ void __launch_bounds__(32, BLOCKS) attend_clusters(
                 const unsigned at = stages + i * 2 * CHUNK;
                 float logit[4];
                 if (chunk < tokens) {
-                    float one[4] = {0, 0, 0, 0}, two[4] = {0, 0, 0, 0};
-                    const int column = lane % 8 + (lane / 8) % 2 * 8, piece = lane / 16;
+                    score(logit, at, q);
 #pragma unroll
-                    for (int step = 0; step < STEPS; step += 2) {
-                        unsigned a[4], b[4];
-                        load_tiles(a, at + offset_of(column, 2 * step + piece));
-                        load_tiles(b, at + offset_of(column, 2 * step + 2 + piece));
-                        multiply(one, a, q[step][0], q[step][1]);
-                        multiply(two, b, q[step + 1][0], q[step + 1][1]);
-                    }
-#pragma unroll
-                    for (int n = 0; n < 4; ++n) logit[n] = (one[n] + two[n]) * (scale * LOG2_E);
+                    for (int n = 0; n < 4; ++n) logit[n] *= scale * LOG2_E;
                 } else {
 #pragma unroll
                     for (int n = 0; n < 4; ++n) logit[n] = given[i][lane % 4 * 2 + n % 2][lane / 4 + n / 2 * 8] * LOG2_E;

@@ -1,4 +1,6 @@
-"""Attention to chosen tokens and summaries in CUDA (`attend.cu`), in the place of `triton_impl._attend`.
+"""Scores of centroids and attention to what was chosen in CUDA (`scores.cu`, `attend.cu`), for one rotation.
+
+In the place of `triton_impl._scores` and `_attend`.
 
 Not chosen by itself: nobody has measured it on a GPU yet (`triton_impl.Tuning.cuda`). The tests run it on a CPU.
 """
@@ -14,10 +16,12 @@ import torch
 from sglang_ext.kernels import nvrtc
 
 SOURCE = "cluster_attention/attend.cu"
+SCORES = "cluster_attention/scores.cu"
 DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_GROUP = 8
 STAGES = 2
+SCORE_STAGES = 4
 BLOCKS = 12
 """Warps, each a block, of a multiprocessor."""
 
@@ -69,6 +73,54 @@ def _constants(dim: int, group: int, kv_heads: int, bfloat16: bool) -> dict[str,
 def _kernel(index: int, dim: int, group: int, kv_heads: int, bfloat16: bool) -> Callable[..., None]:
     constants = tuple(_constants(dim, group, kv_heads, bfloat16).items())
     return nvrtc.kernel(index, SOURCE, "attend_clusters", 32, constants)
+
+
+def compiled_scores(arch: str, dim: int, group: int, kv_heads: int, width: int, sized: bool, bfloat16: bool) -> object:
+    """Likewise, of the scores."""
+    return nvrtc.compiled(SCORES, arch, _score_constants(dim, group, kv_heads, width, sized, bfloat16))
+
+
+def _score_constants(dim: int, group: int, kv_heads: int, width: int, sized: bool, bfloat16: bool) -> dict[str, int]:
+    constants = _constants(dim, group, kv_heads, bfloat16)
+    return {**constants, "STAGES": SCORE_STAGES, "WIDTH": width, "SIZED": int(sized)}
+
+
+@cache
+def _score_kernel(
+    index: int, dim: int, group: int, kv_heads: int, width: int, sized: bool, bfloat16: bool
+) -> Callable[..., None]:
+    constants = tuple(_score_constants(dim, group, kv_heads, width, sized, bfloat16).items())
+    return nvrtc.kernel(index, SCORES, "score_centroids", 32, constants)
+
+
+def centroid_scores(
+    query: torch.Tensor,
+    centroids: torch.Tensor,
+    sizes: torch.Tensor,
+    starts: torch.Tensor,
+    tiles: torch.Tensor,
+    tile_counts: torch.Tensor,
+    sized: torch.Tensor | None,
+    scale: float,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """`triton_impl.centroid_scores`, which has checked all, for tiles of a multiple of 16 clusters.
+
+    Args:
+        query, scale, out: as there; one rotation.
+        centroids, sizes, starts: of `ClusterPool`.
+        tiles, tile_counts, sized: of `ClusterRows`.
+    """
+    _, kv_heads, width, dim = centroids.shape
+    batch, most = tiles.shape
+    index, group, half = nvrtc.index_of(query.device), query.shape[2] // kv_heads, query.dtype == torch.bfloat16
+    launch = _score_kernel(index, dim, group, kv_heads, width, sized is not None, half)
+    warps = max(1, min(programs(query.device) // (batch * kv_heads), most * width // 16))
+    tensors = (query, centroids, sizes, starts, tiles, tile_counts, tiles if sized is None else sized, *out)
+    launch(
+        (warps, kv_heads, batch), *(x.data_ptr() for x in tensors), ctypes.c_int64(query.stride(0)),
+        ctypes.c_int64(most), ctypes.c_float(scale),
+    )  # fmt: skip
 
 
 def attend(

@@ -38,7 +38,7 @@ class Tuning:
         score_warps, score_stages: of `_scores`.
         score_tiles: cluster tiles that one program of `_scores` reads.
         merge_parts: parts that `_merge` reads at once.
-        cuda: `cuda_impl.attend` for `_attend`, where it runs.
+        cuda: `cuda_impl` for `_scores` and `_attend`, where it runs.
     """
 
     programs: int = 264
@@ -140,6 +140,12 @@ def centroid_scores(
         out = (logits, sizes, torch.empty_like(sizes))
     if most == 0:
         return out
+    if tuning.cuda and width % 16 == 0:
+        kinds = query.device, query.dtype, dim, dim, group, rotations
+        if cuda_impl.refusal(*kinds) is None:
+            tables = pool.centroids, pool.sizes, pool.starts, rows.tiles, rows.counts, rows.sized
+            cuda_impl.centroid_scores(query, *tables, scale, out)
+            return out
     _scores[(triton.cdiv(most, tuning.score_tiles), kv_heads, batch)](
         query, pool.centroids, pool.sizes, pool.starts, rows.tiles, rows.counts, rows.rotation, rows.sized,
         *out, scale, most, query.stride(0),

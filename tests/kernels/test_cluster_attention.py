@@ -57,9 +57,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("there is no g++")
     on_host.patch(monkeypatch)
     monkeypatch.setattr(cuda_impl, "refusal", lambda *_: None)
-    cuda_impl._kernel.cache_clear()
+    kept = (cuda_impl._kernel, cuda_impl._score_kernel)
+    for kernels in kept:
+        kernels.cache_clear()
     yield
-    cuda_impl._kernel.cache_clear()
+    for kernels in kept:
+        kernels.cache_clear()
 
 
 @dataclass
@@ -320,8 +323,10 @@ def test_half_precision() -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("programs", [1, 5, 12, 200], ids=str)
-@pytest.mark.parametrize(("group", "dim", "exact_share"), [(4, 64, 0.4), (1, 128, 0.9), (8, 64, 0.05), (3, 128, 0.3)])
+@pytest.mark.parametrize(
+    ("programs", "group", "dim", "exact_share"),
+    [(1, 4, 64, 0.4), (5, 4, 64, 0.9), (200, 4, 64, 0.4), (12, 1, 128, 0.9), (3, 8, 64, 0.05), (40, 3, 128, 0.3)],
+)
 def test_in_cuda(group: int, dim: int, exact_share: float, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of many chunks and of none, over several rows, both lists in one; poisoned buffers."""
     launched = []
@@ -341,6 +346,33 @@ def test_in_cuda(group: int, dim: int, exact_share: float, programs: int, monkey
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[HALF])
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=TOLERANCE[HALF])
     assert launched
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("programs", "group", "dim", "cut"), [(1, 4, 64, False), (40, 4, 64, False), (12, 8, 128, True), (12, 3, 64, True)]
+)
+def test_scores_in_cuda(group: int, dim: int, programs: int, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with sizes from tiles of their own; nothing is written behind the count."""
+    monkeypatch.setattr(cuda_impl, "programs", lambda device: programs)
+    world = make_world(group=group, dim=dim, value_dim=dim, seed=dim)
+    pool = replace(world.pool, centroids=world.pool.centroids.to(HALF).double())
+    rows = replace(world.rows, sized=world.rows.tiles.flip(0).contiguous()) if cut else world.rows
+    world = replace(world, pool=pool, rows=rows, scale=0.1)
+    want, want_sizes, want_starts = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
+    w, shape = world.to(HALF, DEVICE), want_sizes.shape
+    out = (
+        torch.full(want.shape, math.nan, device=DEVICE),
+        torch.full(shape, -7, dtype=torch.int32, device=DEVICE),
+        torch.full(shape, -7, dtype=torch.int32, device=DEVICE),
+    )
+    triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, out=out, tuning=TUNINGS["cuda"])
+    for b in range(3):
+        n = int(world.rows.counts[b]) * WIDTH
+        torch.testing.assert_close(out[0][b, ..., :n].double().cpu(), want[b, ..., :n], rtol=0, atol=1e-4)
+        assert torch.equal(out[1][b, :, :n].cpu(), want_sizes[b, :, :n])
+        assert torch.equal(out[2][b, :, :n].cpu(), want_starts[b, :, :n])
+        assert out[0][b, ..., n:].isnan().all() and (out[1][b, :, n:] == -7).all()
 
 
 @pytest.mark.usefixtures("cuda")
@@ -364,6 +396,7 @@ def test_rows_that_see_nothing_in_cuda() -> None:
 @pytest.mark.parametrize("bfloat16", [True, False])
 def test_cuda_compiles_for_hopper(dim: int, group: int, bfloat16: bool) -> None:
     assert cuda_impl.compiled("sm_90", dim, group, 8, bfloat16).code
+    assert cuda_impl.compiled_scores("sm_90", dim, group, 8, 64, group == 4, bfloat16).code
 
 
 def test_where_cuda_is_refused() -> None:

@@ -48,14 +48,10 @@ def decode(
     """`cuda_impl.decode` where it runs, or `decode_impl.decode`."""
     chosen: Callable[..., torch.Tensor] = decode_impl.decode
     if _refusal(query.shape[1], keys, values, turn) is None:
-        processors, batch, workspace = (
-            nvrtc.multiprocessors(nvrtc.index_of(query.device)),
-            query.shape[0],
-            options.get("workspace"),
-        )
+        processors, workspace = nvrtc.multiprocessors(nvrtc.index_of(query.device)), options.get("workspace")
         lanes = keys.shape[1] if options.get("score") is None else slot.shape[1]
         shares = 1 if workspace is None else workspace.parts.shape[2]
-        if cuda_impl.fits(batch, keys.shape[1], lanes, shares, processors):
+        if cuda_impl.fits(query.shape[0], keys.shape[1], lanes, shares, processors):
             chosen = cuda_impl.decode
     return chosen(query, new_keys, new_values, keys, values, slot, rows, seen, turn, scale, **options)
 

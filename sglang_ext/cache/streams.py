@@ -1,16 +1,20 @@
 """What stands in the radix cache's place for streams: it reserves a bounded set of KV slots a request, and shares none.
 
-A stream's slots hold what it has kept, each key-value head its own tokens: there is no prefix in them that another
-request could begin with. SGLang's cache for servers without a radix tree does all but allotting and freeing.
+A stream's slots hold what it has kept, each key-value head its own tokens, and its scores hold what all of its queries
+attended to. So it is the state after all of its tokens and after no other number of them: no shorter prefix is in it.
+SGLang's cache for servers without a radix tree does all but allotting and freeing.
 
-A request may name a conversation. Its stream stays when it ends, and the next turn, which names it too, goes on from
-there: only the turn is computed, however long the conversation is. Conversations give way, the one that was longest
-without a turn first, when a request finds no room.
+A stream stays when its request ends, until its room is needed. A request whose prompt begins with all tokens of one,
+its answer included, goes on from there: the next turn of a chat does. A request may also name a conversation. The next
+turn, which names it too, is sent without what came before, and computed alone, however long the conversation is.
+Streams without a name give way first, then conversations, the one that was longest without a turn before others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from array import array
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +36,9 @@ class Conversation:
         last: the last token of the answer, which the next turn begins with; None when there was no answer.
         options: `custom_params` of the first turn.
         state: the policy's.
+        whole: all tokens of a stream without a name, the last one of the answer, which is not computed or computed once
+            too early, included; None where there is a name.
+        key: SGLang's `extra_key` of the request, which those that go on must share.
     """
 
     slots: torch.Tensor
@@ -39,6 +46,8 @@ class Conversation:
     last: int | None
     options: dict[str, Any]
     state: Any
+    whole: array[int] | None = None
+    key: str | None = None
 
 
 class StreamCache(ChunkCache):
@@ -52,7 +61,8 @@ class StreamCache(ChunkCache):
         policy: says how many slots a request needs.
         on_release: called with the request slot of every request that ends or is retracted.
         reserved: request slot -> how many KV slots it has.
-        conversations: name -> what its last turn left; the next to give way first.
+        conversations: name -> what its last turn left, and something unique -> what a request without a name left; of
+            each kind the next to give way first.
         most_tokens: of a stream, all turns of its conversation together.
     """
 
@@ -61,7 +71,8 @@ class StreamCache(ChunkCache):
         self.policy, self.most_tokens = policy, MAX_TOKENS
         self.on_release: list[Callable[[int], None]] = []
         self.reserved: dict[int, int] = {}
-        self.conversations: dict[str, Conversation] = {}
+        self.conversations: dict[Hashable, Conversation] = {}
+        self._found: weakref.WeakKeyDictionary[Any, Conversation] = weakref.WeakKeyDictionary()  # request -> its prefix
         self._claimed: dict[str, Conversation] = {}  # by the id of a request in the batch that is being made
         self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
         self._length = torch.zeros(1, dtype=torch.int64)
@@ -75,7 +86,7 @@ class StreamCache(ChunkCache):
     # ---- conversations ----
 
     def match_prefix(self, params: Any) -> Any:
-        """Nothing is found; a turn that cannot go on is refused: its answer would be another."""
+        """A stream that is a prefix; a turn that cannot go on is refused: its answer would be another."""
         req = params.req
         options = {} if req is None else compat.request_options(req)
         if options.get("continue") and not compat.is_aborted(req):
@@ -90,7 +101,28 @@ class StreamCache(ChunkCache):
                 sizes = f"has {turn.tokens} tokens, and this turn {len(req.origin_input_ids)}"
                 why = f"conversation {name!r} {sizes}: expected fewer than {self.most_tokens} together; begin another"
                 compat.abort_unscheduled(req, why, 400)
-        return super().match_prefix(params)
+        found = super().match_prefix(params)
+        if req is None or options.get("continue") or compat.is_aborted(req):
+            return found
+        longest = self._longest(params.key, options)
+        if longest is None:
+            self._found.pop(req, None)
+            return found
+        self._found[req] = longest
+        return found._replace(device_indices=self._length.expand(longest.tokens))
+
+    def _longest(self, key: Any, options: dict[str, Any]) -> Conversation | None:
+        """The longest stream without a name that a prompt begins with; settings of its own find none."""
+        if self._settings(options):
+            return None
+        longest: Conversation | None = None
+        for kept in self.conversations.values():
+            whole = kept.whole
+            if whole is None or kept.key != key.extra_key or kept.tokens > len(key):
+                continue
+            if (longest is None or kept.tokens > longest.tokens) and key.token_ids[: len(whole)] == whole:
+                longest = kept
+        return longest
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
         """What of the options cannot change from turn to turn."""
@@ -103,19 +135,21 @@ class StreamCache(ChunkCache):
             return None
         claimed = self._claimed.get(req.rid)
         sent = compat.sent_turn(req)
+        if sent is None and (found := self._found.get(req)) is not None and len(req.prefix_indices) == found.tokens:
+            sent = found
         return claimed or (sent if any(kept is sent for kept in self.conversations.values()) else None)
 
     def claim(self, req: Any) -> None:
         """A request comes into the next batch: what it goes on from gives way to nobody any more."""
         turn = self._turn(req) if req.kv is None else None
         if turn is not None and req.rid not in self._claimed:
-            del self.conversations[compat.request_options(req)["conversation"]]
+            del self.conversations[next(name for name, kept in self.conversations.items() if kept is turn)]
             self._claimed[req.rid] = turn
 
     def make_room(self, slots: int, req: Any) -> bool:
-        """Let conversations go until there are so many slots more; none, and False, when that would not suffice."""
+        """Let streams go until there are so many slots more; none, and False, when that would not suffice."""
         own = self._turn(req)
-        others = {name: len(kept.slots) for name, kept in self.conversations.items() if kept is not own}
+        others = {name: len(kept.slots) for name in self._order() if (kept := self.conversations[name]) is not own}
         if sum(others.values()) < slots:
             return False
         for name, count in others.items():
@@ -125,7 +159,11 @@ class StreamCache(ChunkCache):
             slots -= count
         return True
 
-    def drop(self, name: str) -> None:
+    def _order(self) -> list[Hashable]:
+        """Names of what is kept, what gives way first before the rest."""
+        return sorted(self.conversations, key=lambda name: self.conversations[name].whole is None)
+
+    def drop(self, name: Hashable) -> None:
         """Forget a conversation, if it is there."""
         kept = self.conversations.pop(name, None)
         if kept is not None:
@@ -141,7 +179,7 @@ class StreamCache(ChunkCache):
         turn = self._turn(req)
         # One token more: the step that overlap scheduling runs past the end.
         tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens + 1
-        slots = self.policy.slots(compat.request_options(req), tokens + (turn.tokens if turn else 0))
+        slots = self.policy.slots(compat.request_options(req), tokens + _before(turn))
         return max(0, slots - len(turn.slots)) if turn else slots
 
     def cut(self, req: Any, begin: int, end: int) -> int:
@@ -164,8 +202,8 @@ class StreamCache(ChunkCache):
         slots, turn = found.to(torch.int32), self._claimed.pop(req.rid, None)
         if turn is not None:
             slots = torch.cat([turn.slots, slots])
-            self.policy.resume(req.req_pool_idx, turn.state, turn.tokens)
-        self._before[req.req_pool_idx] = turn.tokens if turn else 0
+            self.policy.resume(req.req_pool_idx, turn.state, _before(turn))
+        self._before[req.req_pool_idx] = _before(turn)
         self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots)
         self.reserved[req.req_pool_idx] = len(slots)
         compat.set_reserved(req, len(slots))
@@ -177,16 +215,22 @@ class StreamCache(ChunkCache):
         slot = req.req_pool_idx
         before, count = self._before.pop(slot), self.reserved.pop(slot)
         slots = self.req_to_token_pool.req_to_token[slot, :count].clone()
-        name = compat.request_options(req).get("conversation")
-        if name is not None and req.finished() and not compat.is_aborted(req):
-            slots = self._keep(name, req, before, slots)
+        options = compat.request_options(req)
+        name = options.get("conversation")
+        if req.finished() and not compat.is_aborted(req):
+            if name is not None:
+                slots = self._keep(name, req, before, slots)
+            elif req.output_ids and not self._settings(options):
+                slots = self._keep(object(), req, before, slots, array("q", [*req.origin_input_ids, *req.output_ids]))
         for released in self.on_release:
             released(slot)
         self.token_to_kv_pool_allocator.free(slots)
         compat.set_released(req, kv_len_to_handle)
 
-    def _keep(self, name: str, req: Any, before: int, slots: torch.Tensor) -> torch.Tensor:
-        """Keep a request's stream as a conversation; returns slots that it does not need."""
+    def _keep(
+        self, name: Hashable, req: Any, before: int, slots: torch.Tensor, whole: array[int] | None = None
+    ) -> torch.Tensor:
+        """Keep a request's stream; returns slots that it does not need, all where conversations have all the room."""
         options = compat.request_options(req)
         answer = len(req.output_ids)
         tokens = before + len(req.origin_input_ids) + max(answer - 1, 0)
@@ -194,13 +238,20 @@ class StreamCache(ChunkCache):
         self.drop(name)
         # A policy's state has the size of a full stream, however short this one is.
         while len(self.conversations) >= max(1, self.token_to_kv_pool_allocator.size // self.policy.slots({}, 2**31)):
-            self.drop(next(iter(self.conversations)))
-        self.conversations[name] = Conversation(
-            slots[:held], tokens, req.output_ids[-1] if answer else None, options, self.policy.leave(req.req_pool_idx)
-        )
+            first = self._order()[0]
+            if whole is not None and self.conversations[first].whole is None:
+                return slots
+            self.drop(first)
+        state, last = self.policy.leave(req.req_pool_idx), req.output_ids[-1] if answer else None
+        self.conversations[name] = Conversation(slots[:held], tokens, last, options, state, whole, req.extra_key)
         return slots[held:]
 
     def protected_size(self) -> int:
         """Slots of all requests, those whose prompt waits for its next chunk among them, and of conversations."""
         kept = [*self.conversations.values(), *self._claimed.values()]
         return sum(self.reserved.values()) + sum(len(each.slots) for each in kept)
+
+
+def _before(turn: Conversation | None) -> int:
+    """Tokens of a stream that lie before a request's own: none where its prompt has them all."""
+    return 0 if turn is None or turn.whole is not None else turn.tokens

@@ -236,12 +236,15 @@ def stats(scheduler: Any) -> dict[str, Any]:
     """Counters of one scheduler, for /server_info and /metrics."""
     cache = scheduler.tree_cache
     if isinstance(cache, StreamCache):
-        kept = cache.conversations
+        named = [each for each in cache.conversations.values() if each.whole is None]
+        ended = [each for each in cache.conversations.values() if each.whole is not None]
         return {
             **cache.policy.stats(),
             "reserved_slots": sum(cache.reserved.values()),
-            "conversations": len(kept),
-            "conversation_slots": sum(len(each.slots) for each in kept.values()),
+            "conversations": len(named),
+            "conversation_slots": sum(len(each.slots) for each in named),
+            "ended_streams": len(ended),
+            "ended_stream_slots": sum(len(each.slots) for each in ended),
         }
     if not isinstance(cache, BlockRadixCache):
         return {}

@@ -106,9 +106,10 @@ def test_twenty_times_the_pool(served: Served, cascades: int) -> None:
         others, reserved, used = [], [], []
         while not stream.done() and len(others) < 3:
             others.append(await ask(input_ids=short, sampling_params=served.params({})))
-            info = await manager.get_internal_state()
-            reserved.append(info[0]["sglang_ext"]["reserved_slots"])
-            used += [load.num_used_tokens for load in await manager.get_loads()]
+            stats = (await manager.get_internal_state())[0]["sglang_ext"]
+            reserved.append(stats["reserved_slots"])
+            kept = stats["ended_stream_slots"] + stats["conversation_slots"]  # until somebody needs the room
+            used += [load.num_used_tokens - kept for load in await manager.get_loads()]
         return await stream, others, reserved, used
 
     answer, others, reserved, used = served.engine.loop.run_until_complete(together())
@@ -244,6 +245,40 @@ def test_conversations_go_on(served: Served) -> None:
         served.one([9, 8], **{"continue": True})
     until(lambda: served.engine.flush_cache().success)
     assert served.stats()["conversations"] == served.stats()["conversation_slots"] == 0
+
+
+def test_a_prompt_that_begins_with_an_ended_stream_goes_on_from_it(served: Served) -> None:
+    """As the next turn of a chat does, with the answer before it; from all of its tokens, and from no fewer."""
+    prompt, more = prompt_of(83, 7), prompt_of(29, 8)
+    ask = lambda tokens, new, **options: served.engine.generate(  # noqa: E731
+        input_ids=tokens, sampling_params=served.params(options, new), return_logprob=True
+    )
+    until(lambda: served.engine.flush_cache().success)
+    said = [*prompt, *ask(prompt, 12)["output_ids"]]
+    assert served.stats()["ended_streams"] == 1 and served.stats()["ended_stream_slots"] == SLOTS
+    other = [*said[:-1], said[-1] - 1, *more]
+    for tokens, cached in ((other, 0), ([*said, *more], len(said) - 1), ([*said, *more], 0)):
+        if cached:  # the answer before left its own stream, and this one's is still there
+            assert served.stats()["ended_streams"] == 2
+        answer = ask(tokens, 20)
+        assert answer["meta_info"]["cached_tokens"] == cached
+        table = served.cascades.log_probs([*tokens, *answer["output_ids"]], CASCADES)[len(tokens) - 1 : -1]
+        for (got, token, *_), row in zip(answer["meta_info"]["output_token_logprobs"], table, strict=True):
+            assert abs(row[token] - got) <= TOLERANCE and row.max() - row[token] <= TOLERANCE
+    served.idle()
+    # A third turn; one with other settings; one after others took the room.
+    whole = [*said, *more, *answer["output_ids"]]
+    assert ask([*whole, 7], 1, cascades=1)["meta_info"]["cached_tokens"] == 0
+    third = ask([*whole, 7, 8], 5)
+    assert third["meta_info"]["cached_tokens"] == len(whole) - 1
+    served.one([1, 2, 3], conversation="stays")
+    for n in range(4):
+        ask(prompt_of(100, n), 3)
+    assert served.stats()["conversations"] == 1  # those without a name gave way first
+    assert ask([*whole, 7, 8, *third["output_ids"], 9], 2)["meta_info"]["cached_tokens"] == 0
+    served.idle()
+    until(lambda: served.engine.flush_cache().success)
+    assert served.stats()["ended_streams"] == served.stats()["ended_stream_slots"] == 0
 
 
 def test_a_turn_that_ends_by_itself(served: Served) -> None:

@@ -60,6 +60,22 @@ def test_conversations_go_on(served: Served) -> None:
     assert served.stats()["conversation_slots"] == SLOTS
 
 
+def test_a_prompt_goes_on_from_an_ended_stream(served: Served) -> None:
+    """In a stride that was begun: its row of states is taken over as it is."""
+    prompt, more = prompt_of(38, 3), prompt_of(7, 4)
+    ask = lambda tokens, new: served.engine.generate(  # noqa: E731
+        input_ids=tokens, sampling_params=served.params({}, new), return_logprob=True
+    )
+    said = [*prompt, *ask(prompt, 4)["output_ids"]]
+    answer = ask([*said, *more], 3)
+    assert answer["meta_info"]["cached_tokens"] == len(said) - 1
+    whole = [*said, *more, *answer["output_ids"]]
+    table = served.cascades.log_probs(whole, CASCADES)[len(said) + len(more) - 1 : -1]
+    for (got, token, *_), row in zip(answer["meta_info"]["output_token_logprobs"], table, strict=True):
+        assert abs(row[token] - got) <= TOLERANCE and row.max() - row[token] <= TOLERANCE
+    served.idle()
+
+
 def test_conversations_give_their_rows_back(served: Served) -> None:
     """Three streams at a time are all that there are rows for: to requests, and to flushing, conversations give way."""
     three: list[Any] = [[prompt_of(3, n) for n in range(3)], [{}] * 3, 2]

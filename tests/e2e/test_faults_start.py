@@ -12,6 +12,7 @@ from tests.e2e.server import Server, model
 
 FINE = {
     "attention_backend": "dbsa",
+    "dtype": "auto",
     "radix_cache_backend": "sglang_ext",
     "page_size": 1,
     "speculative_algorithm": None,

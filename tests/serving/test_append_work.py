@@ -51,7 +51,7 @@ class Service(PoolService):
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Service]:
     tokenizer = models.load_tokenizer(models.save_model("llama", tmp_path_factory.mktemp("llama")))
-    args = dict(attention_backend="dbsa", served_model_name="m", revision=None)
+    args = dict(attention_backend="dbsa", dtype="auto", served_model_name="m", revision=None)
     args |= dict(dtype="auto", kv_cache_dtype="auto", quantization=None)
     manager = SimpleNamespace(
         server_args=SimpleNamespace(**args),

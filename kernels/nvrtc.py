@@ -63,10 +63,13 @@ def compiled(source: str, arch: str, constants: Mapping[str, int]) -> Any:
     return core.Program(text_of(source), "c++", options).compile("cubin")
 
 
-def text_of(source: str) -> str:
+def _read(source: str) -> str:
+    return files("sglang_ext").joinpath("kernels", source).read_text()
+
+
+def text_of(source: str, read: Callable[[str], str] = _read) -> str:
     """A file under `kernels`, with the files in it that it includes: those lie in `kernels` itself."""
-    text = files("sglang_ext").joinpath("kernels", source).read_text()
-    return re.sub(r'^#include "(.+)"$', lambda found: text_of(found[1]), text, flags=re.MULTILINE)
+    return re.sub(r'^#include "(.+)"$', lambda found: text_of(found[1], read), read(source), flags=re.MULTILINE)
 
 
 @cache

@@ -284,11 +284,10 @@ def _register_backends() -> None:
 
 def _backend_factory(name: str) -> Callable[[Any], Any]:
     def build(model_runner: Any) -> Any:
-        from sglang_ext.attention.policy import policies
+        from sglang_ext.attention.policy import policy_of
         from sglang_ext.attention.select import backend_class
 
-        policy = policies()[name]()
-        policy.dtype = model_runner.server_args.dtype
+        policy = policy_of(model_runner.server_args, name)
         return backend_class(policy)(model_runner, policy)
 
     return build

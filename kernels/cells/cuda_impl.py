@@ -15,17 +15,12 @@ from typing import Any
 
 import torch
 
-from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.cells.decode_impl import LOG2_E, Workspace, check
+from sglang_ext.kernels import nvrtc, warp
+from sglang_ext.kernels.cells.decode_impl import LOG2_E, MAX_SPLITS, Workspace, check
 from sglang_ext.kernels.cells.lists import Turn
 from sglang_ext.kernels.cells.triton_impl import rows_of
 
 SOURCE = "cells/decode.cu"
-DIMS = (64, 128)
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_GROUP = 8
-"""Queries of a matrix product."""
-
 WARPS, COLUMNS = 2, 16
 
 
@@ -38,30 +33,27 @@ class Tuning:
 
 
 TUNING = Tuning()
-MAX_SPLITS = 128
 
 
 def refusal(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, group: int, turn: Turn
 ) -> str | None:
     """Why the kernel cannot attend from `group` query heads a key-value head, or None where it can."""
-    if device.type != "cuda":
-        return f"device {device}: it is written in CUDA"
-    if dtype not in DTYPES:
-        return f"{dtype}: 16 bits only"
-    if head_dim not in DIMS or value_dim != head_dim:
-        return f"heads of {head_dim} and {value_dim}: {', '.join(map(str, DIMS))}, keys as values"
+    if reason := warp.refusal(device, dtype, head_dim, value_dim, group):
+        return reason
     if turn.rope.rotary_dim != head_dim or not turn.rope.neox:
         return f"{turn.rope.rotary_dim} of {head_dim} components turned, neox={turn.rope.neox}: all, in NeoX pairs"
-    if group > MAX_GROUP:
-        return f"groups of {group} heads: at most {MAX_GROUP}"
     return _unusable(nvrtc.index_of(device))
 
 
 def fits(batch: int, kv_heads: int, lanes: int, shares: int, multiprocessors: int, tuning: Tuning = TUNING) -> bool:
     """Whether blocks that wait for each other run at once; `lanes` is `kv_heads` where no scores are kept."""
-    waits = shares > 1 or lanes < kv_heads
-    return not waits or batch * kv_heads * shares <= multiprocessors * tuning.blocks
+    return not _waits(kv_heads, lanes, shares) or batch * kv_heads * shares <= multiprocessors * tuning.blocks
+
+
+def _waits(kv_heads: int, lanes: int, shares: int) -> bool:
+    """Whether blocks wait for each other."""
+    return shares > 1 or lanes < kv_heads
 
 
 def _memory(dim: int, tuning: Tuning) -> int:
@@ -75,7 +67,7 @@ def _unusable(index: int) -> str | None:
     properties = torch.cuda.get_device_properties(index)
     if properties.major < 9:
         return f"compute capability {properties.major}.{properties.minor}: it was measured on 9.0"
-    room, needed = properties.shared_memory_per_multiprocessor, TUNING.blocks * _memory(max(DIMS), TUNING)
+    room, needed = properties.shared_memory_per_multiprocessor, TUNING.blocks * _memory(max(warp.DIMS), TUNING)
     if room < needed:
         return f"{room} bytes of shared memory a multiprocessor: {TUNING.blocks} blocks take {needed}"
     return nvrtc.failure(index, "cascades decode", lambda: _kernel(index, Variant(128, 4, 8, 8)))
@@ -107,7 +99,7 @@ class Variant:
         return dict(
             DIM=self.dim, GROUP=self.group, KV_HEADS=self.kv_heads, LANES=self.lanes, SCORES=int(self.scores),
             MAXIMUM=int(self.maximum), STAGES=self.tuning.stages, BLOCKS=self.tuning.blocks,
-            BFLOAT16=int(self.bfloat16),
+            BFLOAT16=int(self.bfloat16), MAX_SPLITS=MAX_SPLITS,
         )  # fmt: skip
 
 
@@ -190,7 +182,8 @@ def decode(
         raise ValueError(f"a workspace for {tuple(workspace.arrived.shape)}: expected {(batch, kv_heads, 2)}")
     if shares > MAX_SPLITS:
         raise ValueError(f"a workspace of {shares} shares: expected at most {MAX_SPLITS}")
-    if not fits(batch, kv_heads, lanes if scored else kv_heads, shares, processors, tuning):
+    sets = lanes if scored else kv_heads  # of blocks, by what they have to agree on
+    if not fits(batch, kv_heads, sets, shares, processors, tuning):
         raise ValueError(f"{batch} rows in {shares} shares do not run at once: take fewer, or decode_impl.decode")
     variant = Variant(
         dim, heads // kv_heads, kv_heads, lanes, scored, reduction == "max", query.dtype == torch.bfloat16, tuning
@@ -206,6 +199,6 @@ def decode(
     _kernel(index, variant)(
         (shares, kv_heads, batch), *(x.data_ptr() for x in (*tensors, *buffers)),
         *(ctypes.c_int64(stride) for stride in strides), ctypes.c_int32(width), ctypes.c_float(scale * LOG2_E),
-        ctypes.c_float(beta), cooperative=shares > 1 or (scored and lanes < kv_heads),
+        ctypes.c_float(beta), cooperative=_waits(kv_heads, sets, shares),
     )  # fmt: skip
     return out

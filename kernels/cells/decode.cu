@@ -10,12 +10,11 @@
 //
 // Set by the compiler: DIM (64 or 128, of keys and values, all of a key turned, NeoX pairs), GROUP (1 to 8), KV_HEADS,
 // LANES (KV_HEADS or 1), SCORES, MAXIMUM (of the heads of a score, their mean otherwise), STAGES, BLOCKS (that a
-// multiprocessor has room for), BFLOAT16 (float16 otherwise).
+// multiprocessor has room for), MAX_SPLITS (shares, a multiple of 32), BFLOAT16 (float16 otherwise).
 
 #define WARPS 2
 #include "warp.cuh"
 
-#define MAX_SPLITS 128
 #define HALF (DIM / 2)
 #define RADIANS 1.4629180792671596e-09f  // 2 pi / 2^32
 

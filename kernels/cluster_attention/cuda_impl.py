@@ -13,13 +13,10 @@ from functools import cache
 
 import torch
 
-from sglang_ext.kernels import nvrtc
+from sglang_ext.kernels import nvrtc, warp
 
 SOURCE = "cluster_attention/attend.cu"
 SCORES = "cluster_attention/scores.cu"
-DIMS = (64, 128)
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_GROUP = 8
 STAGES = 2
 SCORE_STAGES = 4
 BLOCKS = 12
@@ -33,14 +30,8 @@ def refusal(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, group: int, rotations: int
 ) -> str | None:
     """Why the kernel cannot attend from `group` query heads a key-value head, or None where it can."""
-    if device.type != "cuda":
-        return f"device {device}: it is written in CUDA"
-    if dtype not in DTYPES:
-        return f"{dtype}: 16 bits only"
-    if head_dim not in DIMS or value_dim != head_dim:
-        return f"heads of {head_dim} and {value_dim}: {', '.join(map(str, DIMS))}, keys as values"
-    if group > MAX_GROUP:
-        return f"groups of {group} heads: at most {MAX_GROUP}"
+    if reason := warp.refusal(device, dtype, head_dim, value_dim, group):
+        return reason
     if rotations > 1:
         return f"{rotations} rotations of the query: one"
     return _unusable(nvrtc.index_of(device))

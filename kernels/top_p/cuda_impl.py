@@ -182,8 +182,7 @@ def select(
     _check_expansion(expansion, batch, kv_heads, width, align)
     if batch:
         index, wide = nvrtc.index_of(logits.device), 0 if expansion is None else expansion.width
-        processors = torch.cuda.get_device_properties(index).multi_processor_count
-        block = block_for(width, heads * batch * kv_heads, processors)
+        block = block_for(width, heads * batch * kv_heads, nvrtc.multiprocessors(index))
         kernel = _kernel_for(logits.device, heads, block, by_count, run, align, wide)
         nothing = out.counts  # never looked at
         written = (nothing,) * 4

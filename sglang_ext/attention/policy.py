@@ -382,8 +382,8 @@ def policies() -> Mapping[str, Callable[[], Policy]]:
     return MappingProxyType(found)
 
 
-def policy_of(server_args: Any) -> Policy:
-    """A new policy of the server's attention backend, which is one of `policies`."""
-    policy = policies()[server_args.attention_backend]()
+def policy_of(server_args: Any, name: str | None = None) -> Policy:
+    """A new policy of a server: `name` of `policies`, its attention backend when None."""
+    policy = policies()[name or server_args.attention_backend]()
     policy.dtype = server_args.dtype
     return policy

@@ -82,13 +82,15 @@ def refusals(server_args: Any) -> list[str]:
 
 def before_server_args(server_args: Any) -> None:
     """BEFORE ServerArgs.__post_init__: what our backend needs, before SGLang works out what follows from it."""
-    if is_active(server_args) and not captures(policy_of(server_args)):
+    if not is_active(server_args):
+        return
+    policy = policy_of(server_args)
+    if not captures(policy):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
-    if serves_streams(server_args) and server_args.chunked_prefill_size is None:
+    if isinstance(policy, StreamPolicy) and server_args.chunked_prefill_size is None:
         # A chunk then is a stride, and what it sees is prepared for all layers at once.
-        stride = getattr(getattr(policy_of(server_args), "config", None), "stride", None)
-        server_args.chunked_prefill_size = stride
+        server_args.chunked_prefill_size = getattr(getattr(policy, "config", None), "stride", None)
 
 
 def after_server_args(_result: Any, server_args: Any) -> None:

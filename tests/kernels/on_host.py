@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,8 @@ MULTIPROCESSORS = 12
 needed = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 
 
-def _text(name: str) -> str:
-    path = HERE / name if (HERE / name).exists() else files("sglang_ext").joinpath("kernels", name)
-    return re.sub(r'^#include "(.+)"$', lambda found: _text(found[1]), path.read_text(), flags=re.MULTILINE)
+def _read(name: str) -> str:
+    return (HERE / name).read_text() if (HERE / name).exists() else nvrtc._read(name)
 
 
 @cache
@@ -41,7 +38,7 @@ def kernel(
 ) -> Callable[..., None]:
     """`nvrtc.kernel` on this CPU; RuntimeError where a block comes to no end."""
     macros = "".join(f"#define {key} {value}\n" for key, value in constants)
-    text = f"{macros}{_text(source)}\n#define KERNEL {name}\n{_text('launch.inc')}"
+    text = f"{macros}{nvrtc.text_of(source, _read)}\n#define KERNEL {name}\n{_read('launch.inc')}"
     path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
     path.write_text(text)
     command = [str(COMPILER), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", str(path), "-o"]

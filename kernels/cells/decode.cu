@@ -62,6 +62,37 @@ __device__ __forceinline__ void attend(
     add(found, logit, values);
 }
 
+#if SCORES
+// Logits of a column: one number of each query of the group, side by side.
+__device__ __forceinline__ void store_logits(float *to, int of, float one, float two) {
+#if GROUP % 2 == 0
+    *reinterpret_cast<float2 *>(to + of) = make_float2(one, two);
+#else
+    to[of] = one;
+    if (of + 1 < GROUP) to[of + 1] = two;
+#endif
+}
+
+__device__ __forceinline__ void load_logits(float (&logit)[GROUP], const float *from) {
+#if GROUP % 4 == 0
+#pragma unroll
+    for (int of = 0; of < GROUP; of += 4) {
+        const float4 four = __ldcg(reinterpret_cast<const float4 *>(from + of));
+        logit[of] = four.x, logit[of + 1] = four.y, logit[of + 2] = four.z, logit[of + 3] = four.w;
+    }
+#elif GROUP % 2 == 0
+#pragma unroll
+    for (int of = 0; of < GROUP; of += 2) {
+        const float2 two = __ldcg(reinterpret_cast<const float2 *>(from + of));
+        logit[of] = two.x, logit[of + 1] = two.y;
+    }
+#else
+#pragma unroll
+    for (int of = 0; of < GROUP; ++of) logit[of] = __ldcg(from + of);
+#endif
+}
+#endif
+
 // Wait until `blocks` blocks have come here, with what they wrote; `arrived` is two zeros, and will be again.
 // All of them run at once, as in a cooperative launch, or there is one.
 __device__ __forceinline__ void wait_for_all(int *arrived, int blocks) {
@@ -98,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
 #if SCORES
     const int settled = fresh[request] ? skip[request] : total;
     float *const target = logits + (request * KV_HEADS + head) * GROUP * static_cast<i64>(entries);
+    const int of = lane % 4 * 2;  // first of this thread's two queries
 #endif
 
     unsigned q[STEPS][2];
@@ -145,10 +177,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         attend(found, logit, stage, stage + CHUNK, first, valid, scale, q, phase);
 #if SCORES
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const int column = lane / 4 + n / 2 * 8, of = lane % 4 * 2 + n % 2;
+        for (int half = 0; half < 2; ++half) {
+            const int column = lane / 4 + half * 8;
             if (of < GROUP && column < valid && first + column >= settled)
-                target[static_cast<i64>(of) * entries + first + column] = logit[n];
+                store_logits(target + (first + column) * static_cast<i64>(GROUP), of, logit[2 * half], logit[2 * half + 1]);
         }
 #endif
         __syncwarp();
@@ -184,9 +216,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
             float logit[4];
             attend(found, logit, stages, stages + CHUNK, 0, 1, scale, q, phase);
 #if SCORES
-            for (int n = 0; n < 2; ++n)
-                if (lane / 4 == 0 && lane * 2 + n < GROUP && old >= settled)
-                    target[static_cast<i64>(lane * 2 + n) * entries + old] = logit[n];
+            if (lane / 4 == 0 && of < GROUP && old >= settled)
+                store_logits(target + old * static_cast<i64>(GROUP), of, logit[0], logit[1]);
 #endif
         }
     }
@@ -228,6 +259,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     // Scores of one lane need the heads of all key-value heads, where they share it.
     constexpr int TOGETHER = SCORES && LANES == 1 ? KV_HEADS : 1;  // key-value heads whose blocks wait for each other
     const int blocks = TOGETHER * splits, block = (TOGETHER > 1 ? head * splits : 0) + split;
+#if SCORES
+    // This block's columns to count in, some at a time. What the other blocks write comes last, so what it is added to is
+    // on its way before they are waited for, and then a turn ahead; their entries, two turns.
+    constexpr int EACH = 8, THREADS = 32 * WARPS, TURN = EACH * THREADS;
+    const int share_of = (total - settled + blocks - 1) / blocks;
+    const int from = settled + block * share_of + static_cast<int>(threadIdx.x);
+    const int to = min(settled + (block + 1) * share_of, total);
+    const int *const entries_of = entry_of + request * entries;
+    float *const scores = score + (static_cast<i64>(rows[request]) * LANES + (LANES > 1 ? head : 0)) * entries;
+    int entry[EACH], next_entry[EACH];
+    float old_score[EACH];
+    const auto find = [&](int (&found_entry)[EACH], int first) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) found_entry[i] = first + i * THREADS < to ? entries_of[first + i * THREADS] : -1;
+    };
+    const auto look = [&](float (&found_score)[EACH], const int (&of_entry)[EACH]) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) found_score[i] = of_entry[i] >= 0 ? scores[of_entry[i]] : 0;
+    };
+    find(entry, from);
+    find(next_entry, from + TURN);
+    look(old_score, entry);
+#endif
     wait_for_all(arrived + 2 * (request * (KV_HEADS / TOGETHER) + (TOGETHER > 1 ? 0 : head)), blocks);
 
     // Log-sum-exp of every head, a warp a head.
@@ -275,40 +329,36 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     }
 
 #if SCORES
-    if (!fresh[request]) return;
-    const int share_of = (total - settled + blocks - 1) / blocks, from = settled + block * share_of;
-    const int to = min(from + share_of, total);
-    const i64 lane_score = (static_cast<i64>(rows[request]) * LANES + (LANES > 1 ? head : 0)) * entries;
     const float *const lane_logits = logits + lane_head * entries;
-    // Some columns at a time, all loads before the first store: it could be to what the next one loads, for all that the
-    // compiler knows.
-    constexpr int EACH = 8, THREADS = 32 * WARPS;
-    for (int first = from + static_cast<int>(threadIdx.x); first < to; first += EACH * THREADS) {
-        float received[EACH], old_score[EACH];
-        int entry[EACH];
+    for (int first = from; first < to; first += TURN) {
+        float received[EACH], next_score[EACH];
+        int further[EACH];
+        look(next_score, next_entry);
+        find(further, first + 2 * TURN);
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            received[i] = 0;
-            entry[i] = first + i * THREADS < to ? entry_of[request * entries + first + i * THREADS] : -1;
+        for (int i = 0; i < EACH; ++i) received[i] = 0;
+#pragma unroll 1
+        for (int other_head = 0; other_head < TOGETHER; ++other_head) {
+            float logit[EACH][GROUP], level[GROUP];
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (entry[i] >= 0)
+                    load_logits(logit[i], lane_logits + (static_cast<i64>(other_head) * entries + first + i * THREADS) * GROUP);
+#pragma unroll
+            for (int of = 0; of < GROUP; ++of) level[of] = levels[other_head * GROUP + of];
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                for (int of = 0; of < GROUP; ++of) {
+                    const float p = exp2_of(logit[i][of] - level[of]);
+                    received[i] = MAXIMUM ? fmaxf(received[i], p) : received[i] + p;
+                }
         }
-#pragma unroll 4
-        for (int of = 0; of < HEADS; ++of) {
-            const float *const head_logits = lane_logits + static_cast<i64>(of) * entries + first;
-            float logit[EACH];
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) logit[i] = entry[i] >= 0 ? __ldcg(head_logits + i * THREADS) : NOTHING;
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const float p = exp2_of(logit[i] - levels[of]);
-                received[i] = MAXIMUM ? fmaxf(received[i], p) : received[i] + p;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) old_score[i] = entry[i] >= 0 ? score[lane_score + entry[i]] : 0;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const float now = MAXIMUM ? received[i] : received[i] * (1.0f / HEADS);
-            if (entry[i] >= 0) score[lane_score + entry[i]] = beta * old_score[i] + (1 - beta) * now;
+            if (entry[i] >= 0) scores[entry[i]] = beta * old_score[i] + (1 - beta) * now;
+            entry[i] = next_entry[i], next_entry[i] = further[i], old_score[i] = next_score[i];
         }
     }
 #endif

@@ -6,7 +6,8 @@ the exponent: w_t·exp(x - lse_t) = exp2(log2(e)·x + bias_t), with the biases o
 kernel of its own: a logit then costs one multiply-add, one exponential and one addition. Only blocks on the diagonal
 are masked. Programs of the columns that most rows see come first, so that the short ones fill the last wave.
 
-Grids depend on shapes alone, counts are read on the device: a launch can be part of a CUDA graph.
+Grids depend on shapes alone, counts are read on the device: a launch can be part of a CUDA graph. Long strides on
+Hopper go to `hopper_impl`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.kernels.score_update import hopper_impl
 from sglang_ext.kernels.score_update.reference import check, check_target
 
 LOG2_E = math.log2(math.e)
@@ -84,12 +86,13 @@ def column_sums(
     reduction: str = "mean",
     homogeneous: bool = False,
     every: int = 1,
-    tuning: Tuning | None = None,
+    tuning: Tuning | hopper_impl.Tuning | None = None,
 ) -> torch.Tensor:
     """`reference.column_sums` on the device, without synchronisation: counts out of range cannot be refused here.
 
     Raises:
-        ValueError: also for a dtype other than float32, bfloat16 and float16.
+        ValueError: also for a dtype other than float32, bfloat16 and float16, or `hopper_impl.Tuning` where that kernel
+            does not serve.
     """
     check(query, keys, lse, before, count, beta, reduction, every)
     batch, kv_heads, columns, _ = keys.shape
@@ -113,7 +116,7 @@ def update_scores(
     reduction: str = "mean",
     skip: torch.Tensor | None = None,
     every: int = 1,
-    tuning: Tuning | None = None,
+    tuning: Tuning | hopper_impl.Tuning | None = None,
 ) -> None:
     """`reference.update_scores` on the device, in two launches and without synchronisation.
 
@@ -142,7 +145,7 @@ def _launch(
     beta: float,
     reduction: str,
     every: int,
-    tuning: Tuning | None,
+    tuning: Tuning | hopper_impl.Tuning | None,
     skip: torch.Tensor | None = None,
 ) -> None:
     if query.dtype not in DTYPES:
@@ -156,7 +159,9 @@ def _launch(
         query = query.contiguous()
     if keys.stride(3) != 1:
         keys = keys.contiguous()
-    if tuning is None:
+    if tuning is None and hopper_impl.serves(query, keys, out_heads, reduction):
+        tuning = hopper_impl.TUNING
+    elif tuning is None:
         sizes = most, head_dim, query.element_size(), out_heads < kv_heads
         tuning = tuning_for(*sizes, *([_shared(query.device)] if query.is_cuda else []))
     # 0 queries later nothing has decayed, also with beta 0: so not minus infinity, which times 0 is not a number.
@@ -169,6 +174,11 @@ def _launch(
         lse, count, bias, width, *lse.stride()[:2], math.log2(1 - beta), log2_beta,
         HEADS=heads, BLOCK_HEADS=triton.next_power_of_2(heads), BLOCK=BIASES, num_warps=4,
     )  # fmt: skip
+    if isinstance(tuning, hopper_impl.Tuning):
+        hopper_impl.fold(
+            out, entries, rows, query, keys, bias, before, count, skip, scale * LOG2_E, log2_beta, every, tuning
+        )
+        return
     grid = (out_heads, triton.cdiv(columns, tuning.columns), batch)
     _columns_kernel[grid](
         query, keys, bias, before, count, out, entries if entries is not None else before, rows,

@@ -5,7 +5,8 @@ measured does not depend on their values.
 
 How long a part of a long prompt takes is measured on turns of a conversation: each has as many tokens, goes on from
 what the turns before left, and is answered with one token, which the next turn begins with. So turn n computes the
-tokens [n · part, (n + 1) · part) of one stream, as a single long prompt does, which is measured besides.
+tokens [n · part, (n + 1) · part) of one stream, as a single long prompt does, which is measured besides. What scores
+add is seen beside a stream of the same engine that keeps none (`selection` off).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from sglang_ext.policies.cascade import Cascade
 ROLES = ("ours", "stock")
 TOKENS = (50, 380)
 """Random tokens are drawn from here: inside every vocabulary."""
+UNSCORED = 3
+"""Parts of a stream without scores: what they add is the difference. In the first the window fills, kernels compile."""
 
 
 def drawn(tokens: int, seed: int) -> list[int]:
@@ -58,13 +61,13 @@ def decoding(engine: Any, steps: int, repeats: int, prompt: Sequence[int], **cus
     return found
 
 
-def parts(engine: Any, total: int, part: int) -> list[float]:
-    """Seconds of each part of one long stream."""
+def parts(engine: Any, total: int, part: int, **custom: Any) -> list[float]:
+    """Seconds of each part of one long stream, with the policy's settings in `custom`."""
     found, name = [], "parts"
     for number in range(total // part):
         goes_on = number > 0  # it begins with the token of the answer before it
         tokens = drawn(part - goes_on, number)
-        found.append(timed(engine, tokens, conversation=name, **({"continue": True} if goes_on else {})))
+        found.append(timed(engine, tokens, conversation=name, **custom, **({"continue": True} if goes_on else {})))
     return found
 
 
@@ -87,6 +90,7 @@ def ours(args: argparse.Namespace, cascade: Cascade, common: dict[str, Any]) -> 
     timed(engine, drawn(max(1, cascade.stride // 2 - 1), 7), **goes_on)  # to the middle of a stride
     found["decode"] = decoding(engine, args.decode_tokens, args.repeats, [60], **goes_on)
     found["whole"] = [timed(engine, drawn(args.tokens, 1 + n)) for n in range(args.repeats)]
+    found["unscored"] = parts(engine, UNSCORED * args.part, args.part, selection=False)
     state = engine.get_server_info()["internal_states"][0]["sglang_ext"]
     found["conversation_slots"] = state["conversation_slots"]
     engine.shutdown()

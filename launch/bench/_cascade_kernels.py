@@ -250,7 +250,7 @@ def prefill(cascade: Cascade, tokens: int, device: torch.device, repeats: int = 
     share = f"score and cache update of a stride, one layer, {sizes}"
     return [
         at_least(name, ours, "FlashInfer, dense causal", dense, 10.0, notes=notes),
-        at_most(share, kept, step.median, "the strided prefill step", 0.25, notes=notes),
+        at_most(share, kept, step.median, "the strided prefill attention, caching included", 0.25, notes=notes),
     ]
 
 

@@ -121,6 +121,7 @@ def compare(raw: dict[str, Any], args: argparse.Namespace, cascade: Cascade) -> 
     sizes = f"window {cascade.window}, {cascade.cascades} cascades, stride {cascade.stride}, pool of {args.slots} slots"
     _, second, *_, last = ours["parts"]
     whole, times = Timing.of(ours["whole"]), args.tokens / args.part
+    scored, unscored = (Timing.of(ours[name][1:]).median for name in ("parts", "unscored"))
     name, notes = f"a prompt of {args.tokens} tokens, whole engine, {sizes}", {"parts_s": ours["parts"]}
     aim = WHOLE_SECONDS * args.tokens / WHOLE_TOKENS
     return [
@@ -131,6 +132,14 @@ def compare(raw: dict[str, Any], args: argparse.Namespace, cascade: Cascade) -> 
             f"the first {args.part} with a full window",
             1.1,
             notes=notes,
+        ),
+        at_most(
+            f"scores of {args.part} tokens with a full window, what they add, whole engine, {sizes}",
+            Timing.of([scored - unscored]),
+            scored,
+            "the strided prefill of these tokens",
+            0.25,
+            notes={"parts_s": ours["parts"], "unscored_s": ours["unscored"]},
         ),
         at_most(name, whole, aim, f"{WHOLE_SECONDS:.0f} s a million tokens", 1.0, notes=notes),
         at_least(

@@ -28,7 +28,7 @@ from sglang_ext.kernels.cells import Turn, flashinfer_impl, reference
 from sglang_ext.policies.cascade import Cascade
 
 WARM_UP = (1, 3, 16, 17, 32)
-"""Rows of the passes that compile a prompt's kernels."""
+"""Rows of the passes that compile a prompt's kernels; a whole stride is the last."""
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,11 @@ def warm_up(cascade: Cascade) -> list[Step]:
     """Steps that need every variant of a prompt's kernels, the longest last; none follows from the one before.
 
     Triton compiles a kernel anew for a number that is 1, and for multiples of 16; kernels of scores are told how many
-    rows and columns there are, and have other tiles for up to 16 rows (`score_update`).
+    rows and columns there are, have other tiles for up to 16 rows, and for long strides on Hopper are others
+    (`score_update`).
     """
     found = []
-    for rows in WARM_UP:
+    for rows in sorted({*WARM_UP, cascade.stride}):
         for before in (0, -rows % 16, -rows % 16 + 1):
             if rows <= cascade.stride and before + rows <= cascade.slots:
                 found.append(Step(0, rows, cascade.stride, before, True, True, cascade.counted(0, rows)))

@@ -8,15 +8,18 @@ counts are NaN.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
 from sglang_ext.kernels import score_update
 from sglang_ext.kernels.cascade_update import CascadeState
+from sglang_ext.kernels.score_update import hopper_impl as hopper
 from sglang_ext.kernels.score_update import reference
 from sglang_ext.kernels.score_update import triton_impl as triton
 from sglang_ext.policies.cascade import Cascade, decay
+from tests.kernels import sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
@@ -249,3 +252,128 @@ def test_bad_input_is_refused():
         reference.column_sums(query, keys, lse, before + 90, count, **options)
     with pytest.raises(ValueError, match="take the reference for float64"):
         triton.column_sums(query.double(), keys.double(), lse.double(), before, count, **options)
+
+
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+HOPPER_TOLERANCE = 2e-6  # of the largest sum, as `TOLERANCE[HALF]`
+HOPPER_SIZES = [
+    # dtype, heads, kv_heads, head_dim, before, count, splits
+    (torch.bfloat16, 8, 2, 128, (300, 0, 70), (290, 257, 0), 2),
+    (torch.float16, 4, 4, 64, (513,), (300,), 2),
+    (torch.bfloat16, 6, 2, 64, (1, 900), (256, 31), 4),
+    (torch.float16, 8, 1, 128, (255, 129), (64, 321), 4),
+    (torch.bfloat16, 4, 1, 128, (0,), (1,), 1),
+]
+
+
+@pytest.mark.skipif(not HOPPER, reason="a kernel for Hopper, which no interpreter runs")
+@pytest.mark.parametrize("dtype, heads, kv_heads, head_dim, before, count, splits", HOPPER_SIZES)
+def test_hopper_column_sums(dtype, heads, kv_heads, head_dim, before, count, splits):
+    """Tiles that are not whole, programs on the diagonal and behind the end, NaN behind every request."""
+    case = Case(dtype, heads, kv_heads, head_dim, before, count, seed=7)
+    query, keys, lse, before, count = case.tensors()
+    # Rows enough for the kernel to be chosen, none of which count.
+    more = max(0, hopper.LEAST_ROWS - query.shape[1])
+    query = torch.nn.functional.pad(query, (0, 0, 0, 0, 0, more), value=float("nan"))
+    lse = torch.nn.functional.pad(lse, (0, 0, 0, more), value=float("nan"))
+    assert hopper.serves(query, keys, kv_heads, "mean")
+    want = case.expected(0.99, "mean", kv_heads)
+    for tuning in (hopper.Tuning(splits=splits), hopper.Tuning(stages=2, splits=1)):
+        got = triton.column_sums(query, keys, lse, before, count, scale=SCALE, beta=0.99, tuning=tuning)
+        assert (got.cpu().double() - want).abs().max() <= HOPPER_TOLERANCE * want.max(), tuning
+    with pytest.raises(ValueError, match="not for Hopper's kernel"):
+        triton.column_sums(query[:, :9], keys, lse[:, :9], before, count, scale=SCALE, beta=0.9, tuning=hopper.TUNING)
+
+
+@pytest.mark.skipif(not HOPPER, reason="a kernel for Hopper, which no interpreter runs")
+@pytest.mark.parametrize("every", [1, 3])
+def test_hopper_updates_scores(every):
+    """As the engine calls it: views of a window and of a prompt's rows; skipped columns keep their scores."""
+    case, skip = Case(torch.bfloat16, 8, 2, 128, (430, 600), (900, 780)), torch.tensor([433, 3])
+    query, keys, lse, before, count = case.tensors()
+    keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    query, lse = query[:, every - 1 :: every], lse[:, every - 1 :: every]
+    counted = count // every
+    start = torch.rand(3, 2, keys.shape[2] + 5)
+    place = torch.randperm(keys.shape[2] + 5)[: keys.shape[2]].to(torch.int32).repeat(2, 1)
+    rows, scores = torch.tensor([2, 0], device=DEVICE), []
+    for tuning in (None, triton.SMALLER):
+        score = start.to(DEVICE, copy=True)
+        triton.update_scores(
+            score, place.to(DEVICE), rows, query, keys, lse, before + every - 1, counted, scale=SCALE, beta=0.999,
+            skip=skip.to(DEVICE), every=every, tuning=tuning,
+        )  # fmt: skip
+        scores.append(score.cpu())
+    assert hopper.serves(query, keys, 2, "mean")
+    exact = start.clone()
+    reference.update_scores(
+        exact, place, rows.cpu(), *(t.float().cpu() for t in (query, keys)), lse.cpu(), before.cpu() + every - 1,
+        counted.cpu(), scale=SCALE, beta=0.999, skip=skip, every=every,
+    )  # fmt: skip
+    for score in scores:
+        assert (score - exact).abs().max() <= HOPPER_TOLERANCE * exact.max()
+        assert torch.equal(score == start, exact == start)
+    assert (exact != start).sum() > 2000 and torch.equal(exact[1], start[1])
+
+
+def test_hopper_sums_are_folded():
+    """The second of its launches, which runs anywhere: parts of the heads, and columns that do not count."""
+    batch, kv_heads, splits, columns, entries = 2, 3, 2, 1100, 1200
+    sums = torch.rand(batch, kv_heads, splits, columns, device=DEVICE)
+    before, count = torch.tensor([1000, 5], device=DEVICE), torch.tensor([33, 0], device=DEVICE)
+    skip, state = torch.tensor([40, 0], device=DEVICE), torch.tensor([3, 1], device=DEVICE)
+    place = torch.randperm(entries)[:columns].to(torch.int32).to(DEVICE).repeat(batch, 1)
+    start = torch.rand(4, kv_heads, entries)
+    score = start.to(DEVICE, copy=True)
+    sums[0, :, :, 1065:] = sums[0, :, :, :40] = sums[1] = float("nan")
+    launch = (kv_heads, 2, batch)
+    hopper._fold_kernel[launch](
+        sums, before, count, skip, place, state, score, columns, entries, 2, -0.25, 0.5, KV_HEADS=kv_heads,
+        SPLITS=splits, FOLD=True, SKIP=True, BLOCK=1024,
+    )  # fmt: skip
+    want = start.clone()
+    at = place[0, 40:1065].long().cpu()
+    want[3][:, at] = start[3][:, at] * 2 ** (-0.25 * 33) + 0.5 * sums[0, :, :, 40:1065].sum(1).cpu()
+    assert (score.cpu() - want).abs().max() <= 1e-6
+    out = torch.full((batch, kv_heads, columns), float("nan"), device=DEVICE)
+    hopper._fold_kernel[launch](
+        sums, before, count, skip, place, state, out, columns, columns, 2, -0.25, 0.5, KV_HEADS=kv_heads,
+        SPLITS=splits, FOLD=False, SKIP=True, BLOCK=1024,
+    )  # fmt: skip
+    plain = torch.zeros(batch, kv_heads, columns)
+    plain[0, :, 40:1065] = 0.5 * sums[0, :, :, 40:1065].sum(1).cpu()
+    assert (out.cpu() - plain).abs().max() <= 1e-6
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from sglang_ext.kernels.score_update import hopper_impl as hopper
+
+names, tuning = hopper._columns.arg_names, hopper.TUNING
+for dim, heads, skip in ((128, 2, True), (64, 3, False)):
+    average, multiplying = hopper.REGISTERS
+    constants = dict(SPLITS=2, HEADS=heads, DIM=dim, ROWS=hopper.ROWS, COLUMNS=hopper.COLUMNS, STAGES=tuning.stages,
+                     SKIP=skip, REGISTERS=multiplying)
+    tile = f"tensordesc<bf16[{hopper.ROWS}, {dim}],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
+    types = {n: "*i32" for n in names} | {"query_tiles": tile, "keys": "*bf16", "scale": "fp32"}
+    types |= dict.fromkeys(("bias", "sums"), "*fp32") | dict.fromkeys(("columns", "width", "every"), "i32")
+    types |= {n: "i32" for n in names if n.startswith("stride")} | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+               if types[n][0] == "*" or n.startswith("stride") or n == "width"}
+    source = GluonASTSource(hopper._columns, types, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": average})
+    for wanted in ("wgmma", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert wanted in found.asm["ptx"], wanted
+    assert found.metadata.shared <= 227 * 1024
+    # One wait for all products of a tile: ptxas may put one behind each, and says nothing.
+    products, waits = (found.asm["sass"].count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+    assert products == waits * dim // 16 > 0, (products, waits)
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernel and run it")
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    sm90.run(COMPILE, tmp_path)

@@ -120,7 +120,13 @@ def test_no_gpu_no_times(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- the engine's half ----
 
 RAW = {
-    "ours": {"parts": [9.0, 4.0, 4.1, 4.2], "decode": [0.006], "whole": [20.0], "conversation_slots": 30},
+    "ours": {
+        "parts": [9.0, 4.0, 4.1, 4.2],
+        "unscored": [8.0, 3.4, 3.6],
+        "decode": [0.006],
+        "whole": [20.0],
+        "conversation_slots": 30,
+    },
     "stock": {"prefill": [6.0], "decode": [0.005], "kept": 16, "backend": "flashinfer"},
 }
 
@@ -131,8 +137,9 @@ def test_rows_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert cli.main(["bench", "cascade", *arguments]) == 0
     record = json.loads((tmp_path / "cascade_engine.json").read_text())
     assert record["engine"] == RAW and list(tmp_path.iterdir()) == [tmp_path / "cascade_engine.json"]
-    linear, whole, dense, step = record["figures"]
+    linear, scores, whole, dense, step = record["figures"]
     assert linear["ratio"] == pytest.approx(4.2 / 4.0) and linear["met"] and linear["aim"] == "at most 1.1x"
+    assert scores["ratio"] == pytest.approx((4.1 - 3.5) / 4.1) and scores["met"] and scores["aim"] == "at most 0.25x"
     assert whole["ratio"] == pytest.approx(20 / (75 * 400_000 / 2**20)) and whole["met"]
     assert dense["ratio"] == pytest.approx(6 * 4 / 20) and not dense["aim"]
     assert step["ratio"] == pytest.approx(1.2) and not step["aim"]
@@ -163,6 +170,9 @@ def test_turns_make_one_long_prompt() -> None:
     assert [asked for asked, _ in engine.asked] == [10, 9, 9]
     custom = [params["custom_params"] for _, params in engine.asked]
     assert custom[0] == {"conversation": "parts"} and custom[1:] == [{"conversation": "parts", "continue": True}] * 2
+    engine_half.parts(engine, 20, 10, selection=False)
+    assert [params["custom_params"].pop("selection") for _, params in engine.asked[3:]] == [False, False]
+    del engine.asked[3:]
     steps = engine_half.decoding(engine, 6, 2, [1, 2])
     assert len(steps) == 2 and [params["max_new_tokens"] for _, params in engine.asked[3:]] == [1, 1, 7, 1, 7]
     with pytest.raises(RuntimeError, match="expected an answer of 9 tokens"):

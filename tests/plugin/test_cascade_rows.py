@@ -290,7 +290,7 @@ def test_all_variants_of_a_prompts_kernels_are_compiled(twins: Twins, monkeypatc
     monkeypatch.setattr(cascade_backend, "warm_up", lambda _: [steps[0], steps[-1]])
     backend._warm_up()
     assert [name for name, _ in ran] == ["cascade_update", "cascade_update", "update_scores"] * 2
-    assert [arguments[3].shape[1] for name, arguments in ran if name == "update_scores"] == [1, 32]
+    assert [arguments[3].shape[1] for name, arguments in ran if name == "update_scores"] == [1, 34]
     assert all(bool(cache[1:].isnan().all()) and not bool(cache[0].any()) for cache in caches)  # the padding slot
     assert backend.rows.free == [0]
 

@@ -35,6 +35,8 @@ using std::min;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(8) float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Index { unsigned x, y, z; };
 
 static thread_local Index threadIdx, blockIdx, gridDim;

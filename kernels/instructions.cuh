@@ -91,11 +91,6 @@ __device__ __forceinline__ void wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// 4 bytes, likewise.
-__device__ __forceinline__ void copy4(unsigned to, const void *from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
 // Wait for a number that other blocks add to.
 __device__ __forceinline__ void wait_until(const int *number, int least) {
     int now;

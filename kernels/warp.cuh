@@ -39,22 +39,6 @@ __device__ __forceinline__ void load_queries(unsigned (&query)[STEPS][2], const 
     }
 }
 
-// A chunk of keys times the queries: of column lane / 4 for both, then of the one 8 behind.
-__device__ __forceinline__ void score(float (&logit)[4], unsigned keys, const unsigned (&query)[STEPS][2]) {
-    const int lane = threadIdx.x % 32, column = lane % 8 + lane / 8 % 2 * 8, piece = lane / 16;
-    float one[4] = {0, 0, 0, 0}, two[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int step = 0; step < STEPS; step += 2) {
-        unsigned a[4], b[4];
-        load_tiles(a, keys + offset_of(column, 2 * step + piece));
-        load_tiles(b, keys + offset_of(column, 2 * step + 2 + piece));
-        multiply(one, a, query[step][0], query[step][1]);
-        multiply(two, b, query[step + 1][0], query[step + 1][1]);
-    }
-#pragma unroll
-    for (int n = 0; n < 4; ++n) logit[n] = one[n] + two[n];
-}
-
 __device__ __forceinline__ void begin(Found &found) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) found.top[i] = NOTHING, found.weight[i] = 0;

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.cluster_attention import cuda_impl
 from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens, check
 from sglang_ext.kernels.top_p.selection import Selection
 
@@ -38,7 +37,6 @@ class Tuning:
         score_warps, score_stages: of `_scores`.
         score_tiles: cluster tiles that one program of `_scores` reads.
         merge_parts: parts that `_merge` reads at once.
-        cuda: `cuda_impl` for `_scores` and `_attend`, where it runs.
     """
 
     programs: int = 264
@@ -52,7 +50,6 @@ class Tuning:
     score_stages: int = 4
     score_tiles: int = 4
     merge_parts: int = 16
-    cuda: bool = False
 
 
 TUNING = Tuning()
@@ -140,12 +137,6 @@ def centroid_scores(
         out = (logits, sizes, torch.empty_like(sizes))
     if most == 0:
         return out
-    if tuning.cuda and width % 16 == 0:
-        kinds = query.device, query.dtype, dim, dim, group, rotations
-        if cuda_impl.refusal(*kinds) is None:
-            tables = pool.centroids, pool.sizes, pool.starts, rows.tiles, rows.counts, rows.sized
-            cuda_impl.centroid_scores(query, *tables, scale, out)
-            return out
     _scores[(triton.cdiv(most, tuning.score_tiles), kv_heads, batch)](
         query, pool.centroids, pool.sizes, pool.starts, rows.tiles, rows.counts, rows.rotation, rows.sized,
         *out, scale, most, query.stride(0),
@@ -430,7 +421,7 @@ class Workspace:
             align: of the selections: more than 1 where the query comes in more than one rotation.
         """
         rows, tokens = batch * kv_heads, -(-max(1, tokens) // align) * align
-        places = _programs(tuning, torch.device(device)) + rows
+        places = tuning.programs + rows
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -514,7 +505,7 @@ def cluster_attention(
     workspace = workspace or Workspace.empty(
         batch, kv_heads, group, value_dim, cells, most_tokens, query.device, tuning, align=align
     )
-    programs = _programs(tuning, query.device)
+    programs = tuning.programs
     if workspace.parts.shape[0] < programs + count:
         raise ValueError(
             f"workspace of {workspace.parts.shape[0]} parts: expected {programs + count}; make it for this tuning"
@@ -528,11 +519,6 @@ def cluster_attention(
         )
     padded, value_pad = triton.next_power_of_2(count), max(16, triton.next_power_of_2(value_dim))
     counted = dict(ROWS=padded, TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)
-    in_cuda = tuning.cuda and cuda_impl.refusal(query.device, query.dtype, dim, value_dim, group, rotations) is None
-    if in_cuda:
-        counted |= cuda_impl.UNITS
-    else:
-        programs = tuning.programs
     if cells and not selection.expanded:
         _expand[(tuning.expanding, count)](
             pool.members, pool.sizes, rows.tiles, rows.tiles if rows.sized is None else rows.sized, rows.rotation,
@@ -541,34 +527,23 @@ def cluster_attention(
             rows.tiles.shape[1], most_tokens, pool.members.shape[-1],
             KV_HEADS=kv_heads, WIDTH=width, ALIGN=align, CLUSTERS=32, TOKENS=32, BLOCK=256, num_warps=4,
         )  # fmt: skip
-    if in_cuda:
-        cuda_impl.attend(
-            query, key_cache, value_cache, pool.values, workspace.slots, workspace.summaries, dense.slots, dense.counts,
-            selection.counts, selection.approx, logits, workspace.parts, workspace.part_lse, scale, programs,
-        )  # fmt: skip
-    else:
-        _attend[(programs,)](
-            query, key_cache, value_cache, pool.values, workspace.slots, workspace.turns, workspace.summaries,
-            dense.slots, dense.counts, dense.rotation, selection.counts, selection.approx,
-            logits, workspace.parts, workspace.part_lse, scale, count, query.stride(0), cells, most_tokens,
-            dense.slots.shape[1],
-            KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim,
-            GROUP_PAD=triton.next_power_of_2(group), SEEN=max(16, PARTS_OF_TILE * triton.next_power_of_2(group))
-            if align > 1 else max(16, triton.next_power_of_2(group)), DIM_PAD=max(16, triton.next_power_of_2(dim)),
-            VALUE_PAD=value_pad, ALIGN=align, PRECISION=_precision(query.dtype), **counted,
-            num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers,
-        )  # fmt: skip
+    _attend[(programs,)](
+        query, key_cache, value_cache, pool.values, workspace.slots, workspace.turns, workspace.summaries,
+        dense.slots, dense.counts, dense.rotation, selection.counts, selection.approx,
+        logits, workspace.parts, workspace.part_lse, scale, count, query.stride(0), cells, most_tokens,
+        dense.slots.shape[1],
+        KV_HEADS=kv_heads, GROUP=group, DIM=dim, VALUE_DIM=value_dim,
+        GROUP_PAD=triton.next_power_of_2(group), SEEN=max(16, PARTS_OF_TILE * triton.next_power_of_2(group))
+        if align > 1 else max(16, triton.next_power_of_2(group)), DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        VALUE_PAD=value_pad, ALIGN=align, PRECISION=_precision(query.dtype), **counted,
+        num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers,
+    )  # fmt: skip
     _merge[(count, group)](
         selection.counts, dense.counts, workspace.parts, workspace.part_lse, *out, count, programs,
         KV_HEADS=kv_heads, GROUP=group, VALUE_DIM=value_dim, VALUE_PAD=value_pad, PARTS=tuning.merge_parts, **counted,
         num_warps=2,
     )  # fmt: skip
     return out
-
-
-def _programs(tuning: Tuning, device: torch.device) -> int:
-    """Of `_attend`, or more where `cuda_impl` may take its place."""
-    return max(tuning.programs, cuda_impl.programs(device)) if tuning.cuda else tuning.programs
 
 
 def _precision(dtype: torch.dtype) -> str:

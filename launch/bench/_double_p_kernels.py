@@ -315,12 +315,11 @@ class Step:
         *,
         group: str | None = None,
         by_count: bool = False,
-        cuda: bool = False,
     ) -> None:
         """Args: as named; engine_room: buffers as large as the engine's for CUDA graphs, not as the batch needs.
 
-        cuda: attention in CUDA (`attention.Tuning.cuda`); group: how the heads of a group share a set (default: the
-        configuration's); by_count: rows keep numbers of clusters, which `keep` tells.
+        group: how the heads of a group share a set (default: the configuration's); by_count: rows keep numbers of
+        clusters, which `keep` tells.
         """
         self.planted, self.batch, self.copies = planted, batch, copies
         self.group, self.by_count, self.stages = group or planted.config.group, by_count, planted.config.stages
@@ -336,7 +335,7 @@ class Step:
             WIDTH,
             group_rule=self.group,
             by_count=by_count,
-            tuning=replace(how, cuda=cuda),
+            tuning=how,
             search=search,
         )
         self.keep(*self.stages)
@@ -620,10 +619,9 @@ def cases(
     for step in _steps(shape, lengths, batches, config, device):
         planted, batch = step.planted, step.batch
         dense_name, dense = Dense(step).time()  # as long on every level
-        wide = other = None
+        wide = None
         if device.type == "cuda":
             wide = Step(planted, batch, step.copies, engine_room=True)
-            other = Step(planted, batch, step.copies, cuda=True)
         for name, level in LEVELS.items():
             step.ask(level)
             errors, shares = step.check(), step.shares()
@@ -644,15 +642,9 @@ def cases(
                 reading = time_turns(step.read_again, len(step.copies), device)
                 wide.ask(level)
                 notes["engine_room_ms"] = time_turns(wide.run, len(step.copies), device).median * 1e3
-            if other is not None:
-                other.ask(level)
-                notes["attention_in_cuda"] = {
-                    "errors": other.check(),
-                    "ms": time_turns(other.run, len(step.copies), device).median * 1e3,
-                }
             found.append(Case(batch, planted.length, name, ours, dense, dense_name, floor, shares, notes, reading))
             print(_line(found[-1]), flush=True)
-        del step, planted, wide, other
+        del step, planted, wide
     return found
 
 
@@ -660,8 +652,7 @@ def _line(case: Case) -> str:
     shares, ours = case.shares, case.ours.median
     floor = "" if case.floor is None else f"floor {case.floor * 1e3:.4f} ({ours / case.floor:.2f}x), "
     return (
-        f"{case.name}: {ours * 1e3:.4f} ms (engine's buffers: {case.notes.get('engine_room_ms', math.nan):.4f}; "
-        f"attention in CUDA: {case.notes.get('attention_in_cuda', {}).get('ms', math.nan):.4f}), "
+        f"{case.name}: {ours * 1e3:.4f} ms (engine's buffers: {case.notes.get('engine_room_ms', math.nan):.4f}), "
         f"dense {case.dense.median * 1e3:.4f} ({case.dense.median / ours:.2f}x), {floor}exact {shares['exact']:.3f}, "
         f"by centroid {shares['approx']:.3f}, recovered {shares['recovered']:.4f} (5%: {shares['recovered_p5']:.4f})"
     )

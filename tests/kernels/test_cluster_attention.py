@@ -7,7 +7,6 @@ lists, and every output and scratch buffer before a call.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from sglang_ext.kernels.cluster_attention import (
     ClusterPool,
     ClusterRows,
     DenseTokens,
-    cuda_impl,
     reference,
     triton_impl,
 )
@@ -28,7 +26,7 @@ from sglang_ext.kernels.top_p import Selection
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
 from sglang_ext.policies import quest
-from tests.kernels import on_host, sm90
+from tests.kernels import sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {
@@ -41,28 +39,7 @@ TOLERANCE = {
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 SMALL = {"programs": 7, "summaries": 16, "merge_parts": 4, "registers": None}
 TUNINGS = {"triton": triton_impl.Tuning(**SMALL), "level": triton_impl.Tuning(**SMALL, token_tile=1)}
-TUNINGS["cuda"] = triton_impl.Tuning(**SMALL, cuda=True)
 WIDTH, TILE = 16, 16
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CUDA's kernel: where there is no GPU, on the CPU."""
-    if DEVICE == "cuda":
-        if cuda_impl.refusal(torch.device(DEVICE), HALF, 64, 64, 4, 1) is not None:
-            pytest.skip("CUDA's kernel does not run on this GPU")
-        yield
-        return
-    if on_host.COMPILER is None:
-        pytest.skip("there is no g++")
-    on_host.patch(monkeypatch)
-    monkeypatch.setattr(cuda_impl, "refusal", lambda *_: None)
-    kept = (cuda_impl._kernel, cuda_impl._score_kernel)
-    for kernels in kept:
-        kernels.cache_clear()
-    yield
-    for kernels in kept:
-        kernels.cache_clear()
 
 
 @dataclass
@@ -320,92 +297,6 @@ def test_half_precision() -> None:
     got, lse = attend(rounded, lists(world, exact, approx), "triton", HALF)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[HALF])
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=TOLERANCE[HALF])
-
-
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize(
-    ("programs", "group", "dim", "exact_share"),
-    [(1, 4, 64, 0.4), (5, 4, 64, 0.9), (200, 4, 64, 0.4), (12, 1, 128, 0.9), (3, 8, 64, 0.05), (40, 3, 128, 0.3)],
-)
-def test_in_cuda(group: int, dim: int, exact_share: float, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of many chunks and of none, over several rows, both lists in one; poisoned buffers."""
-    launched = []
-    real = cuda_impl.attend
-    monkeypatch.setattr(cuda_impl, "programs", lambda device: programs)
-    monkeypatch.setattr(cuda_impl, "attend", lambda *given: (launched.append(1), real(*given)))
-    monkeypatch.setitem(TUNINGS, "cuda", replace(TUNINGS["cuda"], programs=1))
-    world = make_world(group=group, dim=dim, value_dim=dim, seed=dim + group)
-    world = replace(world, scale=0.1)  # logits of order one
-    halves = replace(
-        world.pool, centroids=world.pool.centroids.to(HALF).double(), values=world.pool.values.to(HALF).double()
-    )
-    rounded = replace(world, pool=halves)
-    exact, approx = random_sets(world, seed=3, exact_share=exact_share)
-    want, want_lse = expected(rounded, exact, approx)
-    got, lse = attend(rounded, lists(world, exact, approx), "cuda", HALF)
-    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[HALF])
-    torch.testing.assert_close(lse, want_lse, rtol=0, atol=TOLERANCE[HALF])
-    assert launched
-
-
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize(
-    ("programs", "group", "dim", "cut"), [(1, 4, 64, False), (40, 4, 64, False), (12, 8, 128, True), (12, 3, 64, True)]
-)
-def test_scores_in_cuda(group: int, dim: int, programs: int, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with sizes from tiles of their own; nothing is written behind the count."""
-    monkeypatch.setattr(cuda_impl, "programs", lambda device: programs)
-    world = make_world(group=group, dim=dim, value_dim=dim, seed=dim)
-    pool = replace(world.pool, centroids=world.pool.centroids.to(HALF).double())
-    rows = replace(world.rows, sized=world.rows.tiles.flip(0).contiguous()) if cut else world.rows
-    world = replace(world, pool=pool, rows=rows, scale=0.1)
-    want, want_sizes, want_starts = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
-    w, shape = world.to(HALF, DEVICE), want_sizes.shape
-    out = (
-        torch.full(want.shape, math.nan, device=DEVICE),
-        torch.full(shape, -7, dtype=torch.int32, device=DEVICE),
-        torch.full(shape, -7, dtype=torch.int32, device=DEVICE),
-    )
-    triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, out=out, tuning=TUNINGS["cuda"])
-    for b in range(3):
-        n = int(world.rows.counts[b]) * WIDTH
-        torch.testing.assert_close(out[0][b, ..., :n].double().cpu(), want[b, ..., :n], rtol=0, atol=1e-4)
-        assert torch.equal(out[1][b, :, :n].cpu(), want_sizes[b, :, :n])
-        assert torch.equal(out[2][b, :, :n].cpu(), want_starts[b, :, :n])
-        assert out[0][b, ..., n:].isnan().all() and (out[1][b, :, n:] == -7).all()
-
-
-@pytest.mark.usefixtures("cuda")
-def test_rows_that_see_nothing_in_cuda() -> None:
-    world = make_world(group=2, dim=64, value_dim=64)
-    world.dense.counts[1:] = 0
-    world.rows.counts[2] = 0
-    world.dense.slots[0] = -1
-    nothing = torch.zeros(3, 2, 4 * WIDTH, dtype=torch.bool)
-    approx = nothing.clone()
-    approx[1, 0, 3] = True
-    got, lse = attend(world, lists(world, nothing, approx), "cuda", HALF)
-    seen = torch.zeros(3, 4, dtype=torch.bool)
-    seen[1, :2] = True
-    assert torch.equal(lse.isfinite(), seen) and (lse[~seen] == -math.inf).all()
-    assert not got[~seen].any()
-    torch.testing.assert_close(got[1, 0], world.pool.values[2, 0, 3], rtol=0, atol=TOLERANCE[HALF])
-
-
-@pytest.mark.parametrize(("dim", "group"), [(128, 4), (64, 7)])
-@pytest.mark.parametrize("bfloat16", [True, False])
-def test_cuda_compiles_for_hopper(dim: int, group: int, bfloat16: bool) -> None:
-    assert cuda_impl.compiled("sm_90", dim, group, 8, bfloat16).code
-    assert cuda_impl.compiled_scores("sm_90", dim, group, 8, 64, group == 4, bfloat16).code
-
-
-def test_where_cuda_is_refused() -> None:
-    given = (torch.device("cuda"), torch.bfloat16, 128, 128, 4, 1)
-    for at, value, reason in (
-        (0, torch.device("cpu"), "device cpu"), (1, torch.float32, "16 bits only"), (2, 96, "heads of 96"),
-        (3, 64, "heads of 128 and 64"), (4, 9, "groups of 9"), (5, 2, "2 rotations"),
-    ):  # fmt: skip
-        assert reason in (cuda_impl.refusal(*given[:at], value, *given[at + 1 :]) or "")
 
 
 @pytest.mark.parametrize("programs", [1, 3, 60], ids=str)

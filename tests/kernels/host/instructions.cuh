@@ -43,7 +43,7 @@ static thread_local Index threadIdx, blockIdx, gridDim;
 
 // ---- threads of a block ----
 
-struct Copy { unsigned to; const void *from; int bytes, spoilt; };
+struct Copy { unsigned to; const void *from; bool there; };
 
 struct Thread {
     ucontext_t context;
@@ -198,18 +198,14 @@ inline void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, u
     }
 }
 
-inline void copy(unsigned to, const void *from, int bytes, int spoilt) {
-    std::memset(at_address(to), 0xff, spoilt);  // not a number, in all types
-    block->now->copies.push_back({to, from, bytes, spoilt});
-}
 inline void copy16(unsigned to, const void *from, bool there) {
     if (reinterpret_cast<size_t>(at_address(to)) % 16 || (there && reinterpret_cast<size_t>(from) % 16)) {
         std::fprintf(stderr, "16 bytes are copied to or from an address that is no multiple of 16\n");
         std::abort();
     }
-    copy(to, from, there ? 16 : 0, 16);
+    std::memset(at_address(to), 0xff, 16);  // not a number, in all types
+    block->now->copies.push_back({to, from, there});
 }
-inline void copy4(unsigned to, const void *from) { copy(to, from, 4, 4); }
 inline void commit() {
     block->now->groups.push_back(std::move(block->now->copies));
     block->now->copies.clear();
@@ -219,8 +215,8 @@ inline void wait() {
     auto &groups = block->now->groups;
     while (groups.size() > LEFT) {
         for (const Copy &each : groups.front()) {
-            std::memset(at_address(each.to), 0, each.spoilt);
-            if (each.bytes) std::memcpy(at_address(each.to), each.from, each.bytes);
+            std::memset(at_address(each.to), 0, 16);
+            if (each.there) std::memcpy(at_address(each.to), each.from, 16);
         }
         groups.erase(groups.begin());
     }

@@ -35,7 +35,7 @@ COLUMNS = 256
 """Columns of a program, in two halves."""
 ROWS = 64
 """Queries of a tile: as many as a group of warps multiplies at a time."""
-LEAST_ROWS = 256
+LEAST_ROWS = 512
 """Query rows from which on the kernel is chosen."""
 
 REGISTERS = (96, 112)

@@ -20,14 +20,25 @@ __device__ __forceinline__ unsigned packed(float low, float high) {
     return bits;
 }
 
-__device__ __forceinline__ float widened(unsigned bits, int which) {
-#if BFLOAT16
-    return __uint_as_float(which ? bits & 0xffff0000u : bits << 16);
-#else
+// float16, whatever TYPE is.
+__device__ __forceinline__ unsigned packed_halves(float low, float high) {
+    unsigned bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+__device__ __forceinline__ float widened_half(unsigned bits, int which) {
     float value;
     const u16 half = static_cast<u16>(which ? bits >> 16 : bits);
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
     return value;
+}
+
+__device__ __forceinline__ float widened(unsigned bits, int which) {
+#if BFLOAT16
+    return __uint_as_float(which ? bits & 0xffff0000u : bits << 16);
+#else
+    return widened_half(bits, which);
 #endif
 }
 

@@ -195,7 +195,7 @@ def decode(
     )
     kept = workspace.logits if score is None else score
     tensors = (query, new_keys, new_values, keys, values, slot, rows, seen, skip, fresh, entries, turn.phase, kept)
-    buffers = (workspace.parts, workspace.part_lse, workspace.logits, workspace.arrived, out)
+    buffers = (workspace.parts, workspace.part_lse, workspace.logits, workspace.tops, workspace.arrived, out)
     _kernel(index, variant)(
         (shares, kv_heads, batch), *(x.data_ptr() for x in (*tensors, *buffers)),
         *(ctypes.c_int64(stride) for stride in strides), ctypes.c_int32(width), ctypes.c_float(scale * LOG2_E),

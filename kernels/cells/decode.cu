@@ -63,32 +63,50 @@ __device__ __forceinline__ void attend(
 }
 
 #if SCORES
-// Logits of a column: one number of each query of the group, side by side.
-__device__ __forceinline__ void store_logits(float *to, int of, float one, float two) {
+// Logits of a column: one number of each query of the group, side by side, as float16 below the largest that their warp
+// had seen, which every chunk has beside them. Their bytes count beside the caches', and an error of 2^-11 of what a
+// logit is below the largest is one of at most 2^-12 of the largest probability.
+__device__ __forceinline__ void store_logits(u16 *to, int of, float one, float two) {
+    const unsigned both = packed_halves(one, two);
 #if GROUP % 2 == 0
-    *reinterpret_cast<float2 *>(to + of) = make_float2(one, two);
+    *reinterpret_cast<unsigned *>(to + of) = both;
 #else
-    to[of] = one;
-    if (of + 1 < GROUP) to[of + 1] = two;
+    to[of] = static_cast<u16>(both);
+    if (of + 1 < GROUP) to[of + 1] = static_cast<u16>(both >> 16);
 #endif
 }
 
-__device__ __forceinline__ void load_logits(float (&logit)[GROUP], const float *from) {
+#define PAIRS ((GROUP + 1) / 2)
+
+__device__ __forceinline__ void load_logits(unsigned (&pair)[PAIRS], const u16 *from) {
+#if GROUP == 8
+    const uint4 four = __ldcg(reinterpret_cast<const uint4 *>(from));
+    pair[0] = four.x, pair[1] = four.y, pair[2] = four.z, pair[3] = four.w;
+#elif GROUP == 4
+    const uint2 two = __ldcg(reinterpret_cast<const uint2 *>(from));
+    pair[0] = two.x, pair[1] = two.y;
+#elif GROUP % 2 == 0
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) pair[i] = __ldcg(reinterpret_cast<const unsigned *>(from) + i);
+#else
+#pragma unroll
+    for (int of = 0; of < GROUP; ++of) {
+        const unsigned half = __ldcg(from + of);
+        pair[of / 2] = of % 2 ? pair[of / 2] | half << 16 : half;
+    }
+#endif
+}
+
+__device__ __forceinline__ void load_tops(float (&top)[GROUP], const float *from) {
 #if GROUP % 4 == 0
 #pragma unroll
     for (int of = 0; of < GROUP; of += 4) {
         const float4 four = __ldcg(reinterpret_cast<const float4 *>(from + of));
-        logit[of] = four.x, logit[of + 1] = four.y, logit[of + 2] = four.z, logit[of + 3] = four.w;
-    }
-#elif GROUP % 2 == 0
-#pragma unroll
-    for (int of = 0; of < GROUP; of += 2) {
-        const float2 two = __ldcg(reinterpret_cast<const float2 *>(from + of));
-        logit[of] = two.x, logit[of + 1] = two.y;
+        top[of] = four.x, top[of + 1] = four.y, top[of + 2] = four.z, top[of + 3] = four.w;
     }
 #else
 #pragma unroll
-    for (int of = 0; of < GROUP; ++of) logit[of] = __ldcg(from + of);
+    for (int of = 0; of < GROUP; ++of) top[of] = __ldcg(from + of);
 #endif
 }
 #endif
@@ -114,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     const u16 *__restrict__ query, const u16 *__restrict__ new_keys, const u16 *__restrict__ new_values, u16 *keys,
     u16 *values, const int *__restrict__ slot, const int *__restrict__ rows, const int *__restrict__ seen,
     const int *__restrict__ skip, const int *__restrict__ fresh, const int *__restrict__ entry_of,
-    const unsigned *__restrict__ phases, float *score, float *parts, float *part_lse, float *logits, int *arrived,
+    const unsigned *__restrict__ phases, float *score, float *parts, float *part_lse, u16 *logits, float *tops, int *arrived,
     u16 *__restrict__ out, i64 stride_query, i64 stride_new_key, i64 stride_new_value, i64 stride_key, i64 stride_value,
     int entries, float scale, float beta) {
     alignas(128) __shared__ unsigned char memory[WARPS][STAGES][2][CHUNK];
@@ -128,7 +146,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     const u16 *head_keys = keys + head * DIM, *head_values = values + head * DIM;
 #if SCORES
     const int settled = fresh[request] ? skip[request] : total;
-    float *const target = logits + (request * KV_HEADS + head) * GROUP * static_cast<i64>(entries);
+    u16 *const target = logits + (request * KV_HEADS + head) * GROUP * static_cast<i64>(entries);
+    const int chunks = entries / COLUMNS + 2;  // the new token is one of its own
+    float *const target_tops = tops + (request * KV_HEADS + head) * GROUP * static_cast<i64>(chunks);
     const int of = lane % 4 * 2;  // first of this thread's two queries
 #endif
 
@@ -180,8 +200,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         for (int half = 0; half < 2; ++half) {
             const int column = lane / 4 + half * 8;
             if (of < GROUP && column < valid && first + column >= settled)
-                store_logits(target + (first + column) * static_cast<i64>(GROUP), of, logit[2 * half], logit[2 * half + 1]);
+                store_logits(
+                    target + (first + column) * static_cast<i64>(GROUP), of, logit[2 * half] - found.top[0],
+                    logit[2 * half + 1] - found.top[1]);
         }
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+            if (lane / 4 == 0 && of + n < GROUP) target_tops[first / COLUMNS * GROUP + of + n] = found.top[n];
 #endif
         __syncwarp();
         fetch(first + STAGES * BY, slots, stage);
@@ -216,8 +241,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
             float logit[4];
             attend(found, logit, stages, stages + CHUNK, 0, 1, scale, q, phase);
 #if SCORES
-            if (lane / 4 == 0 && of < GROUP && old >= settled)
-                store_logits(target + old * static_cast<i64>(GROUP), of, logit[0], logit[1]);
+            if (lane / 4 == 0 && of < GROUP && old >= settled) {
+                store_logits(target + old * static_cast<i64>(GROUP), of, logit[0] - found.top[0], logit[1] - found.top[1]);
+                for (int n = 0; n < 2 && of + n < GROUP; ++n)
+                    target_tops[(old + COLUMNS - 1) / COLUMNS * GROUP + of + n] = found.top[n];
+            }
 #endif
         }
     }
@@ -329,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     }
 
 #if SCORES
-    const float *const lane_logits = logits + lane_head * entries;
+    const u16 *const lane_logits = logits + lane_head * entries;
+    const float *const lane_tops = tops + lane_head * chunks;
     for (int first = from; first < to; first += TURN) {
         float received[EACH], next_score[EACH];
         int further[EACH];
@@ -339,20 +368,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         for (int i = 0; i < EACH; ++i) received[i] = 0;
 #pragma unroll 1
         for (int other_head = 0; other_head < TOGETHER; ++other_head) {
-            float logit[EACH][GROUP], level[GROUP];
+            unsigned logit[EACH][PAIRS];
+            float top[EACH][GROUP];
 #pragma unroll
-            for (int i = 0; i < EACH; ++i)
-                if (entry[i] >= 0)
-                    load_logits(logit[i], lane_logits + (static_cast<i64>(other_head) * entries + first + i * THREADS) * GROUP);
+            for (int i = 0; i < EACH; ++i) {
+                const int column = first + i * THREADS, chunk = (column < old ? column : old + COLUMNS - 1) / COLUMNS;
+                if (entry[i] < 0) continue;
+                load_logits(logit[i], lane_logits + (static_cast<i64>(other_head) * entries + column) * GROUP);
+                load_tops(top[i], lane_tops + (static_cast<i64>(other_head) * chunks + chunk) * GROUP);
+            }
 #pragma unroll
-            for (int of = 0; of < GROUP; ++of) level[of] = levels[other_head * GROUP + of];
+            for (int of = 0; of < GROUP; ++of) {
+                const float level = levels[other_head * GROUP + of];
 #pragma unroll
-            for (int i = 0; i < EACH; ++i)
-#pragma unroll
-                for (int of = 0; of < GROUP; ++of) {
-                    const float p = exp2_of(logit[i][of] - level[of]);
+                for (int i = 0; i < EACH; ++i) {
+                    const float p = exp2_of(widened_half(logit[i][of / 2], of % 2) + (top[i][of] - level));
                     received[i] = MAXIMUM ? fmaxf(received[i], p) : received[i] + p;
                 }
+            }
         }
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {

@@ -67,6 +67,11 @@ def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning
     return max(1, min(wanted, MAX_SPLITS, entries // (2 * tuning.columns)))
 
 
+def chunks(entries: int) -> int:
+    """Parts of 16 columns that CUDA's kernel sees together, the new token in one of its own."""
+    return entries // 16 + 2
+
+
 @dataclass(frozen=True)
 class Workspace:
     """Buffers of `decode`, shared by all layers; allocate once, before a CUDA graph is captured.
@@ -74,13 +79,16 @@ class Workspace:
     Attributes:
         parts: [batch, heads, splits, value_dim] float32, each share's output.
         part_lse: [batch, heads, splits] float32, its log-sum-exp to base 2.
-        logits: [batch, heads, entries] float32, to base 2; empty where no scores are kept.
+        logits: [batch, heads, entries] float32, to base 2; empty where no scores are kept. CUDA's kernel keeps them in
+            the first half of it, as float16, those of a column's heads side by side.
+        tops: [batch, heads, `chunks(entries)`] float32, what CUDA's are below; empty likewise.
         arrived: [batch, kv_heads, 2] int32, zeros before a launch and after it; CUDA's blocks wait by them.
     """
 
     parts: torch.Tensor
     part_lse: torch.Tensor
     logits: torch.Tensor
+    tops: torch.Tensor
     arrived: torch.Tensor
 
     @classmethod
@@ -101,6 +109,7 @@ class Workspace:
             make(batch, heads, shares, value_dim),
             make(batch, heads, shares),
             make(batch, heads, entries if scores else 0),
+            make(batch, heads, chunks(entries) if scores else 0),
             torch.zeros(batch, kv_heads, 2, dtype=torch.int32, device=device),
         )
 
@@ -112,7 +121,8 @@ class Workspace:
         """
         shares = self.parts.shape[2]
         if self.parts.shape != (batch, heads, shares, value_dim) or (
-            scores and self.logits.shape != (batch, heads, entries)
+            scores
+            and (self.logits.shape, self.tops.shape) != ((batch, heads, entries), (batch, heads, chunks(entries)))
         ):
             raise ValueError(
                 f"workspace {tuple(self.parts.shape)} with logits {tuple(self.logits.shape)}: make it for "

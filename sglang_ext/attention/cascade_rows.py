@@ -354,6 +354,7 @@ class DecodeBuffers:
         make = lambda size: torch.empty(size, dtype=torch.float32, device=device)  # noqa: E731
         self._parts, self._levels = make(most * shape.heads * shape.value_dim), make(most * shape.heads)
         self._logits = make(rows * shape.heads * width if scored else 0)
+        self._tops = make(rows * shape.heads * decode_impl.chunks(width) if scored else 0)
         self._arrived = torch.zeros(rows, shape.kv_heads, 2, dtype=torch.int32, device=device)
         self.entries = torch.full((rows, width), -1, dtype=torch.int32, device=device)
         self._numbers = torch.zeros(5 * _aligned(rows), dtype=torch.int32, device=device)
@@ -368,10 +369,12 @@ class DecodeBuffers:
         (heads, value_dim), shares = self._sizes, self._shares[batch]
         size = batch * heads * shares
         width = self.entries.shape[1] if self._scored else 0
+        chunks = decode_impl.chunks(width) if self._scored else 0
         return decode_impl.Workspace(
             self._parts[: size * value_dim].view(batch, heads, shares, value_dim),
             self._levels[:size].view(batch, heads, shares),
             self._logits[: batch * heads * width].view(batch, heads, width),
+            self._tops[: batch * heads * chunks].view(batch, heads, chunks),
             self._arrived[:batch],
         )
 

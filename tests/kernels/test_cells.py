@@ -283,7 +283,7 @@ def check_shares(decode: Any, shares: int, lanes: int, reduction: str | None, di
     query, *rest = cells["given"]
     wanted = reference.decode(query, *(x.clone() for x in rest), *where, score=kept[0], **scores)
     for _ in range(2):
-        for tensor in (workspace.parts, workspace.part_lse, workspace.logits):
+        for tensor in (workspace.parts, workspace.part_lse, workspace.logits, workspace.tops):
             tensor.fill_(float("nan"))
         kept[1] = cells["score"].clone() if scores else None
         got = decode(query, *rest, *where, score=kept[1], workspace=workspace, **scores)

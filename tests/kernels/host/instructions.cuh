@@ -120,29 +120,35 @@ inline float as_float(unsigned bits) {
     return value;
 }
 
+inline unsigned narrowed_half(float value) {
+    const _Float16 half = static_cast<_Float16>(value);
+    u16 bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+inline unsigned packed_halves(float low, float high) { return narrowed_half(low) | narrowed_half(high) << 16; }
+inline float widened_half(unsigned bits, int which) {
+    const u16 own = static_cast<u16>(which ? bits >> 16 : bits);
+    _Float16 half;
+    std::memcpy(&half, &own, 2);
+    return static_cast<float>(half);
+}
+
 inline unsigned narrowed(float value) {
 #if BFLOAT16
     unsigned bits;
     std::memcpy(&bits, &value, 4);
     return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 #else
-    const _Float16 half = static_cast<_Float16>(value);
-    u16 bits;
-    std::memcpy(&bits, &half, 2);
-    return bits;
+    return narrowed_half(value);
 #endif
 }
-
 inline unsigned packed(float low, float high) { return narrowed(low) | narrowed(high) << 16; }
-
 inline float widened(unsigned bits, int which) {
-    const u16 own = static_cast<u16>(which ? bits >> 16 : bits);
 #if BFLOAT16
-    return as_float(static_cast<unsigned>(own) << 16);
+    return as_float((which ? bits >> 16 : bits & 0xffff) << 16);
 #else
-    _Float16 half;
-    std::memcpy(&half, &own, 2);
-    return static_cast<float>(half);
+    return widened_half(bits, which);
 #endif
 }
 

@@ -180,6 +180,11 @@ def decode(
     shares = workspace.check(batch, heads, dim, width, scored)
     if workspace.arrived.shape != (batch, kv_heads, 2):
         raise ValueError(f"a workspace for {tuple(workspace.arrived.shape)}: expected {(batch, kv_heads, 2)}")
+    for name, tensor in (("logits", workspace.logits), ("tops", workspace.tops)):
+        if scored and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
+            raise ValueError(
+                f"workspace.{name} of strides {tensor.stride()}: expected contiguous, at 16 bytes' multiple"
+            )
     if shares > MAX_SPLITS:
         raise ValueError(f"a workspace of {shares} shares: expected at most {MAX_SPLITS}")
     sets = lanes if scored else kv_heads  # of blocks, by what they have to agree on

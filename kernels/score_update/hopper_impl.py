@@ -269,13 +269,14 @@ def fold(
     scale_log2: float,
     log2_beta: float,
     every: int,
+    reduction: str,
     tuning: Tuning = TUNING,
 ) -> None:
     """Column sums into `out`; or, with `entries`, into the scores that are there: see `triton_impl`.
 
     Args:
         out: [batch, kv_heads, columns] float32, or the scores [rows of the state, kv_heads, entries].
-        entries, state_rows, query, keys, before, count, skip, every: as for `update_scores`.
+        entries, state_rows, query, keys, before, count, skip, every, reduction: as for `update_scores`.
         bias: [batch, heads, width] float32, log2 of each query's weight less its log-sum-exp; -inf where there is none.
         scale_log2: factor of the logits, times log2(e).
         log2_beta: log2 of the decay.
@@ -284,10 +285,10 @@ def fold(
     Raises:
         ValueError: `serves` says no.
     """
-    if not serves(query, keys, out.shape[1], "mean"):
+    if not serves(query, keys, out.shape[1], reduction):
         raise ValueError(
-            f"query {query.dtype} {tuple(query.shape)}, strides {query.stride()}, for {out.shape[1]} scores a token: "
-            "not for Hopper's kernel; choose another tuning"
+            f"query {query.dtype} {tuple(query.shape)}, strides {query.stride()}, for {out.shape[1]} scores a token, "
+            f"reduction {reduction!r}: not for Hopper's kernel; choose another tuning"
         )
     batch, most, heads, dim = query.shape
     kv_heads, columns = keys.shape[1:3]

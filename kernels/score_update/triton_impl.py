@@ -118,7 +118,7 @@ def update_scores(
     every: int = 1,
     tuning: Tuning | hopper_impl.Tuning | None = None,
 ) -> None:
-    """`reference.update_scores` on the device, in two launches and without synchronisation.
+    """`reference.update_scores` on the device, in a few launches and without synchronisation.
 
     Raises:
         ValueError: also for a dtype other than float32, bfloat16 and float16, or scores that are not float32.
@@ -176,7 +176,20 @@ def _launch(
     )  # fmt: skip
     if isinstance(tuning, hopper_impl.Tuning):
         hopper_impl.fold(
-            out, entries, rows, query, keys, bias, before, count, skip, scale * LOG2_E, log2_beta, every, tuning
+            out,
+            entries,
+            rows,
+            query,
+            keys,
+            bias,
+            before,
+            count,
+            skip,
+            scale * LOG2_E,
+            log2_beta,
+            every,
+            reduction,
+            tuning,
         )
         return
     grid = (out_heads, triton.cdiv(columns, tuning.columns), batch)

@@ -28,7 +28,7 @@ from sglang_ext.kernels.cells import Turn, flashinfer_impl, reference
 from sglang_ext.policies.cascade import Cascade
 
 WARM_UP = (1, 3, 16, 17, 32)
-"""Rows of the passes that compile a prompt's kernels; a whole stride is the last."""
+"""Counted rows of the passes that compile a prompt's kernels; a whole stride is the last."""
 
 
 @dataclass(frozen=True)
@@ -251,8 +251,9 @@ def warm_up(cascade: Cascade) -> list[Step]:
     (`score_update`).
     """
     found = []
-    for rows in sorted({*WARM_UP, cascade.stride}):
-        for before in (0, -rows % 16, -rows % 16 + 1):
+    sizes = {*WARM_UP, *(rows * cascade.score_every for rows in WARM_UP), cascade.stride}
+    for rows in sorted(sizes):
+        for before in sorted({0, -rows % 16, -rows % 16 + 1}):
             if rows <= cascade.stride and before + rows <= cascade.slots:
                 found.append(Step(0, rows, cascade.stride, before, True, True, cascade.counted(0, rows)))
     return found

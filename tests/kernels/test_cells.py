@@ -308,8 +308,17 @@ def test_shares_on_host(dim: int, shares: int, lanes: int, reduction: str | None
 
 @on_host.needed
 @pytest.mark.skipif(DEVICE == "cuda", reason="on the GPU itself there")
+@pytest.mark.usefixtures("cuda_on_host")
+def test_columns_of_several_turns_on_host() -> None:
+    """More columns than a block counts at a time, and than twice that."""
+    check_shares(cuda_impl.decode, 1, 2, "mean", 64, 1100)
+
+
+@on_host.needed
+@pytest.mark.skipif(DEVICE == "cuda", reason="on the GPU itself there")
 @pytest.mark.parametrize(
-    "group, kv_heads, heads", [(1, 3, "homogeneous"), (3, 2, "independent"), (8, 1, "independent")]
+    "group, kv_heads, heads",
+    [(1, 3, "homogeneous"), (2, 1, "independent"), (3, 2, "independent"), (6, 2, "independent"), (8, 1, "independent")],
 )
 @pytest.mark.usefixtures("cuda_on_host")
 def test_decode_on_host(group: int, kv_heads: int, heads: str) -> None:

@@ -281,15 +281,18 @@ def test_hopper_column_sums(dtype, heads, kv_heads, head_dim, before, count, spl
     for tuning in (hopper.Tuning(splits=splits), hopper.Tuning(stages=2, splits=1)):
         got = triton.column_sums(query, keys, lse, before, count, scale=SCALE, beta=0.99, tuning=tuning)
         assert (got.cpu().double() - want).abs().max() <= HOPPER_TOLERANCE * want.max(), tuning
+    options = {"scale": SCALE, "beta": 0.9, "tuning": hopper.TUNING}
     with pytest.raises(ValueError, match="not for Hopper's kernel"):
-        triton.column_sums(query[:, :9], keys, lse[:, :9], before, count, scale=SCALE, beta=0.9, tuning=hopper.TUNING)
+        triton.column_sums(query[:, :9], keys, lse[:, :9], before, count, **options)
+    with pytest.raises(ValueError, match="not for Hopper's kernel"):
+        triton.column_sums(query, keys, lse, before, count, reduction="max", **options)
 
 
 @pytest.mark.skipif(not HOPPER, reason="a kernel for Hopper, which no interpreter runs")
 @pytest.mark.parametrize("every", [1, 3])
 def test_hopper_updates_scores(every):
     """As the engine calls it: views of a window and of a prompt's rows; skipped columns keep their scores."""
-    case, skip = Case(torch.bfloat16, 8, 2, 128, (430, 600), (900, 780)), torch.tensor([433, 3])
+    case, skip = Case(torch.bfloat16, 8, 2, 128, (430, 600), (1540, 1300)), torch.tensor([433, 3])
     query, keys, lse, before, count = case.tensors()
     keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
     query, lse = query[:, every - 1 :: every], lse[:, every - 1 :: every]
@@ -297,6 +300,7 @@ def test_hopper_updates_scores(every):
     start = torch.rand(3, 2, keys.shape[2] + 5)
     place = torch.randperm(keys.shape[2] + 5)[: keys.shape[2]].to(torch.int32).repeat(2, 1)
     rows, scores = torch.tensor([2, 0], device=DEVICE), []
+    assert hopper.serves(query, keys, 2, "mean") and not hopper.serves(query, keys, 2, "max")
     for tuning in (None, triton.SMALLER):
         score = start.to(DEVICE, copy=True)
         triton.update_scores(
@@ -304,7 +308,6 @@ def test_hopper_updates_scores(every):
             skip=skip.to(DEVICE), every=every, tuning=tuning,
         )  # fmt: skip
         scores.append(score.cpu())
-    assert hopper.serves(query, keys, 2, "mean")
     exact = start.clone()
     reference.update_scores(
         exact, place, rows.cpu(), *(t.float().cpu() for t in (query, keys)), lse.cpu(), before.cpu() + every - 1,

@@ -35,8 +35,6 @@ using std::min;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(8) float2 { float x, y; };
-inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Index { unsigned x, y, z; };
 
 static thread_local Index threadIdx, blockIdx, gridDim;
@@ -109,7 +107,13 @@ inline unsigned __ballot_sync(unsigned, bool own) {
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int atomicAdd(int *number, int by) { return __atomic_fetch_add(number, by, __ATOMIC_SEQ_CST); }
-template <class T> inline T __ldcg(const T *from) { return *from; }
+template <class T> inline T __ldcg(const T *from) {
+    if (reinterpret_cast<size_t>(from) % sizeof(T)) {
+        std::fprintf(stderr, "%zu bytes are read from an address that is no multiple of them\n", sizeof(T));
+        std::abort();
+    }
+    return *from;
+}
 inline float __log2f(float x) { return std::log2(x); }
 
 // ---- instructions ----

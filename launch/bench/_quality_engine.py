@@ -66,10 +66,13 @@ class Method:
 
 def double_p_methods() -> dict[str, Method]:
     """Dense attention, Double-P, and the baselines that are set to read as much."""
-    whole = {"min_tokens": 0}
+    whole, stages = {"min_tokens": 0}, {"p1": 0.95, "p2": 0.7}
     return {
         "dense": Method("dense", "double_p", whole, {"dense": True}),
-        "double_p": Method("Double-P (0.95, 0.7)", "double_p", whole, {"p1": 0.95, "p2": 0.7}),
+        "double_p": Method("Double-P (0.95, 0.7)", "double_p", whole, stages),
+        "double_p-tail": Method(
+            "Double-P (0.95, 0.7), the tail by centroids", "double_p", {**whole, "tail": "centroid"}, stages
+        ),
         "double_p-wide": Method("Double-P (0.99, 0.8)", "double_p", whole, {"p1": 0.99, "p2": 0.8}),
         "retroinfer": Method("RetroInfer", "retroinfer", whole, knobs={"exact": "exact", "approx": "kept"}),
         "quest": Method("Quest, as many kept", "quest", whole, knobs={"budget": "kept"}),

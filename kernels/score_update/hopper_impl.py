@@ -12,12 +12,10 @@ Written in Gluon, Triton's lower level, which has no interpreter: it runs on Hop
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TILES = gl.NVMMASharedLayout(128, 16, rank=2)
+from sglang_ext.kernels.hopper import TILES, is_hopper
 
 COLUMNS = 256
 """Columns of a program, in two halves."""
@@ -80,7 +78,7 @@ def _load_keys(keys, k_smem, begin, end, stride_column):
     """Keys of the columns begin, begin + 1, ...; 0 behind the last."""
     DIM: gl.constexpr = k_smem.type.shape[1]
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    for number in gl.static_range(4):
+    for number in gl.static_range(k_smem.type.shape[0] // 64):
         line = begin + number * 64 + gl.arange(0, 64, gl.SliceLayout(1, BLOCKED))
         d = gl.arange(0, DIM, gl.SliceLayout(0, BLOCKED))
         where = keys + line.to(gl.int64)[:, None] * stride_column + d[None, :]
@@ -199,39 +197,6 @@ def _columns(
         )
 
 
-@triton.jit(do_not_specialize=["columns", "every"])
-def _fold_kernel(
-    sums, before, count, skip, entries, state_rows, out, columns, out_columns, every, log2_beta, factor,
-    KV_HEADS: tl.constexpr, SPLITS: tl.constexpr, FOLD: tl.constexpr, SKIP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out = factor * the sums of all splits; or, with FOLD, that added to the decayed scores of the entries."""
-    head, request = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    rows = tl.load(count + request).to(tl.int32)
-    end = tl.load(before + request).to(tl.int32) + (rows - 1) * every + 1
-    visible = (column < end) & (rows > 0) & (column < columns)
-    if SKIP:
-        visible = visible & (column >= tl.load(skip + request).to(tl.int32))
-    total = tl.zeros([BLOCK], tl.float32)
-    sums += (request * KV_HEADS + head) * SPLITS * columns
-    for split in tl.static_range(SPLITS):
-        total += tl.load(sums + split * columns + column, mask=visible, other=0.0)
-    total *= factor
-    if FOLD:
-        entry = tl.load(entries + request * columns + column, mask=visible, other=-1)
-        some = visible & (entry >= 0)
-        place = out + (tl.load(state_rows + request).to(tl.int64) * KV_HEADS + head) * out_columns + entry
-        old = tl.load(place, mask=some, other=0.0)
-        tl.store(place, old * tl.exp2(rows.to(tl.float32) * log2_beta) + total, mask=some)
-    else:
-        tl.store(out + (request * KV_HEADS + head) * columns + column, total, mask=column < columns)
-
-
-@functools.cache
-def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def serves(query: torch.Tensor, keys: torch.Tensor, heads: int, reduction: str) -> bool:
     """Whether the kernel takes such sums: a Hopper GPU, half precision, long runs of queries, a mean over a group.
 
@@ -242,7 +207,7 @@ def serves(query: torch.Tensor, keys: torch.Tensor, heads: int, reduction: str) 
         reduction: of the query heads that share one.
     """
     return (
-        _hopper(query.device)
+        is_hopper(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[1] >= LEAST_ROWS
         and query.shape[3] in (64, 128)
@@ -256,10 +221,7 @@ def serves(query: torch.Tensor, keys: torch.Tensor, heads: int, reduction: str) 
     )
 
 
-def fold(
-    out: torch.Tensor,
-    entries: torch.Tensor | None,
-    state_rows: torch.Tensor,
+def part_sums(
     query: torch.Tensor,
     keys: torch.Tensor,
     bias: torch.Tensor,
@@ -267,48 +229,34 @@ def fold(
     count: torch.Tensor,
     skip: torch.Tensor | None,
     scale_log2: float,
-    log2_beta: float,
     every: int,
-    reduction: str,
     tuning: Tuning = TUNING,
-) -> None:
-    """Column sums into `out`; or, with `entries`, into the scores that are there: see `triton_impl`.
+) -> torch.Tensor:
+    """Sums over a key-value head's queries, of every column that counts, in parts that are to be added up.
 
     Args:
-        out: [batch, kv_heads, columns] float32, or the scores [rows of the state, kv_heads, entries].
-        entries, state_rows, query, keys, before, count, skip, every, reduction: as for `update_scores`.
+        query, keys, before, count, skip, every: as for `update_scores`, where `serves` says yes.
         bias: [batch, heads, width] float32, log2 of each query's weight less its log-sum-exp; -inf where there is none.
         scale_log2: factor of the logits, times log2(e).
-        log2_beta: log2 of the decay.
         tuning: what may be tuned.
 
-    Raises:
-        ValueError: `serves` says no.
+    Returns:
+        [batch, kv_heads, parts, columns] float32; nothing is written to columns below `skip`, or that no query sees.
     """
-    if not serves(query, keys, out.shape[1], reduction):
-        raise ValueError(
-            f"query {query.dtype} {tuple(query.shape)}, strides {query.stride()}, for {out.shape[1]} scores a token, "
-            f"reduction {reduction!r}: not for Hopper's kernel; choose another tuning"
-        )
     batch, most, heads, dim = query.shape
     kv_heads, columns = keys.shape[1:3]
     group = heads // kv_heads
     splits = next(n for n in range(min(tuning.splits, group), 0, -1) if group % n == 0)
-    sums = torch.empty(batch, kv_heads, splits * 2, columns, dtype=torch.float32, device=query.device)
+    parts = torch.empty(batch, kv_heads, splits * 2, columns, dtype=torch.float32, device=query.device)
     average, multiplying = REGISTERS
-    width = bias.shape[2]
     for request in range(batch):
         # A view of a row's queries: TMA reads nothing behind the last, and fills what is missing with zeros.
         shape, strides = [most, heads * dim], [query.stride(1), 1]
         tiles = TensorDescriptor(query[request], shape, strides, [ROWS, dim], TILES)
         _columns[(kv_heads * splits, triton.cdiv(columns, COLUMNS))](
             tiles, keys[request], bias[request], before[request:], count[request:],
-            before if skip is None else skip[request:], sums[request], columns, scale_log2, *keys.stride()[1:3], width,
-            every, SPLITS=splits, HEADS=group // splits, DIM=dim, ROWS=ROWS, COLUMNS=COLUMNS, STAGES=tuning.stages,
-            SKIP=skip is not None, REGISTERS=multiplying, num_warps=4, maxnreg=average,
+            before if skip is None else skip[request:], parts[request], columns, scale_log2, *keys.stride()[1:3],
+            bias.shape[2], every, SPLITS=splits, HEADS=group // splits, DIM=dim, ROWS=ROWS, COLUMNS=COLUMNS,
+            STAGES=tuning.stages, SKIP=skip is not None, REGISTERS=multiplying, num_warps=4, maxnreg=average,
         )  # fmt: skip
-    _fold_kernel[(kv_heads, triton.cdiv(columns, 1024), batch)](
-        sums, before, count, before if skip is None else skip, before if entries is None else entries, state_rows, out,
-        columns, out.shape[2], every, log2_beta, 1.0 / group, KV_HEADS=kv_heads, SPLITS=2 * splits,
-        FOLD=entries is not None, SKIP=skip is not None, BLOCK=1024, num_warps=4,
-    )  # fmt: skip
+    return parts

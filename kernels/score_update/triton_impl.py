@@ -159,7 +159,13 @@ def _launch(
         query = query.contiguous()
     if keys.stride(3) != 1:
         keys = keys.contiguous()
-    if tuning is None and hopper_impl.serves(query, keys, out_heads, reduction):
+    served = hopper_impl.serves(query, keys, out_heads, reduction)
+    if isinstance(tuning, hopper_impl.Tuning) and not served:
+        raise ValueError(
+            f"query {query.dtype} {tuple(query.shape)}, strides {query.stride()}, for {out_heads} scores a token, "
+            f"reduction {reduction!r}: not for Hopper's kernel; choose another tuning"
+        )
+    if tuning is None and served:
         tuning = hopper_impl.TUNING
     elif tuning is None:
         sizes = most, head_dim, query.element_size(), out_heads < kv_heads
@@ -174,34 +180,22 @@ def _launch(
         lse, count, bias, width, *lse.stride()[:2], math.log2(1 - beta), log2_beta,
         HEADS=heads, BLOCK_HEADS=triton.next_power_of_2(heads), BLOCK=BIASES, num_warps=4,
     )  # fmt: skip
+    scale_log2, factor = scale * LOG2_E, 1.0 / (heads // out_heads) if reduction == "mean" else 1.0
+    target = (out, entries if entries is not None else before, rows, skip if skip is not None else before)
+    kinds = {"OUT_HEADS": out_heads, "FOLD": entries is not None, "SKIP": skip is not None}
     if isinstance(tuning, hopper_impl.Tuning):
-        hopper_impl.fold(
-            out,
-            entries,
-            rows,
-            query,
-            keys,
-            bias,
-            before,
-            count,
-            skip,
-            scale * LOG2_E,
-            log2_beta,
-            every,
-            reduction,
-            tuning,
-        )
+        parts = hopper_impl.part_sums(query, keys, bias, before, count, skip, scale_log2, every, tuning)
+        _parts_kernel[(out_heads, triton.cdiv(columns, 1024), batch)](
+            parts, before, count, *target, columns, out.shape[2], every, log2_beta, factor, PARTS=parts.shape[2],
+            BLOCK=1024, num_warps=4, **kinds,
+        )  # fmt: skip
         return
-    grid = (out_heads, triton.cdiv(columns, tuning.columns), batch)
-    _columns_kernel[grid](
-        query, keys, bias, before, count, out, entries if entries is not None else before, rows,
-        skip if skip is not None else before, columns, out.shape[2], scale * LOG2_E, log2_beta,
-        1.0 / (heads // out_heads) if reduction == "mean" else 1.0,
+    _columns_kernel[(out_heads, triton.cdiv(columns, tuning.columns), batch)](
+        query, keys, bias, before, count, *target, columns, out.shape[2], scale_log2, log2_beta, factor,
         *query.stride()[:3], *keys.stride()[:3], width, every,
-        OUT_HEADS=out_heads, GROUP=heads // kv_heads, KV_HEADS=kv_heads // out_heads, HEAD_DIM=head_dim,
-        BLOCK_D=_padded(head_dim), COLUMNS=tuning.columns, ROWS=tuning.rows, MAXIMUM=reduction == "max",
-        FOLD=entries is not None, SKIP=skip is not None, num_warps=tuning.warps, num_stages=tuning.stages,
-        maxnreg=tuning.registers,
+        GROUP=heads // kv_heads, KV_HEADS=kv_heads // out_heads, HEAD_DIM=head_dim, BLOCK_D=_padded(head_dim),
+        COLUMNS=tuning.columns, ROWS=tuning.rows, MAXIMUM=reduction == "max", num_warps=tuning.warps,
+        num_stages=tuning.stages, maxnreg=tuning.registers, **kinds,
     )  # fmt: skip
 
 
@@ -312,14 +306,48 @@ def _columns_kernel(
                 sees = column[:, None] - seen <= ((t + tl.arange(0, ROWS)) * every)[None, :]
                 sums += tl.sum(tl.where(sees, total, 0.0), axis=1)
                 total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    sums *= factor
+    _keep(
+        sums * factor, visible, column, request.to(tl.int64), out_head, rows, out, entries, state_rows, columns,
+        out_columns, log2_beta, OUT_HEADS, FOLD,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["columns", "every"])  # columns are others in every pass
+def _parts_kernel(
+    parts, before, count, out, entries, state_rows, skip, columns, out_columns, every, log2_beta, factor,
+    OUT_HEADS: tl.constexpr, PARTS: tl.constexpr, FOLD: tl.constexpr, SKIP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums that `hopper_impl` found in parts."""
+    head, request = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.load(count + request).to(tl.int32)
+    end = tl.load(before + request).to(tl.int32) + (rows - 1) * every + 1
+    visible = (column < end) & (rows > 0) & (column < columns)
+    if SKIP:
+        visible = visible & (column >= tl.load(skip + request).to(tl.int32))
+    sums = tl.zeros([BLOCK], tl.float32)
+    parts += (request * OUT_HEADS + head) * PARTS * columns
+    for part in tl.static_range(PARTS):
+        sums += tl.load(parts + part * columns + column, mask=visible, other=0.0)
+    _keep(
+        sums * factor, visible, column, request, head, rows, out, entries, state_rows, columns, out_columns, log2_beta,
+        OUT_HEADS, FOLD,
+    )  # fmt: skip
+
+
+@triton.jit
+def _keep(
+    sums, visible, column, request, head, rows, out, entries, state_rows, columns, out_columns, log2_beta,
+    OUT_HEADS: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """Write the sums of some columns, 0 of one that nobody sees; or, with FOLD, add them to the decayed scores."""
     if FOLD:
         row = tl.load(state_rows + request).to(tl.int64)
-        entry = tl.load(entries + request.to(tl.int64) * columns + column, mask=visible, other=-1)
-        place = out + (row * OUT_HEADS + out_head) * out_columns + entry
+        entry = tl.load(entries + request * columns + column, mask=visible, other=-1)
+        place = out + (row * OUT_HEADS + head) * out_columns + entry
         some = visible & (entry >= 0)
         old = tl.load(place, mask=some, other=0.0)
         tl.store(place, old * tl.exp2(rows.to(tl.float32) * log2_beta) + sums, mask=some)
     else:
-        place = out + (request.to(tl.int64) * OUT_HEADS + out_head) * out_columns + column
+        place = out + (request * OUT_HEADS + head) * out_columns + column
         tl.store(place, tl.where(visible, sums, 0.0), mask=column < columns)

@@ -25,11 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sglang_ext.kernels.hopper import TILES, is_hopper
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, copies_tiles
 from sglang_ext.kernels.view_attention.plan import Config
 from sglang_ext.kernels.view_attention.triton_impl import LOG2_E, _pairs
-
-TILES = gl.NVMMASharedLayout(128, 16, rank=2)
 
 SQUARE = "square tiles of keys: on an H200, Triton 3.6.0 made wrong results of them"
 """Why tiles never have as many tokens as a head has dimensions: logits and outputs have one layout then, and what comes
@@ -367,8 +366,7 @@ def serves(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torc
     """Whether the kernel takes such attention: a Hopper GPU, half precision, and sizes that fill its tiles."""
     group = heads // kv_heads
     return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] == 9
+        is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim == value_dim
         and head_dim in (64, 128)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,6 +69,31 @@ def stand_in(module: ModuleType, *names: str, shared: int = HOPPER_SHARED, **fix
     """
     for name in names:
         setattr(module, name, _Launches(getattr(module, name), shared, fixed))
+
+
+def gluon(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], registers: int, odd: Sequence[str] = ()
+) -> Any:
+    """Compile a Gluon kernel of four warps a group for Hopper.
+
+    Args:
+        kernel: with `gluon.jit`.
+        types: of its arguments, as Triton writes them; "*i32" where one is not named.
+        constants: values of the constexpr arguments.
+        registers: of a thread, on average.
+        odd: names of integers that are no multiples of 16; all others, and all addresses, are.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    of = {name: "constexpr" if name in constants else types.get(name, "*i32") for name in names}
+    even = [i for i, name in enumerate(names) if (of[name][0] == "*" or of[name] == "i32") and name not in odd]
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, of, fixed, {(i,): [["tt.divisibility", 16]] for i in even})
+    options = {"num_warps": 4, "maxnreg": registers}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def run(script: str, folder: Path) -> None:

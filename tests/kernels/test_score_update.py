@@ -330,18 +330,18 @@ def test_hopper_sums_are_folded():
     score = start.to(DEVICE, copy=True)
     sums[0, :, :, 1065:] = sums[0, :, :, :40] = sums[1] = float("nan")
     launch = (kv_heads, 2, batch)
-    hopper._fold_kernel[launch](
-        sums, before, count, skip, place, state, score, columns, entries, 2, -0.25, 0.5, KV_HEADS=kv_heads,
-        SPLITS=splits, FOLD=True, SKIP=True, BLOCK=1024,
+    triton._parts_kernel[launch](
+        sums, before, count, score, place, state, skip, columns, entries, 2, -0.25, 0.5, OUT_HEADS=kv_heads,
+        PARTS=splits, FOLD=True, SKIP=True, BLOCK=1024,
     )  # fmt: skip
     want = start.clone()
     at = place[0, 40:1065].long().cpu()
     want[3][:, at] = start[3][:, at] * 2 ** (-0.25 * 33) + 0.5 * sums[0, :, :, 40:1065].sum(1).cpu()
     assert (score.cpu() - want).abs().max() <= 1e-6
     out = torch.full((batch, kv_heads, columns), float("nan"), device=DEVICE)
-    hopper._fold_kernel[launch](
-        sums, before, count, skip, place, state, out, columns, columns, 2, -0.25, 0.5, KV_HEADS=kv_heads,
-        SPLITS=splits, FOLD=False, SKIP=True, BLOCK=1024,
+    triton._parts_kernel[launch](
+        sums, before, count, out, place, state, skip, columns, columns, 2, -0.25, 0.5, OUT_HEADS=kv_heads,
+        PARTS=splits, FOLD=False, SKIP=True, BLOCK=1024,
     )  # fmt: skip
     plain = torch.zeros(batch, kv_heads, columns)
     plain[0, :, 40:1065] = 0.5 * sums[0, :, :, 40:1065].sum(1).cpu()
@@ -349,25 +349,19 @@ def test_hopper_sums_are_folded():
 
 
 COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+from sglang_ext.kernels.hopper import TILES
 from sglang_ext.kernels.score_update import hopper_impl as hopper
+from tests.kernels import sm90
 
-names, tuning = hopper._columns.arg_names, hopper.TUNING
+tuning = hopper.TUNING
 for dim, heads, skip in ((128, 2, True), (64, 3, False)):
     average, multiplying = hopper.REGISTERS
     constants = dict(SPLITS=2, HEADS=heads, DIM=dim, ROWS=hopper.ROWS, COLUMNS=hopper.COLUMNS, STAGES=tuning.stages,
                      SKIP=skip, REGISTERS=multiplying)
-    tile = f"tensordesc<bf16[{hopper.ROWS}, {dim}],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
-    types = {n: "*i32" for n in names} | {"query_tiles": tile, "keys": "*bf16", "scale": "fp32"}
-    types |= dict.fromkeys(("bias", "sums"), "*fp32") | dict.fromkeys(("columns", "width", "every"), "i32")
-    types |= {n: "i32" for n in names if n.startswith("stride")} | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-               if types[n][0] == "*" or n.startswith("stride") or n == "width"}
-    source = GluonASTSource(hopper._columns, types, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": average})
+    types = {"query_tiles": f"tensordesc<bf16[{hopper.ROWS}, {dim}],{TILES!r}>", "keys": "*bf16", "scale": "fp32"}
+    types |= dict.fromkeys(("bias", "sums"), "*fp32")
+    types |= dict.fromkeys(("columns", "width", "every", "stride_kv", "stride_column"), "i32")
+    found = sm90.gluon(hopper._columns, types, constants, average, odd=("columns", "every"))
     for wanted in ("wgmma", "cp.async.bulk.tensor", "setmaxnreg"):
         assert wanted in found.asm["ptx"], wanted
     assert found.metadata.shared <= 227 * 1024

@@ -522,13 +522,13 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+from sglang_ext.kernels.hopper import TILES
 from sglang_ext.kernels.rope import triton_impl as angles
 from sglang_ext.kernels.view_attention import buffers as upkeep
 from sglang_ext.kernels.view_attention import hopper_impl as hopper
 from sglang_ext.kernels.view_attention import triton_impl as kernels
 from sglang_ext.kernels.view_attention.plan import choose
+from tests.kernels import sm90
 
 TYPES = {"query": "*bf16", "key_cache": "*bf16", "value_cache": "*bf16", "out": "*bf16", "source": "*i64",
          "seq_lens": "*i64", "new_slots": "*i64", "scale_log2": "fp32", "size": "i32"}
@@ -567,16 +567,10 @@ for rows, dim in ((12, 128), (20, 64), (40, 128)):
     average, multiplying, loading = hopper.REGISTERS[c.groups]
     constants = dict(KV_HEADS=8, HEADS_EACH=c.heads_each, GROUP=4, DIM=dim, BLOCK_N=c.block_n, STAGES=c.tile_stages,
                      GROUPS=c.groups, REGISTERS=multiplying, LOAD_REGISTERS=loading)
-    tile = lambda rows: f"tensordesc<bf16[{rows}, {dim}],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
-    names = hopper._attend.arg_names
+    tile = lambda rows: f"tensordesc<bf16[{rows}, {dim}],{TILES!r}>"
     types = {n: tile(64 if n == "query_tiles" else c.block_n) if n.endswith("_tiles") else
-             "i32" if n.startswith("stride") else TYPES.get(n, "*i32") for n in names}
-    types |= dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if "tensordesc" not in types[n] and types[n]
-               != "constexpr"}
-    source = GluonASTSource(hopper._attend, types, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    options = {"num_warps": 4, "maxnreg": average}
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+             "i32" if n.startswith("stride") else TYPES.get(n, "*i32") for n in hopper._attend.arg_names}
+    found = sm90.gluon(hopper._attend, types, constants, average)
     for wanted in ("wgmma", "cp.async.bulk.tensor", "setmaxnreg"):
         assert wanted in found.asm["ptx"], (rows, wanted)
     held = (found.metadata.shared + 1024) * c.num_programs // 132

@@ -26,7 +26,6 @@ struct Found {
     float sum[STEPS][4];
 };
 
-
 // The queries of a key-value head, as the right operand of the first product; zeros behind the last one.
 __device__ __forceinline__ void load_queries(unsigned (&query)[STEPS][2], const u16 *head) {
     const int lane = threadIdx.x % 32;

@@ -15,13 +15,18 @@ from typing import Any
 
 import torch
 
-from sglang_ext.kernels import nvrtc, warp
-from sglang_ext.kernels.cells.decode_impl import LOG2_E, MAX_SPLITS, Workspace, check
+from sglang_ext.kernels import nvrtc
+from sglang_ext.kernels.cells.decode_impl import COLUMNS, LOG2_E, MAX_SPLITS, Workspace, check
 from sglang_ext.kernels.cells.lists import Turn
 from sglang_ext.kernels.cells.triton_impl import rows_of
 
 SOURCE = "cells/decode.cu"
-WARPS, COLUMNS = 2, 16
+DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_GROUP = 8
+"""Queries of a matrix product."""
+
+WARPS = 2
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,14 @@ def refusal(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, group: int, turn: Turn
 ) -> str | None:
     """Why the kernel cannot attend from `group` query heads a key-value head, or None where it can."""
-    if reason := warp.refusal(device, dtype, head_dim, value_dim, group):
-        return reason
+    if device.type != "cuda":
+        return f"device {device}: it is written in CUDA"
+    if dtype not in DTYPES:
+        return f"{dtype}: 16 bits only"
+    if head_dim not in DIMS or value_dim != head_dim:
+        return f"heads of {head_dim} and {value_dim}: {', '.join(map(str, DIMS))}, keys as values"
+    if group > MAX_GROUP:
+        return f"groups of {group} heads: at most {MAX_GROUP}"
     if turn.rope.rotary_dim != head_dim or not turn.rope.neox:
         return f"{turn.rope.rotary_dim} of {head_dim} components turned, neox={turn.rope.neox}: all, in NeoX pairs"
     return _unusable(nvrtc.index_of(device))
@@ -67,7 +78,7 @@ def _unusable(index: int) -> str | None:
     properties = torch.cuda.get_device_properties(index)
     if properties.major < 9:
         return f"compute capability {properties.major}.{properties.minor}: it was measured on 9.0"
-    room, needed = properties.shared_memory_per_multiprocessor, TUNING.blocks * _memory(max(warp.DIMS), TUNING)
+    room, needed = properties.shared_memory_per_multiprocessor, TUNING.blocks * _memory(max(DIMS), TUNING)
     if room < needed:
         return f"{room} bytes of shared memory a multiprocessor: {TUNING.blocks} blocks take {needed}"
     return nvrtc.failure(index, "cascades decode", lambda: _kernel(index, Variant(128, 4, 8, 8)))

@@ -132,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     const u16 *__restrict__ query, const u16 *__restrict__ new_keys, const u16 *__restrict__ new_values, u16 *keys,
     u16 *values, const int *__restrict__ slot, const int *__restrict__ rows, const int *__restrict__ seen,
     const int *__restrict__ skip, const int *__restrict__ fresh, const int *__restrict__ entry_of,
-    const unsigned *__restrict__ phases, float *score, float *parts, float *part_lse, u16 *logits, float *tops, int *arrived,
-    u16 *__restrict__ out, i64 stride_query, i64 stride_new_key, i64 stride_new_value, i64 stride_key, i64 stride_value,
-    int entries, float scale, float beta) {
+    const unsigned *__restrict__ phases, float *score, float *parts, float *part_lse, u16 *logits, float *tops,
+    int *arrived, u16 *__restrict__ out, i64 stride_query, i64 stride_new_key, i64 stride_new_value, i64 stride_key,
+    i64 stride_value, int entries, float scale, float beta) {
     alignas(128) __shared__ unsigned char memory[WARPS][STAGES][2][CHUNK];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int split = blockIdx.x, splits = gridDim.x, head = blockIdx.y;
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     u16 *const target = logits + (request * KV_HEADS + head) * GROUP * static_cast<i64>(entries);
     const int chunks = entries / COLUMNS + 2;  // the new token is one of its own
     float *const target_tops = tops + (request * KV_HEADS + head) * GROUP * static_cast<i64>(chunks);
-    const int of = lane % 4 * 2;  // first of this thread's two queries
+    const int pair = lane % 4 * 2;  // first of this thread's two queries
 #endif
 
     unsigned q[STEPS][2];
@@ -180,6 +180,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
 
     Found found;
     begin(found);
+#if SCORES
+    const auto keep_top = [&](int chunk) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+            if (lane / 4 == 0 && pair + n < GROUP) target_tops[chunk * GROUP + pair + n] = found.top[n];
+    };
+#endif
 
     constexpr int BY = WARPS * COLUMNS;
     int slots = slot_of(start);
@@ -199,14 +206,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int column = lane / 4 + half * 8;
-            if (of < GROUP && column < valid && first + column >= settled)
+            if (pair < GROUP && column < valid && first + column >= settled)
                 store_logits(
-                    target + (first + column) * static_cast<i64>(GROUP), of, logit[2 * half] - found.top[0],
+                    target + (first + column) * static_cast<i64>(GROUP), pair, logit[2 * half] - found.top[0],
                     logit[2 * half + 1] - found.top[1]);
         }
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-            if (lane / 4 == 0 && of + n < GROUP) target_tops[first / COLUMNS * GROUP + of + n] = found.top[n];
+        keep_top(first / COLUMNS);
 #endif
         __syncwarp();
         fetch(first + STAGES * BY, slots, stage);
@@ -241,11 +246,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
             float logit[4];
             attend(found, logit, stages, stages + CHUNK, 0, 1, scale, q, phase);
 #if SCORES
-            if (lane / 4 == 0 && of < GROUP && old >= settled) {
-                store_logits(target + old * static_cast<i64>(GROUP), of, logit[0] - found.top[0], logit[1] - found.top[1]);
-                for (int n = 0; n < 2 && of + n < GROUP; ++n)
-                    target_tops[(old + COLUMNS - 1) / COLUMNS * GROUP + of + n] = found.top[n];
-            }
+            if (lane / 4 == 0 && pair < GROUP && old >= settled)
+                store_logits(
+                    target + old * static_cast<i64>(GROUP), pair, logit[0] - found.top[0], logit[1] - found.top[1]);
+            keep_top((old + COLUMNS - 1) / COLUMNS);
 #endif
         }
     }

@@ -67,9 +67,13 @@ def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning
     return max(1, min(wanted, MAX_SPLITS, entries // (2 * tuning.columns)))
 
 
+COLUMNS = 16
+"""That CUDA's kernel sees together, and has the largest logit of."""
+
+
 def chunks(entries: int) -> int:
-    """Parts of 16 columns that CUDA's kernel sees together, the new token in one of its own."""
-    return entries // 16 + 2
+    """Of so many columns, the new token in one of its own; `decode.cu` counts alike."""
+    return entries // COLUMNS + 2
 
 
 @dataclass(frozen=True)

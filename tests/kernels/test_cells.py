@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.kernels import warp
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
 from sglang_ext.kernels.cells import (
     Turn,
@@ -233,10 +232,10 @@ NO_CUDA = (
 
 @pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
 @pytest.mark.parametrize("heads", ["independent", "homogeneous"])
-@pytest.mark.parametrize("dtype", warp.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", cuda_impl.DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "max", None])
 @pytest.mark.parametrize("group, kv_heads", [(1, 3), (3, 1), (4, 2), (8, 2)])
-@pytest.mark.parametrize("dim", warp.DIMS)
+@pytest.mark.parametrize("dim", cuda_impl.DIMS)
 def test_decode_in_cuda(
     dim: int, group: int, kv_heads: int, reduction: str | None, dtype: torch.dtype, heads: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -300,7 +299,7 @@ SHARES = [(1, 2, "mean"), (3, 2, "max"), (3, 1, "mean"), (5, 1, "max"), (4, 2, N
 @on_host.needed
 @pytest.mark.skipif(DEVICE == "cuda", reason="on the GPU itself there")
 @pytest.mark.parametrize("shares, lanes, reduction", SHARES)
-@pytest.mark.parametrize("dim", warp.DIMS)
+@pytest.mark.parametrize("dim", cuda_impl.DIMS)
 @pytest.mark.usefixtures("cuda_on_host")
 def test_shares_on_host(dim: int, shares: int, lanes: int, reduction: str | None) -> None:
     check_shares(cuda_impl.decode, shares, lanes, reduction, dim, 331)
@@ -337,7 +336,7 @@ def cuda_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
 @pytest.mark.parametrize("shares, lanes, reduction", [*SHARES, (40, 2, "mean"), (40, 1, "mean"), (100, 2, "mean")])
-@pytest.mark.parametrize("dim", warp.DIMS)
+@pytest.mark.parametrize("dim", cuda_impl.DIMS)
 def test_shares_in_cuda(dim: int, shares: int, lanes: int, reduction: str | None) -> None:
     check_shares(cuda_impl.decode, shares, lanes, reduction, dim, 5003)
 

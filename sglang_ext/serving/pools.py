@@ -188,6 +188,11 @@ class PoolService:
         definition = base.definition
         if id not in definition.demonstrations:
             raise PoolError(f"pool {name!r} has no demonstration {id!r}", 404)
+        if id in definition.deleted and not purge:
+            raise PoolError(
+                f"demonstration {id!r} of pool {name!r} is deleted already; purge=true encodes again what it reached",
+                404,
+            )
         self._refuse_busy(name)
         smaller = definition.without(id)
         if not smaller.live():

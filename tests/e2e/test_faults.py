@@ -101,6 +101,19 @@ def test_an_unknown_demonstration_is_404(server: Server) -> None:
     assert answer.status_code == 404 and "d999" in error_of(answer)
 
 
+def test_a_demonstration_is_deleted_once(server: Server) -> None:
+    server.put("once", many(6, 3), block_size=3)
+    server.generate("why?", 2, pool="once")  # its retriever is there, to be extended
+    server.json("DELETE", "/v1/pools/once/demonstrations/d1")
+    version = server.pool("once")["version"]
+    answer = server.call("DELETE", "/v1/pools/once/demonstrations/d1")
+    assert answer.status_code == 404 and "deleted already" in error_of(answer), answer.text
+    assert server.pool("once")["version"] == version and server.pool("once")["status"] == "ready"
+    server.json("DELETE", "/v1/pools/once/demonstrations/d1", params={"purge": "true"})
+    assert server.pool("once")["deleted"] == []
+    server.json("DELETE", "/v1/pools/once")
+
+
 # --------------------------------------------------------------------------- bad pools
 
 

@@ -1,6 +1,6 @@
 // The instructions that C++ has no words for, one function each. Tests have another file in its place, for a CPU.
 //
-// Set before: BFLOAT16 (float16 otherwise).
+// Set before: BFLOAT16 (float16 otherwise; of no matter where no numbers of 16 bits are).
 
 #define FULL 0xffffffffu
 #define NOTHING __int_as_float(0xff800000)  // -inf
@@ -107,4 +107,18 @@ __device__ __forceinline__ void wait_until(const int *number, int least) {
     int now;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");
     while (now < least);
+}
+
+// What the blocks of a thread block cluster share. Every thread arrives, then waits for all of them; what was written
+// before, to global memory too, is seen after.
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// A number in another block's shared memory, where this block has its own.
+__device__ __forceinline__ unsigned load_of_block(const void *own, int number) {
+    unsigned address, value;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(number));
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
 }

@@ -15,9 +15,9 @@
 // Set by the compiler: GROUP, THREADS, QUADS (four clusters each, of a thread), BINS, BY_COUNT, RUN, ALIGN, WIDTH (of a
 // tile of clusters; 0: lists only).
 
+#include "instructions.cuh"
+
 #define WARPS (THREADS / 32)
-#define FULL 0xffffffffu
-#define NEGATIVE_INFINITY __int_as_float(0xff800000)
 #define UNITS 1073741824.0f
 #define PER_THREAD (2 * BINS / THREADS)
 #define EARLY (QUADS <= 4)  // first members are loaded with the sizes; more clusters leave no registers for it
@@ -27,17 +27,6 @@
 #define PARTS ((QUADS + GROUP - 1) / GROUP)  // of a block's part, so many times THREADS quads
 
 typedef unsigned long long u64;
-
-__device__ __forceinline__ unsigned load_of_block(const void* pointer, int block) {
-    unsigned address, value;
-    const unsigned own = static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(block));
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // Each of these has its own scratch, which no thread writes again before every thread has read it.
 __device__ __forceinline__ float block_max(float value, float* scratch) {
@@ -130,7 +119,7 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     for (int k = 0; k < QUADS; ++k) {
         const int cell = 4 * (thread + k * THREADS);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) x[k][j] = NEGATIVE_INFINITY;
+        for (int j = 0; j < 4; ++j) x[k][j] = NOTHING;
         if (whole && cell + 3 < n) {
             const float4 four = *reinterpret_cast<const float4*>(of_head + cell);
             x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
@@ -173,14 +162,14 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
         }
     }
 
-    float top = NEGATIVE_INFINITY;
+    float top = NOTHING;
 #pragma unroll
     for (int k = 0; k < QUADS; ++k) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) top = fmaxf(top, x[k][j]);
     }
     top = block_max(top, tops);
-    const bool nothing = top == NEGATIVE_INFINITY;
+    const bool nothing = top == NOTHING;
     if (nothing) top = 0.0f;
     float sum = 0.0f;
 #pragma unroll
@@ -190,7 +179,7 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
             for (int j = 0; j < 4; ++j) {
                 const float weight = fminf(__expf(x[k][j] - top), 1.0f);  // none may exceed the first's
                 sum += weight;
-                x[k][j] = x[k][j] > NEGATIVE_INFINITY ? weight : -1.0f;
+                x[k][j] = x[k][j] > NOTHING ? weight : -1.0f;
             }
         }
     }
@@ -351,8 +340,8 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
             }
         }
     }
-    arrive();
-    wait();
+    arrive_at_cluster();
+    wait_for_cluster();
 
     unsigned chosen[PARTS];  // bit j: cluster j of the quad is exact, bit 4 + j: approximated
     u64 before[PARTS];       // exact clusters (20 bits), approximated ones (20), numbers of tokens (24)
@@ -408,8 +397,8 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
     if (thread == 0) {
         own[0] = some_exact, own[1] = some_tokens, own[2] = some_approx, own[3] = some_filled, own[4] = extent;
     }
-    arrive();
-    wait();
+    arrive_at_cluster();
+    wait_for_cluster();
     int at_exact = 0, at_approx = 0, at_number = 0, all = 0;
 #pragma unroll
     for (int block = 0; block < GROUP; ++block) {
@@ -420,9 +409,9 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
         }
         if (head == 0 && thread < 5) all += load_of_block(own + thread, block);
     }
-    arrive();  // nobody's shared memory is read by others from here on
+    arrive_at_cluster();  // nobody's shared memory is read by others from here on
     if (head == 0 && thread < 5) counts[row * 5 + thread] = all;
-    if (WIDTH) wait();
+    if (WIDTH) wait_for_cluster();
     const int kv_head = row % kv_heads;
 #pragma unroll
     for (int k = 0; k < PARTS; ++k) {
@@ -461,5 +450,5 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
             __syncwarp();
         }
     }
-    if (!WIDTH) wait();
+    if (!WIDTH) wait_for_cluster();
 }

@@ -67,6 +67,8 @@ def _answers(
         return [Figure(title, ours, unit="share", notes=notes)]
     difference, error = mean_and_error([a - b for a, b in zip(mine["scores"], theirs["scores"], strict=True)])
     notes |= {"difference": difference, "difference_error": error}
+    if error:  # of the same prompts: smaller than what the two shares' own spreads let expect
+        title += f"; {100 * difference:+.1f} points, standard error {100 * error:.1f}"
     aim, met = "", None
     if name == "double_p":
         aim, met = "at most 1 point below dense", difference >= -POINT

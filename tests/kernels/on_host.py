@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -37,7 +38,9 @@ def kernel(
     index: int, source: str, name: str, threads: int, constants: tuple[tuple[str, int], ...]
 ) -> Callable[..., None]:
     """`nvrtc.kernel` on this CPU; RuntimeError where a block comes to no end."""
+    cluster = re.search(r"__cluster_dims__\((\w+),", nvrtc.text_of(source, _read))
     macros = "".join(f"#define {key} {value}\n" for key, value in constants)
+    macros += f"#define CLUSTER {cluster[1] if cluster else 1}\n"
     text = f"{macros}{nvrtc.text_of(source, _read)}\n#define KERNEL {name}\n{_read('launch.inc')}"
     path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.cpp"
     path.write_text(text)

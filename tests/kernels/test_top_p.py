@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +16,12 @@ import pytest
 import torch
 
 from sglang_ext.kernels.top_p import Expansion, Selection, cuda_impl, fast, reference, top_p_mask, triton_impl
+from tests.kernels import on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_CUDA = cuda_impl.refusal(torch.device(DEVICE), 4, 100)
-needs_cuda = pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
+ON_HOST = DEVICE == "cpu" and on_host.COMPILER is not None
+needs_cuda = pytest.mark.skipif(NO_CUDA is not None and not ON_HOST, reason=f"{NO_CUDA}, and there is no g++")
 PORTABLE = ("reference", "separate", "long")
 KINDS = [*PORTABLE, pytest.param("cuda", marks=needs_cuda)]
 # The CUDA kernel searches for each head.
@@ -29,6 +33,27 @@ SEPARATE = triton_impl.Tuning(
     joint=False, chunk=32, compact_chunk=16
 )  # the interpreter runs a joint reduction element by element
 LONG = triton_impl.Tuning(joint=False, chunk=128, rounds=0, compact_chunk=32)
+
+
+@contextmanager
+def in_cuda() -> Iterator[None]:
+    """Where the kernel in CUDA runs: on the GPU, or on this CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if ON_HOST:
+            on_host.patch(patch)
+            refusal = cuda_impl.refusal
+            patch.setattr(
+                cuda_impl, "refusal", lambda _, *args, **kwargs: refusal(torch.device("cuda"), *args, **kwargs)
+            )
+            patch.setattr(cuda_impl, "_unusable", lambda index: None)
+            patch.setattr(cuda_impl, "_kernel", cuda_impl._kernel.__wrapped__)
+        yield
+
+
+@pytest.fixture
+def cuda() -> Iterator[None]:
+    with in_cuda():
+        yield
 
 
 def shares(logits: list[float]) -> list[float]:
@@ -89,7 +114,8 @@ def run(case: Case, kind: str, **options: Any) -> Selection:
         return reference.select(*arguments, **options)
     if kind == "cuda":
         got = poisoned(case, options.get("run", 1), options.get("align", 1))
-        return cuda_impl.select(*arguments, out=got, **options)
+        with in_cuda():
+            return cuda_impl.select(*arguments, out=got, **options)
     tuning = {"separate": SEPARATE, "long": LONG, "joint": triton_impl.Tuning()}[kind]
     workspace = triton_impl.Workspace.empty(*case.logits.shape, DEVICE)
     workspace.levels.fill_(77)
@@ -298,6 +324,7 @@ def lists(got: Selection, b: int, h: int) -> tuple[list[int], list[int]]:
 
 
 @needs_cuda
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(("n", "spread"), [(1, 1.0), (4093, 0.3), (8191, 2.0), (20000, 6.0)])
 def test_cuda_at_full_size(n: int, spread: float) -> None:
     """Every head's sets alone are minimal, those of a group are their union, and every call gives the same."""
@@ -348,6 +375,7 @@ def test_cuda_compiles_for_hopper(heads: int, block: int, by_count: bool, run: i
 
 
 @needs_cuda
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("block", cuda_impl.BLOCKS, ids=lambda block: f"{block.threads}x{block.quads}")
 def test_every_block_selects_the_same(block: cuda_impl.Block, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(4, [1000, 611, 3], 3.0, 9)
@@ -364,6 +392,7 @@ def test_every_block_selects_the_same(block: cuda_impl.Block, monkeypatch: pytes
 
 
 @needs_cuda
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("spread", [0.3, 4.0])
 @pytest.mark.parametrize(
@@ -418,6 +447,7 @@ def test_cuda_writes_out_what_the_lists_stand_for(
 
 
 @needs_cuda
+@pytest.mark.usefixtures("cuda")
 def test_expansions_that_do_not_fit() -> None:
     case = make_case(2, [11], 1.0, 1)
     arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
@@ -460,6 +490,7 @@ def test_where_cuda_is_refused() -> None:
 
 
 @needs_cuda
+@pytest.mark.usefixtures("cuda")
 def test_cuda_refuses_what_it_cannot_do() -> None:
     for heads, width, options in (
         (9, 10, {}),

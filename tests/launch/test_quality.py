@@ -224,6 +224,7 @@ def test_double_p_is_held_to_one_point(wrong: int, met: bool) -> None:
     assert quest.met is None and quest.ratio == pytest.approx(0.5)
     assert quest.notes["difference"] == pytest.approx(-0.5)
     assert quest.notes["difference_error"] == pytest.approx(0.0503, abs=1e-3)
+    assert quest.name.endswith("; -50.0 points, standard error 5.0")
 
 
 def test_cascades_are_held_to_streaming_llm_past_the_window() -> None:

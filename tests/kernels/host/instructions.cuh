@@ -22,6 +22,9 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __restrict__ __restrict
 #define __shared__ static thread_local
 
 #define FULL 0xffffffffu
@@ -34,7 +37,10 @@ using std::min;
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(8) int2 { int x, y; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 struct Index { unsigned x, y, z; };
 
 static thread_local Index threadIdx, blockIdx, gridDim;
@@ -49,6 +55,7 @@ struct Thread {
     bool done = false;
     std::vector<Copy> copies;
     std::vector<std::vector<Copy>> groups;
+    int waits = 0;  // for the blocks of the cluster
 };
 
 // Where so many threads meet and see what each has brought.
@@ -57,7 +64,16 @@ struct Meeting {
     int expected = 32, count = 0, times = 0;
 };
 
+// Blocks that see each other's shared memory.
+struct Cluster {
+    std::atomic<int> arrived{0};
+    std::atomic<bool> stuck{false};
+    char *anchors[16];
+};
+
 struct Block {
+    Cluster *cluster;
+    int arrived = 0;  // threads at the cluster's barriers
     std::vector<Thread> threads;
     std::vector<Meeting> warps;
     Meeting all;
@@ -93,11 +109,19 @@ inline const T (&gathered(const T &own))[32] {
 inline void __syncwarp() { gathered(0); }
 inline void __syncthreads() { meet(block->all); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-template <class T> inline T __shfl_sync(unsigned, T own, int lane) { return gathered(own)[lane % 32]; }
+template <class T> inline T __shfl_sync(unsigned, T own, int lane, int width = 32) {
+    return gathered(own)[threadIdx.x % 32 / width * width + lane % width];
+}
 template <class T> inline T __shfl_xor_sync(unsigned, T own, int by) { return gathered(own)[threadIdx.x % 32 ^ by]; }
-template <class T> inline T __shfl_up_sync(unsigned, T own, int by) {
+template <class T> inline T __shfl_up_sync(unsigned, T own, int by, int width = 32) {
     const int lane = threadIdx.x % 32;
-    return gathered(own)[lane < by ? lane : lane - by];
+    return gathered(own)[lane % width < by ? lane : lane - by];
+}
+inline int __reduce_add_sync(unsigned, int own) {
+    const int (&all)[32] = gathered(own);
+    int sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += all[lane];
+    return sum;
 }
 inline unsigned __ballot_sync(unsigned, bool own) {
     const int (&all)[32] = gathered(static_cast<int>(own));
@@ -105,6 +129,7 @@ inline unsigned __ballot_sync(unsigned, bool own) {
     for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(all[lane]) << lane;
     return bits;
 }
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int atomicAdd(int *number, int by) { return __atomic_fetch_add(number, by, __ATOMIC_SEQ_CST); }
 template <class T> inline T __ldcg(const T *from) {
@@ -115,6 +140,7 @@ template <class T> inline T __ldcg(const T *from) {
     return *from;
 }
 inline float __log2f(float x) { return std::log2(x); }
+inline float __expf(float x) { return std::exp(x); }
 
 // ---- instructions ----
 
@@ -122,6 +148,13 @@ inline float as_float(unsigned bits) {
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
+}
+
+inline float __int_as_float(int bits) { return as_float(bits); }
+inline int __float_as_int(float value) {
+    int bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
 }
 
 inline unsigned narrowed_half(float value) {
@@ -234,4 +267,19 @@ inline void wait() {
 
 inline void wait_until(const int *number, int least) {
     while (__atomic_load_n(number, __ATOMIC_ACQUIRE) < least) block->outside = true, pass();
+}
+
+// ---- thread block clusters ----
+
+inline void arrive_at_cluster() {
+    if (++block->arrived % block->threads.size() == 0) ++block->cluster->arrived;
+}
+inline void wait_for_cluster() {
+    const int all = ++block->now->waits * CLUSTER;
+    while (block->cluster->arrived < all) block->outside = true, pass();
+}
+inline unsigned load_of_block(const void *own, int number) {
+    unsigned value;
+    std::memcpy(&value, block->cluster->anchors[number] + (static_cast<const char *>(own) - &anchor), 4);
+    return value;
 }

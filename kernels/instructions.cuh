@@ -89,6 +89,15 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&left)
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
 }
 
+// 16 bytes that are read once and never written.
+__device__ __forceinline__ uint4 load_once(const void *from) {
+    uint4 four;
+    asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+        : "l"(from));
+    return four;
+}
+
 // 16 bytes from memory to shared memory, or zeros; asynchronous.
 __device__ __forceinline__ void copy16(unsigned to, const void *from, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)

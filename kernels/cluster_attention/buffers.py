@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens
 from sglang_ext.kernels.rope import Rope
@@ -415,16 +416,24 @@ class RowBuffers:
         turned = query.unsqueeze(1)
         if self.capacity.turns > 1:
             turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
-        attention.centroid_scores(turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
         expansion: Expansion | None = None
         if self._align == 1:
             expansion = Expansion(
                 pool.members, part.clusters.tiles, self.width, part.workspace.slots, part.workspace.summaries
             )
-        selection = fast.select(
-            *part.scores, part.cells, part.p, group=self.group_rule, by_count=self.by_count, run=part.selection.run,
-            align=self._align, out=part.selection, expansion=expansion, workspace=part.search, tuning=self.search,
-        )  # fmt: skip
+        joint = self.tuning.joint and joint_impl.refusal(turned, pool, part.clusters, group=self.group_rule) is None
+        if joint and expansion is not None:
+            selection = joint_impl.score_and_select(
+                turned, pool, part.clusters, part.cells, part.p, scale, logits=part.scores[0], out=part.selection,
+                expansion=expansion, group=self.group_rule, by_count=self.by_count,
+            )  # fmt: skip
+        else:
+            attention.centroid_scores(turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
+            selection = fast.select(
+                *part.scores, part.cells, part.p, group=self.group_rule, by_count=self.by_count,
+                run=part.selection.run, align=self._align, out=part.selection, expansion=expansion,
+                workspace=part.search, tuning=self.search,
+            )  # fmt: skip
         self._expanded = selection.expanded
         return self._read(part, selection, turned, keys, values, pool, scale)
 

@@ -37,6 +37,7 @@ class Tuning:
         score_warps, score_stages: of `_scores`.
         score_tiles: cluster tiles that one program of `_scores` reads.
         merge_parts: parts that `_merge` reads at once.
+        joint: scores and selection in one kernel (`joint_impl`) where that runs; not measured yet.
     """
 
     programs: int = 264
@@ -50,6 +51,7 @@ class Tuning:
     score_stages: int = 4
     score_tiles: int = 4
     merge_parts: int = 16
+    joint: bool = False
 
 
 TUNING = Tuning()

@@ -23,6 +23,9 @@ MAX_GROUP = 8
 
 BINS = 1024
 
+RESIDENT = 1024
+"""Threads that are to fit a multiprocessor at once: 64 registers each."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -109,7 +112,7 @@ def compiled(
 def _constants(heads: int, block: Block, by_count: bool, run: int, align: int, width: int) -> dict[str, int]:
     return dict(
         GROUP=heads, THREADS=block.threads, QUADS=block.quads, BINS=BINS, BY_COUNT=int(by_count), RUN=run, ALIGN=align,
-        WIDTH=width,
+        WIDTH=width, RESIDENT=RESIDENT, DIM=0,
     )  # fmt: skip
 
 

@@ -12,8 +12,13 @@
 // Then the blocks of a cluster read each other's sets through distributed shared memory, each for its part of the
 // clusters, and write the lists; with WIDTH also what the lists stand for, eight threads an exact cluster.
 //
+// With DIM the cluster first works out the logits itself: every block those of some of the clusters for all heads, as
+// matrix products of 16 bits, written to memory, where each then reads those of its head. One launch less, and while some
+// thread block clusters search, others read centroids.
+//
 // Set by the compiler: GROUP, THREADS, QUADS (four clusters each, of a thread), BINS, BY_COUNT, RUN, ALIGN, WIDTH (of a
-// tile of clusters; 0: lists only).
+// tile of clusters; 0: lists only), RESIDENT (threads that are to fit a multiprocessor, which share 65,536 registers), DIM
+// (components of a centroid; 0: logits are given), and with DIM what instructions.cuh asks for.
 
 #include "instructions.cuh"
 
@@ -81,10 +86,65 @@ __device__ __forceinline__ int mass_of(int key) {
     return BY_COUNT ? 1 : static_cast<int>(__int_as_float(key));
 }
 
-// 1,024 threads a multiprocessor: 64 registers each.
-extern "C" __global__ void __cluster_dims__(GROUP, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS)
-select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes, const int* __restrict__ starts,
-                const int* __restrict__ cells, const float* __restrict__ p, int* __restrict__ counts,
+#if DIM
+// Logits of some of a row's clusters for all heads, the clusters' sizes counted in: 16 clusters a turn of a warp. Which
+// component comes first is of no matter to a product: of each 32 a lane has eight neighbours, which it loads at once.
+__device__ __forceinline__ void score(const u16* __restrict__ query, const u16* __restrict__ centroids,
+                                      const int* __restrict__ sizes, const int* __restrict__ tiles,
+                                      const int* __restrict__ sized, float scale, int n, int kv_heads, int kv_head,
+                                      int width, float* logits) {
+    const int lane = threadIdx.x % 32, pair = lane % 4;
+    uint4 right[DIM / 32];
+#pragma unroll
+    for (int i = 0; i < DIM / 32; ++i) {
+        right[i] = {0, 0, 0, 0};
+        if (lane / 4 < GROUP) right[i] = load_once(query + lane / 4 * DIM + 32 * i + 8 * pair);
+    }
+    for (int cell = 16 * (blockIdx.x * WARPS + threadIdx.x / 32); cell < n; cell += 16 * GROUP * WARPS) {
+        const int tile = cell / WIDTH, place = cell % WIDTH + lane / 4;
+        const u16* const from =
+            centroids + ((static_cast<i64>(tiles[tile]) * kv_heads + kv_head) * WIDTH + place) * DIM + 8 * pair;
+        const int* const size_of = sizes + (static_cast<i64>(sized[tile]) * kv_heads + kv_head) * WIDTH + place;
+        const int size[2] = {size_of[0], size_of[8]};
+        uint4 upper[DIM / 32], lower[DIM / 32];
+#pragma unroll
+        for (int i = 0; i < DIM / 32; ++i) {
+            upper[i] = load_once(from + 32 * i);
+            lower[i] = load_once(from + 8 * DIM + 32 * i);
+        }
+        float sum[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < DIM / 32; ++i) {
+            const unsigned first[4] = {upper[i].x, lower[i].x, upper[i].y, lower[i].y};
+            multiply(sum, first, right[i].x, right[i].y);
+            const unsigned second[4] = {upper[i].z, lower[i].z, upper[i].w, lower[i].w};
+            multiply(sum, second, right[i].z, right[i].w);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int head = 2 * pair + j % 2, own = size[j / 2];
+            // A cut cluster, of a size below 0, has no mass: its tokens are exact.
+            if (head < GROUP) {
+                logits[static_cast<size_t>(head) * width + cell + lane / 4 + j / 2 * 8] =
+                    own > 0 ? sum[j] * scale + __logf(static_cast<float>(own)) : NOTHING;
+            }
+        }
+    }
+}
+#define READ(type, from) __ldcg(reinterpret_cast<const type*>(from))  // another block has written it
+#else
+#define READ(type, from) (*reinterpret_cast<const type*>(from))
+#endif
+
+extern "C" __global__ void __cluster_dims__(GROUP, 1, 1) __launch_bounds__(THREADS, RESIDENT / THREADS)
+#if DIM
+score_and_select(const u16* __restrict__ query, const u16* __restrict__ centroids, const int* __restrict__ sized,
+                 long long query_stride, float scale, float* logits,
+#else
+select_clusters(const float* __restrict__ logits,
+#endif
+                const int* __restrict__ sizes, const int* __restrict__ starts, const int* __restrict__ cells,
+                const float* __restrict__ p, int* __restrict__ counts,
                 int* __restrict__ exact, int* __restrict__ prefix, int* __restrict__ shift, int* __restrict__ approx,
                 const int* __restrict__ members, const int* __restrict__ tiles, int* __restrict__ slots,
                 int* __restrict__ summaries, long long most_members, long long most_tokens, int most_tiles,
@@ -112,6 +172,22 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
         width % 4 == 0 && (reinterpret_cast<size_t>(logits) | reinterpret_cast<size_t>(sizes) |
                             reinterpret_cast<size_t>(starts)) %
                                16 == 0;
+    // Where the size and the first member of a cluster are.
+    const auto place_of = [&](int cell) {
+#if DIM
+        const i64 tile = sized[static_cast<size_t>(request) * most_tiles + cell / WIDTH];
+        return (tile * kv_heads + row % kv_heads) * WIDTH + cell % WIDTH;
+#else
+        return out + cell;
+#endif
+    };
+#if DIM
+    score(query + request * query_stride + row % kv_heads * GROUP * DIM, centroids, sizes,
+          tiles + static_cast<size_t>(request) * most_tiles, sized + static_cast<size_t>(request) * most_tiles, scale, n,
+          kv_heads, row % kv_heads, width, logits + static_cast<size_t>(row) * GROUP * width);
+    arrive_at_cluster();
+    wait_for_cluster();
+#endif
 
     // Keys are logits, then exponentials (-1 where there is no cluster), then order bits.
     float x[QUADS][4];
@@ -121,12 +197,12 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
 #pragma unroll
         for (int j = 0; j < 4; ++j) x[k][j] = NOTHING;
         if (whole && cell + 3 < n) {
-            const float4 four = *reinterpret_cast<const float4*>(of_head + cell);
+            const float4 four = READ(float4, of_head + cell);
             x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
         } else {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                if (cell + j < n) x[k][j] = of_head[cell + j];
+                if (cell + j < n) x[k][j] = READ(float, of_head + cell + j);
             }
         }
     }
@@ -144,18 +220,20 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
         for (int j = 0; j < 4; ++j) size[k][j] = 0;
         if (quad < end) {
             if (whole && 4 * quad + 3 < n) {
-                const int4 four = *reinterpret_cast<const int4*>(sizes + out + 4 * quad);
+                const auto place = place_of(4 * quad);
+                const int4 four = *reinterpret_cast<const int4*>(sizes + place);
                 size[k][0] = four.x, size[k][1] = four.y, size[k][2] = four.z, size[k][3] = four.w;
                 if (EARLY) {
-                    const int4 more = *reinterpret_cast<const int4*>(starts + out + 4 * quad);
+                    const int4 more = *reinterpret_cast<const int4*>(starts + place);
                     start[k][0] = more.x, start[k][1] = more.y, start[k][2] = more.z, start[k][3] = more.w;
                 }
             } else {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     if (4 * quad + j < n) {
-                        size[k][j] = sizes[out + 4 * quad + j];
-                        if (EARLY) start[k][j] = starts[out + 4 * quad + j];
+                        const auto place = place_of(4 * quad + j);
+                        size[k][j] = sizes[place];
+                        if (EARLY) start[k][j] = starts[place];
                     }
                 }
             }
@@ -425,7 +503,7 @@ select_clusters(const float* __restrict__ logits, const int* __restrict__ sizes,
 #pragma unroll
         for (int j = 0; j < 4; ++j, ++cell) {
             if (chosen[k] >> j & 1) {
-                const int begins = EARLY ? start[k][j] : starts[out + cell];
+                const int begins = EARLY ? start[k][j] : starts[place_of(cell)];
                 if (WIDTH) listed[place - first] = make_int2(begins, number);
                 exact[out + place] = cell;
                 prefix[out + place] = number;

@@ -315,11 +315,12 @@ class Step:
         *,
         group: str | None = None,
         by_count: bool = False,
+        joint: bool = False,
     ) -> None:
         """Args: as named; engine_room: buffers as large as the engine's for CUDA graphs, not as the batch needs.
 
         group: how the heads of a group share a set (default: the configuration's); by_count: rows keep numbers of
-        clusters, which `keep` tells.
+        clusters, which `keep` tells; joint: scores and selection in one kernel.
         """
         self.planted, self.batch, self.copies = planted, batch, copies
         self.group, self.by_count, self.stages = group or planted.config.group, by_count, planted.config.stages
@@ -335,7 +336,7 @@ class Step:
             WIDTH,
             group_rule=self.group,
             by_count=by_count,
-            tuning=how,
+            tuning=replace(how, joint=joint),
             search=search,
         )
         self.keep(*self.stages)
@@ -619,9 +620,10 @@ def cases(
     for step in _steps(shape, lengths, batches, config, device):
         planted, batch = step.planted, step.batch
         dense_name, dense = Dense(step).time()  # as long on every level
-        wide = None
+        wide = joint = None
         if device.type == "cuda":
             wide = Step(planted, batch, step.copies, engine_room=True)
+            joint = Step(planted, batch, step.copies, joint=True)
         for name, level in LEVELS.items():
             step.ask(level)
             errors, shares = step.check(), step.shares()
@@ -638,13 +640,16 @@ def cases(
                 notes["copy_tb_s"] = bandwidth * 1e-12
             ours = time_turns(step.run, len(step.copies), device)
             reading: Timing | None = None
-            if wide is not None:
+            if wide is not None and joint is not None:
                 reading = time_turns(step.read_again, len(step.copies), device)
                 wide.ask(level)
                 notes["engine_room_ms"] = time_turns(wide.run, len(step.copies), device).median * 1e3
+                joint.ask(level)
+                notes["joint_errors"] = joint.check()
+                notes["joint_ms"] = time_turns(joint.run, len(step.copies), device).median * 1e3
             found.append(Case(batch, planted.length, name, ours, dense, dense_name, floor, shares, notes, reading))
             print(_line(found[-1]), flush=True)
-        del step, planted, wide
+        del step, planted, wide, joint
     return found
 
 
@@ -652,7 +657,8 @@ def _line(case: Case) -> str:
     shares, ours = case.shares, case.ours.median
     floor = "" if case.floor is None else f"floor {case.floor * 1e3:.4f} ({ours / case.floor:.2f}x), "
     return (
-        f"{case.name}: {ours * 1e3:.4f} ms (engine's buffers: {case.notes.get('engine_room_ms', math.nan):.4f}), "
+        f"{case.name}: {ours * 1e3:.4f} ms (engine's buffers: {case.notes.get('engine_room_ms', math.nan):.4f}, "
+        f"scores and selection in one kernel: {case.notes.get('joint_ms', math.nan):.4f}), "
         f"dense {case.dense.median * 1e3:.4f} ({case.dense.median / ours:.2f}x), {floor}exact {shares['exact']:.3f}, "
         f"by centroid {shares['approx']:.3f}, recovered {shares['recovered']:.4f} (5%: {shares['recovered_p5']:.4f})"
     )

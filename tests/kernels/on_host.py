@@ -8,18 +8,24 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_ext.kernels import nvrtc
+from sglang_ext.kernels.cluster_attention import joint_impl
+from sglang_ext.kernels.top_p import cuda_impl
 
 HERE = Path(__file__).parent / "host"
 COMPILER = shutil.which("g++")
 MULTIPROCESSORS = 12
+
+STANDS_IN = COMPILER is not None and not torch.cuda.is_available()
 
 needed = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 
@@ -63,3 +69,19 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "kernel", kernel)
     monkeypatch.setattr(nvrtc, "multiprocessors", lambda index: MULTIPROCESSORS)
     monkeypatch.setattr(nvrtc, "index_of", lambda device: 0)
+
+
+@contextmanager
+def top_p() -> Iterator[None]:
+    """Where the kernels of `top_p/select.cu` run: on the GPU if there is one, else on this CPU."""
+    with pytest.MonkeyPatch.context() as patched:
+        if STANDS_IN:
+            refusal = cuda_impl.refusal
+            patch(patched)
+            patched.setattr(
+                cuda_impl, "refusal", lambda _, *args, **kwargs: refusal(torch.device("cuda"), *args, **kwargs)
+            )
+            patched.setattr(cuda_impl, "_unusable", lambda index: None)
+            for module in (cuda_impl, joint_impl):
+                patched.setattr(module, "_kernel", module._kernel.__wrapped__)
+        yield

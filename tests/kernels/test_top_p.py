@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +19,7 @@ from tests.kernels import on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_CUDA = cuda_impl.refusal(torch.device(DEVICE), 4, 100)
-ON_HOST = DEVICE == "cpu" and on_host.COMPILER is not None
-needs_cuda = pytest.mark.skipif(NO_CUDA is not None and not ON_HOST, reason=f"{NO_CUDA}, and there is no g++")
+needs_cuda = pytest.mark.skipif(NO_CUDA is not None and not on_host.STANDS_IN, reason=f"{NO_CUDA}; there is no g++")
 PORTABLE = ("reference", "separate", "long")
 KINDS = [*PORTABLE, pytest.param("cuda", marks=needs_cuda)]
 # The CUDA kernel searches for each head.
@@ -35,24 +33,9 @@ SEPARATE = triton_impl.Tuning(
 LONG = triton_impl.Tuning(joint=False, chunk=128, rounds=0, compact_chunk=32)
 
 
-@contextmanager
-def in_cuda() -> Iterator[None]:
-    """Where the kernel in CUDA runs: on the GPU, or on this CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        if ON_HOST:
-            on_host.patch(patch)
-            refusal = cuda_impl.refusal
-            patch.setattr(
-                cuda_impl, "refusal", lambda _, *args, **kwargs: refusal(torch.device("cuda"), *args, **kwargs)
-            )
-            patch.setattr(cuda_impl, "_unusable", lambda index: None)
-            patch.setattr(cuda_impl, "_kernel", cuda_impl._kernel.__wrapped__)
-        yield
-
-
 @pytest.fixture
 def cuda() -> Iterator[None]:
-    with in_cuda():
+    with on_host.top_p():
         yield
 
 
@@ -114,7 +97,7 @@ def run(case: Case, kind: str, **options: Any) -> Selection:
         return reference.select(*arguments, **options)
     if kind == "cuda":
         got = poisoned(case, options.get("run", 1), options.get("align", 1))
-        with in_cuda():
+        with on_host.top_p():
             return cuda_impl.select(*arguments, out=got, **options)
     tuning = {"separate": SEPARATE, "long": LONG, "joint": triton_impl.Tuning()}[kind]
     workspace = triton_impl.Workspace.empty(*case.logits.shape, DEVICE)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _double_p_kernels as kernels
 from sglang_ext.launch.bench._record import Timing
 from sglang_ext.policies import double_p
 from sglang_ext.policies.double_p import DoubleP
+from tests.kernels import on_host
 
 TINY = kernels.SHAPES["tiny"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,6 +94,30 @@ def test_floor_counts_what_must_be_read(step: kernels.Step) -> None:
 def test_right_kernels_pass(step: kernels.Step) -> None:
     errors = step.check()
     assert set(errors) == {"logits", "selection", "output"} and max(errors.values()) < 5e-3
+
+
+@on_host.needed
+def test_scores_and_selection_in_one_kernel_pass() -> None:
+    """In CUDA, on this CPU where there is no GPU: as right, and the same sets within rounding."""
+    shape = replace(TINY, head_dim=64, value_dim=64)
+    keys = kernels.Planted(2000, 2, shape, DoubleP(segment=1024), DEVICE)
+    copies = kernels.layers(keys, 2)
+    two, one = (kernels.Step(keys, 2, copies, joint=joint) for joint in (False, True))
+    with on_host.top_p():
+        errors = one.check()
+        assert max(errors.values()) < 5e-3
+        out = one.run()
+        torch.testing.assert_close(out, two.run(), rtol=2e-2, atol=2e-3)  # float16, and sets at their edges
+        same = kernels.difference(one.buffers.chosen(2)[0], two.buffers.chosen(2)[0], keys.tiles * kernels.WIDTH)
+        assert same <= kernels.EDGE
+    with pytest.MonkeyPatch.context() as patch:
+        called = []
+        real = joint_impl.score_and_select
+        patch.setattr(joint_impl, "score_and_select", lambda *a, **k: called.append(1) or real(*a, **k))
+        with on_host.top_p():
+            one.run()
+            two.run()
+    assert called == [1]
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ template <class T> inline T __ldcg(const T *from) {
     return *from;
 }
 inline float __log2f(float x) { return std::log2(x); }
+inline float __logf(float x) { return std::log(x); }
 inline float __expf(float x) { return std::exp(x); }
 
 // ---- instructions ----
@@ -240,6 +241,8 @@ inline void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, u
         }
     }
 }
+
+inline uint4 load_once(const void *from) { return __ldcg(static_cast<const uint4 *>(from)); }
 
 inline void copy16(unsigned to, const void *from, bool there) {
     if (reinterpret_cast<size_t>(at_address(to)) % 16 || (there && reinterpret_cast<size_t>(from) % 16)) {

@@ -1,0 +1,145 @@
+"""Scores of centroids and the selection by them in one CUDA kernel (`top_p/select.cu` with DIM).
+
+One launch less than `triton_impl.centroid_scores` and `top_p.cuda_impl.select`, logits come back from the L2 cache, and
+while some heads' selections search, the centroids of others are read. For queries in one rotation, of 16 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from sglang_ext.kernels import nvrtc
+from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, check
+from sglang_ext.kernels.top_p import cuda_impl
+from sglang_ext.kernels.top_p.selection import Expansion, Selection, check_buffers
+
+DIMS = (64, 128)
+
+RESIDENT = 768
+"""Threads that are to fit a multiprocessor at once: 80 registers each, fewer would spill the loads of 16 centroids."""
+
+
+def refusal(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, *, group: str = "union") -> str | None:
+    """Why the kernel cannot score and select for `query` [batch, rotations, heads, head_dim], or None where it can."""
+    _, rotations, heads, dim = query.shape
+    kv_heads = pool.centroids.shape[1]
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"{query.dtype}: it multiplies float16 or bfloat16"
+    if dim not in DIMS:
+        return f"head_dim {dim}: one of {DIMS}"
+    if rotations > 1:
+        return f"{rotations} rotations of the query: one"
+    return cuda_impl.refusal(query.device, heads // kv_heads, rows.tiles.shape[1] * pool.width, group=group)
+
+
+def compiled(arch: str, heads: int, block: cuda_impl.Block, width: int, dim: int, bfloat16: bool) -> Any:
+    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
+
+    Raises:
+        Exception: what cuda-core raises where NVRTC refuses, with its log.
+    """
+    return nvrtc.compiled(cuda_impl.SOURCE, arch, _constants(heads, block, False, width, dim, bfloat16))
+
+
+def _constants(
+    heads: int, block: cuda_impl.Block, by_count: bool, width: int, dim: int, bfloat16: bool
+) -> dict[str, int]:
+    resident = max(RESIDENT, block.threads)
+    return {
+        **cuda_impl._constants(heads, block, by_count, 1, 1, width),
+        **dict(RESIDENT=resident, DIM=dim, BFLOAT16=int(bfloat16)),
+    }
+
+
+@cache
+def _kernel(
+    index: int, heads: int, block: cuda_impl.Block, by_count: bool, width: int, dim: int, bfloat16: bool
+) -> Callable[..., None]:
+    constants = tuple(_constants(heads, block, by_count, width, dim, bfloat16).items())
+    return nvrtc.kernel(index, cuda_impl.SOURCE, "score_and_select", block.threads, constants)
+
+
+def score_and_select(
+    query: torch.Tensor,
+    pool: ClusterPool,
+    rows: ClusterRows,
+    cells: torch.Tensor,
+    p: torch.Tensor,
+    scale: float,
+    *,
+    logits: torch.Tensor,
+    out: Selection,
+    expansion: Expansion,
+    group: str = "union",
+    by_count: bool = False,
+) -> Selection:
+    """`reference.centroid_scores`, then `top_p.reference.select` on what it gave, on the device.
+
+    A fixed grid, counts and p read from tensors, no synchronisation.
+
+    Args:
+        query: [batch, 1, heads, head_dim], each request's contiguous, in the centroids' dtype.
+        pool, rows, scale: as for `centroid_scores`.
+        cells: [batch] int32 clusters of each request, `rows.counts` times the tiles' width.
+        p: [batch, 2] float32.
+        logits: [batch, kv_heads, group, most tiles * width] float32 to write to, from a request's count on nothing.
+        out: buffers for the selection, with align 1.
+        expansion: what is written out with it, over the same tiles.
+        group, by_count: as for `select`; `group` is "union".
+
+    Returns:
+        `out`, expanded.
+
+    Raises:
+        ValueError: what `refusal` says; parts that do not fit each other, are of other types or not contiguous.
+    """
+    check(query, pool, rows)
+    reason = refusal(query, pool, rows, group=group)
+    if reason:
+        raise ValueError(f"{reason}; use triton_impl.centroid_scores and top_p's select")
+    batch, _, heads, dim = query.shape
+    kv_heads, tiles, width = pool.centroids.shape[1], rows.tiles.shape[1], pool.width
+    shape = (batch, kv_heads, heads // kv_heads, tiles * width)
+    if tuple(logits.shape) != shape:
+        raise ValueError(f"logits of shape {tuple(logits.shape)}: expected {shape}")
+    check_buffers(out, 1, 1)
+    cuda_impl._check_expansion(expansion, batch, kv_heads, tiles * width, 1)
+    sized = rows.tiles if rows.sized is None else rows.sized
+    for name, tensor, expected in (
+        ("centroids", pool.centroids, query.dtype),
+        ("sizes", pool.sizes, torch.int32),
+        ("starts", pool.starts, torch.int32),
+        ("rows.sized", sized, torch.int32),
+        ("cells", cells, torch.int32),
+        ("p", p, torch.float32),
+        ("logits", logits, torch.float32),
+    ):
+        if tensor.dtype != expected or not tensor.is_contiguous():
+            raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous {expected}")
+    if not query[:1].is_contiguous() or query.stride(0) % 8 or (query.data_ptr() | pool.centroids.data_ptr()) % 16:
+        raise ValueError(
+            f"query of strides {query.stride()}: expected each request's contiguous, and queries and centroids that "
+            "begin at multiples of 16 bytes"
+        )
+    if batch and tiles:
+        index = nvrtc.index_of(query.device)
+        block = cuda_impl.block_for(tiles * width, heads * batch, nvrtc.multiprocessors(index))
+        kernel = _kernel(index, heads // kv_heads, block, by_count, width, dim, query.dtype == torch.bfloat16)
+        given = (query, pool.centroids, sized)
+        tensors = (
+            logits, pool.sizes, pool.starts, cells, p, out.counts, out.exact, out.prefix, out.shift, out.approx,
+            expansion.members, expansion.tiles, expansion.slots, expansion.summaries,
+        )  # fmt: skip
+        kernel(
+            (heads // kv_heads, batch * kv_heads), *(x.data_ptr() for x in given), ctypes.c_int64(query.stride(0)),
+            ctypes.c_float(scale), *(x.data_ptr() for x in tensors), ctypes.c_int64(expansion.members.shape[1]),
+            ctypes.c_int64(expansion.slots.shape[1]), ctypes.c_int32(tiles), ctypes.c_int32(kv_heads),
+            ctypes.c_int32(tiles * width),
+        )  # fmt: skip
+    return replace(out, expanded=True)

@@ -11,37 +11,15 @@
 //
 // Set by the compiler: DIM (64, 128 or 256), THREADS, CHUNK, BFLOAT16 (float16 otherwise).
 
+#include "instructions.cuh"
+
 #define CLUSTERS (8192 / DIM)  // 32 KB of sums
 #define LANE_DIM (DIM / 32)
 #define WARPS (THREADS / 32)
 #define AHEAD 4  // vectors that a warp loads before it adds them
-#define FULL 0xffffffffu
-
-typedef unsigned short u16;
-typedef long long i64;
 
 // Components LANE_DIM * lane and following of a vector, as they lie in memory.
 struct alignas(2 * LANE_DIM) Piece { u16 at[LANE_DIM]; };
-
-__device__ __forceinline__ float widened(u16 bits) {
-#if BFLOAT16
-    return __uint_as_float(static_cast<unsigned>(bits) << 16);
-#else
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#endif
-}
-
-__device__ __forceinline__ u16 narrowed(float value) {
-    u16 bits;
-#if BFLOAT16
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-    return bits;
-}
 
 // Exponent of the unit of a component: n values of at most `largest` are at most 2^30 units.
 __device__ __forceinline__ int unit_exponent(float largest, int n) {
@@ -127,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_clusters(
                 int* sum = sums + listed_clusters[i + a] * DIM + lane;
 #pragma unroll
                 for (int j = 0; j < LANE_DIM; ++j)
-                    atomicAdd(sum + 32 * j, __float2int_rn(widened(pieces[a].at[j]) * units[j]));
+                    atomicAdd(sum + 32 * j, __float2int_rn(widened(pieces[a].at[j], 0) * units[j]));
             }
         }
     }
@@ -144,9 +122,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_clusters(
             const float sum = static_cast<float>(sums[c * DIM + 32 * j + lane]) * power_of_two(exponents[j]);
             const float mean = size ? sum * share : 0.0f;
             const float middle = last ? 0.0f : means[row * DIM + LANE_DIM * lane + j];
-            made.at[j] = narrowed(mean - middle);
+            made.at[j] = static_cast<u16>(packed(mean - middle, 0.0f));
             // The bias belongs to the centre as it is stored.
-            const float centre = widened(made.at[j]);
+            const float centre = widened(made.at[j], 0);
             bias -= centre * middle + (l2 ? 0.5f * centre * centre : 0.0f);
         }
         if (last) {

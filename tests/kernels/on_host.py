@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,27 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def top_p() -> Iterator[None]:
-    """Where the kernels of `top_p/select.cu` run: on the GPU if there is one, else on this CPU."""
+def cuda(*modules: Any) -> Iterator[None]:
+    """Let modules launch their CUDA kernels: on the GPU if there is one, else on this CPU.
+
+    Args:
+        modules: with `_kernel`; those with `_unusable` are asked for their `refusal` as if for a GPU.
+    """
+
+    def of_gpu(refusal: Callable[..., str | None]) -> Callable[..., str | None]:
+        return lambda _, *args, **kwargs: refusal(torch.device("cuda"), *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patched:
         if STANDS_IN:
-            refusal = cuda_impl.refusal
             patch(patched)
-            patched.setattr(
-                cuda_impl, "refusal", lambda _, *args, **kwargs: refusal(torch.device("cuda"), *args, **kwargs)
-            )
-            patched.setattr(cuda_impl, "_unusable", lambda index: None)
-            for module in (cuda_impl, joint_impl):
+            for module in modules:
                 patched.setattr(module, "_kernel", module._kernel.__wrapped__)
+                if hasattr(module, "_unusable"):
+                    patched.setattr(module, "refusal", of_gpu(module.refusal))
+                    patched.setattr(module, "_unusable", lambda *_: None)
         yield
+
+
+def top_p() -> AbstractContextManager[None]:
+    """`cuda` for the kernels of `top_p/select.cu`."""
+    return cuda(cuda_impl, joint_impl)

@@ -326,12 +326,9 @@ def test_decode_on_host(group: int, kv_heads: int, heads: str) -> None:
 
 
 @pytest.fixture
-def cuda_on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    on_host.patch(monkeypatch)
-    monkeypatch.setattr(cuda_impl, "refusal", lambda *_: None)
-    cuda_impl._kernel.cache_clear()
-    yield
-    cuda_impl._kernel.cache_clear()
+def cuda_on_host() -> Iterator[None]:
+    with on_host.cuda(cuda_impl):
+        yield
 
 
 @pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))

@@ -6,12 +6,14 @@ Slots that no token owns are NaN in both caches.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from sglang_ext.kernels.kmeans import Clusters, Plan, cuda_impl, fast, reference, triton_impl
 from sglang_ext.kernels.kmeans.clusters import members
+from tests.kernels import on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 matrices wrongly (by their bits); both halves run the same code.
@@ -23,6 +25,7 @@ TOLERANCE = {
     torch.bfloat16: 2e-2,
 }  # beside means of order one
 NO_CUDA = cuda_impl.refusal(torch.device(DEVICE), HALF, 64)
+needs_cuda = pytest.mark.skipif(NO_CUDA is not None and not on_host.STANDS_IN, reason=f"{NO_CUDA}; there is no g++")
 SMALL = triton_impl.Tuning(tokens=32, centroids=16, sum_clusters=16, sum_tokens=32)
 
 
@@ -215,17 +218,27 @@ def test_members() -> None:
             assert listed[start : start + size] == [token for token, own in enumerate(row) if own == label]
 
 
-@pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
-@pytest.mark.parametrize("dtype", cuda_impl.DTYPES, ids=str)
+@pytest.fixture
+def cuda() -> Iterator[None]:
+    with on_host.cuda(cuda_impl):
+        yield
+
+
+@needs_cuda
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("dtype", cuda_impl.DTYPES if DEVICE == "cuda" else [HALF], ids=str)
 @pytest.mark.parametrize("assignment", ["inner", "l2"])
 @pytest.mark.parametrize("dim", cuda_impl.DIMS)
-def test_sums_in_cuda(dim: int, assignment: str, dtype: torch.dtype) -> None:
+def test_sums_in_cuda(dim: int, assignment: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same clusters as with Triton's sums where no two scores are close, means of exactly their tokens; segments
     longer than what a block looks through at once, components of very different sizes, and empty clusters."""
-    keys, values, slots = caches(5003, kv_heads=3, dim=dim, value_dim=64, seed=dim)
+    plan = Plan((4100, 900, 3), cluster=16, width=32)
+    if DEVICE == "cpu":
+        plan = Plan((330, 90, 3), cluster=16, width=32)
+        monkeypatch.setattr(cuda_impl, "CHUNK", 128)
+    keys, values, slots = caches(plan.tokens, kv_heads=3, dim=dim, value_dim=64, seed=dim)
     keys *= torch.logspace(-2, 1, dim, dtype=torch.float64)  # as channels of real keys differ
     keys, values, slots = keys.to(dtype).to(DEVICE), values.to(dtype).to(DEVICE), slots.to(DEVICE)
-    plan = Plan((4100, 900, 3), cluster=16, width=32)
     options = {"iterations": 4, "assignment": assignment}
     got = triton_impl.kmeans(keys, values, slots, plan, update=cuda_impl.update, **options)
     again = fast.kmeans(keys, values, slots, plan, **options)
@@ -253,12 +266,14 @@ def test_sums_in_cuda(dim: int, assignment: str, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
+@needs_cuda
+@pytest.mark.usefixtures("cuda")
 def test_sums_of_layers_in_cuda() -> None:
     """Three layers and two segments in one call are what each layer is alone, to the bit."""
-    layers = [caches(700, kv_heads=3, dim=128, value_dim=64, seed=layer) for layer in range(3)]
+    plan = Plan((500, 200) if DEVICE == "cuda" else (90, 40), 16, 32)
+    layers = [caches(plan.tokens, kv_heads=3, dim=128, value_dim=64, seed=layer) for layer in range(3)]
     keys, values = ([each[at][each[2].long()].to(HALF).to(DEVICE) for each in layers] for at in (0, 1))
-    plan, here = Plan((500, 200), 16, 32), torch.arange(700, dtype=torch.int32, device=DEVICE)
+    here = torch.arange(plan.tokens, dtype=torch.int32, device=DEVICE)
     got = fast.kmeans_layers(keys, values, here, plan, iterations=3)
     for layer in range(3):
         want = fast.kmeans(keys[layer], values[layer], here, plan, iterations=3)

@@ -152,11 +152,14 @@ inline float as_float(unsigned bits) {
 }
 
 inline float __int_as_float(int bits) { return as_float(bits); }
+inline float __uint_as_float(unsigned bits) { return as_float(bits); }
+inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
 inline int __float_as_int(float value) {
     int bits;
     std::memcpy(&bits, &value, 4);
     return bits;
 }
+inline unsigned __float_as_uint(float value) { return __float_as_int(value); }
 
 inline unsigned narrowed_half(float value) {
     const _Float16 half = static_cast<_Float16>(value);

@@ -42,6 +42,12 @@ __device__ __forceinline__ float widened(unsigned bits, int which) {
 #endif
 }
 
+__device__ __forceinline__ u16 narrowed(float value) {
+    u16 bits;
+    asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
 __device__ __forceinline__ float exp2_of(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -468,6 +468,10 @@ class RowBuffers:
         )  # fmt: skip
         return out
 
+    def clusters(self, batch: int) -> ClusterRows:
+        """What the first rows read: the buffers themselves."""
+        return self._part(batch).clusters
+
     def chosen(self, batch: int) -> tuple[Selection, torch.Tensor]:
         """What the last `attend` of so many rows chose: (selection, logits [batch, kv_heads, group, cells] float32).
 

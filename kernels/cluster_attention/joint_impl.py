@@ -22,20 +22,34 @@ from sglang_ext.kernels.top_p.selection import Expansion, Selection, check_buffe
 DIMS = (64, 128)
 
 RESIDENT = 768
-"""Threads that are to fit a multiprocessor at once: 80 registers each, fewer would spill the loads of 16 centroids."""
+"""Threads that are to fit a multiprocessor at once: of blocks of 256 that is 80 registers a thread, and the loads of 16
+centroids do not spill, as they would with 64. Of blocks of 512 one is sure to fit, with 128 registers."""
 
 
 def refusal(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, *, group: str = "union") -> str | None:
     """Why the kernel cannot score and select for `query` [batch, rotations, heads, head_dim], or None where it can."""
     _, rotations, heads, dim = query.shape
     kv_heads = pool.centroids.shape[1]
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return f"{query.dtype}: it multiplies float16 or bfloat16"
+    if query.dtype not in (torch.float16, torch.bfloat16) or pool.centroids.dtype != query.dtype:
+        return f"query of {query.dtype}, centroids of {pool.centroids.dtype}: it multiplies float16 or bfloat16"
     if dim not in DIMS:
         return f"head_dim {dim}: one of {DIMS}"
     if rotations > 1:
         return f"{rotations} rotations of the query: one"
-    return cuda_impl.refusal(query.device, heads // kv_heads, rows.tiles.shape[1] * pool.width, group=group)
+    if not query[:1].is_contiguous() or query.stride(0) % 8 or (query.data_ptr() | pool.centroids.data_ptr()) % 16:
+        return (
+            f"query of strides {query.stride()}: each request's contiguous, queries and centroids at multiples of 16"
+            " bytes"
+        )
+    refused = cuda_impl.refusal(query.device, heads // kv_heads, rows.tiles.shape[1] * pool.width, group=group)
+    return refused or _unusable(nvrtc.index_of(query.device), dim, query.dtype == torch.bfloat16)
+
+
+@cache
+def _unusable(index: int, dim: int, bfloat16: bool) -> str | None:
+    """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
+    first = cuda_impl.BLOCKS[0]
+    return nvrtc.failure(index, "scores run", lambda: _kernel(index, 1, first, False, 16, dim, bfloat16))
 
 
 def compiled(arch: str, heads: int, block: cuda_impl.Block, width: int, dim: int, bfloat16: bool) -> Any:
@@ -88,9 +102,9 @@ def score_and_select(
         pool, rows, scale: as for `centroid_scores`.
         cells: [batch] int32 clusters of each request, `rows.counts` times the tiles' width.
         p: [batch, 2] float32.
-        logits: [batch, kv_heads, group, most tiles * width] float32 to write to, from a request's count on nothing.
+        logits: [batch, kv_heads, group, most tiles * width] float32 to write to; nothing is from a request's count on.
         out: buffers for the selection, with align 1.
-        expansion: what is written out with it, over the same tiles.
+        expansion: what is written out with it, over `rows.tiles`.
         group, by_count: as for `select`; `group` is "union".
 
     Returns:
@@ -110,6 +124,8 @@ def score_and_select(
         raise ValueError(f"logits of shape {tuple(logits.shape)}: expected {shape}")
     check_buffers(out, 1, 1)
     cuda_impl._check_expansion(expansion, batch, kv_heads, tiles * width, 1)
+    if expansion.width != width or expansion.tiles.data_ptr() != rows.tiles.data_ptr():
+        raise ValueError(f"an expansion over other tiles, of {expansion.width}: expected the rows', of {width}")
     sized = rows.tiles if rows.sized is None else rows.sized
     for name, tensor, expected in (
         ("centroids", pool.centroids, query.dtype),
@@ -122,11 +138,6 @@ def score_and_select(
     ):
         if tensor.dtype != expected or not tensor.is_contiguous():
             raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous {expected}")
-    if not query[:1].is_contiguous() or query.stride(0) % 8 or (query.data_ptr() | pool.centroids.data_ptr()) % 16:
-        raise ValueError(
-            f"query of strides {query.stride()}: expected each request's contiguous, and queries and centroids that "
-            "begin at multiples of 16 bytes"
-        )
     if batch and tiles:
         index = nvrtc.index_of(query.device)
         block = cuda_impl.block_for(tiles * width, heads * batch, nvrtc.multiprocessors(index))

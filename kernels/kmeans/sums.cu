@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_clusters(
             const float sum = static_cast<float>(sums[c * DIM + 32 * j + lane]) * power_of_two(exponents[j]);
             const float mean = size ? sum * share : 0.0f;
             const float middle = last ? 0.0f : means[row * DIM + LANE_DIM * lane + j];
-            made.at[j] = static_cast<u16>(packed(mean - middle, 0.0f));
+            made.at[j] = narrowed(mean - middle);
             // The bias belongs to the centre as it is stored.
             const float centre = widened(made.at[j], 0);
             bias -= centre * middle + (l2 ? 0.5f * centre * centre : 0.0f);

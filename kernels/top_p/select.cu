@@ -131,15 +131,12 @@ __device__ __forceinline__ void score(const u16* __restrict__ query, const u16* 
         }
     }
 }
-#define READ(type, from) __ldcg(reinterpret_cast<const type*>(from))  // another block has written it
-#else
-#define READ(type, from) (*reinterpret_cast<const type*>(from))
 #endif
 
 extern "C" __global__ void __cluster_dims__(GROUP, 1, 1) __launch_bounds__(THREADS, RESIDENT / THREADS)
 #if DIM
 score_and_select(const u16* __restrict__ query, const u16* __restrict__ centroids, const int* __restrict__ sized,
-                 long long query_stride, float scale, float* logits,
+                 long long query_stride, float scale, float* logits,  // other blocks write them, too
 #else
 select_clusters(const float* __restrict__ logits,
 #endif
@@ -186,26 +183,28 @@ select_clusters(const float* __restrict__ logits,
           tiles + static_cast<size_t>(request) * most_tiles, sized + static_cast<size_t>(request) * most_tiles, scale, n,
           kv_heads, row % kv_heads, width, logits + static_cast<size_t>(row) * GROUP * width);
     arrive_at_cluster();
-    wait_for_cluster();
 #endif
 
     // Keys are logits, then exponentials (-1 where there is no cluster), then order bits.
     float x[QUADS][4];
+    const auto load_logits = [&] {
 #pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-        const int cell = 4 * (thread + k * THREADS);
+        for (int k = 0; k < QUADS; ++k) {
+            const int cell = 4 * (thread + k * THREADS);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) x[k][j] = NOTHING;
-        if (whole && cell + 3 < n) {
-            const float4 four = READ(float4, of_head + cell);
-            x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
-        } else {
+            for (int j = 0; j < 4; ++j) x[k][j] = NOTHING;
+            if (whole && cell + 3 < n) {
+                const float4 four = *reinterpret_cast<const float4*>(of_head + cell);
+                x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
+            } else {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (cell + j < n) x[k][j] = READ(float, of_head + cell + j);
+                for (int j = 0; j < 4; ++j) {
+                    if (cell + j < n) x[k][j] = of_head[cell + j];
+                }
             }
         }
-    }
+    };
+    if (!DIM) load_logits();
     // This block's part of the clusters: whole runs. What it needs of them is on its way while the search goes on.
     const int run_quads = RUN > 4 ? RUN / 4 : 1;
     const int part = ((quads + GROUP - 1) / GROUP + run_quads - 1) / run_quads * run_quads;
@@ -238,6 +237,11 @@ select_clusters(const float* __restrict__ logits,
                 }
             }
         }
+    }
+
+    if (DIM) {
+        wait_for_cluster();
+        load_logits();
     }
 
     float top = NOTHING;

@@ -76,7 +76,7 @@ def cuda(*modules: Any) -> Iterator[None]:
     """Let modules launch their CUDA kernels: on the GPU if there is one, else on this CPU.
 
     Args:
-        modules: with `_kernel`; those with `_unusable` are asked for their `refusal` as if for a GPU.
+        modules: with `_kernel`, `_unusable` and `refusal`, whose first argument is a device: asked as if for a GPU.
     """
 
     def of_gpu(refusal: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -87,9 +87,9 @@ def cuda(*modules: Any) -> Iterator[None]:
             patch(patched)
             for module in modules:
                 patched.setattr(module, "_kernel", module._kernel.__wrapped__)
-                if hasattr(module, "_unusable"):
+                patched.setattr(module, "_unusable", lambda *_: None)
+                if module is not joint_impl:  # which asks another module for it
                     patched.setattr(module, "refusal", of_gpu(module.refusal))
-                    patched.setattr(module, "_unusable", lambda *_: None)
         yield
 
 

@@ -116,14 +116,15 @@ def check(case: World, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float16), (128, torch.bfloat16)], ids=["64", "128"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", joint_impl.DIMS)
 def test_scores_and_sets(group: int, dim: int, dtype: torch.dtype) -> None:
     check(world([5, 0, 2], group=group, dim=dim, dtype=dtype, seed=group))
 
 
-@pytest.mark.parametrize(("tiles", "width"), [(40, 16), (70, 64), (9, 256)])
-def test_widths_and_lengths(tiles: int, width: int) -> None:
-    check(world([tiles, tiles // 2], width=width, kv_heads=1, group=2, dim=64, sized=False))
+@pytest.mark.parametrize(("tiles", "width", "dim"), [(40, 16, 64), (70, 64, 128), (9, 256, 64)])
+def test_widths_and_lengths(tiles: int, width: int, dim: int) -> None:
+    check(world([tiles, tiles // 2], width=width, kv_heads=1, group=2, dim=dim, sized=False))
 
 
 def test_numbers_of_clusters() -> None:
@@ -146,13 +147,15 @@ def test_it_compiles_for_hopper() -> None:
 def test_refusals() -> None:
     case = world([2, 1], dim=64, group=2)
     for name, value, words in (
-        ("query", case.query.float(), "float32: it multiplies"),
+        ("query", case.query.float(), "query of torch.float32"),
         ("query", case.query.repeat(1, 2, 1, 1), "none named for the clusters"),
         ("logits", case.logits[..., 1:], "logits of shape"),
         ("p", case.p.double(), "p is torch.float64"),
         ("rows", replace(case.rows, sized=case.rows.tiles.long()), "rows.sized is torch.int64"),
-        ("query", case.query.transpose(2, 3).contiguous().transpose(2, 3), "begin at multiples of 16"),
+        ("query", case.query.transpose(2, 3).contiguous().transpose(2, 3), "at multiples of 16"),
+        ("query", case.query.half(), "centroids of torch.bfloat16"),
         ("expansion", replace(case.expansion, width=16), "clusters together"),
+        ("expansion", replace(case.expansion, tiles=case.expansion.tiles.clone()), "over other tiles"),
     ):
         with pytest.raises(ValueError, match=words):
             replace(case, **{name: value}).run()

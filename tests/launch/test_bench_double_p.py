@@ -118,6 +118,8 @@ def test_scores_and_selection_in_one_kernel_pass() -> None:
             one.run()
             two.run()
     assert called == [1]
+    if DEVICE.type == "cpu":
+        assert "written in CUDA" in one.joint_notes()["joint_refused"]
 
 
 @pytest.mark.parametrize(

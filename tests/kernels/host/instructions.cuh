@@ -68,6 +68,7 @@ struct Meeting {
 struct Cluster {
     std::atomic<int> arrived{0};
     std::atomic<bool> stuck{false};
+    std::atomic<int> least{1 << 30};  // times that a block that has ended arrived
     char *anchors[16];
 };
 
@@ -282,7 +283,10 @@ inline void arrive_at_cluster() {
 }
 inline void wait_for_cluster() {
     const int all = ++block->now->waits * CLUSTER;
-    while (block->cluster->arrived < all) block->outside = true, pass();
+    while (block->cluster->arrived < all) {
+        if (block->now->waits > block->cluster->least) block->cluster->stuck = true;
+        block->outside = true, pass();
+    }
 }
 inline unsigned load_of_block(const void *own, int number) {
     unsigned value;

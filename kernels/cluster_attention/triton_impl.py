@@ -37,8 +37,8 @@ class Tuning:
         score_warps, score_stages: of `_scores`.
         score_tiles: cluster tiles that one program of `_scores` reads.
         merge_parts: parts that `_merge` reads at once.
-        joint: scores and selection in one kernel (`joint_impl`) where that runs. Not measured yet; servers do not compile
-            it when they start.
+        joint: scores and selection in one kernel (`joint_impl`) where that runs. Not measured yet: servers do not
+            compile it when they start.
     """
 
     programs: int = 264

@@ -1,12 +1,14 @@
 # `make demo` and `make test` set everything up. Needed: make, and Python 3.10 to 3.12 with pip. No GPU.
 #   PYTHON=/path/to/python  the interpreter to build the environment with (default: the first that fits)
 #   ARGS="..."              more arguments for the command: make test ARGS="-k exactness", make demo ARGS="--queries 50"
+#   WORKERS=N               processes that run tests, a file each at a time (default: 2; 0: in one, as where there is a GPU)
 
 SHELL := /bin/sh
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+WORKERS ?= 2
 
 # Whether a Python is one we support, and whether it can install things. A name on PATH need not run (pyenv leaves such).
 FITS := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
@@ -25,7 +27,7 @@ demo: $(READY)
 	@$(BIN)/sglang-ext demo $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

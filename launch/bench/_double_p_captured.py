@@ -21,7 +21,7 @@ from sglang_ext.config import PoolOptions
 from sglang_ext.kernels.cluster_attention.buffers import Shape
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
-from sglang_ext.launch.bench._double_p_kernels import WIDTH, CachedRows, Level
+from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, Level
 from sglang_ext.launch.bench._record import Figure, Timing
 from sglang_ext.launch.demo_data import INTENTS, sentence
 from sglang_ext.policies import double_p, quest, retroinfer, twilight

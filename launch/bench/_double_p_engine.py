@@ -25,7 +25,7 @@ import torch
 
 from sglang_ext.attention.select import KERNELS_ENV
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
-from sglang_ext.launch.bench._double_p_kernels import LEVELS, Level
+from sglang_ext.launch.bench._double_p_rows import LEVELS, Level
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.launch.bench._turns import STOCK, Process, say, serve
 from sglang_ext.policies.double_p import DoubleP

@@ -21,17 +21,8 @@ from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.top_p import Selection, fast
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
-from sglang_ext.launch.bench._double_p_kernels import (
-    EDGE,
-    TOLERANCE,
-    WIDTH,
-    CachedRows,
-    Layer,
-    difference,
-    relative_error,
-    true_logits,
-    tunings,
-)  # fmt: skip
+from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, Layer, true_logits
+from sglang_ext.launch.bench._double_p_step import EDGE, TOLERANCE, difference, relative_error, tunings
 from sglang_ext.policies import quest
 
 ORDER = 64.0

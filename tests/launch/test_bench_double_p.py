@@ -15,23 +15,25 @@ from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _double_p_kernels as kernels
+from sglang_ext.launch.bench import _double_p_rows as rows_of
+from sglang_ext.launch.bench import _double_p_step as steps
 from sglang_ext.launch.bench._record import Timing
 from sglang_ext.policies import double_p
 from sglang_ext.policies.double_p import DoubleP
 from tests.kernels import on_host
 
-TINY = kernels.SHAPES["tiny"]
+TINY = rows_of.SHAPES["tiny"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def planted(length: int = 2000, batch: int = 2) -> kernels.Planted:
-    return kernels.Planted(length, batch, TINY, DoubleP(segment=1024), DEVICE)
+def planted(length: int = 2000, batch: int = 2) -> rows_of.Planted:
+    return rows_of.Planted(length, batch, TINY, DoubleP(segment=1024), DEVICE)
 
 
 @pytest.fixture(scope="module")
-def step() -> kernels.Step:
+def step() -> steps.Step:
     keys = planted()
-    return kernels.Step(keys, 2, kernels.layers(keys, 2))
+    return steps.Step(keys, 2, rows_of.layers(keys, 2))
 
 
 def test_kmeans_finds_the_planted_clusters() -> None:
@@ -46,8 +48,8 @@ def test_kmeans_finds_the_planted_clusters() -> None:
 
 
 def test_queries_have_their_level() -> None:
-    keys = kernels.Planted(40_000, 1, TINY, DoubleP(iterations=1), DEVICE)
-    for level in kernels.LEVELS.values():
+    keys = rows_of.Planted(40_000, 1, TINY, DoubleP(iterations=1), DEVICE)
+    for level in rows_of.LEVELS.values():
         query = keys.queries(level)
         assert torch.equal(query, keys.queries(level))
         centroids = keys.pool.centroids.transpose(0, 1).flatten(1, 2).float()
@@ -57,9 +59,9 @@ def test_queries_have_their_level() -> None:
             assert float(x[head][:, filled[head]].std()) == pytest.approx(level.deviation, rel=0.15)
 
 
-def test_shares_are_what_sorting_keeps(step: kernels.Step) -> None:
+def test_shares_are_what_sorting_keeps(step: steps.Step) -> None:
     """Exact tokens, approximated clusters and recovered mass against the policy's equations."""
-    step.ask(kernels.LEVELS["middle"])
+    step.ask(rows_of.LEVELS["middle"])
     keys, found = step.planted, step.shares()
     exact_shares, approx_shares, mass = [], [], []
     for row in range(2):
@@ -83,15 +85,15 @@ def test_shares_are_what_sorting_keeps(step: kernels.Step) -> None:
     assert found["recovered_least"] == pytest.approx(float(recovered.min()), abs=2e-3)
 
 
-def test_floor_counts_what_must_be_read(step: kernels.Step) -> None:
-    step.ask(kernels.LEVELS["flat"])
+def test_floor_counts_what_must_be_read(step: steps.Step) -> None:
+    step.ask(rows_of.LEVELS["flat"])
     step.run()
     counts = step.buffers.chosen(2)[0].counts.long().sum((0, 1))
     vectors = int(counts[3]) + int(counts[2]) + 2 * int(counts[1]) + 2 * 68 * 2 * TINY.kv_heads
     assert step.floor_bytes() == vectors * TINY.head_dim * 2
 
 
-def test_right_kernels_pass(step: kernels.Step) -> None:
+def test_right_kernels_pass(step: steps.Step) -> None:
     errors = step.check()
     assert set(errors) == {"logits", "selection", "output"} and max(errors.values()) < 5e-3
 
@@ -100,16 +102,16 @@ def test_right_kernels_pass(step: kernels.Step) -> None:
 def test_scores_and_selection_in_one_kernel_pass() -> None:
     """In CUDA, on this CPU where there is no GPU: as right, and the same sets within rounding."""
     shape = replace(TINY, head_dim=64, value_dim=64)
-    keys = kernels.Planted(2000, 2, shape, DoubleP(segment=1024), DEVICE)
-    copies = kernels.layers(keys, 2)
-    two, one = (kernels.Step(keys, 2, copies, joint=joint) for joint in (False, True))
+    keys = rows_of.Planted(2000, 2, shape, DoubleP(segment=1024), DEVICE)
+    copies = rows_of.layers(keys, 2)
+    two, one = (steps.Step(keys, 2, copies, joint=joint) for joint in (False, True))
     with on_host.top_p():
         errors = one.check()
         assert max(errors.values()) < 5e-3
         out = one.run()
         torch.testing.assert_close(out, two.run(), rtol=2e-2, atol=2e-3)  # float16, and sets at their edges
-        same = kernels.difference(one.buffers.chosen(2)[0], two.buffers.chosen(2)[0], keys.tiles * kernels.WIDTH)
-        assert same <= kernels.EDGE
+        same = steps.difference(one.buffers.chosen(2)[0], two.buffers.chosen(2)[0], keys.tiles * rows_of.WIDTH)
+        assert same <= steps.EDGE
     with pytest.MonkeyPatch.context() as patch:
         called = []
         real = joint_impl.score_and_select
@@ -126,12 +128,12 @@ def test_scores_and_selection_in_one_kernel_pass() -> None:
     ("name", "module", "broken"),
     [
         ("logits", attention, "centroid_scores"),
-        ("selection", kernels.top_p, "select"),
+        ("selection", steps.top_p, "select"),
         ("output", attention, "cluster_attention"),
     ],
 )
 def test_wrong_kernels_are_not_timed(
-    step: kernels.Step, monkeypatch: pytest.MonkeyPatch, name: str, module: Any, broken: str
+    step: steps.Step, monkeypatch: pytest.MonkeyPatch, name: str, module: Any, broken: str
 ) -> None:
     right = getattr(module, broken)
 
@@ -194,7 +196,7 @@ def test_what_is_aimed_at(batch: int, length: int, exact: float, approx: float, 
 def test_reading_again_is_what_the_step_read() -> None:
     """What is taken for the attention of a step, without scores and selection, is its attention."""
     keys = planted()
-    step = kernels.Step(keys, 2, kernels.layers(keys, 2))
+    step = steps.Step(keys, 2, rows_of.layers(keys, 2))
     want = step.run()
     torch.testing.assert_close(step.read_again(), want, rtol=0, atol=0)
 

@@ -11,8 +11,9 @@ from sglang_ext.kernels.top_p import Selection
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.launch.bench import _double_p_baselines as baselines
 from sglang_ext.launch.bench import _double_p_captured as captured
-from sglang_ext.launch.bench import _double_p_kernels as kernels
 from sglang_ext.launch.bench import _double_p_pages as pages_of
+from sglang_ext.launch.bench import _double_p_rows as rows_of
+from sglang_ext.launch.bench import _double_p_step as steps
 from sglang_ext.launch.bench._record import Timing
 from sglang_ext.policies import double_p, quest, twilight
 from sglang_ext.policies import retroinfer as policy
@@ -73,7 +74,7 @@ def test_the_least_that_reaches(threshold: int) -> None:
 
 def test_retroinfer_keeps_what_the_policy_keeps(rows: captured.Captured) -> None:
     """Numbers of clusters, and recovered mass of all rows, against sorted mean shares."""
-    step = baselines.RetroInferStep(rows, BATCH, kernels.layers(rows, BATCH))
+    step = baselines.RetroInferStep(rows, BATCH, rows_of.layers(rows, BATCH))
     step.keep_clusters(12)
     step.check()
     mass, read = [], []
@@ -86,7 +87,7 @@ def test_retroinfer_keeps_what_the_policy_keeps(rows: captured.Captured) -> None
         shares = 12 / step.clusters
         exact, approx = policy.select(share, policy.RetroInfer(0.072 * shares, shares - 0.072 * shares))
         assert exact.sum(-1).tolist() == [1] * 8 and approx.sum(-1).tolist() == [11] * 8
-        x = kernels.true_logits(rows, rows.queries(), row)
+        x = rows_of.true_logits(rows, rows.queries(), row)
         dense = torch.cat([x[..., : rows.begin], x[..., rows.end :]], -1)
         middle = x[..., rows.begin : rows.end]
         mass.append(double_p.recovered_mass(middle, rows.labels[row].long(), exact | approx, dense).flatten())
@@ -104,8 +105,8 @@ def test_retroinfer_keeps_what_the_policy_keeps(rows: captured.Captured) -> None
 @pytest.mark.usefixtures("quick")
 def test_retroinfer_at_equal_mass(short: list[captured.Text]) -> None:
     rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
-    copies = kernels.layers(rows, 1)
-    target = kernels.Step(rows, 1, copies).shares()["recovered_p5"]
+    copies = rows_of.layers(rows, 1)
+    target = steps.Step(rows, 1, copies).shares()["recovered_p5"]
     timed, step = baselines.retroinfer(rows, 1, copies, target)
     assert isinstance(step, baselines.RetroInferStep)
     assert timed.shares["recovered_p5"] >= target
@@ -131,7 +132,7 @@ def test_pages_are_chosen_and_cut_as_the_policies_do(rows: captured.Captured) ->
     """Candidates and tokens of every row and head against Quest's and Twilight's own equations."""
     pages = pages_of.Pages.of(rows, 16)
     assert (pages.count, pages.tiles, pages.end) == ((LENGTH - 36) // 16, 1, 4 + 29 * 16)
-    own = pages_of.paged(rows, BATCH, kernels.layers(rows, BATCH), pages)
+    own = pages_of.paged(rows, BATCH, rows_of.layers(rows, BATCH), pages)
     step = pages_of.QuestTopP(rows, BATCH, own, pages, 8, 0.9)
     errors = step.check()
     assert set(errors) == {"page scores", "pages", "token scores", "places", "tokens", "output"}
@@ -175,7 +176,7 @@ def test_wrong_kernels_are_not_timed(
     rows: captured.Captured, monkeypatch: pytest.MonkeyPatch, name: str, module: Any, broken: str
 ) -> None:
     pages = pages_of.Pages.of(rows, 16)
-    step = pages_of.QuestTopP(rows, 1, pages_of.paged(rows, 1, kernels.layers(rows, 1), pages), pages, 8, 0.9)
+    step = pages_of.QuestTopP(rows, 1, pages_of.paged(rows, 1, rows_of.layers(rows, 1), pages), pages, 8, 0.9)
     right = getattr(module, broken)
 
     def wrong(*args: Any, **options: Any) -> Any:
@@ -194,8 +195,8 @@ def test_wrong_kernels_are_not_timed(
 def test_quest_at_equal_mass(short: list[captured.Text], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
     monkeypatch.setattr(baselines, "SHARES", (0.3, 0.99))
-    copies = kernels.layers(rows, 1)
-    target = kernels.Step(rows, 1, copies).shares(1)["recovered_p5"]
+    copies = rows_of.layers(rows, 1)
+    target = steps.Step(rows, 1, copies).shares(1)["recovered_p5"]
     timed, step = baselines.quest_top_p(rows, 1, copies, target)
     assert timed.shares["recovered_p5"] >= target and step.p == 0.99
     tried = timed.notes["tried"]

@@ -10,6 +10,8 @@ import torch
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _double_p_captured as captured
 from sglang_ext.launch.bench import _double_p_kernels as kernels
+from sglang_ext.launch.bench import _double_p_rows as rows_of
+from sglang_ext.launch.bench import _double_p_step as steps
 from sglang_ext.policies import double_p
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.policies.quest import Quest
@@ -85,7 +87,7 @@ def test_rows_are_tiled_as_said(texts: list[captured.Text]) -> None:
 
 def test_the_kernels_run_on_them(texts: list[captured.Text]) -> None:
     rows = captured.Captured(LENGTH, 2, texts, CONFIG, DEVICE, dtype=torch.float16)
-    step = kernels.Step(rows, 2, kernels.layers(rows, 2))
+    step = steps.Step(rows, 2, rows_of.layers(rows, 2))
     step.check()
     assert 0 < step.shares()["exact"] < 0.9
 

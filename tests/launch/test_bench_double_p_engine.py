@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_ext.launch.bench import _double_p_engine as engine
-from sglang_ext.launch.bench import _double_p_kernels as kernels
+from sglang_ext.launch.bench import _double_p_rows as rows_of
 from sglang_ext.launch.bench import double_p
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._record import Timing, at_most, table
@@ -32,7 +32,7 @@ def test_prompts_have_a_kind_of_token_for_each_cluster() -> None:
         assert {part.count(kind) for kind in part} <= {15, 16}
 
 
-@pytest.mark.parametrize("name", list(kernels.LEVELS))
+@pytest.mark.parametrize("name", list(rows_of.LEVELS))
 def test_planted_weights_make_the_level(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In `transformers`' Llama with SGLang's kind of random weights: keys of one size, logits as the level says."""
     from safetensors.torch import load_file
@@ -41,7 +41,7 @@ def test_planted_weights_make_the_level(name: str, tmp_path: Path, monkeypatch: 
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], **sizes, "vocab_size": 2000})
     write_model(tmp_path, "tiny", 4096)
-    level = kernels.LEVELS[name]
+    level = rows_of.LEVELS[name]
     engine.planted_weights(tmp_path, level)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
@@ -73,7 +73,7 @@ def test_later_levels_keep_the_keys(tmp_path: Path) -> None:
     found = []
     for keys in (True, False):
         write_model(tmp_path / str(keys), "tiny", 512)
-        engine.planted_weights(tmp_path / str(keys), kernels.LEVELS["flat"], keys=keys)
+        engine.planted_weights(tmp_path / str(keys), rows_of.LEVELS["flat"], keys=keys)
         found.append(load_file(tmp_path / str(keys) / "model.safetensors"))
     first, later = found
     assert {name for name in first if name not in later} == {name for name in first if "k_proj" in name}
@@ -134,7 +134,7 @@ def test_an_engine_that_fails_is_said_to() -> None:
 
 
 def test_levels_of_the_command_line_are_those_of_the_kernels() -> None:
-    assert tuple(kernels.LEVELS) == double_p.LEVELS == tuple(engine.TIME_AIM)
+    assert tuple(rows_of.LEVELS) == double_p.LEVELS == tuple(engine.TIME_AIM)
 
 
 def test_sizes_are_shown_in_their_unit() -> None:

@@ -181,7 +181,7 @@ def commit() -> str:
         return "unknown"
 
 
-def _command(words: Sequence[str]) -> str:
+def command_line(words: Sequence[str]) -> str:
     """The command, without where its results went and what they were called, and with no folder of data by its path.
 
     None of that changes a figure.
@@ -208,7 +208,7 @@ def save(path: Path, figures: Sequence[Figure], curves: Sequence[Curve] = (), **
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": more.pop("commit", None) or commit(),
-        "command": more.pop("command", None) or _command(sys.argv[1:]),
+        "command": more.pop("command", None) or command_line(sys.argv[1:]),
         "machine": machine(),
         **more,
         "figures": [asdict(figure) for figure in figures],

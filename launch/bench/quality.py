@@ -31,7 +31,7 @@ from typing import Any
 from sglang_ext.attention.select import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
-from sglang_ext.launch.bench._record import save, table
+from sglang_ext.launch.bench._record import command_line, save, table
 from sglang_ext.launch.bench.reference import MODEL
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -40,6 +40,7 @@ SUITES = ("double_p", "cascade")
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
 POLL_SECONDS = 1.0
+AND = " && "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +125,8 @@ class Study:
             raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {', '.join(self.methods)}")
         self.failed: list[str] = []
         self.measured: list[dict[str, Any]] = []
+        self.commands: list[str] = []
+        self.recorded = dict(self.settings)
         if self.out.exists() and not args.anew:
             self.measured = self._known(json.loads(self.out.read_text()))
 
@@ -135,6 +138,10 @@ class Study:
                 f"{self.out} has results of other settings: {', '.join(f'{n}={known.get(n)}' for n in other)}; expected"
                 f" {', '.join(f'{n}={self.settings[n]}' for n in other)}: measure --anew, or name another --out"
             )
+        self.commands = record["command"].split(AND)
+        for name in ("shots", "passkey"):
+            self.recorded[name] = list(dict.fromkeys([*known[name], *self.settings[name]]))
+        self.recorded["stream"] = self.settings["stream"] or known["stream"]
         return list(record["measurements"])
 
     def run(self) -> None:
@@ -193,12 +200,13 @@ class Study:
         return figures(self.settings, self.methods, self.measured)
 
     def save(self) -> None:
-        """Write what is measured so far."""
+        """Write what is measured so far, with the commands of all runs that measured it."""
         save(
             self.out,
             self.figures(),
             commit=self.args.commit,
-            settings=self.settings,
+            command=AND.join(dict.fromkeys([*self.commands, command_line(sys.argv[1:])])),
+            settings=self.recorded,
             curves=curves(self.settings, self.methods, self.measured),
             measurements=self.measured,
         )

@@ -283,6 +283,19 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path, data: str) -> None:
     assert quality.Study(arguments(*words, "--anew")).measured == []
 
 
+def test_a_file_of_several_runs_names_them_all(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "x.json"
+    for words in (["--shots", 3], ["--shots", "--passkey", 2048], ["--shots", 3]):
+        words = ["--suite", "double_p", "--data", data, "--passkey", *words, "--out", out, "--commit", "none"]
+        monkeypatch.setattr("sys.argv", ["sglang-ext", *map(str, words)])
+        study = quality.Study(arguments(*words))
+        study.save()
+    record = json.loads(out.read_text())
+    first, second = record["command"].split(" && ")
+    assert first.endswith("--passkey --shots 3") and second.endswith("--shots --passkey 2048")
+    assert (record["settings"]["shots"], record["settings"]["passkey"]) == ([3], [2048])
+
+
 def test_half_a_line_waits_for_the_other_half(tmp_path: Path) -> None:
     process = quality.Engine.__new__(quality.Engine)
     process.out, process._read = tmp_path / "lines", 0

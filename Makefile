@@ -28,7 +28,7 @@ demo: $(READY)
 
 # An environment that was made elsewhere may lack pytest-xdist: one process is slower, and no reason to test nothing.
 test: $(READY)
-	@if $(BIN)/python -c 'import xdist' 2>/dev/null; then \
+	@workers=; if $(BIN)/python -c 'import xdist' 2>/dev/null; then \
 	  workers="-n $(WORKERS) --dist loadfile --no-loadscope-reorder"; \
 	else \
 	  echo "pytest-xdist is not installed in $(VENV): tests run in one process"; \

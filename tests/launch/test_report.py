@@ -398,11 +398,12 @@ def test_labels_do_not_overlap(folder: Path, count: int) -> None:
 def test_the_recorded_command_can_be_run() -> None:
     """Neither a word twice, nor where one machine put its results."""
     words = ["bench", "dbsa", "--only", "kernels", "--out", "/tmp/x.json", "--repeats", "2", "--commit=abc", "--out=y"]
-    assert _record._command(words) == "sglang-ext bench dbsa --only kernels --repeats 2"
+    assert _record.command_line(words) == "sglang-ext bench dbsa --only kernels --repeats 2"
     words = ["bench", "quality", "--data", "../texts", "--suite", "cascade", "--data=../texts"]
-    assert _record._command(words) == "sglang-ext bench quality --data DATA --suite cascade --data=DATA"
+    assert _record.command_line(words) == "sglang-ext bench quality --data DATA --suite cascade --data=DATA"
     assert (
-        _record._command(["bench", "dbsa", "--engine", '{"a": 1}']) == """sglang-ext bench dbsa --engine '{"a": 1}'"""
+        _record.command_line(["bench", "dbsa", "--engine", '{"a": 1}'])
+        == """sglang-ext bench dbsa --engine '{"a": 1}'"""
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, check
 from sglang_ext.kernels.top_p import cuda_impl
-from sglang_ext.kernels.top_p.selection import Expansion, Selection, check_buffers
+from sglang_ext.kernels.top_p.selection import Expansion, Selection, check_buffers, check_expansion, check_types
 
 DIMS = (64, 128)
 
@@ -66,7 +66,7 @@ def _constants(
 ) -> dict[str, int]:
     resident = max(RESIDENT, block.threads)
     return {
-        **cuda_impl._constants(heads, block, by_count, 1, 1, width),
+        **cuda_impl.constants(heads, block, by_count, 1, 1, width),
         **dict(RESIDENT=resident, DIM=dim, BFLOAT16=int(bfloat16)),
     }
 
@@ -123,11 +123,11 @@ def score_and_select(
     if tuple(logits.shape) != shape:
         raise ValueError(f"logits of shape {tuple(logits.shape)}: expected {shape}")
     check_buffers(out, 1, 1)
-    cuda_impl._check_expansion(expansion, batch, kv_heads, tiles * width, 1)
+    check_expansion(expansion, batch, kv_heads, tiles * width, 1)
     if expansion.width != width or expansion.tiles.data_ptr() != rows.tiles.data_ptr():
         raise ValueError(f"an expansion over other tiles, of {expansion.width}: expected the rows', of {width}")
     sized = rows.tiles if rows.sized is None else rows.sized
-    for name, tensor, expected in (
+    check_types(
         ("centroids", pool.centroids, query.dtype),
         ("sizes", pool.sizes, torch.int32),
         ("starts", pool.starts, torch.int32),
@@ -135,9 +135,7 @@ def score_and_select(
         ("cells", cells, torch.int32),
         ("p", p, torch.float32),
         ("logits", logits, torch.float32),
-    ):
-        if tensor.dtype != expected or not tensor.is_contiguous():
-            raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous {expected}")
+    )
     if batch and tiles:
         index = nvrtc.index_of(query.device)
         block = cuda_impl.block_for(tiles * width, heads * batch, nvrtc.multiprocessors(index))

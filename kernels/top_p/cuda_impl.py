@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.top_p.selection import Expansion, Selection, check, check_buffers, check_memory
+from sglang_ext.kernels.top_p.selection import (
+    Expansion,
+    Selection,
+    check,
+    check_buffers,
+    check_expansion,
+    check_memory,
+)
 
 SOURCE = "top_p/select.cu"
 
@@ -106,10 +113,11 @@ def compiled(
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.
     """
-    return nvrtc.compiled(SOURCE, arch, _constants(heads, block, by_count, run, align, width))
+    return nvrtc.compiled(SOURCE, arch, constants(heads, block, by_count, run, align, width))
 
 
-def _constants(heads: int, block: Block, by_count: bool, run: int, align: int, width: int) -> dict[str, int]:
+def constants(heads: int, block: Block, by_count: bool, run: int, align: int, width: int) -> dict[str, int]:
+    """Macros of `select.cu`, logits given."""
     return dict(
         GROUP=heads, THREADS=block.threads, QUADS=block.quads, BINS=BINS, BY_COUNT=int(by_count), RUN=run, ALIGN=align,
         WIDTH=width, RESIDENT=RESIDENT, DIM=0,
@@ -120,8 +128,8 @@ def _constants(heads: int, block: Block, by_count: bool, run: int, align: int, w
 def _kernel(
     index: int, heads: int, block: Block, by_count: bool, run: int, align: int, width: int
 ) -> Callable[..., None]:
-    constants = tuple(_constants(heads, block, by_count, run, align, width).items())
-    return nvrtc.kernel(index, SOURCE, "select_clusters", block.threads, constants)
+    macros = tuple(constants(heads, block, by_count, run, align, width).items())
+    return nvrtc.kernel(index, SOURCE, "select_clusters", block.threads, macros)
 
 
 def _kernel_for(
@@ -182,7 +190,7 @@ def select(
     check_memory(logits, sizes, starts, cells, p, torch.float32)
     out = out or Selection.empty(batch, kv_heads, width, logits.device, run, align)
     check_buffers(out, run, align)
-    _check_expansion(expansion, batch, kv_heads, width, align)
+    check_expansion(expansion, batch, kv_heads, width, align)
     if batch:
         index, wide = nvrtc.index_of(logits.device), 0 if expansion is None else expansion.width
         block = block_for(width, heads * batch * kv_heads, nvrtc.multiprocessors(index))
@@ -201,27 +209,3 @@ def select(
             ctypes.c_int64(most[1]), ctypes.c_int32(most[2]), ctypes.c_int32(kv_heads), ctypes.c_int32(width),
         )  # fmt: skip
     return replace(out, expanded=expansion is not None)
-
-
-def _check_expansion(expansion: Expansion | None, batch: int, kv_heads: int, cells: int, align: int) -> None:
-    if expansion is None:
-        return
-    if align > 1:
-        raise ValueError(f"an expansion with align={align}: expected 1")
-    members, tiles, width = expansion.members, expansion.tiles, expansion.width
-    if width < 4 or width % 4 or tiles.shape[0] != batch or tiles.shape[1] * width != cells:
-        raise ValueError(
-            f"tiles {tuple(tiles.shape)} of {width} clusters: expected those of {batch} requests, {cells} clusters "
-            "together, and a multiple of 4"
-        )
-    if members.shape[0] != kv_heads or expansion.slots.shape[0] != batch * kv_heads:
-        raise ValueError(
-            f"members of {members.shape[0]} heads and slots of {expansion.slots.shape[0]} rows: expected {kv_heads} "
-            f"and {batch * kv_heads}"
-        )
-    if tuple(expansion.summaries.shape) != (batch * kv_heads, cells):
-        raise ValueError(f"summaries {tuple(expansion.summaries.shape)}: expected {(batch * kv_heads, cells)}")
-    for name in ("members", "tiles", "slots", "summaries"):
-        tensor = getattr(expansion, name)
-        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous int32")

@@ -128,12 +128,42 @@ def check_memory(
     dtype: torch.dtype,
 ) -> None:
     """Raise ValueError where tensors are not contiguous, or not of the types that kernels read: logits of `dtype`."""
-    for name, tensor, expected in (
+    check_types(
         ("logits", logits, dtype),
         ("sizes", sizes, torch.int32),
         ("starts", starts, torch.int32),
         ("cells", cells, torch.int32),
         ("p", p, torch.float32),
-    ):
+    )
+
+
+def check_types(*tensors: tuple[str, torch.Tensor, torch.dtype]) -> None:
+    """Raise ValueError where one of (name, tensor, type) is not contiguous or of another type."""
+    for name, tensor, expected in tensors:
         if tensor.dtype != expected or not tensor.is_contiguous():
             raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous {expected}")
+
+
+def check_expansion(expansion: Expansion | None, batch: int, kv_heads: int, cells: int, align: int) -> None:
+    """Raise ValueError where what is to be written out does not fit rows of so many clusters."""
+    if expansion is None:
+        return
+    if align > 1:
+        raise ValueError(f"an expansion with align={align}: expected 1")
+    members, tiles, width = expansion.members, expansion.tiles, expansion.width
+    if width < 4 or width % 4 or tiles.shape[0] != batch or tiles.shape[1] * width != cells:
+        raise ValueError(
+            f"tiles {tuple(tiles.shape)} of {width} clusters: expected those of {batch} requests, {cells} clusters "
+            "together, and a multiple of 4"
+        )
+    if members.shape[0] != kv_heads or expansion.slots.shape[0] != batch * kv_heads:
+        raise ValueError(
+            f"members of {members.shape[0]} heads and slots of {expansion.slots.shape[0]} rows: expected {kv_heads} "
+            f"and {batch * kv_heads}"
+        )
+    if tuple(expansion.summaries.shape) != (batch * kv_heads, cells):
+        raise ValueError(f"summaries {tuple(expansion.summaries.shape)}: expected {(batch * kv_heads, cells)}")
+    for name in ("members", "tiles", "slots", "summaries"):
+        tensor = getattr(expansion, name)
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise ValueError(f"{name} is {tensor.dtype}, strides {tensor.stride()}: expected contiguous int32")

@@ -136,7 +136,7 @@ def score_and_select(
         ("p", p, torch.float32),
         ("logits", logits, torch.float32),
     )
-    if batch and tiles:
+    if batch:
         index = nvrtc.index_of(query.device)
         block = cuda_impl.block_for(tiles * width, heads * batch, nvrtc.multiprocessors(index))
         kernel = _kernel(index, heads // kv_heads, block, by_count, width, dim, query.dtype == torch.bfloat16)

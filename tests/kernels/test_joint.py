@@ -139,6 +139,15 @@ def test_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(world([9, 4], group=4, dim=64))
 
 
+def test_rows_without_tiles_select_nothing() -> None:
+    case = world([2, 1], dim=64, group=2)
+    none = case.rows.tiles[:, :0].contiguous()
+    rows = ClusterRows(none, torch.zeros_like(case.rows.counts))
+    expansion = replace(case.expansion, tiles=none, summaries=case.expansion.summaries[:, :0])
+    case = replace(case, rows=rows, cells=rows.counts, logits=case.logits[..., :0].contiguous(), expansion=expansion)
+    assert (case.run().counts == 0).all()
+
+
 def test_it_compiles_for_hopper() -> None:
     pytest.importorskip("cuda.core")
     assert joint_impl.compiled("sm_90", 4, cuda_impl.BLOCKS[2], 64, 128, True).code

@@ -136,6 +136,7 @@ class Step:
         dense = DenseTokens(own.unsqueeze(0), torch.tensor([len(own)], dtype=torch.int32, device=device))
         turned = query.double().unsqueeze(1)
         expected, sizes, starts = reference.centroid_scores(turned, layer.pool, rows, planted.scale)
+        logits = logits[..., : expected.shape[-1]]  # buffers may be wider
         filled = sizes.unsqueeze(2).expand_as(expected) > 0
         errors = {"logits": relative_error(logits[filled], expected[filled])}
         cells = torch.tensor([planted.tiles * WIDTH], dtype=torch.int32, device=device)

@@ -98,6 +98,13 @@ def test_right_kernels_pass(step: steps.Step) -> None:
     assert set(errors) == {"logits", "selection", "output"} and max(errors.values()) < 5e-3
 
 
+def test_buffers_wider_than_the_rows_pass(step: steps.Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_ext.attention.clustered_backend.GRAPH_TOKENS", 5000)
+    wide = steps.Step(step.planted, 2, step.copies, engine_room=True)
+    errors = wide.check()
+    assert wide.buffers.chosen(2)[1].shape[-1] > step.buffers.chosen(2)[1].shape[-1] and max(errors.values()) < 5e-3
+
+
 @on_host.needed
 def test_scores_and_selection_in_one_kernel_pass() -> None:
     """In CUDA, on this CPU where there is no GPU: as right, and the same sets within rounding."""

@@ -7,6 +7,7 @@
 
 typedef unsigned short u16;
 typedef long long i64;
+typedef unsigned long long u64;
 
 #if BFLOAT16
 #define TYPE "bf16"
@@ -104,9 +105,28 @@ __device__ __forceinline__ uint4 load_once(const void *from) {
     return four;
 }
 
+// How the L2 cache is to treat what is read or written: as the first to go, or, a share of the lines, as the last.
+__device__ __forceinline__ u64 first_to_go() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ u64 last_to_go(float share) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, %1;" : "=l"(policy) : "f"(share));
+    return policy;
+}
+
+__device__ __forceinline__ void store8(void *to, uint2 two, u64 policy) {
+    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(two.x), "r"(two.y), "l"(policy)
+                 : "memory");
+}
+
 // 16 bytes from memory to shared memory, or zeros; asynchronous.
-__device__ __forceinline__ void copy16(unsigned to, const void *from, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+__device__ __forceinline__ void copy16(unsigned to, const void *from, bool there, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0), "l"(policy)
                  : "memory");
 }
 

@@ -58,7 +58,10 @@ def compiled(source: str, arch: str, constants: Mapping[str, int]) -> Any:
     """
     core = _core()
     options = core.ProgramOptions(
-        arch=arch, std="c++17", define_macro=[(name, str(value)) for name, value in constants.items()]
+        arch=arch,
+        std="c++17",
+        define_macro=[(name, str(value)) for name, value in constants.items()],
+        device_as_default_execution_space=True,  # lambdas that are templates cannot say it
     )
     return core.Program(text_of(source), "c++", options).compile("cubin")
 

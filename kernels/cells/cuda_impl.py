@@ -28,6 +28,10 @@ MAX_GROUP = 8
 
 WARPS = 2
 
+KEPT = 10 << 20
+"""Bytes of logits that stay in the L2 cache until they are read again: of an H200's 50 MB. With more of them marked to
+stay, fewer did: 32 rows with a window of 16,384 took 0.6346 ms with all of them marked, 0.6298 with a quarter."""
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -215,6 +219,6 @@ def decode(
     _kernel(index, variant)(
         (shares, kv_heads, batch), *(x.data_ptr() for x in (*tensors, *buffers)),
         *(ctypes.c_int64(stride) for stride in strides), ctypes.c_int32(width), ctypes.c_float(scale * LOG2_E),
-        ctypes.c_float(beta), cooperative=_waits(kv_heads, sets, shares),
+        ctypes.c_float(beta), ctypes.c_float(min(1.0, KEPT / (2 * batch * heads * max(1, width)))), cooperative=_waits(kv_heads, sets, shares),
     )  # fmt: skip
     return out

@@ -76,6 +76,30 @@ __device__ __forceinline__ void store_logits(u16 *to, int of, float one, float t
 #endif
 }
 
+// Those of a chunk's columns `since` to `until`.
+__device__ __forceinline__ void store_chunk(
+    u16 *to, const float (&logit)[4], const float (&top)[2], int since, int until, u64 policy) {
+    const int lane = threadIdx.x % 32;
+#if GROUP % 4 == 0
+    // Two lanes have two queries of two columns each: after an exchange, four of one.
+    const unsigned one = packed_halves(logit[0] - top[0], logit[1] - top[1]);
+    const unsigned two = packed_halves(logit[2] - top[0], logit[3] - top[1]);
+    const unsigned other = __shfl_xor_sync(FULL, lane % 2 ? one : two, 1);
+    const int column = lane / 4 + lane % 2 * 8;
+    if (lane % 4 < GROUP / 2 && column >= since && column < until) {
+        const uint2 four = lane % 2 ? uint2{other, two} : uint2{one, other};
+        store8(to + column * GROUP + lane % 4 / 2 * 4, four, policy);
+    }
+#else
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int column = lane / 4 + half * 8, pair = lane % 4 * 2;
+        if (pair < GROUP && column >= since && column < until)
+            store_logits(to + column * GROUP, pair, logit[2 * half] - top[0], logit[2 * half + 1] - top[1]);
+    }
+#endif
+}
+
 #define PAIRS ((GROUP + 1) / 2)
 
 __device__ __forceinline__ void load_logits(unsigned (&pair)[PAIRS], const u16 *from) {
@@ -134,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     const int *__restrict__ skip, const int *__restrict__ fresh, const int *__restrict__ entry_of,
     const unsigned *__restrict__ phases, float *score, float *parts, float *part_lse, u16 *logits, float *tops,
     int *arrived, u16 *__restrict__ out, i64 stride_query, i64 stride_new_key, i64 stride_new_value, i64 stride_key,
-    i64 stride_value, int entries, float scale, float beta) {
+    i64 stride_value, int entries, float scale, float beta, float kept) {
     alignas(128) __shared__ unsigned char memory[WARPS][STAGES][2][CHUNK];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int split = blockIdx.x, splits = gridDim.x, head = blockIdx.y;
@@ -161,6 +185,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         for (int i = 0; i < 4; ++i) phase[step][i] = phases[16 * step + lane % 4 * 2 + i / 2 * 8 + i % 2];
 
     const unsigned stages = shared_address(memory[warp]);
+    // What this launch reads again is to stay in the L2 cache, as much of it as finds room.
+    const u64 once = first_to_go();
+#if SCORES
+    const u64 again = last_to_go(kept);
+#endif
 
     // Slot of a chunk's column lane % 16.
     const auto slot_of = [&](int first) { return first + lane % 16 < end ? list[first + lane % 16] : 0; };
@@ -172,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
             const i64 at = __shfl_sync(FULL, slots, column);
             const unsigned to = stage + offset_of(column, piece);
             const bool there = first + column < end;
-            copy16(to, head_keys + at * stride_key + piece * 8, there);
-            copy16(to + CHUNK, head_values + at * stride_value + piece * 8, there);
+            copy16(to, head_keys + at * stride_key + piece * 8, there, once);
+            copy16(to + CHUNK, head_values + at * stride_value + piece * 8, there, once);
         }
         commit();
     };
@@ -182,9 +211,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     begin(found);
 #if SCORES
     const auto keep_top = [&](int chunk) {
+#if GROUP % 2 == 0
+        if (lane / 4 == 0 && pair < GROUP)
+            *reinterpret_cast<float2 *>(target_tops + chunk * GROUP + pair) = float2{found.top[0], found.top[1]};
+#else
 #pragma unroll
         for (int n = 0; n < 2; ++n)
             if (lane / 4 == 0 && pair + n < GROUP) target_tops[chunk * GROUP + pair + n] = found.top[n];
+#endif
     };
 #endif
 
@@ -203,14 +237,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
         const int valid = min(end - first, COLUMNS);
         attend(found, logit, stage, stage + CHUNK, first, valid, scale, q, phase);
 #if SCORES
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int column = lane / 4 + half * 8;
-            if (pair < GROUP && column < valid && first + column >= settled)
-                store_logits(
-                    target + (first + column) * static_cast<i64>(GROUP), pair, logit[2 * half] - found.top[0],
-                    logit[2 * half + 1] - found.top[1]);
-        }
+        store_chunk(target + first * static_cast<i64>(GROUP), logit, found.top, settled - first, valid, again);
         keep_top(first / COLUMNS);
 #endif
         __syncwarp();

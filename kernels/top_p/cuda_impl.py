@@ -33,6 +33,9 @@ BINS = 1024
 RESIDENT = 1024
 """Threads that are to fit a multiprocessor at once: 64 registers each."""
 
+ROOMY = 768
+"""The same where a thread of a block of 256 holds more clusters than 64 registers have room for."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -50,20 +53,34 @@ class Block:
     def cells(self) -> int:
         return 4 * self.threads * self.quads
 
+    @property
+    def resident(self) -> int:
+        """Threads that are to fit a multiprocessor at once."""
+        return ROOMY if self.threads == 256 and self.quads > 4 else RESIDENT
 
-# Few, since each is compiled. Of two of a size fewer threads are better where several blocks share a multiprocessor:
-# 8,192 clusters of 8 requests with 8 key-value heads, 19.6 us beside 23.8 on an H200.
-BLOCKS = (
+
+# Few, since each is compiled. Where several blocks share a multiprocessor fewer threads are better: 8,192 clusters of 8
+# requests with 8 key-value heads, 19.6 us beside 23.8 on an H200. A row with fewer clusters than a block has room for is
+# searched as in a smaller block (`select.cu`). CUDA graphs have room for 10,240 clusters where tokens are 131,072.
+OF_MANY = (
     Block(256, 1),
     Block(256, 2),
     Block(256, 4),
     Block(256, 8),
-    Block(512, 4),
+    Block(256, 10),
     Block(512, 8),
+    Block(1024, 8),
+)
+OF_FEW = (
+    Block(256, 1),
+    Block(256, 2),
+    Block(256, 4),
+    Block(512, 4),
     Block(1024, 4),
     Block(1024, 8),
 )
-MAX_CELLS = BLOCKS[-1].cells
+BLOCKS = tuple(dict.fromkeys(OF_MANY + OF_FEW))
+MAX_CELLS = OF_MANY[-1].cells
 
 
 def block_for(width: int, blocks: int, multiprocessors: int) -> Block:
@@ -74,9 +91,18 @@ def block_for(width: int, blocks: int, multiprocessors: int) -> Block:
         blocks: that are launched.
         multiprocessors: that they run on.
     """
-    cells = min(block.cells for block in BLOCKS if block.cells >= width)
-    choose = min if blocks > multiprocessors else max
-    return choose((block for block in BLOCKS if block.cells == cells), key=lambda block: block.threads)
+    return next(block for block in (OF_MANY if blocks > multiprocessors else OF_FEW) if block.cells >= width)
+
+
+def up_to(cells: int) -> list[Block]:
+    """Blocks that selections among up to `cells` clusters come in."""
+    found = {
+        block
+        for blocks in (OF_MANY, OF_FEW)
+        for smaller, block in zip((None, *blocks), blocks, strict=False)
+        if smaller is None or smaller.cells < cells
+    }
+    return [block for block in BLOCKS if block in found]
 
 
 def refusal(
@@ -120,7 +146,7 @@ def constants(heads: int, block: Block, by_count: bool, run: int, align: int, wi
     """Macros of `select.cu`, logits given."""
     return dict(
         GROUP=heads, THREADS=block.threads, QUADS=block.quads, BINS=BINS, BY_COUNT=int(by_count), RUN=run, ALIGN=align,
-        WIDTH=width, RESIDENT=RESIDENT, DIM=0,
+        WIDTH=width, RESIDENT=block.resident, DIM=0,
     )  # fmt: skip
 
 
@@ -146,9 +172,8 @@ def warm_up(device: torch.device, heads: int, cells: int, run: int, align: int, 
         cells: the most clusters.
         width: of the tiles of an `Expansion`; 0: none is asked for.
     """
-    largest = min((block.cells for block in BLOCKS if block.cells >= cells), default=MAX_CELLS)
-    for block in BLOCKS:
-        if block.cells <= largest and refusal(device, heads, block.cells, run=run, align=align) is None:
+    for block in up_to(cells):
+        if refusal(device, heads, block.cells, run=run, align=align) is None:
             _kernel_for(device, heads, block, False, run, align, width)
 
 

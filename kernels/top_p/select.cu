@@ -25,13 +25,14 @@
 #define WARPS (THREADS / 32)
 #define UNITS 1073741824.0f
 #define PER_THREAD (2 * BINS / THREADS)
-#define EARLY (QUADS <= 4)  // first members are loaded with the sizes; more clusters leave no registers for it
 #define LEVELS (8 * BINS)  // bytes before the levels
 #define POOL_OF(a, b) ((a) > (b) ? (a) : (b))
 #define POOL POOL_OF(LEVELS + 4 * QUADS * THREADS, 32 * THREADS)
-#define PARTS ((QUADS + GROUP - 1) / GROUP)  // of a block's part, so many times THREADS quads
 
-typedef unsigned long long u64;
+template <int N>
+struct Number {
+    static constexpr int VALUE = N;
+};
 
 // Each of these has its own scratch, which no thread writes again before every thread has read it.
 __device__ __forceinline__ float block_max(float value, float* scratch) {
@@ -185,352 +186,365 @@ select_clusters(const float* __restrict__ logits,
     arrive_at_cluster();
 #endif
 
-    // Keys are logits, then exponentials (-1 where there is no cluster), then order bits.
-    float x[QUADS][4];
-    const auto load_logits = [&] {
+    // With room for EACH groups of four clusters a thread: no more than this row needs, since its registers are few.
+    const auto select = [&](auto number) {
+        constexpr int EACH = number.VALUE;
+        constexpr int PARTS = (EACH + GROUP - 1) / GROUP;  // of a block's part, so many times THREADS quads
+        constexpr bool EARLY = EACH <= 4;  // first members come with the sizes; more clusters leave no registers for it
+        // Keys are logits, then exponentials (-1 where there is no cluster), then order bits.
+        float x[EACH][4];
+        const auto load_logits = [&] {
 #pragma unroll
-        for (int k = 0; k < QUADS; ++k) {
-            const int cell = 4 * (thread + k * THREADS);
+            for (int k = 0; k < EACH; ++k) {
+                const int cell = 4 * (thread + k * THREADS);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) x[k][j] = NOTHING;
-            if (whole && cell + 3 < n) {
-                const float4 four = *reinterpret_cast<const float4*>(of_head + cell);
-                x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (cell + j < n) x[k][j] = of_head[cell + j];
-                }
-            }
-        }
-    };
-    if (!DIM) load_logits();
-    // This block's part of the clusters: whole runs. What it needs of them is on its way while the search goes on.
-    const int run_quads = RUN > 4 ? RUN / 4 : 1;
-    const int part = ((quads + GROUP - 1) / GROUP + run_quads - 1) / run_quads * run_quads;
-    const int begin = min(head * part, quads), end = min(begin + part, quads);
-    int size[PARTS][4], start[PARTS][4], tile[PARTS];
-#pragma unroll
-    for (int k = 0; k < PARTS; ++k) {
-        const int quad = begin + thread + k * THREADS;
-        tile[k] = 0;
-        if (WIDTH && quad < end) tile[k] = tiles[static_cast<size_t>(request) * most_tiles + 4 * quad / max(1, WIDTH)];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) size[k][j] = 0;
-        if (quad < end) {
-            if (whole && 4 * quad + 3 < n) {
-                const auto place = place_of(4 * quad);
-                const int4 four = *reinterpret_cast<const int4*>(sizes + place);
-                size[k][0] = four.x, size[k][1] = four.y, size[k][2] = four.z, size[k][3] = four.w;
-                if (EARLY) {
-                    const int4 more = *reinterpret_cast<const int4*>(starts + place);
-                    start[k][0] = more.x, start[k][1] = more.y, start[k][2] = more.z, start[k][3] = more.w;
-                }
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (4 * quad + j < n) {
-                        const auto place = place_of(4 * quad + j);
-                        size[k][j] = sizes[place];
-                        if (EARLY) start[k][j] = starts[place];
-                    }
-                }
-            }
-        }
-    }
-
-    if (DIM) {
-        wait_for_cluster();
-        load_logits();
-    }
-
-    float top = NOTHING;
-#pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) top = fmaxf(top, x[k][j]);
-    }
-    top = block_max(top, tops);
-    const bool nothing = top == NOTHING;
-    if (nothing) top = 0.0f;
-    float sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-        if (k * THREADS < quads) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float weight = fminf(__expf(x[k][j] - top), 1.0f);  // none may exceed the first's
-                sum += weight;
-                x[k][j] = x[k][j] > NOTHING ? weight : -1.0f;
-            }
-        }
-    }
-    const float inverse = 1.0f / fmaxf(block_sum(sum, sums), 1.0f);
-    int key[QUADS][4];
-    int total = 0;
-#pragma unroll
-    for (int k = 0; k < QUADS; ++k) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) key[k][j] = -1;
-        if (k * THREADS < quads) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float share = x[k][j] * inverse, mass = truncf(share * UNITS);
-                const bool there = share >= 0.0f;
-                key[k][j] = !there ? -1 : BY_COUNT ? __float_as_int(share) + 1 : __float_as_int(mass);
-                total += !there ? 0 : BY_COUNT ? 1 : static_cast<int>(mass);
-            }
-        }
-    }
-    total = __reduce_add_sync(FULL, total);
-    if (thread % 32 == 0) totals[thread / 32] = total;
-    __syncthreads();
-
-    // Bounds of the search, as in `triton_impl._search`: n clusters below slack / n weigh less than what may be left
-    // out.
-    if (thread < 2) {
-        total = 0;
-        for (int warp = 0; warp < WARPS; ++warp) total += totals[warp];
-        const float share = thread ? p2 : p1;
-        Stage stage;
-        int low = 1;
-        if (BY_COUNT) {
-            stage.need = min(static_cast<int>(ceilf(fmaxf(share, 0.0f))), total);
-        } else {
-            stage.need = min(static_cast<int>(fmax(ceil(static_cast<double>(share) * total), 0.0)), total);
-            const float slack = 0.999999f / static_cast<float>(max(n, 1));
-            low = __float_as_int(fmaxf(static_cast<float>(total - stage.need) * slack, 1.0f));
-        }
-        // The heaviest is the one whose exponential is 1.
-        const int most = nothing ? 0 : BY_COUNT ? __float_as_int(inverse) + 1 : __float_as_int(truncf(inverse * UNITS));
-        stage.low = min(low, most);
-        stage.span = static_cast<unsigned>(most + 1 - stage.low);
-        stage.beyond = 0;
-        stage.equal = 0;
-        stage.open = stage.need > 0;
-        stages[0][thread] = stage;
-    }
-    for (int i = thread; i < 2 * BINS; i += THREADS) bins[i] = 0;
-    __syncthreads();
-
-    Stage one = stages[0][0], two = stages[0][1];
-    for (int round = 0; round < 32 && (one.open || two.open); ++round) {
-        // Bits of a number in a range that the bins leave out.
-        const int shift1 = max(0, 32 - __clz(one.span - 1) - (31 - __clz(BINS)));
-        const int shift2 = max(0, 32 - __clz(two.span - 1) - (31 - __clz(BINS)));
-        const unsigned span1 = one.open ? one.span : 0, span2 = two.open ? two.span : 0;
-#pragma unroll
-        for (int k = 0; k < QUADS; ++k) {
-            if (k * THREADS < quads) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const unsigned at1 = static_cast<unsigned>(key[k][j] - one.low);
-                    const unsigned at2 = static_cast<unsigned>(key[k][j] - two.low);
-                    if (at1 < span1) atomicAdd(&bins[at1 >> shift1], mass_of(key[k][j]));
-                    if (at2 < span2) atomicAdd(&bins[BINS + (at2 >> shift2)], mass_of(key[k][j]));
-                }
-            }
-        }
-        __syncthreads();
-        // From the highest bin down: threads of the first half sum the first stage's bins, the others the second's.
-        const int half = thread / (THREADS / 2), place = thread % (THREADS / 2);
-        const int first = half * BINS + BINS - (place + 1) * PER_THREAD;
-        int bin_mass[PER_THREAD];
-        int mass = 0;
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) {
-            bin_mass[i] = bins[first + i];
-            bins[first + i] = 0;
-            mass += bin_mass[i];
-        }
-        int above = mass;
-        for (int by = 1; by < 32; by *= 2) {
-            const int other = __shfl_up_sync(FULL, above, by);
-            if (thread % 32 >= by) above += other;
-        }
-        if (thread % 32 == 31) waves[round % 2][thread / 32] = above;
-        const Stage mine = half ? two : one;
-        if (place == 0 && !mine.open) stages[(round + 1) % 2][half] = mine;
-        __syncthreads();
-        const int wave = thread % 32 < place / 32 ? waves[round % 2][half * WARPS / 2 + thread % 32] : 0;
-        above += mine.beyond - mass + __reduce_add_sync(FULL, wave);
-        if (mine.open && above < mine.need && above + mass >= mine.need) {
-            const int by = half ? shift2 : shift1;
-            int in_bin = 0, at = 0;
-            bool searching = true;
-#pragma unroll
-            for (int i = PER_THREAD - 1; i >= 0; --i) {
-                if (searching) {
-                    in_bin = bin_mass[i];
-                    at = i;
-                    searching = i > 0 && above + in_bin < mine.need;
-                    above += searching ? in_bin : 0;
-                }
-            }
-            const unsigned offset = static_cast<unsigned>(first + at - half * BINS) << by;
-            Stage found = mine;
-            found.low = mine.low + static_cast<int>(offset);
-            found.span = min(1u << by, mine.span - offset);
-            found.beyond = above;
-            found.equal = in_bin;
-            found.open = found.span > 1;
-            stages[(round + 1) % 2][half] = found;
-        }
-        __syncthreads();
-        one = stages[(round + 1) % 2][0];
-        two = stages[(round + 1) % 2][1];
-    }
-
-    // Sets: of equal clusters only the first are taken.
-    {
-        const int unit1 = BY_COUNT ? 1 : max(1, mass_of(one.low)), unit2 = BY_COUNT ? 1 : max(1, mass_of(two.low));
-        const bool some1 = one.need > 0, some2 = two.need > 0;
-        const int wanted1 = (one.need - one.beyond + unit1 - 1) / unit1;
-        const int wanted2 = (two.need - two.beyond + unit2 - 1) / unit2;
-        const bool ties = (some1 && wanted1 < one.equal / unit1) || (some2 && wanted2 < two.equal / unit2);
-        const bool all1 = !BY_COUNT && p1 >= 1.0f, all2 = !BY_COUNT && p2 >= 1.0f;
-        // Every cluster has a key of at least 0, none one of 0x7fffffff.
-        const int from1 = all1 ? 0 : some1 ? one.low : 0x7fffffff, from2 = all2 ? 0 : some2 ? two.low : 0x7fffffff;
-        u64 seen = 0;  // of the two stages' equals, 32 bits each
-#pragma unroll
-        for (int k = 0; k < QUADS; ++k) {
-            if (k * THREADS < quads) {
-                unsigned level = 0;
-                u64 rank = 0;
-                if (ties) {
-                    u64 all;
+                for (int j = 0; j < 4; ++j) x[k][j] = NOTHING;
+                if (whole && cell + 3 < n) {
+                    const float4 four = *reinterpret_cast<const float4*>(of_head + cell);
+                    x[k][0] = four.x, x[k][1] = four.y, x[k][2] = four.z, x[k][3] = four.w;
+                } else {
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
-                        rank += static_cast<u64>(key[k][j] == one.low) | static_cast<u64>(key[k][j] == two.low) << 32;
+                        if (cell + j < n) x[k][j] = of_head[cell + j];
                     }
-                    rank = seen + block_scan(rank, scratch64, all);
-                    seen += all;
                 }
+            }
+        };
+        if (!DIM) load_logits();
+        // This block's part of the clusters: whole runs. What it needs of them is on its way while the search goes on.
+        const int run_quads = RUN > 4 ? RUN / 4 : 1;
+        const int part = ((quads + GROUP - 1) / GROUP + run_quads - 1) / run_quads * run_quads;
+        const int begin = min(head * part, quads), end = min(begin + part, quads);
+        int size[PARTS][4], start[PARTS][4], tile[PARTS];
+#pragma unroll
+        for (int k = 0; k < PARTS; ++k) {
+            const int quad = begin + thread + k * THREADS;
+            tile[k] = 0;
+            if (WIDTH && quad < end) tile[k] = tiles[static_cast<size_t>(request) * most_tiles + 4 * quad / max(1, WIDTH)];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) size[k][j] = 0;
+            if (quad < end) {
+                if (whole && 4 * quad + 3 < n) {
+                    const auto place = place_of(4 * quad);
+                    const int4 four = *reinterpret_cast<const int4*>(sizes + place);
+                    size[k][0] = four.x, size[k][1] = four.y, size[k][2] = four.z, size[k][3] = four.w;
+                    if (EARLY) {
+                        const int4 more = *reinterpret_cast<const int4*>(starts + place);
+                        start[k][0] = more.x, start[k][1] = more.y, start[k][2] = more.z, start[k][3] = more.w;
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        if (4 * quad + j < n) {
+                            const auto place = place_of(4 * quad + j);
+                            size[k][j] = sizes[place];
+                            if (EARLY) start[k][j] = starts[place];
+                        }
+                    }
+                }
+            }
+        }
+
+        if (DIM) {
+            wait_for_cluster();
+            load_logits();
+        }
+
+        float top = NOTHING;
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) top = fmaxf(top, x[k][j]);
+        }
+        top = block_max(top, tops);
+        const bool nothing = top == NOTHING;
+        if (nothing) top = 0.0f;
+        float sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+            if (k * THREADS < quads) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const int one_key = key[k][j];
-                    bool taken1 = one_key >= from1, taken2 = one_key >= from2;
-                    if (ties) {
-                        const bool same1 = one_key == one.low, same2 = one_key == two.low;
-                        if (same1 && !all1 && static_cast<int>(rank & FULL) >= wanted1) taken1 = false;
-                        if (same2 && !all2 && static_cast<int>(rank >> 32) >= wanted2) taken2 = false;
-                        rank += static_cast<u64>(same1) | static_cast<u64>(same2) << 32;
-                    }
-                    level |= (static_cast<unsigned>(taken1) | static_cast<unsigned>(taken2) << 1) << (8 * j);
+                    const float weight = fminf(__expf(x[k][j] - top), 1.0f);  // none may exceed the first's
+                    sum += weight;
+                    x[k][j] = x[k][j] > NOTHING ? weight : -1.0f;
                 }
-                levels[thread + k * THREADS] = level;
             }
         }
-    }
-    arrive_at_cluster();
-    wait_for_cluster();
+        const float inverse = 1.0f / fmaxf(block_sum(sum, sums), 1.0f);
+        int key[EACH][4];
+        int total = 0;
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) key[k][j] = -1;
+            if (k * THREADS < quads) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float share = x[k][j] * inverse, mass = truncf(share * UNITS);
+                    const bool there = share >= 0.0f;
+                    key[k][j] = !there ? -1 : BY_COUNT ? __float_as_int(share) + 1 : __float_as_int(mass);
+                    total += !there ? 0 : BY_COUNT ? 1 : static_cast<int>(mass);
+                }
+            }
+        }
+        total = __reduce_add_sync(FULL, total);
+        if (thread % 32 == 0) totals[thread / 32] = total;
+        __syncthreads();
 
-    unsigned chosen[PARTS];  // bit j: cluster j of the quad is exact, bit 4 + j: approximated
-    u64 before[PARTS];       // exact clusters (20 bits), approximated ones (20), numbers of tokens (24)
-    int some_exact = 0, some_tokens = 0, some_approx = 0, some_filled = 0, extent = 0;
-#pragma unroll
-    for (int k = 0; k < PARTS; ++k) {
-        chosen[k] = 0;
-        before[k] = 0;
-        if (begin + k * THREADS < end) {
-            const int quad = begin + thread + k * THREADS;
-            unsigned level = 0;
-            if (quad < end) {
-#pragma unroll
-                for (int block = 0; block < GROUP; ++block) level |= load_of_block(levels + quad, block);
+        // Bounds of the search, as in `triton_impl._search`: n clusters below slack / n weigh less than what may be left
+        // out.
+        if (thread < 2) {
+            total = 0;
+            for (int warp = 0; warp < WARPS; ++warp) total += totals[warp];
+            const float share = thread ? p2 : p1;
+            Stage stage;
+            int low = 1;
+            if (BY_COUNT) {
+                stage.need = min(static_cast<int>(ceilf(fmaxf(share, 0.0f))), total);
+            } else {
+                stage.need = min(static_cast<int>(fmax(ceil(static_cast<double>(share) * total), 0.0)), total);
+                const float slack = 0.999999f / static_cast<float>(max(n, 1));
+                low = __float_as_int(fmaxf(static_cast<float>(total - stage.need) * slack, 1.0f));
             }
-            u64 packed = 0;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const unsigned taken = level >> (8 * j) & 3;
-                // Of a cut cluster the tokens that are there are exact; having no mass, it has no level.
-                const bool is_exact = taken & 2 || size[k][j] < 0, is_approx = !is_exact && taken == 1;
-                chosen[k] |= static_cast<unsigned>(is_exact) << j | static_cast<unsigned>(is_approx) << (4 + j);
-                packed += static_cast<u64>(is_exact) | static_cast<u64>(is_approx) << 13 |
-                          static_cast<u64>(size[k][j] != 0) << 26 |
-                          static_cast<u64>(is_exact ? abs(size[k][j]) : 0) << 39;
-            }
-            u64 all;
-            const u64 sum_before = block_scan(packed, scratch64, all);
-            const int all_tokens = static_cast<int>(all >> 39);
-            int number = static_cast<int>(sum_before >> 39), room = all_tokens;
-            if (ALIGN > 1) {  // the tokens of each run begin at a multiple of ALIGN
-                run_starts[thread] = number;
-                if (thread == 0) run_starts[THREADS] = all_tokens;
-                __syncthreads();
-                const int first = thread / run_quads * run_quads;
-                const int in_run = run_starts[min(first + run_quads, THREADS)] - run_starts[first];
-                const bool last = thread == first + run_quads - 1;
-                u64 filling;
-                number += static_cast<int>(
-                    block_scan(last ? (in_run + ALIGN - 1) / ALIGN * ALIGN - in_run : 0, scratch64, filling));
-                room += static_cast<int>(filling);
-            }
-            before[k] = static_cast<u64>(some_exact + static_cast<int>(sum_before & 0x1fff)) |
-                        static_cast<u64>(some_approx + static_cast<int>(sum_before >> 13 & 0x1fff)) << 20 |
-                        static_cast<u64>(extent + number) << 40;
-            some_exact += static_cast<int>(all & 0x1fff);
-            some_approx += static_cast<int>(all >> 13 & 0x1fff);
-            some_filled += static_cast<int>(all >> 26 & 0x1fff);
-            some_tokens += all_tokens;
-            extent += room;
+            // The heaviest is the one whose exponential is 1.
+            const int most = nothing ? 0 : BY_COUNT ? __float_as_int(inverse) + 1 : __float_as_int(truncf(inverse * UNITS));
+            stage.low = min(low, most);
+            stage.span = static_cast<unsigned>(most + 1 - stage.low);
+            stage.beyond = 0;
+            stage.equal = 0;
+            stage.open = stage.need > 0;
+            stages[0][thread] = stage;
         }
-    }
-    if (thread == 0) {
-        own[0] = some_exact, own[1] = some_tokens, own[2] = some_approx, own[3] = some_filled, own[4] = extent;
-    }
-    arrive_at_cluster();
-    wait_for_cluster();
-    int at_exact = 0, at_approx = 0, at_number = 0, all = 0;
+        for (int i = thread; i < 2 * BINS; i += THREADS) bins[i] = 0;
+        __syncthreads();
+
+        Stage one = stages[0][0], two = stages[0][1];
+        for (int round = 0; round < 32 && (one.open || two.open); ++round) {
+            // Bits of a number in a range that the bins leave out.
+            const int shift1 = max(0, 32 - __clz(one.span - 1) - (31 - __clz(BINS)));
+            const int shift2 = max(0, 32 - __clz(two.span - 1) - (31 - __clz(BINS)));
+            const unsigned span1 = one.open ? one.span : 0, span2 = two.open ? two.span : 0;
 #pragma unroll
-    for (int block = 0; block < GROUP; ++block) {
-        if (block < head) {
-            at_exact += load_of_block(own, block);
-            at_approx += load_of_block(own + 2, block);
-            at_number += load_of_block(own + 4, block);
+            for (int k = 0; k < EACH; ++k) {
+                if (k * THREADS < quads) {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const unsigned at1 = static_cast<unsigned>(key[k][j] - one.low);
+                        const unsigned at2 = static_cast<unsigned>(key[k][j] - two.low);
+                        if (at1 < span1) atomicAdd(&bins[at1 >> shift1], mass_of(key[k][j]));
+                        if (at2 < span2) atomicAdd(&bins[BINS + (at2 >> shift2)], mass_of(key[k][j]));
+                    }
+                }
+            }
+            __syncthreads();
+            // From the highest bin down: threads of the first half sum the first stage's bins, the others the second's.
+            const int half = thread / (THREADS / 2), place = thread % (THREADS / 2);
+            const int first = half * BINS + BINS - (place + 1) * PER_THREAD;
+            int bin_mass[PER_THREAD];
+            int mass = 0;
+#pragma unroll
+            for (int i = 0; i < PER_THREAD; ++i) {
+                bin_mass[i] = bins[first + i];
+                bins[first + i] = 0;
+                mass += bin_mass[i];
+            }
+            int above = mass;
+            for (int by = 1; by < 32; by *= 2) {
+                const int other = __shfl_up_sync(FULL, above, by);
+                if (thread % 32 >= by) above += other;
+            }
+            if (thread % 32 == 31) waves[round % 2][thread / 32] = above;
+            const Stage mine = half ? two : one;
+            if (place == 0 && !mine.open) stages[(round + 1) % 2][half] = mine;
+            __syncthreads();
+            const int wave = thread % 32 < place / 32 ? waves[round % 2][half * WARPS / 2 + thread % 32] : 0;
+            above += mine.beyond - mass + __reduce_add_sync(FULL, wave);
+            if (mine.open && above < mine.need && above + mass >= mine.need) {
+                const int by = half ? shift2 : shift1;
+                int in_bin = 0, at = 0;
+                bool searching = true;
+#pragma unroll
+                for (int i = PER_THREAD - 1; i >= 0; --i) {
+                    if (searching) {
+                        in_bin = bin_mass[i];
+                        at = i;
+                        searching = i > 0 && above + in_bin < mine.need;
+                        above += searching ? in_bin : 0;
+                    }
+                }
+                const unsigned offset = static_cast<unsigned>(first + at - half * BINS) << by;
+                Stage found = mine;
+                found.low = mine.low + static_cast<int>(offset);
+                found.span = min(1u << by, mine.span - offset);
+                found.beyond = above;
+                found.equal = in_bin;
+                found.open = found.span > 1;
+                stages[(round + 1) % 2][half] = found;
+            }
+            __syncthreads();
+            one = stages[(round + 1) % 2][0];
+            two = stages[(round + 1) % 2][1];
         }
-        if (head == 0 && thread < 5) all += load_of_block(own + thread, block);
-    }
-    arrive_at_cluster();  // nobody's shared memory is read by others from here on
-    if (head == 0 && thread < 5) counts[row * 5 + thread] = all;
-    if (WIDTH) wait_for_cluster();
-    const int kv_head = row % kv_heads;
+
+        // Sets: of equal clusters only the first are taken.
+        {
+            const int unit1 = BY_COUNT ? 1 : max(1, mass_of(one.low)), unit2 = BY_COUNT ? 1 : max(1, mass_of(two.low));
+            const bool some1 = one.need > 0, some2 = two.need > 0;
+            const int wanted1 = (one.need - one.beyond + unit1 - 1) / unit1;
+            const int wanted2 = (two.need - two.beyond + unit2 - 1) / unit2;
+            const bool ties = (some1 && wanted1 < one.equal / unit1) || (some2 && wanted2 < two.equal / unit2);
+            const bool all1 = !BY_COUNT && p1 >= 1.0f, all2 = !BY_COUNT && p2 >= 1.0f;
+            // Every cluster has a key of at least 0, none one of 0x7fffffff.
+            const int from1 = all1 ? 0 : some1 ? one.low : 0x7fffffff, from2 = all2 ? 0 : some2 ? two.low : 0x7fffffff;
+            u64 seen = 0;  // of the two stages' equals, 32 bits each
 #pragma unroll
-    for (int k = 0; k < PARTS; ++k) {
-        int cell = 4 * (begin + thread + k * THREADS);
-        int place = at_exact + static_cast<int>(before[k] & 0xfffff);
-        int other = at_approx + static_cast<int>(before[k] >> 20 & 0xfffff);
-        int number = at_number + static_cast<int>(before[k] >> 40);
-        // The exact clusters of this warp: first member, first number.
-        int2* const listed = reinterpret_cast<int2*>(pool) + 128 * (thread / 32);
-        const int first = __shfl_sync(FULL, place, 0);
+            for (int k = 0; k < EACH; ++k) {
+                if (k * THREADS < quads) {
+                    unsigned level = 0;
+                    u64 rank = 0;
+                    if (ties) {
+                        u64 all;
 #pragma unroll
-        for (int j = 0; j < 4; ++j, ++cell) {
-            if (chosen[k] >> j & 1) {
-                const int begins = EARLY ? start[k][j] : starts[place_of(cell)];
-                if (WIDTH) listed[place - first] = make_int2(begins, number);
-                exact[out + place] = cell;
-                prefix[out + place] = number;
-                shift[out + place++] = begins - number;
-                number += abs(size[k][j]);
-            } else if (chosen[k] >> (4 + j) & 1) {
-                if (WIDTH) summaries[out + other] = (tile[k] * kv_heads + kv_head) * WIDTH + cell % max(1, WIDTH);
-                approx[out + other++] = cell;
+                        for (int j = 0; j < 4; ++j) {
+                            rank += static_cast<u64>(key[k][j] == one.low) | static_cast<u64>(key[k][j] == two.low) << 32;
+                        }
+                        rank = seen + block_scan(rank, scratch64, all);
+                        seen += all;
+                    }
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const int one_key = key[k][j];
+                        bool taken1 = one_key >= from1, taken2 = one_key >= from2;
+                        if (ties) {
+                            const bool same1 = one_key == one.low, same2 = one_key == two.low;
+                            if (same1 && !all1 && static_cast<int>(rank & FULL) >= wanted1) taken1 = false;
+                            if (same2 && !all2 && static_cast<int>(rank >> 32) >= wanted2) taken2 = false;
+                            rank += static_cast<u64>(same1) | static_cast<u64>(same2) << 32;
+                        }
+                        level |= (static_cast<unsigned>(taken1) | static_cast<unsigned>(taken2) << 1) << (8 * j);
+                    }
+                    levels[thread + k * THREADS] = level;
+                }
             }
         }
-        if (WIDTH) {
-            const int last = __shfl_sync(FULL, place, 31) - first, stop = __shfl_sync(FULL, number, 31);
-            const int* const of_kv_head = members + kv_head * most_members;
-            int* const of_row = slots + row * most_tokens;
-            __syncwarp();
-            for (int i = thread % 32 / 8; i < last; i += 4) {
-                const int2 one = listed[i];
-                const int after = i + 1 < last ? listed[i + 1].y : stop;
+        arrive_at_cluster();
+        wait_for_cluster();
+
+        unsigned chosen[PARTS];  // bit j: cluster j of the quad is exact, bit 4 + j: approximated
+        u64 before[PARTS];       // exact clusters (20 bits), approximated ones (20), numbers of tokens (24)
+        int some_exact = 0, some_tokens = 0, some_approx = 0, some_filled = 0, extent = 0;
+#pragma unroll
+        for (int k = 0; k < PARTS; ++k) {
+            chosen[k] = 0;
+            before[k] = 0;
+            if (begin + k * THREADS < end) {
+                const int quad = begin + thread + k * THREADS;
+                unsigned level = 0;
+                if (quad < end) {
+#pragma unroll
+                    for (int block = 0; block < GROUP; ++block) level |= load_of_block(levels + quad, block);
+                }
+                u64 packed = 0;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const unsigned taken = level >> (8 * j) & 3;
+                    // Of a cut cluster the tokens that are there are exact; having no mass, it has no level.
+                    const bool is_exact = taken & 2 || size[k][j] < 0, is_approx = !is_exact && taken == 1;
+                    chosen[k] |= static_cast<unsigned>(is_exact) << j | static_cast<unsigned>(is_approx) << (4 + j);
+                    packed += static_cast<u64>(is_exact) | static_cast<u64>(is_approx) << 13 |
+                              static_cast<u64>(size[k][j] != 0) << 26 |
+                              static_cast<u64>(is_exact ? abs(size[k][j]) : 0) << 39;
+                }
+                u64 all;
+                const u64 sum_before = block_scan(packed, scratch64, all);
+                const int all_tokens = static_cast<int>(all >> 39);
+                int number = static_cast<int>(sum_before >> 39), room = all_tokens;
+                if (ALIGN > 1) {  // the tokens of each run begin at a multiple of ALIGN
+                    run_starts[thread] = number;
+                    if (thread == 0) run_starts[THREADS] = all_tokens;
+                    __syncthreads();
+                    const int first = thread / run_quads * run_quads;
+                    const int in_run = run_starts[min(first + run_quads, THREADS)] - run_starts[first];
+                    const bool last = thread == first + run_quads - 1;
+                    u64 filling;
+                    number += static_cast<int>(
+                        block_scan(last ? (in_run + ALIGN - 1) / ALIGN * ALIGN - in_run : 0, scratch64, filling));
+                    room += static_cast<int>(filling);
+                }
+                before[k] = static_cast<u64>(some_exact + static_cast<int>(sum_before & 0x1fff)) |
+                            static_cast<u64>(some_approx + static_cast<int>(sum_before >> 13 & 0x1fff)) << 20 |
+                            static_cast<u64>(extent + number) << 40;
+                some_exact += static_cast<int>(all & 0x1fff);
+                some_approx += static_cast<int>(all >> 13 & 0x1fff);
+                some_filled += static_cast<int>(all >> 26 & 0x1fff);
+                some_tokens += all_tokens;
+                extent += room;
+            }
+        }
+        if (thread == 0) {
+            own[0] = some_exact, own[1] = some_tokens, own[2] = some_approx, own[3] = some_filled, own[4] = extent;
+        }
+        arrive_at_cluster();
+        wait_for_cluster();
+        int at_exact = 0, at_approx = 0, at_number = 0, all = 0;
+#pragma unroll
+        for (int block = 0; block < GROUP; ++block) {
+            if (block < head) {
+                at_exact += load_of_block(own, block);
+                at_approx += load_of_block(own + 2, block);
+                at_number += load_of_block(own + 4, block);
+            }
+            if (head == 0 && thread < 5) all += load_of_block(own + thread, block);
+        }
+        arrive_at_cluster();  // nobody's shared memory is read by others from here on
+        if (head == 0 && thread < 5) counts[row * 5 + thread] = all;
+        if (WIDTH) wait_for_cluster();
+        const int kv_head = row % kv_heads;
+#pragma unroll
+        for (int k = 0; k < PARTS; ++k) {
+            int cell = 4 * (begin + thread + k * THREADS);
+            int place = at_exact + static_cast<int>(before[k] & 0xfffff);
+            int other = at_approx + static_cast<int>(before[k] >> 20 & 0xfffff);
+            int number = at_number + static_cast<int>(before[k] >> 40);
+            // The exact clusters of this warp: first member, first number.
+            int2* const listed = reinterpret_cast<int2*>(pool) + 128 * (thread / 32);
+            const int first = __shfl_sync(FULL, place, 0);
+#pragma unroll
+            for (int j = 0; j < 4; ++j, ++cell) {
+                if (chosen[k] >> j & 1) {
+                    const int begins = EARLY ? start[k][j] : starts[place_of(cell)];
+                    if (WIDTH) listed[place - first] = make_int2(begins, number);
+                    exact[out + place] = cell;
+                    prefix[out + place] = number;
+                    shift[out + place++] = begins - number;
+                    number += abs(size[k][j]);
+                } else if (chosen[k] >> (4 + j) & 1) {
+                    if (WIDTH) summaries[out + other] = (tile[k] * kv_heads + kv_head) * WIDTH + cell % max(1, WIDTH);
+                    approx[out + other++] = cell;
+                }
+            }
+            if (WIDTH) {
+                const int last = __shfl_sync(FULL, place, 31) - first, stop = __shfl_sync(FULL, number, 31);
+                const int* const of_kv_head = members + kv_head * most_members;
+                int* const of_row = slots + row * most_tokens;
+                __syncwarp();
+                for (int i = thread % 32 / 8; i < last; i += 4) {
+                    const int2 one = listed[i];
+                    const int after = i + 1 < last ? listed[i + 1].y : stop;
 #pragma unroll 4
-                for (int at = one.y + thread % 8; at < after; at += 8) of_row[at] = of_kv_head[one.x + (at - one.y)];
+                    for (int at = one.y + thread % 8; at < after; at += 8) of_row[at] = of_kv_head[one.x + (at - one.y)];
+                }
+                __syncwarp();
             }
-            __syncwarp();
         }
+        if (!WIDTH) wait_for_cluster();
+    };
+    if (QUADS > 4 && quads <= 4 * THREADS) {
+        select(Number<4>());
+    } else if (QUADS > 8 && quads <= 8 * THREADS) {
+        select(Number<8>());
+    } else {
+        select(Number<QUADS>());
     }
-    if (!WIDTH) wait_for_cluster();
 }

@@ -379,26 +379,27 @@ def test_every_block_selects_the_same(block: cuda_impl.Block, monkeypatch: pytes
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 @pytest.mark.parametrize("spread", [0.3, 4.0])
 @pytest.mark.parametrize(
-    ("group", "tiles", "width"), [(4, 5, 16), (3, 65, 64), (1, 130, 64), (4, 128, 64), (4, 500, 64)]
+    ("group", "tiles", "width"), [(4, 5, 16), (3, 65, 64), (1, 130, 64), (4, 128, 64), (4, 160, 64), (4, 500, 64)]
 )
 def test_cuda_writes_out_what_the_lists_stand_for(
     group: int, tiles: int, width: int, spread: float, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots of exact tokens and places of summaries, by loops over the lists; nothing behind them is written.
 
-    With the blocks of threads that few rows get, and those of many.
+    With the blocks of threads that few rows get, and those of many; and rows that a smaller block would have held.
     """
     choose = cuda_impl.block_for
     monkeypatch.setattr(cuda_impl, "block_for", lambda width, *_: choose(width, int(many), 0))
     gen = torch.Generator().manual_seed(tiles)
-    batch, kv_heads, cells = 3, 2, tiles * width
+    batch, kv_heads, cells = 5, 2, tiles * width
     logits = (torch.randn(batch, kv_heads, group, cells, generator=gen) * spread).to(DEVICE)
     sizes = torch.randint(-3, 40, (batch, kv_heads, cells), generator=gen, dtype=torch.int32).to(DEVICE)  # cut ones
     logits = torch.where(sizes.unsqueeze(2) > 0, logits, -math.inf)
     most = 50 * cells
     starts = torch.randint(0, most, (batch, kv_heads, cells), generator=gen, dtype=torch.int32).to(DEVICE)
-    counts = torch.tensor([cells, cells - width, 0], dtype=torch.int32, device=DEVICE)
-    p = torch.tensor([[0.95, 0.7], [1, 0.99], [0.9, 0.9]], device=DEVICE)
+    parts = [tiles // n * width for n in (2, 3)]
+    counts = torch.tensor([cells, cells - width, 0, *parts], dtype=torch.int32, device=DEVICE)
+    p = torch.tensor([[0.95, 0.7], [1, 0.99], [0.9, 0.9], [0.9, 0.6], [0.97, 0.2]], device=DEVICE)
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.full(shape, -(10**6), dtype=torch.int32, device=DEVICE)
@@ -454,11 +455,15 @@ def test_expansions_that_do_not_fit() -> None:
 
 def test_blocks() -> None:
     """The smallest that is large enough; fewer threads where several blocks share a multiprocessor."""
-    for width in (1, 1024, 1025, 4096, 8192, 16384, 16385, cuda_impl.MAX_CELLS):
-        few, many = (cuda_impl.block_for(width, blocks, 132) for blocks in (132, 133))
-        assert few.cells == many.cells >= width and few.threads >= many.threads
-        assert not any(width <= block.cells < few.cells for block in cuda_impl.BLOCKS)
+    for blocks, number in ((cuda_impl.OF_FEW, 132), (cuda_impl.OF_MANY, 133)):
+        for width in (1, 1024, 1025, 4096, 8192, 10240, 16384, 16385, cuda_impl.MAX_CELLS):
+            block = cuda_impl.block_for(width, number, 132)
+            assert block.cells >= width and not any(width <= other.cells < block.cells for other in blocks)
+            assert block in cuda_impl.up_to(width)
+        assert blocks[-1].cells == cuda_impl.MAX_CELLS
     assert (cuda_impl.block_for(8192, 32, 132).threads, cuda_impl.block_for(8192, 256, 132).threads) == (512, 256)
+    assert cuda_impl.up_to(1025) == [cuda_impl.Block(256, 1), cuda_impl.Block(256, 2)]
+    assert set(cuda_impl.up_to(cuda_impl.MAX_CELLS)) == set(cuda_impl.BLOCKS)
 
 
 def test_where_cuda_is_refused() -> None:

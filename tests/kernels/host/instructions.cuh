@@ -32,6 +32,7 @@
 
 typedef unsigned short u16;
 typedef long long i64;
+typedef unsigned long long u64;
 using std::max;
 using std::min;
 
@@ -40,6 +41,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(8) int2 { int x, y; };
+struct alignas(8) float2 { float x, y; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
 struct Index { unsigned x, y, z; };
 
@@ -248,11 +250,29 @@ inline void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, u
 
 inline uint4 load_once(const void *from) { return __ldcg(static_cast<const uint4 *>(from)); }
 
-inline void copy16(unsigned to, const void *from, bool there) {
-    if (reinterpret_cast<size_t>(at_address(to)) % 16 || (there && reinterpret_cast<size_t>(from) % 16)) {
-        std::fprintf(stderr, "16 bytes are copied to or from an address that is no multiple of 16\n");
+// There is no L2 cache whose lines could go.
+inline u64 first_to_go() { return 0; }
+inline u64 last_to_go(float share) {
+    if (!(share > 0 && share <= 1)) {
+        std::fprintf(stderr, "a share of %g of the lines is to stay\n", share);
         std::abort();
     }
+    return 0;
+}
+template <int BYTES> inline void aligned(const void *there) {
+    if (reinterpret_cast<size_t>(there) % BYTES) {
+        std::fprintf(stderr, "%d bytes are copied to or from an address that is no multiple of them\n", BYTES);
+        std::abort();
+    }
+}
+inline void store8(void *to, uint2 two, u64) {
+    aligned<8>(to);
+    *static_cast<uint2 *>(to) = two;
+}
+
+inline void copy16(unsigned to, const void *from, bool there, u64) {
+    aligned<16>(at_address(to));
+    if (there) aligned<16>(from);
     std::memset(at_address(to), 0xff, 16);  // not a number, in all types
     block->now->copies.push_back({to, from, there});
 }

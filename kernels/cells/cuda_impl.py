@@ -214,11 +214,12 @@ def decode(
         (unused if each is None else each).to(torch.int32) for each in (rows, seen, skip, fresh, entries)
     )
     kept = workspace.logits if score is None else score
+    staying = min(1.0, KEPT / (2 * batch * heads * max(1, width)))
     tensors = (query, new_keys, new_values, keys, values, slot, rows, seen, skip, fresh, entries, turn.phase, kept)
     buffers = (workspace.parts, workspace.part_lse, workspace.logits, workspace.tops, workspace.arrived, out)
     _kernel(index, variant)(
         (shares, kv_heads, batch), *(x.data_ptr() for x in (*tensors, *buffers)),
         *(ctypes.c_int64(stride) for stride in strides), ctypes.c_int32(width), ctypes.c_float(scale * LOG2_E),
-        ctypes.c_float(beta), ctypes.c_float(min(1.0, KEPT / (2 * batch * heads * max(1, width)))), cooperative=_waits(kv_heads, sets, shares),
+        ctypes.c_float(beta), ctypes.c_float(staying), cooperative=_waits(kv_heads, sets, shares),
     )  # fmt: skip
     return out

@@ -79,6 +79,21 @@ def _kernel(
     return nvrtc.kernel(index, cuda_impl.SOURCE, "score_and_select", block.threads, constants)
 
 
+def warm_up(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, cells: int, *, group: str = "union") -> bool:
+    """Compile what rows of up to `cells` clusters will need, where the kernel runs for such rows; whether it does.
+
+    Args:
+        query, pool, rows, group: as for `refusal`: of one batch, for all of its kind.
+        cells: the most clusters.
+    """
+    if refusal(query, pool, rows, group=group):
+        return False
+    index, heads = nvrtc.index_of(query.device), query.shape[2] // pool.centroids.shape[1]
+    for block in cuda_impl.up_to(min(cells, cuda_impl.MAX_CELLS)):
+        _kernel(index, heads, block, False, pool.width, query.shape[3], query.dtype == torch.bfloat16)
+    return True
+
+
 def score_and_select(
     query: torch.Tensor,
     pool: ClusterPool,

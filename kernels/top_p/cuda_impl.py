@@ -59,9 +59,10 @@ class Block:
         return ROOMY if self.threads == 256 and self.quads > 4 else RESIDENT
 
 
-# Few, since each is compiled. Where several blocks share a multiprocessor fewer threads are better: 8,192 clusters of 8
-# requests with 8 key-value heads, 19.6 us beside 23.8 on an H200. A row with fewer clusters than a block has room for is
-# searched as in a smaller block (`select.cu`). CUDA graphs have room for 10,240 clusters where tokens are 131,072.
+# Few, since each is compiled. Where there are about as many blocks as multiprocessors, or more, fewer threads are
+# better: 8,192 clusters of 8 requests with 8 key-value heads, 19.6 us beside 23.8 on an H200. A row with fewer clusters
+# than a block has room for is searched as in a smaller one (`select.cu`). CUDA graphs have room for 10,240 clusters
+# where tokens are 131,072.
 OF_MANY = (
     Block(256, 1),
     Block(256, 2),
@@ -91,7 +92,7 @@ def block_for(width: int, blocks: int, multiprocessors: int) -> Block:
         blocks: that are launched.
         multiprocessors: that they run on.
     """
-    return next(block for block in (OF_MANY if blocks > multiprocessors else OF_FEW) if block.cells >= width)
+    return next(block for block in (OF_MANY if 2 * blocks > multiprocessors else OF_FEW) if block.cells >= width)
 
 
 def up_to(cells: int) -> list[Block]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.kernels.cluster_attention import ClusterRows, DenseTokens, joint_impl, reference
+from sglang_ext.kernels.cluster_attention import ClusterRows, DenseTokens, reference
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.buffers import Capacity, PlannedRow, RowBuffers
 from sglang_ext.kernels.rope import Rope
@@ -57,12 +57,13 @@ class Step:
         *,
         group: str | None = None,
         by_count: bool = False,
-        joint: bool = False,
+        joint: bool = True,
     ) -> None:
         """Args: as named; engine_room: buffers as large as the engine's for CUDA graphs, not as the batch needs.
 
         group: how the heads of a group share a set (default: the configuration's); by_count: rows keep numbers of
-        clusters, which `keep` tells; joint: scores and selection in one kernel.
+        clusters, which `keep` tells; joint: scores and selection in one kernel, where
+        that runs.
         """
         self.planted, self.batch, self.copies = planted, batch, copies
         self.group, self.by_count, self.stages = group or planted.config.group, by_count, planted.config.stages
@@ -153,19 +154,6 @@ class Step:
             if not errors[name] <= most:
                 raise ValueError(f"the kernels' {name} are wrong by {errors[name]:.2g} (at most {most}): not timed")
         return errors
-
-    def joint_notes(self) -> dict[str, Any]:
-        """With scores and selection in one kernel: {"joint_ms", "joint_errors"}, or {"joint_refused"}, why not."""
-        turned = self.query.unsqueeze(1)
-        refused = joint_impl.refusal(turned, self.copies[0].pool, self.buffers.clusters(self.batch), group=self.group)
-        if refused:
-            return {"joint_refused": refused}
-        try:
-            errors = self.check()
-        except ValueError as error:
-            return {"joint_refused": str(error)}
-        timing = time_turns(self.run, len(self.copies), self.planted.device)
-        return {"joint_ms": timing.median * 1e3, "joint_errors": errors}
 
     def shares(self, sampled: int = 4) -> dict[str, float]:
         """What the last run kept, means over rows and key-value heads, and the true attention that it recovered.

@@ -6,6 +6,7 @@ the machine, the versions, the commit and the command.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import platform
@@ -179,6 +180,18 @@ def commit() -> str:
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def json_file(text: str) -> Path:
+    """The argument ``--out`` of a benchmark: refused before hours are measured that could not be written.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a folder.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: expected a JSON file; name one in it")
+    return path
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from sglang_ext.attention.select import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench import _stages
 from sglang_ext.launch.bench._dbsa_engine import SHAPES
 from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, IN_TURNS, engines
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, in_turns, save, table
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, in_turns, json_file, save, table
 
 RESULTS = Path(__file__).resolve().parent / "results" / "dbsa.json"
 HALVES = ("kernels", "engine")
@@ -90,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='more arguments of both engines, as JSON; those of one under "stock" or "ours"'
         ' ({"ours": {"max_total_tokens": 580000}}; default: what --tokens and --larger need)',
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file (default: launch/bench/results/dbsa.json)")
+    parser.add_argument(
+        "--out", type=json_file, default=RESULTS, help="JSON file (default: launch/bench/results/dbsa.json)"
+    )
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.select import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench._record import Figure, save, table
+from sglang_ext.launch.bench._record import Figure, json_file, save, table
 from sglang_ext.policies.double_p import DoubleP
 
 RESULTS = Path(__file__).resolve().parent / "results" / "double_p.json"
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the benchmark itself, TRITON_INTERPRET=1"
     )
     parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="JSON file (default: launch/bench/results/double_p.json)"
+        "--out", type=json_file, default=RESULTS, help="JSON file (default: launch/bench/results/double_p.json)"
     )
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
 

@@ -31,7 +31,7 @@ from typing import Any
 from sglang_ext.attention.select import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
-from sglang_ext.launch.bench._record import command_line, save, table
+from sglang_ext.launch.bench._record import command_line, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of SGLang's")
     parser.add_argument("--anew", action="store_true", help="measure again what the file of results has already")
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
-    parser.add_argument("--out", type=Path, help="results (default: launch/bench/results/quality_SUITE.json)")
+    parser.add_argument("--out", type=json_file, help="results (default: launch/bench/results/quality_SUITE.json)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import sglang_ext
-from sglang_ext.launch.bench._record import commit
+from sglang_ext.launch.bench._record import commit, json_file
 from sglang_ext.launch.reference.corpus import held_out_classes, read_rows
 
 MODEL = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
@@ -455,7 +455,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--passkey-batch", type=int, default=10, help="prompts at once")
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
-    parser.add_argument("--out", default=str(RESULTS / "reference.json"), help="JSON file to write")
+    parser.add_argument("--out", type=json_file, default=str(RESULTS / "reference.json"), help="JSON file to write")
 
 
 def main(args: argparse.Namespace) -> int:

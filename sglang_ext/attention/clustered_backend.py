@@ -23,6 +23,7 @@ from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.planned import ROOM, BatchRows, PlannedViews
 from sglang_ext.attention.policy import Request, RequestRows, RowRuns
 from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun
+from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, PlannedRow, RowBuffers, Shape
 from sglang_ext.kernels.kmeans import kmeans_layers
@@ -292,8 +293,12 @@ class ClusteredViews(PlannedViews):
             # Longer rows come in other kernels, and those that see blocks from several distances.
             width, device = self.memory.width, self._table.device
             cells = tiles_of(min(self._table.shape[1], self.num_slots), config.cluster * width) * width
-            for length, align, expanded in ((1, 1, width), (width, attention.aligned(TILE), 0)):
-                cuda_impl.warm_up(device, self._shape.group, cells, length, align, expanded)
+            joint = self._tuning.joint and joint_impl.warm_up(
+                query.unsqueeze(1), self.memory.layers[layer], self._eager_rows.clusters(1), cells
+            )
+            if not joint:
+                cuda_impl.warm_up(device, self._shape.group, cells, 1, 1, width)
+            cuda_impl.warm_up(device, self._shape.group, cells, width, attention.aligned(TILE))
 
     def selected(self) -> dict[str, float]:
         """What the last layer of the last decoding step over clusters read, for /server_info; waits for the device.

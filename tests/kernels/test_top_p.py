@@ -454,8 +454,8 @@ def test_expansions_that_do_not_fit() -> None:
 
 
 def test_blocks() -> None:
-    """The smallest that is large enough; fewer threads where several blocks share a multiprocessor."""
-    for blocks, number in ((cuda_impl.OF_FEW, 132), (cuda_impl.OF_MANY, 133)):
+    """The smallest that is large enough; fewer threads where there are many blocks."""
+    for blocks, number in ((cuda_impl.OF_FEW, 66), (cuda_impl.OF_MANY, 67)):
         for width in (1, 1024, 1025, 4096, 8192, 10240, 16384, 16385, cuda_impl.MAX_CELLS):
             block = cuda_impl.block_for(width, number, 132)
             assert block.cells >= width and not any(width <= other.cells < block.cells for other in blocks)

@@ -540,11 +540,12 @@ select_clusters(const float* __restrict__ logits,
         }
         if (!WIDTH) wait_for_cluster();
     };
-    if (QUADS > 4 && quads <= 4 * THREADS) {
-        select(Number<4>());
-    } else if (QUADS > 8 && quads <= 8 * THREADS) {
-        select(Number<8>());
-    } else {
+    // The most frequent way last: a compiler that turns the order around has its code come next.
+    if (QUADS > 8 && quads > 8 * THREADS) {
         select(Number<QUADS>());
+    } else if (QUADS > 4 && quads > 4 * THREADS) {
+        select(Number<(QUADS > 8 ? 8 : QUADS)>());
+    } else {
+        select(Number<(QUADS > 4 ? 4 : QUADS)>());
     }
 }

@@ -2,8 +2,8 @@
 
 Reads the files that `_record.save` wrote into a folder and prints, for each, the machine, the commit and the command it
 comes from, and its rows. With ``--markdown`` the same text replaces a section of a document, so that no figure in it
-is typed by hand; ``--check`` says whether it is up to date. ``--plots`` draws each file's ratios beside their aims,
-and its curves.
+is typed by hand, and the table of headlines (`_headlines`) another one; ``--check`` says whether they are up to date.
+``--plots`` draws each file's ratios beside their aims, and its curves.
 Files of benchmarks with a layout of their own (``demo.json``, ``reference.json``) are left out, which stderr says.
 """
 
@@ -23,6 +23,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.launch.bench._headlines import headlines
 from sglang_ext.launch.bench._record import UNITS, Curve, Figure, Timing, table
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+HEADLINES_BEGIN, HEADLINES_END = "<!-- headlines:begin -->", "<!-- headlines:end -->"
 # What the heading calls a package: what the record calls it.
 VERSIONS = {"sglang": "sglang", "torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
 AIM = re.compile(r"at (?:least|most) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)x")  # as _record.at_least and at_most write it
@@ -91,7 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, default=RESULTS, metavar="FOLDER", help="JSON files (default: launch/bench/results)"
     )
     parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help=f"replace what stands between the lines {BEGIN} and {END}"
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help=f"replace what stands between the lines {BEGIN} and {END}, or the headlines between {HEADLINES_BEGIN} "
+        f"and {HEADLINES_END}",
     )
     parser.add_argument(
         "--check", action="store_true", help=f"with --markdown: change nothing; exit {OUTDATED} when it would change"
@@ -111,7 +117,7 @@ def main(args: argparse.Namespace) -> int:
     before, after = "", ""
     if args.markdown is not None:  # before anything is written, as it may refuse
         before = _read_text(args.markdown)
-        after = replace_section(before, report, args.markdown)
+        after = replace_sections(before, results, args.markdown)
     if args.check:
         return _check(args, before == after)
     if args.plots is not None:
@@ -332,23 +338,38 @@ def _table(figures: Sequence[Figure]) -> str:
     )
 
 
-def replace_section(text: str, report: str, where: Path) -> str:
+def replace_sections(text: str, results: Sequence[Results], where: Path) -> str:
+    """`text` with the report, or the headlines, or both between their markers; `where` names it in errors.
+
+    Raises:
+        ValueError: there are no markers, or not one line of each of a pair, or no row for a headline.
+    """
+    headlined = any(line.strip() in (HEADLINES_BEGIN, HEADLINES_END) for line in text.splitlines())
+    if headlined:
+        table_of = headlines((each.path, each.figures) for each in results)
+        text = replace_section(text, table_of, where, (HEADLINES_BEGIN, HEADLINES_END))
+    if not headlined or any(line.strip() in (BEGIN, END) for line in text.splitlines()):
+        text = replace_section(text, render(results), where)
+    return text
+
+
+def replace_section(text: str, report: str, where: Path, markers: tuple[str, str] = (BEGIN, END)) -> str:
     """`text` with `report` between its markers, which stay; `where` names it in errors.
 
     Raises:
         ValueError: not exactly one line of each marker, or the end before the beginning.
     """
     lines = text.splitlines(keepends=True)
-    begins, ends = ([at for at, line in enumerate(lines) if line.strip() == marker] for marker in (BEGIN, END))
+    begins, ends = ([at for at, line in enumerate(lines) if line.strip() == marker] for marker in markers)
     if len(begins) != 1 or len(ends) != 1 or begins[0] > ends[0]:
         got = "; ".join(
             f"{marker} on line{'' if len(found) == 1 else 's'} {', '.join(str(at + 1) for at in found)}"
             if found
             else f"no line {marker}"
-            for marker, found in ((BEGIN, begins), (END, ends))
+            for marker, found in zip(markers, (begins, ends), strict=True)
         )
         raise ValueError(
-            f"{where}: got {got}; expected one line {BEGIN} and, after it, one line {END}: add or mend them"
+            f"{where}: got {got}; expected one line {markers[0]} and, after it, one line {markers[1]}: add or mend them"
         )
     line_end = "\r\n" if lines[begins[0]].endswith("\r\n") else "\n"
     section = line_end.join(["", *report.split("\n"), "", ""])

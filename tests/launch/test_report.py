@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.launch import cli
-from sglang_ext.launch.bench import _record, report
+from sglang_ext.launch.bench import _headlines, _record, report
 from sglang_ext.launch.bench._record import Timing, at_least, at_most, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -295,12 +295,68 @@ def test_a_document_that_is_not_there(folder: Path, tmp_path: Path, capsys: pyte
     assert "absent.md" in capsys.readouterr().err
 
 
-def test_the_readme_holds_the_committed_results() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert report.BEGIN in text and report.END in text
+@pytest.mark.parametrize("name", ["README.md", "docs/RESULTS.md"])
+def test_documents_hold_the_committed_results(name: str) -> None:
     results, _ = report.read_folder(ROOT / "launch" / "bench" / "results")
-    section = text.partition(f"{report.BEGIN}\n")[2].partition(f"{report.END}\n")[0]
-    assert section.strip() == report.render(results), "update README.md: sglang-ext bench report --markdown README.md"
+    text = (ROOT / name).read_text()
+    assert report.replace_sections(text, results, Path(name)) == text, f"sglang-ext bench report --markdown {name}"
+    assert (report.BEGIN in text, report.HEADLINES_BEGIN in text) == (name != "README.md", name == "README.md")
+
+
+# -- headlines ----------------------------------------------------------------------------------------------------
+
+ZEBRA = _headlines.Headline("dbsa", "zeb", "den", "A zebra", "a dense one", "3x")
+PAIR = f"{report.HEADLINES_BEGIN}\n{report.HEADLINES_END}\n"
+
+
+def test_headlines_are_a_section_of_their_own(folder: Path, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = row("slow", baseline="dense", baseline_timing=timing(80000), ratio=40.0)
+    (folder / "other.json").write_text(json.dumps(record(figures=[slow])))
+    monkeypatch.setattr(_headlines, "HEADLINES", (ZEBRA, replace(ZEBRA, file="other", row="slow", paper="")))
+    table = (
+        f"{_headlines.HEADER}\n| A zebra | 2 ms | a dense one: 8 ms | **4x** | 3x |\n"
+        "| A zebra | 2 ms | a dense one: 80 s | **40x** |  |"
+    )
+    expected = PAIR.replace("\n", f"\n\n{table}\n\n", 1)
+    for text in (PAIR, PAIR + DOCUMENT):
+        document.write_text(text)
+        assert run("--results", folder, "--markdown", document) == 0
+        assert document.read_text().startswith(expected)
+        assert (REPORT in document.read_text()) == (text != PAIR)
+        assert run("--results", folder, "--markdown", document, "--check") == 0
+
+
+@pytest.mark.parametrize(
+    ("headline", "got"),
+    [
+        (replace(ZEBRA, row="lion"), "got 0 rows 'lion'"),
+        (replace(ZEBRA, row=""), "got 2 rows ''"),  # zebra and mango
+        (replace(ZEBRA, file="absent"), "in absent.json"),
+        (replace(ZEBRA, row="apple", baseline="bytes"), "got 1 rows 'apple'"),  # a floor: nothing was timed beside it
+    ],
+)
+def test_a_headline_without_its_row(
+    folder: Path,
+    document: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    headline: _headlines.Headline,
+    got: str,
+) -> None:
+    monkeypatch.setattr(_headlines, "HEADLINES", (headline,))
+    document.write_text(PAIR)
+    assert run("--results", folder, "--markdown", document) == 2
+    assert got in capsys.readouterr().err
+    assert document.read_text() == PAIR
+
+
+def test_half_a_pair_of_markers_for_headlines(
+    folder: Path, document: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_headlines, "HEADLINES", (ZEBRA,))
+    document.write_text(f"{report.HEADLINES_BEGIN}\n{DOCUMENT}")
+    assert run("--results", folder, "--markdown", document) == 2
+    assert f"no line {report.HEADLINES_END}" in capsys.readouterr().err
 
 
 # -- plots --------------------------------------------------------------------------------------------------------

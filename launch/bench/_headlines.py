@@ -1,0 +1,104 @@
+"""The few rows of the results that a reader looks for first, in words of their own: README's table.
+
+Which rows these are, and what the papers report, stands here; every figure of ours comes from a results file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_ext.launch.bench._record import Figure, Timing
+
+HEADER = "| what | ours | beside it | ratio | the paper |\n|---|---|---|---|---|"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A row of a results file.
+
+    Attributes:
+        file: the results file's stem.
+        row: how the row's name begins.
+        baseline: how the name of what stands beside it begins.
+        what, beside: both, for the reader.
+        paper: what the paper reports for the like of it; on another model, engine and GPU.
+    """
+
+    file: str
+    row: str
+    baseline: str
+    what: str
+    beside: str
+    paper: str = ""
+
+
+HEADLINES = (
+    Headline(
+        "dbsa_engine", "encoding a pool of", "dense prefill",
+        "DBSA: encoding a pool of 90,000 tokens", "dense prefill, stock SGLang", "1.86x",
+    ),
+    Headline(
+        "dbsa_engine", "answering with 4 tokens, 1 at a time", "Fixed ICL, cached",
+        "DBSA: an answer over that pool, one at a time", "the pool as a cached prefix, stock SGLang", "1.13x",
+    ),
+    Headline(
+        "dbsa_engine", "answering with 4 tokens, 1 at a time", "RetICL",
+        "the same", "retrieved demonstrations prefilled each time, stock SGLang", "19x",
+    ),
+    Headline(
+        "dbsa_engine", "answering with 4 tokens, 32 at a time", "Fixed ICL, cached",
+        "DBSA: the same, 32 at a time", "the pool as a cached prefix, stock SGLang",
+    ),
+    Headline(
+        "double_p_engine", "time per output token, 8 requests of 65536 tokens, 32 layers (peaked", "stock SGLang",
+        "Double-P: a decoding step of 8 requests of 64K tokens, peaked attention", "stock SGLang", "up to 2.23x",
+    ),
+    Headline(
+        "double_p_engine", "time per output token, 8 requests of 65536 tokens, 32 layers (middle", "stock SGLang",
+        "the same, less peaked", "stock SGLang", "up to 2.23x",
+    ),
+    Headline(
+        "cascade_kernels", "prefill attention, one layer, 1048576 tokens", "FlashInfer, dense",
+        "Cascades: attention of one layer over a million tokens, window 16K", "dense FlashInfer", "6.8x",
+    ),
+    Headline(
+        "cascade_engine", "a prompt of 1048576 tokens", "dense prefill of 65536 tokens",
+        "Cascades: a prompt of a million tokens in a pool of 64K slots",
+        "16 dense prefills of 64K tokens, stock SGLang",
+    ),
+)  # fmt: skip
+
+
+def headlines(rows: Iterable[tuple[Path, Sequence[Figure]]]) -> str:
+    """The table as Markdown.
+
+    Args:
+        rows: of every results file.
+
+    Raises:
+        ValueError: a headline has not exactly one row.
+    """
+    by_file = {path.stem: figures for path, figures in rows}
+    return "\n".join([HEADER, *(_line(each, *_row(each, by_file.get(each.file, ()))) for each in HEADLINES)])
+
+
+def _row(headline: Headline, figures: Sequence[Figure]) -> tuple[Figure, Timing]:
+    found = [f for f in figures if f.name.startswith(headline.row) and f.baseline.startswith(headline.baseline)]
+    beside = found[0].baseline_timing if len(found) == 1 else None
+    if beside is None or found[0].ratio is None or found[0].unit != "ms":
+        raise ValueError(
+            f"the headline {headline.what!r}: got {len(found)} rows {headline.row!r} beside {headline.baseline!r} in "
+            f"{headline.file}.json, expected one, a time with a ratio; run that benchmark, or mend HEADLINES"
+        )
+    return found[0], beside
+
+
+def _line(headline: Headline, figure: Figure, beside: Timing) -> str:
+    ours, theirs = (_time(timing.median) for timing in (figure.timing, beside))
+    return f"| {headline.what} | {ours} | {headline.beside}: {theirs} | **{figure.ratio:.3g}x** | {headline.paper} |"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

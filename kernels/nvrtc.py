@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -56,11 +58,32 @@ def compiled(source: str, arch: str, constants: Mapping[str, int]) -> Any:
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.
     """
+    return _compiled(source, arch, tuple(constants.items()))
+
+
+def compile_ahead(index: int, kernels: Iterable[tuple[str, Mapping[str, int]]]) -> None:
+    """Compile (source, constants) for device `index`, several at once; `kernel` then finds them compiled.
+
+    Raises:
+        Exception: as `compiled`.
+    """
+    arch = _arch(index)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(lambda each: compiled(each[0], arch, each[1]), kernels))
+
+
+def _arch(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@cache
+def _compiled(source: str, arch: str, constants: tuple[tuple[str, int], ...]) -> Any:
     core = _core()
     options = core.ProgramOptions(
         arch=arch,
         std="c++17",
-        define_macro=[(name, str(value)) for name, value in constants.items()],
+        define_macro=[(name, str(value)) for name, value in constants],
         device_as_default_execution_space=True,  # lambdas that are templates cannot say it
     )
     return core.Program(text_of(source), "c++", options).compile("cubin")
@@ -94,9 +117,8 @@ def kernel(
     """
     core = _core()
     at_once = "is_cooperative" if hasattr(core.LaunchConfig, "is_cooperative") else "cooperative_launch"  # before 1.0
-    properties = torch.cuda.get_device_properties(index)
     with torch.cuda.device(index):
-        code = compiled(source, f"sm_{properties.major}{properties.minor}", dict(constants))
+        code = compiled(source, _arch(index), dict(constants))
         function = code.get_kernel(name)
 
     def launch(grid: tuple[int, ...], *arguments: Any, cooperative: bool = False) -> None:

@@ -23,7 +23,8 @@ DIMS = (64, 128)
 
 RESIDENT = 768
 """Threads that are to fit a multiprocessor at once: of blocks of 256 that is 80 registers a thread, and the loads of 16
-centroids do not spill, as they would with 64. Of blocks of 512 one is sure to fit, with 128 registers."""
+centroids do not spill, as they would with 64 (groups of four heads, up to 32 clusters a thread). Of blocks of 512 one
+is sure to fit, with 128 registers."""
 
 
 def refusal(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, *, group: str = "union") -> str | None:
@@ -89,8 +90,12 @@ def warm_up(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, cells: in
     if refusal(query, pool, rows, group=group):
         return False
     index, heads = nvrtc.index_of(query.device), query.shape[2] // pool.centroids.shape[1]
-    for block in cuda_impl.up_to(min(cells, cuda_impl.MAX_CELLS)):
-        _kernel(index, heads, block, False, pool.width, query.shape[3], query.dtype == torch.bfloat16)
+    dim, bfloat16 = query.shape[3], query.dtype == torch.bfloat16
+    blocks = cuda_impl.up_to(min(cells, cuda_impl.MAX_CELLS))
+    macros = [_constants(heads, block, False, pool.width, dim, bfloat16) for block in blocks]
+    nvrtc.compile_ahead(index, [(cuda_impl.SOURCE, each) for each in macros])
+    for block in blocks:
+        _kernel(index, heads, block, False, pool.width, dim, bfloat16)
     return True
 
 

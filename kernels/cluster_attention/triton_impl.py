@@ -37,7 +37,7 @@ class Tuning:
         score_warps, score_stages: of `_scores`.
         score_tiles: cluster tiles that one program of `_scores` reads.
         merge_parts: parts that `_merge` reads at once.
-        joint: scores and selection in one kernel (`joint_impl`) where that runs: 3 to 7 us less of a step on an H200.
+        joint: scores and selection in one kernel (`joint_impl`) where that runs: 2 to 6 us less of a step on an H200.
     """
 
     programs: int = 264

@@ -34,7 +34,8 @@ RESIDENT = 1024
 """Threads that are to fit a multiprocessor at once: 64 registers each."""
 
 ROOMY = 768
-"""The same where a thread of a block of 256 holds more clusters than 64 registers have room for."""
+"""The same where a thread of a block of 256 holds more clusters than 64 registers have room for: with 80 nothing spills
+up to 32 clusters a thread and groups of four heads (nvcc 13.0, sm_90); with 40, or a head by itself, some does."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Block:
         return ROOMY if self.threads == 256 and self.quads > 4 else RESIDENT
 
 
-# Few, since each is compiled. Where there are about as many blocks as multiprocessors, or more, fewer threads are
-# better: 8,192 clusters of 8 requests with 8 key-value heads, 19.6 us beside 23.8 on an H200. A row with fewer clusters
-# than a block has room for is searched as in a smaller one (`select.cu`). CUDA graphs have room for 10,240 clusters
-# where tokens are 131,072.
+# Few, since each is compiled. Where there are more than half as many blocks as multiprocessors, fewer threads are
+# better: 8,192 clusters of 8 requests with 8 key-value heads, 19.6 us beside 23.8 on an H200. A row that 4 (or 8)
+# groups of four clusters a thread have room for is searched by code for so many (`select.cu`). CUDA graphs have room
+# for 10,240 clusters where tokens are 131,072.
 OF_MANY = (
     Block(256, 1),
     Block(256, 2),
@@ -173,9 +174,14 @@ def warm_up(device: torch.device, heads: int, cells: int, run: int, align: int, 
         cells: the most clusters.
         width: of the tiles of an `Expansion`; 0: none is asked for.
     """
-    for block in up_to(cells):
-        if refusal(device, heads, block.cells, run=run, align=align) is None:
-            _kernel_for(device, heads, block, False, run, align, width)
+    blocks = [block for block in up_to(cells) if refusal(device, heads, block.cells, run=run, align=align) is None]
+    if not blocks:
+        return
+    run = run if align > 1 else 1
+    macros = [constants(heads, block, False, run, align, width) for block in blocks]
+    nvrtc.compile_ahead(nvrtc.index_of(device), [(SOURCE, each) for each in macros])
+    for block in blocks:
+        _kernel_for(device, heads, block, False, run, align, width)
 
 
 def select(

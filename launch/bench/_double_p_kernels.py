@@ -117,6 +117,7 @@ def cases(
             ours = time_turns(step.run, len(step.copies), device)
             reading: Timing | None = None
             if wide is not None and apart is not None:
+                notes["apart_because"] = wide.joint_refused()
                 reading = time_turns(step.read_again, len(step.copies), device)
                 for note, other in (("engine_room_ms", wide), ("engine_room_apart_ms", apart)):
                     other.ask(level)

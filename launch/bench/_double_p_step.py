@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.kernels.cluster_attention import ClusterRows, DenseTokens, reference
+from sglang_ext.kernels.cluster_attention import ClusterRows, DenseTokens, joint_impl, reference
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.buffers import Capacity, PlannedRow, RowBuffers
 from sglang_ext.kernels.rope import Rope
@@ -62,8 +62,8 @@ class Step:
         """Args: as named; engine_room: buffers as large as the engine's for CUDA graphs, not as the batch needs.
 
         group: how the heads of a group share a set (default: the configuration's); by_count: rows keep numbers of
-        clusters, which `keep` tells; joint: scores and selection in one kernel, where
-        that runs.
+        clusters, which `keep` tells; joint: scores and selection in one kernel,
+        where that runs (`joint_refused`).
         """
         self.planted, self.batch, self.copies = planted, batch, copies
         self.group, self.by_count, self.stages = group or planted.config.group, by_count, planted.config.stages
@@ -154,6 +154,11 @@ class Step:
             if not errors[name] <= most:
                 raise ValueError(f"the kernels' {name} are wrong by {errors[name]:.2g} (at most {most}): not timed")
         return errors
+
+    def joint_refused(self) -> str | None:
+        """Why scores and selection are not one kernel here, or None where they are."""
+        turned, pool = self.query.unsqueeze(1), self.copies[0].pool
+        return joint_impl.refusal(turned, pool, self.buffers.clusters(self.batch), group=self.group)
 
     def shares(self, sampled: int = 4) -> dict[str, float]:
         """What the last run kept, means over rows and key-value heads, and the true attention that it recovered.

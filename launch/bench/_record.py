@@ -186,11 +186,25 @@ def json_file(text: str) -> Path:
     """The argument ``--out`` of a benchmark: refused before hours are measured that could not be written.
 
     Raises:
-        argparse.ArgumentTypeError: it is a folder.
+        argparse.ArgumentTypeError: it is a folder, or in something that is none.
     """
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder: expected a JSON file; name one in it")
+    results_folder(str(path.parent))
+    return path
+
+
+def results_folder(text: str) -> Path:
+    """The same of a benchmark that writes several files.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a file, or in one.
+    """
+    path = Path(text)
+    for each in (path, *path.parents):
+        if each.exists() and not each.is_dir():
+            raise argparse.ArgumentTypeError(f"{each} is a file: expected a folder, or the name of a new one")
     return path
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from sglang_ext.attention.select import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._cascade_engine import ROLES
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, save, table
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, results_folder, save, table
 from sglang_ext.policies.cascade import Cascade
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of both engines, as JSON")
     parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="folder of the JSON files (default: launch/bench/results)"
+        "--out", type=results_folder, default=RESULTS, help="folder of the JSON files (default: launch/bench/results)"
     )
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
 

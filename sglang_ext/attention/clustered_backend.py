@@ -43,6 +43,9 @@ quarter more; an answer over a pool decodes without graphs there.
 GRAPH_SPANS = 256
 """Spans of exact tokens a row likewise."""
 
+HEADROOM = 1.25
+"""How many times what a batch needs is allocated for it and those to come, where it runs outside of CUDA graphs."""
+
 PROGRAMS = 2
 """Programs of attention on each multiprocessor."""
 
@@ -235,7 +238,7 @@ class ClusteredViews(PlannedViews):
             return
         if buffers is None or not buffers.capacity.holds(Capacity.of(self._now, seq_lens)):
             # Never for a graph: `fits_graph` was asked before.
-            grown = Capacity.of(self._now, [n + ROOM for n in seq_lens], headroom=1.25)
+            grown = Capacity.of(self._now, [n + ROOM for n in seq_lens], headroom=HEADROOM)
             if buffers is not None:
                 grown = grown.joined(buffers.capacity)
             buffers = self._eager_rows = self._rows_for(grown)
@@ -292,12 +295,14 @@ class ClusteredViews(PlannedViews):
         if config.group == "union":
             # Longer rows come in other kernels, and those that see blocks from several distances.
             width, device = self.memory.width, self._table.device
-            cells = tiles_of(min(self._table.shape[1], self.num_slots), config.cluster * width) * width
-            joint = self._tuning.joint and joint_impl.warm_up(
-                query.unsqueeze(1), self.memory.layers[layer], self._eager_rows.clusters(1), cells
-            )
+            tiles = tiles_of(min(self._table.shape[1], self.num_slots), config.cluster * width)
+            cells = int(tiles * HEADROOM) * width
+            clusters = query.unsqueeze(1), self.memory.layers[layer], self._eager_rows.clusters(1)
+            joint = self._tuning.joint and joint_impl.warm_up(*clusters, cells)
             if not joint:
                 cuda_impl.warm_up(device, self._shape.group, cells, 1, 1, width)
+            elif cells > cuda_impl.MAX_CELLS:  # then apart, which has not run yet
+                attention.centroid_scores(*clusters, self.shape.scale, tuning=self._tuning)
             cuda_impl.warm_up(device, self._shape.group, cells, width, attention.aligned(TILE))
 
     def selected(self) -> dict[str, float]:

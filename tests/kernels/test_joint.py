@@ -139,6 +139,13 @@ def test_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(world([9, 4], group=4, dim=64))
 
 
+@pytest.mark.parametrize(("threads", "quads"), [(256, 10), (512, 8)])
+def test_rows_that_take_different_code(threads: int, quads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4, 8 and 10 groups of four clusters a thread; there is room for one tile more than the longest row has."""
+    monkeypatch.setattr(cuda_impl, "block_for", lambda *_: cuda_impl.Block(threads, quads))
+    check(world([threads * quads // 16 - 1, 20, 100], group=4, dim=64, width=64, kv_heads=1))
+
+
 def test_rows_without_tiles_select_nothing() -> None:
     case = world([2, 1], dim=64, group=2)
     none = case.rows.tiles[:, :0].contiguous()
@@ -150,7 +157,7 @@ def test_rows_without_tiles_select_nothing() -> None:
 
 def test_it_compiles_for_hopper() -> None:
     pytest.importorskip("cuda.core")
-    assert joint_impl.compiled("sm_90", 4, cuda_impl.BLOCKS[2], 64, 128, True).code
+    assert joint_impl.compiled("sm_90", 4, cuda_impl.Block(256, 10), 64, 128, True).code
 
 
 def test_refusals() -> None:

@@ -308,9 +308,25 @@ def lists(got: Selection, b: int, h: int) -> tuple[list[int], list[int]]:
 
 @needs_cuda
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize(("n", "spread"), [(1, 1.0), (4093, 0.3), (8191, 2.0), (20000, 6.0)])
-def test_cuda_at_full_size(n: int, spread: float) -> None:
-    """Every head's sets alone are minimal, those of a group are their union, and every call gives the same."""
+@pytest.mark.parametrize(
+    ("n", "spread", "many"),
+    [
+        (1, 1.0, False),
+        (4093, 0.3, False),
+        (8191, 2.0, False),
+        (20000, 6.0, False),
+        (8185, 0.5, True),
+        (10236, 3.0, True),
+        (16300, 1.0, True),
+    ],
+)
+def test_cuda_at_full_size(n: int, spread: float, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every head's sets alone are minimal, those of a group are their union, and every call gives the same.
+
+    With the blocks of threads that few rows get, and those of many.
+    """
+    choose = cuda_impl.block_for
+    monkeypatch.setattr(cuda_impl, "block_for", lambda width, *_: choose(width, int(many), 0))
     gen = torch.Generator().manual_seed(n)
     batch, kv_heads, group = 3, 2, 4
     logits = (torch.randn(batch, kv_heads, group, n + 3, generator=gen) * spread).to(DEVICE)
@@ -344,17 +360,19 @@ def test_cuda_at_full_size(n: int, spread: float) -> None:
 @pytest.mark.parametrize(
     ("heads", "block", "by_count", "run", "align", "width"),
     [
-        (1, 0, False, 1, 1, 16),
-        (4, 3, True, 1, 1, 0),
-        (7, 2, False, 32, 16, 0),
-        (2, -1, False, 4, 8, 0),
-        (4, 5, False, 1, 1, 64),
+        (1, (256, 1), False, 1, 1, 16),
+        (4, (256, 8), True, 1, 1, 0),
+        (7, (256, 4), False, 32, 16, 0),
+        (2, (1024, 8), False, 4, 8, 0),
+        (4, (256, 10), False, 1, 1, 64),
     ],
 )
-def test_cuda_compiles_for_hopper(heads: int, block: int, by_count: bool, run: int, align: int, width: int) -> None:
+def test_cuda_compiles_for_hopper(
+    heads: int, block: tuple[int, int], by_count: bool, run: int, align: int, width: int
+) -> None:
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.core")
-    assert cuda_impl.compiled("sm_90", heads, cuda_impl.BLOCKS[block], by_count, run, align, width).code
+    assert cuda_impl.compiled("sm_90", heads, cuda_impl.Block(*block), by_count, run, align, width).code
 
 
 @needs_cuda

@@ -223,10 +223,15 @@ def test_the_command_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFi
     assert "recovered" in capsys.readouterr().out
 
 
-def test_a_folder_to_write_to_is_refused_before_anything_is_measured(
+def test_what_cannot_be_written_to_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for bench in ("double_p", "dbsa", "quality", "reference"):
         with pytest.raises(SystemExit):
             cli.main(["bench", bench, "--out", str(tmp_path)])
         assert "is a folder: expected a JSON file" in capsys.readouterr().err
+    (tmp_path / "x").write_text("")
+    for bench, out in (("cascade", "x"), ("cascade", "x/y"), ("dbsa", "x/y.json")):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", bench, "--out", str(tmp_path / out)])
+        assert f"{tmp_path / 'x'} is a file: expected a folder" in capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""The cascading KV cache in the real engine on the CPU, against `tests/oracle/streams.py`."""
+"""The cascading KV cache in the real engine, against `tests/oracle/streams.py`: plain PyTorch, on a GPU kernels too.
+
+Without a GPU the kernels take seconds a step, in Triton's interpreter: `test_cascade_kernels.py` has less of them.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,15 @@ from tests.e2e.streams import (
 from tests.oracle import models
 from tests.oracle.streams import Sizes, streaming_llm
 
+IN_KERNELS = pytest.param("triton", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: Any) -> Iterator[Served]:
-    with serving(save(tmp_path_factory.mktemp("model")), attention_backend="cascade") as served:
-        yield served
+
+@pytest.fixture(scope="module", params=["torch", IN_KERNELS])
+def served(tmp_path_factory: Any, request: pytest.FixtureRequest) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EXT_KERNELS", request.param)
+        with serving(save(tmp_path_factory.mktemp("model")), attention_backend="cascade") as served:
+            yield served
 
 
 @pytest.mark.parametrize("length", [1, 37, 64, 211])

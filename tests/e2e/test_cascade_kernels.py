@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.server import until
 from tests.e2e.streams import (
@@ -118,4 +119,5 @@ def test_the_kernels_ran(served: Served) -> None:
     stats: dict[str, Any] = served.stats()
     assert stats["attention_backend"] in ("TritonStreamBackend", "FlashInferStreamBackend")
     assert stats["view_prefills"]["torch"] > 10
-    assert stats["decoding_steps"]["eager"] > 10 and stats["decoding_steps"]["graph"] == 0
+    assert stats["decoding_steps"]["eager"] > 10
+    assert (stats["decoding_steps"]["graph"] > 10) == torch.cuda.is_available()

@@ -1,6 +1,7 @@
 """CUDA C++ sources of this package, compiled for the device at hand when they are first needed.
 
-By NVRTC through NVIDIA's `cuda-core`, both of which SGLang installs: half a second a kernel, no toolkit.
+By NVRTC through NVIDIA's `cuda-core`, both of which SGLang installs: half a second to five a kernel, no toolkit. Where
+cuda-core keeps what it compiled (`~/.cache/sglang_ext/nvrtc`), the next start finds it there.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+SAVED = 256 << 20
+"""Bytes of machine code that are kept on disk at most; those read longest ago go."""
 
 
 def index_of(device: torch.device) -> int:
@@ -86,7 +91,31 @@ def _compiled(source: str, arch: str, constants: tuple[tuple[str, int], ...]) ->
         define_macro=[(name, str(value)) for name, value in constants],
         device_as_default_execution_space=True,  # lambdas that are templates cannot say it
     )
-    return core.Program(text_of(source), "c++", options).compile("cubin")
+    program = core.Program(text_of(source), "c++", options)
+    saved = _saved()
+    if saved is not None:
+        try:
+            return program.compile("cubin", cache=saved)
+        except OSError as error:
+            logger.info("compiled without looking into %s: %s", _folder(), error)
+    return program.compile("cubin")
+
+
+def _folder() -> Path:
+    """Where machine code is kept for the next start."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_ext" / "nvrtc"
+
+
+@cache
+def _saved() -> Any:
+    """What was compiled before, by its text, options and compiler; None where that cannot be kept."""
+    try:
+        from cuda.core.utils import FileStreamProgramCache  # newer versions
+
+        return FileStreamProgramCache(_folder(), max_size_bytes=SAVED)
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        logger.info("kernels are compiled at every start: %s", error)
+        return None
 
 
 def _read(source: str) -> str:

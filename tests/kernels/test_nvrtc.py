@@ -1,9 +1,11 @@
-"""Where CUDA sources cannot be compiled, somebody is told, and Triton's kernels run."""
+"""Where CUDA sources cannot be compiled, somebody is told, and Triton's kernels run; what was compiled is kept."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,3 +57,45 @@ def test_what_can_be_compiled_is_not(device: torch.device, monkeypatch: pytest.M
     assert kmeans.refusal(device, torch.bfloat16, 128, 64) is None
     assert made[1:] == [(0, 128, torch.bfloat16), (0, 64, torch.bfloat16)]
     assert nvrtc.failure(0, "nothing") is None
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where machine code is kept in a test."""
+    pytest.importorskip("cuda.core")
+    forget = [function.cache_clear for function in (nvrtc._compiled, nvrtc._saved)]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for each in forget:
+        each()
+    yield tmp_path
+    for each in forget:
+        each()
+
+
+def code() -> bytes:
+    """Machine code of a small kernel, as a process that has just started gets it."""
+    nvrtc._compiled.cache_clear()
+    return bytes(top_p.compiled("sm_90", 1, top_p.Block(256, 1)).code)
+
+
+def test_the_next_start_finds_what_was_compiled(cache: Path) -> None:
+    first = code()
+    (kept,) = (each for each in cache.rglob("*") if each.is_file() and each.read_bytes() == first)
+    assert kept.is_relative_to(cache / "sglang_ext" / "nvrtc") and code() == first
+    kept.write_bytes(b"found")
+    assert code() == b"found"
+    assert bytes(top_p.compiled("sm_90", 1, top_p.Block(256, 2)).code) not in (first, b"found")
+
+
+@pytest.mark.parametrize("place", ["a file", "no home", "fails later"])
+def test_where_nothing_can_be_kept_it_is_compiled(place: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place == "a file":
+        (cache / "sglang_ext").write_text("")
+    elif place == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", broken)
+    else:
+        assert nvrtc._saved() is not None
+        shutil.rmtree(cache / "sglang_ext")
+        (cache / "sglang_ext").write_text("")
+    assert code().startswith(b"\x7fELF")

@@ -147,7 +147,7 @@ def kernel(
     core = _core()
     at_once = "is_cooperative" if hasattr(core.LaunchConfig, "is_cooperative") else "cooperative_launch"  # before 1.0
     with torch.cuda.device(index):
-        code = compiled(source, _arch(index), dict(constants))
+        code = _compiled(source, _arch(index), constants)
         function = code.get_kernel(name)
 
     def launch(grid: tuple[int, ...], *arguments: Any, cooperative: bool = False) -> None:

@@ -435,9 +435,8 @@ def write(args: argparse.Namespace, reader: Reader, results: list[dict[str, Any]
         "baseline": "label of the BM25 nearest demonstration among the same demonstrations",
         "results": results,
     }
-    out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -455,7 +454,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--passkey-batch", type=int, default=10, help="prompts at once")
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
-    parser.add_argument("--out", type=json_file, default=str(RESULTS / "reference.json"), help="JSON file to write")
+    parser.add_argument("--out", type=json_file, default=RESULTS / "reference.json", help="JSON file to write")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -49,6 +49,7 @@ class Method:
         options: options of every request.
         knobs: option -> the figure of Double-P's report (`exact` or `kept`) that it is set to meet, in this order.
         reads: tokens in which dense attention reads a stream at once; 0: a stream goes in whole.
+        kernels: its own choice of kernels (`SGLANG_EXT_KERNELS`); empty: the study's.
     """
 
     title: str
@@ -57,11 +58,13 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     knobs: Mapping[str, str] = field(default_factory=dict)
     reads: int = 0
+    kernels: str = ""
 
     @property
     def reports(self) -> bool:
-        """Whether its steps are measured against dense attention."""
-        return self.backend in ("double_p", "retroinfer", "quest", "twilight") and not self.options.get("dense")
+        """Whether its steps are measured against dense attention, which kernels do not do."""
+        sparse = self.backend in ("double_p", "retroinfer", "quest", "twilight") and not self.options.get("dense")
+        return sparse and not self.kernels
 
 
 def double_p_methods() -> dict[str, Method]:
@@ -70,6 +73,7 @@ def double_p_methods() -> dict[str, Method]:
     return {
         "dense": Method("dense", "double_p", whole, {"dense": True}),
         "double_p": Method("Double-P (0.95, 0.7)", "double_p", whole, stages),
+        "double_p-kernels": Method("Double-P (0.95, 0.7), in kernels", "double_p", whole, stages, kernels="triton"),
         "double_p-tail": Method(
             "Double-P (0.95, 0.7), the tail by centroids", "double_p", {**whole, "tail": "centroid"}, stages
         ),

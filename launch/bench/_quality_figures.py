@@ -70,7 +70,7 @@ def _answers(
     if error:  # of the same prompts: smaller than what the two shares' own spreads let expect
         title += f"; {100 * difference:+.1f} points, standard error {100 * error:.1f}"
     aim, met = "", None
-    if name == "double_p":
+    if name in ("double_p", "double_p-kernels"):
         aim, met = "at most 1 point below dense", difference >= -POINT
     elif selects(methods[name]) and mine["tokens"] > settings["window"]:
         aim, met = "above StreamingLLM", difference > 0

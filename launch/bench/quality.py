@@ -5,7 +5,7 @@ Each method in an engine of its own, the same prompts, greedy answers, the refer
 - --suite double_p: banking77 with many demonstrations and passkeys, for dense attention, Double-P, and RetroInfer,
   Quest and Twilight with budgets that make them read as much as Double-P did on the same task: as many tokens kept
   (exact, or in an approximated cluster), and as many exact. What was read and the attention that it recovered stand
-  beside each result.
+  beside each result. On a GPU Double-P's kernels answer too, which do not measure what they read.
 - --suite cascade: passkeys in rows of one window and its doublings, and the perplexity of a stream of demonstrations,
   for dense attention, StreamingLLM and 2, 4 and 8 cascades of one window, with and without token selection.
 
@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sglang_ext.attention.select import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
@@ -120,9 +122,16 @@ class Study:
             "context": context,
         }
         self.methods = methods_of(self.settings)
-        self.chosen = list(args.methods or self.methods)
+        # Without a GPU kernels run in Triton's interpreter, for days: then only when they are asked for.
+        default_ones = [name for name, each in self.methods.items() if not each.kernels or torch.cuda.is_available()]
+        self.chosen = list(args.methods or default_ones)
         if unknown := set(self.chosen) - set(self.methods):
             raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {', '.join(self.methods)}")
+        if args.kernels != "torch" and (measuring := [name for name in self.chosen if self.methods[name].reports]):
+            raise ValueError(
+                f"--kernels {args.kernels} --methods {' '.join(measuring)}: they measure what they read, which kernels"
+                " do not; expected --kernels torch, where double_p-kernels answers with kernels beside them"
+            )
         self.failed: list[str] = []
         self.measured: list[dict[str, Any]] = []
         self.commands: list[str] = []
@@ -169,7 +178,7 @@ class Study:
             while waiting or running:
                 while waiting and len(running) < self.args.parallel:
                     name = waiting.pop(0)
-                    running[name] = Engine(Path(temporary), name, self._job(name, targets), self.args.kernels)
+                    running[name] = Engine(Path(temporary), name, self._job(name, targets), self._kernels(name))
                 time.sleep(POLL_SECONDS)
                 for name, engine in list(running.items()):
                     status = engine.process.poll()
@@ -183,6 +192,9 @@ class Study:
                         if status:
                             self.failed.append(name)
                             print(f"{name}: its engine ended with status {status}:\n{engine.tail()}", file=sys.stderr)
+
+    def _kernels(self, name: str) -> str:
+        return self.methods[name].kernels or str(self.args.kernels)
 
     def _job(self, name: str, targets: Mapping[str, Any]) -> dict[str, Any]:
         args = self.args

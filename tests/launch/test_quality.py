@@ -277,6 +277,8 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path, data: str) -> None:
         quality.Study(arguments(*words, "--methods", "cascade-4"))
     with pytest.raises(ValueError, match=r"quest: they read as much as Double-P does, .* add double_p"):
         quality.Study(arguments(*words, "--methods", "quest")).run()
+    with pytest.raises(ValueError, match=r"--kernels triton --methods double_p: .* expected --kernels torch"):
+        quality.Study(arguments(*words, "--methods", "dense", "double_p", "--kernels", "triton"))
     (tmp_path / "x.json").write_text(json.dumps({"settings": {"suite": "double_p"}, "measurements": []}))
     with pytest.raises(ValueError, match=r"queries=None.*expected queries=7, .*--anew"):
         quality.Study(arguments(*words, "--queries", 7))
@@ -294,6 +296,21 @@ def test_a_file_of_several_runs_names_them_all(tmp_path: Path, data: str, monkey
     first, second = record["command"].split(" && ")
     assert first.endswith("--passkey --shots 3") and second.endswith("--shots --passkey 2048")
     assert (record["settings"]["shots"], record["settings"]["passkey"]) == ([3], [2048])
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_kernels_answer_beside_the_measured_steps_on_a_gpu(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    monkeypatch.setattr(quality.torch.cuda, "is_available", lambda: gpu)
+    study = quality.Study(arguments("--suite", "double_p", "--data", data, "--out", tmp_path / "x.json"))
+    assert ("double_p-kernels" in study.chosen) is gpu and "double_p" in study.chosen
+    method = study.methods["double_p-kernels"]
+    assert not method.reports and study.methods["double_p"].reports
+    assert (study._kernels("double_p-kernels"), study._kernels("double_p")) == ("triton", "torch")
+    found = [measured("dense", [1.0]), measured("double_p-kernels", [1.0])]
+    (row,) = rows.figures(study.settings, study.methods, found)
+    assert row.met is True and "(0.95, 0.7), in kernels: " in row.name
 
 
 def test_half_a_line_waits_for_the_other_half(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ measured does not depend on their values.
 How long a part of a long prompt takes is measured on turns of a conversation: each has as many tokens, goes on from
 what the turns before left, and is answered with one token, which the next turn begins with. So turn n computes the
 tokens [n · part, (n + 1) · part) of one stream, as a single long prompt does, which is measured besides. What scores
-add is seen beside a stream of the same engine that keeps none (`selection` off).
+add is seen beside a stream of the same engine that keeps none (`selection` off); it has cache updates like the other,
+which `launch.bench.cascade` measures alone.
 """
 
 from __future__ import annotations

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
+from sglang_ext.kernels.cascade_update import cascade_update as update_anywhere
 from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
 from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, fast, flashinfer_impl, reference, triton_impl
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.score_update.reference import update_scores as exact_scores
 from sglang_ext.kernels.score_update.triton_impl import update_scores
-from sglang_ext.launch.bench._gpu import copy_bandwidth, time_gpu
+from sglang_ext.launch.bench._gpu import copy_bandwidth, time_gpu, time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.policies.cascade import Cascade
 
@@ -272,6 +273,31 @@ def stages(
         "attention": time_gpu(lambda q: layer.attend(kept, q), query, graph=False),
         "scores": time_gpu(lambda q: layer.score(added, q, lse), query),
     }
+
+
+def stride_update_seconds(cascade: Cascade, layers: int, kv_heads: int, device: torch.device) -> Timing:
+    """Seconds of adding a stride of one request to a full window: all layers and heads at once, as an engine does it.
+
+    Raises:
+        ValueError: the kernel's indices differ from the reference's; nothing is timed then.
+    """
+    rings = cascade.rings
+    state = CascadeState.empty(layers, 1, cascade.lanes(kv_heads), rings, device)
+    row, stride = (torch.full((1,), value, dtype=torch.int32, device=device) for value in (0, rings.stride))
+    strides = -(-(cascade.sinks + cascade.window) // cascade.stride) + 2
+    generator = torch.Generator(device=device).manual_seed(0)
+    other = state
+    for number in range(strides):
+        before = torch.full((1,), number * rings.stride, dtype=torch.int32, device=device)
+        state.score.uniform_(generator=generator)
+        other = CascadeState(*(array.clone() for array in vars(state).values()))
+        update_anywhere(state, row, before, stride, rings, selection=cascade.selection)
+    stride_update(other, row, before, stride, rings, cascade.selection)
+    if not all(torch.equal(a, b) for a, b in zip(vars(state).values(), vars(other).values(), strict=True)):
+        raise ValueError("the cache update differs from its reference: not timed")
+    return time_turns(
+        lambda _: update_anywhere(state, row, before, stride, rings, selection=cascade.selection), 1, device
+    )
 
 
 def dense_prefill(tokens: int, device: torch.device) -> Timing:

@@ -106,6 +106,8 @@ def serving(folder: Path, **arguments: Any) -> Iterator[Served]:
         "chunked_prefill_size": CHUNK,  # no multiple of the stride
         "random_seed": 0,
         "log_level": "error",
+        # SGLang's prefill graphs are captured with FlashInfer's own attention, which knows no float32.
+        **({"cuda_graph_backend_prefill": "disabled"} if torch.cuda.is_available() else {}),
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -133,16 +133,36 @@ RAW = {
 
 def test_rows_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "engines", lambda _: RAW)
+    monkeypatch.setattr(command, "stride_updates", lambda *_: 0.002)
     arguments = ["--only", "engine", "--tokens", "400000", "--part", "100000", "--out", str(tmp_path)]
     assert cli.main(["bench", "cascade", *arguments]) == 0
     record = json.loads((tmp_path / "cascade_engine.json").read_text())
-    assert record["engine"] == RAW and list(tmp_path.iterdir()) == [tmp_path / "cascade_engine.json"]
+    assert record["engine"] == {**RAW, "stride_update": 0.002} and list(tmp_path.iterdir()) == [
+        tmp_path / "cascade_engine.json"
+    ]
     linear, scores, whole, dense, step = record["figures"]
     assert linear["ratio"] == pytest.approx(4.2 / 4.0) and linear["met"] and linear["aim"] == "at most 1.1x"
-    assert scores["ratio"] == pytest.approx((4.1 - 3.5) / 4.1) and scores["met"] and scores["aim"] == "at most 0.25x"
+    assert (
+        scores["ratio"] == pytest.approx((4.1 - 3.5 + 0.002 * 100_000 / 4096) / 4.1)
+        and scores["met"]
+        and scores["aim"] == "at most 0.25x"
+    )
     assert whole["ratio"] == pytest.approx(20 / (75 * 400_000 / 2**20)) and whole["met"]
     assert dense["ratio"] == pytest.approx(6 * 4 / 20) and not dense["aim"]
     assert step["ratio"] == pytest.approx(1.2) and not step["aim"]
+
+
+def test_updates_of_all_layers_are_timed_when_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = command.argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.stride_updates(parser.parse_args(["--shape", "tiny"]), CASCADE) > 0
+
+    def wrong(state: Any, *_: Any, **__: Any) -> None:
+        state.cell.add_(1)
+
+    monkeypatch.setattr(bench, "update_anywhere", wrong)
+    with pytest.raises(ValueError, match="differs from its reference: not timed"):
+        command.stride_updates(parser.parse_args(["--shape", "tiny"]), CASCADE)
 
 
 @pytest.mark.parametrize("sizes", [(4096, 2048), (5000, 1024), (40_960, 8192)])

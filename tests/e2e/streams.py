@@ -7,8 +7,11 @@ checks of its accounting run while it is busy and when it is idle, and end the s
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +109,6 @@ def serving(folder: Path, **arguments: Any) -> Iterator[Served]:
         "chunked_prefill_size": CHUNK,  # no multiple of the stride
         "random_seed": 0,
         "log_level": "error",
-        # SGLang's prefill graphs are captured with FlashInfer's own attention, which knows no float32.
-        **({"cuda_graph_backend_prefill": "disabled"} if torch.cuda.is_available() else {}),
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -147,3 +148,111 @@ def converse(
         assert answer["meta_info"]["prompt_tokens"] == length + bool(number)
         whole += answer["output_ids"]
         served.one(prompt_of(60, number), new_tokens=3)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A long stream with short requests beside it.
+
+    Attributes:
+        answer: the long one's.
+        others: answers to the short ones, each sent when the one before was answered.
+        reserved: slots that streams reserve, by our own counters, after each of `others`.
+        used: slots that SGLang counts as used then, without those of streams that have ended.
+    """
+
+    answer: dict[str, Any]
+    others: list[dict[str, Any]]
+    reserved: list[int]
+    used: list[int]
+
+
+def beside(served: Served, long: Sequence[int], short: Sequence[int], **options: Any) -> Beside:
+    """Answer a long prompt, with `options`, and up to three times a short one while it runs."""
+
+    async def together() -> Beside:
+        ask, manager = served.engine.async_generate, served.engine.tokenizer_manager
+        params = served.params(options)
+        stream = asyncio.create_task(
+            ask(input_ids=list(long), sampling_params=params, return_logprob=True, logprob_start_len=0)
+        )
+        others, reserved, used = [], [], []
+        while not stream.done() and len(others) < 3:
+            others.append(await ask(input_ids=list(short), sampling_params=served.params({})))
+            stats = (await manager.get_internal_state())[0]["sglang_ext"]
+            reserved.append(stats["reserved_slots"])
+            kept = stats["ended_stream_slots"] + stats["conversation_slots"]  # until somebody needs the room
+            used += [load.num_used_tokens - kept for load in await manager.get_loads()]
+        return Beside(await stream, others, reserved, used)
+
+    found: Beside = served.engine.loop.run_until_complete(together())
+    return found
+
+
+def abort_some(served: Served) -> None:
+    """Streams that are ended while they wait, while their prompt is computed, and while they answer."""
+
+    async def abort() -> None:
+        ask, manager = served.engine.async_generate, served.engine.tokenizer_manager
+        lengths = (60, 60, 4000, 4000, 70, 80, 3000)
+        running = [
+            asyncio.create_task(
+                ask(input_ids=prompt_of(length, n), sampling_params=served.params({}, 3000), rid=f"stream-{n}")
+            )
+            for n, length in enumerate(lengths)
+        ]
+        for n in (2, 0, 5, 1, 3, 4, 6):
+            await asyncio.sleep(0.15)
+            manager.abort_request(rid=f"stream-{n}")
+        for answer in await asyncio.gather(*running):
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+
+    served.engine.loop.run_until_complete(abort())
+
+
+class Mixed:
+    """Many requests of every kind at once, some of which are aborted at any moment.
+
+    Attributes:
+        ends: how many ended how: `length`, `abort`, or `refused`.
+    """
+
+    AT_ONCE = 14
+
+    def __init__(self, served: Served, seed: int) -> None:
+        self.served, self.dice, self.ends = served, random.Random(seed), Counter[str]()
+
+    def options(self) -> dict[str, Any]:
+        kinds: list[dict[str, Any]] = [{}, {}, {"cascades": 1}, {"heads": "homogeneous"}, {"cascades": 16}]
+        kinds += [{"window": 18, "cascades": 3, "sinks": 0, "stride": 7}, {"conversation": self.dice.choice("abc")}]
+        chosen = dict(self.dice.choice(kinds))
+        if "conversation" in chosen and self.dice.random() < 0.7:
+            chosen["continue"] = True
+        return chosen
+
+    async def ask(self, number: int) -> None:
+        dice, engine, options = self.dice, self.served.engine, self.options()
+        length = dice.choice([1, 16, dice.randint(2, 60), dice.randint(60, 150), 400])
+        aborted = dice.random() < 0.2
+        params = self.served.params(options, 400 if aborted else dice.randint(1, 12))
+        answer = asyncio.create_task(
+            engine.async_generate(input_ids=prompt_of(length, number), sampling_params=params, rid=f"mixed-{number}")
+        )
+        if aborted:
+            await asyncio.sleep(dice.random() * 0.3)
+            engine.tokenizer_manager.abort_request(rid=f"mixed-{number}")
+        try:
+            self.ends[(await answer)["meta_info"]["finish_reason"]["type"]] += 1
+        except ValueError as error:
+            # Wrong options, a conversation that began with others, or one that gave way or was aborted.
+            assert "cascades=16" in str(error) or "conversation" in str(error), error
+            self.ends["refused"] += 1
+
+    async def all(self, requests: int) -> None:
+        left = iter(range(requests))
+
+        async def worker() -> None:
+            for number in left:
+                await self.ask(number)
+
+        await asyncio.gather(*(worker() for _ in range(self.AT_ONCE)))

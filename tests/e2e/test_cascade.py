@@ -1,13 +1,11 @@
-"""The cascading KV cache in the real engine, against `tests/oracle/streams.py`: plain PyTorch, on a GPU kernels too.
+"""The cascading KV cache in the real engine, in plain PyTorch, against `tests/oracle/streams.py`, in float32.
 
-Without a GPU the kernels take seconds a step, in Triton's interpreter: `test_cascade_kernels.py` has less of them.
+Its kernels: `test_cascade_kernels.py`, in Triton's interpreter and so with less of them; on a GPU, where SGLang serves
+half precision alone, `test_gpu_cascade.py` says what they answer and `test_gpu_streams.py` what they leave.
 """
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +24,10 @@ from tests.e2e.streams import (
     TOLERANCE,
     TURNS,
     WINDOW,
+    Mixed,
     Served,
+    abort_some,
+    beside,
     converse,
     deviation,
     prompt_of,
@@ -37,13 +38,11 @@ from tests.e2e.streams import (
 from tests.oracle import models
 from tests.oracle.streams import Sizes, streaming_llm
 
-IN_KERNELS = pytest.param("triton", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
 
-
-@pytest.fixture(scope="module", params=["torch", IN_KERNELS])
-def served(tmp_path_factory: Any, request: pytest.FixtureRequest) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: Any) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_EXT_KERNELS", request.param)
+        patch.setenv("SGLANG_EXT_KERNELS", "torch")
         with serving(save(tmp_path_factory.mktemp("model")), attention_backend="cascade") as served:
             yield served
 
@@ -103,31 +102,15 @@ def test_twenty_times_the_pool(served: Served, cascades: int) -> None:
     """A prompt that exceeds the pool twenty times, and the model's context 25 times; others run beside it."""
     long, short = prompt_of(20 * POOL, 1), prompt_of(30, 2)
     alone = served.one(short)
-
-    async def together() -> tuple[dict[str, Any], list[dict[str, Any]], list[int], list[int]]:
-        ask, manager = served.engine.async_generate, served.engine.tokenizer_manager
-        params = served.params({"cascades": cascades})
-        stream = asyncio.create_task(
-            ask(input_ids=long, sampling_params=params, return_logprob=True, logprob_start_len=0)
-        )
-        others, reserved, used = [], [], []
-        while not stream.done() and len(others) < 3:
-            others.append(await ask(input_ids=short, sampling_params=served.params({})))
-            stats = (await manager.get_internal_state())[0]["sglang_ext"]
-            reserved.append(stats["reserved_slots"])
-            kept = stats["ended_stream_slots"] + stats["conversation_slots"]  # until somebody needs the room
-            used += [load.num_used_tokens - kept for load in await manager.get_loads()]
-        return await stream, others, reserved, used
-
-    answer, others, reserved, used = served.engine.loop.run_until_complete(together())
-    assert all(other["output_ids"] == alone["output_ids"] for other in others)
-    assert SLOTS in reserved  # the long one alone, at that moment, keeps what any other does
-    assert max(reserved) <= 2 * SLOTS and 0 < max(used) <= 2 * SLOTS  # ours, and SGLang's own
-    tokens = sequence(long, answer)
+    found = beside(served, long, short, cascades=cascades)
+    assert all(other["output_ids"] == alone["output_ids"] for other in found.others)
+    assert SLOTS in found.reserved  # the long one alone, at that moment, keeps what any other does
+    assert max(found.reserved) <= 2 * SLOTS and 0 < max(found.used) <= 2 * SLOTS  # ours, and SGLang's own
+    tokens = sequence(long, found.answer)
     table = (
         streaming_llm(served.model, tokens, STREAMING) if cascades == 1 else served.cascades.log_probs(tokens, CASCADES)
     )
-    assert deviation(long, answer, table) <= TOLERANCE
+    assert deviation(long, found.answer, table) <= TOLERANCE
     served.idle()
 
 
@@ -148,74 +131,10 @@ def test_under_load_the_same_as_alone(served: Served) -> None:
 def test_aborted_streams_leave_nothing(served: Served) -> None:
     """Ended while they wait, while their prompt is computed, and while they answer."""
     before = served.one(prompt_of(90, 3))
-
-    async def abort() -> None:
-        ask, manager = served.engine.async_generate, served.engine.tokenizer_manager
-        lengths = (60, 60, 4000, 4000, 70, 80, 3000)
-        running = [
-            asyncio.create_task(
-                ask(input_ids=prompt_of(length, n), sampling_params=served.params({}, 3000), rid=f"stream-{n}")
-            )
-            for n, length in enumerate(lengths)
-        ]
-        for n in (2, 0, 5, 1, 3, 4, 6):
-            await asyncio.sleep(0.15)
-            manager.abort_request(rid=f"stream-{n}")
-        for answer in await asyncio.gather(*running):
-            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-
-    served.engine.loop.run_until_complete(abort())
+    abort_some(served)
     served.idle()
     assert served.one(prompt_of(90, 3))["output_ids"] == before["output_ids"]
     until(lambda: served.engine.flush_cache().success)
-
-
-class Mixed:
-    """Many requests of every kind at once, some of which are aborted at any moment.
-
-    Attributes:
-        ends: how many ended how: `length`, `abort`, or `refused`.
-    """
-
-    AT_ONCE = 14
-
-    def __init__(self, served: Served, seed: int) -> None:
-        self.served, self.dice, self.ends = served, random.Random(seed), Counter[str]()
-
-    def options(self) -> dict[str, Any]:
-        kinds: list[dict[str, Any]] = [{}, {}, {"cascades": 1}, {"heads": "homogeneous"}, {"cascades": 16}]
-        kinds += [{"window": 18, "cascades": 3, "sinks": 0, "stride": 7}, {"conversation": self.dice.choice("abc")}]
-        chosen = dict(self.dice.choice(kinds))
-        if "conversation" in chosen and self.dice.random() < 0.7:
-            chosen["continue"] = True
-        return chosen
-
-    async def ask(self, number: int) -> None:
-        dice, engine, options = self.dice, self.served.engine, self.options()
-        length = dice.choice([1, 16, dice.randint(2, 60), dice.randint(60, 150), 400])
-        aborted = dice.random() < 0.2
-        params = self.served.params(options, 400 if aborted else dice.randint(1, 12))
-        answer = asyncio.create_task(
-            engine.async_generate(input_ids=prompt_of(length, number), sampling_params=params, rid=f"mixed-{number}")
-        )
-        if aborted:
-            await asyncio.sleep(dice.random() * 0.3)
-            engine.tokenizer_manager.abort_request(rid=f"mixed-{number}")
-        try:
-            self.ends[(await answer)["meta_info"]["finish_reason"]["type"]] += 1
-        except ValueError as error:
-            # Wrong options, a conversation that began with others, or one that gave way or was aborted.
-            assert "cascades=16" in str(error) or "conversation" in str(error), error
-            self.ends["refused"] += 1
-
-    async def all(self, requests: int) -> None:
-        left = iter(range(requests))
-
-        async def worker() -> None:
-            for number in left:
-                await self.ask(number)
-
-        await asyncio.gather(*(worker() for _ in range(self.AT_ONCE)))
 
 
 def test_five_hundred_mixed_requests_leave_clean_books(served: Served) -> None:

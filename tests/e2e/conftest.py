@@ -1,4 +1,4 @@
-"""Which end-to-end tests a machine can run: SGLang serves float32 on the CPU alone, and half precision is another test."""
+"""Which of these tests a machine can run: SGLang serves float32 on the CPU alone, and half precision is another test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of these tests a machine can run: SGLang serves float32 on the CPU alone, and half precision is another test."""
+"""Which of these a machine can run: SGLang serves float32 on the CPU alone, half precision has tests of its own."""
 
 from __future__ import annotations
 

@@ -130,6 +130,11 @@ __device__ __forceinline__ void copy16(unsigned to, const void *from, bool there
                  : "memory");
 }
 
+// Four bytes, or zeros; likewise, through the L1 cache.
+__device__ __forceinline__ void copy4(unsigned to, const void *from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int LEFT>

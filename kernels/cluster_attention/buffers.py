@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.cluster_attention import joint_impl
+from sglang_ext.kernels.cluster_attention import attend_impl, joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens
 from sglang_ext.kernels.rope import Rope
@@ -277,6 +278,7 @@ class RowBuffers:
             device,
             tuning,
             align=self._align,
+            programs=attend_impl.programs(device) if tuning.fused and cuda else 0,
         )
         # Slots are written out after the search.
         lent = self._workspace.slots.view(-1)
@@ -462,10 +464,12 @@ class RowBuffers:
         scale: float,
     ) -> torch.Tensor:
         out = turned.new_empty(turned.shape[0], self.shape.heads, self.shape.value_dim)
-        attention.cluster_attention(
-            turned, keys, values, pool, part.clusters, part.dense, selection, part.scores[0], scale,
-            out=(out, part.lse), workspace=part.workspace, tuning=self.tuning,
-        )  # fmt: skip
+        given = turned, keys, values, pool, part.clusters, part.dense, selection, part.scores[0], scale
+        to: dict[str, Any] = {"out": (out, part.lse), "workspace": part.workspace}
+        if self.tuning.fused and selection.expanded and attend_impl.refusal(turned.device, turned, keys, pool) is None:
+            attend_impl.cluster_attention(*given, **to)
+        else:
+            attention.cluster_attention(*given, **to, tuning=self.tuning)
         return out
 
     def clusters(self, batch: int) -> ClusterRows:

@@ -38,6 +38,7 @@ class Tuning:
         score_tiles: cluster tiles that one program of `_scores` reads.
         merge_parts: parts that `_merge` reads at once.
         joint: scores and selection in one kernel (`joint_impl`) where that runs: 2 to 6 us less of a step on an H200.
+        fused: attention and merge in one CUDA kernel (`attend_impl`) where that runs; not measured yet.
     """
 
     programs: int = 264
@@ -52,6 +53,7 @@ class Tuning:
     score_tiles: int = 4
     merge_parts: int = 16
     joint: bool = True
+    fused: bool = False
 
 
 TUNING = Tuning()
@@ -385,12 +387,14 @@ class Workspace:
     """Buffers of `cluster_attention`, shared by all layers; allocate once, before a CUDA graph is captured.
 
     Attributes:
-        parts: [programs + batch * kv_heads, group, value_dim] float32.
-        part_lse: [programs + batch * kv_heads, group] float32.
+        parts: [programs + batch * kv_heads, group, value_dim] float32; means of what a program saw of a row.
+        part_lse: [programs + batch * kv_heads, group] float32, to base 2.
         slots: [batch * kv_heads, tokens] int32 KV slots of a row's exact tokens.
         turns: [batch * kv_heads, tokens / ALIGN] int32, which of the query's rotations reads each ALIGN of them; empty
             where there is one.
         summaries: [batch * kv_heads, cells] int32 rows of the pool's mean values.
+        arrived: [batch * kv_heads, 2] int32 zeros, and zeros again after every launch of `attend_impl`: its blocks that
+            have come to the end of a row, and those that have seen that all have.
     """
 
     parts: torch.Tensor
@@ -398,6 +402,7 @@ class Workspace:
     slots: torch.Tensor
     turns: torch.Tensor
     summaries: torch.Tensor
+    arrived: torch.Tensor
 
     @staticmethod
     def empty(
@@ -411,6 +416,7 @@ class Workspace:
         tuning: Tuning = TUNING,
         *,
         align: int = 1,
+        programs: int = 0,
     ) -> Workspace:
         """Buffers for `batch` requests of at most `cells` clusters with `tokens` tokens.
 
@@ -421,9 +427,10 @@ class Workspace:
             device: of the buffers.
             tuning: that `cluster_attention` will be called with.
             align: of the selections: more than 1 where the query comes in more than one rotation.
+            programs: of another kernel that is to find room here (`attend_impl.programs`).
         """
         rows, tokens = batch * kv_heads, -(-max(1, tokens) // align) * align
-        places = tuning.programs + rows
+        places = max(tuning.programs, programs) + rows
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -434,11 +441,13 @@ class Workspace:
             ints(rows, tokens),
             ints(rows, tokens // align if align > 1 else 0),
             ints(rows, max(1, cells)),
+            ints(rows, 2),
         )
 
     def first(self, rows: int) -> Workspace:
         """Of the first `rows` rows (batch * kv_heads)."""
-        return Workspace(self.parts, self.part_lse, self.slots[:rows], self.turns[:rows], self.summaries[:rows])
+        of_rows = (self.slots[:rows], self.turns[:rows], self.summaries[:rows], self.arrived[:rows])
+        return Workspace(self.parts, self.part_lse, *of_rows)
 
 
 def cluster_attention(

@@ -49,7 +49,7 @@ static thread_local Index threadIdx, blockIdx, gridDim;
 
 // ---- threads of a block ----
 
-struct Copy { unsigned to; const void *from; bool there; };
+struct Copy { unsigned to; const void *from; bool there; int bytes; };
 
 struct Thread {
     ucontext_t context;
@@ -274,7 +274,13 @@ inline void copy16(unsigned to, const void *from, bool there, u64) {
     aligned<16>(at_address(to));
     if (there) aligned<16>(from);
     std::memset(at_address(to), 0xff, 16);  // not a number, in all types
-    block->now->copies.push_back({to, from, there});
+    block->now->copies.push_back({to, from, there, 16});
+}
+inline void copy4(unsigned to, const void *from, bool there) {
+    aligned<4>(at_address(to));
+    if (there) aligned<4>(from);
+    std::memset(at_address(to), 0xff, 4);
+    block->now->copies.push_back({to, from, there, 4});
 }
 inline void commit() {
     block->now->groups.push_back(std::move(block->now->copies));
@@ -285,8 +291,8 @@ inline void wait() {
     auto &groups = block->now->groups;
     while (groups.size() > LEFT) {
         for (const Copy &each : groups.front()) {
-            std::memset(at_address(each.to), 0, 16);
-            if (each.there) std::memcpy(at_address(each.to), each.from, 16);
+            std::memset(at_address(each.to), 0, each.bytes);
+            if (each.there) std::memcpy(at_address(each.to), each.from, each.bytes);
         }
         groups.erase(groups.begin());
     }

@@ -1,0 +1,187 @@
+"""Attention over what was selected, in one CUDA kernel (`attend.cu`): units of both kinds, and the merge of the parts.
+
+What `triton_impl.cluster_attention` does in two launches, for queries in one rotation, of 16 bits, after a selection
+that wrote out its lists. The blocks of a row wait for each other before they merge it, so all must run at once, which a
+cooperative launch makes sure of. Where the kernel cannot run (`refusal`), `triton_impl` does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from sglang_ext.kernels import nvrtc
+from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens, check
+from sglang_ext.kernels.cluster_attention.triton_impl import Workspace
+from sglang_ext.kernels.top_p.selection import Selection, check_types
+
+SOURCE = "cluster_attention/attend.cu"
+DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_GROUP = 8
+"""Queries of a matrix product."""
+
+WARPS = 2
+THREADS = 32 * WARPS
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Units that a warp has on their way, blocks a multiprocessor, and the least units of a block."""
+
+    stages: int = 2
+    blocks: int = 6
+    least: int = 4
+
+    def constants(self, dim: int, group: int, bfloat16: bool) -> dict[str, int]:
+        """Macros of the kernel for heads of `dim`, in groups of `group` query heads."""
+        return dict(
+            DIM=dim, GROUP=group, STAGES=self.stages, BLOCKS=self.blocks, LEAST=self.least, BFLOAT16=int(bfloat16)
+        )
+
+
+TUNING = Tuning()
+
+
+def refusal(device: torch.device, query: torch.Tensor, key_cache: torch.Tensor, pool: ClusterPool) -> str | None:
+    """Why the kernel cannot attend from `query` [batch, rotations, heads, head_dim], or None where it can.
+
+    Args:
+        device: of all of them.
+        query, key_cache, pool: as for `cluster_attention`.
+    """
+    _, rotations, heads, dim = query.shape
+    _, kv_heads, _, value_dim = pool.values.shape
+    if device.type != "cuda":
+        return f"device {device}: it is written in CUDA"
+    if query.dtype not in DTYPES or key_cache.dtype != query.dtype:
+        return f"query of {query.dtype}, keys of {key_cache.dtype}: float16 or bfloat16, the same"
+    if dim not in DIMS or value_dim != dim:
+        return f"heads of {dim} and {value_dim}: {', '.join(map(str, DIMS))}, keys as values"
+    if heads // kv_heads > MAX_GROUP:
+        return f"groups of {heads // kv_heads} heads: at most {MAX_GROUP}"
+    if rotations > 1:
+        return f"{rotations} rotations of the query: one"
+    if not query[:1].is_contiguous() or query.stride(0) % 2 or query.data_ptr() % 4:
+        return f"query of strides {query.stride()}: each request's contiguous, at a multiple of 4 bytes"
+    return _unusable(nvrtc.index_of(device))
+
+
+@cache
+def _unusable(index: int) -> str | None:
+    """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
+    properties = torch.cuda.get_device_properties(index)
+    if properties.major < 9:
+        return f"compute capability {properties.major}.{properties.minor}: it was written for 9.0"
+    return nvrtc.failure(index, "attention over clusters runs", lambda: _kernel(index, 128, 4, True, TUNING))
+
+
+def compiled(arch: str, dim: int, group: int, bfloat16: bool = True, tuning: Tuning = TUNING) -> Any:
+    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
+
+    Raises:
+        Exception: what cuda-core raises where NVRTC refuses, with its log.
+    """
+    return nvrtc.compiled(SOURCE, arch, tuning.constants(dim, group, bfloat16))
+
+
+@cache
+def _kernel(index: int, dim: int, group: int, bfloat16: bool, tuning: Tuning) -> Callable[..., None]:
+    constants = tuple(tuning.constants(dim, group, bfloat16).items())
+    return nvrtc.kernel(index, SOURCE, "attend_selected", THREADS, constants)
+
+
+def programs(device: torch.device, tuning: Tuning = TUNING) -> int:
+    """Blocks of a launch: as many as run at once; a workspace has room for a part of each beside one of every row."""
+    return nvrtc.multiprocessors(nvrtc.index_of(device)) * tuning.blocks
+
+
+def cluster_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    pool: ClusterPool,
+    rows: ClusterRows,
+    dense: DenseTokens,
+    selection: Selection,
+    logits: torch.Tensor,
+    scale: float,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor],
+    workspace: Workspace,
+    tuning: Tuning = TUNING,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.cluster_attention` on the device, without synchronisation; all counts are read from tensors.
+
+    Args:
+        query: [batch, 1, heads, head_dim], each request's contiguous, in the caches' dtype.
+        key_cache, value_cache: [num_slots, kv_heads, head_dim] contiguous.
+        pool, rows, dense, scale: as in the reference; integers int32, contiguous.
+        selection: that is expanded into this very workspace.
+        logits: [batch, kv_heads, group, cells] float32 contiguous.
+        out: (output [batch, heads, head_dim], log-sum-exp [batch, heads] float32) to write to.
+        workspace: with `programs` places for parts beside those of the rows.
+        tuning: see `Tuning`.
+
+    Returns:
+        `out`; sums are float32.
+
+    Raises:
+        ValueError: as in the reference; what `refusal` says; buffers of other shapes or types, or not contiguous.
+    """
+    check(query, pool, rows, dense)
+    reason = refusal(query.device, query, key_cache, pool)
+    if reason:
+        raise ValueError(f"{reason}; use triton_impl.cluster_attention")
+    batch, _, heads, dim = query.shape
+    kv_heads, width = pool.values.shape[1:3]
+    group, count, cells = heads // kv_heads, batch * kv_heads, rows.tiles.shape[1] * width
+    if not selection.expanded:
+        raise ValueError("a selection that is not expanded: expected one whose lists are in the workspace")
+    launched = programs(query.device, tuning)
+    shapes = {
+        "key_cache": (key_cache, (key_cache.shape[0], kv_heads, dim), query.dtype),
+        "value_cache": (value_cache, (key_cache.shape[0], kv_heads, dim), query.dtype),
+        "pool.values": (pool.values, (pool.values.shape[0], kv_heads, width, dim), query.dtype),
+        "logits": (logits, (batch, kv_heads, group, cells), torch.float32),
+        "dense.slots": (dense.slots, (batch, dense.slots.shape[1]), torch.int32),
+        "dense.counts": (dense.counts, (batch,), torch.int32),
+        "selection.counts": (selection.counts, (batch, kv_heads, 5), torch.int32),
+        "selection.approx": (selection.approx, (batch, kv_heads, cells), torch.int32),
+        "workspace.slots": (workspace.slots, (count, workspace.slots.shape[1]), torch.int32),
+        "workspace.summaries": (workspace.summaries, (count, max(1, cells)), torch.int32),
+        "workspace.arrived": (workspace.arrived, (count, 2), torch.int32),
+        "output": (out[0], (batch, heads, dim), query.dtype),
+        "log-sum-exp": (out[1], (batch, heads), torch.float32),
+    }
+    for name, (tensor, shape, _) in shapes.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected {shape}")
+    check_types(*((name, tensor, dtype) for name, (tensor, _, dtype) in shapes.items()))
+    for name, tensor in {"key_cache": key_cache, "value_cache": value_cache, "pool.values": pool.values}.items():
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} at {tensor.data_ptr():#x}: expected a multiple of 16 bytes")
+    places = launched + count
+    if workspace.parts.shape[0] < places or workspace.parts.shape[1:] != (group, dim):
+        raise ValueError(
+            f"workspace of {tuple(workspace.parts.shape)} parts: expected [{places} or more, {group}, {dim}]"
+        )
+    if batch:
+        kernel = _kernel(nvrtc.index_of(query.device), dim, group, query.dtype == torch.bfloat16, tuning)
+        tensors = (
+            query, key_cache, value_cache, pool.values, workspace.slots, workspace.summaries, dense.slots, dense.counts,
+            selection.counts, selection.approx, logits, workspace.parts, workspace.part_lse, workspace.arrived, *out,
+        )  # fmt: skip
+        strides = (query.stride(0), workspace.slots.shape[1], dense.slots.shape[1])
+        kernel(
+            (launched,), *(x.data_ptr() for x in tensors), *(ctypes.c_int64(each) for each in strides),
+            ctypes.c_int32(cells), ctypes.c_int32(count), ctypes.c_int32(kv_heads), ctypes.c_float(scale * LOG2_E),
+            cooperative=True,
+        )  # fmt: skip
+    return out

@@ -97,9 +97,8 @@ def _kernel(index: int, dim: int, group: int, bfloat16: bool, tuning: Tuning) ->
     return nvrtc.kernel(index, SOURCE, "attend_selected", THREADS, constants)
 
 
-def programs(device: torch.device, tuning: Tuning = TUNING) -> int:
-    """Blocks of a launch: as many as run at once; a workspace has room for a part of each beside one of every row."""
-    return nvrtc.multiprocessors(nvrtc.index_of(device)) * tuning.blocks
+PROGRAMS = 1024
+"""Blocks of a launch at most, for which a workspace has room: an H200 runs 792 at once."""
 
 
 def cluster_attention(
@@ -126,7 +125,7 @@ def cluster_attention(
         selection: that is expanded into this very workspace.
         logits: [batch, kv_heads, group, cells] float32 contiguous.
         out: (output [batch, heads, head_dim], log-sum-exp [batch, heads] float32) to write to.
-        workspace: with `programs` places for parts beside those of the rows.
+        workspace: with `PROGRAMS` places for parts beside those of the rows; with fewer, as many blocks are launched.
         tuning: see `Tuning`.
 
     Returns:
@@ -144,7 +143,6 @@ def cluster_attention(
     group, count, cells = heads // kv_heads, batch * kv_heads, rows.tiles.shape[1] * width
     if not selection.expanded:
         raise ValueError("a selection that is not expanded: expected one whose lists are in the workspace")
-    launched = programs(query.device, tuning)
     shapes = {
         "key_cache": (key_cache, (key_cache.shape[0], kv_heads, dim), query.dtype),
         "value_cache": (value_cache, (key_cache.shape[0], kv_heads, dim), query.dtype),
@@ -167,13 +165,15 @@ def cluster_attention(
     for name, tensor in {"key_cache": key_cache, "value_cache": value_cache, "pool.values": pool.values}.items():
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} at {tensor.data_ptr():#x}: expected a multiple of 16 bytes")
-    places = launched + count
-    if workspace.parts.shape[0] < places or workspace.parts.shape[1:] != (group, dim):
+    room = workspace.parts.shape[0] - count
+    if room < 1 or workspace.parts.shape[1:] != (group, dim):
         raise ValueError(
-            f"workspace of {tuple(workspace.parts.shape)} parts: expected [{places} or more, {group}, {dim}]"
+            f"workspace of {tuple(workspace.parts.shape)} parts: expected [{count + 1} or more, {group}, {dim}]"
         )
     if batch:
-        kernel = _kernel(nvrtc.index_of(query.device), dim, group, query.dtype == torch.bfloat16, tuning)
+        index = nvrtc.index_of(query.device)
+        launched = min(nvrtc.multiprocessors(index) * tuning.blocks, room)
+        kernel = _kernel(index, dim, group, query.dtype == torch.bfloat16, tuning)
         tensors = (
             query, key_cache, value_cache, pool.values, workspace.slots, workspace.summaries, dense.slots, dense.counts,
             selection.counts, selection.approx, logits, workspace.parts, workspace.part_lse, workspace.arrived, *out,

@@ -278,7 +278,7 @@ class RowBuffers:
             device,
             tuning,
             align=self._align,
-            programs=attend_impl.programs(device) if tuning.fused and cuda else 0,
+            programs=attend_impl.PROGRAMS if tuning.fused else 0,
         )
         # Slots are written out after the search.
         lent = self._workspace.slots.view(-1)

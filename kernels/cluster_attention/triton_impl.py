@@ -427,7 +427,7 @@ class Workspace:
             device: of the buffers.
             tuning: that `cluster_attention` will be called with.
             align: of the selections: more than 1 where the query comes in more than one rotation.
-            programs: of another kernel that is to find room here (`attend_impl.programs`).
+            programs: of another kernel that is to find room here (`attend_impl.PROGRAMS`).
         """
         rows, tokens = batch * kv_heads, -(-max(1, tokens) // align) * align
         places = max(tuning.programs, programs) + rows

@@ -58,12 +58,13 @@ class Step:
         group: str | None = None,
         by_count: bool = False,
         joint: bool = True,
+        fused: bool = attention.TUNING.fused,
     ) -> None:
         """Args: as named; engine_room: buffers as large as the engine's for CUDA graphs, not as the batch needs.
 
         group: how the heads of a group share a set (default: the configuration's); by_count: rows keep numbers of
-        clusters, which `keep` tells; joint: scores and selection in one kernel,
-        where that runs (`joint_refused`).
+        clusters, which `keep` tells; joint: scores and selection in one kernel, where that runs (`joint_refused`);
+        fused: attention and merge likewise.
         """
         self.planted, self.batch, self.copies = planted, batch, copies
         self.group, self.by_count, self.stages = group or planted.config.group, by_count, planted.config.stages
@@ -79,7 +80,7 @@ class Step:
             WIDTH,
             group_rule=self.group,
             by_count=by_count,
-            tuning=replace(how, joint=joint),
+            tuning=replace(how, joint=joint, fused=fused),
             search=search,
         )
         self.keep(*self.stages)

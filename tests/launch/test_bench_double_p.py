@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.kernels.cluster_attention import joint_impl
+from sglang_ext.kernels.cluster_attention import attend_impl, joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _double_p_kernels as kernels
@@ -127,6 +127,24 @@ def test_scores_and_selection_in_one_kernel_pass() -> None:
             one.run()
             two.run()
     assert called == [1]
+
+
+@on_host.needed
+def test_attention_and_merge_in_one_kernel_pass() -> None:
+    """Likewise, after a selection that wrote out its lists."""
+    shape = replace(TINY, head_dim=64, value_dim=64)
+    keys = rows_of.Planted(2000, 2, shape, DoubleP(segment=1024), DEVICE)
+    copies = rows_of.layers(keys, 2)
+    two, one = (steps.Step(keys, 2, copies, fused=fused) for fused in (False, True))
+    called = []
+    real = attend_impl.cluster_attention
+    with pytest.MonkeyPatch.context() as patch, on_host.top_p(), on_host.cuda(attend_impl):
+        patch.setattr(attend_impl, "cluster_attention", lambda *a, **k: called.append(1) or real(*a, **k))
+        assert max(one.check().values()) < 5e-3
+        torch.testing.assert_close(one.run(), two.run(), rtol=2e-2, atol=2e-3)  # float16
+        again = one.read_again().clone()
+        torch.testing.assert_close(again, one.run(), rtol=0, atol=0)
+    assert len(called) == 4
 
 
 @pytest.mark.parametrize(

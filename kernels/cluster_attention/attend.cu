@@ -11,7 +11,9 @@
 // grow. When a block has been through its run it waits for those that share its rows, and each merges a piece: so all
 // blocks must run at once, which a cooperative launch makes sure of.
 //
-// Set by the compiler: DIM (64 or 128, of keys and values), GROUP (1 to 8 query heads), STAGES, BLOCKS (that a
+// Little code, since it is read from memory once a layer: one place that fetches, one that computes, for both kinds.
+//
+// Set by the compiler: DIM (64 or 128, of keys and values), GROUP (1 to 8 query heads), KV_HEADS, STAGES, BLOCKS (that a
 // multiprocessor has room for), LEAST (units of a block, where there are so few), BFLOAT16 (float16 otherwise).
 
 #define WARPS 2
@@ -23,12 +25,6 @@
 #define SUMMARIES 32  // of a unit: their values are as many bytes as keys and values of COLUMNS tokens
 #define LOGIT_ROW (SUMMARIES + 4)  // floats between two queries' logits of a unit: no bank twice
 #define UNIT (2 * CHUNK + GROUP * LOGIT_ROW * 4)  // bytes of a stage
-
-struct Row {
-    const int *slots, *dense, *summaries, *cells;  // lists of this row
-    int exact, own, approx;  // entries of the first, the second, and both others
-    int exact_units, token_units;
-};
 
 // Take the columns of another warp in, both `finish`ed.
 __device__ __forceinline__ void join(Found &found, const float *other) {
@@ -77,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
     const int *__restrict__ dense_slots, const int *__restrict__ dense_counts, const int *__restrict__ counts,
     const int *__restrict__ approx, const float *__restrict__ logits, float *parts, float *part_lse, int *arrived,
     u16 *__restrict__ out, float *__restrict__ lse, i64 stride_query, i64 most_tokens, i64 most_dense, int cells,
-    int rows, int kv_heads, float scale) {
+    int rows, float scale) {
     alignas(128) __shared__ unsigned char memory[WARPS][STAGES][UNIT];
     __shared__ int totals[WARPS], first_row[2];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, program = blockIdx.x;
@@ -86,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
     // Units of a row, at least one, so that some block writes every row's output.
     const auto units_of = [&](int row) {
         const int tokens = (counts[5 * row + 4] + COLUMNS - 1) / COLUMNS;
-        const int own = (dense_counts[row / kv_heads] + COLUMNS - 1) / COLUMNS;
+        const int own = (dense_counts[row / KV_HEADS] + COLUMNS - 1) / COLUMNS;
         return max(1, tokens + own + (counts[5 * row + 2] + SUMMARIES - 1) / SUMMARIES);
     };
 
@@ -125,63 +121,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
     for (int row = last; row_begin < run_end; ++row) {
         last = row;
         const int row_end = row_begin + units_of(row);
-        const int request = row / kv_heads, head = row % kv_heads;
-        Row here;
-        here.slots = slots + row * most_tokens;
-        here.dense = dense_slots + request * most_dense;
-        here.summaries = summaries + row * static_cast<i64>(cells);
-        here.cells = approx + row * static_cast<i64>(cells);
-        here.exact = counts[5 * row + 4], here.own = dense_counts[request], here.approx = counts[5 * row + 2];
-        here.exact_units = (here.exact + COLUMNS - 1) / COLUMNS;
-        here.token_units = here.exact_units + (here.own + COLUMNS - 1) / COLUMNS;
+        const int request = row / KV_HEADS, head = row % KV_HEADS;
+        const int exact = counts[5 * row + 4], own = dense_counts[request], averaged = counts[5 * row + 2];
+        const int exact_units = (exact + COLUMNS - 1) / COLUMNS;
+        const int token_units = exact_units + (own + COLUMNS - 1) / COLUMNS;
         const int since = max(run_begin, row_begin) - row_begin, until = min(run_end, row_end) - row_begin;
-        const u16 *const head_keys = keys + head * DIM, *const head_values = values + head * DIM;
+        const int *const row_slots = slots + row * most_tokens, *const row_dense = dense_slots + request * most_dense;
+        const int *const row_summaries = summaries + row * static_cast<i64>(cells);
+        const int *const row_cells = approx + row * static_cast<i64>(cells);
         const float *const row_logits = logits + row * static_cast<i64>(GROUP) * cells;
 
         unsigned q[STEPS][2];
         load_queries(q, query + request * stride_query + static_cast<i64>(head) * GROUP * DIM);
 
-        // Where a unit's columns lie: column lane % 16 of tokens, or `lane` of summaries, and whose logits those have.
+        // Where this lane's column of a unit lies: lane % 16 of tokens, `lane` of summaries; and whose logits those have.
         int place = -1, cell = 0;
         const auto look = [&](int unit) {
             place = -1;
             if (unit >= until) return;
-            if (unit < here.token_units) {
-                const bool exact = unit < here.exact_units;
-                const int column = (unit - (exact ? 0 : here.exact_units)) * COLUMNS + lane % COLUMNS;
-                if (column < (exact ? here.exact : here.own)) place = (exact ? here.slots : here.dense)[column];
-            } else {
-                const int column = (unit - here.token_units) * SUMMARIES + lane;
-                if (column < here.approx) place = here.summaries[column], cell = here.cells[column];
-            }
+            const bool of_exact = unit < exact_units, of_tokens = unit < token_units;
+            const int *const list = of_exact ? row_slots : of_tokens ? row_dense : row_summaries;
+            const int first = of_exact ? unit : unit - (of_tokens ? exact_units : token_units);
+            const int column = of_tokens ? first * COLUMNS + lane % COLUMNS : first * SUMMARIES + lane;
+            if (column >= (of_exact ? exact : of_tokens ? own : averaged)) return;
+            place = list[column];
+            if (!of_tokens) cell = row_cells[column];
         };
-        // Copies a unit, and says which of its columns are there.
+        // Copies a unit, and says which of its columns are there. Two chunks: of keys and of values, or of two halves.
         const auto fetch = [&](int unit, unsigned stage) {
             constexpr int AT_ONCE = 32 / PIECES;  // columns that the warp copies at a time
             const int piece = lane % PIECES;
+            const bool of_tokens = unit < token_units;
+            const u16 *const one = (of_tokens ? keys + head * DIM : means) + piece * 8;
+            const u16 *const two = (of_tokens ? values + head * DIM : means) + piece * 8;
+            const int apart = of_tokens ? KV_HEADS * DIM : DIM;
             const unsigned there = __ballot_sync(FULL, place >= 0);
-            if (unit < min(until, here.token_units)) {
-#pragma unroll
-                for (int i = 0; i < COLUMNS / AT_ONCE; ++i) {
-                    const int column = i * AT_ONCE + lane / PIECES;
-                    const i64 at = static_cast<i64>(__shfl_sync(FULL, place, column)) * kv_heads * DIM + piece * 8;
-                    const unsigned to = stage + offset_of(column, piece);
-                    copy16(to, head_keys + at, there >> column & 1, once);
-                    copy16(to + CHUNK, head_values + at, there >> column & 1, once);
-                }
-            } else if (unit < until) {
+            if (unit < until) {
 #pragma unroll
                 for (int i = 0; i < SUMMARIES / AT_ONCE; ++i) {
-                    const int column = i * AT_ONCE + lane / PIECES;
-                    const i64 at = static_cast<i64>(__shfl_sync(FULL, place, column)) * DIM + piece * 8;
-                    const unsigned to = stage + column / COLUMNS * CHUNK + offset_of(column % COLUMNS, piece);
-                    copy16(to, means + at, there >> column & 1, once);
+                    const int column = i * AT_ONCE + lane / PIECES, half = i / (COLUMNS / AT_ONCE);
+                    const i64 at = static_cast<i64>(__shfl_sync(FULL, place, column)) * apart;
+                    const unsigned to = stage + half * CHUNK + offset_of(column % COLUMNS, piece);
+                    copy16(to, (half ? two : one) + at, there >> column & 1, once);
                 }
+                if (!of_tokens) {
+                    const float *from = row_logits + cell;
 #pragma unroll
-                for (int of = 0; of < GROUP; ++of)
-                    copy4(
-                        stage + 2 * CHUNK + (of * LOGIT_ROW + lane) * 4, row_logits + of * static_cast<i64>(cells) + cell,
-                        place >= 0);
+                    for (int of = 0; of < GROUP; ++of, from += cells)
+                        copy4(stage + 2 * CHUNK + (of * LOGIT_ROW + lane) * 4, from, place >= 0);
+                }
             }
             commit();
             return there;
@@ -189,52 +177,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
 
         Found found;
         begin(found);
-        unsigned there[STAGES];
-        const int first = since + warp;
-        look(first);
-#pragma unroll
-        for (int i = 0; i < STAGES; ++i) {
-            there[i] = fetch(first + i * WARPS, stages + i * UNIT);
-            look(first + (i + 1) * WARPS);
-        }
+        unsigned there[STAGES] = {};
         unsigned stage = stages;
-        for (int unit = first; unit < until; unit += WARPS) {
-            wait<STAGES - 1>();
-            __syncwarp();
-            const unsigned seen = there[0];
-            if (unit < here.token_units) {
-                float one[4] = {0, 0, 0, 0}, two[4] = {0, 0, 0, 0}, logit[4];
-                const int column = lane % 8 + (lane / 8) % 2 * 8, piece = lane / 16;
-#pragma unroll
-                for (int step = 0; step < STEPS; ++step) {
-                    unsigned k[4];
-                    load_tiles(k, stage + offset_of(column, 2 * step + piece));
-                    multiply(step % 2 ? two : one, k, q[step][0], q[step][1]);
-                }
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    logit[i] = seen >> (lane / 4 + i / 2 * 8) & 1 ? (one[i] + two[i]) * scale : NOTHING;
-                add(found, logit, stage + CHUNK);
-            } else {
-                const float *const listed = reinterpret_cast<const float *>(
-                    memory[warp][(stage - stages) / UNIT] + 2 * CHUNK);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
+        look(since + warp);
+        // The first STAGES turns only fetch.
+#pragma unroll 1
+        for (int unit = since + warp - STAGES * WARPS; unit < until; unit += WARPS) {
+            if (unit >= since) {
+                wait<STAGES - 1>();
+                __syncwarp();
+                const bool of_tokens = unit < token_units;
+#pragma unroll 1
+                for (int half = of_tokens; half < 2; ++half) {
+                    const unsigned seen = there[0] >> (of_tokens ? 0 : half * COLUMNS) >> lane / 4;
                     float logit[4];
+                    if (of_tokens) {
+                        float one[4] = {0, 0, 0, 0}, two[4] = {0, 0, 0, 0};
+                        const int column = lane % 8 + (lane / 8) % 2 * 8, piece = lane / 16;
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int column = half * COLUMNS + lane / 4 + i / 2 * 8, of = lane % 4 * 2 + i % 2;
-                        const bool real = of < GROUP && (seen >> column & 1);
-                        logit[i] = real ? listed[of * LOGIT_ROW + column] * LOG2_E : NOTHING;
+                        for (int step = 0; step < STEPS; ++step) {
+                            unsigned k[4];
+                            load_tiles(k, stage + offset_of(column, 2 * step + piece));
+                            multiply(step % 2 ? two : one, k, q[step][0], q[step][1]);
+                        }
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) logit[i] = (one[i] + two[i]) * scale;
+                    } else {
+                        const unsigned char *const listed = memory[warp][(stage - stages) / UNIT] + 2 * CHUNK;
+                        const int column = half * COLUMNS + lane / 4;
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int of = min(lane % 4 * 2 + i % 2, GROUP - 1);  // behind the last one nobody looks
+                            const int at = of * LOGIT_ROW + column + i / 2 * 8;
+                            logit[i] = reinterpret_cast<const float *>(listed)[at] * LOG2_E;
+                        }
                     }
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (!(seen >> i / 2 * 8 & 1)) logit[i] = NOTHING;
                     add(found, logit, stage + half * CHUNK);
                 }
+                __syncwarp();
             }
-            __syncwarp();
 #pragma unroll
             for (int i = 0; i + 1 < STAGES; ++i) there[i] = there[i + 1];
-            there[STAGES - 1] = fetch(unit + STAGES * WARPS, stage);
-            look(unit + (STAGES + 1) * WARPS);
+            const int next = unit + STAGES * WARPS;
+            there[STAGES - 1] = fetch(next, stage);
+            look(next + WARPS);
             stage = stage + UNIT == stages + STAGES * UNIT ? stages : stage + UNIT;
         }
         wait<0>();

@@ -39,10 +39,16 @@ class Tuning:
     blocks: int = 6
     least: int = 4
 
-    def constants(self, dim: int, group: int, bfloat16: bool) -> dict[str, int]:
-        """Macros of the kernel for heads of `dim`, in groups of `group` query heads."""
+    def constants(self, dim: int, group: int, kv_heads: int, bfloat16: bool) -> dict[str, int]:
+        """Macros of the kernel for heads of `dim`, `group` query heads to each of `kv_heads`."""
         return dict(
-            DIM=dim, GROUP=group, STAGES=self.stages, BLOCKS=self.blocks, LEAST=self.least, BFLOAT16=int(bfloat16)
+            DIM=dim,
+            GROUP=group,
+            KV_HEADS=kv_heads,
+            STAGES=self.stages,
+            BLOCKS=self.blocks,
+            LEAST=self.least,
+            BFLOAT16=int(bfloat16),
         )
 
 
@@ -79,21 +85,21 @@ def _unusable(index: int) -> str | None:
     properties = torch.cuda.get_device_properties(index)
     if properties.major < 9:
         return f"compute capability {properties.major}.{properties.minor}: it was written for 9.0"
-    return nvrtc.failure(index, "attention over clusters runs", lambda: _kernel(index, 128, 4, True, TUNING))
+    return nvrtc.failure(index, "attention over clusters runs", lambda: _kernel(index, 128, 4, 8, True, TUNING))
 
 
-def compiled(arch: str, dim: int, group: int, bfloat16: bool = True, tuning: Tuning = TUNING) -> Any:
+def compiled(arch: str, dim: int, group: int, kv_heads: int, bfloat16: bool = True, tuning: Tuning = TUNING) -> Any:
     """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
 
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.
     """
-    return nvrtc.compiled(SOURCE, arch, tuning.constants(dim, group, bfloat16))
+    return nvrtc.compiled(SOURCE, arch, tuning.constants(dim, group, kv_heads, bfloat16))
 
 
 @cache
-def _kernel(index: int, dim: int, group: int, bfloat16: bool, tuning: Tuning) -> Callable[..., None]:
-    constants = tuple(tuning.constants(dim, group, bfloat16).items())
+def _kernel(index: int, dim: int, group: int, kv_heads: int, bfloat16: bool, tuning: Tuning) -> Callable[..., None]:
+    constants = tuple(tuning.constants(dim, group, kv_heads, bfloat16).items())
     return nvrtc.kernel(index, SOURCE, "attend_selected", THREADS, constants)
 
 
@@ -173,7 +179,7 @@ def cluster_attention(
     if batch:
         index = nvrtc.index_of(query.device)
         launched = min(nvrtc.multiprocessors(index) * tuning.blocks, room)
-        kernel = _kernel(index, dim, group, query.dtype == torch.bfloat16, tuning)
+        kernel = _kernel(index, dim, group, kv_heads, query.dtype == torch.bfloat16, tuning)
         tensors = (
             query, key_cache, value_cache, pool.values, workspace.slots, workspace.summaries, dense.slots, dense.counts,
             selection.counts, selection.approx, logits, workspace.parts, workspace.part_lse, workspace.arrived, *out,
@@ -181,7 +187,7 @@ def cluster_attention(
         strides = (query.stride(0), workspace.slots.shape[1], dense.slots.shape[1])
         kernel(
             (launched,), *(x.data_ptr() for x in tensors), *(ctypes.c_int64(each) for each in strides),
-            ctypes.c_int32(cells), ctypes.c_int32(count), ctypes.c_int32(kv_heads), ctypes.c_float(scale * LOG2_E),
+            ctypes.c_int32(cells), ctypes.c_int32(count), ctypes.c_float(scale * LOG2_E),
             cooperative=True,
         )  # fmt: skip
     return out

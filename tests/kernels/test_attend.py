@@ -200,4 +200,4 @@ def test_compiles_for_hopper(dim: int, group: int) -> None:
     unit = 2 * 16 * dim * 2 + group * 36 * 4
     tuning = attend_impl.TUNING
     assert tuning.blocks * (attend_impl.WARPS * tuning.stages * unit + 64 + 1024) <= 228 << 10
-    assert attend_impl.compiled("sm_90", dim, group).code
+    assert attend_impl.compiled("sm_90", dim, group, 8).code

@@ -96,6 +96,21 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&left)
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
 }
 
+// Likewise of float16, whatever TYPE is.
+__device__ __forceinline__ void multiply_halves(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
+}
+
+// Two float8 (e4m3), the low 16 bits, as two float16.
+__device__ __forceinline__ unsigned halves_of(unsigned quarters) {
+    unsigned bits;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(bits) : "h"(static_cast<u16>(quarters)));
+    return bits;
+}
+
 // 16 bytes that are read once and never written.
 __device__ __forceinline__ uint4 load_once(const void *from) {
     uint4 four;

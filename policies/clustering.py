@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from sglang_ext.kernels.cluster_attention.pool import CENTROIDS
 from sglang_ext.kernels.kmeans import Plan
 from sglang_ext.kernels.kmeans.clusters import ASSIGNMENTS
 
@@ -41,6 +42,7 @@ class Clustering(Middle):
         iterations: rounds of k-means.
         append: so many new tokens are clustered at once.
         assignment: `inner` product on mean-centred keys, or `l2`.
+        centroids: type in which they are kept and scored: the KV cache's (`same`), or `float8` (e4m3), half the bytes.
     """
 
     cluster: int = field(default=16, kw_only=True)
@@ -48,6 +50,7 @@ class Clustering(Middle):
     iterations: int = field(default=10, kw_only=True)
     append: int = field(default=1024, kw_only=True)
     assignment: str = field(default="inner", kw_only=True)
+    centroids: str = field(default="same", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,8 +59,10 @@ class Clustering(Middle):
                 f"cluster={self.cluster}, segment={self.segment}, iterations={self.iterations}, "
                 f"append={self.append}: expected at least 1"
             )
-        if self.assignment not in ASSIGNMENTS:
-            raise ValueError(f"assignment={self.assignment!r}: expected one of {', '.join(ASSIGNMENTS)}")
+        options = (("assignment", self.assignment, ASSIGNMENTS), ("centroids", self.centroids, CENTROIDS))
+        for name, value, allowed in options:
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
 
     def segments(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Cut tokens [begin, end) into segments that end at multiples of `segment` (columns of the row).

@@ -284,6 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
             const int of = piece / STEPS, at = piece % STEPS * 16 + lane % 4 * 4;
             const i64 place = (first_program + static_cast<i64>(row)) * GROUP + of;
             float top = NOTHING, weight = 0;
+#pragma unroll 1
             for (int i = lane; i < blocks; i += 32) {
                 const float level = __ldcg(part_lse + place + static_cast<i64>(i) * GROUP);
                 const float both = fmaxf(top, level), safe = both == NOTHING ? 0 : both;

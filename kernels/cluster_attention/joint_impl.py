@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, check
+from sglang_ext.kernels.cluster_attention.pool import FLOAT8, ClusterPool, ClusterRows, check
 from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p.selection import Expansion, Selection, check_buffers, check_expansion, check_types
 
@@ -31,8 +31,11 @@ def refusal(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, *, group:
     """Why the kernel cannot score and select for `query` [batch, rotations, heads, head_dim], or None where it can."""
     _, rotations, heads, dim = query.shape
     kv_heads = pool.centroids.shape[1]
-    if query.dtype not in (torch.float16, torch.bfloat16) or pool.centroids.dtype != query.dtype:
-        return f"query of {query.dtype}, centroids of {pool.centroids.dtype}: it multiplies float16 or bfloat16"
+    if query.dtype not in (torch.float16, torch.bfloat16) or pool.centroids.dtype not in (query.dtype, FLOAT8):
+        return (
+            f"query of {query.dtype}, centroids of {pool.centroids.dtype}: it multiplies float16 or bfloat16, with the"
+            " same or with float8"
+        )
     if dim not in DIMS:
         return f"head_dim {dim}: one of {DIMS}"
     if rotations > 1:
@@ -43,40 +46,43 @@ def refusal(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, *, group:
             " bytes"
         )
     refused = cuda_impl.refusal(query.device, heads // kv_heads, rows.tiles.shape[1] * pool.width, group=group)
-    return refused or _unusable(nvrtc.index_of(query.device), dim, query.dtype == torch.bfloat16)
+    types = query.dtype == torch.bfloat16, pool.centroids.dtype == FLOAT8
+    return refused or _unusable(nvrtc.index_of(query.device), dim, *types)
 
 
 @cache
-def _unusable(index: int, dim: int, bfloat16: bool) -> str | None:
+def _unusable(index: int, dim: int, bfloat16: bool, float8: bool) -> str | None:
     """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
     first = cuda_impl.BLOCKS[0]
-    return nvrtc.failure(index, "scores run", lambda: _kernel(index, 1, first, False, 16, dim, bfloat16))
+    return nvrtc.failure(index, "scores run", lambda: _kernel(index, 1, first, False, 16, dim, bfloat16, float8))
 
 
-def compiled(arch: str, heads: int, block: cuda_impl.Block, width: int, dim: int, bfloat16: bool) -> Any:
+def compiled(
+    arch: str, heads: int, block: cuda_impl.Block, width: int, dim: int, bfloat16: bool, float8: bool = False
+) -> Any:
     """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
 
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.
     """
-    return nvrtc.compiled(cuda_impl.SOURCE, arch, _constants(heads, block, False, width, dim, bfloat16))
+    return nvrtc.compiled(cuda_impl.SOURCE, arch, _constants(heads, block, False, width, dim, bfloat16, float8))
 
 
 def _constants(
-    heads: int, block: cuda_impl.Block, by_count: bool, width: int, dim: int, bfloat16: bool
+    heads: int, block: cuda_impl.Block, by_count: bool, width: int, dim: int, bfloat16: bool, float8: bool
 ) -> dict[str, int]:
     resident = max(RESIDENT, block.threads)
     return {
         **cuda_impl.constants(heads, block, by_count, 1, 1, width),
-        **dict(RESIDENT=resident, DIM=dim, BFLOAT16=int(bfloat16)),
+        **dict(RESIDENT=resident, DIM=dim, BFLOAT16=int(bfloat16), FP8=int(float8)),
     }
 
 
 @cache
 def _kernel(
-    index: int, heads: int, block: cuda_impl.Block, by_count: bool, width: int, dim: int, bfloat16: bool
+    index: int, heads: int, block: cuda_impl.Block, by_count: bool, width: int, dim: int, bfloat16: bool, float8: bool
 ) -> Callable[..., None]:
-    constants = tuple(_constants(heads, block, by_count, width, dim, bfloat16).items())
+    constants = tuple(_constants(heads, block, by_count, width, dim, bfloat16, float8).items())
     return nvrtc.kernel(index, cuda_impl.SOURCE, "score_and_select", block.threads, constants)
 
 
@@ -90,12 +96,12 @@ def warm_up(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, cells: in
     if refusal(query, pool, rows, group=group):
         return False
     index, heads = nvrtc.index_of(query.device), query.shape[2] // pool.centroids.shape[1]
-    dim, bfloat16 = query.shape[3], query.dtype == torch.bfloat16
+    kind = query.shape[3], query.dtype == torch.bfloat16, pool.centroids.dtype == FLOAT8
     blocks = cuda_impl.up_to(min(cells, cuda_impl.MAX_CELLS))
-    macros = [_constants(heads, block, False, pool.width, dim, bfloat16) for block in blocks]
+    macros = [_constants(heads, block, False, pool.width, *kind) for block in blocks]
     nvrtc.compile_ahead(index, [(cuda_impl.SOURCE, each) for each in macros])
     for block in blocks:
-        _kernel(index, heads, block, False, pool.width, dim, bfloat16)
+        _kernel(index, heads, block, False, pool.width, *kind)
     return True
 
 
@@ -118,7 +124,7 @@ def score_and_select(
     A fixed grid, counts and p read from tensors, no synchronisation.
 
     Args:
-        query: [batch, 1, heads, head_dim], each request's contiguous, in the centroids' dtype.
+        query: [batch, 1, heads, head_dim], each request's contiguous, in the centroids' dtype; or these are float8.
         pool, rows, scale: as for `centroid_scores`.
         cells: [batch] int32 clusters of each request, `rows.counts` times the tiles' width.
         p: [batch, 2] float32.
@@ -148,7 +154,7 @@ def score_and_select(
         raise ValueError(f"an expansion over other tiles, of {expansion.width}: expected the rows', of {width}")
     sized = rows.tiles if rows.sized is None else rows.sized
     check_types(
-        ("centroids", pool.centroids, query.dtype),
+        ("centroids", pool.centroids, pool.centroids.dtype),
         ("sizes", pool.sizes, torch.int32),
         ("starts", pool.starts, torch.int32),
         ("rows.sized", sized, torch.int32),
@@ -159,7 +165,8 @@ def score_and_select(
     if batch:
         index = nvrtc.index_of(query.device)
         block = cuda_impl.block_for(tiles * width, heads * batch, nvrtc.multiprocessors(index))
-        kernel = _kernel(index, heads // kv_heads, block, by_count, width, dim, query.dtype == torch.bfloat16)
+        kind = width, dim, query.dtype == torch.bfloat16, pool.centroids.dtype == FLOAT8
+        kernel = _kernel(index, heads // kv_heads, block, by_count, *kind)
         given = (query, pool.centroids, sized)
         tensors = (
             logits, pool.sizes, pool.starts, cells, p, out.counts, out.exact, out.prefix, out.shift, out.approx,

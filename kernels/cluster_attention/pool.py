@@ -16,13 +16,32 @@ import torch
 
 from sglang_ext.kernels.kmeans.clusters import Clusters
 
+CENTROIDS = ("same", "float8")
+"""Types of centroids: the KV cache's, or float8 e4m3, half the bytes that every step reads of every cluster."""
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def centroid_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """Of centroids of one of `CENTROIDS`, beside a KV cache in `dtype`."""
+    return FLOAT8 if kind == "float8" else dtype
+
+
+def narrowed(centroids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Centroids in `dtype`: float8 has no number beyond 448, which becomes the largest one instead of NaN."""
+    if dtype != FLOAT8:
+        return centroids.to(dtype)
+    most = torch.finfo(FLOAT8).max
+    return centroids.clamp(-most, most).to(FLOAT8)
+
 
 @dataclass(frozen=True)
 class ClusterPool:
     """Summaries and members of clusters, one layer; or several, with a dimension [layers] in front of each tensor.
 
     Attributes:
-        centroids: [tiles, kv_heads, width, head_dim] mean keys C, rotated as their keys were; the KV cache's dtype.
+        centroids: [tiles, kv_heads, width, head_dim] mean keys C, rotated as their keys were; the KV cache's dtype, or
+            float8 e4m3.
         values: [tiles, kv_heads, width, value_dim] mean values (Double-P, equation 2).
         sizes: [cell tiles, kv_heads, width] int32 tokens of each cluster, 0 for an empty one. -n: n tokens of a cluster
             that is cut: they are always read one by one, and their centroid stands for none of them.
@@ -56,6 +75,7 @@ class ClusterPool:
         dtype: torch.dtype,
         device: torch.device | str,
         width: int = 64,
+        centroids: str = "same",
     ) -> ClusterPool:
         """Uninitialised room for so many tiles and clustered tokens.
 
@@ -64,7 +84,7 @@ class ClusterPool:
         """
         shape = (tiles, kv_heads, width)
         return ClusterPool(
-            torch.empty(*shape, head_dim, dtype=dtype, device=device),
+            torch.empty(*shape, head_dim, dtype=centroid_dtype(centroids, dtype), device=device),
             torch.empty(*shape, value_dim, dtype=dtype, device=device),
             torch.empty(shape, dtype=torch.int32, device=device),
             torch.empty(shape, dtype=torch.int32, device=device),
@@ -101,7 +121,11 @@ class ClusterPool:
                 f"{tuple(self.centroids.shape[:-4])}: expected as many"
             )
         places = tiles.long()
-        self.centroids[..., places, :, :, :] = clusters.centroids.to(self.centroids.dtype)
+        new = narrowed(clusters.centroids, self.centroids.dtype)
+        if new.dtype == FLOAT8:  # which PyTorch does not index
+            self.centroids.view(torch.uint8)[..., places, :, :, :] = new.view(torch.uint8)
+        else:
+            self.centroids[..., places, :, :, :] = new
         self.values[..., places, :, :, :] = clusters.values.to(self.values.dtype)
         self.sizes[..., places, :, :] = clusters.sizes
         self.starts[..., places, :, :] = clusters.starts + begin

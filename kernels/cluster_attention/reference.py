@@ -37,7 +37,7 @@ def centroid_scores(
     starts = torch.zeros_like(sizes)
     for b in range(batch):
         for place in range(int(rows.counts[b])):
-            tile, span = rows.tiles[b, place], slice(place * width, (place + 1) * width)
+            tile, span = int(rows.tiles[b, place]), slice(place * width, (place + 1) * width)
             turned = query[b, 0 if rows.rotation is None else rows.rotation[b, place]]
             x = torch.einsum("hgd,hcd->hgc", turned.view(kv_heads, -1, dim).to(dtype), pool.centroids[tile].to(dtype))
             cells_of = tile if rows.sized is None else rows.sized[b, place]

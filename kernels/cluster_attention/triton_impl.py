@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens, check
+from sglang_ext.kernels.cluster_attention.pool import FLOAT8, ClusterPool, ClusterRows, DenseTokens, check
 from sglang_ext.kernels.top_p.selection import Selection
 
 
@@ -91,7 +91,8 @@ def _scores(
             turned = query + turn * KV_HEADS * GROUP * DIM
             q = tl.load(turned + of_query, mask=in_query, other=0.0)
         base = (tile * KV_HEADS + head) * WIDTH
-        centroid = tl.load(centroids + (base + c)[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+        of_centroid = (base + c)[:, None] * DIM + d[None, :]
+        centroid = tl.load(centroids + of_centroid, mask=(d < DIM)[None, :], other=0.0).to(q.dtype)
         cells_of = base
         if SIZED:
             cells_of = (tl.load(sized + request * most_tiles + place).to(tl.int64) * KV_HEADS + head) * WIDTH
@@ -118,7 +119,8 @@ def centroid_scores(
     """`reference.centroid_scores` on the device: a fixed grid over the most tiles; counts are read from tensors.
 
     Args:
-        query: [batch, rotations, heads, head_dim], each request's contiguous, in the centroids' dtype.
+        query: [batch, rotations, heads, head_dim], each request's contiguous, in the centroids' dtype; or these are
+            float8.
         pool, rows, scale: as in the reference.
         out: (logits float32, sizes, starts) to write to; needed under CUDA graphs.
         tuning: see `Tuning`.
@@ -130,7 +132,8 @@ def centroid_scores(
         ValueError: as in the reference; a query that is not contiguous or of another dtype than the centroids.
     """
     check(query, pool, rows)
-    _check_dtype(query, pool.centroids)
+    if pool.centroids.dtype != FLOAT8:
+        _check_dtype(query, pool.centroids)
     batch, rotations, heads, dim = query.shape
     _, kv_heads, width, _ = pool.centroids.shape
     group, most = heads // kv_heads, rows.tiles.shape[1]
@@ -486,7 +489,7 @@ def cluster_attention(
         ValueError: as in the reference; tensors that are not contiguous or of mixed dtypes.
     """
     check(query, pool, rows, dense)
-    for tensor in (pool.centroids, pool.values, key_cache, value_cache):
+    for tensor in (pool.values, key_cache, value_cache):
         _check_dtype(query, tensor)
     batch, rotations, heads, dim = query.shape
     _, kv_heads, width, value_dim = pool.values.shape

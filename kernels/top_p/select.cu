@@ -18,9 +18,16 @@
 //
 // Set by the compiler: GROUP, THREADS, QUADS (four clusters each, of a thread), BINS, BY_COUNT, RUN, ALIGN, WIDTH (of a
 // tile of clusters; 0: lists only), RESIDENT (threads that are to fit a multiprocessor, which share 65,536 registers), DIM
-// (components of a centroid; 0: logits are given), and with DIM what instructions.cuh asks for.
+// (components of a centroid; 0: logits are given), and with DIM what instructions.cuh asks for, and FP8 (centroids are
+// float8 e4m3, else of 16 bits as queries are).
 
 #include "instructions.cuh"
+
+#if FP8
+typedef unsigned char Centroid;
+#else
+typedef u16 Centroid;
+#endif
 
 #define WARPS (THREADS / 32)
 #define UNITS 1073741824.0f
@@ -88,46 +95,110 @@ __device__ __forceinline__ int mass_of(int key) {
 }
 
 #if DIM
-// Logits of some of a row's clusters for all heads, the clusters' sizes counted in: 16 clusters a turn of a warp. Which
-// component comes first is of no matter to a product: of each 32 a lane has eight neighbours, which it loads at once.
-__device__ __forceinline__ void score(const u16* __restrict__ query, const u16* __restrict__ centroids,
+// A lane's components of a centroid, 16 bytes at a time, are neighbours: which component comes first is of no matter to a
+// product, so long as the query's stand likewise.
+#define LOADED (FP8 ? 16 : 8)  // components of 16 bytes
+#define LOADS (DIM / LOADED / 4)  // of a lane, for a cluster
+#define AT_ONCE (FP8 ? 2 : 1)  // times 16 clusters: as many bytes on their way with either kind
+
+// The query of head lane / 4 as right operands, and what its products are to be multiplied with: 1, or with FP8 the power
+// of two by which the query was divided, so that float16 holds it.
+__device__ __forceinline__ float load_query(unsigned (&right)[LOADS][LOADED / 2], const u16* __restrict__ query) {
+    const int lane = threadIdx.x % 32;
+    const u16* const from = query + lane / 4 * DIM + lane % 4 * LOADED;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+#pragma unroll
+        for (int j = 0; j < LOADED / 8; ++j) {
+            uint4 four = {0, 0, 0, 0};
+            if (lane / 4 < GROUP) four = load_once(from + 4 * LOADED * i + 8 * j);
+            right[i][4 * j] = four.x, right[i][4 * j + 1] = four.y, right[i][4 * j + 2] = four.z;
+            right[i][4 * j + 3] = four.w;
+        }
+    }
+#if FP8
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+#pragma unroll
+        for (int j = 0; j < LOADED; ++j) most = fmaxf(most, fabsf(widened(right[i][j / 2], j % 2)));
+    }
+    for (int by = 1; by < 4; by *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, by));
+    // Of the largest one's size, 2^(exponent - 127); at least what has an inverse.
+    const unsigned exponent = max(__float_as_uint(most) >> 23, 1u);
+    const float down = __uint_as_float((254 - min(exponent, 253u)) << 23);
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+#pragma unroll
+        for (int j = 0; j < LOADED / 2; ++j)
+            right[i][j] = packed_halves(widened(right[i][j], 0) * down, widened(right[i][j], 1) * down);
+    }
+    return __uint_as_float(min(exponent, 253u) << 23);
+#else
+    return 1;
+#endif
+}
+
+// Logits of some of a row's clusters for all heads, the clusters' sizes counted in.
+__device__ __forceinline__ void score(const u16* __restrict__ query, const Centroid* __restrict__ centroids,
                                       const int* __restrict__ sizes, const int* __restrict__ tiles,
                                       const int* __restrict__ sized, float scale, int n, int kv_heads, int kv_head,
                                       int width, float* logits) {
     const int lane = threadIdx.x % 32, pair = lane % 4;
-    uint4 right[DIM / 32];
+    unsigned right[LOADS][LOADED / 2];
+    const float own_factor = load_query(right, query) * scale;
+    float factor[2];
 #pragma unroll
-    for (int i = 0; i < DIM / 32; ++i) {
-        right[i] = {0, 0, 0, 0};
-        if (lane / 4 < GROUP) right[i] = load_once(query + lane / 4 * DIM + 32 * i + 8 * pair);
-    }
-    for (int cell = 16 * (blockIdx.x * WARPS + threadIdx.x / 32); cell < n; cell += 16 * GROUP * WARPS) {
-        const int tile = cell / WIDTH, place = cell % WIDTH + lane / 4;
-        const u16* const from =
-            centroids + ((static_cast<i64>(tiles[tile]) * kv_heads + kv_head) * WIDTH + place) * DIM + 8 * pair;
-        const int* const size_of = sizes + (static_cast<i64>(sized[tile]) * kv_heads + kv_head) * WIDTH + place;
-        const int size[2] = {size_of[0], size_of[8]};
-        uint4 upper[DIM / 32], lower[DIM / 32];
+    for (int j = 0; j < 2; ++j) factor[j] = FP8 ? __shfl_sync(FULL, own_factor, 4 * (2 * pair + j)) : own_factor;
+    constexpr int TURN = 16 * AT_ONCE;
+    for (int cell = TURN * (blockIdx.x * WARPS + threadIdx.x / 32); cell < n; cell += TURN * GROUP * WARPS) {
+        uint4 upper[AT_ONCE][LOADS], lower[AT_ONCE][LOADS];
+        int size[AT_ONCE][2];
 #pragma unroll
-        for (int i = 0; i < DIM / 32; ++i) {
-            upper[i] = load_once(from + 32 * i);
-            lower[i] = load_once(from + 8 * DIM + 32 * i);
-        }
-        float sum[4] = {0, 0, 0, 0};
+        for (int a = 0; a < AT_ONCE; ++a) {
+            const int at = min(cell + 16 * a, n - 16);  // the last ones twice, with nothing else to do
+            const int tile = at / WIDTH, place = at % WIDTH + lane / 4;
+            const Centroid* const from =
+                centroids + ((static_cast<i64>(tiles[tile]) * kv_heads + kv_head) * WIDTH + place) * DIM + LOADED * pair;
+            const int* const size_of = sizes + (static_cast<i64>(sized[tile]) * kv_heads + kv_head) * WIDTH + place;
+            size[a][0] = size_of[0], size[a][1] = size_of[8];
 #pragma unroll
-        for (int i = 0; i < DIM / 32; ++i) {
-            const unsigned first[4] = {upper[i].x, lower[i].x, upper[i].y, lower[i].y};
-            multiply(sum, first, right[i].x, right[i].y);
-            const unsigned second[4] = {upper[i].z, lower[i].z, upper[i].w, lower[i].w};
-            multiply(sum, second, right[i].z, right[i].w);
+            for (int i = 0; i < LOADS; ++i) {
+                upper[a][i] = load_once(from + 4 * LOADED * i);
+                lower[a][i] = load_once(from + 8 * DIM + 4 * LOADED * i);
+            }
         }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int head = 2 * pair + j % 2, own = size[j / 2];
-            // A cut cluster, of a size below 0, has no mass: its tokens are exact.
-            if (head < GROUP) {
-                logits[static_cast<size_t>(head) * width + cell + lane / 4 + j / 2 * 8] =
-                    own > 0 ? sum[j] * scale + __logf(static_cast<float>(own)) : NOTHING;
+        for (int a = 0; a < AT_ONCE; ++a) {
+            float sum[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                const unsigned up[4] = {upper[a][i].x, upper[a][i].y, upper[a][i].z, upper[a][i].w};
+                const unsigned low[4] = {lower[a][i].x, lower[a][i].y, lower[a][i].z, lower[a][i].w};
+#if FP8
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const unsigned four[4] = {halves_of(up[j]), halves_of(low[j]), halves_of(up[j] >> 16),
+                                              halves_of(low[j] >> 16)};
+                    multiply_halves(sum, four, right[i][2 * j], right[i][2 * j + 1]);
+                }
+#else
+#pragma unroll
+                for (int j = 0; j < 4; j += 2) {
+                    const unsigned four[4] = {up[j], low[j], up[j + 1], low[j + 1]};
+                    multiply(sum, four, right[i][j], right[i][j + 1]);
+                }
+#endif
+            }
+            const int at = min(cell + 16 * a, n - 16);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int head = 2 * pair + j % 2, own = size[a][j / 2];
+                // A cut cluster, of a size below 0, has no mass: its tokens are exact.
+                if (head < GROUP) {
+                    logits[static_cast<size_t>(head) * width + at + lane / 4 + j / 2 * 8] =
+                        own > 0 ? sum[j] * factor[j % 2] + __logf(static_cast<float>(own)) : NOTHING;
+                }
             }
         }
     }
@@ -136,7 +207,7 @@ __device__ __forceinline__ void score(const u16* __restrict__ query, const u16* 
 
 extern "C" __global__ void __cluster_dims__(GROUP, 1, 1) __launch_bounds__(THREADS, RESIDENT / THREADS)
 #if DIM
-score_and_select(const u16* __restrict__ query, const u16* __restrict__ centroids, const int* __restrict__ sized,
+score_and_select(const u16* __restrict__ query, const Centroid* __restrict__ centroids, const int* __restrict__ sized,
                  long long query_stride, float scale, float* logits,  // other blocks write them, too
 #else
 select_clusters(const float* __restrict__ logits,

@@ -89,7 +89,15 @@ class CachedRows:
         self.values = torch.empty(batch * length, kv_heads, shape.value_dim, dtype=shape.dtype, device=device)
         self.tiles = sum(self.plan.tiles)
         self.pool = ClusterPool.empty(
-            batch * self.tiles, kv_heads, dim, shape.value_dim, batch * tokens, shape.dtype, device, WIDTH
+            batch * self.tiles,
+            kv_heads,
+            dim,
+            shape.value_dim,
+            batch * tokens,
+            shape.dtype,
+            device,
+            WIDTH,
+            config.centroids,
         )
         self.labels: list[torch.Tensor] = []
 

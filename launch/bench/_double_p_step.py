@@ -204,9 +204,8 @@ class Step:
         _, tokens, approx, clusters = (float(selection.counts[..., n].double().sum()) for n in range(4))
         shape, planted = self.planted.shape, self.planted
         own = self.batch * shape.kv_heads * (planted.length - planted.end + planted.begin)
-        vectors = clusters * shape.head_dim + approx * shape.value_dim
-        vectors += (tokens + own) * (shape.head_dim + shape.value_dim)
-        return vectors * shape.dtype.itemsize
+        vectors = approx * shape.value_dim + (tokens + own) * (shape.head_dim + shape.value_dim)
+        return vectors * shape.dtype.itemsize + clusters * shape.head_dim * planted.pool.centroids.itemsize
 
 
 def _mask(selection: Selection, cells: int) -> torch.Tensor:

@@ -119,7 +119,8 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         for tiles that are partly empty: 8.1%.
         """
         pooled = kernels(self) != "torch"
-        cluster = 2 * head_dim * itemsize + (4 if pooled else 2) * 4 + 4 * self.config.cluster
+        of_centroid = 1 if pooled and self.config.centroids == "float8" else itemsize
+        cluster = head_dim * (of_centroid + itemsize) + (4 if pooled else 2) * 4 + 4 * self.config.cluster
         total = layers * kv_heads * cluster * (SLACK + 1 if pooled else SLACK)
         return -(-total // (self.config.cluster * SLACK))
 
@@ -221,6 +222,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
                 cluster=config.cluster,
                 iterations=config.iterations,
                 assignment=config.assignment,
+                centroids=config.centroids,
             )
         )
 

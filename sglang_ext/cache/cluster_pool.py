@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from sglang_ext.cache.clusters import TokenRun
 from sglang_ext.kernels.cluster_attention import ClusterPool
+from sglang_ext.kernels.cluster_attention.pool import centroid_dtype
 from sglang_ext.kernels.kmeans import Clusters, Plan, kmeans_layers
 from sglang_ext.policies.clustering import Clustering
 
@@ -170,9 +171,10 @@ class ClusterMemory:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(count, *shape, dtype=torch.int32, device=device)
 
+        of_centroids = centroid_dtype(config.centroids, keys.dtype)
         # One tensor for all layers, so that what is written is a few launches however many layers there are.
         self._pools = ClusterPool(
-            torch.zeros(count, tiles, kv_heads, width, head_dim, dtype=keys.dtype, device=device),
+            torch.zeros(count, tiles, kv_heads, width, head_dim, dtype=of_centroids, device=device),
             torch.zeros(count, tiles, kv_heads, width, value_dim, dtype=values.dtype, device=device),
             ints(2 * tiles, kv_heads, width),
             ints(2 * tiles, kv_heads, width),
@@ -180,7 +182,8 @@ class ClusterMemory:
         )
         self._lookup = torch.zeros(slots, dtype=torch.int32, device=device)
         self.layers = {layer: self._pools.layers(at) for at, layer in enumerate(caches)}
-        self._tile_bytes = count * kv_heads * width * ((head_dim + value_dim) * keys.element_size() + 8)
+        vectors = head_dim * of_centroids.itemsize + value_dim * values.element_size()
+        self._tile_bytes = count * kv_heads * width * (vectors + 8)
         self._member_bytes = count * kv_heads * 4
         self._jobs: list[Callable[[], None]] = []
         self.refused = 0

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from sglang_ext import compat
 from sglang_ext.compat import TreeNode
+from sglang_ext.kernels.cluster_attention.pool import centroid_dtype, narrowed
 from sglang_ext.kernels.kmeans import Plan, kmeans
 from sglang_ext.policies.double_p import cluster_sizes
 
@@ -137,6 +138,7 @@ def cluster_run(
     cluster: int,
     iterations: int,
     assignment: str,
+    centroids: str = "same",
 ) -> ClusteredRun:
     """Cluster tokens in all layers (Double-P, section 4.1).
 
@@ -146,6 +148,7 @@ def cluster_run(
         begin: number of the first token.
         cluster: about how many tokens make a cluster.
         iterations, assignment: see `kernels.kmeans`.
+        centroids: type whose precision they have, of `CENTROIDS`; here they stand in the KV cache's all the same.
     """
     count = -(-slots.numel() // cluster)
     plan = Plan((slots.numel(),), cluster, width=count)
@@ -153,7 +156,8 @@ def cluster_run(
     layers = {}
     for layer, (keys, values) in caches.items():
         found = kmeans(keys, values, slots, plan, iterations=iterations, assignment=assignment)
-        layers[layer] = Summary(found.centroids[0], found.values[0], found.sizes[0], found.labels.to(kind))
+        kept = narrowed(found.centroids[0], centroid_dtype(centroids, keys.dtype)).to(keys.dtype)
+        layers[layer] = Summary(kept, found.values[0], found.sizes[0], found.labels.to(kind))
     return ClusteredRun(begin, slots.numel(), layers)
 
 

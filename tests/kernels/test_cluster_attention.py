@@ -20,6 +20,7 @@ from sglang_ext.kernels.cluster_attention import (
     reference,
     triton_impl,
 )
+from sglang_ext.kernels.cluster_attention.pool import FLOAT8, narrowed
 from sglang_ext.kernels.kmeans import Plan
 from sglang_ext.kernels.kmeans.triton_impl import kmeans
 from sglang_ext.kernels.top_p import Selection
@@ -270,6 +271,25 @@ def test_scores(group: int, rotations: int, kind: str) -> None:
             assert torch.equal(starts[b, h, :n], world.pool.starts[tiles, h].flatten())
         if kind == "triton":
             assert logits[b, ..., n:].isnan().all()  # what lies behind the count is not touched
+
+
+@pytest.mark.parametrize("query", [torch.float32, torch.float16], ids=str)
+def test_scores_of_float8(query: torch.dtype) -> None:
+    """Centroids of eight bits count as what they are; what has no such number becomes the largest."""
+    world = make_world(dim=32)
+    world.pool.centroids[0, 0, 0, :3] = torch.tensor([1e4, -1e4, 3e-4], dtype=torch.float64)
+    few = narrowed(world.pool.centroids, FLOAT8)
+    assert few[0, 0, 0, :3].float().tolist() == [448, -448, 0]
+    w = world.to(query, DEVICE)
+    pool = replace(w.pool, centroids=few.to(DEVICE))
+    got, _, _ = triton_impl.centroid_scores(w.query, pool, w.rows, w.scale, tuning=TUNINGS["triton"])
+    small, exact = (replace(world.pool, centroids=x) for x in (few, few.double()))
+    want, again = (reference.centroid_scores(world.query, p, world.rows, world.scale)[0] for p in (exact, small))
+    assert torch.equal(want, again)
+    for b, count in enumerate(world.rows.counts.tolist()):
+        cells = slice(count * WIDTH)
+        # Sums of 32 products; half precision is exact in each.
+        torch.testing.assert_close(got[b, ..., cells].cpu(), want[b, ..., cells].float(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton", "level"])

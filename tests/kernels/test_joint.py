@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, joint_impl, reference
+from sglang_ext.kernels.cluster_attention.pool import FLOAT8, narrowed
 from sglang_ext.kernels.top_p import Expansion, Selection, cuda_impl
 from tests.kernels import on_host
 
@@ -50,7 +51,7 @@ class World:
 
 def world(
     counts: list[int], group: int = 4, dim: int = 128, width: int = 32, kv_heads: int = 2,
-    dtype: torch.dtype = torch.bfloat16, sized: bool = True, seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16, sized: bool = True, seed: int = 0, float8: bool = False,
 ) -> World:  # fmt: skip
     """Requests of so many tiles; sizes from other tiles than the centroids where `sized`, some empty, some cut."""
     gen = torch.Generator().manual_seed(seed)
@@ -68,6 +69,8 @@ def world(
     sizes, centroids = ints(-4, 30, 2 * tiles, kv_heads, width), normal(tiles, kv_heads, width, dim)
     if not sized:
         centroids[sizes[:tiles] == 0] = math.nan
+    if float8:
+        centroids = narrowed(100 * centroids.float(), FLOAT8)
     pool = ClusterPool(
         centroids, normal(tiles, kv_heads, width, 8), sizes, ints(0, 900, 2 * tiles, kv_heads, width),
         ints(0, 2**31 - 1, kv_heads, 1000),
@@ -89,7 +92,7 @@ def world(
     )  # fmt: skip
 
 
-def check(case: World, **options: Any) -> None:
+def check(case: World, atol: float = 1e-5, **options: Any) -> None:
     got = case.run(**options)
     assert got.expanded
     exact = replace(case.pool, centroids=case.pool.centroids.double())
@@ -97,7 +100,7 @@ def check(case: World, **options: Any) -> None:
     kept = 0
     for b, count in enumerate(case.cells.tolist()):
         # float32: sums of 128 products of 16 bits each, and the GPU's logarithm
-        torch.testing.assert_close(case.logits[b, ..., :count], logits[b, ..., :count].float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(case.logits[b, ..., :count], logits[b, ..., :count].float(), rtol=1e-5, atol=atol)
         assert case.logits[b, ..., count:].isnan().all()
         kept += count
     assert kept
@@ -125,6 +128,17 @@ def test_scores_and_sets(group: int, dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("tiles", "width", "dim"), [(40, 16, 64), (70, 64, 128), (9, 256, 64)])
 def test_widths_and_lengths(tiles: int, width: int, dim: int) -> None:
     check(world([tiles, tiles // 2], width=width, kv_heads=1, group=2, dim=dim, sized=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", joint_impl.DIMS)
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_centroids_of_float8(group: int, dim: int, dtype: torch.dtype) -> None:
+    """Sums of hundreds: of numbers from the largest that there is to the least; a query beyond what float16 holds."""
+    case = world([5, 0, 3], group=group, dim=dim, width=16, dtype=dtype, seed=group, float8=True)
+    case.query[0] *= 0
+    case.query[2] *= 1e-3 if dtype == torch.float16 else 3e5
+    check(case, atol=5e-3 if dtype == torch.float16 else 1e-5)
 
 
 def test_numbers_of_clusters() -> None:
@@ -157,7 +171,8 @@ def test_rows_without_tiles_select_nothing() -> None:
 
 def test_it_compiles_for_hopper() -> None:
     pytest.importorskip("cuda.core")
-    assert joint_impl.compiled("sm_90", 4, cuda_impl.Block(256, 10), 64, 128, True).code
+    for float8 in (False, True):
+        assert joint_impl.compiled("sm_90", 4, cuda_impl.Block(256, 10), 64, 128, True, float8).code
 
 
 def test_refusals() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,27 @@ def made(memory: ClusterMemory, slots: torch.Tensor, begin: int = 0) -> PooledRu
     assert found is not None
     memory.settle()
     return found
+
+
+def test_centroids_of_float8(caches: Any) -> None:
+    """A quarter of the bytes of 32 bits; everything else as it is, and plain PyTorch rounds alike."""
+    config, slots = replace(CONFIG, centroids="float8"), torch.arange(3, 43)
+    few, whole = ClusterMemory(caches, config), ClusterMemory(caches, CONFIG)
+    mine, theirs = made(few, slots), made(whole, slots)
+    assert theirs.bytes - mine.bytes == len(mine.place.tiles) * len(LAYERS) * KV_HEADS * few.width * 3 * DIM
+    plain = cluster_run(caches, slots, 0, cluster=4, iterations=3, assignment="inner", centroids="float8")
+    for layer in LAYERS:
+        got, want = few.layers[layer], whole.layers[layer]
+        tiles = list(mine.place.tiles)
+        centroids = got.centroids.float()[tiles]
+        assert torch.equal(centroids, want.centroids[tiles].to(torch.float8_e4m3fn).float())
+        assert (centroids != want.centroids[tiles]).any() and torch.equal(got.values[tiles], want.values[tiles])
+        for head in range(KV_HEADS):
+            filled = got.sizes[tiles, head].flatten() > 0
+            own = plain.layers[layer]
+            assert torch.equal(centroids[:, head].flatten(0, 1)[filled], own.centroids[head, own.sizes[head] > 0])
+    with pytest.raises(ValueError, match="centroids='int8': expected one of same, float8"):
+        replace(CONFIG, centroids="int8")
 
 
 def same(caches: Any, slots: torch.Tensor) -> ClusteredRun:

@@ -18,6 +18,7 @@ from sglang_ext import compat
 from sglang_ext.attention.clustered import Placed, row_clusters
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.policy import Caches
+from sglang_ext.attention.select import KERNELS_ENV
 from sglang_ext.cache.clusters import ClusteredRun, ClusterStore, cluster_run
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.config import POLICY_ENV
@@ -267,7 +268,7 @@ def test_the_server_s_options(options: pytest.MonkeyPatch) -> None:
     [
         ("{", "SGLANG_EXT_POLICY={: expected a JSON object"),
         ("[1]", r"SGLANG_EXT_POLICY=\[1\]: expected a JSON object with options of DoubleP"),
-        ('{"cluste": 8}', "unknown option cluste; known are append, assignment, cluster"),
+        ('{"cluste": 8}', "unknown option cluste; known are append, assignment, centroids, cluster"),
         ('{"cluster": 8.5}', "cluster=8.5 is a float; expected int"),
         ('{"tail": "cut"}', "tail='cut': expected one of drop, centroid"),
     ],
@@ -283,6 +284,12 @@ def test_summaries_take_at_most_8_percent_of_what_they_summarise(options: pytest
     for itemsize, most in ((2, 0.0715), (4, 0.0675)):
         extra = policy.extra_bytes_per_token(layers=3, kv_heads=2, head_dim=128, itemsize=itemsize)
         assert extra / (3 * 2 * 2 * 128 * itemsize) < most
+    options.setenv(KERNELS_ENV, "triton")
+    same = policy.extra_bytes_per_token(layers=1, kv_heads=1, head_dim=128, itemsize=2)
+    options.setenv(POLICY_ENV, '{"centroids": "float8"}')
+    few = DoublePPolicy().extra_bytes_per_token(layers=1, kv_heads=1, head_dim=128, itemsize=2)
+    assert same - few == 128 // 16 * 9 // 8  # an eighth more than there are clusters
+    options.delenv(KERNELS_ENV)
     keys, values = (torch.randn(SLOTS, 2, 128) for _ in range(2))
     made = cluster_run({0: (keys, values)}, torch.arange(160), 0, cluster=16, iterations=1, assignment="inner")
     assert made.bytes <= 160 * policy.extra_bytes_per_token(layers=1, kv_heads=2, head_dim=128, itemsize=4)

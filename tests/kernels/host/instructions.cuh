@@ -234,7 +234,8 @@ inline unsigned transposed(unsigned tile) {
     return at(lane % 4 * 2, lane / 4) | at(lane % 4 * 2 + 1, lane / 4) << 16;
 }
 
-inline void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
+template <class Widened>
+inline void product(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high, Widened widened_by) {
     struct Operands { unsigned left[4], right[2]; };
     const int lane = threadIdx.x % 32;
     const Operands (&all)[32] = gathered(Operands{{left[0], left[1], left[2], left[3]}, {low, high}});
@@ -243,9 +244,25 @@ inline void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, u
         for (int k = 0; k < 16; ++k) {
             const unsigned a = all[row % 8 * 4 + k % 8 / 2].left[row / 8 + k / 8 * 2];
             const unsigned b = all[column * 4 + k % 8 / 2].right[k / 8];
-            sum[n] += widened(a, k % 2) * widened(b, k % 2);
+            sum[n] += widened_by(a, k % 2) * widened_by(b, k % 2);
         }
     }
+}
+inline void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
+    product(sum, left, low, high, widened);
+}
+inline void multiply_halves(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
+    product(sum, left, low, high, widened_half);
+}
+inline unsigned halves_of(unsigned quarters) {
+    const auto value = [](unsigned bits) {
+        const int exponent = bits >> 3 & 15, fraction = bits & 7;
+        const float size = (bits & 0x7f) == 0x7f ? NAN
+                           : exponent            ? std::ldexp(8.0f + fraction, exponent - 10)
+                                                 : std::ldexp(1.0f * fraction, -9);
+        return bits & 0x80 ? -size : size;
+    };
+    return packed_halves(value(quarters & 0xff), value(quarters >> 8 & 0xff));
 }
 
 inline uint4 load_once(const void *from) { return __ldcg(static_cast<const uint4 *>(from)); }

@@ -157,11 +157,18 @@ __device__ __forceinline__ void wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// Wait for a number that other blocks add to.
+// Wait for a number that other blocks add to, and see what they wrote before they did. One fence at the end: a load that
+// acquires empties the L1 cache, which other blocks read from, each time.
 __device__ __forceinline__ void wait_until(const int *number, int least) {
     int now;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");
+    do asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");
     while (now < least);
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+// Add one to a number that others wait for, after everything that this block wrote before its last barrier.
+__device__ __forceinline__ void arrive(int *number) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(number) : "memory");
 }
 
 // What the blocks of a thread block cluster share. Every thread arrives, then waits for all of them; what was written

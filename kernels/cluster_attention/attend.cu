@@ -26,43 +26,28 @@
 #define LOGIT_ROW (SUMMARIES + 4)  // floats between two queries' logits of a unit: no bank twice
 #define UNIT (2 * CHUNK + GROUP * LOGIT_ROW * 4)  // bytes of a stage
 
-// Take the columns of another warp in, both `finish`ed.
-__device__ __forceinline__ void join(Found &found, const float *other) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        const float top = other[(4 * STEPS + n) * 32 + lane], weight = other[(4 * STEPS + 2 + n) * 32 + lane];
-        const float both = fmaxf(top, found.top[n]), level = both == NOTHING ? 0 : both;
-        const float a = exp2_of(found.top[n] - level), b = exp2_of(top - level);
-        found.top[n] = both;
-        found.weight[n] = found.weight[n] * a + weight * b;
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-            for (int i = n; i < 4; i += 2)
-                found.sum[step][i] = found.sum[step][i] * a + other[(4 * step + i) * 32 + lane] * b;
-    }
-}
+#define FOUND ((4 * STEPS + 4) * 32)  // floats that a warp leaves
 
-__device__ __forceinline__ void leave(float *other, const Found &found) {
+// What a warp has found, `finish`ed: 16 components of a pair of queries in every lane, number by number.
+__device__ __forceinline__ void leave(float *to, const Found &found) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) other[(4 * step + i) * 32 + lane] = found.sum[step][i];
+        for (int i = 0; i < 4; ++i) to[(4 * step + i) * 32 + lane] = found.sum[step][i];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-        other[(4 * STEPS + n) * 32 + lane] = found.top[n];
-        other[(4 * STEPS + 2 + n) * 32 + lane] = found.weight[n];
+        to[(4 * STEPS + n) * 32 + lane] = found.top[n];
+        to[(4 * STEPS + 2 + n) * 32 + lane] = found.weight[n];
     }
 }
 
 // Runs of equal length, but for one unit: the first `more` have it.
 struct Runs {
-    int each, more;
-    __device__ __forceinline__ int begin(int run) const { return run * each + min(run, more); }
-    __device__ __forceinline__ int of(int unit) const {
-        const int longer = more * (each + 1);
+    unsigned each, more;
+    __device__ __forceinline__ int begin(unsigned run) const { return run * each + min(run, more); }
+    __device__ __forceinline__ int of(unsigned unit) const {
+        const unsigned longer = more * (each + 1);
         return unit < longer ? unit / (each + 1) : more + (unit - longer) / each;
     }
 };
@@ -76,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
     int rows, float scale) {
     alignas(128) __shared__ unsigned char memory[WARPS][STAGES][UNIT];
     __shared__ int totals[WARPS], first_row[2];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, program = blockIdx.x;
+    const int lane = threadIdx.x % 32, program = blockIdx.x;
+    const int warp = __shfl_sync(FULL, threadIdx.x / 32, 0);  // the same in all lanes, as the compiler sees now
     const u64 once = first_to_go();
 
     // Units of a row, at least one, so that some block writes every row's output.
@@ -105,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
     }
     const int programs = min(static_cast<int>(gridDim.x), (all_units + LEAST - 1) / LEAST);
     if (program >= programs) return;
-    const Runs runs{all_units / programs, all_units % programs};
+    const Runs runs{static_cast<unsigned>(all_units) / programs, static_cast<unsigned>(all_units) % programs};
     const int run_begin = runs.begin(program), run_end = runs.begin(program + 1);
     if (run_begin >= until_here - own_units && run_begin < until_here) {
         int row = mine, end = until_here - own_units;
@@ -115,7 +101,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
     __syncthreads();
 
     const unsigned stages = shared_address(memory[warp]);
-    float *const other = reinterpret_cast<float *>(memory[0][0]);
+    float *const left = reinterpret_cast<float *>(memory[0][0]);  // what the warps have found
+    // Where a lane's pieces of the first eight columns go in a stage; those of the next eight, behind them.
+    constexpr int AT_ONCE = 32 / PIECES, PERIOD = 8 / AT_ONCE;  // columns that a warp copies at a time
+    const int piece = lane % PIECES;
+    unsigned target[PERIOD];
+#pragma unroll
+    for (int i = 0; i < PERIOD; ++i) target[i] = offset_of(i * AT_ONCE + lane / PIECES, piece);
     int row_begin = first_row[1];
     int last = first_row[0];  // row of this run
     for (int row = last; row_begin < run_end; ++row) {
@@ -134,41 +126,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
         unsigned q[STEPS][2];
         load_queries(q, query + request * stride_query + static_cast<i64>(head) * GROUP * DIM);
 
-        // Where this lane's column of a unit lies: lane % 16 of tokens, `lane` of summaries; and whose logits those have.
-        int place = -1, cell = 0;
+        // Where this lane's column of the next two units lies: lane % 16 of tokens, `lane` of summaries; and whose logits
+        // those have.
+        int place[2] = {-1, -1}, cell[2] = {0, 0};
         const auto look = [&](int unit) {
-            place = -1;
+            place[0] = place[1], cell[0] = cell[1];
+            place[1] = -1;
             if (unit >= until) return;
             const bool of_exact = unit < exact_units, of_tokens = unit < token_units;
             const int *const list = of_exact ? row_slots : of_tokens ? row_dense : row_summaries;
             const int first = of_exact ? unit : unit - (of_tokens ? exact_units : token_units);
             const int column = of_tokens ? first * COLUMNS + lane % COLUMNS : first * SUMMARIES + lane;
             if (column >= (of_exact ? exact : of_tokens ? own : averaged)) return;
-            place = list[column];
-            if (!of_tokens) cell = row_cells[column];
+            place[1] = list[column];
+            if (!of_tokens) cell[1] = row_cells[column];
         };
         // Copies a unit, and says which of its columns are there. Two chunks: of keys and of values, or of two halves.
         const auto fetch = [&](int unit, unsigned stage) {
-            constexpr int AT_ONCE = 32 / PIECES;  // columns that the warp copies at a time
-            const int piece = lane % PIECES;
             const bool of_tokens = unit < token_units;
             const u16 *const one = (of_tokens ? keys + head * DIM : means) + piece * 8;
             const u16 *const two = (of_tokens ? values + head * DIM : means) + piece * 8;
-            const int apart = of_tokens ? KV_HEADS * DIM : DIM;
-            const unsigned there = __ballot_sync(FULL, place >= 0);
+            const unsigned apart = of_tokens ? KV_HEADS * DIM : DIM;
+            const unsigned there = __ballot_sync(FULL, place[0] >= 0);
             if (unit < until) {
 #pragma unroll
                 for (int i = 0; i < SUMMARIES / AT_ONCE; ++i) {
-                    const int column = i * AT_ONCE + lane / PIECES, half = i / (COLUMNS / AT_ONCE);
-                    const i64 at = static_cast<i64>(__shfl_sync(FULL, place, column)) * apart;
-                    const unsigned to = stage + half * CHUNK + offset_of(column % COLUMNS, piece);
-                    copy16(to, (half ? two : one) + at, there >> column & 1, once);
+                    const int at = __shfl_sync(FULL, place[0], i * AT_ONCE + lane / PIECES);
+                    const u16 *const from = i < COLUMNS / AT_ONCE ? one : two;
+                    copy16(
+                        stage + target[i % PERIOD] + i / PERIOD * (8 * DIM * 2),
+                        from + static_cast<u64>(static_cast<unsigned>(at)) * apart, at >= 0, once);
                 }
                 if (!of_tokens) {
-                    const float *from = row_logits + cell;
+                    const float *from = row_logits + cell[0];
 #pragma unroll
                     for (int of = 0; of < GROUP; ++of, from += cells)
-                        copy4(stage + 2 * CHUNK + (of * LOGIT_ROW + lane) * 4, from, place >= 0);
+                        copy4(stage + 2 * CHUNK + (of * LOGIT_ROW + lane) * 4, from, place[0] >= 0);
                 }
             }
             commit();
@@ -180,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
         unsigned there[STAGES] = {};
         unsigned stage = stages;
         look(since + warp);
+        look(since + warp + WARPS);
         // The first STAGES turns only fetch.
 #pragma unroll 1
         for (int unit = since + warp - STAGES * WARPS; unit < until; unit += WARPS) {
@@ -223,42 +217,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
             for (int i = 0; i + 1 < STAGES; ++i) there[i] = there[i + 1];
             const int next = unit + STAGES * WARPS;
             there[STAGES - 1] = fetch(next, stage);
-            look(next + WARPS);
+            look(next + 2 * WARPS);
             stage = stage + UNIT == stages + STAGES * UNIT ? stages : stage + UNIT;
         }
         wait<0>();
         finish(found);
         __syncthreads();
-        if (warp) leave(other + (warp - 1) * (4 * STEPS + 4) * 32, found);
+        leave(left + warp * FOUND, found);
         __syncthreads();
         const bool whole = run_begin <= row_begin && row_end <= run_end;  // nobody else has a part of this row
-        if (warp == 0) {
+        // The warps' results together: four components of a head at a time.
+        for (int unit = threadIdx.x; unit < GROUP * DIM / 4; unit += THREADS) {
+            const int of = unit / (DIM / 4), at = unit % (DIM / 4) * 4;
+            const float *const numbers = left + (4 * STEPS + of % 2) * 32 + of / 2;
+            const float *const sums = left + (at / 16 * 4 + at % 16 / 8 * 2 + of % 2) * 32 + at % 8 * 4 + of / 2;
+            float top = NOTHING, weight = 0, sum[4] = {0, 0, 0, 0};
 #pragma unroll
-            for (int i = 0; i + 1 < WARPS; ++i) join(found, other + i * (4 * STEPS + 4) * 32);
+            for (int i = 0; i < WARPS; ++i) top = fmaxf(top, numbers[i * FOUND]);
+            const float level = top == NOTHING ? 0 : top;
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                const int of = lane % 4 * 2 + n;
-                if (of >= GROUP) continue;
-                const float all = found.weight[n], by = all > 0 ? 1 / all : 0;
-                const float level = all > 0 ? found.top[n] + __log2f(all) : NOTHING;
-                const i64 to = whole ? row * static_cast<i64>(GROUP) + of : (program + static_cast<i64>(row)) * GROUP + of;
-                if (lane / 4 == 0) (whole ? lse : part_lse)[to] = whole ? level * LOG_2 : level;
+            for (int i = 0; i < WARPS; ++i) {
+                const float share = exp2_of(numbers[i * FOUND] - level);
+                weight += share * numbers[i * FOUND + 64];
 #pragma unroll
-                for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const float sum = found.sum[step][n + 2 * half] * by;
-                        const int at = 16 * step + lane / 4 + 8 * half;
-                        if (whole) out[to * DIM + at] = narrowed(sum);
-                        else parts[to * DIM + at] = sum;
-                    }
+                for (int j = 0; j < 4; ++j) sum[j] += share * sums[i * FOUND + 4 * j];
             }
+            const float by = weight > 0 ? 1 / weight : 0, both = weight > 0 ? top + __log2f(weight) : NOTHING;
+            const i64 to = (whole ? row : program + static_cast<i64>(row)) * GROUP + of;
+            if (whole) {
+                const uint2 bits = {packed(sum[0] * by, sum[1] * by), packed(sum[2] * by, sum[3] * by)};
+                *reinterpret_cast<uint2 *>(out + to * DIM + at) = bits;
+            } else {
+                *reinterpret_cast<float4 *>(parts + to * DIM + at) =
+                    float4{sum[0] * by, sum[1] * by, sum[2] * by, sum[3] * by};
+            }
+            if (at == 0) (whole ? lse : part_lse)[to] = whole ? both * LOG_2 : both;
         }
-        __syncthreads();  // `other` is free, and everything is written
-        if (!whole && threadIdx.x == 0) {
-            __threadfence();
-            atomicAdd(arrived + 2 * row, 1);
-        }
+        __syncthreads();  // `left` is free, and everything is written
+        if (!whole && threadIdx.x == 0) arrive(arrived + 2 * row);
         if (row_end >= run_end) break;
         row_begin = row_end;
     }
@@ -269,10 +265,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
         if (which && last == first_row[0]) break;
         const int end = start + units_of(row);
         const int first_program = runs.of(start), blocks = runs.of(end - 1) - first_program + 1;
-        if (blocks == 1) continue;
+        constexpr int COMPONENTS = GROUP * STEPS;  // 16 at a time
+        const int merging = min(blocks, (COMPONENTS + WARPS - 1) / WARPS);  // the others have brought their parts
+        if (blocks == 1 || program - first_program >= merging) continue;
         if (threadIdx.x == 0) {
             wait_until(arrived + 2 * row, blocks);
-            if (atomicAdd(arrived + 2 * row + 1, 1) == blocks - 1) {  // nobody waits any more
+            if (atomicAdd(arrived + 2 * row + 1, 1) == merging - 1) {  // nobody waits any more
                 arrived[2 * row + 1] = 0;
                 __threadfence();
                 arrived[2 * row] = 0;
@@ -280,42 +278,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
         }
         __syncthreads();
         // 16 components of a head at a time, eight parts side by side.
-        for (int piece = (program - first_program) * WARPS + warp; piece < GROUP * STEPS; piece += blocks * WARPS) {
-            const int of = piece / STEPS, at = piece % STEPS * 16 + lane % 4 * 4;
+        for (int unit = (program - first_program) * WARPS + warp; unit < COMPONENTS; unit += merging * WARPS) {
+            const int of = unit / STEPS, at = unit % STEPS * 16 + lane % 4 * 4;
             const i64 place = (first_program + static_cast<i64>(row)) * GROUP + of;
-            float top = NOTHING, weight = 0;
-#pragma unroll 1
-            for (int i = lane; i < blocks; i += 32) {
-                const float level = __ldcg(part_lse + place + static_cast<i64>(i) * GROUP);
-                const float both = fmaxf(top, level), safe = both == NOTHING ? 0 : both;
-                weight = weight * exp2_of(top - safe) + exp2_of(level - safe);
-                top = both;
-            }
-            for (int by = 1; by < 32; by *= 2) {
-                const float others = __shfl_xor_sync(FULL, top, by), theirs = __shfl_xor_sync(FULL, weight, by);
-                const float both = fmaxf(top, others), safe = both == NOTHING ? 0 : both;
-                weight = weight * exp2_of(top - safe) + theirs * exp2_of(others - safe);
-                top = both;
-            }
-            // Where nothing was seen every part weighs nothing, whatever is taken off its level.
-            const float level = weight > 0 ? top + __log2f(weight) : 0;
-            float sum[4] = {0, 0, 0, 0};
-#pragma unroll 4
+            float top = NOTHING, weight = 0, sum[4] = {0, 0, 0, 0};
+#pragma unroll 2
             for (int i = lane / 4; i < blocks; i += 8) {
                 const i64 part = place + static_cast<i64>(i) * GROUP;
-                const float share = exp2_of(__ldcg(part_lse + part) - level);
+                const float level = __ldcg(part_lse + part);
                 const float4 each = __ldcg(reinterpret_cast<const float4 *>(parts + part * DIM + at));
-                sum[0] += share * each.x, sum[1] += share * each.y, sum[2] += share * each.z, sum[3] += share * each.w;
+                const float both = fmaxf(top, level), safe = both == NOTHING ? 0 : both;
+                const float old = exp2_of(top - safe), share = exp2_of(level - safe);
+                top = both, weight = weight * old + share;
+                sum[0] = sum[0] * old + share * each.x, sum[1] = sum[1] * old + share * each.y;
+                sum[2] = sum[2] * old + share * each.z, sum[3] = sum[3] * old + share * each.w;
             }
+            float most = top;
+            for (int by = 4; by < 32; by *= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, by));
+            const float share = exp2_of(top - (most == NOTHING ? 0 : most));
+            weight *= share;
+            for (int by = 4; by < 32; by *= 2) weight += __shfl_xor_sync(FULL, weight, by);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < 4; ++i) {
+                sum[i] *= share;
                 for (int by = 4; by < 32; by *= 2) sum[i] += __shfl_xor_sync(FULL, sum[i], by);
+            }
+            const float by = weight > 0 ? 1 / weight : 0;
             if (lane / 4 == 0) {
-                const uint2 bits = {packed(sum[0], sum[1]), packed(sum[2], sum[3])};
+                const uint2 bits = {packed(sum[0] * by, sum[1] * by), packed(sum[2] * by, sum[3] * by)};
                 *reinterpret_cast<uint2 *>(out + (row * static_cast<i64>(GROUP) + of) * DIM + at) = bits;
             }
-            if (lane == 0 && piece % STEPS == 0)
-                lse[row * static_cast<i64>(GROUP) + of] = weight > 0 ? level * LOG_2 : NOTHING;
+            if (lane == 0 && unit % STEPS == 0)
+                lse[row * static_cast<i64>(GROUP) + of] = weight > 0 ? (most + __log2f(weight)) * LOG_2 : NOTHING;
         }
     }
 }

@@ -315,6 +315,7 @@ inline void wait() {
     }
 }
 
+inline void arrive(int *number) { __atomic_fetch_add(number, 1, __ATOMIC_RELEASE); }
 inline void wait_until(const int *number, int least) {
     while (__atomic_load_n(number, __ATOMIC_ACQUIRE) < least) block->outside = true, pass();
 }

@@ -29,6 +29,8 @@ MAX_GROUP = 8
 WARPS = 2
 THREADS = 32 * WARPS
 LOG2_E = 1.4426950408889634
+MAX_MEMORY = 48 << 10
+"""Bytes of shared memory that a block may have where it does not ask for more."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,21 @@ class Tuning:
     blocks: int = 6
     least: int = 4
 
+    def memory(self, dim: int, group: int) -> int:
+        """Bytes of shared memory that a block takes, 1 KiB of CUDA's own not among them."""
+        return WARPS * self.stages * (2 * 16 * dim * 2 + group * 36 * 4) + 64
+
     def constants(self, dim: int, group: int, kv_heads: int, bfloat16: bool) -> dict[str, int]:
-        """Macros of the kernel for heads of `dim`, `group` query heads to each of `kv_heads`."""
+        """Macros of the kernel for heads of `dim`, `group` query heads to each of `kv_heads`.
+
+        Raises:
+            ValueError: more shared memory than a block may have.
+        """
+        if self.memory(dim, group) > MAX_MEMORY:
+            raise ValueError(
+                f"stages={self.stages} of heads of {dim}: {self.memory(dim, group)} bytes of shared memory a block,"
+                f" expected at most {MAX_MEMORY}"
+            )
         return dict(
             DIM=dim,
             GROUP=group,
@@ -55,19 +70,21 @@ class Tuning:
 TUNING = Tuning()
 
 
-def refusal(device: torch.device, query: torch.Tensor, key_cache: torch.Tensor, pool: ClusterPool) -> str | None:
+def refusal(
+    device: torch.device, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, pool: ClusterPool
+) -> str | None:
     """Why the kernel cannot attend from `query` [batch, rotations, heads, head_dim], or None where it can.
 
     Args:
         device: of all of them.
-        query, key_cache, pool: as for `cluster_attention`.
+        query, key_cache, value_cache, pool: as for `cluster_attention`.
     """
     _, rotations, heads, dim = query.shape
     _, kv_heads, _, value_dim = pool.values.shape
     if device.type != "cuda":
         return f"device {device}: it is written in CUDA"
-    if query.dtype not in DTYPES or key_cache.dtype != query.dtype:
-        return f"query of {query.dtype}, keys of {key_cache.dtype}: float16 or bfloat16, the same"
+    if query.dtype not in DTYPES:
+        return f"query of {query.dtype}: float16 or bfloat16"
     if dim not in DIMS or value_dim != dim:
         return f"heads of {dim} and {value_dim}: {', '.join(map(str, DIMS))}, keys as values"
     if heads // kv_heads > MAX_GROUP:
@@ -76,16 +93,26 @@ def refusal(device: torch.device, query: torch.Tensor, key_cache: torch.Tensor, 
         return f"{rotations} rotations of the query: one"
     if not query[:1].is_contiguous() or query.stride(0) % 2 or query.data_ptr() % 4:
         return f"query of strides {query.stride()}: each request's contiguous, at a multiple of 4 bytes"
-    return _unusable(nvrtc.index_of(device))
+    for name, tensor in {"keys": key_cache, "values": value_cache, "mean values": pool.values}.items():
+        if tensor.data_ptr() % 16 or not tensor.is_contiguous() or tensor.dtype != query.dtype:
+            return (
+                f"{name} of {tensor.dtype}, strides {tensor.stride()}, at {tensor.data_ptr():#x}: contiguous, in the"
+                " query's type, at a multiple of 16 bytes"
+            )
+    return _unusable(nvrtc.index_of(device), dim, heads // kv_heads, kv_heads, query.dtype == torch.bfloat16)
 
 
 @cache
-def _unusable(index: int) -> str | None:
-    """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
+def _unusable(index: int, dim: int, group: int, kv_heads: int, bfloat16: bool) -> str | None:
+    """Why no kernel for such heads runs on a device: found out once, before any CUDA graph is captured."""
     properties = torch.cuda.get_device_properties(index)
     if properties.major < 9:
         return f"compute capability {properties.major}.{properties.minor}: it was written for 9.0"
-    return nvrtc.failure(index, "attention over clusters runs", lambda: _kernel(index, 128, 4, 8, True, TUNING))
+    room, needed = properties.shared_memory_per_multiprocessor, TUNING.blocks * (TUNING.memory(dim, group) + 1024)
+    if room < needed:
+        return f"{room} bytes of shared memory a multiprocessor: {TUNING.blocks} blocks take {needed}"
+    make = lambda: _kernel(index, dim, group, kv_heads, bfloat16, TUNING)  # noqa: E731
+    return nvrtc.failure(index, "attention over clusters runs", make)
 
 
 def compiled(arch: str, dim: int, group: int, kv_heads: int, bfloat16: bool = True, tuning: Tuning = TUNING) -> Any:
@@ -141,7 +168,7 @@ def cluster_attention(
         ValueError: as in the reference; what `refusal` says; buffers of other shapes or types, or not contiguous.
     """
     check(query, pool, rows, dense)
-    reason = refusal(query.device, query, key_cache, pool)
+    reason = refusal(query.device, query, key_cache, value_cache, pool)
     if reason:
         raise ValueError(f"{reason}; use triton_impl.cluster_attention")
     batch, _, heads, dim = query.shape
@@ -161,6 +188,8 @@ def cluster_attention(
         "workspace.slots": (workspace.slots, (count, workspace.slots.shape[1]), torch.int32),
         "workspace.summaries": (workspace.summaries, (count, max(1, cells)), torch.int32),
         "workspace.arrived": (workspace.arrived, (count, 2), torch.int32),
+        "workspace.parts": (workspace.parts, (workspace.parts.shape[0], group, dim), torch.float32),
+        "workspace.part_lse": (workspace.part_lse, (workspace.parts.shape[0], group), torch.float32),
         "output": (out[0], (batch, heads, dim), query.dtype),
         "log-sum-exp": (out[1], (batch, heads), torch.float32),
     }
@@ -168,14 +197,9 @@ def cluster_attention(
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)}: expected {shape}")
     check_types(*((name, tensor, dtype) for name, (tensor, _, dtype) in shapes.items()))
-    for name, tensor in {"key_cache": key_cache, "value_cache": value_cache, "pool.values": pool.values}.items():
-        if tensor.data_ptr() % 16:
-            raise ValueError(f"{name} at {tensor.data_ptr():#x}: expected a multiple of 16 bytes")
     room = workspace.parts.shape[0] - count
-    if room < 1 or workspace.parts.shape[1:] != (group, dim):
-        raise ValueError(
-            f"workspace of {tuple(workspace.parts.shape)} parts: expected [{count + 1} or more, {group}, {dim}]"
-        )
+    if room < 1:
+        raise ValueError(f"workspace of {workspace.parts.shape[0]} parts: expected more than the {count} rows")
     if batch:
         index = nvrtc.index_of(query.device)
         launched = min(nvrtc.multiprocessors(index) * tuning.blocks, room)

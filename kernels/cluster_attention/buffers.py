@@ -466,7 +466,11 @@ class RowBuffers:
         out = turned.new_empty(turned.shape[0], self.shape.heads, self.shape.value_dim)
         given = turned, keys, values, pool, part.clusters, part.dense, selection, part.scores[0], scale
         to: dict[str, Any] = {"out": (out, part.lse), "workspace": part.workspace}
-        if self.tuning.fused and selection.expanded and attend_impl.refusal(turned.device, turned, keys, pool) is None:
+        if (
+            self.tuning.fused
+            and selection.expanded
+            and attend_impl.refusal(turned.device, turned, keys, values, pool) is None
+        ):
             attend_impl.cluster_attention(*given, **to)
         else:
             attention.cluster_attention(*given, **to, tuning=self.tuning)

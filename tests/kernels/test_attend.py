@@ -173,7 +173,15 @@ def test_many_rows() -> None:
 
 def test_as_many_blocks_as_there_is_room_for() -> None:
     case = world([(20, 70), (2, 100)], [3, 65], dim=64)
-    check(replace(case, workspace=replace(case.workspace, parts=case.workspace.parts[:9])))
+    few = {name: getattr(case.workspace, name)[:9] for name in ("parts", "part_lse")}
+    check(replace(case, workspace=replace(case.workspace, **few)))
+
+
+def test_a_row_in_many_parts() -> None:
+    """More than are merged side by side, and more blocks than there is to merge for."""
+    tuning = attend_impl.Tuning(least=1)
+    check(world([(5, 30)], [2000], group=2, dim=64, kv_heads=1), tuning=tuning)
+    check(world([(0, 0), (5, 30)], [700, 900], group=1, dim=64, kv_heads=1), tuning=tuning)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +192,16 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(case, logits=case.logits[..., :-1]).run()
     with pytest.raises(ValueError, match=r"logits is torch\.float64"):
         replace(case, logits=case.logits.double()).run()
-    with pytest.raises(ValueError, match=r"workspace of \(2, 4, 64\) parts: expected \[3 or more, 4, 64\]"):
-        replace(case, workspace=replace(case.workspace, parts=case.workspace.parts[:2])).run()
-    with pytest.raises(ValueError, match=r"torch\.float32, keys of torch\.bfloat16: .*; use triton_impl"):
+    with pytest.raises(ValueError, match=r"workspace of 2 parts: expected more than the 2 rows"):
+        few = {name: getattr(case.workspace, name)[:2] for name in ("parts", "part_lse")}
+        replace(case, workspace=replace(case.workspace, **few)).run()
+    with pytest.raises(ValueError, match=r"workspace.part_lse of shape \(9, 4\): expected \(\d+, 4\)"):
+        replace(case, workspace=replace(case.workspace, part_lse=case.workspace.part_lse[:9])).run()
+    with pytest.raises(ValueError, match=r"keys of torch\.bfloat16, strides .*contiguous, in the query's type"):
+        replace(case, keys=case.keys.transpose(0, 1).contiguous().transpose(0, 1)).run()
+    with pytest.raises(ValueError, match="stages=3 of heads of 128: .* expected at most 49152"):
+        attend_impl.Tuning(stages=3).constants(128, 4, 8, True)
+    with pytest.raises(ValueError, match=r"query of torch\.float32: float16 or bfloat16; use triton_impl"):
         replace(case, query=case.query.float()).run()
     with pytest.raises(ValueError, match="groups of 9 heads: at most 8"):
         world([(2, 3)], [4], dim=64, group=9).run()
@@ -197,7 +212,6 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_compiles_for_hopper(dim: int, group: int) -> None:
     """And as many blocks as it asks for have room on a multiprocessor: 228 KiB, one of them a block's own."""
-    unit = 2 * 16 * dim * 2 + group * 36 * 4
     tuning = attend_impl.TUNING
-    assert tuning.blocks * (attend_impl.WARPS * tuning.stages * unit + 64 + 1024) <= 228 << 10
+    assert tuning.blocks * (tuning.memory(dim, group) + 1024) <= 228 << 10
     assert attend_impl.compiled("sm_90", dim, group, 8).code

@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(case, workspace=replace(case.workspace, part_lse=case.workspace.part_lse[:9])).run()
     with pytest.raises(ValueError, match=r"keys of torch\.bfloat16, strides .*contiguous, in the query's type"):
         replace(case, keys=case.keys.transpose(0, 1).contiguous().transpose(0, 1)).run()
-    with pytest.raises(ValueError, match="stages=3 of heads of 128: .* expected at most 49152"):
+    with pytest.raises(ValueError, match=r"stages=3 of heads of 128: .* expected at most 49152"):
         attend_impl.Tuning(stages=3).constants(128, 4, 8, True)
     with pytest.raises(ValueError, match=r"query of torch\.float32: float16 or bfloat16; use triton_impl"):
         replace(case, query=case.query.float()).run()

@@ -29,6 +29,8 @@ SCORE_TOLERANCE = 1e-3  # of the largest score: keys are the same numbers in bot
 DENSE_ROWS = 65536
 """Query rows of one call of the dense baseline: a whole prompt's have more components than 32 bits count."""
 UPDATE_BATCH, UPDATE_HEADS, UPDATE_TOKENS = 8, 32, 16384
+TURNS = 5
+"""Times that decoding and dense decoding are measured, one after the other: a GPU is not as fast at any time."""
 SINGLE_TOKENS = 64
 """Tokens that the baseline of one token at a time is measured on; every one costs it the same."""
 
@@ -459,12 +461,12 @@ class Decoding:
         return errors
 
 
-def dense_decode(decoding: Decoding) -> dict[str, Timing]:
-    """FlashInfer's paged decoding of as many tokens, with and without tensor cores."""
+def dense_decode(decoding: Decoding) -> dict[str, Callable[..., None]]:
+    """FlashInfer's paged decoding of as many tokens, with and without tensor cores: functions of (keys, values)."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     layer, shape, batch = decoding.layer, decoding.shape, decoding.query.shape[0]
-    found = {}
+    found: dict[str, Callable[..., None]] = {}
     for name, cores in (("tensor cores", True), ("CUDA cores", False)):
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=layer.device)
         wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=cores)
@@ -486,7 +488,7 @@ def dense_decode(decoding: Decoding) -> dict[str, Timing]:
         def run(keys: torch.Tensor, values: torch.Tensor, wrapper: Any = wrapper) -> None:
             wrapper.run(decoding.query, (keys.unsqueeze(1), values.unsqueeze(1)))
 
-        found[name] = time_gpu(run, layer.keys, layer.values)
+        found[name] = run
     return found
 
 
@@ -504,10 +506,16 @@ def decode(cascade: Cascade, batches: Sequence[int], device: torch.device, bandw
             decoding.run(fast.decode, keys, values, **more)
 
         scored = {"workspace": workspace, **decoding.scores()}
-        ours = time_gpu(lambda k, v, work=work, more=scored: work(k, v, **more), layer.keys, layer.values)
         plain = {"workspace": workspace}
         bare = time_gpu(lambda k, v, work=work, more=plain: work(k, v, **more), layer.keys, layer.values)
-        dense = dense_decode(decoding)
+        rivals = {"ours": lambda k, v, work=work, more=scored: work(k, v, **more), **dense_decode(decoding)}
+        times: dict[str, list[float]] = {name: [] for name in rivals}
+        for _ in range(TURNS):
+            for name, rival in rivals.items():
+                times[name].append(time_gpu(rival, layer.keys, layer.values, milliseconds=100).median)
+        times_of_ours = times.pop("ours")
+        ours = Timing.of(times_of_ours)
+        dense = {name: Timing.of(each) for name, each in times.items()}
         best = min(dense, key=lambda name: dense[name].median)
         floor = batch * decoding.seen * 2 * layer.shape.kv_heads * layer.shape.dim * 2 / bandwidth
         notes = {
@@ -516,6 +524,8 @@ def decode(cascade: Cascade, batches: Sequence[int], device: torch.device, bandw
             "errors": errors,
             "without_scores_ms": bare.median * 1e3,
             "dense_ms": {name: timing.median * 1e3 for name, timing in dense.items()},
+            "turns": TURNS,
+            "ratios": [own / other for own, other in zip(times_of_ours, times[best], strict=True)],
             "floor_ms": floor * 1e3,
             "shares": workspace.parts.shape[2],
         }

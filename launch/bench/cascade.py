@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cascades", type=int, default=4, help="sub-caches (default: 4)")
     parser.add_argument("--sinks", type=int, default=64, help="first tokens, always kept (default: 64)")
     parser.add_argument("--stride", type=int, default=4096, help="tokens computed together (default: 4096)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="rows that decode")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64], metavar="N", help="rows that decode")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="the engine's model")
     parser.add_argument("--slots", type=int, default=2**16, help="KV slots of the engine's pool (default: 65536)")
     parser.add_argument("--part", type=int, default=2**16, help="tokens of a part that is timed (default: 65536)")

@@ -6,6 +6,7 @@ Triton's interpreter runs the kernels; times are made up, so that a mistake does
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,8 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 
     def time_gpu(work: Any, *arguments: Any, **_: Any) -> Timing:
+        if isinstance(work, Dense):
+            return Timing.of([work.seconds])
         ran.append(work(*arguments))
         return Timing.of([1e-3])
 
@@ -81,6 +84,10 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Properties:
         multi_processor_count = 3
+
+    @dataclass
+    class Dense:
+        seconds: float
 
     for name, value in {
         "time_gpu": time_gpu,
@@ -92,7 +99,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         "UPDATE_TOKENS": 10,
         "SINGLE_TOKENS": 4,
         "DENSE_ROWS": 16,
-        "dense_decode": lambda _: {"tensor cores": Timing.of([2e-3]), "CUDA cores": Timing.of([4e-3])},
+        "dense_decode": lambda _: {"tensor cores": Dense(2e-3), "CUDA cores": Dense(4e-3)},
     }.items():
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr(
@@ -107,6 +114,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share.ratio == pytest.approx(2e-3 / (1e-2 / 7))
     assert alone.ratio == pytest.approx(1e-2 / 1e-3 * 10 / 4) and by_stride.ratio == pytest.approx(10)
     assert one.ratio == 0.5 and one.aim == "at most 1.35x" and eight.aim == "at most 1.2x"
+    assert one.notes["ratios"] == [0.5] * bench.TURNS and eight.timing.samples == bench.TURNS
     assert one.notes["columns"] == 16 and "tensor cores" in one.baseline
     assert len(table(figures).splitlines()) == 2 + len(figures)
 

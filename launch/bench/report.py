@@ -50,6 +50,8 @@ STYLES = [
     for colour in ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 ]
 # Inches, except for the points of letters.
+SPREAD = 30
+"""How many times the lowest point of a plot the highest is where its axis becomes logarithmic."""
 FONT, LINE, GAP, WIDTH, LABEL_COLUMNS = 9, 0.165, 0.14, 5.0, 64
 # From this quotient of the largest to the smallest value on, a linear axis would hide the small ones.
 WIDE = 10.0
@@ -470,6 +472,9 @@ def draw_curve(results: Results, curve: Curve) -> Drawing:
         ticks = sorted({x for points in curve.series.values() for x, _ in points})
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.minorticks_off()
+    heights = [y for points in curve.series.values() for _, y in points]
+    if 0 < SPREAD * min(heights) < max(heights):  # or one line flattens all others
+        axes.set_yscale("log")
     axes.tick_params(labelsize=FONT)
     axes.set_xlabel(curve.x, fontsize=FONT)
     axes.set_ylabel(curve.y, fontsize=FONT)

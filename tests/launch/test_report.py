@@ -486,6 +486,9 @@ def test_curves_are_read_and_drawn(folder: Path, tmp_path: Path) -> None:
     assert pixels(tmp_path / "plots" / "dbsa-1.png").std() > 1
     (axes,) = report.draw_curve(results, replace(curve, doubling=True)).axes
     assert [line.get_label() for line in axes.lines] == ["a", "b"] and axes.get_xscale() == "log"
+    assert axes.get_yscale() == "linear"
+    tall = replace(curve, series={**curve.series, "c": [(2048, 0.1 * report.SPREAD + 1)]})
+    assert report.draw_curve(results, tall).axes[0].get_yscale() == "log"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from sglang_ext.kernels.top_p import Selection
 from tests.kernels import on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NO_CUDA = "no GPU" if DEVICE == "cpu" else attend_impl._unusable(torch.cuda.current_device())
+NO_CUDA = "no GPU" if DEVICE == "cpu" else attend_impl._unusable(torch.cuda.current_device(), 128, 4, 8, True)
 pytestmark = pytest.mark.skipif(NO_CUDA is not None and not on_host.STANDS_IN, reason=f"{NO_CUDA}; there is no g++")
 SCALE, WIDTH, NOBODY = 0.13, 16, 10**6
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # beside outputs of order one; log-sum-exps are float32

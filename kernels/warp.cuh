@@ -84,3 +84,19 @@ __device__ __forceinline__ void finish(Found &found) {
     for (int n = 0; n < 2; ++n)
         for (int by = 4; by < 32; by *= 2) found.weight[n] += __shfl_xor_sync(FULL, found.weight[n], by);
 }
+
+#define FOUND ((4 * STEPS + 4) * 32)  // floats that a warp leaves
+
+// What a warp has found, `finish`ed: 16 components of a pair of queries in every lane, number by number.
+__device__ __forceinline__ void leave(float *to, const Found &found) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[(4 * step + i) * 32 + lane] = found.sum[step][i];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        to[(4 * STEPS + n) * 32 + lane] = found.top[n];
+        to[(4 * STEPS + 2 + n) * 32 + lane] = found.weight[n];
+    }
+}

@@ -284,17 +284,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     finish(found);
     __syncthreads();
     float *const other = reinterpret_cast<float *>(memory[0][0][0]);  // what warp 1 has found, a number of every lane
-    if (warp == 1) {
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-            for (int n = 0; n < 4; ++n) other[(4 * step + n) * 32 + lane] = found.sum[step][n];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            other[(4 * STEPS + n) * 32 + lane] = found.top[n];
-            other[(4 * STEPS + 2 + n) * 32 + lane] = found.weight[n];
-        }
-    }
+    if (warp == 1) leave(other, found);
     __syncthreads();
     const i64 first_head = (request * KV_HEADS + head) * GROUP;
 #pragma unroll

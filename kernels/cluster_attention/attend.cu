@@ -26,22 +26,6 @@
 #define LOGIT_ROW (SUMMARIES + 4)  // floats between two queries' logits of a unit: no bank twice
 #define UNIT (2 * CHUNK + GROUP * LOGIT_ROW * 4)  // bytes of a stage
 
-#define FOUND ((4 * STEPS + 4) * 32)  // floats that a warp leaves
-
-// What a warp has found, `finish`ed: 16 components of a pair of queries in every lane, number by number.
-__device__ __forceinline__ void leave(float *to, const Found &found) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) to[(4 * step + i) * 32 + lane] = found.sum[step][i];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        to[(4 * STEPS + n) * 32 + lane] = found.top[n];
-        to[(4 * STEPS + 2 + n) * 32 + lane] = found.weight[n];
-    }
-}
-
 // Runs of equal length, but for one unit: the first `more` have it.
 struct Runs {
     unsigned each, more;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,6 +145,22 @@ class Layer:
         return out
 
 
+def check_update(
+    update: Callable[[], None], state: CascadeState, rows: torch.Tensor, before: torch.Tensor, cascade: Cascade
+) -> None:
+    """Run `update`, which is to add the stride that began with token `before`, beside its reference.
+
+    Raises:
+        ValueError: an index or a score differs; nothing is timed then.
+    """
+    wanted = CascadeState(*(array.clone() for array in vars(state).values()))
+    update()
+    count = torch.full_like(before, cascade.rings.stride)
+    stride_update(wanted, rows, before, count, cascade.rings, cascade.selection)
+    if not all(torch.equal(a, b) for a, b in zip(vars(state).values(), vars(wanted).values(), strict=True)):
+        raise ValueError(f"stride at token {int(before[0])}: the cache update differs from its reference: not timed")
+
+
 def check_prefill(layer: Layer, strides: int, rows: int = 64) -> dict[str, float]:
     """Run some strides, each step beside its reference; the largest errors.
 
@@ -164,14 +181,8 @@ def check_prefill(layer: Layer, strides: int, rows: int = 64) -> dict[str, float
         seen = kept + rings.stride
         query, keys, values = (layer.draw(rings.stride, n) for n in (shape.heads, shape.kv_heads, shape.kv_heads))
         if number:
-            before = layer.number(added - rings.stride)
-            other = CascadeState(*(array.clone() for array in vars(layer.state).values()))
-            layer.add(added - rings.stride)
-            stride_update(other, layer.rows, before, layer.number(rings.stride), rings, layer.cascade.selection)
-            if not all(
-                torch.equal(a, b) for a, b in zip(vars(layer.state).values(), vars(other).values(), strict=True)
-            ):
-                raise ValueError(f"stride {number}: the cache update differs from its reference: not timed")
+            last = added - rings.stride
+            check_update(partial(layer.add, last), layer.state, layer.rows, layer.number(last), layer.cascade)
         layer.list(added)
         wanted = empty_lists(layer.state)
         reference.list_columns(wanted, layer.state, layer.rows, layer.entries, layer.slots, rings)
@@ -286,20 +297,14 @@ def stride_update_seconds(cascade: Cascade, layers: int, kv_heads: int, device: 
     rings = cascade.rings
     state = CascadeState.empty(layers, 1, cascade.lanes(kv_heads), rings, device)
     row, stride = (torch.full((1,), value, dtype=torch.int32, device=device) for value in (0, rings.stride))
-    strides = -(-(cascade.sinks + cascade.window) // cascade.stride) + 2
+    before = torch.zeros_like(row)
+    update = partial(update_anywhere, state, row, before, stride, rings, selection=cascade.selection)
     generator = torch.Generator(device=device).manual_seed(0)
-    other = state
-    for number in range(strides):
-        before = torch.full((1,), number * rings.stride, dtype=torch.int32, device=device)
+    for number in range(-(-(cascade.sinks + cascade.window) // cascade.stride) + 2):
+        before.fill_(number * rings.stride)
         state.score.uniform_(generator=generator)
-        other = CascadeState(*(array.clone() for array in vars(state).values()))
-        update_anywhere(state, row, before, stride, rings, selection=cascade.selection)
-    stride_update(other, row, before, stride, rings, cascade.selection)
-    if not all(torch.equal(a, b) for a, b in zip(vars(state).values(), vars(other).values(), strict=True)):
-        raise ValueError("the cache update differs from its reference: not timed")
-    return time_turns(
-        lambda _: update_anywhere(state, row, before, stride, rings, selection=cascade.selection), 1, device
-    )
+        check_update(update, state, row, before, cascade)
+    return time_turns(lambda _: update(), 1, device)
 
 
 def dense_prefill(tokens: int, device: torch.device) -> Timing:

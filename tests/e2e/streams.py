@@ -256,3 +256,15 @@ class Mixed:
                 await self.ask(number)
 
         await asyncio.gather(*(worker() for _ in range(self.AT_ONCE)))
+
+
+def five_hundred_leave_clean_books(served: Served) -> None:
+    """Mixed requests, and then by all counters as if there had been none."""
+    mixed = Mixed(served, seed=1)
+    served.engine.loop.run_until_complete(mixed.all(500))
+    assert sum(mixed.ends.values()) == 500 and set(mixed.ends) <= {"length", "abort", "refused"}, mixed.ends
+    assert mixed.ends["length"] > 250 and min(mixed.ends["abort"], mixed.ends["refused"]) > 30, mixed.ends
+    served.idle()
+    until(lambda: served.engine.flush_cache().success)  # SGLang's strict check of every slot went before
+    stats = served.stats()
+    assert stats["conversations"] == stats["conversation_slots"] == stats["reserved_slots"] == 0

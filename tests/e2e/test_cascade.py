@@ -24,12 +24,12 @@ from tests.e2e.streams import (
     TOLERANCE,
     TURNS,
     WINDOW,
-    Mixed,
     Served,
     abort_some,
     beside,
     converse,
     deviation,
+    five_hundred_leave_clean_books,
     prompt_of,
     save,
     sequence,
@@ -139,14 +139,7 @@ def test_aborted_streams_leave_nothing(served: Served) -> None:
 
 def test_five_hundred_mixed_requests_leave_clean_books(served: Served) -> None:
     before = served.one(prompt_of(90, 3))
-    mixed = Mixed(served, seed=1)
-    served.engine.loop.run_until_complete(mixed.all(500))
-    assert sum(mixed.ends.values()) == 500 and set(mixed.ends) <= {"length", "abort", "refused"}, mixed.ends
-    assert mixed.ends["length"] > 250 and min(mixed.ends["abort"], mixed.ends["refused"]) > 30, mixed.ends
-    served.idle()
-    until(lambda: served.engine.flush_cache().success)  # SGLang's strict check of every slot went before
-    stats = served.stats()
-    assert stats["conversations"] == stats["conversation_slots"] == stats["reserved_slots"] == 0
+    five_hundred_leave_clean_books(served)
     assert served.one(prompt_of(90, 3))["output_ids"] == before["output_ids"]
     # As many fit beside each other as before: three, and a fourth waits.
     served.generate([prompt_of(90, n) for n in range(4)], [{}] * 4)

@@ -21,10 +21,10 @@ from tests.e2e.streams import (
     NEW_TOKENS,
     POOL,
     SLOTS,
-    Mixed,
     Served,
     abort_some,
     beside,
+    five_hundred_leave_clean_books,
     prompt_of,
     serving,
 )
@@ -83,14 +83,7 @@ def test_aborted_streams_leave_nothing(served: Served) -> None:
 
 def test_five_hundred_mixed_requests_leave_clean_books(served: Served) -> None:
     before = log_probs(served)
-    mixed = Mixed(served, seed=1)
-    served.engine.loop.run_until_complete(mixed.all(500))
-    assert sum(mixed.ends.values()) == 500 and set(mixed.ends) <= {"length", "abort", "refused"}, mixed.ends
-    assert mixed.ends["length"] > 250 and min(mixed.ends["abort"], mixed.ends["refused"]) > 30, mixed.ends
-    served.idle()
-    until(lambda: served.engine.flush_cache().success)  # SGLang's strict check of every slot went before
-    stats = served.stats()
-    assert stats["conversations"] == stats["conversation_slots"] == stats["reserved_slots"] == 0
+    five_hundred_leave_clean_books(served)
     assert_as_before(served, before)
     served.generate([prompt_of(90, n) for n in range(4)], [{}] * 4)  # three fit beside each other, a fourth waits
     served.idle()

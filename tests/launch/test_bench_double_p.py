@@ -105,12 +105,18 @@ def test_buffers_wider_than_the_rows_pass(step: steps.Step, monkeypatch: pytest.
     assert wide.buffers.chosen(2)[1].shape[-1] > step.buffers.chosen(2)[1].shape[-1] and max(errors.values()) < 5e-3
 
 
-@on_host.needed
-def test_scores_and_selection_in_one_kernel_pass() -> None:
-    """In CUDA, on this CPU where there is no GPU: as right, and the same sets within rounding."""
+@pytest.fixture(scope="module")
+def wide() -> Any:
+    """(rows, two copies of them) with heads as wide as the CUDA kernels take."""
     shape = replace(TINY, head_dim=64, value_dim=64)
     keys = rows_of.Planted(2000, 2, shape, DoubleP(segment=1024), DEVICE)
-    copies = rows_of.layers(keys, 2)
+    return keys, rows_of.layers(keys, 2)
+
+
+@on_host.needed
+def test_scores_and_selection_in_one_kernel_pass(wide: Any) -> None:
+    """In CUDA, on this CPU where there is no GPU: as right, and the same sets within rounding."""
+    keys, copies = wide
     two, one = (steps.Step(keys, 2, copies, joint=joint) for joint in (False, True))
     with on_host.top_p():
         errors = one.check()
@@ -130,11 +136,9 @@ def test_scores_and_selection_in_one_kernel_pass() -> None:
 
 
 @on_host.needed
-def test_attention_and_merge_in_one_kernel_pass() -> None:
+def test_attention_and_merge_in_one_kernel_pass(wide: Any) -> None:
     """Likewise, after a selection that wrote out its lists."""
-    shape = replace(TINY, head_dim=64, value_dim=64)
-    keys = rows_of.Planted(2000, 2, shape, DoubleP(segment=1024), DEVICE)
-    copies = rows_of.layers(keys, 2)
+    keys, copies = wide
     two, one = (steps.Step(keys, 2, copies, fused=fused) for fused in (False, True))
     called = []
     real = attend_impl.cluster_attention

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -240,6 +240,27 @@ class Server:
                 return load
             assert time.monotonic() < end, f"the server did not become idle: {load}"
             time.sleep(0.1)
+
+
+def in_mid_encode(
+    server: Server, name: str, body: Mapping[str, Any], again: Callable[[], object] | None = None
+) -> None:
+    """Begin to encode a pool, and return before half of its blocks are there.
+
+    On a crowded machine this process may look too late. Then the pool goes, `again` makes what was there before it,
+    and it is begun anew.
+    """
+    for _ in range(8):
+        answer = server.call("PUT", f"/v1/pools/{name}", json={**body, "wait": False})
+        assert answer.status_code == 202 and answer.json()["status"] == "encoding", answer.text
+        progress = until(lambda: (seen := server.pool(name)["progress"])["blocks_done"] and seen)
+        if 2 * progress["blocks_done"] < progress["blocks"]:
+            return
+        assert until(lambda: (now := server.pool(name)["status"]) != "encoding" and now) == "ready"
+        server.json("DELETE", f"/v1/pools/{name}")
+        if again is not None:
+            again()
+    raise AssertionError("every encoding was half done before anyone looked: encode more, or less at a time")
 
 
 def until(condition: Any, seconds: float = 60.0) -> Any:

@@ -5,10 +5,8 @@ One server with room for 6,000 tokens and chunks of 64, so that pools are encode
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.server import Server, answer_tokens, error_of, model, until
+from tests.e2e.server import Server, answer_tokens, error_of, in_mid_encode, model, until
 from tests.oracle import models
 
 TOTAL = 6000
@@ -374,15 +372,19 @@ def test_flushing_the_cache_keeps_pools_working(server: Server) -> None:
 def test_flushing_the_cache_in_mid_encode(server: Server, pattern: str) -> None:
     """A flush between two of its requests takes blocks that are already there; the pool must still become whole."""
     body = {"demonstrations": many(230, 31), "block_size": 4, "pattern": pattern, "wait": False, "positions": "local"}
-    server.json("PUT", "/v1/pools/flushed", json=body)
-    flushed = 0
-    while server.pool("flushed")["status"] == "encoding" and flushed < 3:
-        for _ in range(8):  # refused while a request runs, which is nearly always
-            flushed += server.call("POST", "/flush_cache").status_code == 200
-    until(lambda: gone(server, "flushed") or server.pool("flushed")["status"] != "encoding")
+    for _ in range(8):  # on a crowded machine the encoding may be over before a flush finds the server idle
+        server.json("PUT", "/v1/pools/flushed", json=body)
+        flushed = 0
+        while server.pool("flushed")["status"] == "encoding" and flushed < 3:
+            for _ in range(8):  # refused while a request runs, which is nearly always
+                flushed += server.call("POST", "/flush_cache").status_code == 200
+        until(lambda: server.pool("flushed")["status"] != "encoding")
+        pool = server.pool("flushed")
+        assert pool["status"] == "ready", pool["error"]
+        if flushed:
+            break
+        server.json("DELETE", "/v1/pools/flushed")
     assert flushed, "no flush found the server idle"
-    pool = server.pool("flushed")
-    assert pool["status"] == "ready", pool["error"]
     server.generate(QUESTION, pool="flushed", ratio=0.3)
     assert all(block["resident"] for block in server.pool("flushed")["blocks"])
     server.generate(QUESTION, pool="base")  # whose blocks the flush took too
@@ -458,11 +460,7 @@ def test_aborting_requests(server: Server) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 def test_stopping_an_encoding(server: Server, how: str) -> None:
-    body = {"demonstrations": many(250, 51), "block_size": 5, "positions": "local", "wait": False}
-    answer = server.call("PUT", "/v1/pools/stopped", json=body)
-    assert answer.status_code == 202 and answer.json()["status"] == "encoding"
-    seen = until(lambda: server.pool("stopped")["progress"]["blocks_done"])
-    assert seen < 25, "too late to stop it"
+    in_mid_encode(server, "stopped", {"demonstrations": many(250, 51), "block_size": 5, "positions": "local"})
     # a request has to wait until the pool is ready
     refused = server.call("POST", "/generate", json=server.payload(QUESTION, 4, pool="stopped"))
     assert refused.status_code == 409 and "encoded" in error_of(refused)
@@ -474,11 +472,13 @@ def test_stopping_an_encoding(server: Server, how: str) -> None:
 
 
 def test_cancelling_a_replacement_keeps_the_old_version(server: Server) -> None:
-    server.put("kept", many(20, 61), block_size=5)
+    def first() -> None:
+        server.put("kept", many(20, 61), block_size=5)
+
+    first()
     expected = answer_tokens(server.generate(QUESTION, pool="kept"))
-    body = {"demonstrations": many(200, 62), "block_size": 15, "positions": "local", "wait": False}
-    server.json("PUT", "/v1/pools/kept", json=body)
-    until(lambda: server.pool("kept")["progress"]["blocks_done"])
+    body = {"demonstrations": many(230, 62), "block_size": 5, "positions": "local"}
+    in_mid_encode(server, "kept", body, again=first)
     assert answer_tokens(server.generate(QUESTION, pool="kept")) == expected, "served meanwhile from the old version"
     state = server.json("POST", "/v1/pools/kept/cancel")
     assert state["status"] == "ready" and state["version"] == 1
@@ -490,9 +490,8 @@ def test_cancelling_a_replacement_keeps_the_old_version(server: Server) -> None:
 @pytest.mark.parametrize("pattern", ["self", "sink+previous+self"])
 def test_aborting_all_requests_in_mid_encode(server: Server, pattern: str) -> None:
     """SGLang's abort of everything takes the encoding with it; the name is free again."""
-    body = {"demonstrations": many(140, 71), "block_size": 14, "pattern": pattern, "positions": "local", "wait": False}
-    server.json("PUT", "/v1/pools/aborted", json=body)
-    until(lambda: server.pool("aborted")["progress"]["blocks_done"])
+    body = {"demonstrations": many(140, 71), "block_size": 7, "pattern": pattern, "positions": "local"}
+    in_mid_encode(server, "aborted", body)
     server.call("POST", "/abort_request", json={"abort_all": True}).raise_for_status()
     until(lambda: gone(server, "aborted") or server.pool("aborted")["status"] != "encoding")
     pool = server.pool("aborted")
@@ -507,23 +506,19 @@ def test_aborting_all_requests_in_mid_encode(server: Server, pattern: str) -> No
 
 
 def test_a_running_answer_goes_on_while_a_pool_is_encoded(server: Server) -> None:
-    """Between two chunks of an encoding a running request gets a token: its longest gap is a few chunks."""
+    """Between two chunks of an encoding a running request gets a token: at most two chunks in between."""
     mark = len(server.log())
     stream = server.stream(server.payload(QUESTION, 500))
     next(stream)
     body = {"demonstrations": many(140, 81), "block_size": 14, "positions": "local", "wait": False}
     server.json("PUT", "/v1/pools/large", json=body)
-    times = [time.monotonic()]
-    for _ in stream:
-        times.append(time.monotonic())
-        if len(times) % 10 == 0 and server.pool("large")["status"] != "encoding":
+    for count, _ in enumerate(stream, 1):
+        if count % 10 == 0 and server.pool("large")["status"] != "encoding":
             break
-    encoding = server.pool("large")["setup_seconds"]
     stream.close()
     steps = re.findall(r"(Prefill|Decode) batch,?[^\n]*?#running-req: (\d+)", server.log()[mark:])
     kinds = "".join(kind[0] for kind, running in steps if kind == "Decode" or int(running) > 0)
     chunks = kinds.count("P")
     assert chunks >= 30, "the pool must take many chunks while the answer runs"
     assert "PPP" not in kinds, "three chunks of encoding without a token of the running request between them"
-    assert max(b - a for a, b in itertools.pairwise(times)) < max(1.0, encoding / 4)
     server.json("DELETE", "/v1/pools/large")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.server import Server, answer_tokens, model
+from tests.e2e.server import Server, answer_tokens, in_mid_encode, model
 from tests.oracle import models
 
 QUESTION = "how do i activate my card?"
@@ -59,19 +59,17 @@ def test_a_killed_server_comes_back_with_its_pools(tmp_path: Path) -> None:
     large = [{**d, "input": f"new {d['input']}"} for d in models.demonstrations(240, seed=7)]
     server = Server(model(), env=env, max_total_tokens=6000, chunked_prefill_size=32)
     with server:
-        server.put("kept", DEMOS, block_size=6)
-        server.json("DELETE", "/v1/pools/kept/demonstrations/d3")
+
+        def first() -> None:
+            server.put("kept", DEMOS, block_size=6)
+            server.json("DELETE", "/v1/pools/kept/demonstrations/d3")
+
+        first()
         server.put("gone", DEMOS[:4])
         server.json("DELETE", "/v1/pools/gone")
         before, answer = told(server, "kept"), server.generate(QUESTION, pool="kept", ratio=0.6)
-        server.json(
-            "PUT",
-            "/v1/pools/kept",
-            json={"demonstrations": large, "block_size": 10, "positions": "local", "wait": False},
-        )
-        while not server.pool("kept")["progress"]["blocks_done"]:
-            time.sleep(0.005)
-        assert server.pool("kept")["status"] == "encoding", "the kill came too late"
+        body = {"demonstrations": large, "block_size": 10, "positions": "local"}
+        in_mid_encode(server, "kept", body, again=first)
         server.kill()
         (folder / ".kept.x.tmp").write_text('{"half')  # what a crash while writing leaves
         server.start()

@@ -99,6 +99,17 @@ class Clustering(Middle):
             if end - low >= self.append and (decoding or high % self.segment == 0)
         ]
 
+    def left_exact(self, tokens: int, lost: int) -> int:
+        """At most about how many of a run's first `tokens` tokens are exact for who has them without the `lost` last.
+
+        Every token that is lost may be of another cluster, whose others are exact then.
+        """
+        return min(tokens, lost * self.cluster)
+
+    def anew(self, tokens: int, lost: int) -> bool:
+        """Whether they are clustered anew, rather than exact: from `append` on, which a row may have exact anyway."""
+        return self.left_exact(tokens, lost) >= self.append
+
     def plan(self, begin: int, end: int, width: int = 64) -> Plan:
         """How tokens [begin, end) are clustered, for `kernels.kmeans`; `width` clusters a tile."""
         return Plan(tuple(b - a for a, b in self.segments(begin, end)), self.cluster, width)

@@ -262,14 +262,16 @@ def kv_by_layer(pool: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     return {layer: (pool.get_key_buffer(layer), pool.get_value_buffer(layer)) for layer in layers}
 
 
-def tree_nodes(req: Any) -> tuple[tuple[TreeNode, ...], tuple[TreeNode, ...]]:
+def tree_nodes(last: Any) -> tuple[tuple[TreeNode, ...], tuple[TreeNode, ...]]:
     """The nodes of the radix tree that hold the beginning of a scheduler request's row, as it was last stored.
+
+    Args:
+        last: the request's `last_node`.
 
     Returns:
         (nodes of the distinct blocks that it is stitched from, in the order of their first use; nodes of the request's
         own tokens from the root down).
     """
-    last = req.last_node
     blocks, node = getattr(last, "members", ()), getattr(last, "tail", last)
     path: list[TreeNode] = []
     while node is not None and node.parent is not None:

@@ -9,8 +9,9 @@ so what a row reads changes from run to run, not at every step.
 Clusters are made between passes, never inside one: before each chunk of a prompt those segments that earlier chunks
 have completed, the rest before the first decoding step, and `append` new tokens at a time afterwards. So a pass waits
 for no more clustering than the chunk or the tokens before it brought along. What is used for the first time is
-clustered then and never again: a demonstration block, and a prefix that only dense requests have used. A request keeps
-the clusters that it finds in the tree when it begins: what others bring there later does not change its answer.
+clustered then: a demonstration block, and a prefix that only dense requests have used. Once is enough, but where a
+prefix ends inside a run: what it has of the run is clustered anew, for all who share it. A request keeps the clusters
+that it finds in the tree when it begins: what others bring there later does not change its answer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -29,7 +31,7 @@ from sglang_ext.attention.select import KERNELS_ENV, kernels
 from sglang_ext.attention.sparse import REPORT, Asked, SparsePolicy, grouped, measure
 from sglang_ext.attention.tokens import chosen_tokens
 from sglang_ext.cache.cluster_pool import SLACK, ClusterMemory
-from sglang_ext.cache.clusters import ClusterStore, TokenRun, cluster_run
+from sglang_ext.cache.clusters import ClusterStore, Held, TokenRun, cluster_run
 from sglang_ext.cache.radix import NodeHooks
 from sglang_ext.compat import TreeNode
 from sglang_ext.kernels.view_attention import View
@@ -47,6 +49,7 @@ class ClusteredRow:
         first: column of its first own token, behind stitched blocks.
         settled: own tokens [0, settled) are sinks or in a run.
         blocks: placed runs of the stitched blocks; None until the first decoding step.
+        found: runs that the tree had of them when the request began, until the row's first pass.
         own: placed runs of own tokens, one after the other.
         loose: those of them that no tree node holds yet.
         nodes: nodes of the stitched blocks, by name.
@@ -59,6 +62,7 @@ class ClusteredRow:
     first: int
     settled: int
     blocks: list[Placed] | None = None
+    found: list[Held] = field(default_factory=list)
     own: list[Placed] = field(default_factory=list)
     loose: list[TokenRun] = field(default_factory=list)
     nodes: dict[str, TreeNode] = field(default_factory=dict)
@@ -91,6 +95,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         self.store = ClusterStore()
         self.memory: ClusterMemory | None = None
         self._rows: dict[int, ClusteredRow] = {}
+        self._anew: WeakSet[TokenRun] = WeakSet()
         self._caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]] = dict
 
     def choose(self, log_mass: torch.Tensor, config: ClusteringT) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +121,8 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
 
         With 16 tokens a cluster and 128 components: 7.1% of a 16-bit KV cache, 6.7% of a 32-bit one. Kernels' memory is
         there from the start, has sizes and first members twice, for pieces of runs, and an eighth more of everything,
-        for tiles that are partly empty: 8.1%.
+        for tiles that are partly empty: 8.1%. Tokens that are in two runs, because a prefix ends inside one of them,
+        are at most a sixteenth of the KV cache's.
         """
         pooled = kernels(self) != "torch"
         of_centroid = 1 if pooled and self.config.centroids == "float8" else itemsize
@@ -133,7 +139,12 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
     def stats(self) -> Mapping[str, int]:
         loose = sum(run.tokens for row in self._rows.values() for run in row.loose)
         pooled = {} if self.memory is None else self.memory.stats()
-        return {**self.store.stats(), **pooled, "cluster_tokens_loose": loose}
+        return {
+            **self.store.stats(),
+            **pooled,
+            "cluster_tokens_loose": loose,
+            "cluster_tokens_anew": self._tokens_anew(),
+        }
 
     # ---- requests ----
 
@@ -167,14 +178,15 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         if row is None or req.last_node is row.last:
             return
         begins, row.last = row.last is None, req.last_node
-        blocks, path = compat.tree_nodes(req)
+        blocks, path = compat.tree_nodes(req.last_node)
         if request.row is not None and not row.nodes:
             row.nodes = dict(zip(dict.fromkeys(piece.key for piece in request.row.prefix), blocks, strict=True))
         # Where another request has put the same run into the tree, this one keeps its own besides, for as long as it
         # runs.
         row.loose = [run for run in row.loose if self.store.give(path, run) is None]
-        for held in self.store.chain(path, row.settled) if begins else ():
-            row.place(held.run, held.end)
+        if begins:
+            exact = lambda held: self.config.left_exact(held.end - held.run.begin, held.lost)  # noqa: E731
+            row.found = self.store.chain(path, row.settled, exact)
 
     def rewritten(self, slot: int, slots: torch.Tensor) -> None:
         """The row of the request in `slot` names other KV slots of the same tokens now.
@@ -196,6 +208,9 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         if row is None:
             return
         row.slots = rows.slots
+        for held in row.found:
+            row.place(self._whole(row, held, rows.slots), held.end)
+        row.found = []
         if rows.decode and row.blocks is None:
             row.blocks = self._blocks(row, rows)
         if row.refused:
@@ -208,6 +223,36 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
                 return
             row.loose.append(run)
             row.place(run, end)
+
+    def _whole(self, row: ClusteredRow, held: Held, slots: torch.Tensor) -> TokenRun:
+        """A run that the tree has; where a cut went through too much of it, one of its tokens up to there alone.
+
+        That is another request's, or made and given to the tree at once: the tokens are there, and locked.
+        """
+        begin, end = held.run.begin, held.end
+        if not self.config.anew(end - begin, held.lost):
+            return held.run
+        _, path = compat.tree_nodes(row.last)
+        known = self.store.find(path, begin, end)
+        if known is not None:
+            return known
+        if self._tokens_anew() + end - begin > self._slots() // (2 * SLACK):
+            return held.run
+        made = self._cluster(slots[row.first + begin : row.first + end], begin)
+        if made is None:
+            return held.run
+        self._anew.add(made)
+        return self.store.give(path, made) or made
+
+    def _tokens_anew(self) -> int:
+        return sum(run.tokens for run in self._anew)
+
+    def _slots(self) -> int:
+        """Of the KV cache."""
+        if self.memory is not None:
+            return self.memory.slots
+        keys, _ = next(iter(self._caches().values()))
+        return int(keys.shape[0])
 
     def _cluster(self, slots: torch.Tensor, begin: int) -> TokenRun | None:
         config = self.config

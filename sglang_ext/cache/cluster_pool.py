@@ -118,7 +118,7 @@ class PooledRun(TokenRun):
         return self.memory.bytes_of(len(self.place.tiles), self.place.tokens)
 
     def cut(self, end: int) -> PooledRun:
-        return PooledRun(self.begin, end - self.begin, self.place, self.memory)
+        return PooledRun(self.begin, end - self.begin, self.place, self.memory, lost=self.lost + self.end - end)
 
     def moved(self, slots: torch.Tensor) -> None:
         self.memory.move(self.place, slots)
@@ -135,6 +135,7 @@ class ClusterMemory:
 
     Attributes:
         layers: pool by layer, for kernels.
+        slots: of the KV cache.
         width: clusters of a tile.
         refused: runs and pieces for which there was no room.
     """
@@ -155,6 +156,7 @@ class ClusterMemory:
         self._caches, self._config, self._kmeans = caches, config, cluster
         keys, values = next(iter(caches.values()))
         slots, kv_heads, head_dim = keys.shape
+        self.slots = slots
         value_dim = values.shape[2]
         # A run has at least `append` tokens (blocks may have fewer): wider tiles would be partly empty.
         width = 16

@@ -3,6 +3,8 @@
 A run is tokens that were clustered together. It belongs to the node that holds its last token, because whoever has that
 node in its prefix has all tokens of the run. Where a node is cut inside a run, the tail keeps the run and the head gets
 it up to the cut: of its clusters, those wholly before the cut serve there. They are what remains when the tail goes.
+Clusters are spread over the whole run, so a cut goes through most of them: where that makes much exact, who finds a run
+cut clusters what is there of it anew (`Clustering.anew`), and gives it to the head (`ClusterStore.add`).
 
 A run knows its tokens by their order, not by their slots: the same tokens may come to lie in other slots (when two
 requests computed them at once, one of the copies is freed), and their summaries stay what they are. What lists slots
@@ -15,8 +17,8 @@ place in memory that kernels read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import pad
@@ -74,10 +76,12 @@ class TokenRun(ABC):
     Attributes:
         begin: number of the first token in what the owner counts from: the row for prefix nodes, the block for blocks.
         tokens: how many.
+        lost: how many behind them were clustered with them and are gone.
     """
 
     begin: int
     tokens: int
+    lost: int = field(default=0, kw_only=True)
 
     @property
     def end(self) -> int:
@@ -114,7 +118,8 @@ class ClusteredRun(TokenRun):
     def cut(self, end: int) -> ClusteredRun:
         """The run up to token `end`, with the clusters wholly before it."""
         tokens = end - self.begin
-        return ClusteredRun(self.begin, tokens, {layer: each.cut(tokens) for layer, each in self.layers.items()})
+        layers = {layer: each.cut(tokens) for layer, each in self.layers.items()}
+        return ClusteredRun(self.begin, tokens, layers, lost=self.lost + self.end - end)
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,11 @@ class Held:
 
     run: TokenRun
     end: int
+
+    @property
+    def lost(self) -> int:
+        """Tokens that were clustered with these, behind them, and are not on the path."""
+        return self.run.lost + self.run.end - self.end
 
 
 def cluster_run(
@@ -186,11 +196,16 @@ class ClusterStore:
         return run
 
     def add(self, node: TreeNode, run: TokenRun) -> TokenRun:
-        """Give a run to the node that holds its last token; returns the one the node has had of the same tokens."""
+        """Give a run to the node that holds its last token; returns the one the node has had of the same tokens.
+
+        It takes the place of what a cut left the node of a longer one, if that has the same tokens.
+        """
         held = self._held.setdefault(node.id, [])
-        for known in held:
-            if known.run.begin == run.begin and known.end == known.run.end == run.end:
-                return known.run
+        for at, known in enumerate(held):
+            if (known.run.begin, known.end) == (run.begin, run.end):
+                if known.lost:
+                    held[at] = Held(run, run.end)
+                return held[at].run
         held.append(Held(run, run.end))
         return run
 
@@ -212,19 +227,35 @@ class ClusterStore:
         """
         self._leaving = list(runs)
 
-    def chain(self, path: Iterable[TreeNode], begin: int) -> list[Held]:
-        """Runs of a path that follow each other without a gap from token `begin` on, the longest among several.
+    def find(self, path: Iterable[TreeNode], begin: int, end: int) -> TokenRun | None:
+        """The run of tokens [begin, end) that a path has whole, or None."""
+        held = (held for node in path for held in self.of(node))
+        return next((each.run for each in held if (each.run.begin, each.end) == (begin, end) and not each.lost), None)
+
+    def chain(self, path: Iterable[TreeNode], begin: int, exact: Callable[[Held], int] = lambda held: 0) -> list[Held]:
+        """Runs of a path that follow each other without a gap from token `begin` on, with the most tokens in clusters.
 
         Nothing else of the path is used: a run that begins inside another one is none of this chain's.
+
+        Args:
+            exact: about how many tokens of a run are in no cluster that the path has wholly. Among chains that are
+                equal in this, whole runs come before cut ones, and long ones before short ones.
         """
-        longest: dict[int, Held] = {}
+        starting: dict[int, list[Held]] = {}
         for held in (held for node in path for held in self.of(node)):
-            known = longest.get(held.run.begin)
-            if known is None or known.end < held.end:
-                longest[held.run.begin] = held
+            starting.setdefault(held.run.begin, []).append(held)
+        best: dict[int, tuple[int, Held]] = {}  # (tokens in clusters from there on, the first run)
+
+        def clustered(held: Held) -> int:
+            further = best.get(held.end)
+            return held.end - held.run.begin - exact(held) + (further[0] if further else 0)
+
+        for start in sorted(starting, reverse=True):
+            first = max(starting[start], key=lambda held: (clustered(held), not held.lost, held.end))
+            best[start] = clustered(first), first
         chain = []
-        while begin in longest:
-            chain.append(longest[begin])
+        while begin in best:
+            chain.append(best[begin][1])
             begin = chain[-1].end
         return chain
 

@@ -289,13 +289,13 @@ def test_equal_prompts_at_once(served: Served) -> None:
 def test_a_prefix_cut_inside_a_cluster(served: Served) -> None:
     """Of a run that the shared prefix cuts, the clusters wholly inside serve; their other tokens are exact."""
     served.empty()
-    other, cut = prompt_of(180, 10), 100
+    other, cut = prompt_of(180, 10), 126
     served.generate([other], SPARSE)
     before = served.clustered()
     prompt = [*other[:cut], *prompt_of(75, 11)]
     (meta,) = served.generate([prompt], SPARSE)
     assert meta["cached_tokens"] == cut
-    own = runs_of(175, begin=cut)
+    own = runs_of(len(prompt), begin=cut)
     assert served.clustered() - before == sum(run.end - run.begin for run in own)
     keys = [layer[:, SEGMENT : 2 * SEGMENT] for layer in served.oracle.keys(other)]
     straddling = Run(SEGMENT, 2 * SEGMENT, SEGMENT, cut, keys=keys)
@@ -309,17 +309,39 @@ def test_a_prefix_cut_inside_a_cluster(served: Served) -> None:
     assert served.clustered() - before == sum(run.end - run.begin for run in own)
 
 
+def test_a_prefix_that_cuts_much_of_a_run(served: Served) -> None:
+    """What the shared prefix has of the run is clustered anew, once for all who share it."""
+    served.empty()
+    other, cut = prompt_of(180, 10), 100
+    served.generate([other], SPARSE)
+    before = served.clustered()
+    expected = 0
+    for seed, anew in ((11, cut - SEGMENT), (12, 0)):
+        prompt = [*other[:cut], *prompt_of(75, seed)]
+        (meta,) = served.generate([prompt], SPARSE)
+        assert meta["cached_tokens"] == cut
+        own = runs_of(len(prompt), begin=cut)
+        expected += anew + sum(run.end - run.begin for run in own)
+        assert served.clustered() - before == expected
+        assert served.plain(prompt, meta, [whole(SINK, SEGMENT), whole(SEGMENT, cut), *own]) < TOLERANCE
+        assert served.plain(prompt, meta, [whole(SINK, SEGMENT), *own]) > 10 * TOLERANCE
+    (again,) = served.generate([other], SPARSE)
+    assert served.plain(other, again, runs_of(180)) < TOLERANCE
+    assert served.clustered() - before == expected and served.stats()["cluster_tokens_loose"] == 0
+
+
 def test_a_prompt_that_ends_inside_a_known_one(served: Served) -> None:
     """What is its window, or behind it, is exact although the tree has clusters of it."""
     served.empty()
     long = prompt_of(190, 12)
     served.generate([long], SPARSE)
     before = served.clustered()
-    (meta,) = served.generate([long[:120]], SPARSE)
-    assert served.clustered() == before
+    prompt = long[:127]
+    (meta,) = served.generate([prompt], SPARSE)
+    assert served.clustered() == before and meta["cached_tokens"] == 126
     keys = [layer[:, SEGMENT : 2 * SEGMENT] for layer in served.oracle.keys(long)]
-    runs = [whole(SINK, SEGMENT), Run(SEGMENT, 2 * SEGMENT, SEGMENT, 119, keys=keys)]
-    assert served.plain(long[:120], meta, runs) < TOLERANCE
+    runs = [whole(SINK, SEGMENT), Run(SEGMENT, 2 * SEGMENT, SEGMENT, 126, keys=keys)]
+    assert served.plain(prompt, meta, runs) < TOLERANCE
 
 
 # ---- pools -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_double_p import DENSE, POLICY, SEGMENT, SPARSE, TOLERANCE, Run, Served, prompt_of, runs_of
+from tests.e2e.test_double_p import DENSE, POLICY, SEGMENT, SPARSE, TOLERANCE, Run, Served, prompt_of, runs_of, whole
 from tests.oracle import models
 
 NEW_TOKENS = 3
@@ -51,19 +51,23 @@ def test_a_batch_of_many_kinds(served: Served) -> None:
 
 
 def test_a_prefix_that_cuts_clusters(served: Served) -> None:
-    """The first prompt's answer left its clusters in the tree; the second has a part of them."""
+    """The first prompt's answer left its clusters in the tree; the second has a part of them, the third less.
+
+    Of the second's part the clusters wholly inside serve; the third's is clustered anew.
+    """
     served.empty()
-    other, cut = prompt_of(130, 10), 100
+    other, end = prompt_of(130, 10), 130 - POLICY["window"]
     served.generate([other], SPARSE, new_tokens=1)
     served.generate([other], SPARSE, new_tokens=2)
-    prompt = [*other[:cut], *prompt_of(30, 11)]
-    (meta,) = served.generate([prompt], SPARSE, new_tokens=NEW_TOKENS)
-    assert meta["cached_tokens"] == cut
-    keys = [layer[:, SEGMENT : 130 - POLICY["window"]] for layer in served.oracle.keys(other)]
-    straddling = Run(SEGMENT, 130 - POLICY["window"], SEGMENT, cut, keys=keys)
-    runs = [runs_of(130)[0], straddling, *runs_of(130, begin=cut)]
-    assert served.plain(prompt, meta, runs) < TOLERANCE
-    assert served.plain(prompt, meta, [runs[0], *runs[2:]]) > 10 * TOLERANCE, "some clusters lie wholly inside"
+    keys = [layer[:, SEGMENT:end] for layer in served.oracle.keys(other)]
+    first = runs_of(130)[0]
+    for cut, run in ((121, Run(SEGMENT, end, SEGMENT, 121, keys=keys)), (100, whole(SEGMENT, 100))):
+        prompt = [*other[:cut], *prompt_of(30, 11)]
+        (meta,) = served.generate([prompt], SPARSE, new_tokens=NEW_TOKENS)
+        assert meta["cached_tokens"] == cut
+        own = runs_of(len(prompt), begin=cut)
+        assert served.plain(prompt, meta, [first, run, *own]) < TOLERANCE
+        assert served.plain(prompt, meta, [first, *own]) > 10 * TOLERANCE, "clusters of the prefix are read"
 
 
 def test_blocks_read_through_their_clusters(served: Served) -> None:

@@ -259,7 +259,7 @@ def test_a_batch_of_dense_rows_is_the_base_s(plain: World) -> None:
     assert not plain.backend.viewing and plain.backend.asked == ["metadata", "decode"]
 
 
-@pytest.mark.parametrize("until", [40, 60])
+@pytest.mark.parametrize("until", [64, 66])
 def test_a_run_that_the_prefix_cuts(plain: World, until: int) -> None:
     slots = plain.take(70, range(70))
     head = node(plain.root, slots[:until])
@@ -274,6 +274,45 @@ def test_a_run_that_the_prefix_cuts(plain: World, until: int) -> None:
     sizes = plain.backend.memory.layers[0].sizes[plain.backend._now[0].sized[0]]
     assert (sizes < 0).any() and (sizes > 0).any()
     plain.step([req])
+
+
+def test_a_run_that_the_prefix_cuts_far_from_its_end_is_clustered_anew(plain: World) -> None:
+    slots = plain.take(70, range(70))
+    head = node(plain.root, slots[:40])
+    plain.known(slots, 3, 67, head, 40)
+    reqs = [plain.request(0, slot) for slot in (1, 2)]
+    for req in reqs:
+        plain.put(req, slots[:40])
+        req.last_node = head
+        plain.grow(req, 60)
+    plain.step(reqs)
+    first, second = (placed[0] for placed in plain.backend._placed)
+    assert (first.begin, first.end, first.run.begin, first.run.end) == (3, 40, 3, 40)
+    assert first.run is second.run is plain.backend.policy.store.find([head], 3, 40), "once for both"
+    assert plain.backend.policy.stats()["cluster_tokens_anew"] == 37
+    for req in reqs:
+        plain.release(req)
+    plain.step([plain.request(30, 3)])
+    assert plain.backend.policy.stats()["cluster_tokens_anew"] == 37, "the node has it"
+
+
+def test_a_sixteenth_of_the_cache_is_clustered_anew_at_most(plain: World) -> None:
+    slots = plain.take(70, range(70))
+    begin, most = 3, plain.caches.keys.shape[0] // 16
+    kept = []
+    for number, until in enumerate(range(40, 30, -1)):
+        head = node(plain.root, slots[:until])
+        plain.known(slots, begin, 67, head, until)
+        req = plain.request(0, 1 + number % 2)
+        plain.put(req, slots[:until])
+        req.last_node = head
+        plain.grow(req, 60)
+        plain.step([req])
+        kept.append(plain.backend._placed[0][0].run)
+        plain.release(req)
+    anew = [run.tokens for run in kept if not run.lost and run.end < 67]
+    assert 0 < sum(anew) <= most < sum(anew) + 38 and len(anew) < len(kept)
+    assert plain.backend.policy.stats()["cluster_tokens_anew"] == sum(anew)
 
 
 def test_a_run_that_the_first_window_cuts_until_it_is_behind(plain: World) -> None:

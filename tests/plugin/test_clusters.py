@@ -19,7 +19,7 @@ from sglang_ext.attention.clustered import Placed, row_clusters
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.policy import Caches
 from sglang_ext.attention.select import KERNELS_ENV
-from sglang_ext.cache.clusters import ClusteredRun, ClusterStore, cluster_run
+from sglang_ext.cache.clusters import ClusteredRun, ClusterStore, TokenRun, cluster_run
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.rope import Rope
@@ -47,7 +47,7 @@ class Tree:
 
     def path(self, tokens: list[int]) -> tuple[TreeNode, ...]:
         found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), None)))
-        return compat.tree_nodes(type("Req", (), {"last_node": found.last_device_node}))[1]
+        return compat.tree_nodes(found.last_device_node)[1]
 
     def chain(self, tokens: list[int], begin: int = 2) -> list[tuple[int, int]]:
         return [(held.run.begin, held.end) for held in self.store.chain(self.path(tokens), begin)]
@@ -122,6 +122,43 @@ def test_a_cut_leaves_the_head_what_lies_before_it(tree: Tree) -> None:
     assert tree.chain([*LONG[:20], 99, 98]) == [(2, 10), (10, 20)]
     assert tree.chain(LONG) == [(2, 10), (10, 30), (30, 38)]
     assert tree.store.stats()["cluster_runs"] == 3, "the same run at several nodes is one"
+
+
+def test_a_whole_run_takes_the_place_of_a_cut_one(tree: Tree) -> None:
+    path = tree.insert(LONG)
+    long = run(2, 38)
+    tree.store.give(path, long)
+    (head, _) = tree.insert([*LONG[:20], 99, 98])
+    (cut,) = tree.store.of(head)
+    assert (cut.run, cut.end, cut.lost) == (long, 20, 18)
+    anew = run(2, 20)
+    assert tree.store.give([head], anew) is anew and tree.store.give([head], run(2, 20)) is anew
+    assert [(held.run, held.lost) for held in tree.store.of(head)] == [(anew, 0)]
+    assert [held.run for held in tree.store.chain(tree.path(LONG), 2)] == [long], "the longest, where it is whole"
+    longer = tree.insert([*LONG[:25], 97])
+    assert [held.run for held in tree.store.chain(longer, 2)] == [long], "cut at 25"
+
+    def best(exact: int) -> list[TokenRun]:
+        """Where a cut run leaves so many tokens exact."""
+        return [held.run for held in tree.store.chain(longer, 2, lambda held: exact if held.lost else 0)]
+
+    assert best(4) == [long] and best(5) == [anew]
+    further = tree.store.give(longer, run(25, 26))
+    assert best(5) == [long, further] and best(6) == [anew], "what follows counts"
+    assert tree.store.find(longer, 2, 20) is anew and tree.store.find(longer, 2, 25) is None
+    assert tree.store.stats()["cluster_runs"] == 3
+    for tokens in ([*LONG[:25], 97], [*LONG[:20], 99, 98]):
+        tree.path(tokens)  # used after the long one's tail
+    tree.cache.evict(EvictParams(num_tokens=1))
+    rest, _ = tree.store.chain(tree.path([*LONG[:25], 97]), 2)
+    assert (rest.run.end, rest.end, rest.lost) == (25, 25, 13), "what is gone is remembered"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lost", "anew"), [(1024, 64, True), (1023, 64, False), (8000, 63, False), (8000, 0, False)]
+)
+def test_what_is_clustered_anew(tokens: int, lost: int, anew: bool) -> None:
+    assert DoubleP().anew(tokens, lost) == anew
 
 
 def test_clusters_leave_with_their_node(tree: Tree) -> None:

@@ -53,23 +53,26 @@ def told(server: Server, name: str) -> dict[str, Any]:
 
 
 def test_a_killed_server_comes_back_with_its_pools(tmp_path: Path) -> None:
-    """kill -9 right after a PUT keeps it; kill -9 in the middle of one leaves the old pool."""
+    """kill -9 right after a PUT keeps it; kill -9 in the middle of one leaves the old pool.
+
+    With less memory than before a pool that no longer fits leaves the others.
+    """
     folder = tmp_path / "pools"
     env = {"SGLANG_EXT_POOL_DIR": str(folder)}
     large = [{**d, "input": f"new {d['input']}"} for d in models.demonstrations(240, seed=7)]
     server = Server(model(), env=env, max_total_tokens=6000, chunked_prefill_size=32)
     with server:
 
-        def first() -> None:
+        def begin() -> None:
             server.put("kept", DEMOS, block_size=6)
             server.json("DELETE", "/v1/pools/kept/demonstrations/d3")
 
-        first()
+        begin()
         server.put("gone", DEMOS[:4])
         server.json("DELETE", "/v1/pools/gone")
         before, answer = told(server, "kept"), server.generate(QUESTION, pool="kept", ratio=0.6)
         body = {"demonstrations": large, "block_size": 10, "positions": "local"}
-        in_mid_encode(server, "kept", body, again=first)
+        in_mid_encode(server, "kept", body, again=begin)
         server.kill()
         (folder / ".kept.x.tmp").write_text('{"half')  # what a crash while writing leaves
         server.start()
@@ -90,6 +93,15 @@ def test_a_killed_server_comes_back_with_its_pools(tmp_path: Path) -> None:
         assert told(server, "kept")["demonstrations"] == 29
         assert told(server, "kept")["keys"][: len(before["keys"])] == before["keys"]
         assert after["meta_info"]["sglang_ext"]["stitched_tokens"] > 0
+        server.put("large", large[:100], block_size=10, positions="local")
+    with Server(model(), env=env, max_total_tokens=1500, chunked_prefill_size=128) as server:
+        small = server.generate(QUESTION, pool="kept", ratio=0.6)
+        assert answer_tokens(small) == answer_tokens(after)
+        pools = {pool["name"]: pool for pool in server.json("GET", "/v1/pools")["pools"]}
+        assert pools["kept"]["status"] == "ready" and pools["large"]["status"] == "failed"
+        assert "tokens of KV cache" in pools["large"]["error"]
+        server.json("DELETE", "/v1/pools/large")
+        assert [pool["name"] for pool in server.json("GET", "/v1/pools")["pools"]] == ["kept"]
 
 
 def test_a_damaged_pool_file_is_named(tmp_path: Path) -> None:
@@ -127,18 +139,3 @@ def test_requests_that_do_not_fit_together_take_turns() -> None:
         assert server.pool("late")["status"] == "ready"
         server.idle()
         assert server.faults() == []
-
-
-def test_a_pool_that_no_longer_fits_leaves_the_others(tmp_path: Path) -> None:
-    env = {"SGLANG_EXT_POOL_DIR": str(tmp_path / "pools")}
-    with Server(model(), env=env, max_total_tokens=3000, chunked_prefill_size=128) as server:
-        server.put("large", models.demonstrations(80, seed=7), block_size=10, positions="local")
-        server.put("small", DEMOS[:8], block_size=4)
-        answer = server.generate(QUESTION, pool="small", ratio=1.0)
-    with Server(model(), env=env, max_total_tokens=1000, chunked_prefill_size=128) as server:
-        assert server.generate(QUESTION, pool="small", ratio=1.0)["output_ids"] == answer["output_ids"]
-        pools = {pool["name"]: pool for pool in server.json("GET", "/v1/pools")["pools"]}
-        assert pools["small"]["status"] == "ready" and pools["large"]["status"] == "failed"
-        assert "tokens of KV cache" in pools["large"]["error"]
-        server.json("DELETE", "/v1/pools/large")
-        assert [pool["name"] for pool in server.json("GET", "/v1/pools")["pools"]] == ["small"]

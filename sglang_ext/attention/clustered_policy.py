@@ -185,8 +185,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         # runs.
         row.loose = [run for run in row.loose if self.store.give(path, run) is None]
         if begins:
-            exact = lambda held: self.config.left_exact(held.end - held.run.begin, held.lost)  # noqa: E731
-            row.found = self.store.chain(path, row.settled, exact)
+            row.found = self.store.chain(path, row.settled, lambda held: self.config.left_exact(held.tokens, held.lost))
 
     def rewritten(self, slot: int, slots: torch.Tensor) -> None:
         """The row of the request in `slot` names other KV slots of the same tokens now.
@@ -229,14 +228,14 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
 
         That is another request's, or made and given to the tree at once: the tokens are there, and locked.
         """
-        begin, end = held.run.begin, held.end
-        if not self.config.anew(end - begin, held.lost):
+        if not self.config.anew(held.tokens, held.lost):
             return held.run
+        begin, end = held.run.begin, held.end
         _, path = compat.tree_nodes(row.last)
         known = self.store.find(path, begin, end)
         if known is not None:
             return known
-        if self._tokens_anew() + end - begin > self._slots() // (2 * SLACK):
+        if self._tokens_anew() + held.tokens > self._slots() // (2 * SLACK):
             return held.run
         made = self._cluster(slots[row.first + begin : row.first + end], begin)
         if made is None:

@@ -135,6 +135,11 @@ class Held:
     end: int
 
     @property
+    def tokens(self) -> int:
+        """Of the run, on the node's path."""
+        return self.end - self.run.begin
+
+    @property
     def lost(self) -> int:
         """Tokens that were clustered with these, behind them, and are not on the path."""
         return self.run.lost + self.run.end - self.end
@@ -248,7 +253,7 @@ class ClusterStore:
 
         def clustered(held: Held) -> int:
             further = best.get(held.end)
-            return held.end - held.run.begin - exact(held) + (further[0] if further else 0)
+            return held.tokens - exact(held) + (further[0] if further else 0)
 
         for start in sorted(starting, reverse=True):
             first = max(starting[start], key=lambda held: (clustered(held), not held.lost, held.end))

@@ -50,11 +50,10 @@ STYLES = [
     for colour in ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 ]
 # Inches, except for the points of letters.
-SPREAD = 30
-"""How many times the lowest point of a plot the highest is where its axis becomes logarithmic."""
 FONT, LINE, GAP, WIDTH, LABEL_COLUMNS = 9, 0.165, 0.14, 5.0, 64
-# From this quotient of the largest to the smallest value on, a linear axis would hide the small ones.
-WIDE = 10.0
+# From this quotient of the largest to the smallest value on, a linear axis would hide the small ones: of bars, whose
+# lengths are compared, and of lines, whose shapes are.
+WIDE, SPREAD = 10.0, 30
 
 
 @dataclass(frozen=True)

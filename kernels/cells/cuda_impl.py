@@ -33,6 +33,10 @@ KEPT = 10 << 20
 stay, fewer did: 32 rows with a window of 16,384 took 0.6346 ms with all of them marked, 0.6298 with a quarter."""
 
 
+BUSY, FEWEST = 0.9, 16
+"""Share of the multiprocessors' places that a launch is to fill, where it has at least so many rows."""
+
+
 @dataclass(frozen=True)
 class Tuning:
     """Chunks of 16 columns that a warp has on their way, and blocks of two warps a multiprocessor."""
@@ -61,9 +65,17 @@ def refusal(
     return _unusable(nvrtc.index_of(device))
 
 
-def fits(batch: int, kv_heads: int, lanes: int, shares: int, multiprocessors: int, tuning: Tuning = TUNING) -> bool:
-    """Whether blocks that wait for each other run at once; `lanes` is `kv_heads` where no scores are kept."""
-    return not _waits(kv_heads, lanes, shares) or batch * kv_heads * shares <= multiprocessors * tuning.blocks
+def rows_at_once(
+    batch: int, kv_heads: int, lanes: int, shares: int, multiprocessors: int, tuning: Tuning = TUNING
+) -> int:
+    """Rows of a launch, so that blocks that wait for each other run at once; 0 where those of one row do not.
+
+    `lanes` is `kv_heads` where no scores are kept.
+    """
+    if not _waits(kv_heads, lanes, shares):
+        return batch
+    most = multiprocessors * tuning.blocks // (kv_heads * shares)
+    return most and -(-batch // -(-batch // most))
 
 
 def _waits(kv_heads: int, lanes: int, shares: int) -> bool:
@@ -133,9 +145,23 @@ def _kernel(index: int, variant: Variant) -> Callable[..., None]:
 
 
 def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: Tuning = TUNING) -> int:
-    """Into how many shares the columns of a request are cut: as many as run at once, none below two chunks a warp."""
-    wanted = multiprocessors * tuning.blocks // (batch * kv_heads)
-    return max(1, min(wanted, MAX_SPLITS, entries // (2 * WARPS * COLUMNS)))
+    """Into how many shares the columns of a request are cut: as many as run at once, none below two chunks a warp.
+
+    Where that leaves multiprocessors idle, the rows of a part of the batch, which is as large as keeps `BUSY` of them
+    at work.
+    """
+    places = multiprocessors * tuning.blocks
+    best, most = 1, 0.0
+    for launches in range(1, max(1, batch // FEWEST) + 1):
+        rows = -(-batch // launches)
+        shares = max(1, places // (rows * kv_heads))
+        turns = -(-rows * kv_heads * shares // places)
+        busy = rows * kv_heads * shares / (turns * places)
+        if busy > most:
+            best, most = shares, busy
+        if busy >= BUSY:
+            break
+    return max(1, min(best, MAX_SPLITS, entries // (2 * WARPS * COLUMNS)))
 
 
 def decode(
@@ -203,23 +229,33 @@ def decode(
     if shares > MAX_SPLITS:
         raise ValueError(f"a workspace of {shares} shares: expected at most {MAX_SPLITS}")
     sets = lanes if scored else kv_heads  # of blocks, by what they have to agree on
-    if not fits(batch, kv_heads, sets, shares, processors, tuning):
-        raise ValueError(f"{batch} rows in {shares} shares do not run at once: take fewer, or decode_impl.decode")
+    each = rows_at_once(batch, kv_heads, sets, shares, processors, tuning)
+    if batch and not each:
+        raise ValueError(f"{shares} shares of a row do not run at once: take fewer, or decode_impl.decode")
     variant = Variant(
         dim, heads // kv_heads, kv_heads, lanes, scored, reduction == "max", query.dtype == torch.bfloat16, tuning
     )
     unused = seen
     # int32 already in an engine
     rows, seen, skip, fresh, entries = (
-        (unused if each is None else each).to(torch.int32) for each in (rows, seen, skip, fresh, entries)
+        (unused if x is None else x).to(torch.int32) for x in (rows, seen, skip, fresh, entries)
     )
     kept = workspace.logits if score is None else score
-    staying = min(1.0, KEPT / (2 * batch * heads * max(1, width)))
-    tensors = (query, new_keys, new_values, keys, values, slot, rows, seen, skip, fresh, entries, turn.phase, kept)
-    buffers = (workspace.parts, workspace.part_lse, workspace.logits, workspace.tops, workspace.arrived, out)
-    _kernel(index, variant)(
-        (shares, kv_heads, batch), *(x.data_ptr() for x in (*tensors, *buffers)),
-        *(ctypes.c_int64(stride) for stride in strides), ctypes.c_int32(width), ctypes.c_float(scale * LOG2_E),
-        ctypes.c_float(beta), ctypes.c_float(staying), cooperative=_waits(kv_heads, sets, shares),
-    )  # fmt: skip
+    staying = min(1.0, KEPT / (2 * each * heads * max(1, width))) if batch else 0.0
+    launch, waits = _kernel(index, variant), _waits(kv_heads, sets, shares)
+    for first in range(0, batch, max(1, each)):
+        of = slice(first, first + each)
+        row_of = rows[of]
+        # What a launch leaves for itself lies where the one before left its own: in the L2 cache.
+        own = slice(0, row_of.shape[0])
+        tensors = (
+            query[of], new_keys[of], new_values[of], keys, values, slot, row_of, seen[of], skip[of], fresh[of],
+            entries[of], turn.phase, kept, workspace.parts[own], workspace.part_lse[own], workspace.logits[own],
+            workspace.tops[own], workspace.arrived[own], out[of],
+        )  # fmt: skip
+        launch(
+            (shares, kv_heads, row_of.shape[0]), *(x.data_ptr() for x in tensors),
+            *(ctypes.c_int64(stride) for stride in strides), ctypes.c_int32(width), ctypes.c_float(scale * LOG2_E),
+            ctypes.c_float(beta), ctypes.c_float(staying), cooperative=waits,
+        )  # fmt: skip
     return out

@@ -51,7 +51,7 @@ def decode(
         processors, workspace = nvrtc.multiprocessors(nvrtc.index_of(query.device)), options.get("workspace")
         lanes = keys.shape[1] if options.get("score") is None else slot.shape[1]
         shares = 1 if workspace is None else workspace.parts.shape[2]
-        if cuda_impl.fits(query.shape[0], keys.shape[1], lanes, shares, processors):
+        if cuda_impl.rows_at_once(query.shape[0], keys.shape[1], lanes, shares, processors):
             chosen = cuda_impl.decode
     return chosen(query, new_keys, new_values, keys, values, slot, rows, seen, turn, scale, **options)
 

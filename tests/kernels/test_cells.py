@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
 from sglang_ext.kernels.cells import (
     Turn,
@@ -307,6 +308,33 @@ def test_shares_on_host(dim: int, shares: int, lanes: int, reduction: str | None
 
 @on_host.needed
 @pytest.mark.skipif(DEVICE == "cuda", reason="on the GPU itself there")
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.usefixtures("cuda_on_host")
+def test_launches_of_some_rows_on_host(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows, then one; and a row that no launch has room for."""
+    monkeypatch.setattr(nvrtc, "multiprocessors", lambda _: 2)
+    assert cuda_impl.rows_at_once(3, 2, lanes, 3, 2) == 2
+    check_shares(cuda_impl.decode, 3, lanes, "mean", 64, 331)
+    with pytest.raises(ValueError, match="7 shares of a row do not run at once"):
+        check_shares(cuda_impl.decode, 7, lanes, "mean", 64, 331)
+
+
+@pytest.mark.parametrize("kv_heads, lanes", [(8, 8), (8, 1), (1, 1), (5, 5)])
+def test_shares_fill_the_device(kv_heads: int, lanes: int) -> None:
+    """Blocks that wait run at once, and no batch that is large enough leaves a third of the device idle."""
+    processors, tuning = 132, cuda_impl.TUNING
+    for batch in range(1, 300):
+        shares = cuda_impl.splits(batch, kv_heads, 20_000, processors)
+        rows = cuda_impl.rows_at_once(batch, kv_heads, lanes, shares, processors)
+        blocks = min(rows, batch) * kv_heads * shares
+        places = processors * tuning.blocks
+        assert rows >= 1 and (blocks <= places or (shares == 1 and lanes == kv_heads))
+        turns = -(-blocks // places)
+        assert blocks > 2 / 3 * turns * places or shares == cuda_impl.MAX_SPLITS
+
+
+@on_host.needed
+@pytest.mark.skipif(DEVICE == "cuda", reason="on the GPU itself there")
 @pytest.mark.usefixtures("cuda_on_host")
 def test_columns_of_several_turns_on_host() -> None:
     """More columns than a block counts at a time, and than twice that."""
@@ -341,7 +369,7 @@ def test_shares_in_cuda(dim: int, shares: int, lanes: int, reduction: str | None
 @pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
 @pytest.mark.parametrize("lanes", [1, 8])
 def test_more_rows_than_run_at_once(lanes: int) -> None:
-    """Blocks of a row then wait for none, or, where heads share their scores, Triton's kernels decode."""
+    """Blocks of a row then wait for none, or, where heads share their scores, there are several launches."""
     batch, kv_heads, dim, columns = 150, 8, 64, 40
     gen = torch.Generator(DEVICE).manual_seed(2)
     draw = lambda *size: torch.randn(*size, generator=gen, device=DEVICE).to(torch.bfloat16)  # noqa: E731

@@ -84,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend_selected(
     }
     __syncthreads();
 
-    const unsigned stages = shared_address(memory[warp]);
+    // In registers of threads: of an address in uniform ones the compiler (CUDA 13.0) makes copies with a policy illegal.
+    const unsigned stages = shared_address(memory[threadIdx.x / 32]);
     float *const left = reinterpret_cast<float *>(memory[0][0]);  // what the warps have found
     // Where a lane's pieces of the first eight columns go in a stage; those of the next eight, behind them.
     constexpr int AT_ONCE = 32 / PIECES, PERIOD = 8 / AT_ONCE;  // columns that a warp copies at a time

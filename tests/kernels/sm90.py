@@ -96,6 +96,21 @@ def gluon(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+def check_copies(code: bytes, folder: Path) -> None:
+    """AssertionError where machine code copies to an address in a uniform register under a cache policy.
+
+    The compiler of CUDA 13.0 writes such copies (`LDGSTS [R0+UR0], desc[UR1]`), and an H200 stops at them as illegal.
+    """
+    import triton
+
+    path = folder / "code.cubin"
+    path.write_bytes(code)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([str(tool), str(path)], capture_output=True, text=True, check=True).stdout
+    copies = [line for line in text.splitlines() if "LDGSTS" in line]
+    assert copies and not any("+UR" in line for line in copies)
+
+
 def run(script: str, folder: Path) -> None:
     """Run a script in a process of its own, where Triton compiles; AssertionError with its output where it fails."""
     path = folder / "compile.py"  # a file: Triton reads the source of kernels

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, attend_impl, reference
 from sglang_ext.kernels.cluster_attention.triton_impl import Workspace
 from sglang_ext.kernels.top_p import Selection
-from tests.kernels import on_host
+from tests.kernels import on_host, sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_CUDA = "no GPU" if DEVICE == "cpu" else attend_impl._unusable(torch.cuda.current_device(), 128, 4, 8, True)
@@ -207,11 +208,10 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         world([(2, 3)], [4], dim=64, group=9).run()
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernel and run it")
 @pytest.mark.parametrize("dim", attend_impl.DIMS)
-@pytest.mark.parametrize("group", [1, 4, 8])
-def test_compiles_for_hopper(dim: int, group: int) -> None:
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_compiles_for_hopper(dim: int, group: int, tmp_path: Path) -> None:
     """And as many blocks as it asks for have room on a multiprocessor: 228 KiB, one of them a block's own."""
     tuning = attend_impl.TUNING
     assert tuning.blocks * (tuning.memory(dim, group) + 1024) <= 228 << 10
-    assert attend_impl.compiled("sm_90", dim, group, 8).code
+    sm90.check_copies(attend_impl.compiled("sm_90", dim, group, 8).code, tmp_path)

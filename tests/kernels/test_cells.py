@@ -391,9 +391,11 @@ def test_more_rows_than_run_at_once(lanes: int) -> None:
 
 @pytest.mark.parametrize("dim, group, lanes, scores", [(128, 4, 8, True), (128, 8, 1, False), (64, 1, 8, True)])
 @pytest.mark.parametrize("bfloat16", [True, False])
-def test_cuda_compiles_for_hopper(dim: int, group: int, lanes: int, scores: bool, bfloat16: bool) -> None:
+def test_cuda_compiles_for_hopper(
+    dim: int, group: int, lanes: int, scores: bool, bfloat16: bool, tmp_path: Path
+) -> None:
     variant = cuda_impl.Variant(dim, group, 8, lanes, scores, dim == 64, bfloat16)
-    assert cuda_impl.compiled("sm_90", variant).code
+    sm90.check_copies(cuda_impl.compiled("sm_90", variant).code, tmp_path)
 
 
 def test_where_cuda_is_refused() -> None:

@@ -103,6 +103,8 @@ def answered(folder: Path) -> dict[str, dict[str, Any]]:
     engines: dict[str, tuple[str, dict[str, Any]]] = {
         "graphs": ("flashinfer", {}),
         "eager": ("flashinfer", {"disable_cuda_graph": True}),
+        # Graphs of plain requests, whose rows have one rotation: attention is in CUDA there.
+        "plain": ("flashinfer", {"attention_backend": "double_p"}),
         "torch": ("torch", {}),
     }
     for name, (kernels, more) in engines.items():
@@ -131,7 +133,8 @@ def noise(answered: Any) -> float:
 
 def test_the_kernels_ran(answered: Any) -> None:
     for name, backend in (
-        ("graphs", "FlashInferClusterBackend"), ("eager", "FlashInferClusterBackend"), ("torch", "ViewAttnBackend")
+        ("graphs", "FlashInferClusterBackend"), ("eager", "FlashInferClusterBackend"),
+        ("plain", "FlashInferClusterBackend"), ("torch", "ViewAttnBackend"),
     ):  # fmt: skip
         assert answered[name]["stats"]["attention_backend"] == backend
         assert answered[name]["stats"]["cluster_tokens_computed"] > 2000
@@ -149,11 +152,11 @@ def test_graphs_change_no_token(answered: Any, noise: float, asked: str) -> None
 
 
 @pytest.mark.parametrize("asked", ["alone", "batch"])
-@pytest.mark.parametrize("engine", ["eager", "torch"])
+@pytest.mark.parametrize("engine", ["eager", "plain", "torch"])
 def test_sparse_steps_are_the_same(answered: Any, noise: float, engine: str, asked: str) -> None:
     """But for clusters on the edge of a set, which fall on either side of it where keys are rounded differently.
 
-    Without graphs a row that is alone has one rotation, so that its tokens lie in other tiles and round differently,
+    Without graphs, or in those of plain requests, a row that is alone has one rotation, so that its tokens lie in other tiles and round differently,
     too. Each such cluster makes a difference of its own; most steps have none, and none makes what reading everything
     does.
     """

@@ -156,9 +156,9 @@ def test_graphs_change_no_token(answered: Any, noise: float, asked: str) -> None
 def test_sparse_steps_are_the_same(answered: Any, noise: float, engine: str, asked: str) -> None:
     """But for clusters on the edge of a set, which fall on either side of it where keys are rounded differently.
 
-    Without graphs, or in those of plain requests, a row that is alone has one rotation, so that its tokens lie in other tiles and round differently,
-    too. Each such cluster makes a difference of its own; most steps have none, and none makes what reading everything
-    does.
+    Without graphs, or in those of plain requests, a row that is alone has one rotation, so that its tokens lie in other
+    tiles and round differently, too. Each such cluster makes a difference of its own; most steps have none, and none
+    makes what reading everything does.
     """
 
     def of_all(engine: str, name: str) -> tuple[list[float], list[float]]:

@@ -115,13 +115,13 @@ class BM25:
 
         Unknown terms add nothing. Cost: the number of (query term, text holding it) pairs.
         """
-        scores = np.zeros(self.num_texts)
-        for term in terms(check_query(query)):
-            column = self.vocabulary.get(term)
-            if column is not None:
-                begin, end = self._starts[column], self._starts[column + 1]
-                scores[self._rows[begin:end]] += self._values[begin:end]  # a column holds each row once
-        return scores
+        columns = [column for column in map(self.vocabulary.get, terms(check_query(query))) if column is not None]
+        if not columns:
+            return np.zeros(self.num_texts)
+        parts = [slice(self._starts[column], self._starts[column + 1]) for column in columns]
+        rows, values = (np.concatenate([x[part] for part in parts]) for x in (self._rows, self._values))
+        # Term by term, as there; the type says whole numbers, which they are without weights.
+        return np.bincount(rows, values, self.num_texts).astype(np.float64, copy=False)
 
 
 def _matrix(counts: Counts) -> csc_array:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.config import RequestOptions
+from sglang_ext.serving.layout import encode_text
 from sglang_ext.serving.tokenizer import CHAT_KEY, pools_of
 
 _MARK = "\ue000sglang-ext-demonstrations\ue000"  # private-use characters: no one's text
@@ -91,10 +92,10 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
             "chat_template_kwargs change what stands before the first user message, and the pool's blocks are encoded"
             " behind the template's own: leave them out"
         )
-    header = tuple(tokenizer(before, add_special_tokens=False)["input_ids"])
+    header = tuple(encode_text(tokenizer, before))
     name = hashlib.blake2b(repr(header).encode(), digest_size=8).hexdigest()
     service.headers[name] = header
-    request.input_ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    request.input_ids = encode_text(tokenizer, after)
     # Every turn retrieves with the first question, so that a later turn finds the earlier ones in the cache.
     request.custom_params = {**request.custom_params, "query": options.query or question, CHAT_KEY: name}
 

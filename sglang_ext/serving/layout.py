@@ -143,6 +143,28 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], offsets: bool = False) ->
     Raises:
         ValueError: the tokenizer has no offsets (it is not a fast one), so that demonstrations cannot be told apart.
     """
+    backend = _backend(tokenizer)
+    encode = backend.encode_batch if offsets else backend.encode_batch_fast
+    threads = min(8, os.cpu_count() or 1)
+    size = max(1, -(-len(texts) // (4 * threads)))
+    parts = [list(texts[first : first + size]) for first in range(0, len(texts), size)]
+    with ThreadPoolExecutor(threads) as executor:
+        found = executor.map(lambda part: encode(part, add_special_tokens=False), parts)
+        return [encoding for part in found for encoding in part]
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of one text, without special tokens: what calling the tokenizer gives, in half the time.
+
+    Raises:
+        ValueError: as `encode_texts`.
+    """
+    ids: list[int] = _backend(tokenizer).encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` of a fast tokenizer, whatever the last call of it asked for."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"tokenizer {type(tokenizer).__name__} is not a fast one: pools need its character offsets;"
@@ -152,13 +174,9 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], offsets: bool = False) ->
     if backend.padding is not None or backend.truncation is not None:
         backend.no_padding()
         backend.no_truncation()
-    encode = backend.encode_batch if offsets else backend.encode_batch_fast
-    threads = min(8, os.cpu_count() or 1)
-    size = max(1, -(-len(texts) // (4 * threads)))
-    parts = [list(texts[first : first + size]) for first in range(0, len(texts), size)]
-    with ThreadPoolExecutor(threads) as executor:
-        found = executor.map(lambda part: encode(part, add_special_tokens=False), parts)
-        return [encoding for part in found for encoding in part]
+    if backend.encode_special_tokens != tokenizer.split_special_tokens:
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
 
 
 def group_demonstrations(

@@ -23,7 +23,7 @@ from sglang_ext.serving import checks
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import label_grammar
 from sglang_ext.serving.labels import label_probabilities
-from sglang_ext.serving.layout import Layout
+from sglang_ext.serving.layout import Layout, encode_text
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.select import select_pieces
@@ -343,8 +343,7 @@ def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOption
             lead = ""
     else:
         text, lead = definition.options.render_query(obj.text)
-    ids = manager.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return list(ids), lead, options.query or obj.text
+    return encode_text(manager.tokenizer, text), lead, options.query or obj.text
 
 
 def _constrain(params: dict[str, Any], version: Version, answer: Answer) -> None:

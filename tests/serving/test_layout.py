@@ -10,7 +10,7 @@ import pytest
 
 from sglang_ext.config import PoolOptions, RequestOptions
 from sglang_ext.serving import layout as layouts
-from sglang_ext.serving.layout import encode_texts, lay_out, parse_demonstrations
+from sglang_ext.serving.layout import encode_text, encode_texts, lay_out, parse_demonstrations
 from sglang_ext.serving.pool import Definition, Version
 from tests.oracle import models
 
@@ -65,6 +65,16 @@ def test_encodings_are_those_of_the_tokenizer(tokenizer: Any) -> None:
     assert encode_texts(tokenizer, []) == []
     with pytest.raises(ValueError, match="not a fast one"):
         encode_texts(object(), texts)
+
+
+def test_one_text_is_what_the_tokenizer_makes_of_it(tokenizer: Any) -> None:
+    """Special tokens in it too, and whatever was asked of the tokenizer before."""
+    special = tokenizer.eos_token or tokenizer.bos_token
+    texts = ["", " ", "freeze my card!", f"a{special}b {special}", "\n\nlabel:", "naïve 咖啡 🙂"]
+    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert tokenizer.convert_tokens_to_ids(special) in wanted[3]
+    tokenizer("freeze my card", truncation=True, max_length=2, padding="max_length", split_special_tokens=True)
+    assert [encode_text(tokenizer, text) for text in texts] == wanted
 
 
 def test_what_extends_what() -> None:

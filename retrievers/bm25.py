@@ -120,7 +120,7 @@ class BM25:
             return np.zeros(self.num_texts)
         parts = [slice(self._starts[column], self._starts[column + 1]) for column in columns]
         rows, values = (np.concatenate([x[part] for part in parts]) for x in (self._rows, self._values))
-        # Term by term, as there; the type says whole numbers, which they are without weights.
+        # Adds term by term, as BM25Okapi; its annotation says whole numbers, as it gives without weights.
         return np.bincount(rows, values, self.num_texts).astype(np.float64, copy=False)
 
 

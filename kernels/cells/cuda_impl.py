@@ -30,12 +30,14 @@ WARPS = 2
 
 KEPT = 5 << 20
 """Bytes of logits that stay in the L2 cache until they are read again: of an H200's 50 MB. With more of them marked to
-stay, fewer did: 32 rows with a window of 16,384 took 0.6346 ms with all of them marked, 0.631 with 10 MB, 0.6295 with
-5."""
+stay, fewer did: 32 rows with a window of 16,384 took 0.6346 ms with all of them marked; in another run 0.631 with 10
+MB, 0.6295 with 5."""
 
-BUSY, FEWEST = 0.8, 16
-"""Share of the multiprocessors' places that a launch is to fill, where it has at least so many rows: 64 rows at once,
-which fill 65%, took 1.311 ms, two launches of 32 1.258; a launch more than that takes costs 6 us."""
+BUSY, LAUNCH = 0.8, 16 * 16384
+"""Share of the multiprocessors' places that a launch is to fill, where it has at least so many columns of all its rows.
+
+On an H200 64 rows with a window of 16,384 took 1.311 ms at once, which fills 65% of the places, and 1.258 as two
+launches of 32; a launch more than that takes costs 6 us."""
 
 
 @dataclass(frozen=True)
@@ -148,21 +150,20 @@ def _kernel(index: int, variant: Variant) -> Callable[..., None]:
 def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: Tuning = TUNING) -> int:
     """Into how many shares the columns of a request are cut: as many as run at once, none below two chunks a warp.
 
-    Where that leaves multiprocessors idle, the rows of a part of the batch, which is as large as keeps `BUSY` of them
-    at work.
+    Where the whole batch would leave places empty, as many as run at once of the largest part of it that does not.
     """
-    places = multiprocessors * tuning.blocks
-    best, most = 1, 0.0
-    for launches in range(1, max(1, batch // FEWEST) + 1):
+    places, most = multiprocessors * tuning.blocks, max(1, min(MAX_SPLITS, entries // (2 * WARPS * COLUMNS)))
+    best, busiest = 1, 0.0
+    for launches in range(1, max(1, batch * entries // LAUNCH) + 1):
         rows = -(-batch // launches)
-        shares = max(1, places // (rows * kv_heads))
-        turns = -(-rows * kv_heads * shares // places)
-        busy = rows * kv_heads * shares / (turns * places)
-        if busy > most:
-            best, most = shares, busy
+        shares = max(1, min(places // (rows * kv_heads), most))
+        blocks = rows * kv_heads * shares
+        busy = blocks / (-(-blocks // places) * places)
+        if busy > busiest:
+            best, busiest = shares, busy
         if busy >= BUSY:
             break
-    return max(1, min(best, MAX_SPLITS, entries // (2 * WARPS * COLUMNS)))
+    return best
 
 
 def decode(
@@ -231,7 +232,7 @@ def decode(
         raise ValueError(f"a workspace of {shares} shares: expected at most {MAX_SPLITS}")
     sets = lanes if scored else kv_heads  # of blocks, by what they have to agree on
     each = rows_at_once(batch, kv_heads, sets, shares, processors, tuning)
-    if batch and not each:
+    if not each:
         raise ValueError(f"{shares} shares of a row do not run at once: take fewer, or decode_impl.decode")
     variant = Variant(
         dim, heads // kv_heads, kv_heads, lanes, scored, reduction == "max", query.dtype == torch.bfloat16, tuning
@@ -242,9 +243,9 @@ def decode(
         (unused if x is None else x).to(torch.int32) for x in (rows, seen, skip, fresh, entries)
     )
     kept = workspace.logits if score is None else score
-    staying = min(1.0, KEPT / (2 * each * heads * max(1, width))) if batch else 0.0
+    staying = min(1.0, KEPT / (2 * each * heads * max(1, width)))
     launch, waits = _kernel(index, variant), _waits(kv_heads, sets, shares)
-    for first in range(0, batch, max(1, each)):
+    for first in range(0, batch, each):
         of = slice(first, first + each)
         row_of = rows[of]
         # What a launch leaves for itself lies where the one before left its own: in the L2 cache.

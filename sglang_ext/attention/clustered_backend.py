@@ -219,14 +219,14 @@ class ClusteredViews(PlannedViews):
 
     # ---- buffers ----
 
-    def _rows_for(self, capacity: Capacity) -> RowBuffers:
+    def _rows_for(self, capacity: Capacity, tuning: attention.Tuning | None = None) -> RowBuffers:
         return RowBuffers(
             capacity,
             self._shape,
             self.rope,
             self.memory.width,
             group_rule=self.policy.config.group,
-            tuning=self._tuning,
+            tuning=tuning or self._tuning,
             search=self._search,
         )
 
@@ -284,25 +284,26 @@ class ClusteredViews(PlannedViews):
             p=config.stages,
             tokens=run.tokens,
         )
-        self._eager_rows = self._rows_for(Capacity.of([one], [ROOM]))
-        self._eager_rows.load([one], [1], self._table.view(-1))
-        step = torch.ones(1, dtype=torch.int64, device=self._table.device)
-        self._eager_rows.advance(step, step)
+        width, device = self.memory.width, self._table.device
+        tiles = tiles_of(min(self._table.shape[1], self.num_slots), config.cluster * width)
+        cells = int(tiles * HEADROOM) * width
+        tunings = [self._tuning]
+        if cells > cuda_impl.MAX_CELLS:  # the longest rows are scored and read in Triton
+            tunings.insert(0, replace(self._tuning, joint=False, fused=False))
+        step = torch.ones(1, dtype=torch.int64, device=device)
         keys = self.token_to_kv_pool.get_key_buffer(layer)  # type: ignore[attr-defined]
         values = self.token_to_kv_pool.get_value_buffer(layer)  # type: ignore[attr-defined]
         query = keys.new_zeros(1, self.shape.heads, self.shape.head_dim)
-        self._eager_rows.attend(query, keys, values, self.memory.layers[layer], self.shape.scale)
+        for tuning in tunings:
+            rows = self._eager_rows = self._rows_for(Capacity.of([one], [ROOM]), tuning)
+            rows.load([one], [1], self._table.view(-1))
+            rows.advance(step, step)
+            rows.attend(query, keys, values, self.memory.layers[layer], self.shape.scale)
         if config.group == "union":
             # Longer rows come in other kernels, and those that see blocks from several distances.
-            width, device = self.memory.width, self._table.device
-            tiles = tiles_of(min(self._table.shape[1], self.num_slots), config.cluster * width)
-            cells = int(tiles * HEADROOM) * width
-            clusters = query.unsqueeze(1), self.memory.layers[layer], self._eager_rows.clusters(1)
-            joint = self._tuning.joint and joint_impl.warm_up(*clusters, cells)
-            if not joint:
+            clusters = query.unsqueeze(1), self.memory.layers[layer], rows.clusters(1)
+            if not (self._tuning.joint and joint_impl.warm_up(*clusters, cells)):
                 cuda_impl.warm_up(device, self._shape.group, cells, 1, 1, width)
-            elif cells > cuda_impl.MAX_CELLS:  # then apart, which has not run yet
-                attention.centroid_scores(*clusters, self.shape.scale, tuning=self._tuning)
             cuda_impl.warm_up(device, self._shape.group, cells, width, attention.aligned(TILE))
 
     def selected(self) -> dict[str, float]:

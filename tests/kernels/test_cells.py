@@ -326,7 +326,7 @@ def test_shares_fill_the_device(kv_heads: int, lanes: int) -> None:
     for batch in range(1, 300):
         shares = cuda_impl.splits(batch, kv_heads, 20_000, processors)
         rows = cuda_impl.rows_at_once(batch, kv_heads, lanes, shares, processors)
-        blocks = min(rows, batch) * kv_heads * shares
+        blocks = rows * kv_heads * shares
         places = processors * tuning.blocks
         assert rows >= 1 and (blocks <= places or (shares == 1 and lanes == kv_heads))
         turns = -(-blocks // places)
@@ -368,7 +368,7 @@ def test_shares_in_cuda(dim: int, shares: int, lanes: int, reduction: str | None
 
 @pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
 @pytest.mark.parametrize("lanes", [1, 8])
-def test_more_rows_than_run_at_once(lanes: int) -> None:
+def test_more_rows_than_run_at_once(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a row then wait for none, or, where heads share their scores, there are several launches."""
     batch, kv_heads, dim, columns = 150, 8, 64, 40
     gen = torch.Generator(DEVICE).manual_seed(2)
@@ -382,14 +382,19 @@ def test_more_rows_than_run_at_once(lanes: int) -> None:
     given = draw(batch, 16, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
     arguments = slot.expand(-1, lanes, -1).contiguous(), rows, ints(columns), turn, 0.1
     options = {"entries": entries, "skip": ints(3), "fresh": ints(1), "beta": 0.5}
+    launched, real = [], cuda_impl.decode
+    monkeypatch.setattr(cuda_impl, "decode", lambda *given, **more: (launched.append(1), real(*given, **more))[1])
     scores, outs = [score.clone(), score.clone()], []
     for decode, kept in zip((reference.decode, fast.decode), scores, strict=True):
         outs.append(decode(*given, *(c.clone() for c in caches), *arguments, score=kept, **options))
     assert (outs[0] - outs[1]).abs().max() <= 2e-2 * outs[0].abs().max()
     assert (scores[0] - scores[1]).abs().max() <= 2e-2 * scores[0].max() > 0
+    assert launched
 
 
-@pytest.mark.parametrize("dim, group, lanes, scores", [(128, 4, 8, True), (128, 8, 1, False), (64, 1, 8, True)])
+@pytest.mark.parametrize(
+    "dim, group, lanes, scores", [(128, 4, 8, True), (128, 8, 1, False), (64, 3, 8, True), (64, 1, 8, True)]
+)
 @pytest.mark.parametrize("bfloat16", [True, False])
 def test_cuda_compiles_for_hopper(
     dim: int, group: int, lanes: int, scores: bool, bfloat16: bool, tmp_path: Path

@@ -231,6 +231,15 @@ NO_CUDA = (
 )
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for every call of CUDA's `decode`: Triton's would give the right answers too."""
+    calls: list[int] = []
+    real = cuda_impl.decode
+    monkeypatch.setattr(cuda_impl, "decode", lambda *given, **more: (calls.append(1), real(*given, **more))[1])
+    return calls
+
+
 @pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
 @pytest.mark.parametrize("heads", ["independent", "homogeneous"])
 @pytest.mark.parametrize("dtype", cuda_impl.DTYPES, ids=str)
@@ -239,11 +248,8 @@ NO_CUDA = (
 @pytest.mark.parametrize("dim", cuda_impl.DIMS)
 def test_decode_in_cuda(
     dim: int, group: int, kv_heads: int, reduction: str | None, dtype: torch.dtype, heads: str,
-    monkeypatch: pytest.MonkeyPatch,
+    launched: list[int],
 ) -> None:  # fmt: skip
-    launched = []
-    real = cuda_impl.decode
-    monkeypatch.setattr(cuda_impl, "decode", lambda *given, **more: (launched.append(1), real(*given, **more))[1])
     shape = {"dims": (dim, dim, dim), "kv_heads": kv_heads, "dtype": dtype, "heads": heads}
     check_decode(fast.decode, {}, reduction, shape, group)
     assert launched
@@ -368,7 +374,7 @@ def test_shares_in_cuda(dim: int, shares: int, lanes: int, reduction: str | None
 
 @pytest.mark.skipif(NO_CUDA is not None, reason=str(NO_CUDA))
 @pytest.mark.parametrize("lanes", [1, 8])
-def test_more_rows_than_run_at_once(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_run_at_once(lanes: int, launched: list[int]) -> None:
     """Blocks of a row then wait for none, or, where heads share their scores, there are several launches."""
     batch, kv_heads, dim, columns = 150, 8, 64, 40
     gen = torch.Generator(DEVICE).manual_seed(2)
@@ -382,8 +388,6 @@ def test_more_rows_than_run_at_once(lanes: int, monkeypatch: pytest.MonkeyPatch)
     given = draw(batch, 16, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
     arguments = slot.expand(-1, lanes, -1).contiguous(), rows, ints(columns), turn, 0.1
     options = {"entries": entries, "skip": ints(3), "fresh": ints(1), "beta": 0.5}
-    launched, real = [], cuda_impl.decode
-    monkeypatch.setattr(cuda_impl, "decode", lambda *given, **more: (launched.append(1), real(*given, **more))[1])
     scores, outs = [score.clone(), score.clone()], []
     for decode, kept in zip((reference.decode, fast.decode), scores, strict=True):
         outs.append(decode(*given, *(c.clone() for c in caches), *arguments, score=kept, **options))

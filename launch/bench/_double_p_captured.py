@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 import sglang_ext
 from sglang_ext.config import PoolOptions
 from sglang_ext.kernels.cluster_attention.buffers import Shape
+from sglang_ext.kernels.cluster_attention.pool import centroid_dtype, narrowed
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, Level
-from sglang_ext.launch.bench._record import Figure, Timing
+from sglang_ext.launch.bench._record import Curve, Figure, Timing
 from sglang_ext.launch.demo_data import INTENTS, sentence
 from sglang_ext.policies import double_p, quest, retroinfer, twilight
 from sglang_ext.policies.double_p import DoubleP
@@ -30,6 +31,8 @@ from sglang_ext.policies.double_p import DoubleP
 MODEL = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
+GRID = tuple(x / 100 for x in range(50, 101, 2))
+"""Shares of the attention at which the distribution of what is recovered is drawn."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,7 @@ def methods(config: DoubleP) -> dict[str, Any]:
     """Double-P and the baselines with the budgets that their authors recommend."""
     return {
         f"Double-P ({config.p1:g}, {config.p2:g})": config,
+        "Double-P, centroids in float8": replace(config, centroids="float8"),
         "Double-P, exact cluster masses": "exact",
         "RetroInfer, 1.8% and 23.2% of the clusters": retroinfer.RetroInfer(),
         "Quest, 25% of the tokens": quest.Quest(),
@@ -250,7 +254,10 @@ def kept_tokens(
     if method == "exact":
         log_mass = double_p.exact_log_mass(double_p.logits(query, keys), labels, clusters)
     else:
-        log_mass = double_p.estimated_log_mass(query, double_p.cluster_values(keys, labels, clusters), sizes)
+        centroids = double_p.cluster_values(keys, labels, clusters)
+        if isinstance(method, DoubleP):
+            centroids = narrowed(centroids, centroid_dtype(method.centroids, keys.dtype)).to(keys.dtype)
+        log_mass = double_p.estimated_log_mass(query, centroids, sizes)
     share = double_p.distribution(log_mass)
     if isinstance(method, retroinfer.RetroInfer):
         exact, approx = retroinfer.select(share, method)
@@ -319,12 +326,23 @@ def figures_of(found: dict[str, Recovered], p: float, length: int, texts: int) -
     return figures
 
 
+def curve_of(found: dict[str, Recovered], length: int) -> Curve:
+    """Which share of the heads recovers less than x of the attention to the middle (the paper's Figures 2 and 3)."""
+    return Curve(
+        title=f"Heads that recover less, captured keys, {length} tokens",
+        x="share of the attention to the middle",
+        y="share of the heads below it",
+        series={name: [(x, each.violations(x)) for x in GRID] for name, each in found.items()},
+    )
+
+
 def measure(
     device: torch.device, count: int, length: int, config: DoubleP, saved: Path | None = None
-) -> tuple[list[Figure], list[Text]]:
-    """All rows of recovered mass, and the texts that they are about."""
+) -> tuple[list[Figure], Curve, list[Text]]:
+    """All rows of recovered mass, their distributions, and the texts that they are about."""
     cluster: Callable[..., Clusters] = kmeans_reference
     if device.type == "cuda":
         from sglang_ext.kernels.kmeans.fast import kmeans as cluster
     texts = capture(device, count, length, saved)
-    return figures_of(recovered(texts, methods(config), config, cluster), config.p1, length, count), texts
+    found = recovered(texts, methods(config), config, cluster)
+    return figures_of(found, config.p1, length, count), curve_of(found, length), texts

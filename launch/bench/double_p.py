@@ -3,8 +3,9 @@
 In Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU:
 
 - kernels: attention of one decode layer on planted keys of three stated levels of peakedness, and its stages;
-- captured: how much of the attention of the reference model's trained heads Double-P and the baselines recover, and
-  attention over rows tiled from these keys beside the baselines where they recover as much;
+- recovered: how much of the attention of the reference model's trained heads Double-P and the baselines recover, with
+  the budgets that their authors recommend (no times: also without a GPU, `--device cpu`);
+- captured: the same, and attention over rows tiled from these keys beside the baselines where they recover as much;
 - engine: time per output token over prompts whose keys are planted likewise, against stock SGLang; clustering against
   the prefill of the same tokens; memory of the clusters.
 
@@ -23,12 +24,12 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.select import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench._record import Figure, json_file, save, table
+from sglang_ext.launch.bench._record import Curve, Figure, json_file, save, table
 from sglang_ext.policies.double_p import DoubleP
 
 RESULTS = Path(__file__).resolve().parent / "results" / "double_p.json"
 LEVELS = ("flat", "middle", "peaked")
-PARTS = ("kernels", "captured", "engine")
+PARTS = ("kernels", "recovered", "captured", "engine")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,10 +91,13 @@ def main(args: argparse.Namespace) -> int:
     more: dict[str, Any] = {}
     if args.only in (None, "kernels"):
         figures += kernels.measure(device, args.shape, args.lengths, args.batches, config)
-    if args.only in (None, "captured"):
-        rows, texts = captured.measure(device, args.texts, args.text_length, config, args.captured)
+    curves: list[Curve] = []
+    if args.only in (None, "recovered", "captured"):
+        rows, curve, texts = captured.measure(device, args.texts, args.text_length, config, args.captured)
         figures += rows
-        figures += baselines.measure(device, texts, config, args.captured_length, args.captured_batch)
+        curves.append(curve)
+        if args.only != "recovered":
+            figures += baselines.measure(device, texts, config, args.captured_length, args.captured_batch)
         del texts
     if args.only in (None, "engine"):
         from sglang_ext.launch.bench import _double_p_engine as engine
@@ -103,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
             torch.cuda.empty_cache()  # the engines' now
         rows, more["engine"] = engine.measure(device, args, config)
         figures += rows
-    save(args.out, figures, commit=args.commit, **more)
+    save(args.out, figures, curves, commit=args.commit, **more)
     print(table(figures))
     print(f"written: {args.out}")
     return 0

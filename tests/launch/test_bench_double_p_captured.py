@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -104,9 +105,25 @@ def test_what_is_recovered(texts: list[captured.Text]) -> None:
     for each in found.values():
         assert (each.whole >= each.mass - 1e-5).all(), "sinks and window only add"
         assert (each.exact <= each.tokens).all()
+    rounded = found["Double-P, centroids in float8"]
+    assert not torch.equal(rounded.mass, found["Double-P (0.95, 0.7)"].mass), "other centroids"
+    curve = captured.curve_of(found, LENGTH)
+    assert curve.series["Double-P, exact cluster masses"][:23] == [(x / 100, 0.0) for x in range(50, 95, 2)]
+    assert all(points == sorted(points) and points[0][0] == 0.5 for points in curve.series.values())
     figures = captured.figures_of(found, 0.95, LENGTH, 2)
     assert figures[0].baseline == "" and figures[1].baseline == "Double-P (0.95, 0.7)"
-    assert figures[1].notes["violations"] == 0 and "below 0.95 in 0% of the heads" in figures[1].name
+    (least,) = (figure for figure in figures if "exact cluster masses" in figure.name)
+    assert least.notes["violations"] == 0 and "below 0.95 in 0% of the heads" in least.name
+
+
+def test_what_is_recovered_needs_no_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "recovered.json"
+    words = ["--only", "recovered", "--device", "cpu", "--texts", "1", "--text-length", str(LENGTH), "--out", str(out)]
+    assert cli.main(["bench", "double_p", *words]) == 0
+    record = json.loads(out.read_text())
+    assert [figure["unit"] for figure in record["figures"]] == ["%"] * len(captured.methods(CONFIG))
+    (curve,) = record["curves"]
+    assert list(curve["series"]) == list(captured.methods(DoubleP()))
 
 
 def test_too_few_texts_are_refused_before_anything_is_measured(

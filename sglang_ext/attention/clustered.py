@@ -70,8 +70,18 @@ class RowClusters:
             clusters: which.
             others: the answer for tokens that are in no cluster.
         """
-        padded = torch.nn.functional.pad(clusters, (0, 1), value=others)
-        return padded.gather(1, self.labels)
+        return columns_of(self.labels, clusters, others)
+
+
+def columns_of(labels: torch.Tensor, clusters: torch.Tensor, others: bool) -> torch.Tensor:
+    """[kv_heads, columns] bool: whether a token's cluster is in a set.
+
+    Args:
+        labels: [kv_heads, columns] int64, the cluster of each column's token; as many as there are for one in none.
+        clusters: [kv_heads, clusters] bool.
+        others: the answer for tokens that are in no cluster.
+    """
+    return torch.nn.functional.pad(clusters, (0, 1), value=others).gather(1, labels)
 
 
 def row_clusters(placed: Sequence[Placed], columns: int, caches: Caches, query: torch.Tensor) -> RowClusters:

@@ -19,9 +19,10 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.clustered import Placed
+from sglang_ext.attention.clustered_report import MeasuredRow, Read
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.planned import ROOM, BatchRows, PlannedViews
-from sglang_ext.attention.policy import Request, RequestRows, RowRuns
+from sglang_ext.attention.policy import Caches, Request, RequestRows, RowRuns
 from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun
 from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
@@ -77,12 +78,14 @@ class _Known:
         placed: its clusters, as the policy gave them.
         cuts: pieces of runs that it reads; they live as long as somebody has them.
         row: for the kernels.
+        read: runs in it, as the kernels list them.
     """
 
     request: Request
     placed: list[Placed]
     cuts: list[Cut]
     row: PlannedRow
+    read: list[Read]
 
 
 class ClusteredViews(PlannedViews):
@@ -119,6 +122,8 @@ class ClusteredViews(PlannedViews):
         self._graph_rows: RowBuffers | None = None
         self._loaded: RowBuffers | None = None
         self._no_positions = self._table.new_empty(0)
+        self._reported: list[tuple[int, _Known, dict[str, Any]]] = []  # rows of the step that want to be measured
+        self._measured: list[MeasuredRow] = []
         if device.type == "cuda":
             self._warm_up_clusters()
 
@@ -144,7 +149,7 @@ class ClusteredViews(PlannedViews):
     def release(self, slot: int) -> None:
         super().release(slot)
         self._known.pop(slot, None)
-        self._placed = []  # of the batch before: its runs may have to go
+        self._placed, self._reported, self._measured = [], [], []  # of the batch before: its runs may have to go
 
     def rewritten(self, slot: int) -> None:
         super().rewritten(slot)
@@ -152,13 +157,13 @@ class ClusteredViews(PlannedViews):
 
     # ---- plans ----
 
-    def _row(self, rows: BatchRows, placed: list[Placed]) -> PlannedRow:
+    def _row(self, rows: BatchRows, placed: list[Placed]) -> _Known:
         """What a decoding request reads: kept, because mostly only its length changes."""
         known = self._known.get(rows.request.slot)
         if known is None or known.request is not rows.request or known.placed != placed:
             (seen,) = self._seen(rows)
             known = self._known[rows.request.slot] = self._plan_row(rows, seen, placed)
-        return known.row
+        return known
 
     def _plan_row(self, rows: BatchRows, seen: RowRuns, placed: list[Placed]) -> _Known:
         deltas: dict[int, int] = {0: 0}
@@ -166,7 +171,8 @@ class ClusteredViews(PlannedViews):
         sized: list[int] = []
         turns: list[int] = []
         cuts: list[Cut] = []
-        read: list[tuple[int, int]] = []
+        columns: list[tuple[int, int]] = []
+        read: list[Read] = []
         tokens = 0
         for each in placed:
             if not isinstance(each.run, PooledRun):
@@ -180,14 +186,15 @@ class ClusteredViews(PlannedViews):
             tiles += each.run.place.tiles
             sized += cells
             turns += [deltas.setdefault(each.delta, len(deltas))] * len(cells)
-            read.append((each.begin, each.end))
+            columns.append((each.begin, each.end))
+            read.append(Read(each.run.place, cells, each.column))
             tokens += each.end - each.begin
         base = rows.request.slot * self._table.shape[1]
         spans: list[tuple[int, int, int]] = []
         for run in seen.runs:
-            for low, high in _without(read, run.column, run.column + run.tokens):
+            for low, high in _without(columns, run.column, run.column + run.tokens):
                 spans.append((base + low, high - low, deltas.setdefault(run.delta, len(deltas))))
-        *own, (tail, _) = _without(read, seen.tail, rows.end)
+        *own, (tail, _) = _without(columns, seen.tail, rows.end)
         spans += [(base + low, high - low, 0) for low, high in own]
         row = PlannedRow(
             tiles=np.array(tiles, dtype=np.int32),
@@ -199,18 +206,21 @@ class ClusteredViews(PlannedViews):
             p=self.policy.stages(rows.request.slot),
             tokens=tokens,
         )
-        return _Known(rows.request, placed, cuts, row)
+        return _Known(rows.request, placed, cuts, row, read)
 
     def _plan_decode(self, anew: bool = False) -> None:
         """The batch's next steps, unless what was loaded for the step before still holds."""
-        now = [self._row(rows, placed) for rows, placed in zip(self._batch, self._placed, strict=True)]
+        known = [self._row(rows, placed) for rows, placed in zip(self._batch, self._placed, strict=True)]
+        notes = [self.policy.note(each.request.slot) if each.placed else None for each in known]
+        self._reported = [(at, known[at], note) for at, note in enumerate(notes) if note is not None]
+        now = [each.row for each in known]
         seq_lens = np.array([rows.end for rows in self._batch])
         before, self._seq_lens = self._seq_lens, seq_lens
         if (
             self._loaded is not None
             and self._planned  # none once a row was rewritten
             and len(now) == len(self._now)
-            and all(row is known for row, known in zip(now, self._now, strict=True))
+            and all(row is then for row, then in zip(now, self._now, strict=True))
             and (seq_lens - before == 1).all()
             and all(row.dense(n) <= self._loaded.capacity.dense for row, n in zip(now, seq_lens.tolist(), strict=True))
         ):
@@ -258,8 +268,10 @@ class ClusteredViews(PlannedViews):
         )
 
     def fits_graph(self) -> bool:
-        return self._graph_rows is not None and self._graph_rows.capacity.holds(
-            Capacity.of(self._now, self._seq_lens.tolist())
+        return (
+            self._graph_rows is not None
+            and not self._reported
+            and self._graph_rows.capacity.holds(Capacity.of(self._now, self._seq_lens.tolist()))
         )
 
     def _load_empty(self, batch_size: int) -> None:
@@ -327,13 +339,30 @@ class ClusteredViews(PlannedViews):
             "approximated_clusters": float((approx / clusters.clamp(min=1)).mean()),
         }
 
+    # ---- reports ----
+
+    def _measured_row(self, at: int, known: _Known, note: dict[str, Any]) -> MeasuredRow:
+        rows = self._batch[at]
+        (seen,) = self._seen(rows)
+        slots = self._table[rows.request.slot, : rows.end]
+        written = torch.arange(rows.end, dtype=torch.int32, device=slots.device)
+        for run in seen.runs:
+            written[run.column : run.column + run.tokens] -= run.delta
+        positions = torch.zeros(self.num_slots, dtype=torch.int32, device=slots.device)
+        positions[slots.long()] = written
+        step = RequestRows(rows.request, slots, rows.begin, positions, decode=True)
+        return MeasuredRow(at, note, step, known.read)
+
     # ---- SGLang's side ----
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.memory.settle()
         super().init_forward_metadata(forward_batch)
+        decodes = self.viewing and forward_batch.forward_mode.is_decode()
+        self._measured = [self._measured_row(*each) for each in self._reported] if decodes else []
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self._measured = []
         if not in_capture:
             self.memory.settle()
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -341,7 +370,11 @@ class ClusteredViews(PlannedViews):
     def _attend_decode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: Any) -> torch.Tensor:
         if self._loaded is None:
             raise ValueError("no buffers: a batch is loaded before the layers run")
-        return self._loaded.attend(query, keys, values, self.memory.layers[layer.layer_id], layer.scaling)
+        out = self._loaded.attend(query, keys, values, self.memory.layers[layer.layer_id], layer.scaling)
+        for row in self._measured:
+            caches = Caches(layer.layer_id, keys, values, row.rows.slot_pos, self.rope, layer.scaling)
+            row.measure(caches, query, self._loaded.chosen(query.shape[0])[0], self.memory)
+        return out
 
 
 def _without(holes: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:

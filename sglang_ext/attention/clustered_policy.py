@@ -27,8 +27,8 @@ import torch
 from sglang_ext import compat
 from sglang_ext.attention.clustered import Placed, row_clusters
 from sglang_ext.attention.policy import Attended, Caches, LayerView, Request, RequestRows
-from sglang_ext.attention.select import KERNELS_ENV, kernels
-from sglang_ext.attention.sparse import REPORT, Asked, SparsePolicy, grouped, measure
+from sglang_ext.attention.select import kernels
+from sglang_ext.attention.sparse import Asked, SparsePolicy, grouped, measure
 from sglang_ext.attention.tokens import chosen_tokens
 from sglang_ext.cache.cluster_pool import SLACK, ClusterMemory
 from sglang_ext.cache.clusters import ClusterStore, Held, TokenRun, cluster_run
@@ -147,14 +147,6 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         }
 
     # ---- requests ----
-
-    def check(self, options: Mapping[str, Any]) -> None:
-        super().check(options)
-        if options.get(REPORT, False) and kernels(self) != "torch":
-            raise ValueError(
-                f"custom_params: {REPORT}=true: kernels do not measure themselves; start the server with {KERNELS_ENV}"
-                "=torch for it"
-            )
 
     def start(self, request: Request) -> None:
         super().start(request)

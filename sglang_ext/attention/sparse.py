@@ -1,7 +1,7 @@
 """What policies share that read a long row sparsely while decoding.
 
 Prompts are attended to densely, by SGLang itself; so are rows shorter than `min_tokens`. Requests over pools are DBSA's
-unless a policy says otherwise. Served by the PyTorch backend.
+unless a policy says otherwise. Served by the PyTorch backend, and where a policy has clusters by kernels.
 
 A request may ask for `dense: true`, and for `attention_report: true`: each decoding step is then measured against dense
 attention, which costs a dense pass, and `meta_info["attention_report"]` holds for each generated token but the first
@@ -100,6 +100,11 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
         asked = self._asked.get(request.slot)
         if asked is not None:
             asked.note = compat.answer_note(req, REPORT, end) if decode and asked.report else None
+
+    def note(self, slot: int) -> dict[str, Any] | None:
+        """Where the figures of the pass at hand go, of the request in `slot`; None where it is not measured."""
+        asked = self._asked.get(slot)
+        return None if asked is None else asked.note
 
     def views(self, rows: RequestRows) -> RowViews | None:
         asked = self._asked.get(rows.request.slot)

@@ -241,6 +241,29 @@ class ClusterMemory:
         self._jobs.append(partial(self._cut, place, made, low, high))
         return made
 
+    def labels(self, layer: int, place: Place, cells: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which cluster each token of a run is in, on the current stream; waits for the device.
+
+        Args:
+            layer: index of the layer.
+            place: of the run, filled.
+            cells: tiles that say the sizes: the run's own, or those of a `Cut`.
+
+        Returns:
+            (labels [kv_heads, tokens] int64, -1 for tokens that `cells` leave out; sizes [kv_heads, clusters] int32 as
+            the kernels read them, negative ones of clusters that are cut).
+        """
+        pool, tiles = self.layers[layer], self._numbers(cells)
+        sizes, first = (x[tiles].transpose(0, 1).flatten(1) for x in (pool.sizes, pool.starts))
+        heads, clusters = sizes.shape
+        counts = sizes.abs().flatten().long()
+        cell = torch.arange(heads * clusters, device=sizes.device).repeat_interleave(counts)
+        head, before = cell // clusters, counts.cumsum(0) - counts
+        at = first.flatten()[cell] + torch.arange(len(cell), device=sizes.device) - before[cell]
+        found = torch.full((heads, place.tokens), -1, device=sizes.device)
+        found[head, self._token_numbers(place)[pool.members[head, at].long()].long()] = cell % clusters
+        return found, sizes
+
     def move(self, place: Place, slots: torch.Tensor) -> None:
         """The tokens of a place lie in other slots now: [tokens] integer, in token order."""
         self._jobs.append(partial(self._move, place, slots))
@@ -276,6 +299,13 @@ class ClusterMemory:
             found = self._kmeans(keys, values, place.slots, plan, **options)
             self._pools.layers(slice(first, first + layers)).write(tiles, place.begin, found, place.slots)
 
+    def _token_numbers(self, place: Place) -> torch.Tensor:
+        """[num_slots] int32: the number in its run of the token in each slot of a place, until the next call."""
+        if place.slots is None:
+            raise ValueError("a place is read that was never filled: jobs run in the order in which they were queued")
+        self._lookup[place.slots.long()] = torch.arange(place.tokens, dtype=torch.int32, device=self._lookup.device)
+        return self._lookup
+
     def _move(self, place: Place, slots: torch.Tensor) -> None:
         if place.slots is None:
             raise ValueError("a place is moved that was never filled: jobs run in the order in which they were queued")
@@ -285,11 +315,8 @@ class ClusterMemory:
         members.copy_(self._lookup[members.long()])
 
     def _cut(self, place: Place, made: Cut, low: int, high: int) -> None:
-        if place.slots is None:
-            raise ValueError("a place is cut that was never filled: jobs run in the order in which they were queued")
-        numbers = torch.arange(place.tokens, dtype=torch.int32, device=self._lookup.device)
-        self._lookup[place.slots.long()] = numbers
-        number = self._lookup[self._pools.members[:, :, place.begin : place.begin + place.tokens].long()]
+        members = self._pools.members[:, :, place.begin : place.begin + place.tokens]
+        number = self._token_numbers(place)[members.long()]
         tiles, cells = self._numbers(place.tiles), self._numbers(made.cells)
 
         def by_head(values: torch.Tensor) -> torch.Tensor:  # [layers, kv_heads, clusters]

@@ -91,8 +91,22 @@ def test_the_kernels_ran(served: Served) -> None:
     stats: dict[str, Any] = served.stats()
     assert stats["attention_backend"] in ("TritonClusterBackend", "FlashInferClusterBackend")
     assert stats["cluster_refused"] == 0
-    with pytest.raises(ValueError, match="SGLANG_EXT_KERNELS=torch"):
-        served.generate([prompt_of(60, 7)], {"attention_report": True})
+
+
+def test_what_a_step_kept_is_reported(served: Served) -> None:
+    """Of what the kernels chose; `test_clustered_backend.py` has the figures beside those of plain PyTorch."""
+    kinds: list[Any] = [{"p1": 1, "p2": 1, "attention_report": True}, {**SPARSE, "attention_report": True}, SPARSE]
+    everything, some, unasked = served.generate([prompt_of(100, 6)] * 3, kinds, new_tokens=NEW_TOKENS)
+    assert not any(unasked.get("attention_report") or ())
+    for meta in (everything, some):
+        assert meta["attention_report"][0] is None and len(meta["attention_report"]) == NEW_TOKENS
+        assert all(len(figures) == 3 for step in meta["attention_report"][1:] for figures in step.values())  # layers
+    for step in everything["attention_report"][1:]:
+        assert step["exact"] == step["kept"] == [1.0] * 3 and step["approximated_clusters"] == [0.0] * 3
+        assert min(step["recovered_least"]) > 1 - 1e-6
+    for step in some["attention_report"][1:]:
+        assert all(0 < exact <= kept < 1 for exact, kept in zip(step["exact"], step["kept"], strict=True))
+        assert 0 < min(step["recovered_least"]) <= max(step["recovered"]) < 1
 
 
 def test_nothing_is_kept_of_what_left(served: Served) -> None:

@@ -19,6 +19,7 @@ from sglang_ext.attention import clustered_backend, planned
 from sglang_ext.attention.double_p import DbsaDoublePPolicy, DoublePPolicy
 from sglang_ext.attention.policy import Attended, Caches, RequestRows
 from sglang_ext.attention.requests import RequestTable
+from sglang_ext.attention.sparse import REPORT
 from sglang_ext.cache.cluster_pool import PooledRun
 from sglang_ext.cache.clusters import cluster_run
 from sglang_ext.cache.rows import Piece, Row
@@ -77,6 +78,7 @@ class World:
             self.blocks[name] = (node(self.root, slots), position)
             position += tokens
         self.made = 0
+        self.reports: list[tuple[Any, Any]] = []  # of each row of a step: the kernels' figures, those of plain PyTorch
         self.notes: list[bool] = []  # of each step, whether the PyTorch policy read anything but all tokens
 
     def take(self, tokens: int, positions: range) -> torch.Tensor:
@@ -92,6 +94,7 @@ class World:
         req = SimpleNamespace(
             req_pool_idx=slot, rid=f"r{self.made}", sampling_params=SimpleNamespace(custom_params=options), length=0
         )
+        req.customized_info = None
         compat.set_request_row(req, row)
         compat.set_request_written(req, tuple(self.blocks[name][1] + start for name, start, _ in pieces))
         members = tuple(self.blocks[name][0] for name in dict.fromkeys(name for name, *_ in pieces))
@@ -99,6 +102,7 @@ class World:
         for name, start, end in pieces:
             self.put(req, self.blocks[name][0].value[start:end])
         self.grow(req, own)
+        req.origin_input_ids = range(req.length)
         return req
 
     def put(self, req: Any, slots: torch.Tensor) -> None:
@@ -149,11 +153,18 @@ class World:
         out = backend.forward_decode(query.view(len(query), -1), None, None, layer, batch)
         out = out.view(len(query), HEADS, -1)
         for row, (req, (low, high)) in enumerate(zip(reqs, ends, strict=True)):
+            noted = self.figures(req, high)
             want = self.expected(req, low, high, query[row : row + 1])
             if backend.viewing:
                 torch.testing.assert_close(out[row : row + 1], want, atol=TOLERANCE, rtol=0)
+                self.reports.append((noted, self.figures(req, high)))
         assert not backend.viewing or not out[len(reqs) :].any(), "padded rows are zero"
         return out
+
+    def figures(self, req: Any, end: int) -> dict[str, Any] | None:
+        """What the last policy that began this pass said of it."""
+        noted = (req.customized_info or {}).get(REPORT)
+        return None if noted is None else noted[end - len(req.origin_input_ids)]
 
     def expected(self, req: Any, low: int, high: int, query: torch.Tensor) -> torch.Tensor | None:
         request, decode = self.requests.note(req), high - low == 1
@@ -225,6 +236,50 @@ def test_the_last_selection_is_told(plain: World) -> None:
     assert plain.backend.selected() == {"rows": 1, "exact_tokens": 1, "approximated_clusters": 0}
     plain.step([none, whole])
     assert plain.backend.selected() == {"rows": 2, "exact_tokens": 0.5, "approximated_clusters": 0.5}
+
+
+def compared(world: World) -> list[dict[str, Any]]:
+    """The kernels' figures of the rows that wanted some, which are those of plain PyTorch."""
+    found = [pair for pair in world.reports if pair != (None, None)]
+    for kernels, plain in found:
+        assert kernels is not plain and kernels.keys() == plain.keys()
+        for name, values in kernels.items():
+            assert values == pytest.approx(plain[name], abs=1e-5), name
+    return [kernels for kernels, _ in found]
+
+
+def test_steps_are_measured_on_demand(plain: World) -> None:
+    """Sparse, exact, dense and short rows, beside one that is not measured; each step alone decides about its graph."""
+    kinds: list[dict[str, Any]] = [{}, {"p1": 1, "p2": 1}, {"dense": True}, {"p1": 0.6, "p2": 0.2}]
+    batch = [plain.request(n, slot, **kind, attention_report=True) for n, slot, kind in
+             zip((100, 77, 60, 90), (1, 2, 3, 4), kinds, strict=True)]  # fmt: skip
+    backend = plain.backend
+    backend.init_cuda_graph_state(8, 8)
+    other = plain.request(80, 5)
+    plain.step([*batch, plain.request(9, 6, attention_report=True), other])
+    assert not backend.fits_graph()
+    sparse, everything, dense, little, short = compared(plain)
+    assert everything["exact"] == [1.0] and everything["recovered_least"][0] > 1 - 1e-6
+    assert dense == short == {}
+    for figures in (sparse, little):
+        assert 0 < figures["exact"][0] < figures["kept"][0] < 1 and 0 < figures["approximated_clusters"][0] < 1
+        assert 0 < figures["recovered_least"][0] < figures["recovered"][0] < 1
+    assert little["kept"] < sparse["kept"]
+    plain.step([other], 1)  # in a graph
+    plain.step([batch[3], other])
+    assert len(compared(plain)) == 6
+
+
+def test_blocks_that_are_turned_are_measured(pools: World) -> None:
+    a, b, c = (("a", 0, 30), ("b", 0, 41), ("c", 0, 25))
+    pools.step([
+        pools.request(5, 1, (a, c, b), attention_report=True),
+        pools.request(9, 2, (("b", 4, 33), a, b), attention_report=True),  # the same slots twice, and cut
+        pools.request(3, 3, (a, ("c", 5, 9)), p1=1, p2=0.9, attention_report=True),
+    ])  # fmt: skip
+    found = compared(pools)
+    assert len(found) == 3 and all(0 < figures["exact"][0] < figures["kept"][0] for figures in found)
+    assert min(figures["recovered"][0] for figures in found) < 0.999
 
 
 def test_rows_that_grow_past_what_is_clustered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,9 +120,9 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         """Centroid, mean value, size and first member of each cluster, and a member (int32) for each token.
 
         With 16 tokens a cluster and 128 components: 7.1% of a 16-bit KV cache, 6.7% of a 32-bit one. Kernels' memory is
-        there from the start, has sizes and first members twice, for pieces of runs, and an eighth more of everything,
-        for tiles that are partly empty: 8.1%. Tokens that are in two runs, because a prefix ends inside one of them,
-        are at most a sixteenth of the KV cache's.
+        there from the start, has sizes and first members twice, for pieces of runs, and a tenth more of everything,
+        for tiles that are partly empty: 7.95%. Tokens that are in two runs, because a prefix ends inside one of them,
+        are at most a twentieth of the KV cache's.
         """
         pooled = kernels(self) != "torch"
         of_centroid = 1 if pooled and self.config.centroids == "float8" else itemsize

@@ -29,7 +29,7 @@ from sglang_ext.kernels.cluster_attention.pool import centroid_dtype
 from sglang_ext.kernels.kmeans import Clusters, Plan, kmeans_layers
 from sglang_ext.policies.clustering import Clustering
 
-SLACK = 8
+SLACK = 10
 """One tile in so many is there for what runs leave empty of their last tiles."""
 
 SPARE = 16
@@ -146,7 +146,7 @@ class ClusterMemory:
         config: Clustering,
         cluster: Callable[..., Clusters] = kmeans_layers,
     ) -> None:
-        """Room for clusters of as many tokens as the KV cache has, plus an eighth for tiles that are partly empty.
+        """Room for clusters of as many tokens as the KV cache has, plus a tenth for tiles that are partly empty.
 
         Args:
             caches: (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.

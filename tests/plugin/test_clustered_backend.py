@@ -351,9 +351,9 @@ def test_a_run_that_the_prefix_cuts_far_from_its_end_is_clustered_anew(plain: Wo
     assert plain.backend.policy.stats()["cluster_tokens_anew"] == 37, "the node has it"
 
 
-def test_a_sixteenth_of_the_cache_is_clustered_anew_at_most(plain: World) -> None:
+def test_a_twentieth_of_the_cache_is_clustered_anew_at_most(plain: World) -> None:
     slots = plain.take(70, range(70))
-    begin, most = 3, plain.caches.keys.shape[0] // 16
+    begin, most = 3, plain.caches.keys.shape[0] // 20
     kept = []
     for number, until in enumerate(range(40, 30, -1)):
         head = node(plain.root, slots[:until])

@@ -62,7 +62,7 @@ class Method:
 
     @property
     def reports(self) -> bool:
-        """Whether its steps are measured against dense attention, which kernels do not do."""
+        """Whether its steps are measured against dense attention, which keeps them out of CUDA graphs."""
         sparse = self.backend in ("double_p", "retroinfer", "quest", "twilight") and not self.options.get("dense")
         return sparse and not self.kernels
 

@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--p1", type=float, default=0.95, help="estimated mass that is kept (default: 0.95)")
     parser.add_argument("--p2", type=float, default=0.7, help="estimated mass that is exact (default: 0.7)")
     parser.add_argument("--group", choices=("union", "mean"), default="union", help="sets of a group (default: union)")
-    parser.add_argument("--texts", type=int, default=32, help="captured: how many (default: 32)")
-    parser.add_argument("--text-length", type=int, default=16384, metavar="TOKENS", help="captured: of a text")
-    parser.add_argument("--captured", type=Path, help="captured: file that keeps the keys (1.1 GB for 8 texts)")
+    parser.add_argument("--texts", type=int, default=32, help="recovered, captured: how many texts (default: 32)")
+    parser.add_argument("--text-length", type=int, default=16384, metavar="TOKENS", help="of such a text")
+    parser.add_argument("--captured", type=Path, help="file that keeps their keys (1.1 GB for 8 texts)")
     parser.add_argument(
         "--captured-length", type=int, default=65536, metavar="TOKENS", help="of a timed row of captured keys"
     )
@@ -69,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", type=json.loads, default={}, help="more options of Double-P, as JSON (min_tokens, segment, ...)"
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the benchmark itself, TRITON_INTERPRET=1"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: for what is recovered; for the rest to try the benchmark itself, TRITON_INTERPRET=1",
     )
     parser.add_argument(
         "--out", type=json_file, default=RESULTS, help="JSON file (default: launch/bench/results/double_p.json)"

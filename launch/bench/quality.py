@@ -127,12 +127,10 @@ class Study:
         self.chosen = list(args.methods or default_ones)
         if unknown := set(self.chosen) - set(self.methods):
             raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {', '.join(self.methods)}")
-        measuring = [name for name in self.chosen if self.methods[name].reports]
-        plain = [name for name in measuring if self.methods[name].backend != "double_p"]
-        if args.kernels != "torch" and plain:
+        if args.kernels != "torch" and (measuring := [name for name in self.chosen if self.methods[name].reports]):
             raise ValueError(
-                f"--kernels {args.kernels} --methods {' '.join(plain)}: there are no kernels for them; expected "
-                "--kernels torch, where double_p-kernels answers with kernels beside them"
+                f"--kernels {args.kernels} --methods {' '.join(measuring)}: all that measure what they read are"
+                " to do it alike; expected --kernels torch, where double_p-kernels answers with kernels beside them"
             )
         self.failed: list[str] = []
         self.measured: list[dict[str, Any]] = []

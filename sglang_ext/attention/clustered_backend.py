@@ -23,7 +23,7 @@ from sglang_ext.attention.clustered_report import MeasuredRow, Read
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.planned import ROOM, BatchRows, PlannedViews
 from sglang_ext.attention.policy import Caches, Request, RequestRows, RowRuns
-from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun
+from sglang_ext.cache.cluster_pool import SLACK, SPARE, ClusterMemory, Cut, PooledRun
 from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, PlannedRow, RowBuffers, Shape
@@ -54,7 +54,7 @@ PROGRAMS = 2
 def tiles_of(tokens: int, tile: int) -> int:
     """Tiles of `tile` tokens that clusters of so many tokens take at most: the last one of a run is partly empty."""
     tiles = -(-tokens // tile)
-    return tiles + tiles // 8 + 16
+    return tiles + tiles // SLACK + SPARE
 
 
 def graph_capacity(rows: int, tokens: int, tile: int, over_pools: bool) -> Capacity:
@@ -187,7 +187,7 @@ class ClusteredViews(PlannedViews):
             sized += cells
             turns += [deltas.setdefault(each.delta, len(deltas))] * len(cells)
             columns.append((each.begin, each.end))
-            read.append(Read(each.run.place, cells, each.column))
+            read.append(Read(each.run.place, cells, each))
             tokens += each.end - each.begin
         base = rows.request.slot * self._table.shape[1]
         spans: list[tuple[int, int, int]] = []
@@ -243,7 +243,8 @@ class ClusteredViews(PlannedViews):
     def _load_decode(self, in_graph: bool) -> None:
         """Have the batch in the buffers that this step reads, with every step so far."""
         seq_lens: Sequence[int] = self._seq_lens.tolist()
-        buffers = self._graph_rows if in_graph else self._eager_rows
+        # A batch that is measured needs no buffers beside those of the graphs, where it fits.
+        buffers = self._graph_rows if in_graph or (self._reported and self._graphs_hold()) else self._eager_rows
         if buffers is not None and self._loaded is buffers:
             return
         if buffers is None or not buffers.capacity.holds(Capacity.of(self._now, seq_lens)):
@@ -268,10 +269,11 @@ class ClusteredViews(PlannedViews):
         )
 
     def fits_graph(self) -> bool:
-        return (
-            self._graph_rows is not None
-            and not self._reported
-            and self._graph_rows.capacity.holds(Capacity.of(self._now, self._seq_lens.tolist()))
+        return not self._reported and self._graphs_hold()
+
+    def _graphs_hold(self) -> bool:
+        return self._graph_rows is not None and self._graph_rows.capacity.holds(
+            Capacity.of(self._now, self._seq_lens.tolist())
         )
 
     def _load_empty(self, batch_size: int) -> None:
@@ -341,17 +343,23 @@ class ClusteredViews(PlannedViews):
 
     # ---- reports ----
 
-    def _measured_row(self, at: int, known: _Known, note: dict[str, Any]) -> MeasuredRow:
-        rows = self._batch[at]
-        (seen,) = self._seen(rows)
-        slots = self._table[rows.request.slot, : rows.end]
-        written = torch.arange(rows.end, dtype=torch.int32, device=slots.device)
-        for run in seen.runs:
-            written[run.column : run.column + run.tokens] -= run.delta
-        positions = torch.zeros(self.num_slots, dtype=torch.int32, device=slots.device)
-        positions[slots.long()] = written
-        step = RequestRows(rows.request, slots, rows.begin, positions, decode=True)
-        return MeasuredRow(at, note, step, known.read)
+    def _measured_rows(self) -> list[MeasuredRow]:
+        """The rows of this step that want to be measured."""
+        if not self._reported:
+            return []
+        positions = torch.zeros(self.num_slots, dtype=torch.int32, device=self._table.device)
+        measured = []
+        for at, known, note in self._reported:
+            rows = self._batch[at]
+            (seen,) = self._seen(rows)
+            slots = self._table[rows.request.slot, : rows.end]
+            written = torch.arange(rows.end, dtype=torch.int32, device=slots.device)
+            for run in seen.runs:
+                written[run.column : run.column + run.tokens] -= run.delta
+            positions[slots.long()] = written
+            step = RequestRows(rows.request, slots, rows.begin, positions, decode=True)
+            measured.append(MeasuredRow(at, note, step, known.read))
+        return measured
 
     # ---- SGLang's side ----
 
@@ -359,7 +367,7 @@ class ClusteredViews(PlannedViews):
         self.memory.settle()
         super().init_forward_metadata(forward_batch)
         decodes = self.viewing and forward_batch.forward_mode.is_decode()
-        self._measured = [self._measured_row(*each) for each in self._reported] if decodes else []
+        self._measured = self._measured_rows() if decodes else []
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         self._measured = []

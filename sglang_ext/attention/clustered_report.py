@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.attention.clustered import columns_of
+from sglang_ext.attention.clustered import Placed, columns_of
 from sglang_ext.attention.policy import Caches, RequestRows
 from sglang_ext.attention.sparse import grouped, measure
 from sglang_ext.cache.cluster_pool import ClusterMemory, Place
@@ -25,12 +25,12 @@ class Read:
     Attributes:
         place: where the run is.
         cells: tiles that say the sizes, one for each tile of the run.
-        column: column of the run's first token, were the row to have it.
+        placed: where the row has it.
     """
 
     place: Place
     cells: tuple[int, ...]
-    column: int
+    placed: Placed
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MeasuredRow:
     Attributes:
         at: its number in the batch.
         note: where its figures go.
-        rows: the step; `slot_pos` holds the positions of the row's own slots only.
+        rows: the step; `slot_pos` holds the positions of slots of measured rows only.
         read: its clusters, in the order in which the kernels list them.
     """
 
@@ -63,8 +63,9 @@ class MeasuredRow:
         clusters, whole = 0, torch.zeros(heads.shape[0], dtype=torch.int64, device=heads.device)
         for each in self.read:
             own, sizes = memory.labels(caches.layer, each.place, each.cells)
-            head, token = (own >= 0).nonzero(as_tuple=True)
-            labels[head, each.column + token] = own[head, token] + clusters
+            begin, end, zero = each.placed.begin, each.placed.end, each.placed.column
+            own = own[:, begin - zero : end - zero]
+            labels[:, begin:end] = torch.where(own < 0, own, own + clusters)
             clusters += sizes.shape[1]
             whole += (sizes > 0).sum(1)
         labels = torch.where(labels < 0, clusters, labels)

@@ -139,7 +139,7 @@ def measure(
         note: name -> a figure a layer: `exact` and `kept`, shares of the row's tokens that were read one by one, and
             those with the tokens of approximated clusters, mean over key-value heads; `approximated_clusters`, a share;
             `recovered` and `recovered_least`, mean and least over query heads of the share of dense attention that
-            falls on kept tokens.
+            falls on kept tokens. With tensor parallelism the heads are this rank's.
         rows, caches, query: of the step; query [kv_heads, group, head_dim].
         read: [kv_heads, columns] bool.
         kept: likewise; None: the same.

@@ -8,6 +8,9 @@ from sglang_ext.attention.policy import Caches, RequestRows
 from sglang_ext.kernels.rope.reference import rotate
 from sglang_ext.kernels.view_attention import Ranks, Segment
 
+AT_ONCE = 8192
+"""Keys that are copied at once: 8 heads of 128 components in float32 are 32 MB, a few times that if they are turned."""
+
 
 def chosen_tokens(rows: RequestRows, chosen: torch.Tensor) -> Segment:
     """The chosen columns of a row, each seen at its column.
@@ -38,8 +41,14 @@ def token_logits(rows: RequestRows, caches: Caches, query: torch.Tensor) -> torc
         [kv_heads, group, columns] in query's dtype.
     """
     slots = rows.slots.long()
-    keys = caches.keys[slots].to(query.dtype)
     delta = torch.arange(rows.end, device=slots.device) - rows.slot_pos[slots]
-    if bool(delta.any()):
-        keys = rotate(keys, delta.unsqueeze(1), caches.rope)
-    return torch.einsum("hgd,thd->hgt", query, keys) * caches.scale
+    turned = bool(delta.any())
+
+    def part(begin: int) -> torch.Tensor:
+        some = slice(begin, begin + AT_ONCE)
+        keys = caches.keys[slots[some]].to(query.dtype)
+        if turned:
+            keys = rotate(keys, delta[some].unsqueeze(1), caches.rope)
+        return torch.einsum("hgd,thd->hgt", query, keys)
+
+    return torch.cat([part(begin) for begin in range(0, rows.end, AT_ONCE)], dim=-1) * caches.scale

@@ -109,7 +109,9 @@ def test_what_is_recovered(texts: list[captured.Text]) -> None:
     assert not torch.equal(rounded.mass, found["Double-P (0.95, 0.7)"].mass), "other centroids"
     curve = captured.curve_of(found, LENGTH)
     assert curve.series["Double-P, exact cluster masses"][:23] == [(x / 100, 0.0) for x in range(50, 95, 2)]
-    assert all(points == sorted(points) and points[0][0] == 0.5 for points in curve.series.values())
+    for name, points in curve.series.items():
+        shares = [share for _, share in points]
+        assert shares == sorted(shares) and points[20] == (0.9, found[name].violations(0.9))
     figures = captured.figures_of(found, 0.95, LENGTH, 2)
     assert figures[0].baseline == "" and figures[1].baseline == "Double-P (0.95, 0.7)"
     (least,) = (figure for figure in figures if "exact cluster masses" in figure.name)

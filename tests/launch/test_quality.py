@@ -277,8 +277,8 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path, data: str) -> None:
         quality.Study(arguments(*words, "--methods", "cascade-4"))
     with pytest.raises(ValueError, match=r"quest: they read as much as Double-P does, .* add double_p"):
         quality.Study(arguments(*words, "--methods", "quest")).run()
-    with pytest.raises(ValueError, match=r"triton --methods quest: there are no kernels .* expected --kernels torch"):
-        quality.Study(arguments(*words, "--methods", "double_p", "quest", "--kernels", "triton"))
+    with pytest.raises(ValueError, match=r"--kernels triton --methods double_p: .* expected --kernels torch"):
+        quality.Study(arguments(*words, "--methods", "dense", "double_p", "--kernels", "triton"))
     (tmp_path / "x.json").write_text(json.dumps({"settings": {"suite": "double_p"}, "measurements": []}))
     with pytest.raises(ValueError, match=r"queries=None.*expected queries=7, .*--anew"):
         quality.Study(arguments(*words, "--queries", 7))

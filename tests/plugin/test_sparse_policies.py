@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.attention import tokens
 from sglang_ext.attention.policy import Attended, Caches, Request, RequestRows, policies
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.rope import Rope
@@ -21,6 +22,12 @@ SERVER = {"sink": SINK, "window": WINDOW, "min_tokens": 20}
 SPARSE = ("quest", "retroinfer", "twilight", "double_p", "dbsa+double_p")
 
 Make = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row here is as long as what is copied at once."""
+    monkeypatch.setattr(tokens, "AT_ONCE", 32)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from sglang_ext.attention.clustered_report import MeasuredRow, Read
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.planned import ROOM, BatchRows, PlannedViews
 from sglang_ext.attention.policy import Caches, Request, RequestRows, RowRuns
-from sglang_ext.cache.cluster_pool import SLACK, SPARE, ClusterMemory, Cut, PooledRun
+from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun, tiles_of
 from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, PlannedRow, RowBuffers, Shape
@@ -49,12 +49,6 @@ HEADROOM = 1.25
 
 PROGRAMS = 2
 """Programs of attention on each multiprocessor."""
-
-
-def tiles_of(tokens: int, tile: int) -> int:
-    """Tiles of `tile` tokens that clusters of so many tokens take at most: the last one of a run is partly empty."""
-    tiles = -(-tokens // tile)
-    return tiles + tiles // SLACK + SPARE
 
 
 def graph_capacity(rows: int, tokens: int, tile: int, over_pools: bool) -> Capacity:
@@ -171,7 +165,6 @@ class ClusteredViews(PlannedViews):
         sized: list[int] = []
         turns: list[int] = []
         cuts: list[Cut] = []
-        columns: list[tuple[int, int]] = []
         read: list[Read] = []
         tokens = 0
         for each in placed:
@@ -186,9 +179,9 @@ class ClusteredViews(PlannedViews):
             tiles += each.run.place.tiles
             sized += cells
             turns += [deltas.setdefault(each.delta, len(deltas))] * len(cells)
-            columns.append((each.begin, each.end))
             read.append(Read(each.run.place, cells, each))
             tokens += each.end - each.begin
+        columns = [(each.placed.begin, each.placed.end) for each in read]
         base = rows.request.slot * self._table.shape[1]
         spans: list[tuple[int, int, int]] = []
         for run in seen.runs:

@@ -46,6 +46,17 @@ With 128 components of 16 bits that takes about 100 MB for a moment, which SGLan
 """
 
 
+def tiles_of(tokens: int, tile: int) -> int:
+    """Tiles of `tile` tokens that clusters of so many tokens take at most: the last one of a run is partly empty."""
+    tiles = -(-tokens // tile)
+    return tiles + tiles // SLACK + SPARE
+
+
+def by_head(values: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """[..., kv_heads, clusters] of some tiles, one after the other; values [..., tiles, kv_heads, width]."""
+    return values[..., tiles, :, :].transpose(-3, -2).flatten(-2)
+
+
 class Ranges:
     """Ranges of [0, size): the first one that is large enough is given out, neighbours that come back are joined."""
 
@@ -167,8 +178,7 @@ class ClusterMemory:
         while width < 64 and width * config.cluster < config.append:
             width *= 2
         self.width = width
-        tiles = -(-slots // (config.cluster * width))
-        tiles += tiles // SLACK + SPARE
+        tiles = tiles_of(slots, config.cluster * width)
         members = slots + slots // SLACK
         self._tiles, self._members, self._cells = list(range(tiles))[::-1], Ranges(members), Ranges(tiles)
         self._num_tiles = tiles
@@ -258,7 +268,7 @@ class ClusterMemory:
             the kernels read them, negative ones of clusters that are cut).
         """
         pool, tiles = self.layers[layer], self._numbers(cells)
-        sizes, first = (x[tiles].transpose(0, 1).flatten(1) for x in (pool.sizes, pool.starts))
+        sizes, first = by_head(pool.sizes, tiles), by_head(pool.starts, tiles)
         heads, clusters = sizes.shape
         counts = sizes.abs().flatten().long()
         cell = torch.arange(heads * clusters, device=sizes.device).repeat_interleave(counts)
@@ -323,13 +333,11 @@ class ClusterMemory:
         number = self._token_numbers(place)[members.long()]
         tiles, cells = self._numbers(place.tiles), self._numbers(made.cells)
 
-        def by_head(values: torch.Tensor) -> torch.Tensor:  # [layers, kv_heads, clusters]
-            return values[:, tiles].transpose(1, 2).flatten(2).long()
-
         def by_tile(values: torch.Tensor) -> torch.Tensor:
             return values.unflatten(2, (len(place.tiles), self.width)).transpose(1, 2).int()
 
-        sizes, first = by_head(self._pools.sizes), by_head(self._pools.starts) - place.begin
+        sizes = by_head(self._pools.sizes, tiles).long()
+        first = by_head(self._pools.starts, tiles).long() - place.begin
 
         def counted(which: torch.Tensor) -> torch.Tensor:
             """How many members of each cluster are among these."""

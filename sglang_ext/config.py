@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -43,37 +44,66 @@ def check_name(name: str) -> str:
     return name
 
 
-def _typed(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """`values` checked against the dataclass `cls`: unknown names and wrong types are errors."""
+def check_text(text: str, what: str) -> str:
+    """A text that UTF-8 can spell, or ValueError: a lone surrogate would end whatever writes or sends it later."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} holds a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}):"
+            " expected text that UTF-8 can spell; send both halves of the pair, or leave it out"
+        ) from None
+    return text
+
+
+def unknown_names(found: Iterable[str], known: Collection[str], what: str) -> ValueError | None:
+    """The error for names in `found` that are not in `known`, with the nearest known name of each; None without any."""
+    unknown = sorted(set(found) - set(known))
+    if not unknown:
+        return None
+    near = dict.fromkeys(match for name in unknown for match in difflib.get_close_matches(name, known, 1))
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    return ValueError(f"{what}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}{hint}")
+
+
+def typed(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """`values` checked against the dataclass `cls`: unknown names, wrong types and lone surrogates are errors."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        raise ValueError(f"{what}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(fields))}")
+    problem = unknown_names(values, fields, what)
+    if problem:
+        raise problem
     for name, value in values.items():
         accepted = [kind for part in str(fields[name].type).split("|") for kind in _KINDS[part.strip()]]
         # bool is a subclass of int, and 1 token is not "true".
         if not isinstance(value, tuple(accepted)) or (isinstance(value, bool) and bool not in accepted):
             raise ValueError(f"{what}: {name}={value!r} is a {type(value).__name__}; expected {fields[name].type}")
+        if isinstance(value, str):
+            check_text(value, f"{what}: {name}")
     return dict(values)
 
 
 OptionsT = TypeVar("OptionsT")
 
 
-def policy_options(cls: type[OptionsT]) -> OptionsT:
-    """The server's options of its policy (`POLICY_ENV`), as the frozen dataclass `cls`; defaults for what is left out.
+def options_in(variable: str, cls: type[OptionsT]) -> OptionsT:
+    """The frozen dataclass `cls` from a JSON object in an environment variable; defaults for what is left out.
 
     Raises:
         ValueError: the variable holds no JSON object, an option that `cls` does not have, or a value of a wrong type.
     """
-    text = os.environ.get(POLICY_ENV) or "{}"
+    text = os.environ.get(variable) or "{}"
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{POLICY_ENV}={text}: expected a JSON object ({error})") from error
+        raise ValueError(f"{variable}={text}: expected a JSON object ({error})") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{POLICY_ENV}={text}: expected a JSON object with options of {cls.__name__}")
-    return cls(**_typed(cls, values, POLICY_ENV))
+        raise ValueError(f"{variable}={text}: expected a JSON object with options of {cls.__name__}")
+    return cls(**typed(cls, values, variable))
+
+
+def policy_options(cls: type[OptionsT]) -> OptionsT:
+    """The server's options of its policy (`POLICY_ENV`): see `options_in`."""
+    return options_in(POLICY_ENV, cls)
 
 
 @dataclass(frozen=True)
@@ -133,7 +163,7 @@ class PoolOptions:
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> PoolOptions:
         """Options from JSON-like values; ValueError names an unknown option, a wrong type or a wrong value."""
-        return cls(**_typed(cls, values, "pool options"))
+        return cls(**typed(cls, values, "pool options"))
 
     @property
     def answer_end(self) -> str:
@@ -204,7 +234,7 @@ class RequestOptions:
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> RequestOptions:
         """Options from `custom_params`; ValueError names an unknown option, a wrong type or a wrong value."""
-        values = _typed(cls, values, "custom_params")
+        values = typed(cls, values, "custom_params")
         if values.get("block_ids") is not None:
             ids = values["block_ids"]
             if not all(isinstance(block, int) and not isinstance(block, bool) for block in ids):

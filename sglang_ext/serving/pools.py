@@ -35,6 +35,7 @@ from sglang_ext.serving.metrics import TokenizerMetrics
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS, beyond_context, describe
 from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Progress, Version
 from sglang_ext.serving.store import PoolStore
+from sglang_ext.settings import server_settings
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class PoolService:
 
     def __init__(self, manager: Any, directory: str | None = None) -> None:
         self.manager = manager
+        self.settings = server_settings()
         self.pools: dict[str, Pool] = {}
         policy = policy_of(manager.server_args)
         self.policy_options = policy.request_options

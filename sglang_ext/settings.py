@@ -1,0 +1,59 @@
+"""What an operator sets for a whole server, beside SGLang's own arguments: limits, and who may see what."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from sglang_ext.config import options_in
+
+SETTINGS_ENV = "SGLANG_EXT_SETTINGS"
+"""Environment variable of the server: a JSON object with fields of `ServerSettings`."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits of one server and what its clients may see. Each field is a flag of `sglang-ext serve`.
+
+    Attributes:
+        open_conversations: any client may continue or replace a conversation whose name it knows; else it needs the
+            `conversation_key` that the first turn returned.
+        pool_metrics: /metrics names pools; else it counts all of them together.
+        strict_pool_dir: a damaged file in the pool directory stops the start; else it is set aside and reported.
+        max_pool_mb: largest body of a request that changes a pool, in MiB (2^20 bytes); a larger one is refused
+            with 413.
+        max_request_mb: the same for every other request.
+        max_demonstrations: most demonstrations of one pool; more are refused with 413.
+        max_pools: most pools of the server; one more is refused with 413.
+        max_waiting_encodings: most changes of pools that wait for the one that is being encoded; one more is refused
+            with 429.
+        max_label_tokens: most tokens that `label_probs` scores for one answer; a pool whose labels need more is refused
+            with 413.
+        max_prompts: most answers of one request (its prompts, times `n`); more are refused with 413.
+        default_max_new_tokens: longest answer, in tokens, of a request that sets no limit of its own.
+        max_responses: most answers that /v1/responses keeps to be read or continued; the oldest give way.
+    """
+
+    open_conversations: bool = False
+    pool_metrics: bool = False
+    strict_pool_dir: bool = False
+    max_pool_mb: int = 64
+    max_request_mb: int = 32
+    max_demonstrations: int = 200_000
+    max_pools: int = 1_000
+    max_waiting_encodings: int = 16
+    max_label_tokens: int = 4_096
+    max_prompts: int = 1_024
+    default_max_new_tokens: int = 4_096
+    max_responses: int = 1_000
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and value < 1:
+                raise ValueError(f"{field.name}={value}: expected a whole number of at least 1")
+
+
+def server_settings() -> ServerSettings:
+    """The settings of this server process (`SETTINGS_ENV`), as `config.options_in` reads them."""
+    return options_in(SETTINGS_ENV, ServerSettings)

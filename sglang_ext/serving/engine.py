@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
 
 from sglang_ext.config import ATTENTION_BACKEND, POLICY_ENV, RADIX_CACHE_BACKEND
+from sglang_ext.serving.submitted import Submitted
 from sglang_ext.serving.tokenizer import POOL_DIR_ENV, pools_of
 
 
@@ -104,5 +105,4 @@ class Engine(SglangEngine):
 
     def plan_pool(self, demonstrations: Iterable[Any], **options: Any) -> dict[str, Any]:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit."""
-        state = self._run(self._pools.admin("state"))
-        return self._run(self._pools.plan(demonstrations, options, state))
+        return self._run(self._pools.plan(lambda: Submitted(demonstrations, options)))

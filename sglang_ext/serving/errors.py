@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 import fastapi
+from fastapi.responses import JSONResponse
+
+_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "capacity_error",
+    429: "rate_limit_error",
+}
+
+
+def error_response(message: str, status: int) -> JSONResponse:
+    """An error in OpenAI's envelope."""
+    kind = _TYPES.get(status, "server_error")
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
 
 
 class PoolError(fastapi.HTTPException, ValueError):
@@ -20,6 +35,13 @@ class BlocksLost(PoolError):
 
     def __init__(self) -> None:
         super().__init__("blocks that the encoding attends to were evicted before it ran; retry", 503)
+
+
+class ChangeCancelled(PoolError):
+    """The change of a pool was stopped before it was made."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the change of pool {name!r} was cancelled; the pool is as it was before", 409)
 
 
 class UnknownPool(PoolError):

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import fields
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import fastapi
 from fastapi.responses import JSONResponse
 
-from sglang_ext.config import PoolOptions
+from sglang_ext.config import check_name
 from sglang_ext.serving import checks
-from sglang_ext.serving.layout import parse_jsonl
+from sglang_ext.serving.bodies import BodyLimit
+from sglang_ext.serving.errors import PoolError, error_response
+from sglang_ext.serving.submitted import Source, query_flag, read_body, refuse_query
 from sglang_ext.serving.tokenizer import pools_of
 
 logger = logging.getLogger(__name__)
 
-_JSONL = ("application/jsonl", "application/x-ndjson", "application/x-jsonlines")
-_TYPES = {400: "invalid_request_error", 404: "not_found_error", 409: "conflict_error", 413: "capacity_error"}
-
-
-def error_response(message: str, status: int) -> JSONResponse:
-    """An error in OpenAI's envelope."""
-    kind = _TYPES.get(status, "server_error")
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
+T = TypeVar("T")
 
 
 def before_setup_and_run_http_server(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,6 +29,8 @@ def before_setup_and_run_http_server(server_args: Any, tokenizer_manager: Any, *
     from sglang.srt.entrypoints.http_server import app
 
     add_routes(app, tokenizer_manager)
+    # SGLang adds its check of api keys after this, around it: bodies of strangers are not read at all.
+    app.add_middleware(BodyLimit, settings=pools_of(tokenizer_manager).settings)
     then = kwargs.get("launch_callback")
 
     def launched() -> None:
@@ -54,10 +49,14 @@ def add_routes(app: fastapi.FastAPI, manager: Any) -> None:
     """The routes of /v1/pools on `app`."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    def route(method: str, path: str) -> Callable[[Callable[..., Awaitable[Any]]], None]:
+    def route(method: str, path: str, *query: str) -> Callable[[Callable[..., Awaitable[Any]]], None]:
+        """Add a route that takes the query parameters named `query`; those of a body are looked at with it."""
+
         def add(handler: Callable[..., Awaitable[Any]]) -> None:
             async def guarded(request: fastapi.Request) -> fastapi.Response:
                 try:
+                    if method not in ("PUT", "POST"):
+                        refuse_query(request.query_params, f"the parameters of {method} {path}", query)
                     await pools_of(manager).restored()
                     return await handler(request)
                 except fastapi.HTTPException as error:
@@ -74,21 +73,22 @@ def add_routes(app: fastapi.FastAPI, manager: Any) -> None:
 
     @route("GET", "/v1/pools")
     async def list_pools(request: fastapi.Request) -> fastapi.Response:
-        return JSONResponse({"pools": service().list()})
+        damaged = {"damaged": service().damaged} if service().damaged else {}
+        return JSONResponse({"pools": service().list(), **damaged})
 
     @route("POST", "/v1/pools/plan")
     async def plan(request: fastapi.Request) -> fastapi.Response:
-        demonstrations, options, _ = await _body(request)
-        return JSONResponse(await service().plan(demonstrations, options, await service().admin("state")))
+        source = await _source(request)
+        return JSONResponse(await while_connected(request, service().plan(source)))
 
     @route("PUT", "/v1/pools/{name}")
     async def put(request: fastapi.Request) -> fastapi.Response:
-        demonstrations, options, wait = await _body(request)
-        return _changed(await service().put(request.path_params["name"], demonstrations, options, wait))
+        name, source = check_name(request.path_params["name"]), await _source(request)
+        return _changed(await while_connected(request, service().put_from(name, source)))
 
-    @route("GET", "/v1/pools/{name}")
+    @route("GET", "/v1/pools/{name}", "tokens")
     async def show(request: fastapi.Request) -> fastapi.Response:
-        tokens = _flag(request, "tokens", False)
+        tokens = query_flag(request.query_params, "tokens", False)
         return JSONResponse(await service().info(request.path_params["name"], tokens))
 
     @route("DELETE", "/v1/pools/{name}")
@@ -97,68 +97,55 @@ def add_routes(app: fastapi.FastAPI, manager: Any) -> None:
 
     @route("POST", "/v1/pools/{name}/cancel")
     async def cancel(request: fastapi.Request) -> fastapi.Response:
+        refuse_query(request.query_params, "the parameters of POST /v1/pools/{name}/cancel")
         return JSONResponse(await service().cancel(request.path_params["name"]))
 
     @route("POST", "/v1/pools/{name}/demonstrations")
     async def append(request: fastapi.Request) -> fastapi.Response:
-        demonstrations, options, wait = await _body(request)
-        if options:
-            raise ValueError(f"{', '.join(sorted(options))}: a pool's options are set when it is put, not on appending")
-        return _changed(await service().append(request.path_params["name"], demonstrations, wait))
+        source = await _source(request)
+        return _changed(await while_connected(request, service().append_from(request.path_params["name"], source)))
 
-    @route("DELETE", "/v1/pools/{name}/demonstrations/{id:path}")
+    @route("DELETE", "/v1/pools/{name}/demonstrations/{id:path}", "purge", "wait")
     async def delete_demonstration(request: fastapi.Request) -> fastapi.Response:
-        params = request.path_params
-        purge, wait = _flag(request, "purge", False), _flag(request, "wait", True)
-        return _changed(await service().delete_demonstration(params["name"], params["id"], purge, wait))
+        params, query = request.path_params, request.query_params
+        purge, wait = query_flag(query, "purge", False), query_flag(query, "wait", True)
+        work = service().delete_demonstration(params["name"], params["id"], purge, wait)
+        return _changed(await while_connected(request, work))
 
 
 def _changed(info: dict[str, Any]) -> JSONResponse:
     return JSONResponse(info, status_code=202 if info["status"] == "encoding" else 200)
 
 
-def _flag(request: fastapi.Request, name: str, default: bool) -> bool:
-    value = request.query_params.get(name)
-    if value is None:
-        return default
-    if value.lower() not in ("true", "false", "1", "0"):
-        raise ValueError(f"query parameter {name}={value!r}: expected true or false")
-    return value.lower() in ("true", "1")
-
-
-async def _body(request: fastapi.Request) -> tuple[list[Any], dict[str, Any], bool]:
-    """(demonstrations, options, wait) of a JSON body, or of a JSON-lines body with the rest as query parameters."""
+async def _source(request: fastapi.Request) -> Source:
+    """What reads the request's body, away from the event loop; the body itself is here."""
     raw = await request.body()
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the body is not UTF-8 ({error.reason} at byte {error.start})") from error
-    if request.headers.get("content-type", "").split(";")[0].strip().lower() in _JSONL:
-        options = {key: _query_option(key, value) for key, value in request.query_params.items() if key != "wait"}
-        return parse_jsonl(text), options, _flag(request, "wait", True)
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"the body is not JSON: {error.msg} at line {error.lineno}; for JSON lines set Content-Type: {_JSONL[0]}"
-        ) from error
-    except RecursionError as error:
-        raise ValueError("the body is nested too deeply") from error
-    if not isinstance(data, dict) or not isinstance(data.get("demonstrations"), list):
-        raise ValueError('the body must be an object with a list "demonstrations", and options beside it')
-    demonstrations, wait = data.pop("demonstrations"), data.pop("wait", True)
-    if not isinstance(wait, bool):
-        raise ValueError(f"wait={wait!r}: expected true or false")
-    return demonstrations, data, wait
+    kind, query = request.headers.get("content-type", ""), dict(request.query_params)
+    return lambda: read_body(raw, kind, query)
 
 
-def _query_option(name: str, text: str) -> Any:
-    """An option from a query string, in the type it has in PoolOptions."""
-    kinds = {field.name: str(field.type) for field in fields(PoolOptions)}
-    kind = kinds.get(name, "str")
-    if kind.startswith("str"):
-        return text
+async def while_connected(request: fastapi.Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away; the request's body was read.
+
+    Raises:
+        PoolError: (499) the client went away; nobody reads it.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
     try:
-        return json.loads(text.lower() if kind == "bool" else text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"query parameter {name}={text!r}: expected {kind}") from error
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        return await task
+    except asyncio.CancelledError:
+        if not gone.done():  # this handler itself is cancelled
+            task.cancel()
+            raise
+        raise PoolError("the client went away", 499) from None
+    finally:
+        gone.cancel()
+
+
+async def _disconnected(request: fastapi.Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

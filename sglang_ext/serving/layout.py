@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_ext.cache.rows import Piece
-from sglang_ext.config import PoolOptions
+from sglang_ext.config import PoolOptions, check_text
 from sglang_ext.policies.dbsa import block_identities
 from sglang_ext.retrievers.grouping import group
+from sglang_ext.serving.errors import PoolError
+
+MOST_CHARACTERS = 1 << 20  # of one text of a demonstration: a tokenizer takes some hundred bytes for each
+READ_AHEAD = 1 << 20  # characters that are tokenized before the first of them are taken
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,39 +31,36 @@ class Demonstration:
     output: str
 
 
-def parse_demonstrations(items: Iterable[Any], taken: Collection[str] = ()) -> list[Demonstration]:
-    """Demonstrations from JSON-like objects; those without an id get `d0`, `d1`, ...
+def parse_demonstrations(
+    items: Iterable[Any], taken: Collection[str] = (), most: int | None = None
+) -> list[Demonstration]:
+    """Demonstrations from JSON-like objects; those without an id get `d0`, `d1`, ...; a number as id becomes its text.
 
     Args:
         items: the objects.
         taken: ids that are not to be used again; names go on from how many they are. Looked up, never walked over.
+        most: how many there may be.
 
     Raises:
-        ValueError: an item is not an object with `input` and `output` strings, an id is taken twice, or there are none.
-            Says which item (counted from 1).
+        ValueError: an item is not an object with `input` and `output` strings, a text is too long or holds a lone
+            surrogate, an id is taken twice, or there are none. Says which item (counted from 1).
+        PoolError: (413) there are more than `most`.
     """
     used: set[str] = set()
     result: list[Demonstration] = []
     fresh = len(taken)
     for number, item in enumerate(items, start=1):
-        if not isinstance(item, Mapping):
-            raise ValueError(
-                f"demonstration {number} is a {type(item).__name__}: expected an object with input and output"
+        if most is not None and number > most:
+            raise PoolError(
+                f"more than {most} demonstrations are left to be added: a pool holds at most as many as"
+                " --max-demonstrations says; use fewer, or several pools",
+                413,
             )
-        # The data sets people have use these names; nothing else is guessed.
-        text, label = item.get("input", item.get("text")), item.get("output", item.get("label"))
-        if not isinstance(text, str) or not isinstance(label, str) or not label:
-            raise ValueError(
-                f"demonstration {number}: got {json.dumps(item, ensure_ascii=False)[:200]}; expected strings"
-                ' "input" and "output" ("text" and "label" do too), the output not empty'
-            )
-        name = item.get("id")
+        text, label, name = _fields(item, number)
         if name is None:
             while f"d{fresh}" in used or f"d{fresh}" in taken:
                 fresh += 1
             name = f"d{fresh}"
-        elif not isinstance(name, str) or not name:
-            raise ValueError(f"demonstration {number}: id {name!r}: expected a non-empty string")
         if name in used or name in taken:
             raise ValueError(f"demonstration {number}: id {name!r} is taken; ids are unique in a pool")
         used.add(name)
@@ -65,6 +68,36 @@ def parse_demonstrations(items: Iterable[Any], taken: Collection[str] = ()) -> l
     if not result:
         raise ValueError("no demonstrations: a pool needs at least one")
     return result
+
+
+def _fields(item: Any, number: int) -> tuple[str, str, str | None]:
+    """(input, output, id) of one demonstration; None for an id that is not given."""
+    if not isinstance(item, Mapping):
+        raise ValueError(f"demonstration {number} is a {type(item).__name__}: expected an object with input and output")
+    # The data sets people have use these names; nothing else is guessed.
+    text, label = item.get("input", item.get("text")), item.get("output", item.get("label"))
+    if not isinstance(text, str) or not isinstance(label, str) or not label:
+        raise ValueError(
+            f"demonstration {number}: got {_shown(item)}; expected strings"
+            ' "input" and "output" ("text" and "label" do too), the output not empty'
+        )
+    name = item.get("id")
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ValueError(f"demonstration {number}: id {name!r}: expected a non-empty string, or a whole number")
+    for what, value in (("input", text), ("output", label), ("id", name or "")):
+        check_text(value, f"demonstration {number}: its {what}")
+        if len(value) > MOST_CHARACTERS:
+            raise ValueError(
+                f"demonstration {number}: its {what} has {len(value)} characters; expected at most {MOST_CHARACTERS}"
+            )
+    return text, label, name
+
+
+def _shown(item: Mapping[str, Any]) -> str:
+    """The beginning of an item, for an error."""
+    return json.dumps(item, ensure_ascii=True, default=str)[:200]
 
 
 def parse_jsonl(text: str) -> list[Any]:
@@ -135,10 +168,15 @@ def bos(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> list[Any]:
-    """`tokenizers.Encoding` of each text, without special tokens; with `offsets`, character offsets too.
+def encode_texts(tokenizer: Any, texts: Sequence[str], take: Callable[[Any], T], offsets: bool = False) -> Iterator[T]:
+    """What `take` takes of the `tokenizers.Encoding` of each text, in order, without special tokens.
 
-    In threads: SGLang turns the library's own parallelism off for its whole process.
+    In threads: SGLang turns the library's own parallelism off for its whole process. An encoding takes some hundred
+    bytes a token and is forgotten at once; no more than `READ_AHEAD` characters are encoded before they are taken.
+
+    Args:
+        take: called in a thread.
+        offsets: whether the encodings have character offsets.
 
     Raises:
         ValueError: the tokenizer has no offsets (it is not a fast one), so that demonstrations cannot be told apart.
@@ -146,11 +184,30 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], offsets: bool = False) ->
     backend = _backend(tokenizer)
     encode = backend.encode_batch if offsets else backend.encode_batch_fast
     threads = min(8, os.cpu_count() or 1)
-    size = max(1, -(-len(texts) // (4 * threads)))
-    parts = [list(texts[first : first + size]) for first in range(0, len(texts), size)]
+
+    def part_of(part: list[str]) -> list[T]:
+        return [take(encoding) for encoding in encode(part, add_special_tokens=False)]
+
     with ThreadPoolExecutor(threads) as executor:
-        found = executor.map(lambda part: encode(part, add_special_tokens=False), parts)
-        return [encoding for part in found for encoding in part]
+        for batch in _parts(texts, READ_AHEAD):
+            size = max(1, -(-len(batch) // (4 * threads)))
+            parts = [batch[first : first + size] for first in range(0, len(batch), size)]
+            for found in executor.map(part_of, parts):
+                yield from found
+
+
+def _parts(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Texts one after the other in lists of at most so many characters, or of one text."""
+    part: list[str] = []
+    total = 0
+    for text in texts:
+        if part and total + len(text) > characters:
+            yield part
+            part, total = [], 0
+        part.append(text)
+        total += len(text)
+    if part:
+        yield part
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -180,11 +237,25 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def group_demonstrations(
-    demonstrations: Sequence[Demonstration], options: PoolOptions, tokenizer: Any
+    demonstrations: Sequence[Demonstration], options: PoolOptions, tokenizer: Any, limit: int | None = None
 ) -> list[list[str]]:
-    """Ids of the demonstrations of each block."""
+    """Ids of the demonstrations of each block.
+
+    Raises:
+        PoolError: (413) they have more than `limit` tokens; the rest of them is not counted.
+    """
     texts = [options.render(item.input, item.output) + options.separator for item in demonstrations]
-    lengths = [len(encoding) for encoding in encode_texts(tokenizer, texts)]
+    lengths: list[int] = []
+    total = 0
+    for length in encode_texts(tokenizer, texts, len):
+        lengths.append(length)
+        total += length
+        if limit is not None and total > limit:
+            raise PoolError(
+                f"the first {len(lengths)} of {len(texts)} demonstrations have {total} tokens already, and more than"
+                f" {limit} never fit in this server's KV cache: use fewer demonstrations",
+                413,
+            )
     chosen = group(texts, lengths, options.block_size, options.grouping, options.seed)
     return [[demonstrations[index].id for index in block] for block in chosen]
 
@@ -210,13 +281,13 @@ def lay_out(
         [options.render(demonstrations[id].input, demonstrations[id].output) + options.separator for id in ids]
         for ids in groups[len(known) :]
     ]
-    encoded = encode_texts(tokenizer, ["".join(texts) for texts in rendered], offsets=True)
+    joined = ["".join(texts) for texts in rendered]
+    encoded = encode_texts(tokenizer, joined, lambda encoding: (encoding.ids, encoding.offsets), offsets=True)
     token_ids, spans = [block.token_ids for block in known], [block.spans for block in known]
-    for number, (texts, encoding) in enumerate(zip(rendered, encoded, strict=True), len(known)):
+    for number, (texts, (ids, offsets)) in enumerate(zip(rendered, encoded, strict=True), len(known)):
         lead = len(header) if number == 0 else 0
-        ids = encoding.ids
         token_ids.append((*header, *ids) if number == 0 else tuple(ids))
-        spans.append(_spans(texts, encoding.offsets, lead))
+        spans.append(_spans(texts, offsets, lead))
     keys = block_identities(model, options.block_sparse, token_ids, [block.key for block in known])
     lengths = [len(ids) for ids in token_ids]
     blocks = list(known)

@@ -13,7 +13,7 @@ from sglang_ext.cache.rows import POOL_OWNER
 from sglang_ext.config import PoolOptions, RequestOptions
 from sglang_ext.retrievers import registry
 from sglang_ext.retrievers.base import Retriever
-from sglang_ext.serving.layout import Demonstration, Layout
+from sglang_ext.serving.layout import Demonstration, Layout, parse_demonstrations
 
 COMPLETION, CHAT = "completion", "chat"
 
@@ -98,13 +98,20 @@ class Definition:
 
     @classmethod
     def load(cls, data: Mapping[str, Any]) -> Definition:
-        items = [Demonstration(**item) for item in data["demonstrations"]]
-        return cls(
-            PoolOptions.parse(data["options"]),
-            {item.id: item for item in items},
-            tuple(tuple(group) for group in data["groups"]),
-            frozenset(data["deleted"]),
-        )
+        """What `dump` gave.
+
+        Raises:
+            ValueError: (KeyError and TypeError where something is missing or of another type) it is something else.
+        """
+        items = {item.id: item for item in parse_demonstrations(data["demonstrations"])}
+        groups = tuple(tuple(group) for group in data["groups"])
+        grouped = [id for group in groups for id in group]
+        if len(grouped) != len(set(grouped)) or set(grouped) != set(items) or not all(groups):
+            raise ValueError("groups: expected every demonstration's id in one block")
+        deleted = frozenset(data["deleted"])
+        if not deleted < set(items):
+            raise ValueError("deleted: expected ids of demonstrations, not of all of them")
+        return cls(PoolOptions.parse(data["options"]), items, groups, deleted)
 
 
 @dataclass(eq=False)
@@ -161,13 +168,3 @@ class Version:
                 self._retrievers.pop(next(iter(self._retrievers)))
             self._retrievers[key] = extended(texts) if extended else registry.get(options.retriever).build(texts)
         return self._retrievers[key]
-
-
-@dataclass
-class Progress:
-    """How far an encoding is."""
-
-    blocks: int
-    tokens: int
-    blocks_done: int = 0
-    tokens_done: int = 0

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,8 +21,9 @@ from sglang_ext import compat
 from sglang_ext.attention.policy import StreamPolicy, policy_of
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
+from sglang_ext.serving.change import PREPARING, Change, Progress
 from sglang_ext.serving.encode import Run, plan_runs
-from sglang_ext.serving.errors import BlocksLost, PoolError, UnknownPool
+from sglang_ext.serving.errors import BlocksLost, ChangeCancelled, PoolError, UnknownPool
 from sglang_ext.serving.layout import (
     Layout,
     bos,
@@ -33,8 +34,9 @@ from sglang_ext.serving.layout import (
 from sglang_ext.serving.messages import ExtAdminReqInput
 from sglang_ext.serving.metrics import TokenizerMetrics
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS, beyond_context, describe
-from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Progress, Version
-from sglang_ext.serving.store import PoolStore
+from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Version
+from sglang_ext.serving.store import PoolStore, Stored
+from sglang_ext.serving.submitted import Source, Submitted
 from sglang_ext.settings import server_settings
 
 logger = logging.getLogger(__name__)
@@ -42,23 +44,56 @@ logger = logging.getLogger(__name__)
 WAIT_FOR_ROOM_SECONDS = 120
 ENCODING = f"{INTERNAL}encode-"
 IDLE_CHUNKS = 4  # of one encoding request while no client waits: between two requests the GPU has nothing to do
+COUNTED_TIMES, COUNTED_AT_LEAST = 4, 1 << 18  # tokens of a pool that are counted before it is refused: see _countable
 ENCODE_TRIALS = 8  # of a new version, each time the cache is emptied between two requests of its encoding
 
 T = TypeVar("T")
+Define = Callable[[int], tuple[Definition, bool]]
+"""From the most tokens that may be counted to (what a pool is to hold, whether who asked waits for it)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Pool:
-    """A name, the version requests are served from, and the change under way."""
+    """A name, the version requests are served from, and the change under way.
+
+    Attributes:
+        progress: of the last change that was made.
+        error: why the last change was not made, after it had been accepted.
+        versions: number of the last version.
+        seconds: what making the current version took.
+        deletion: the pool is being deleted; no change begins any more.
+    """
 
     name: str
     current: Version | None = None
-    task: asyncio.Task[None] | None = None
+    change: Change | None = None
     progress: Progress | None = None
-    status: str = "encoding"
     error: str | None = None
     versions: int = 0
     seconds: float = 0.0
+    deletion: asyncio.Task[None] | None = None
+
+    @property
+    def status(self) -> str:
+        """`encoding` while a change is under way, else `ready`, or `failed` where there is no version to serve."""
+        if self.change is not None:
+            return "encoding"
+        if self.current is not None:
+            return "ready"
+        return "failed" if self.error else "cancelled"
+
+
+@dataclass
+class Made:
+    """What a change has come to so far.
+
+    Attributes:
+        version: the new version, once it is laid out.
+        begin: when the change began, by `time.perf_counter`, in seconds.
+    """
+
+    begin: float
+    version: Version | None = None
 
 
 class PoolService:
@@ -74,11 +109,14 @@ class PoolService:
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
         self.metrics = TokenizerMetrics(manager.enable_metrics, manager.server_args.served_model_name)
         self.store = PoolStore(directory) if directory else None
-        self._restore: dict[str, dict[str, Any]] = self.store.load() if self.store else {}
+        self._restore, self.damaged = self.store.load(self.settings.strict_pool_dir) if self.store else ({}, [])
+        for problem in self.damaged:
+            logger.error("sglang_ext: %s", problem)
         self._restoring: asyncio.Task[None] | None = None
         self._admin_lock = asyncio.Lock()
         self._encoding = asyncio.Lock()
         self._flushes = 0
+        self._turns = 0  # of pools that are read, tokenized or encoded
         self._promised: dict[str, int] = {}  # version's owner -> tokens that its encoding under way has yet to write
         self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
         self._versions: weakref.WeakSet[Version] = weakref.WeakSet()
@@ -100,7 +138,7 @@ class PoolService:
     def version(self, name: str) -> Version:
         """The version of a pool that requests are served from now."""
         pool = self.get(name)
-        if pool.status == "failed" and pool.current is None:
+        if pool.status == "failed":
             raise PoolError(f"{pool.error}; put it again, or delete it", 409)
         if pool.current is None:
             raise PoolError(f"pool {name!r} is still being encoded; wait until GET /v1/pools/{name} says ready", 409)
@@ -108,7 +146,9 @@ class PoolService:
 
     async def info(self, name: str, tokens: bool = False) -> dict[str, Any]:
         """What is in a pool: options, labels, blocks with their demonstrations, residency and hits."""
-        pool = self.get(name)
+        return await self._info(self.get(name), tokens)
+
+    async def _info(self, pool: Pool, tokens: bool = False) -> dict[str, Any]:
         info = self._summary(pool)
         version = pool.current
         if version is None:
@@ -144,8 +184,11 @@ class PoolService:
             "error": pool.error,
             "setup_seconds": round(pool.seconds, 3),
         }
-        if pool.progress:
-            info["progress"] = vars(pool.progress).copy()
+        if pool.change is not None:
+            info["phase"] = pool.change.phase
+        progress = pool.change.progress if pool.change is not None else pool.progress
+        if progress is not None:
+            info["progress"] = vars(progress).copy()
         if pool.current:
             definition, layout = pool.current.definition, pool.current.layouts[COMPLETION]
             info |= {
@@ -166,28 +209,40 @@ class PoolService:
         self, name: str, demonstrations: Iterable[Any], options: Mapping[str, Any], wait: bool = True
     ) -> dict[str, Any]:
         """Create or replace a pool. Until the new blocks are encoded, requests are served from the old version."""
+        return await self.put_from(name, lambda: Submitted(demonstrations, options, wait))
+
+    async def put_from(self, name: str, source: Source) -> dict[str, Any]:
+        """`put` of what `source` reads, away from the event loop."""
         check_name(name)
-        parsed = PoolOptions.parse(options)
-        items = parse_demonstrations(demonstrations)
         self._refuse_streams()
-        self._refuse_busy(name)
-        groups = await self._apart(group_demonstrations, items, parsed, self._tokenizer())
-        definition = Definition(parsed, {item.id: item for item in items}, tuple(tuple(group) for group in groups))
-        return await self._change(name, definition, wait)
+
+        def define(limit: int) -> tuple[Definition, bool]:
+            submitted = source()
+            parsed = PoolOptions.parse(submitted.options)
+            return self._define(submitted.demonstrations, parsed, limit), submitted.wait
+
+        return await self._change(name, define)
 
     async def append(self, name: str, demonstrations: Iterable[Any], wait: bool = True) -> dict[str, Any]:
         """Add demonstrations as new blocks; the blocks there are stay as they are."""
-        base = self.version(name)
-        definition = base.definition
-        items = parse_demonstrations(demonstrations, taken=definition.demonstrations)
-        self._refuse_busy(name)
-        groups = await self._apart(group_demonstrations, items, definition.options, self._tokenizer())
-        return await self._change(name, definition.grown(items, groups), wait, base)
+        return await self.append_from(name, lambda: Submitted(demonstrations, {}, wait))
+
+    async def append_from(self, name: str, source: Source) -> dict[str, Any]:
+        """`append` of what `source` reads, away from the event loop."""
+        definition = self.version(name).definition
+
+        def define(limit: int) -> tuple[Definition, bool]:
+            submitted = source()
+            if submitted.options:
+                names = ", ".join(sorted(submitted.options))
+                raise ValueError(f"{names}: a pool's options are set when it is put, not on appending")
+            return self._grown(definition, submitted.demonstrations, limit), submitted.wait
+
+        return await self._change(name, define)
 
     async def delete_demonstration(self, name: str, id: str, purge: bool = False, wait: bool = True) -> dict[str, Any]:
         """Leave a demonstration out of retrieval and views at once; with `purge`, encode again all it reached."""
-        base = self.version(name)
-        definition = base.definition
+        definition = self.version(name).definition
         if id not in definition.demonstrations:
             raise PoolError(f"pool {name!r} has no demonstration {id!r}", 404)
         if id in definition.deleted and not purge:
@@ -195,45 +250,76 @@ class PoolService:
                 f"demonstration {id!r} of pool {name!r} is deleted already; purge=true encodes again what it reached",
                 404,
             )
-        self._refuse_busy(name)
-        smaller = definition.without(id)
-        if not smaller.live():
-            raise PoolError(f"{id!r} is the last demonstration of pool {name!r}: delete the pool instead", 409)
-        return await self._change(name, smaller.purged() if purge else smaller, wait, base)
+
+        def define(_limit: int) -> tuple[Definition, bool]:
+            smaller = definition.without(id)
+            if not smaller.live():
+                raise PoolError(f"{id!r} is the last demonstration of pool {name!r}: delete the pool instead", 409)
+            return (smaller.purged() if purge else smaller), wait
+
+        return await self._change(name, define)
 
     async def delete(self, name: str) -> dict[str, Any]:
         """Delete a pool. Requests in flight finish on it; its blocks are freed after the last one."""
         pool = self.get(name)
-        while pool.task is not None:
-            await self.cancel(name)
-        if self.pools.get(name) not in (None, pool):
-            raise PoolError(f"pool {name!r} was put again meanwhile; retry", 409)
-        if self.store:
-            self.store.delete(name)
-        self.pools.pop(name, None)
-        self.metrics.changed(name, 0, 0, 0.0)
-        if pool.current:
-            await self._retire(pool.current)
+        if pool.deletion is None:
+            pool.deletion = self.background(self._delete(pool))
+        await asyncio.shield(pool.deletion)
         return {"name": name, "status": "deleted"}
+
+    async def _delete(self, pool: Pool) -> None:
+        try:
+            if pool.change is not None:
+                pool.change.cancel()
+                await pool.change.ended()
+            if self.pools.get(pool.name) is not pool:
+                return  # its first change was cancelled: it never was a pool
+            if self.store:
+                try:
+                    await asyncio.to_thread(self.store.delete, pool.name)
+                except OSError as error:
+                    why = f"pool {pool.name!r} is not deleted: its file cannot be removed ({error}); retry"
+                    raise PoolError(why, 503) from error
+            del self.pools[pool.name]
+            self.metrics.changed(pool.name, 0, 0, 0.0)
+            if pool.current:
+                await self._retire(pool.current)
+        finally:
+            pool.deletion = None
 
     async def cancel(self, name: str) -> dict[str, Any]:
         """Stop the encoding under way; the pool stays as it was before, and vanishes if it never was ready."""
         pool = self.get(name)
-        if pool.task is not None:
-            pool.task.cancel()
-            await asyncio.wait([pool.task])
+        if pool.change is not None:
+            pool.change.cancel()
+            await pool.change.ended()
         return self._summary(pool)
 
-    async def plan(
-        self, demonstrations: Iterable[Any], options: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    async def plan(self, source: Source) -> dict[str, Any]:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit in an empty KV cache."""
-        parsed = PoolOptions.parse(options)
-        items = parse_demonstrations(demonstrations)
-        groups = await self._apart(group_demonstrations, items, parsed, self._tokenizer())
-        definition = Definition(parsed, {item.id: item for item in items}, tuple(map(tuple, groups)))
-        layout = await self._apart(self._lay_out, definition)
+        self._refuse_streams()
+        with self._turn():
+            state = await self.admin("state")
+            return await self._apart(self._plan, source, state)
+
+    def _plan(self, source: Source, state: Mapping[str, Any]) -> dict[str, Any]:
+        submitted = source()
+        parsed = PoolOptions.parse(submitted.options)
+        definition = self._define(submitted.demonstrations, parsed, _countable(state))
+        layout = self._lay_out(definition)
         return describe(layout, parsed, state["bytes_per_token"], self.manager.context_len, state["total_tokens"])
+
+    def _define(self, demonstrations: Iterable[Any], options: PoolOptions, limit: int) -> Definition:
+        """A new pool of demonstrations in blocks. Takes up to seconds: for `_apart`."""
+        items = parse_demonstrations(demonstrations, most=self.settings.max_demonstrations)
+        groups = group_demonstrations(items, options, self._tokenizer(), limit)
+        return Definition(options, {item.id: item for item in items}, tuple(map(tuple, groups)))
+
+    def _grown(self, definition: Definition, demonstrations: Iterable[Any], limit: int) -> Definition:
+        """A pool's definition with demonstrations added in blocks of their own; likewise."""
+        most = self.settings.max_demonstrations - len(definition.demonstrations)
+        items = parse_demonstrations(demonstrations, taken=definition.demonstrations, most=most)
+        return definition.grown(items, group_demonstrations(items, definition.options, self._tokenizer(), limit))
 
     def _refuse_streams(self) -> None:
         if self._streams:
@@ -245,111 +331,130 @@ class PoolService:
 
     def _refuse_busy(self, name: str) -> None:
         pool = self.pools.get(name)
-        if pool is not None and pool.task is not None:
+        if pool is not None and pool.deletion is not None:
+            raise PoolError(f"pool {name!r} is being deleted; put it again when GET /v1/pools/{name} answers 404", 409)
+        if pool is not None and pool.change is not None:
             raise PoolError(
                 f"pool {name!r} is being changed already; wait for it, or cancel it with POST /v1/pools/{name}/cancel",
                 409,
             )
+        if pool is None and len(self.pools) >= self.settings.max_pools:
+            raise PoolError(
+                f"the server has {len(self.pools)} pools, as many as it may (--max-pools {self.settings.max_pools}):"
+                " delete one first",
+                413,
+            )
 
-    async def _change(
-        self, name: str, definition: Definition, wait: bool, base: Version | None = None
-    ) -> dict[str, Any]:
-        """Make `definition`, a change of `base`, the pool's next version: check, encode, store, switch over."""
-        known = self.pools.get(name)
-        version = Version(name, known.versions + 1 if known else 1, definition)
-        self._versions.add(version)
-        await self._apart(self._lay_out_all, version, known.current if known else None)
-        # Nothing is awaited from here until the task is in its place: of two changes at once, one finds the other.
-        self._refuse_busy(name)
-        pool = self.pools.get(name) or Pool(name)
-        if pool.versions + 1 != version.number or (base is not None and pool.current is not base):
-            raise PoolError(f"pool {name!r} was changed meanwhile; nothing was done, retry", 409)
-        started = asyncio.get_running_loop().create_future()
-        layouts = version.layouts.values()
-        previous_progress = pool.progress
-        progress = Progress(sum(len(each.blocks) for each in layouts), sum(each.tokens for each in layouts))
-        pool.progress = progress
-        pool.task = asyncio.create_task(self._make(pool, version, progress, started))
-        previous_status, pool.status = pool.status, "encoding"
-        self.pools[name] = pool
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A place in the queue of those that have a pool read, tokenized or encoded; PoolError (429) without one."""
+        most = 1 + self.settings.max_waiting_encodings
+        if self._turns >= most:
+            raise PoolError(
+                f"{self._turns} changes of pools are under way or wait, as many as may (--max-waiting-encodings"
+                f" {self.settings.max_waiting_encodings} beside one): retry when GET /v1/pools shows fewer",
+                429,
+            )
+        self._turns += 1
         try:
-            await started  # the checks against memory: raises, and then nothing has changed
-        except BaseException:
-            if pool.current is None:
-                self.pools.pop(name, None)
-            else:
-                pool.status, pool.progress = previous_status, previous_progress
-            raise
-        if not wait:
-            return self._summary(pool)
-        task = pool.task
-        if task is not None:
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                if not task.cancelled():  # the client went away, not the encoding
-                    task.cancel()
-                    raise
-                raise PoolError(f"the encoding of pool {name!r} was cancelled", 409) from None
-        if pool.error is not None:
-            if pool.current is None:
-                self.pools.pop(name, None)  # who waited knows why; others find it as `failed`
-            raise PoolError(pool.error, 503)
-        return await self.info(name)
-
-    async def _make(self, pool: Pool, version: Version, progress: Progress, started: asyncio.Future[None]) -> None:
-        """Encode a new version and serve from it; on failure or cancellation leave everything as it was."""
-        begin = time.perf_counter()
-        pool.error = None
-        try:
-            try:
-                missing = await self._missing(version)
-                needed = _tokens(version, missing)
-                async with self._encoding:  # between two runs: what a run has written is held, and still promised
-                    await self._check_memory(version, needed)
-                    self._promised[version.owner] = needed
-            except BaseException as error:
-                if isinstance(error, asyncio.CancelledError):
-                    error = PoolError(f"the change of pool {version.name!r} was cancelled", 409)
-                try:
-                    await self.admin("release", owner=version.owner, drop=True)
-                finally:  # last: who is told may ask for the next change at once
-                    started.set_exception(error)
-                return
-            started.set_result(None)
-            # While the blocks are encoded: no request waits for it.
-            indexed = self.background(self._apart(version.retriever, RequestOptions(version.name), pool.current))
-            flushes = await self._encode_all(version, missing, progress)
-            if flushes == self._flushes:  # else the first request finds what is missing, and encodes it
-                version.resident.update(version.layouts)
-            await indexed
-            if self.store:
-                self.store.save(version.name, version.definition.dump())
-            old, pool.current, pool.versions = pool.current, version, version.number
-            pool.status, pool.seconds = "ready", time.perf_counter() - begin
-            self.metrics.changed(pool.name, progress.tokens, progress.blocks, pool.seconds)
-            # The switch is made: what follows must happen whoever cancels.
-            if not version.definition.options.pinned:
-                version.resident.clear()
-                await asyncio.shield(self.background(self.release(version.owner)))
-            if old is not None:
-                await asyncio.shield(self.background(self._retire(old)))
-        except BaseException as error:
-            if pool.current is not version:
-                await self.admin("release", owner=version.owner, drop=True)
-                cancelled = isinstance(error, asyncio.CancelledError)
-                pool.status = "ready" if pool.current else "cancelled" if cancelled else "failed"
-                if pool.current is None and cancelled:
-                    self.pools.pop(pool.name, None)
-                if not cancelled:
-                    known = isinstance(error, PoolError)
-                    logger.error("sglang_ext: encoding pool %s: %s", pool.name, error, exc_info=not known)
-                    pool.error = f"encoding pool {pool.name!r} failed: {error}"
-            if isinstance(error, asyncio.CancelledError):
-                raise
+            yield
         finally:
-            self._promised.pop(version.owner, None)
-            pool.task = None
+            self._turns -= 1
+
+    async def _change(self, name: str, define: Define) -> dict[str, Any]:
+        """Make what `define` defines the pool's next version: lay out, check, encode, store, switch over."""
+        self._refuse_busy(name)
+        place = contextlib.ExitStack()
+        place.enter_context(self._turn())
+        # Nothing was awaited since the checks: of two changes at once, one finds the other.
+        pool = self.pools.setdefault(name, Pool(name))
+        change, made = Change(), Made(time.perf_counter())
+        pool.change = change
+
+        async def settle() -> None:
+            with place:
+                await self._settle(pool, change, made)
+
+        work = self._make(pool, change, made, define)
+        self.background(change.start(work, settle, lambda error: _explained(pool, change, error)))
+        try:
+            await change.accepted()
+            if not change.wait:
+                return self._summary(pool)
+            await change.ended()
+        except asyncio.CancelledError:
+            change.leave()
+            raise
+        if change.error is not None:
+            raise change.error
+        return await self._info(pool)
+
+    async def _make(self, pool: Pool, change: Change, made: Made, define: Define) -> None:
+        """Lay out and encode a new version. Whatever it did until it failed or was cancelled, `_settle` undoes."""
+        state = await self.admin("state")
+        version, wait = await self._apart(self._prepare, pool, change, define, _countable(state))
+        made.version = version
+        self._versions.add(version)
+        change.prepared(wait)
+        missing = await self._missing(version)
+        needed = _tokens(version, missing)
+        async with self._encoding:  # between two runs: what a run has written is held, and still promised
+            await self._check_memory(version, needed)
+            self._promised[version.owner] = needed
+        layouts = version.layouts.values()
+        progress = Progress(sum(len(each.blocks) for each in layouts), sum(each.tokens for each in layouts))
+        change.accept(progress)
+        # While the blocks are encoded: no request waits for it.
+        indexed = self.background(self._apart(version.retriever, RequestOptions(version.name), pool.current))
+        flushes = await self._encode_all(version, missing, progress)
+        if flushes == self._flushes:  # else the first request finds what is missing, and encodes it
+            version.resident.update(version.layouts)
+        await asyncio.shield(indexed)
+
+    def _prepare(self, pool: Pool, change: Change, define: Define, limit: int) -> tuple[Version, bool]:
+        """The new version with its blocks tokenized, and whether who asked waits for it."""
+        change.phase = PREPARING
+        definition, wait = define(limit)
+        version = Version(pool.name, pool.versions + 1, definition)
+        self._lay_out_all(version, pool.current)
+        return version, wait
+
+    async def _settle(self, pool: Pool, change: Change, made: Made) -> None:
+        """Serve the pool from the version that was made; where it was not, leave everything as it was."""
+        version, accepted = made.version, change.progress is not None
+        try:
+            if change.error is None and version is not None and self.store:
+                try:
+                    await asyncio.to_thread(self.store.save, version.name, version.number, version.definition.dump())
+                except Exception as error:
+                    change.error = _explained(pool, change, error)
+            if change.error is None and version is not None:
+                await self._switch(pool, version, change, time.perf_counter() - made.begin)
+            else:
+                if accepted and not isinstance(change.error, ChangeCancelled):
+                    pool.error = str(change.error)
+                if version is not None:
+                    await self.admin("release", owner=version.owner, drop=True)
+        finally:
+            if version is not None:
+                self._promised.pop(version.owner, None)
+            pool.change = None
+            # Who waited knows why; others find the pool as `failed`.
+            told = change.wait is not False or not accepted or isinstance(change.error, ChangeCancelled)
+            if pool.current is None and told and self.pools.get(pool.name) is pool:
+                del self.pools[pool.name]
+
+    async def _switch(self, pool: Pool, version: Version, change: Change, seconds: float) -> None:
+        """From now on requests are served from `version`; the version before it is freed after its last request."""
+        old, pool.current, pool.versions = pool.current, version, version.number
+        pool.progress, pool.error, pool.seconds = change.progress, None, seconds
+        if pool.progress is not None:
+            self.metrics.changed(pool.name, pool.progress.tokens, pool.progress.blocks, seconds)
+        if not version.definition.options.pinned:
+            version.resident.clear()
+            await self.release(version.owner)
+        if old is not None:
+            await self._retire(old)
 
     async def _missing(self, version: Version) -> dict[str, Sequence[int]]:
         """Hold what is resident of a version for its owner; returns the other blocks of each variant."""
@@ -685,14 +790,42 @@ class PoolService:
         await asyncio.shield(self._restoring)
 
     async def _restore_all(self) -> None:
-        for name, data in list(self._restore.items()):
+        for name, stored in list(self._restore.items()):
             try:
                 self._refuse_streams()
-                await self._change(name, Definition.load(data), wait=True)
+                await self._restore_one(name, stored)
             except Exception as error:  # one pool that no longer fits must not take the others away
                 logger.error("sglang_ext: pool %s of the pool directory cannot be served: %s", name, error)
-                self.pools[name] = Pool(name, status="failed", error=f"pool {name!r} cannot be restored: {error}")
+                why = f"pool {name!r} cannot be restored: {error}"
+                self.pools[name] = Pool(name, error=why, versions=stored.version)
             del self._restore[name]
+
+    async def _restore_one(self, name: str, stored: Stored) -> None:
+        """Encode a stored pool again, under the number that its version had."""
+        self.pools[name] = Pool(name, versions=stored.version - 1)
+        try:
+            await self._change(name, lambda _limit: (Definition.load(stored.definition), True))
+        finally:
+            if (pool := self.pools.get(name)) is not None and pool.current is None:
+                del self.pools[name]
+
+
+def _countable(state: Mapping[str, Any]) -> int:
+    """How many tokens of a pool are counted before it is refused: enough to say how much too large most are."""
+    return max(int(state["total_tokens"]) * COUNTED_TIMES, COUNTED_AT_LEAST)
+
+
+def _explained(pool: Pool, change: Change, error: BaseException) -> PoolError:
+    """What users are told of an exception that ended a change."""
+    if isinstance(error, asyncio.CancelledError):
+        return ChangeCancelled(pool.name)
+    if change.progress is None:
+        if isinstance(error, PoolError):
+            return error
+        if isinstance(error, ValueError):
+            return PoolError(str(error))
+    logger.error("sglang_ext: encoding pool %s: %s", pool.name, error, exc_info=not isinstance(error, PoolError))
+    return PoolError(f"encoding pool {pool.name!r} failed: {error}", 503)
 
 
 def _tokens(version: Version, blocks: Mapping[str, Sequence[int]]) -> int:

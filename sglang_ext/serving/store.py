@@ -9,10 +9,28 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.config import check_name
+from sglang_ext.serving.pool import Definition
+
 FORMAT = 1
+ASIDE = ".damaged"  # how the names of files end that were set aside
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A pool as its file has it.
+
+    Attributes:
+        version: number of the version that was served last.
+        definition: what `serving.pool.Definition.load` reads.
+    """
+
+    version: int
+    definition: dict[str, Any]
 
 
 class PoolStore:
@@ -26,9 +44,9 @@ class PoolStore:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
 
-    def save(self, name: str, definition: dict[str, Any]) -> None:
-        """Write or replace the definition of pool `name`."""
-        text = json.dumps({"format": FORMAT, "name": name, **definition}, ensure_ascii=False)
+    def save(self, name: str, version: int, definition: dict[str, Any]) -> None:
+        """Write or replace the definition of pool `name`, whose version has that number."""
+        text = json.dumps({"format": FORMAT, "name": name, "version": version, **definition}, ensure_ascii=False)
         handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=f".{name}.", suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -46,24 +64,36 @@ class PoolStore:
         self._path(name).unlink(missing_ok=True)
         self._flush_directory()
 
-    def load(self) -> dict[str, dict[str, Any]]:
-        """All definitions by name, and removal of what a crash left half written.
+    def load(self, strict: bool) -> tuple[dict[str, Stored], list[str]]:
+        """(all definitions by name, what is wrong with the other files); removes what a crash left half written.
+
+        A file that is no definition is set aside under another name, so that nothing overwrites it, and is reported
+        at each start until it is mended or gone.
+
+        Args:
+            strict: whether such a file is an error instead, and stays where it is.
 
         Raises:
-            ValueError: a file is not a pool definition of this format; nothing is skipped silently.
+            ValueError: names every such file and what is wrong with it.
         """
         for leftover in self.directory.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
-        found = {}
+        found: dict[str, Stored] = {}
+        damaged: dict[Path, str] = {}
         for path in sorted(self.directory.glob("*.json")):
             try:
-                data = json.loads(path.read_text(encoding="utf-8"))
-                if data["format"] != FORMAT:
-                    raise ValueError(f"format {data['format']}, this version reads {FORMAT}")
-                found[data.pop("name")] = data
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} is not a pool definition ({error}); mend it or move it away") from error
-        return found
+                found[path.stem] = _read(path)
+            except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+                damaged[path] = f"{path} is not a pool definition ({_reason(error)})"
+        if damaged and strict:
+            raise ValueError("; ".join(damaged.values()) + "; mend them or move them away")
+        problems = [f"{words}; it was set aside as {_set_aside(path).name}" for path, words in damaged.items()]
+        problems += [
+            f"{path} was set aside as damaged; mend it and take {ASIDE} off its name, or delete it"
+            for path in sorted(self.directory.glob(f"*{ASIDE}"))
+            if path.name.removesuffix(ASIDE) not in {each.name for each in damaged}
+        ]
+        return found, problems
 
     def _path(self, name: str) -> Path:
         return self.directory / f"{name}.json"
@@ -74,3 +104,36 @@ class PoolStore:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _read(path: Path) -> Stored:
+    """The definition in a file, checked as far as `Definition.load` checks it."""
+    data = json.loads(path.read_text(encoding="utf-8-sig"))
+    if not isinstance(data, dict):
+        raise ValueError(f"it holds a {type(data).__name__}, expected an object")
+    if data.pop("format") != FORMAT:
+        raise ValueError(f"expected format {FORMAT}, the one that this version reads")
+    name = data.pop("name")
+    if name != path.stem:
+        raise ValueError(f"it names the pool {name!r}, and its file is called {path.name}: expected the same name")
+    check_name(name)
+    version = data.pop("version", 1)  # files that were written before versions were stored
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ValueError(f"version {version!r}: expected a whole number of at least 1")
+    Definition.load(data)
+    return Stored(version, data)
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a damaged file a name that nothing reads or writes; returns it."""
+    number, aside = 1, path.with_name(path.name + ASIDE)
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.{number}{ASIDE}")
+    path.rename(aside)
+    return aside
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a file, as a part of a sentence."""
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -48,7 +48,7 @@ def test_known_blocks_are_taken_over(tokenizer: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         layouts,
         "encode_texts",
-        lambda t, texts, offsets=False: encoded.extend(texts) or encode_texts(t, texts, offsets),
+        lambda t, texts, take, offsets=False: encoded.extend(texts) or encode_texts(t, texts, take, offsets),
     )
     again = laid(large, before.blocks)
     assert again == whole and all(a is b for a, b in zip(again.blocks, before.blocks, strict=False))
@@ -58,13 +58,13 @@ def test_known_blocks_are_taken_over(tokenizer: Any, monkeypatch: pytest.MonkeyP
 def test_encodings_are_those_of_the_tokenizer(tokenizer: Any) -> None:
     texts = [f"{number} freeze my card{'!' * (number % 7)}" for number in range(101)]
     wanted = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-    found = encode_texts(tokenizer, texts, offsets=True)
+    found = list(encode_texts(tokenizer, texts, lambda encoding: encoding, offsets=True))
     assert [encoding.ids for encoding in found] == wanted["input_ids"]
     assert [list(map(list, e.offsets)) for e in found] == [list(map(list, o)) for o in wanted["offset_mapping"]]
-    assert [len(encoding) for encoding in encode_texts(tokenizer, texts)] == [len(ids) for ids in wanted["input_ids"]]
-    assert encode_texts(tokenizer, []) == []
+    assert list(encode_texts(tokenizer, texts, len)) == [len(ids) for ids in wanted["input_ids"]]
+    assert list(encode_texts(tokenizer, [], len)) == []
     with pytest.raises(ValueError, match="not a fast one"):
-        encode_texts(object(), texts)
+        list(encode_texts(object(), texts, len))
 
 
 def test_one_text_is_what_the_tokenizer_makes_of_it(tokenizer: Any) -> None:

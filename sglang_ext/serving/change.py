@@ -1,0 +1,118 @@
+"""One change of a pool under way: who may stop it, and how everybody who waits for it is told of its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.serving.errors import PoolError
+
+WAITING, PREPARING, ENCODING, ENDED = "waiting", "preparing", "encoding", "ended"
+
+
+@dataclass
+class Progress:
+    """How far an encoding is."""
+
+    blocks: int
+    tokens: int
+    blocks_done: int = 0
+    tokens_done: int = 0
+
+
+class Change:
+    """A change of a pool, from the moment it is asked for until it is made or undone.
+
+    Its work runs in a task that `cancel` may stop at any moment, before its first step too. What follows the work (to
+    make the change, or to undo what the work did) runs in another task, which nobody stops; only then does the change
+    end. It ends exactly once, and whoever waits for it goes on then, whatever happened.
+
+    Attributes:
+        phase: `waiting` for its turn, `preparing` (demonstrations are read and tokenized), `encoding`, `ended`.
+        wait: whether who asked for it stays until it ends; None until that is known.
+        progress: how far the encoding is, once it is known how large it is.
+        error: why it was not made; None while it is under way and when it was made.
+    """
+
+    def __init__(self) -> None:
+        self.phase = WAITING
+        self.wait: bool | None = None
+        self.progress: Progress | None = None
+        self.error: PoolError | None = None
+        self._left = False
+        self._work: asyncio.Task[None] | None = None
+        self._accepted, self._ended = asyncio.Event(), asyncio.Event()
+
+    def start(
+        self,
+        work: Coroutine[Any, Any, None],
+        settle: Callable[[], Awaitable[None]],
+        explain: Callable[[BaseException], PoolError],
+    ) -> Coroutine[Any, Any, None]:
+        """Begin the work; returns what sees it to its end, to be run as a task of its own that nobody cancels.
+
+        Args:
+            work: prepares the change; calls `accept` once it is certain to be begun.
+            settle: makes the change where `error` is None, else undoes the work. May set `error` itself.
+            explain: what users are told of an exception of either.
+        """
+        self._work = asyncio.ensure_future(work)
+        return self._see_through(self._work, settle, explain)
+
+    async def _see_through(
+        self,
+        work: asyncio.Task[None],
+        settle: Callable[[], Awaitable[None]],
+        explain: Callable[[BaseException], PoolError],
+    ) -> None:
+        await asyncio.wait([work])
+        failure = asyncio.CancelledError() if work.cancelled() else work.exception()
+        if failure is not None:
+            self.error = explain(failure)
+        try:
+            await settle()
+        except BaseException as error:
+            self.error = self.error or explain(error)
+            raise
+        finally:
+            self.phase = ENDED
+            self._accepted.set()
+            self._ended.set()
+
+    def accept(self, progress: Progress) -> None:
+        """All checks are through, and the encoding begins."""
+        self.phase, self.progress = ENCODING, progress
+        self._accepted.set()
+
+    def prepared(self, wait: bool) -> None:
+        """It is known whether who asked stays until the end; a change that was left meanwhile is stopped."""
+        self.wait = wait
+        if self._left:
+            self.leave()
+
+    def leave(self) -> None:
+        """Who asked for the change went away: nobody wants it any more, unless nobody was to wait for it."""
+        self._left = True
+        if self.wait:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Stop the work; without effect once it is done."""
+        if self._work is not None:
+            self._work.cancel()
+
+    async def accepted(self) -> None:
+        """Wait until the change is certain to be begun.
+
+        Raises:
+            PoolError: it ended before; nothing was changed.
+        """
+        await self._accepted.wait()
+        if self.error is not None and self.phase == ENDED:
+            raise self.error
+
+    async def ended(self) -> None:
+        """Wait until the change is made or undone; `error` tells which."""
+        await self._ended.wait()

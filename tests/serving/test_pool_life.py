@@ -1,0 +1,280 @@
+"""Pools are put, changed, deleted, cancelled, flushed and left at any moment: everything ends, and the books balance.
+
+Clients run against schedulers that are imitated here, which let go of control at random points. A seed is one order of
+events; it can be run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_ext.config import RequestOptions
+from sglang_ext.serving.errors import BlocksLost, PoolError
+from sglang_ext.serving.pools import PoolService
+from sglang_ext.serving.store import PoolStore
+from tests.oracle import models
+
+NAMES = ("a", "b", "c")
+CLIENTS, STEPS, SEEDS = 5, 8, 150
+TOTAL = 2000
+
+
+class Schedulers:
+    """What the schedulers hold: blocks by name, each with its length and its owners."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+        self.owners: dict[str, set[str]] = {}
+
+    def held(self) -> int:
+        return sum(self.tokens[key] for key, owners in self.owners.items() if owners)
+
+    def answer(self, op: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        keys, owner = payload.get("keys"), payload.get("owner", "")
+        if op == "state":
+            return {
+                "total_tokens": TOTAL, "held_tokens": self.held(), "held_by_pools": self.held(), "bytes_per_token": 1,
+                "max_req_input_len": 10**6, "chunked_prefill_size": 64,
+            }  # fmt: skip
+        if op == "hold":
+            for key in keys or ():
+                if key in self.tokens:
+                    self.owners[key].add(owner)
+            return {"missing": [key for key in keys or () if key not in self.tokens]}
+        if op == "release":
+            for key in list(self.owners) if keys is None else keys:
+                owners = self.owners.get(key, set())
+                owners.discard(owner)
+                if payload.get("drop") and not owners:
+                    self.tokens.pop(key, None)
+                    self.owners.pop(key, None)
+            return {"freed_tokens": 0}
+        return {"resident": [key in self.tokens for key in keys or ()], "hits": [0] * len(keys or ())}
+
+    def write(self, row: Any) -> None:
+        """An encoding request has ended; what it attends to must be there."""
+        if any(piece.key not in self.tokens for piece in row.prefix):
+            raise BlocksLost
+        for block in row.new:
+            self.tokens[block.key] = block.tokens
+            self.owners.setdefault(block.key, set()).add(row.owner)
+
+
+class Service(PoolService):
+    """Beside schedulers that are imitated; every wait takes a random number of turns of the event loop."""
+
+    def __init__(self, manager: Any, dice: random.Random, directory: str | None) -> None:
+        super().__init__(manager, directory)
+        self.schedulers, self.dice = Schedulers(), dice
+
+    async def turns(self, most: int = 6) -> None:
+        for _ in range(self.dice.randint(0, most)):
+            await asyncio.sleep(0)
+
+    async def _exchange(self, op: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        await self.turns()
+        answer = self.schedulers.answer(op, payload)
+        await self.turns()
+        return answer
+
+    async def _encode_run(self, run: Any) -> None:
+        await self.turns(12)
+        if self.dice.random() < 0.03:
+            raise PoolError("aborted: everything was", 503)
+        self.schedulers.write(run.row)
+        await self.turns()
+
+    async def _apart(self, work: Callable[..., Any], *args: Any) -> Any:
+        await self.turns()
+        found = work(*args)
+        await self.turns()
+        return found
+
+    def flush(self) -> None:
+        """SGLang's flush_cache, which empties the tree while nothing runs."""
+        self.flushed()
+        self.schedulers.tokens.clear()
+        self.schedulers.owners.clear()
+        self.flushed()
+
+
+class Client:
+    """One that does everything, and sometimes goes away in the middle."""
+
+    def __init__(self, service: Service, dice: random.Random, number: int) -> None:
+        self.service, self.dice, self.number = service, dice, number
+        self.count = itertools.count()
+
+    async def live(self) -> None:
+        for _ in range(STEPS):
+            action = self.act()
+            task = asyncio.ensure_future(action)
+            if self.dice.random() < 0.25:  # it goes away
+                for _ in range(self.dice.randint(0, 40)):
+                    await asyncio.sleep(0)
+                task.cancel()
+            with contextlib.suppress(PoolError, asyncio.CancelledError):
+                await task
+            await asyncio.sleep(0)
+
+    async def act(self) -> None:
+        dice, service, name = self.dice, self.service, self.dice.choice(NAMES)
+        wait = dice.random() < 0.7
+        what = dice.choices(
+            ["put", "append", "less", "delete", "cancel", "flush", "ask", "many"], [6, 3, 2, 2, 5, 1, 4, 1]
+        )[0]
+        if what in ("put", "many"):
+            items = models.demonstrations(400 if what == "many" else dice.choice([3, 7, 12]), seed=dice.randint(0, 3))
+            options = {"block_size": 3, "pinned": dice.random() < 0.7, "positions": "local"}
+            await service.put(name, items, options, wait)
+        elif what == "append":
+            mine = [{**each, "id": f"{self.number}-{next(self.count)}"} for each in models.demonstrations(2)]
+            await service.append(name, mine, wait)
+        elif what == "less":
+            await service.delete_demonstration(name, f"d{dice.randint(0, 3)}", dice.random() < 0.5, wait)
+        elif what == "delete":
+            await service.delete(name)
+            assert service.pools.get(name) is None or service.pools[name].deletion is None
+        elif what == "cancel":
+            await service.cancel(name)
+        elif what == "flush":
+            service.flush()
+        else:
+            await self.ask(name)
+
+    async def ask(self, name: str) -> None:
+        """A question: its version is leased, and its blocks are held, until it is answered."""
+        service, owner = self.service, f"request:{self.number}-{next(self.count)}"
+        version = service.version(name)
+        service.lease(version)
+        holds = not version.definition.options.pinned
+        try:
+            await service.ensure(version, "completion", [0], owner)
+            await service.turns()
+        finally:
+            service.end_lease(version)
+            if holds:
+                service.release_later(owner)
+
+
+@pytest.fixture(scope="module")
+def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    tokenizer = models.load_tokenizer(models.save_model("llama", tmp_path_factory.mktemp("llama")))
+    args = dict(attention_backend="dbsa", dtype="auto", served_model_name="m", revision=None)
+    args |= dict(kv_cache_dtype="auto", quantization=None)
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**args),
+        enable_metrics=False,
+        tokenizer=tokenizer,
+        context_len=10**7,
+        model_path="m",
+        rid_to_state={},
+    )
+
+
+async def quiet(service: Service) -> None:
+    """Wait until nothing goes on in the background."""
+    while service._tasks:
+        await asyncio.wait(set(service._tasks))
+
+
+async def storm(service: Service, seed: int) -> None:
+    clients = [Client(service, random.Random(f"{seed} {number}"), number) for number in range(CLIENTS)]
+    await asyncio.gather(*(client.live() for client in clients))
+    await quiet(service)
+
+
+def check_books(service: Service) -> None:
+    """Nothing is under way, and what is held is what pinned pools hold."""
+    assert not service._promised and service._turns == 0
+    for pool in service.pools.values():
+        assert pool.change is None and pool.deletion is None
+        assert pool.current is not None or pool.error, "a pool without a version was left behind"
+    current = {pool.current.owner: pool for pool in service.pools.values() if pool.current is not None}
+    for key, owners in service.schedulers.owners.items():
+        assert owners <= set(current), f"block {key} is held by {owners - set(current)}, which serve nothing"
+    for pool in service.pools.values():
+        version = pool.current
+        if version is not None:
+            assert version.users == 0 and not version.retired
+            for variant in version.resident:
+                for block in version.layouts[variant].blocks:
+                    assert version.owner in service.schedulers.owners[block.key]
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 25))
+def test_everything_ends_and_the_books_balance(manager: Any, first: int) -> None:
+    changes = 0
+    for seed in range(first, first + 25):
+        service = Service(manager, random.Random(seed), None)
+        asyncio.run(asyncio.wait_for(storm(service, seed), 60))
+        check_books(service)
+        changes += sum(pool.versions for pool in service.pools.values())
+    assert changes > 25, "hardly anything was made: the storm tests nothing"
+
+
+def test_what_is_on_disk_is_what_is_served(manager: Any, tmp_path: Path) -> None:
+    for seed in range(12):
+        folder = tmp_path / str(seed)
+        service = Service(manager, random.Random(seed), str(folder))
+        asyncio.run(asyncio.wait_for(storm(service, seed), 60))
+        check_books(service)
+        served = {name: pool.current for name, pool in service.pools.items() if pool.current is not None}
+        stored, damaged = PoolStore(folder).load(strict=True)
+        assert not damaged
+        assert {name: each.version for name, each in stored.items()} == {n: v.number for n, v in served.items()}
+        assert {n: each.definition for n, each in stored.items()} == {n: v.definition.dump() for n, v in served.items()}
+
+
+def test_a_change_that_is_cancelled_before_its_first_step_ends(manager: Any) -> None:
+    """Its task never runs: who waits must be told all the same."""
+
+    async def run() -> None:
+        service = Service(manager, random.Random(0), None)
+        putting = asyncio.ensure_future(service.put("a", models.demonstrations(3), {}))
+        await asyncio.sleep(0)
+        while "a" not in service.pools:
+            await asyncio.sleep(0)
+        ends = [asyncio.ensure_future(service.cancel("a")) for _ in range(3)]
+        with pytest.raises(PoolError, match="cancelled"):
+            await putting
+        await asyncio.gather(*ends)
+        await quiet(service)
+        assert not service.pools and service._turns == 0
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_the_queue_of_changes_is_bounded(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EXT_SETTINGS", '{"max_waiting_encodings": 2}')
+
+    async def run() -> list[Any]:
+        service = Service(manager, random.Random(0), None)
+        puts = [service.put(f"p{number}", models.demonstrations(3, number), {}) for number in range(6)]
+        found = await asyncio.gather(*puts, return_exceptions=True)
+        await quiet(service)
+        await service.put("later", models.demonstrations(3), {})
+        return found
+
+    found = asyncio.run(asyncio.wait_for(run(), 20))
+    refused = [each for each in found if isinstance(each, PoolError)]
+    assert len(refused) == 3
+    assert all(each.status_code == 429 and "--max-waiting-encodings 2" in str(each) for each in refused)
+
+
+def test_a_retriever_is_there_when_the_pool_is(manager: Any) -> None:
+    async def run() -> None:
+        service = Service(manager, random.Random(0), None)
+        await service.put("a", models.demonstrations(9), {"block_size": 3})
+        assert service.version("a").has_retriever(RequestOptions("a"))
+
+    asyncio.run(run())

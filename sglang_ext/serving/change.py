@@ -34,6 +34,7 @@ class Change:
         wait: whether who asked for it stays until it ends; None until that is known.
         progress: how far the encoding is, once it is known how large it is.
         error: why it was not made; None while it is under way and when it was made.
+        cancelled: its work was stopped.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class Change:
         self.wait: bool | None = None
         self.progress: Progress | None = None
         self.error: PoolError | None = None
+        self.cancelled = False
         self._left = False
         self._work: asyncio.Task[None] | None = None
         self._accepted, self._ended = asyncio.Event(), asyncio.Event()
@@ -68,13 +70,15 @@ class Change:
         explain: Callable[[BaseException], PoolError],
     ) -> None:
         await asyncio.wait([work])
-        failure = asyncio.CancelledError() if work.cancelled() else work.exception()
+        self._work = None
+        self.cancelled = work.cancelled()
+        failure = asyncio.CancelledError() if self.cancelled else work.exception()
         if failure is not None:
-            self.error = explain(failure)
+            self.error = explain(failure).fresh()
         try:
             await settle()
         except BaseException as error:
-            self.error = self.error or explain(error)
+            self.error = self.error or explain(error).fresh()
             raise
         finally:
             self.phase = ENDED
@@ -110,9 +114,22 @@ class Change:
             PoolError: it ended before; nothing was changed.
         """
         await self._accepted.wait()
-        if self.error is not None and self.phase == ENDED:
-            raise self.error
+        if self.phase == ENDED:
+            self._raise()
+
+    async def made(self) -> None:
+        """Wait until the change is made.
+
+        Raises:
+            PoolError: it was undone.
+        """
+        await self.ended()
+        self._raise()
 
     async def ended(self) -> None:
         """Wait until the change is made or undone; `error` tells which."""
         await self._ended.wait()
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error.fresh()

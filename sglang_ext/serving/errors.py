@@ -29,19 +29,16 @@ class PoolError(fastapi.HTTPException, ValueError):
     def __str__(self) -> str:
         return str(self.detail)
 
+    def fresh(self) -> PoolError:
+        """The same without the frames that it went through: one that is kept must not keep what they had read."""
+        return PoolError(str(self.detail), self.status_code)
+
 
 class BlocksLost(PoolError):
     """Blocks that an encoding needs were evicted before it ran."""
 
     def __init__(self) -> None:
         super().__init__("blocks that the encoding attends to were evicted before it ran; retry", 503)
-
-
-class ChangeCancelled(PoolError):
-    """The change of a pool was stopped before it was made."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"the change of pool {name!r} was cancelled; the pool is as it was before", 409)
 
 
 class UnknownPool(PoolError):

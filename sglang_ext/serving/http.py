@@ -144,6 +144,7 @@ async def while_connected(request: fastapi.Request, work: Coroutine[Any, Any, T]
         raise PoolError("the client went away", 499) from None
     finally:
         gone.cancel()
+        del task, gone  # an error's frames would refer to the task that has the error, and both keep the request's body
 
 
 async def _disconnected(request: fastapi.Request) -> None:

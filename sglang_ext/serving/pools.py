@@ -23,7 +23,7 @@ from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
 from sglang_ext.serving.change import PREPARING, Change, Progress
 from sglang_ext.serving.encode import Run, plan_runs
-from sglang_ext.serving.errors import BlocksLost, ChangeCancelled, PoolError, UnknownPool
+from sglang_ext.serving.errors import BlocksLost, PoolError, UnknownPool
 from sglang_ext.serving.layout import (
     Layout,
     bos,
@@ -31,6 +31,7 @@ from sglang_ext.serving.layout import (
     lay_out,
     parse_demonstrations,
 )
+from sglang_ext.serving.memory import give_back
 from sglang_ext.serving.messages import ExtAdminReqInput
 from sglang_ext.serving.metrics import TokenizerMetrics
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS, beyond_context, describe
@@ -300,7 +301,7 @@ class PoolService:
         self._refuse_streams()
         with self._turn():
             state = await self.admin("state")
-            return await self._apart(self._plan, source, state)
+            return await self._read(self._plan, source, state)
 
     def _plan(self, source: Source, state: Mapping[str, Any]) -> dict[str, Any]:
         submitted = source()
@@ -381,18 +382,16 @@ class PoolService:
             await change.accepted()
             if not change.wait:
                 return self._summary(pool)
-            await change.ended()
+            await change.made()
         except asyncio.CancelledError:
             change.leave()
             raise
-        if change.error is not None:
-            raise change.error
         return await self._info(pool)
 
     async def _make(self, pool: Pool, change: Change, made: Made, define: Define) -> None:
         """Lay out and encode a new version. Whatever it did until it failed or was cancelled, `_settle` undoes."""
         state = await self.admin("state")
-        version, wait = await self._apart(self._prepare, pool, change, define, _countable(state))
+        version, wait = await self._read(self._prepare, pool, change, define, _countable(state))
         made.version = version
         self._versions.add(version)
         change.prepared(wait)
@@ -427,11 +426,11 @@ class PoolService:
                 try:
                     await asyncio.to_thread(self.store.save, version.name, version.number, version.definition.dump())
                 except Exception as error:
-                    change.error = _explained(pool, change, error)
+                    change.error = _explained(pool, change, error).fresh()
             if change.error is None and version is not None:
                 await self._switch(pool, version, change, time.perf_counter() - made.begin)
             else:
-                if accepted and not isinstance(change.error, ChangeCancelled):
+                if accepted and not change.cancelled:
                     pool.error = str(change.error)
                 if version is not None:
                     await self.admin("release", owner=version.owner, drop=True)
@@ -440,7 +439,7 @@ class PoolService:
                 self._promised.pop(version.owner, None)
             pool.change = None
             # Who waited knows why; others find the pool as `failed`.
-            told = change.wait is not False or not accepted or isinstance(change.error, ChangeCancelled)
+            told = change.wait is not False or not accepted or change.cancelled
             if pool.current is None and told and self.pools.get(pool.name) is pool:
                 del self.pools[pool.name]
 
@@ -733,6 +732,13 @@ class PoolService:
         """Tokenizing and grouping a pool takes up to seconds: done in a thread (one: tokenizers are not shared)."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
+    async def _read(self, work: Callable[..., T], *args: Any) -> T:
+        """`_apart`, of work that reads what a client submitted; the memory that it took and freed is given back."""
+        try:
+            return await self._apart(work, *args)
+        finally:
+            self._thread.submit(give_back)
+
     def _tokenizer(self) -> Any:
         """A tokenizer of our own: layouts are made in a thread, and two users of one fast tokenizer collide."""
         if self.manager.tokenizer is None:
@@ -818,7 +824,7 @@ def _countable(state: Mapping[str, Any]) -> int:
 def _explained(pool: Pool, change: Change, error: BaseException) -> PoolError:
     """What users are told of an exception that ended a change."""
     if isinstance(error, asyncio.CancelledError):
-        return ChangeCancelled(pool.name)
+        return PoolError(f"the change of pool {pool.name!r} was cancelled; the pool is as it was before", 409)
     if change.progress is None:
         if isinstance(error, PoolError):
             return error

@@ -104,13 +104,46 @@ def test_a_killed_server_comes_back_with_its_pools(tmp_path: Path) -> None:
         assert [pool["name"] for pool in server.json("GET", "/v1/pools")["pools"]] == ["kept"]
 
 
-def test_a_damaged_pool_file_is_named(tmp_path: Path) -> None:
-    """Nothing is skipped in silence: the server does not start without a pool that should be there."""
-    (tmp_path / "bad.json").write_text('{"format": 1}')
+DAMAGED = {
+    "lacking.json": '{"format": 1}',
+    "no.json": "no JSON",
+    "list.json": "[1]",
+    "other.json": None,  # a good file whose name is another pool's
+}
+
+
+def test_damaged_pool_files_are_set_aside_and_the_others_are_served(tmp_path: Path) -> None:
+    """Nothing is skipped in silence, and nothing overwrites what its owner may still mend."""
     env = {"SGLANG_EXT_POOL_DIR": str(tmp_path)}
+    server = Server(model(), env=env, max_total_tokens=2000, chunked_prefill_size=64)
+    with server:
+        server.put("kept", DEMOS[:6], block_size=3)
+        assert server.put("kept", DEMOS[:9], block_size=3)["version"] == 2
+        server.kill()
+        whole = (tmp_path / "kept.json").read_text(encoding="utf-8")
+        for name, text in DAMAGED.items():
+            (tmp_path / name).write_text(whole if text is None else text, encoding="utf-8")
+        (tmp_path / "marked.json").write_text("\ufeff" + whole.replace('"kept"', '"marked"'), encoding="utf-8")
+        server.start()
+        listed = server.json("GET", "/v1/pools")
+        assert {pool["name"]: pool["version"] for pool in listed["pools"]} == {"kept": 2, "marked": 2}
+        for name in DAMAGED:
+            words = [problem for problem in listed["damaged"] if name in problem]
+            assert len(words) == 1 and "is not a pool definition" in words[0] and words[0] in server.log()
+        assert any("names the pool 'kept'" in problem for problem in listed["damaged"])
+        assert server.put("other", DEMOS[:3])["version"] == 1, "the name is free"
+        assert server.put("kept", DEMOS[:6], block_size=3)["version"] == 3, "versions go on counting"
+        assert (tmp_path / "other.json.damaged").read_text(encoding="utf-8") == whole
+        server.generate(QUESTION, pool="marked", ratio=0.6)
+
+
+def test_a_damaged_pool_file_stops_a_strict_server(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"format": 1}')
+    env = {"SGLANG_EXT_POOL_DIR": str(tmp_path), "SGLANG_EXT_SETTINGS": '{"strict_pool_dir": true}'}
     with Server(model(), env=env, wait=False, max_total_tokens=1000) as server:
         assert server.wait_for_exit(250) != 0
         assert "bad.json is not a pool definition" in server.log(), server.tail()
+    assert (tmp_path / "bad.json").exists()
 
 
 def test_requests_that_do_not_fit_together_take_turns() -> None:

@@ -94,6 +94,7 @@ __all__ = [
     "stitched_tokens",
     "tree_nodes",
     "view_backend",
+    "waits_for_grammars",
     "whole_graph_size",
     "write_kv",
 ]
@@ -146,6 +147,11 @@ def own_ids(req: Any, begin: int, end: int) -> array[int]:
 def pending_requests(scheduler: Any) -> set[int]:
     """`id` of every request of which a step was launched whose tokens the scheduler has not seen yet."""
     return {id(req) for batch, _ in getattr(scheduler, "result_queue", ()) for req in batch.reqs}
+
+
+def waits_for_grammars(scheduler: Any) -> bool:
+    """Whether a request waits for its grammar to be compiled."""
+    return bool(scheduler.grammar_manager.has_waiting_grammars())
 
 
 def set_request_row(req: Any, row: Row | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any
 
 from sglang_ext import compat
@@ -92,15 +93,33 @@ def fit(scheduler: Any, req: Any, row: Row | None) -> None:
 # ---- turns ----
 
 
-def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
-    """AROUND Scheduler.get_new_batch_prefill: after a chunk of encoding or of a stream, running requests decode once.
+class Turn(Enum):
+    """What runs next while a long prompt is prefilled in chunks: one of each, over and over."""
 
-    SGLang lets prefill win every time; a pool of many chunks would stop every running answer for its whole length.
+    ADMIT = auto()
+    DECODE = auto()
+    CHUNK = auto()
+
+
+def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    """AROUND Scheduler.get_new_batch_prefill: between two chunks of an encoding or of a stream others have their turns.
+
+    SGLang lets prefill win every time, and the prompt that it has begun before others; a pool of many chunks would stop
+    every running answer, and every new request, for its whole length. So requests that fit are prefilled after a chunk,
+    then running requests decode once.
     """
-    if _takes_turns(scheduler) and not running_batch.is_empty() and not running_batch.is_prefill_only:
-        scheduler.ext_encode_turn = not getattr(scheduler, "ext_encode_turn", False)
-        if scheduler.ext_encode_turn:
-            return compat.NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+    if _takes_turns(scheduler):
+        turn = getattr(scheduler, "ext_turn", Turn.ADMIT)
+        if turn is Turn.ADMIT:
+            turn = scheduler.ext_turn = Turn.DECODE
+            plan = _admit(original, scheduler, running_batch)
+            if plan is not None:
+                return plan
+        if turn is Turn.DECODE:
+            scheduler.ext_turn = Turn.CHUNK
+            if not running_batch.is_empty() and not running_batch.is_prefill_only:
+                return compat.NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+        scheduler.ext_turn = Turn.ADMIT
     plan = original(scheduler, running_batch)
     if plan.batch_to_run is None and _stuck(scheduler, plan.running_batch):
         if isinstance(scheduler.tree_cache, BlockRadixCache):
@@ -108,6 +127,51 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, r
         plan.running_batch.batch_is_full = False  # SGLang clears it only when something that runs ends
         plan = original(scheduler, plan.running_batch)
     return plan
+
+
+def _admit(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any | None:
+    """A batch of waiting requests, while a long prompt waits for its next chunk; None where there is none.
+
+    SGLang cuts one prompt at a time: only requests that together fit one chunk are shown to it.
+    """
+    if compat.waits_for_grammars(scheduler):  # one whose grammar is ready joins the queue, of whatever length
+        return None
+    first = _fitting(scheduler)
+    if not first:
+        return None
+    chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
+    scheduler.chunked_req, scheduler.waiting_queue = None, first
+    try:
+        plan = original(scheduler, running_batch)
+    finally:
+        # What ran left the queue, and what gave way to it joined the queue.
+        shown, left = {id(req) for req in first}, scheduler.waiting_queue
+        behind = [req for req in queue if id(req) not in shown]
+        scheduler.chunked_req, scheduler.waiting_queue = chunked, [*left, *behind]
+    return plan if plan.batch_to_run is not None else None
+
+
+def _fitting(scheduler: Any) -> list[Any]:
+    """The first waiting requests that fit one chunk, and leave the long prompt the room that it was admitted with."""
+    cache, chunked = scheduler.tree_cache, scheduler.chunked_req
+    tokens, room = scheduler.chunked_prefill_size, None
+    if isinstance(cache, BlockRadixCache):  # a stream has all of its slots
+        room = free_tokens(scheduler) - (len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices))
+    found = []
+    for req in scheduler.waiting_queue:
+        row, total = compat.request_row(req), len(req.origin_input_ids) + len(req.output_ids)
+        tokens -= total - (row.prefix_tokens if row is not None else 0)
+        if room is not None:
+            room -= total + (req.sampling_params.max_new_tokens or 0)
+        if tokens < 0 or (room is not None and room < CHUNK_MARGIN) or (row is not None and row.new):
+            break
+        found.append(req)
+    return found
+
+
+def free_tokens(scheduler: Any) -> int:
+    """KV slots that are free or can be evicted."""
+    return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
 
 
 def _takes_turns(scheduler: Any) -> bool:
@@ -212,8 +276,7 @@ class Admin:
         scheduler, chunked = self.scheduler, self.scheduler.chunked_req
         if chunked is not None:
             left = len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices)
-            room = scheduler.token_to_kv_pool_allocator.available_size() + self.cache.evictable_size()
-            if room - self.cache.unlocked_tokens(there) < left + CHUNK_MARGIN:
+            if free_tokens(scheduler) - self.cache.unlocked_tokens(there) < left + CHUNK_MARGIN:
                 return {"missing": [], "busy": True}
         self.cache.hold(owner, there)
         return {"missing": [key for key in keys if key in absent]}

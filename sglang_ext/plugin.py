@@ -179,6 +179,11 @@ HOOKS = (
         _OURS + "options:before_tokenize_one_request",
     ),
     Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_texts",
+        "around",
+        _OURS + "texts:around_tokenize_texts",
+    ),
+    Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager._wait_one_response",
         "around",
         _OURS + "tokenizer:around_wait_one_response",

@@ -739,6 +739,15 @@ class PoolService:
         finally:
             self._thread.submit(give_back)
 
+    async def tokenized(self, text: str) -> list[int]:
+        """The token ids of a long text, as the tokenizer itself gives them."""
+
+        def tokenize() -> list[int]:
+            ids: list[int] = self._tokenizer()([text])["input_ids"][0]
+            return ids
+
+        return await self._read(tokenize)
+
     def _tokenizer(self) -> Any:
         """A tokenizer of our own: layouts are made in a thread, and two users of one fast tokenizer collide."""
         if self.manager.tokenizer is None:

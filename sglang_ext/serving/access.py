@@ -168,7 +168,9 @@ def _without_secrets(endpoint: Callable[[], Awaitable[dict[str, Any]]]) -> Calla
 
 def hide_secrets(info: dict[str, Any]) -> dict[str, Any]:
     """What /server_info answers, with the server's keys left out wherever SGLang puts its arguments."""
-    found = {name: HIDDEN if name in SECRET_ARGUMENTS and value else value for name, value in info.items()}
-    if isinstance(found.get("internal_states"), list):
-        found["internal_states"] = [hide_secrets(state) for state in found["internal_states"]]
+    found: dict[str, Any] = {}
+    for name, value in info.items():
+        if name == "internal_states":
+            value = [hide_secrets(state) for state in value]
+        found[name] = HIDDEN if name in SECRET_ARGUMENTS and value else value
     return found

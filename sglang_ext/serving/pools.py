@@ -143,7 +143,8 @@ class PoolService:
         """The version of a pool that requests are served from now."""
         pool = self.get(name)
         if pool.status == "failed":
-            raise PoolError(f"{pool.error}; put it again, or delete it", 409)
+            why = pool.error if may_see_definitions(self.manager) else f"pool {name!r} could not be made"
+            raise PoolError(f"{why}; put it again, or delete it", 409)
         if pool.current is None:
             raise PoolError(f"pool {name!r} is still being encoded; wait until GET /v1/pools/{name} says ready", 409)
         return pool.current

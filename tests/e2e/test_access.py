@@ -357,14 +357,3 @@ def test_keys_come_with_streams_batches_and_openai_routes(streams: Streams) -> N
 )
 def test_what_is_no_key(streams: Streams, custom: dict[str, Any]) -> None:
     assert "conversation_key" in refusal(streams.turn("hello", **custom))
-
-
-def test_open_conversations() -> None:
-    env = {"SGLANG_EXT_POLICY": json.dumps(POLICY), "SGLANG_EXT_SETTINGS": json.dumps({"open_conversations": True})}
-    with Server(model(), attention_backend="cascade", max_total_tokens=400, env=env) as running:
-        streams = Streams(running)
-        first = streams.turn("hello", conversation="all").json()
-        assert "sglang_ext" not in first["meta_info"]
-        assert streams.turn("go on", conversation="all", **{"continue": True}).status_code == 200
-        assert streams.turn("anew", conversation="all").status_code == 200
-        assert running.faults() == []

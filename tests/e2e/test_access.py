@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -191,23 +190,6 @@ def test_metrics_do_not_name_pools(guarded: Guarded) -> None:
     assert tokens == sum(sizes)
 
 
-def test_websockets_and_forged_hosts_need_the_key(guarded: Guarded) -> None:
-    """SGLang lets WebSockets pass, and reads paths from a URL that begins with what the client calls the host."""
-
-    def status(*lines: str) -> str:
-        with socket.create_connection(("127.0.0.1", guarded.server.port), timeout=60) as connection:
-            connection.sendall("\r\n".join([*lines, "Connection: close", "", ""]).encode())
-            return connection.recv(4096).decode().split("\r\n", 1)[0]
-
-    assert " 401 " in status("GET /v1/pools HTTP/1.1", "Host: a/health?")
-    assert " 401 " in status("GET /server_info HTTP/1.1", "Host: a/metrics#")
-    upgrade = ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="]
-    with socket.create_connection(("127.0.0.1", guarded.server.port), timeout=60) as connection:
-        lines = ["GET /v1/realtime HTTP/1.1", "Host: a", "Upgrade: websocket", "Connection: Upgrade", *upgrade, "", ""]
-        connection.sendall("\r\n".join(lines).encode())
-        assert " 101 " not in connection.recv(4096).decode().split("\r\n", 1)[0]
-
-
 def respond(guarded: Guarded, **fields: Any) -> requests.Response:
     body = {"model": "m", "input": QUESTION, "max_output_tokens": 4, **fields}
     return guarded.call("POST", "/v1/responses", json=body)
@@ -236,14 +218,17 @@ def test_ids_of_stored_responses_are_the_servers(guarded: Guarded) -> None:
 
 
 def test_answers_in_the_background_do_not_give_way(guarded: Guarded) -> None:
-    long = [respond(guarded, background=True, max_output_tokens=900).json()["id"] for _ in range(MOST_RESPONSES)]
-    states = [guarded.json("GET", f"/v1/responses/{id}")["status"] for id in long]
-    full = respond(guarded)
-    if set(states) <= {"queued", "in_progress"} and full.status_code != 200:  # none ended meanwhile
-        assert full.status_code == 429 and f"max_responses={MOST_RESPONSES}" in error_of(full), full.text
-    for id in long:
-        assert guarded.call("POST", f"/v1/responses/{id}/cancel").status_code in (200, 400, 404)
-    until(lambda: respond(guarded).status_code == 200)
+    for _ in range(8):  # until none of them ended before it was looked at
+        ids = [respond(guarded, background=True, max_output_tokens=900).json()["id"] for _ in range(MOST_RESPONSES)]
+        full = respond(guarded)
+        states = {guarded.call("GET", f"/v1/responses/{id}").json().get("status") for id in ids}
+        for id in ids:
+            guarded.call("POST", f"/v1/responses/{id}/cancel")
+        until(lambda: respond(guarded).status_code == 200)
+        if states <= {"queued", "in_progress"}:
+            assert full.status_code == 429 and f"max_responses={MOST_RESPONSES}" in error_of(full), full.text
+            return
+    raise AssertionError("answers in the background ended before they were looked at")
 
 
 # ---- conversations ----

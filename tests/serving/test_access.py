@@ -71,7 +71,7 @@ def test_answers_belong_to_a_key_where_there_are_keys() -> None:
 
     assert owner("a", None) == owner("a", Keys(None, None)) == owner(None, Keys(USER, None)) == ""
     found = {owner(key, Keys(None, ADMIN)) for key in (None, "a", "b")}
-    assert len(found) == 3 and not "a" in found
+    assert len(found) == 3 and "a" not in found
 
 
 @pytest.mark.parametrize(

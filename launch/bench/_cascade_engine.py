@@ -26,7 +26,7 @@ from sglang_ext.attention.policy import CONVERSATION_KEY_BYTES
 from sglang_ext.policies.cascade import Cascade
 
 ROLES = ("ours", "stock")
-PARTS = {"conversation": "parts", "conversation_key": secrets.token_urlsafe(CONVERSATION_KEY_BYTES)}
+PARTS: dict[str, Any] = {"conversation": "parts", "conversation_key": secrets.token_urlsafe(CONVERSATION_KEY_BYTES)}
 """The conversation that is measured, begun anew with a key of its own."""
 TOKENS = (50, 380)
 """Random tokens are drawn from here: inside every vocabulary."""

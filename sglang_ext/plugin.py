@@ -189,6 +189,11 @@ HOOKS = (
         _OURS + "tokenizer:around_wait_one_response",
     ),
     Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.abort_request",
+        "around",
+        _OURS + "access:around_abort_request",
+    ),
+    Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.flush_cache",
         "around",
         _OURS + "tokenizer:around_flush_cache",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
@@ -18,6 +19,8 @@ from typing import Any
 from sglang_ext import compat
 from sglang_ext.config import PoolOptions
 from sglang_ext.serving.errors import PoolError
+
+logger = logging.getLogger(__name__)
 
 _ASGI = Callable[..., Awaitable[None]]
 
@@ -90,6 +93,30 @@ def owner_of_answers(manager: Any) -> str:
     if keys is None or not (keys.api or keys.admin) or shown is None:
         return ""
     return hashlib.sha256(shown.encode()).hexdigest()
+
+
+# ---- what a client ends ----
+
+
+def around_abort_request(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """AROUND TokenizerManager.abort_request: who chose a short id for its request must not end others' with it.
+
+    Schedulers end every request whose id begins with `rid`. Where others' do, this one runs to its end instead.
+    """
+    if rid and not abort_all and manager.ext_pools is not None and (others := ids_beginning_with(manager, rid)):
+        logger.warning("sglang_ext: %d requests have ids that begin with %r: it is not ended alone", len(others), rid)
+        return
+    original(manager, rid, abort_all)
+
+
+def ids_beginning_with(manager: Any, rid: str) -> list[str]:
+    """Ids of other requests under way that begin with `rid`; those of its own parallel answers do not count."""
+    parents = getattr(manager, "child_rid_to_logical_rid", {})
+    return [
+        other
+        for other in manager.rid_to_state
+        if other != rid and str(other).startswith(rid) and parents.get(other) != rid
+    ]
 
 
 # ---- the caller ----

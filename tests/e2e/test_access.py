@@ -190,6 +190,20 @@ def test_metrics_do_not_name_pools(guarded: Guarded) -> None:
     assert tokens == sum(sizes)
 
 
+def test_who_leaves_ends_no_other_request(guarded: Guarded) -> None:
+    """SGLang's scheduler ends all requests whose ids begin with that of the one to be ended."""
+    params = {"max_new_tokens": 700, "ignore_eos": True, "temperature": 0}
+    body = {"text": QUESTION, "sampling_params": params}
+    with ThreadPoolExecutor(1) as thread:
+        mine = thread.submit(guarded.json, "POST", "/generate", json={**body, "rid": "somebody-elses"})
+        until(lambda: guarded.json("GET", "/v1/loads")["loads"][0]["num_running_reqs"])
+        events = guarded.server.stream({**body, "rid": "somebody"})
+        next(events)
+        assert not mine.done()
+        events.close()  # the client hangs up, and the server notices
+        assert mine.result()["meta_info"]["finish_reason"]["type"] == "length"
+
+
 def respond(guarded: Guarded, **fields: Any) -> requests.Response:
     body = {"model": "m", "input": QUESTION, "max_output_tokens": 4, **fields}
     return guarded.call("POST", "/v1/responses", json=body)

@@ -159,3 +159,20 @@ def test_a_server_without_its_info_route_is_not_started() -> None:
     args = SimpleNamespace(api_key=USER, admin_api_key=ADMIN)
     with pytest.raises(RuntimeError, match="has no route /server_info"):
         access.guard(fastapi.FastAPI(), SimpleNamespace(), args)
+
+
+def test_a_short_id_ends_no_other_requests() -> None:
+    ended: list[tuple[str, bool]] = []
+
+    def original(_manager: Any, rid: str, abort_all: bool) -> None:
+        ended.append((rid, abort_all))
+
+    under_way = dict.fromkeys(["a", "ab", "c", "c_1", "d"])
+    server = SimpleNamespace(ext_pools=object(), rid_to_state=under_way, child_rid_to_logical_rid={"c_1": "c"})
+    for rid in ("a", "ab", "c", "d", "gone", ""):
+        access.around_abort_request(original, server, rid)
+    access.around_abort_request(original, server, rid="a", abort_all=True)
+    assert ended == [("ab", False), ("c", False), ("d", False), ("gone", False), ("", False), ("a", True)]
+    server.ext_pools = None
+    access.around_abort_request(original, server, "a")
+    assert ended[-1] == ("a", False)

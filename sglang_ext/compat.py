@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.runner_utils import get_capture_lora_variant
+from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_ext.cache.rows import WIRE_KEY, Row
@@ -62,6 +63,7 @@ __all__ = [
     "is_missing_message",
     "keep_first_abort",
     "keep_graph_sizes",
+    "key_opens",
     "kv_by_layer",
     "kv_bytes_per_token",
     "load_weights",
@@ -76,6 +78,7 @@ __all__ = [
     "own_ids",
     "path_slots",
     "pending_requests",
+    "prompt_index",
     "record_both_variants",
     "refuse_model",
     "replay_whole",
@@ -546,6 +549,26 @@ def sent_row(request: Any) -> Row | None:
 def generate(manager: Any, request: Any) -> AsyncIterator[Any]:
     """SGLang's own generate_request, without our composition (the request already says what it needs)."""
     return manager.generate_request(request)
+
+
+def key_opens(app: Any, scope: dict[str, Any], token: str | None, api_key: str | None, admin: str | None) -> bool:
+    """Whether SGLang's own rule lets a bearer token through to the route of an ASGI scope."""
+    decision = decide_request_auth(
+        method=scope.get("method", "GET"),
+        path=scope["path"],
+        authorization_header=None if token is None else f"Bearer {token}",
+        api_key=api_key,
+        admin_api_key=admin,
+        auth_level=_get_auth_level_from_app_and_scope(app, scope),
+    )
+    return bool(decision.allowed)
+
+
+def prompt_index(request: Any, answer: dict[str, Any], place: int) -> int:
+    """Which prompt of a GenerateReqInput an answer belongs to; `place` is its place among those that came with it."""
+    prompts, copies = len(logical_rids(request)), getattr(request, "parallel_sample_num", 1) or 1
+    index = answer.get("index", place) if prompts * copies > 1 else 0
+    return int(index) // copies
 
 
 def logical_rids(request: Any) -> list[str]:

@@ -123,6 +123,8 @@ class PoolOptions:
         seed: of the grouping.
         pinned: keep the blocks in memory; an unpinned pool's evicted blocks are encoded again when next needed.
         system: system prompt of chat requests that use the pool.
+        readable: any client may have its texts returned word by word (`return_prompt_token_ids`); else only those who
+            may see pools' definitions.
     """
 
     template: str = "{input}\n{label_prefix}{output}"
@@ -137,6 +139,7 @@ class PoolOptions:
     seed: int = 0
     pinned: bool = True
     system: str | None = None
+    readable: bool = False
 
     def __post_init__(self) -> None:
         for field in _FIELDS:

@@ -164,6 +164,11 @@ HOOKS = (
         _OURS + "tokenizer:around_generate_request",
     ),
     Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        "around",
+        _OURS + "conversations:around_generate_request",
+    ),
+    Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
         "around",
         _OURS + "tokenizer:around_tokenize_one_request",
@@ -189,6 +194,11 @@ HOOKS = (
         _OURS + "tokenizer:around_wait_one_response",
     ),
     Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.abort_request",
+        "around",
+        _OURS + "access:around_abort_request",
+    ),
+    Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.flush_cache",
         "around",
         _OURS + "tokenizer:around_flush_cache",
@@ -207,6 +217,11 @@ HOOKS = (
         _SRT + "entrypoints.openai.serving_completions.OpenAIServingCompletion._build_sampling_params",
         "around",
         _OURS + "chat:around_build_sampling_params",
+    ),
+    Hook(
+        _SRT + "entrypoints.openai.serving_responses.OpenAIServingResponses.__init__",
+        "after",
+        _OURS + "responses:after_init",
     ),
     Hook(
         _SRT + "entrypoints.http_server._setup_and_run_http_server",
@@ -303,6 +318,7 @@ def _build_radix_cache(context: Any) -> Any:
     from sglang_ext.attention.policy import StreamPolicy
     from sglang_ext.cache.radix import BlockRadixCache
     from sglang_ext.cache.streams import StreamCache
+    from sglang_ext.settings import server_settings
 
     backend = compat.view_backend(context.tp_worker.model_runner)
     if backend is None:
@@ -311,7 +327,7 @@ def _build_radix_cache(context: Any) -> Any:
             f" {type(context.tp_worker.model_runner.attn_backend).__name__}"
         )
     if isinstance(backend.policy, StreamPolicy):
-        streams = StreamCache(context.params, backend.policy)
+        streams = StreamCache(context.params, backend.policy, server_settings().open_conversations)
         streams.on_release.append(backend.release)
         return streams
     cache = BlockRadixCache(context.params)

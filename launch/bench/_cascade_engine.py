@@ -15,15 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import secrets
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.attention.policy import CONVERSATION_KEY_BYTES
 from sglang_ext.policies.cascade import Cascade
 
 ROLES = ("ours", "stock")
+PARTS: dict[str, Any] = {"conversation": "parts", "conversation_key": secrets.token_urlsafe(CONVERSATION_KEY_BYTES)}
+"""The conversation that is measured, begun anew with a key of its own."""
 TOKENS = (50, 380)
 """Random tokens are drawn from here: inside every vocabulary."""
 UNSCORED = 3
@@ -64,11 +68,11 @@ def decoding(engine: Any, steps: int, repeats: int, prompt: Sequence[int], **cus
 
 def parts(engine: Any, total: int, part: int, **custom: Any) -> list[float]:
     """Seconds of each part of one long stream, with the policy's settings in `custom`."""
-    found, name = [], "parts"
+    found = []
     for number in range(total // part):
         goes_on = number > 0  # it begins with the token of the answer before it
         tokens = drawn(part - goes_on, number)
-        found.append(timed(engine, tokens, conversation=name, **custom, **({"continue": True} if goes_on else {})))
+        found.append(timed(engine, tokens, **PARTS, **custom, **({"continue": True} if goes_on else {})))
     return found
 
 
@@ -87,7 +91,7 @@ def ours(args: argparse.Namespace, cascade: Cascade, common: dict[str, Any]) -> 
     timed(engine, drawn(cascade.slots + 2 * cascade.stride, 0), 3)  # compiles what was not warmed up
     found: dict[str, Any] = {"attention_backend": state["attention_backend"]}
     found["parts"] = parts(engine, args.tokens, args.part)
-    goes_on: dict[str, Any] = {"conversation": "parts", "continue": True}
+    goes_on: dict[str, Any] = {**PARTS, "continue": True}
     timed(engine, drawn(max(1, cascade.stride // 2 - 1), 7), **goes_on)  # to the middle of a stride
     found["decode"] = decoding(engine, args.decode_tokens, args.repeats, [60], **goes_on)
     found["whole"] = [timed(engine, drawn(args.tokens, 1 + n)) for n in range(args.repeats)]

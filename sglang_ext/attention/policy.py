@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from sglang_ext.cache.rows import Row
 
 ENTRY_POINTS = "sglang_ext.policies"
+CONVERSATION_KEY_BYTES = 32
+"""Random bytes in the key of a conversation; base64 spells them in 43 characters."""
+_CONVERSATION_KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 
 
 @dataclass(frozen=True)
@@ -280,17 +284,26 @@ class StreamPolicy(Policy):
     A stream may outlive its request: a *conversation* is a stream that the next request, its next turn, goes on from.
     """
 
-    request_options = frozenset({"conversation", "continue"})
+    request_options = frozenset({"conversation", "continue", "conversation_key"})
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Whether `conversation` and `continue` are what they should be; for policies to extend."""
-        name, goes_on = options.get("conversation"), options.get("continue", False)
+        """Whether the name and key of a conversation, and `continue`, are what they should be; to be extended."""
+        name, goes_on, key = (
+            options.get("conversation"),
+            options.get("continue", False),
+            options.get("conversation_key"),
+        )
         if name is not None and not (isinstance(name, str) and 1 <= len(name) <= 128):
             raise ValueError(f"custom_params: conversation={name!r}: expected a name of 1 to 128 characters")
         if not isinstance(goes_on, bool) or (goes_on and name is None):
             raise ValueError(
                 f"custom_params: continue={goes_on!r} with conversation={name!r}: expected true or false, and the name"
                 " of a conversation that a request has begun"
+            )
+        if key is not None and (name is None or not (isinstance(key, str) and _CONVERSATION_KEY.fullmatch(key))):
+            raise ValueError(
+                "custom_params: conversation_key is not one: expected the text that the first turn's answer has in"
+                ' meta_info["sglang_ext"], beside the name of its conversation'
             )
 
     def leave(self, slot: int) -> Any:

@@ -8,14 +8,19 @@ A stream stays when its request ends, until its room is needed. A request whose 
 its answer included, goes on from there: the next turn of a chat does. A request may also name a conversation. The next
 turn, which names it too, is sent without what came before, and computed alone, however long the conversation is.
 Streams without a name give way first, then conversations, the one that was longest without a turn before others.
+
+A name belongs to who begins it, from the moment its first turn runs until it gives way: others, who do not have its key
+(`custom_params`, `conversation_key`), can neither go on from it nor begin it anew. That is decided here, request by
+request in the order in which they run, so of two first turns at once one finds the name taken.
 """
 
 from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from secrets import compare_digest
 from typing import Any
 
 import torch
@@ -39,6 +44,7 @@ class Conversation:
         whole: all tokens of a stream without a name, the last one of the answer, which is not computed or computed once
             too early, included; None where there is a name.
         key: SGLang's `extra_key` of the request, which those that go on must share.
+        secret: the `conversation_key` of the turns; None for a stream without a name, and where no key is asked for.
     """
 
     slots: torch.Tensor
@@ -48,6 +54,7 @@ class Conversation:
     state: Any
     whole: array[int] | None = None
     key: str | None = None
+    secret: str | None = None
 
 
 class StreamCache(ChunkCache):
@@ -64,26 +71,49 @@ class StreamCache(ChunkCache):
         conversations: name -> what its last turn left, and something unique -> what a request without a name left; of
             each kind the next to give way first.
         most_tokens: of a stream, all turns of its conversation together.
+        open_conversations: whoever knows a conversation's name may go on from it and begin it anew.
     """
 
-    def __init__(self, params: Any, policy: StreamPolicy) -> None:
+    def __init__(self, params: Any, policy: StreamPolicy, open_conversations: bool = False) -> None:
         super().__init__(params)
-        self.policy, self.most_tokens = policy, MAX_TOKENS
+        self.policy, self.most_tokens, self.open_conversations = policy, MAX_TOKENS, open_conversations
         self.on_release: list[Callable[[int], None]] = []
         self.reserved: dict[int, int] = {}
         self.conversations: dict[Hashable, Conversation] = {}
         self._found: weakref.WeakKeyDictionary[Any, Conversation] = weakref.WeakKeyDictionary()  # request -> its prefix
         self._claimed: dict[str, Conversation] = {}  # by the id of a request in the batch that is being made
         self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
+        self._under_way: dict[str, tuple[str, str | None]] = {}  # id of a turn -> name and key of its conversation
         self._length = torch.zeros(1, dtype=torch.int64)
 
     def reset(self) -> None:
         for turn in (*self.conversations.values(), *self._claimed.values()):
             self.policy.forget(turn.state)
-        for kept in (self.reserved, self.conversations, self._claimed, self._before):
+        for kept in (self.reserved, self.conversations, self._claimed, self._before, self._under_way):
             kept.clear()
 
     # ---- conversations ----
+
+    def conversation(self, options: Mapping[str, Any]) -> Conversation | None:
+        """The conversation that a request names and has the key of, where its last turn has ended."""
+        kept = self.conversations.get(options["conversation"])
+        return kept if kept is not None and self._opens(options, kept.secret) else None
+
+    def _opens(self, options: Mapping[str, Any], secret: str | None) -> bool:
+        """Whether a request with these `custom_params` has the key of a conversation."""
+        if self.open_conversations:
+            return True
+        given = options.get("conversation_key")
+        return isinstance(given, str) and secret is not None and compare_digest(given.encode(), secret.encode())
+
+    def _taken(self, options: Mapping[str, Any]) -> bool:
+        """Whether the name that a first turn would begin belongs to somebody else."""
+        name = options.get("conversation")
+        if name is None:
+            return False
+        kept = self.conversations.get(name)
+        holders = [secret for held, secret in self._under_way.values() if held == name]
+        return not all(self._opens(options, secret) for secret in (*holders, *([kept.secret] if kept else [])))
 
     def match_prefix(self, params: Any) -> Any:
         """A stream that is a prefix; a turn that cannot go on is refused: its answer would be another."""
@@ -93,14 +123,18 @@ class StreamCache(ChunkCache):
             turn: Conversation | None = compat.sent_turn(req)
             name = options["conversation"]
             if turn is None or self.conversations.get(name) is not turn:
-                why = f"conversation {name!r} is not there to go on: it never began, gave way to others, or has a turn"
-                compat.abort_unscheduled(req, why + " under way; send it whole, without continue", 400)
+                why = f"conversation {name!r} is not there to go on: it never began, gave way to others, has a turn"
+                why += " under way, or has another conversation_key; send it whole, without continue"
+                compat.abort_unscheduled(req, why, 400)
             elif self._settings(options) != (began := self._settings(turn.options)):
                 compat.abort_unscheduled(req, f"conversation {name!r} began with the options {began}: keep them", 400)
             elif turn.tokens + len(req.origin_input_ids) >= self.most_tokens:
                 sizes = f"has {turn.tokens} tokens, and this turn {len(req.origin_input_ids)}"
                 why = f"conversation {name!r} {sizes}: expected fewer than {self.most_tokens} together; begin another"
                 compat.abort_unscheduled(req, why, 400)
+        elif req is not None and not compat.is_aborted(req) and self._taken(options):
+            why = f"conversation {options['conversation']!r} is another's: to begin it anew send its conversation_key,"
+            compat.abort_unscheduled(req, why + " or choose another name", 400)
         found = super().match_prefix(params)
         if req is None or options.get("continue") or compat.is_aborted(req):
             return found
@@ -142,6 +176,9 @@ class StreamCache(ChunkCache):
 
     def claim(self, req: Any) -> None:
         """A request comes into the next batch: what it goes on from gives way to nobody any more."""
+        options = compat.request_options(req)
+        if options.get("conversation") is not None and not compat.is_aborted(req):
+            self._under_way[req.rid] = options["conversation"], options.get("conversation_key")
         turn = self._turn(req) if req.kv is None else None
         if turn is not None and req.rid not in self._claimed:
             del self.conversations[next(name for name, kept in self.conversations.items() if kept is turn)]
@@ -213,6 +250,7 @@ class StreamCache(ChunkCache):
         req.prefix_indices = self._length.expand(req.extend_range.end)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        self._under_way.pop(req.rid, None)
         slot = req.req_pool_idx
         before, count = self._before.pop(slot), self.reserved.pop(slot)
         slots = self.req_to_token_pool.req_to_token[slot, :count].clone()
@@ -244,7 +282,9 @@ class StreamCache(ChunkCache):
                 return slots
             self.drop(first)
         state, last = self.policy.leave(req.req_pool_idx), req.output_ids[-1] if answer else None
-        self.conversations[name] = Conversation(slots[:held], tokens, last, options, state, whole, req.extra_key)
+        secret = options.get("conversation_key")
+        kept = Conversation(slots[:held], tokens, last, options, state, whole, req.extra_key, secret)
+        self.conversations[name] = kept
         return slots[held:]
 
     def protected_size(self) -> int:

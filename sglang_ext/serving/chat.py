@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.config import RequestOptions
+from sglang_ext.serving.access import may_read
 from sglang_ext.serving.layout import encode_text
 from sglang_ext.serving.tokenizer import CHAT_KEY, pools_of
 
@@ -60,9 +61,10 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     messages = [_plain(message) for message in request.messages]
     system = [message["content"] for message in messages if message["role"] == "system"]
     if system and system != [definition.options.system]:
+        theirs = f"is {definition.options.system!r}" if may_read(manager, definition.options) else "is another one"
         raise ValueError(
-            f"the request's system prompt is {system[0]!r}, the pool's {definition.options.system!r}: the blocks are"
-            " encoded behind it, so put the pool with that `system`, or leave the system message out"
+            f"the request's system prompt is {system[0]!r}, the pool's {theirs}: the blocks are encoded behind it, so"
+            " put the pool with that `system`, or leave the system message out"
         )
     if definition.options.system is not None and not system:
         messages.insert(0, {"role": "system", "content": definition.options.system})

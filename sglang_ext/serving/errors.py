@@ -42,8 +42,11 @@ class BlocksLost(PoolError):
 
 
 class UnknownPool(PoolError):
-    """There is no pool of that name."""
+    """There is no pool of that name; says which there are, unless `known` is None: who asks may not see them."""
 
-    def __init__(self, name: str, known: list[str]) -> None:
-        names = ", ".join(sorted(known)) or "none yet"
-        super().__init__(f"unknown pool {name!r}; pools on this server: {names}", 404)
+    def __init__(self, name: str, known: list[str] | None) -> None:
+        if known is None:
+            hint = "GET /v1/pools lists them to who holds the server's admin key"
+        else:
+            hint = f"pools on this server: {', '.join(sorted(known)) or 'none yet'}"
+        super().__init__(f"unknown pool {name!r}; {hint}", 404)

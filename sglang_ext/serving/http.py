@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 
 from sglang_ext.config import check_name
 from sglang_ext.serving import checks
+from sglang_ext.serving.access import guard
 from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
 from sglang_ext.serving.submitted import Source, query_flag, read_body, refuse_query
@@ -31,6 +32,7 @@ def before_setup_and_run_http_server(server_args: Any, tokenizer_manager: Any, *
     add_routes(app, tokenizer_manager)
     # SGLang adds its check of api keys after this, around it: bodies of strangers are not read at all.
     app.add_middleware(BodyLimit, settings=pools_of(tokenizer_manager).settings)
+    guard(app, tokenizer_manager, server_args)
     then = kwargs.get("launch_callback")
 
     def launched() -> None:

@@ -14,17 +14,23 @@ _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0
 
 
 class TokenizerMetrics:
-    """What the tokenizer process counts; does nothing unless the server runs with --enable-metrics."""
+    """What the tokenizer process counts; does nothing unless the server runs with --enable-metrics.
 
-    def __init__(self, enabled: bool, model: str) -> None:
+    /metrics wants no key, so pools are named there only where the operator says so (`by_pool`). Else there is one
+    figure for all of them together.
+    """
+
+    def __init__(self, enabled: bool, model: str, by_pool: bool = False) -> None:
         self.enabled = enabled
         self.model = model
+        self.by_pool = by_pool
+        self._sizes: dict[str, tuple[int, int]] = {}  # pool -> its tokens and blocks
 
     @cached_property
     def _metrics(self) -> dict[str, Any]:
         from prometheus_client import Counter, Gauge, Histogram
 
-        labels = ["model_name", "pool"]
+        labels = ["model_name", "pool"] if self.by_pool else ["model_name"]
         return {
             "requests": Counter("sglang_ext:pool_requests", "Requests answered over a pool.", labels),
             "stitched": Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
@@ -32,15 +38,16 @@ class TokenizerMetrics:
             "retrieval": Histogram(
                 "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
             ),
-            "encoding": Counter("sglang_ext:encoding_seconds", "Time spent creating and changing a pool.", labels),
+            "encoding": Counter("sglang_ext:encoding_seconds", "Time spent creating and changing pools.", labels),
             "tokens": Gauge(
-                "sglang_ext:pool_tokens", "Tokens in a pool's blocks.", labels, multiprocess_mode="mostrecent"
+                "sglang_ext:pool_tokens", "Tokens in the blocks of pools.", labels, multiprocess_mode="mostrecent"
             ),
-            "blocks": Gauge("sglang_ext:pool_blocks", "Blocks of a pool.", labels, multiprocess_mode="mostrecent"),
+            "blocks": Gauge("sglang_ext:pool_blocks", "Blocks of pools.", labels, multiprocess_mode="mostrecent"),
         }
 
     def _of(self, name: str, pool: str) -> Any:
-        return self._metrics[name].labels(model_name=self.model, pool=pool)
+        labels = {"model_name": self.model, "pool": pool} if self.by_pool else {"model_name": self.model}
+        return self._metrics[name].labels(**labels)
 
     def answered(self, pool: str, stitched: int, seconds: float) -> None:
         """A request was composed over `pool`."""
@@ -56,10 +63,16 @@ class TokenizerMetrics:
 
     def changed(self, pool: str, tokens: int, blocks: int, seconds: float) -> None:
         """A pool is ready, after `seconds`; zero tokens and blocks when it was deleted."""
-        if self.enabled:
-            self._of("tokens", pool).set(tokens)
-            self._of("blocks", pool).set(blocks)
-            self._of("encoding", pool).inc(seconds)
+        if not self.enabled:
+            return
+        self._sizes[pool] = (tokens, blocks)
+        if not self.by_pool:
+            tokens, blocks = (sum(size[place] for size in self._sizes.values()) for place in (0, 1))
+        if not self._sizes[pool][1]:
+            del self._sizes[pool]
+        self._of("tokens", pool).set(tokens)
+        self._of("blocks", pool).set(blocks)
+        self._of("encoding", pool).inc(seconds)
 
 
 class SchedulerMetrics:

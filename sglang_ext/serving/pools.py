@@ -21,6 +21,7 @@ from sglang_ext import compat
 from sglang_ext.attention.policy import StreamPolicy, policy_of
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
+from sglang_ext.serving.access import may_see_definitions
 from sglang_ext.serving.change import PREPARING, Change, Progress
 from sglang_ext.serving.encode import Run, plan_runs
 from sglang_ext.serving.errors import BlocksLost, PoolError, UnknownPool
@@ -108,7 +109,9 @@ class PoolService:
         self.policy_options = policy.request_options
         self._streams = isinstance(policy, StreamPolicy)
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
-        self.metrics = TokenizerMetrics(manager.enable_metrics, manager.server_args.served_model_name)
+        self.metrics = TokenizerMetrics(
+            manager.enable_metrics, manager.server_args.served_model_name, self.settings.pool_metrics
+        )
         self.store = PoolStore(directory) if directory else None
         self._restore, self.damaged = self.store.load(self.settings.strict_pool_dir) if self.store else ({}, [])
         for problem in self.damaged:
@@ -129,18 +132,19 @@ class PoolService:
     # ---- reading ----
 
     def get(self, name: str) -> Pool:
-        """The pool of that name, or UnknownPool (404) with the names there are."""
+        """The pool of that name, or UnknownPool (404) with the names there are, for those who may see them."""
         if name not in self.pools:
             if name in self._restore:
                 raise PoolError(f"pool {name!r} is being restored from disk; retry", 503)
-            raise UnknownPool(str(name), list(self.pools))
+            raise UnknownPool(str(name), list(self.pools) if may_see_definitions(self.manager) else None)
         return self.pools[name]
 
     def version(self, name: str) -> Version:
         """The version of a pool that requests are served from now."""
         pool = self.get(name)
         if pool.status == "failed":
-            raise PoolError(f"{pool.error}; put it again, or delete it", 409)
+            why = pool.error if may_see_definitions(self.manager) else f"pool {name!r} could not be made"
+            raise PoolError(f"{why}; put it again, or delete it", 409)
         if pool.current is None:
             raise PoolError(f"pool {name!r} is still being encoded; wait until GET /v1/pools/{name} says ready", 409)
         return pool.current

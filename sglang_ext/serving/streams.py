@@ -53,12 +53,13 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Any
 def before_handle_generate_request(scheduler: Any, message: Any) -> None:
     """BEFORE Scheduler.handle_generate_request: a turn begins with the last token of the answer before it.
 
-    Whether it may go on is looked at when it is about to run (`StreamCache.match_prefix`).
+    It finds the conversation only with its key. Whether it may go on is looked at when it is about to run
+    (`StreamCache.match_prefix`).
     """
     if isinstance(scheduler.tree_cache, StreamCache):
         options = compat.request_options(message)
         if options.get("continue"):
-            turn = scheduler.tree_cache.conversations.get(options["conversation"])
+            turn = scheduler.tree_cache.conversation(options)
             compat.set_sent_turn(message, turn, turn.last if turn else None)
 
 

@@ -20,6 +20,7 @@ from sglang_ext import compat
 from sglang_ext.cache.rows import REQUEST_OWNER, WIRE_KEY, Row
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving import checks
+from sglang_ext.serving.access import check_reading, may_read, may_see_definitions
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import label_grammar
 from sglang_ext.serving.labels import label_probabilities
@@ -63,6 +64,7 @@ def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER TokenizerManager.__init__: the server's pools, when one of our backends was chosen."""
     manager.ext_pools = None
     manager.ext_leases = {}
+    manager.ext_keys = None  # serving.access sets them where the server takes requests over HTTP
     if checks.is_active(manager.server_args):
         manager.ext_pools = PoolService(manager, os.environ.get(POOL_DIR_ENV) or None)
 
@@ -192,10 +194,8 @@ async def _wait(
 async def _annotate(service: PoolService, manager: Any, obj: Any, leases: dict[str, Lease], out: Any) -> None:
     """Put meta_info["sglang_ext"] into every answer of `out`."""
     rids = compat.logical_rids(obj)
-    copies = getattr(obj, "parallel_sample_num", 1) or 1
     for place, item in enumerate(out if isinstance(out, list) else [out]):
-        index = item.get("index", place) if len(rids) * copies > 1 else 0
-        lease = leases.get(rids[index // copies])
+        lease = leases.get(rids[compat.prompt_index(obj, item, place)])
         if lease is None:
             continue
         if lease.options.label_probs and item["meta_info"].get("finish_reason"):
@@ -266,6 +266,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
     if getattr(obj, "session_params", None) or getattr(obj, "lora_path", None) or getattr(obj, "input_embeds", None):
         raise ValueError("a request with a pool takes no session, LoRA or input_embeds")
     version = service.version(options.pool)
+    check_reading(manager, obj, options.pool, version.definition.options)
     service.lease(version)
     holds = None
     try:
@@ -318,7 +319,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         "retrieval_ms": round(retrieval * 1e3, 4),
         "tokenization_ms": round(tokenization * 1e3, 4),
     }
-    if selection.demonstrations is not None:
+    if selection.demonstrations is not None and may_read(manager, version.definition.options):
         meta["demonstrations"] = list(selection.demonstrations)
     return Lease(version, meta, options, layout, row, own, answer, holds)
 
@@ -378,6 +379,8 @@ async def around_get_internal_state(original: Callable[..., Any], manager: Any) 
     states = await original(manager)
     service: PoolService | None = getattr(manager, "ext_pools", None)
     if service is not None:
+        shown = {"pools": service.list()} if may_see_definitions(manager) else {}
         for state in states:
-            state["sglang_ext"] = {**state.get("sglang_ext", {}), **service.counters, "pools": service.list()}
+            counts = {**service.counters, "num_pools": len(service.pools)}
+            state["sglang_ext"] = {**state.get("sglang_ext", {}), **counts, **shown}
     return states

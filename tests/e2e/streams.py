@@ -132,15 +132,26 @@ TURNS = ((40, 9), (23, 12), (1, 5), (130, 4), (16, 30))
 """(tokens of a prompt, of its answer): the last token of the first begins a stride; the fourth prompt takes chunks."""
 
 
+def goes_on(name: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """Options of the turn after `answer`; without a key where the server gave none."""
+    key = answer["meta_info"].get("sglang_ext", {}).get("conversation_key")
+    return {"conversation": name, "continue": True} | ({} if key is None else {"conversation_key": key})
+
+
 def converse(
     served: Served, name: str, options: dict[str, Any], sizes: Sizes, turns: Sequence[tuple[int, int]]
-) -> None:
-    """Turn after turn, others between them; each answer is that to the whole conversation as one prompt."""
+) -> dict[str, Any]:
+    """Turn after turn, others between them; each answer is that to the whole conversation as one prompt.
+
+    Returns:
+        The options with which the next turn would go on, but for `options`.
+    """
     whole: list[int] = []
+    turn: dict[str, Any] = {"conversation": name}
     for number, (length, new_tokens) in enumerate(turns):
         prompt = prompt_of(length, 100 + number)
-        goes_on = {"conversation": name, "continue": True} if number else {"conversation": name}
-        answer = served.generate([prompt], [{**options, **goes_on}], new_tokens)[0]
+        answer = served.generate([prompt], [{**options, **turn}], new_tokens)[0]
+        turn = goes_on(name, answer)
         whole += prompt
         table = served.cascades.log_probs([*whole, *answer["output_ids"]], sizes)[len(whole) - 1 : -1]
         for (got, token, *_), row in zip(answer["meta_info"]["output_token_logprobs"], table, strict=True):
@@ -148,6 +159,7 @@ def converse(
         assert answer["meta_info"]["prompt_tokens"] == length + bool(number)
         whole += answer["output_ids"]
         served.one(prompt_of(60, number), new_tokens=3)
+    return turn
 
 
 @dataclass(frozen=True)
@@ -218,6 +230,7 @@ class Mixed:
     """
 
     AT_ONCE = 14
+    KEY = "k" * 43  # of all conversations: what one request begins another goes on from
 
     def __init__(self, served: Served, seed: int) -> None:
         self.served, self.dice, self.ends = served, random.Random(seed), Counter[str]()
@@ -226,8 +239,10 @@ class Mixed:
         kinds: list[dict[str, Any]] = [{}, {}, {"cascades": 1}, {"heads": "homogeneous"}, {"cascades": 16}]
         kinds += [{"window": 18, "cascades": 3, "sinks": 0, "stride": 7}, {"conversation": self.dice.choice("abc")}]
         chosen = dict(self.dice.choice(kinds))
-        if "conversation" in chosen and self.dice.random() < 0.7:
-            chosen["continue"] = True
+        if "conversation" in chosen:
+            chosen["conversation_key"] = self.KEY
+            if self.dice.random() < 0.7:
+                chosen["continue"] = True
         return chosen
 
     async def ask(self, number: int) -> None:

@@ -30,6 +30,7 @@ from tests.e2e.streams import (
     converse,
     deviation,
     five_hundred_leave_clean_books,
+    goes_on,
     prompt_of,
     save,
     sequence,
@@ -147,19 +148,24 @@ def test_five_hundred_mixed_requests_leave_clean_books(served: Served) -> None:
 
 
 def test_conversations_go_on(served: Served) -> None:
-    converse(served, "a", {}, CASCADES, TURNS)
-    converse(served, "b", {"cascades": 1}, STREAMING, TURNS[::-1])
+    a = converse(served, "a", {}, CASCADES, TURNS)
+    b = converse(served, "b", {"cascades": 1}, STREAMING, TURNS[::-1])
     assert served.stats()["conversations"] == 2 and served.stats()["conversation_slots"] == 2 * SLOTS
-    plain, goes_on = {"continue": True}, {"continue": True, "cascades": 1}
+    assert a["conversation_key"] != b["conversation_key"]
     with pytest.raises(ValueError, match=r"'b' began with the options {'cascades': 1}"):
-        served.one([9, 8], conversation="b", **plain)
+        served.one([9, 8], **b)
+    for stranger in ({}, {"conversation_key": a["conversation_key"]}):
+        with pytest.raises(ValueError, match="conversation 'b' is not there to go on"):
+            served.one([9, 8], conversation="b", cascades=1, **{"continue": True}, **stranger)
+        with pytest.raises(ValueError, match="conversation 'b' is another's"):
+            served.one([9, 8], conversation="b", **stranger)
     # Two streams of full size find no room beside them, three of four do: the one longest without a turn goes.
     served.generate([prompt_of(90, n) for n in range(2)], [{}, {}])
     assert served.stats()["conversations"] == 1
     for name in ("a", "never begun"):
         with pytest.raises(ValueError, match=f"conversation '{name}' is not there to go on"):
-            served.one([9, 8], conversation=name, **plain)
-    assert served.one([9, 8], conversation="b", **goes_on)["meta_info"]["finish_reason"]["type"] == "length"
+            served.one([9, 8], **{**a, "conversation": name})
+    assert served.one([9, 8], cascades=1, **b)["meta_info"]["finish_reason"]["type"] == "length"
     with pytest.raises(ValueError, match="expected true or false, and the name of a conversation"):
         served.one([9, 8], **{"continue": True})
     until(lambda: served.engine.flush_cache().success)
@@ -210,10 +216,10 @@ def test_a_turn_that_ends_by_itself(served: Served) -> None:
         input_ids=prompt, sampling_params={**params, "custom_params": {"conversation": "stops"}}
     )
     assert first["meta_info"]["finish_reason"]["type"] == "stop" and first["output_ids"] == free[: stop + 1]
-    goes_on = served.generate([more], [{"conversation": "stops", "continue": True}], 6)[0]
+    second = served.generate([more], [goes_on("stops", first)], 6)[0]
     whole = [*prompt, *first["output_ids"], *more]
-    table = served.cascades.log_probs([*whole, *goes_on["output_ids"]], CASCADES)[len(whole) - 1 : -1]
-    for (got, token, *_), row in zip(goes_on["meta_info"]["output_token_logprobs"], table, strict=True):
+    table = served.cascades.log_probs([*whole, *second["output_ids"]], CASCADES)[len(whole) - 1 : -1]
+    for (got, token, *_), row in zip(second["meta_info"]["output_token_logprobs"], table, strict=True):
         assert abs(row[token] - got) <= TOLERANCE and row.max() - row[token] <= TOLERANCE
     until(lambda: served.engine.flush_cache().success)
 

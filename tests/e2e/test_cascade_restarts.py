@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from sglang_ext.settings import SETTINGS_ENV
 from tests.e2e.streams import (
     CASCADES,
     STREAMING,
@@ -22,7 +24,11 @@ from tests.oracle.streams import streaming_llm
 
 
 def test_without_overlap_and_retracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`streaming_llm` by name; SGLang's own test of retraction computes prompt and answer anew, as one prompt."""
+    """`streaming_llm` by name; SGLang's own test of retraction computes prompt and answer anew, as one prompt.
+
+    Conversations are open to all on this engine: turns bring no keys.
+    """
+    monkeypatch.setenv(SETTINGS_ENV, json.dumps({"open_conversations": True}))
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
     monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
     with serving(save(tmp_path), attention_backend="streaming_llm", disable_overlap_schedule=True) as served:
@@ -36,7 +42,7 @@ def test_without_overlap_and_retracted(tmp_path: Path, monkeypatch: pytest.Monke
             table = streaming_llm(served.model, tokens, sizes) if alone else served.cascades.log_probs(tokens, sizes)
             assert deviation(prompt, answer, table) <= TOLERANCE
         served.idle()
-        converse(served, "a", {}, STREAMING, TURNS[:3])
+        assert "conversation_key" not in converse(served, "a", {}, STREAMING, TURNS[:3])
         converse(served, "b", {"cascades": 4}, CASCADES, TURNS[:2])
         # What a turn has changed cannot be taken back: one that is retracted ends, and so does its conversation.
         both = [{"conversation": "a", "continue": True}, {"conversation": "b", "continue": True, "cascades": 4}]

@@ -95,9 +95,11 @@ class Running:
     def turns(self) -> list[Answer]:
         """Turns of a conversation, each with all that was said before it."""
         found, said = [], list[int]()
-        for number, (prompt, length, new_tokens) in enumerate(TURNS):
+        turn: dict[str, Any] = {"conversation": "a"}
+        for prompt, length, new_tokens in TURNS:
             new = prompts()[prompt][:length]
-            (answer,) = self.generate([new], [{"conversation": "a", "continue": bool(number)}], new_tokens)
+            (answer,) = self.generate([new], [turn], new_tokens)
+            turn = {"conversation": "a", "continue": True, **answer["meta_info"]["sglang_ext"]}
             said = [*said, *new, *answer["output_ids"]]
             found.append(Answer(said, CASCADES, chosen(answer)))
         return found

@@ -24,7 +24,9 @@ CONTEXT = 1024
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(model(), max_total_tokens=6000, chunked_prefill_size=128, api_key=KEY, enable_metrics=True) as running:
+    options: dict[str, Any] = {"max_total_tokens": 6000, "chunked_prefill_size": 128, "enable_metrics": True}
+    env = {"SGLANG_EXT_SETTINGS": json.dumps({"pool_metrics": True})}
+    with Server(model(), api_key=KEY, env=env, **options) as running:
         running.put("p", DEMOS, block_size=6)
         yield running
         assert running.faults() == []

@@ -197,7 +197,8 @@ def test_turns_make_one_long_prompt() -> None:
     assert len(engine_half.parts(engine, 30, 10)) == 3
     assert [asked for asked, _ in engine.asked] == [10, 9, 9]
     custom = [params["custom_params"] for _, params in engine.asked]
-    assert custom[0] == {"conversation": "parts"} and custom[1:] == [{"conversation": "parts", "continue": True}] * 2
+    named = {"conversation": "parts", "conversation_key": engine_half.PARTS["conversation_key"]}
+    assert custom[0] == named and custom[1:] == [{**named, "continue": True}] * 2
     engine_half.parts(engine, 20, 10, selection=False)
     assert [params["custom_params"].pop("selection") for _, params in engine.asked[3:]] == [False, False]
     del engine.asked[3:]

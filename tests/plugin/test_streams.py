@@ -54,7 +54,7 @@ def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(cascade, CascadePolicy) and isinstance(streaming, StreamingLlmPolicy)
     assert (cascade.config.cascades, streaming.config.cascades) == (4, 1)
     assert cascade.config.slots == streaming.config.slots == 64 + 4096 + 1024
-    assert cascade.request_options == {*Cascade.__dataclass_fields__, "conversation", "continue"}
+    assert cascade.request_options == {*Cascade.__dataclass_fields__, "conversation", "continue", "conversation_key"}
     assert backend_class(cascade) is StreamAttnBackend
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
     assert issubclass(backend_class(cascade), CascadeStreams)
@@ -126,6 +126,7 @@ def test_a_conversation_has_an_end(monkeypatch: pytest.MonkeyPatch, policy: Casc
     cache: Any = object.__new__(StreamCache)
     turn = Conversation(torch.zeros(3), 90, 5, {"conversation": "a"}, None)
     cache.policy, cache.conversations, cache.most_tokens = policy, {"a": turn}, 100
+    cache._under_way, cache.open_conversations = {}, False
     refused: list[str] = []
     monkeypatch.setattr(compat, "abort_unscheduled", lambda req, why, status: refused.append(f"{status}: {why}"))
     monkeypatch.setattr(ChunkCache, "match_prefix", lambda *_: None)
@@ -140,6 +141,88 @@ def test_a_conversation_has_an_end(monkeypatch: pytest.MonkeyPatch, policy: Casc
         cache.match_prefix(SimpleNamespace(req=req))
     (why,) = refused
     assert why.startswith("400: conversation 'a' has 90 tokens, and this turn 10: expected fewer than 100 together")
+
+
+KEY, OTHER = "k" * 43, "o" * 43
+
+
+def request(rid: str, **custom: Any) -> SimpleNamespace:
+    """A scheduler's request, as far as the cache looks at it before it runs."""
+    return SimpleNamespace(
+        rid=rid,
+        sampling_params=SimpleNamespace(custom_params={"conversation": "a", **custom}),
+        origin_input_ids=[1, 2],
+        to_finish=None,
+        finished_reason=None,
+        kv=None,
+        prefix_indices=[],
+    )
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, policy: CascadePolicy) -> Any:
+    """A cache without slots, which notes whom it refuses in `refused`."""
+    cache: Any = object.__new__(StreamCache)
+    cache.policy, cache.conversations, cache.most_tokens = policy, {}, 100
+    cache._under_way, cache._claimed, cache._found, cache.open_conversations = {}, {}, {}, False
+    cache.refused = {}
+
+    def refuse(req: Any, why: str, status: int) -> None:
+        cache.refused[req.rid], req.to_finish = (status, why), compat.FINISH_ABORT(why)
+
+    monkeypatch.setattr(compat, "abort_unscheduled", refuse)
+    monkeypatch.setattr(ChunkCache, "match_prefix", lambda *_: None)
+    monkeypatch.setattr(StreamCache, "_longest", lambda *_: None)
+    monkeypatch.setattr(StreamCache, "_turn", lambda cache, req: None)
+    return cache
+
+
+def admit(cache: Any, *requests: SimpleNamespace) -> list[str]:
+    """Look at requests one after the other, as a scheduler does that makes a batch; the ids of those that run."""
+    running = []
+    for req in requests:
+        cache.match_prefix(SimpleNamespace(req=req, key=None))
+        if req.to_finish is None:
+            cache.claim(req)
+            running.append(req.rid)
+    return running
+
+
+def test_a_name_belongs_to_who_begins_it(cache: Any) -> None:
+    """Of first turns in one batch the first has it, while it runs and when it is kept, until it gives way."""
+    first, second = request("1", conversation_key=KEY), request("2", conversation_key=OTHER)
+    assert admit(cache, first, second, request("3"), request("4", conversation_key=KEY)) == ["1", "4"]
+    assert cache.refused["2"] == cache.refused["3"] and cache.refused["2"][0] == 400
+    assert "'a' is another's" in cache.refused["2"][1]
+    cache._under_way.clear()  # both ended, and the conversation was kept
+    cache.conversations["a"] = Conversation(torch.zeros(3), 3, 5, {}, None, secret=KEY)
+    assert admit(cache, request("5", conversation_key=OTHER), request("6", conversation_key=KEY)) == ["6"]
+    cache._under_way.clear()
+    del cache.conversations["a"]  # it gave way
+    assert admit(cache, request("7", conversation_key=OTHER)) == ["7"]
+
+
+def test_a_conversation_is_found_with_its_key(cache: Any) -> None:
+    cache.conversations["a"] = kept = Conversation(torch.zeros(3), 3, 5, {}, None, secret=KEY)
+    assert cache.conversation({"conversation": "a", "conversation_key": KEY}) is kept
+    wrong: list[Any] = [OTHER, None, 7, "é" * 43, KEY[:-1]]
+    for key in wrong:
+        assert cache.conversation({"conversation": "a", "conversation_key": key}) is None
+    assert cache.conversation({"conversation": "a"}) is cache.conversation({"conversation": "b"}) is None
+    kept.secret = None  # no turn says what would open it
+    assert cache.conversation({"conversation": "a"}) is None
+    cache.open_conversations = True
+    assert cache.conversation({"conversation": "a"}) is kept
+    assert admit(cache, request("1"), request("2", conversation_key=OTHER)) == ["1", "2"]
+
+
+def test_who_has_no_key_is_told_what_all_are_told(cache: Any) -> None:
+    cache.conversations["a"] = Conversation(torch.zeros(3), 3, 5, {"cascades": 1}, None, secret=KEY)
+    goes_on: dict[str, Any] = {"continue": True, "conversation_key": OTHER}
+    assert admit(cache, request("1", **goes_on), request("2", **goes_on, cascades=4)) == []
+    del cache.conversations["a"]
+    assert admit(cache, request("3", **goes_on)) == []
+    assert cache.refused["1"] == cache.refused["2"] == cache.refused["3"]
 
 
 def test_nothing_chooses_what_to_evict() -> None:

@@ -1,0 +1,203 @@
+"""Who may see what on a server: one rule, and whose key the request at hand has shown.
+
+SGLang asks for keys route by route (`sglang.srt.utils.auth`) and forgets who asked. A pool's definition (its texts,
+labels, template, system prompt, and the names of pools) shows in answers of routes that any client may use, so those
+who write such answers ask here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext import compat
+from sglang_ext.config import PoolOptions
+from sglang_ext.serving.errors import PoolError
+
+logger = logging.getLogger(__name__)
+
+_ASGI = Callable[..., Awaitable[None]]
+
+_shown: ContextVar[str | None] = ContextVar("sglang_ext_shown_key", default=None)
+"""The bearer token of the HTTP request that is being served; tasks that it starts inherit it."""
+
+SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+HIDDEN = "hidden"
+_INFO_ROUTES = ("/server_info", "/get_server_info")
+_WHOLE_PROMPT = ("return_prompt_token_ids", "return_routed_experts", "return_indexer_topk")
+"""Fields of a request whose answer tells of every token of the prompt, those of blocks among them."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a server that takes requests over HTTP; None where it was started without.
+
+    Attributes:
+        api: `--api-key`.
+        admin: `--admin-api-key`.
+    """
+
+    api: str | None
+    admin: str | None
+
+    def opens_definitions(self, shown: str | None) -> bool:
+        """Whether who has shown this key may see pools' definitions: as SGLang asks for keys on admin routes."""
+        needed = self.admin or self.api
+        return not needed or (shown is not None and same(shown, needed))
+
+
+def same(given: str, expected: str) -> bool:
+    """Whether two secrets are equal, in a time that does not tell how much of them is."""
+    return secrets.compare_digest(given.encode("utf-8", "surrogatepass"), expected.encode("utf-8", "surrogatepass"))
+
+
+# ---- the rule ----
+
+
+def may_see_definitions(manager: Any) -> bool:
+    """Whether the caller at hand may see pools' definitions; an engine in one's own process has no other callers."""
+    keys: Keys | None = getattr(manager, "ext_keys", None)
+    return keys is None or keys.opens_definitions(_shown.get())
+
+
+def may_read(manager: Any, pool: PoolOptions) -> bool:
+    """Whether the caller at hand may be given the texts of a pool word by word."""
+    return pool.readable or may_see_definitions(manager)
+
+
+def check_reading(manager: Any, obj: Any, name: str, pool: PoolOptions) -> None:
+    """Refuse a request whose answer would show the tokens of a pool's blocks to a caller who may not read them.
+
+    Raises:
+        PoolError: (400) names the field, and what to change.
+    """
+    asked = [field for field in _WHOLE_PROMPT if getattr(obj, field, False)]
+    if asked and not may_read(manager, pool):
+        raise PoolError(
+            f"{asked[0]} would show the demonstrations of pool {name!r}, which its options do not let you read: leave"
+            f" {asked[0]} out (on the OpenAI routes return_token_ids asks for it, too), or have the pool put with"
+            " readable=true"
+        )
+
+
+def owner_of_answers(manager: Any) -> str:
+    """Names whose stored answers the caller at hand may read: a hash of the key it has shown, where there are keys."""
+    keys: Keys | None = getattr(manager, "ext_keys", None)
+    shown = _shown.get()
+    if keys is None or not (keys.api or keys.admin) or shown is None:
+        return ""
+    return hashlib.sha256(shown.encode()).hexdigest()
+
+
+# ---- what a client ends ----
+
+
+def around_abort_request(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """AROUND TokenizerManager.abort_request: who chose a short id for its request must not end others' with it.
+
+    Schedulers end every request whose id begins with `rid`. Where others' do, this one runs to its end instead.
+    """
+    if rid and not abort_all and manager.ext_pools is not None and (others := ids_beginning_with(manager, rid)):
+        logger.warning("sglang_ext: %d requests have ids that begin with %r: it is not ended alone", len(others), rid)
+        return
+    original(manager, rid, abort_all)
+
+
+def ids_beginning_with(manager: Any, rid: str) -> list[str]:
+    """Ids of other requests under way that begin with `rid`; those of its own parallel answers do not count."""
+    parents = getattr(manager, "child_rid_to_logical_rid", {})
+    return [
+        other
+        for other in manager.rid_to_state
+        if other != rid and str(other).startswith(rid) and parents.get(other) != rid
+    ]
+
+
+# ---- the caller ----
+
+
+def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The token of an `Authorization: Bearer` header, as SGLang reads it."""
+    for name, value in headers:
+        if name.lower() == b"authorization":
+            kind, _, token = value.decode("latin-1").partition(" ")
+            return token if kind.lower() == "bearer" and token else None
+    return None
+
+
+class CallerMiddleware:
+    """Notes the key that a request shows, and asks for it wherever SGLang's own check did not look.
+
+    SGLang's check lets WebSockets pass, and takes the path from the URL, which some versions of Starlette put together
+    with the client's `Host` header: a header that ends in "/health?" opens every route there. The path that is routed
+    is `scope["path"]`.
+    """
+
+    def __init__(self, app: _ASGI, keys: Keys, routes: Any) -> None:
+        self.app, self.keys, self.routes = app, keys, routes
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self.app(scope, receive, send)
+        shown = bearer_token(scope["headers"])
+        if not self._allowed(scope, shown):
+            return await _refuse(scope, receive, send)
+        before = _shown.set(shown)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            _shown.reset(before)
+
+    def _allowed(self, scope: dict[str, Any], shown: str | None) -> bool:
+        if not (self.keys.api or self.keys.admin):
+            return True
+        return compat.key_opens(self.routes, scope, shown, self.keys.api, self.keys.admin)
+
+
+async def _refuse(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    from fastapi.responses import JSONResponse
+
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
+    else:
+        await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+
+
+def guard(app: Any, manager: Any, server_args: Any) -> None:
+    """Have `app` note who asks, and show of the server what the caller may see; before SGLang adds its own check.
+
+    Raises:
+        RuntimeError: this SGLang has no /server_info where it used to be, so nothing would hide its keys.
+    """
+    manager.ext_keys = Keys(server_args.api_key or None, server_args.admin_api_key or None)
+    app.add_middleware(CallerMiddleware, keys=manager.ext_keys, routes=app)
+    for path in _INFO_ROUTES:
+        route = next((each for each in app.router.routes if getattr(each, "path", None) == path), None)
+        if route is None:
+            raise RuntimeError(f"this SGLang has no route {path}: sglang_ext hides the server's keys there")
+        app.router.routes.remove(route)
+        app.add_api_route(path, _without_secrets(route.endpoint), methods=sorted(route.methods))
+
+
+def _without_secrets(endpoint: Callable[[], Awaitable[dict[str, Any]]]) -> Callable[[], Awaitable[dict[str, Any]]]:
+    @functools.wraps(endpoint)
+    async def server_info() -> dict[str, Any]:
+        return hide_secrets(await endpoint())
+
+    return server_info
+
+
+def hide_secrets(info: dict[str, Any]) -> dict[str, Any]:
+    """What /server_info answers, with the server's keys left out wherever SGLang puts its arguments."""
+    found: dict[str, Any] = {}
+    for name, value in info.items():
+        if name == "internal_states":
+            value = [hide_secrets(state) for state in value]
+        found[name] = HIDDEN if name in SECRET_ARGUMENTS and value else value
+    return found

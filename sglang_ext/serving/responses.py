@@ -1,0 +1,133 @@
+"""What /v1/responses keeps to be read, cancelled or continued: a bounded number of answers, each for who asked for it.
+
+SGLang keeps every answer and its messages in two dictionaries, for ever and for everybody. What stands in their places
+here looks like them, as far as SGLang uses them, and asks whose request is being served.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ext.serving.access import owner_of_answers
+from sglang_ext.serving.errors import PoolError
+
+_OWN_ID = re.compile(r"resp_[0-9a-f]{32}")  # SGLang's: a random UUID
+_UNFINISHED = ("queued", "in_progress")
+
+
+@dataclass
+class Answer:
+    """One request to /v1/responses that wants to be stored.
+
+    Attributes:
+        owner: whose it is (`access.owner_of_answers`).
+        response: what is read by its id; None until there is one.
+        messages: the conversation up to its answer, which a next one continues; None where they are not stored.
+    """
+
+    owner: str
+    response: Any = None
+    messages: Any = None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it runs in the background: somebody was told its id and waits for it."""
+        return getattr(self.response, "status", None) in _UNFINISHED
+
+
+class Answers:
+    """At most `most` stored answers by id, the oldest first; those that run in the background do not give way.
+
+    Attributes:
+        responses: stands for SGLang's `response_store`.
+        messages: stands for SGLang's `msg_store`.
+    """
+
+    def __init__(self, most: int, owner: Callable[[], str]) -> None:
+        self.most, self.owner = most, owner
+        self._kept: dict[str, Answer] = {}
+        self.responses, self.messages = Responses(self), Messages(self)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def full(self) -> bool:
+        """Whether there is room for no more, because nothing that is kept may give way."""
+        return len(self._kept) >= self.most and all(answer.unfinished for answer in self._kept.values())
+
+    def find(self, id: str) -> Answer | None:
+        """The answer of that id if it is the caller's; a stranger learns no more than that it is not there."""
+        found = self._kept.get(id)
+        return found if found is not None and found.owner == self.owner() else None
+
+    def add(self, id: str) -> Answer:
+        """A new answer, for which the oldest that is finished gives way.
+
+        Raises:
+            PoolError: the id is not a random one of SGLang's or is taken, or all answers that are kept are unfinished.
+        """
+        if not _OWN_ID.fullmatch(id):
+            raise PoolError(
+                f"request_id={id!r}: an answer that is stored is found by its id, so the server chooses it: leave"
+                " request_id out, or set store to false"
+            )
+        if id in self._kept:
+            raise PoolError(f"request_id={id!r} is taken: leave it out", 409)
+        if self.full():
+            raise PoolError(
+                f"{len(self._kept)} answers are being generated in the background, as many as the server keeps"
+                f" (max_responses={self.most}): wait for one, or cancel it",
+                429,
+            )
+        if len(self._kept) >= self.most:
+            del self._kept[next(known for known, answer in self._kept.items() if not answer.unfinished)]
+        self._kept[id] = Answer(self.owner())
+        return self._kept[id]
+
+
+class Responses:
+    """SGLang's `response_store`: id -> response."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    def get(self, id: str) -> Any:
+        """The caller's response of that id, or None."""
+        found = self._answers.find(id)
+        return None if found is None else found.response
+
+    def __setitem__(self, id: str, response: Any) -> None:
+        found = self._answers.find(id)
+        if found is None and response.status not in _UNFINISHED and self._answers.full():
+            return  # it gave way while it was generated, and those that are left must not
+        (found or self._answers.add(id)).response = response
+
+
+class Messages:
+    """SGLang's `msg_store`: id of a response -> messages up to it. They are stored first, when a request begins."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    def __getitem__(self, id: str) -> Any:
+        found = self._answers.find(id)
+        if found is None or found.messages is None:
+            raise ValueError(
+                f"response {id!r} cannot be continued: its messages were not stored, or gave way to others"
+            )
+        return found.messages
+
+    def __setitem__(self, id: str, messages: Any) -> None:
+        self._answers.add(id).messages = messages
+
+
+def after_init(_result: Any, handler: Any, tokenizer_manager: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER OpenAIServingResponses.__init__: answers are kept by number and by owner, on servers of ours."""
+    service = getattr(tokenizer_manager, "ext_pools", None)
+    if service is None:
+        return
+    answers = Answers(service.settings.max_responses, lambda: owner_of_answers(tokenizer_manager))
+    handler.response_store, handler.msg_store = answers.responses, answers.messages

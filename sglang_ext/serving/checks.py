@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_ext.attention.policy import StreamPolicy, policies, policy_of
 from sglang_ext.attention.select import captures
+from sglang_ext.backends import without_options
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 
 # (argument, is it set to something views do not serve?, what to do)
@@ -68,10 +69,8 @@ def refusals(server_args: Any) -> list[str]:
             )
     policy = policy_of(server_args)
     if os.environ.get(POLICY_ENV) and not hasattr(policy, "options"):
-        problems.append(
-            f"--policy {os.environ[POLICY_ENV]}: --attention-backend {server_args.attention_backend} has no options;"
-            f" leave out --policy ({POLICY_ENV} in the environment)"
-        )
+        backend = f"--attention-backend {server_args.attention_backend}"
+        problems.append(without_options(os.environ[POLICY_ENV], backend, f"--policy ({POLICY_ENV} in the environment)"))
     if getattr(server_args, "enable_mixed_chunk", False) and policy.decodes_apart:
         problems.append(
             f"enable_mixed_chunk is not supported with --attention-backend {server_args.attention_backend}: leave out"

@@ -17,19 +17,11 @@ from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, settings_with
 
 
 def server_defaults() -> dict[str, Any]:
-    """Arguments that make a server one of ours (platform_cpu adds those of a machine without a GPU)."""
-    import torch
+    """Arguments that make a server one of ours; what follows from them is set by `serving.checks`.
 
-    defaults: dict[str, Any] = {
-        "attention_backend": ATTENTION_BACKEND,
-        "radix_cache_backend": RADIX_CACHE_BACKEND,
-        "page_size": 1,
-    }
-    if not torch.cuda.is_available():
-        # Three more processes of the server want a core each: a torch thread that waits for a core holds up all the
-        # others of its parallel region.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
-    return defaults
+    The radix cache is among them so that another attention backend is refused, not served without pools.
+    """
+    return {"attention_backend": ATTENTION_BACKEND, "radix_cache_backend": RADIX_CACHE_BACKEND}
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def _argument(field: dataclasses.Field[Any], helps: dict[str, str]) -> dict[str,
     kind = str(field.type).split("|")[0].strip()
     words = helps.get(field.name, "").rstrip(".")
     if NAMES in field.metadata:
-        words += f": {', '.join(field.metadata[NAMES])}"
+        words = f"{', '.join(field.metadata[NAMES])}: {words}"
     if field.default not in (None, dataclasses.MISSING):
         words += f" (default: {field.default!r})"
     words = words.replace("`", "").replace("%", "%%")

@@ -166,6 +166,8 @@ def _rm(args: argparse.Namespace) -> int:
     if args.id is not None and args.demonstration is not None:
         raise ValueError(f"two demonstrations, {args.id} and --demonstration {args.demonstration}: give one")
     id = args.id if args.id is not None else args.demonstration
+    if id == "":
+        raise ValueError("the ID of a demonstration is empty: leave it out to delete the whole pool")
     if id is not None:
         return _watched(args, lambda client, watch: client.delete_demonstration(args.name, id, args.purge, watch))
     if args.purge:

@@ -18,6 +18,7 @@ ALIVE = {
     "attention_backends": list(policies()),
     "stock_attention_backends": ["triton"],
     "radix_cache_backends": ["sglang_ext"],
+    "dead_hooks": [],
 }
 
 
@@ -101,9 +102,14 @@ def test_a_gpu_needs_no_platform(capsys, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "this one has one" in report(capsys, 1)["problems"][0]
 
 
-@pytest.mark.parametrize("part", ["platform", "attention_backends", "radix_cache_backends"])
+@pytest.mark.parametrize("part", ["platform", "attention_backends", "radix_cache_backends", "dead_hooks"])
 def test_what_was_not_registered(capsys, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    broken = {"platform": "a.b", "attention_backends": list(policies())[1:], "radix_cache_backends": []}[part]
+    broken = {
+        "platform": "a.b",
+        "attention_backends": list(policies())[1:],
+        "radix_cache_backends": [],
+        "dead_hooks": ["hook a is not installed on b"],
+    }[part]
     monkeypatch.setattr(doctor, "active", lambda: {**ALIVE, part: broken})
     assert len(report(capsys, 1)["problems"]) == 1
 

@@ -124,14 +124,21 @@ def test_errors_of_the_server_in_its_own_words(script: Script, capsys) -> None:
 
 
 def test_removing(script: Script, capsys) -> None:
-    script.answers = [(200, {"name": "p", "status": "deleted"}), (202, info(1, "encoding"))]
-    script.answers += [(200, {"pools": [info(2, "ready")]})]
+    changed = [(202, info(1, "encoding")), (200, {"pools": [info(2, "ready")]})]
+    script.answers = [(200, {"name": "p", "status": "deleted"}), *changed, *changed]
     assert cli.main(["pool", "rm", "p", "--url", script.url]) == 0
-    assert cli.main(["pool", "rm", "p", "--demonstration", "a/b c", "--purge", "--url", script.url]) == 0
+    assert cli.main(["pool", "rm", "p", "a/b c", "--purge", "--url", script.url]) == 0
+    assert cli.main(["pool", "rm", "p", "--demonstration", "7", "--url", script.url]) == 0
     assert script.asked[0][:2] == ("DELETE", "/v1/pools/p")
     assert script.asked[1][1] == "/v1/pools/p/demonstrations/a%2Fb%20c?purge=true&wait=false"
+    assert script.asked[3][1] == "/v1/pools/p/demonstrations/7?purge=false&wait=false"
+    capsys.readouterr()
+    assert cli.main(["pool", "rm", "p", "a", "--demonstration", "b", "--url", script.url]) == 2
+    assert "give one" in capsys.readouterr().err
+    assert cli.main(["pool", "rm", "p", "", "--url", script.url]) == 2  # an unset variable of a shell, say
+    assert "is empty" in capsys.readouterr().err
     assert cli.main(["pool", "rm", "p", "--purge", "--url", script.url]) == 2
-    assert "--demonstration" in capsys.readouterr().err
+    assert "--purge goes with the ID" in capsys.readouterr().err
 
 
 def test_nobody_there(capsys) -> None:
@@ -165,8 +172,12 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
 
 
 def test_bad_options_are_refused_before_the_server_is_asked(file: str) -> None:
-    for line in (["put", "a b", file], ["put", "p", file, "--pattern", "x"], ["put", "p", "absent.jsonl"]):
+    for line in (["put", "a b", file], ["put", "p", file, "--block-size", "0"], ["put", "p", "absent.jsonl"]):
         assert cli.main(["pool", *line, "--url", "http://127.0.0.1:9"]) == 2
+    for option in ("--pattern", "--grouping", "--positions"):
+        with pytest.raises(SystemExit) as end:  # argparse knows the choices, and shows them
+            cli.main(["pool", "put", "p", file, option, "x", "--url", "http://127.0.0.1:9"])
+        assert end.value.code == 2
 
 
 # ---- plan ----

@@ -266,6 +266,10 @@ async def _record(engine: Any, question: Question) -> dict[str, Any]:
         return {"id": question.id, "error": str(error.detail)}
     except ValueError as error:
         return {"id": question.id, "error": str(error)}
+    except (KeyError, TypeError, AttributeError) as error:
+        # SGLang's own way of saying that it cannot read a parameter: a bare name, or the types it tripped over.
+        what = f"{type(error).__name__}: {error}"
+        return {"id": question.id, "error": f"SGLang cannot read sampling_params or custom_params ({what})"}
     reason = failure(answer)
     if reason is not None:
         return {"id": question.id, "error": reason}

@@ -42,7 +42,8 @@ def size(count: int) -> str:
 TICK_SECONDS = 0.5
 LINE_SECONDS = (1.0, 10.0)  # the first line where stderr is no terminal, and each further one
 
-_PREPARING = "the server prepares the change"
+_SENT = "sent to the server"
+_PHASES = {"waiting": "waiting for its turn", "preparing": "demonstrations are read and tokenized"}  # of the server
 
 
 class _Bar:
@@ -52,11 +53,12 @@ class _Bar:
         from tqdm import tqdm
 
         self.name = name
-        self.bar: Any = tqdm(desc=f"{name}: {_PREPARING}", unit=" tokens", file=sys.stderr)
+        self.bar: Any = tqdm(desc=f"{name}: {_SENT}", unit=" tokens", file=sys.stderr)
 
     def watch(self, info: Any) -> None:
         progress = info.get("progress")
         if not progress:
+            self.bar.set_description_str(f"{self.name}: {_PHASES.get(info.get('phase'), _SENT)}")
             return
         self.bar.set_description_str(self.name, refresh=False)
         self.bar.total, self.bar.n = progress["tokens"], progress["tokens_done"]
@@ -74,13 +76,15 @@ class _Lines:
     """The same for a log: a line now and then."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.doing = name, _PREPARING
+        self.name, self.doing = name, _SENT
         self.begin = time.monotonic()
         self.due = LINE_SECONDS[0]
 
     def watch(self, info: Any) -> None:
         progress = info.get("progress")
-        if progress:
+        if not progress:
+            self.doing = _PHASES.get(info.get("phase"), _SENT)
+        else:
             self.doing = (
                 f"{progress['tokens_done']:,} of {progress['tokens']:,} tokens,"
                 f" block {progress['blocks_done']} of {progress['blocks']}"

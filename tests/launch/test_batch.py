@@ -47,6 +47,8 @@ class Engine:
             raise UnknownPool("x", [])
         if text == "big":
             raise HTTPException(400, "too long")
+        if text == "odd":
+            raise KeyError("nope")
         if text == "die":
             raise RuntimeError("the scheduler is gone")
         reason = {"type": "abort", "message": "no room"} if text == "abort" else {"type": "stop"}
@@ -128,16 +130,18 @@ def test_one_bad_line_does_not_stop_the_rest(run, capsys) -> None:
         {"id": 1.5, "input": "x"},
         {"input_ids": ["a"]},
         {"input": "x", "sampling_params": 3},
+        {"input": "odd"},
     )
     assert run() == 1
     found = out()
-    assert len(found) == 12 and [id for id in found if "error" not in found[id]] == [3]
+    assert found[13]["error"] == "SGLang cannot read sampling_params or custom_params (KeyError: 'nope')"
+    assert len(found) == 13 and [id for id in found if "error" not in found[id]] == [3]
     assert found[1]["error"] == "ratio is 3" and found[6]["error"] == "too long" and found[7]["error"] == "no room"
     assert "unknown pool 'x'" in found[5]["error"]
     for id in (2, 4, 8, 9, 10, 11, 12):
         assert found[id]["error"].startswith(f"line {id}")
     said = capsys.readouterr().err
-    assert "1 answers, 11 errors: " in said and "; and 6 for other reasons" in said
+    assert "1 answers, 12 errors: " in said and "; and 7 for other reasons" in said
 
 
 def test_a_question_without_a_pool_is_an_error_where_pools_are_used(run) -> None:

@@ -65,6 +65,8 @@ def test_something_is_shown_while_the_server_has_not_answered(
     monkeypatch.setattr(output, "TICK_SECONDS", 0.01)
     monkeypatch.setattr(output, "LINE_SECONDS", (0.02, 0.02))
     with encoding_bar("tickets") as watch:
-        until(lambda: "tickets: the server prepares the change" in screen.getvalue())
+        until(lambda: "tickets: sent to the server" in screen.getvalue())
+        watch({"status": "encoding", "phase": "preparing"})
+        until(lambda: "tickets: demonstrations are read and tokenized" in screen.getvalue())
         watch(PROGRESS)
         until(lambda: "block 2 of 5" in screen.getvalue())

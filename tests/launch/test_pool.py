@@ -33,6 +33,7 @@ class Script:
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = []
         self.asked: list[tuple[str, str, Any, str | None]] = []
+        self.hold: tuple[str, threading.Event] | None = None  # which requests wait for what, before their answer
         script = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,6 +42,8 @@ class Script:
                 key = self.headers.get("Authorization")
                 script.asked.append((self.command, self.path, json.loads(body) if body else None, key))
                 status, value = script.answers.pop(0)
+                if script.hold is not None and script.hold[0] == self.command:
+                    script.hold[1].wait(60)
                 data = json.dumps(value).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -85,6 +88,25 @@ def test_put_waits_until_the_pool_is_ready(script: Script, file: str, capsys) ->
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1].split() == ["p", "1", "ready", "10", "2", "100", "2.0", "KiB", "0.5"]
     assert printed.err == ""  # no progress bar where nobody watches
+
+
+def test_put_looks_on_while_the_server_has_not_answered(
+    script: Script, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request itself may take long: its turn comes late, or there is much to tokenize."""
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
+    seen: list[Any] = []
+    preparing = {**info(0, "encoding"), "progress": None, "phase": "preparing"}
+    script.answers = [(200, info(1, "ready")), (200, {"pools": [preparing]}), (503, {"error": "busy"})]
+    script.answers += [(200, {"pools": []})] * 1000
+    script.hold = ("PUT", threading.Event())
+
+    def watch(state: Any) -> None:
+        seen.append(state)
+        script.hold[1].set()
+
+    assert client.PoolClient(script.url).put("p", DEMONSTRATIONS, {}, watch)["status"] == "ready"
+    assert seen[0] == preparing and seen[-1]["status"] == "ready"
 
 
 @pytest.mark.parametrize(

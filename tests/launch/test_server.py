@@ -96,7 +96,7 @@ def test_the_life_of_a_pool(server: Server, ask, pool_dir: Path, tmp_path: Path)
     more = write(tmp_path / "more.jsonl", [{"id": "a/b", "input": "one more", "output": "other"}])
     assert ask("append", "p", more)["demonstrations"] == 41
     assert "is taken" in ask("append", "p", more, status=1)
-    assert ask("rm", "p", "--demonstration", "a/b")["demonstrations"] == 40
+    assert ask("rm", "p", "a/b")["demonstrations"] == 40
     assert ask("show", "p")["deleted"] == ["a/b"]
     assert ask("rm", "p", "--demonstration", "d3", "--purge")["demonstrations"] == 39
     assert not any("d3" in block["demonstrations"] for block in ask("show", "p")["blocks"])

@@ -85,12 +85,12 @@ def before_server_args(server_args: Any) -> None:
     """BEFORE ServerArgs.__post_init__: what our backend needs, before SGLang works out what follows from it."""
     if not is_active(server_args):
         return
+    policy = policy_of(server_args)
     if server_args.radix_cache_backend is None:
         server_args.radix_cache_backend = RADIX_CACHE_BACKEND
     if server_args.page_size is None:
         server_args.page_size = 1
     _share_cores()
-    policy = policy_of(server_args)
     if not captures(policy):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True

@@ -67,14 +67,16 @@ def test_all_problems_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("one", [{"attention_backend": "torch_native"}, {"radix_cache_backend": "radix"}])
-def test_a_foreign_one_of_the_two_backends_is_refused(one: dict[str, Any]) -> None:
+def test_a_foreign_one_of_the_two_backends_is_refused(one: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else it would be set here, too
     changed = arguments(**one)
     before_server_args(changed)
     with pytest.raises(ValueError, match="belong together; leave out --radix-cache-backend"):
         after_server_args(None, changed)
 
 
-def test_the_attention_backend_is_enough() -> None:
+def test_the_attention_backend_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     alone = arguments(radix_cache_backend=None, page_size=None)
     before_server_args(alone)
     assert (alone.radix_cache_backend, alone.page_size) == ("sglang_ext", 1)

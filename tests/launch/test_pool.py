@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from sglang_ext.config import PoolOptions
-from sglang_ext.launch import cli, client, pool
+from sglang_ext.launch import cli, client, demo_data, pool
 from sglang_ext.launch.serve import REFERENCE_MODEL
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS, kv_bytes_per_token
 
@@ -191,6 +191,18 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes('\ufeff{"input": "a\u2028b\u0085c", "output": "d"}\r\n'.encode())
     assert pool.read_demonstrations(str(path)) == [{"input": "a\u2028b\u0085c", "output": "d"}]
+
+
+def test_numbers_are_ids(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(
+        '\ufeff{"id": 7, "input": "a", "output": "b"}\n{"id": "8", "input": "c", "output": "b"}\n'.encode()
+    )
+    assert [item["id"] for item in pool.read_demonstrations(str(path))] == [7, "8"]
+    assert [each["input"] for each in demo_data.read(path)] == ["a", "c"]
+    path.write_text('{"id": 7, "input": "a", "output": "b"}\n{"id": "7", "input": "c", "output": "b"}\n')
+    with pytest.raises(ValueError, match=r"line 2: .*taken"):
+        pool.read_demonstrations(str(path))
 
 
 def test_bad_options_are_refused_before_the_server_is_asked(file: str) -> None:

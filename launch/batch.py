@@ -23,14 +23,21 @@ from pathlib import Path
 from typing import IO, Any
 
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
+from sglang_ext.launch import early
+from sglang_ext.launch.answers import counted, failure
 from sglang_ext.launch.options import add_flags, given
 from sglang_ext.launch.pool import read_demonstrations
 from sglang_ext.launch.serve import REFERENCE_MODEL, add_pool_dir, given_flags, load_plugin
+from sglang_ext.retrievers import registry
+from sglang_ext.settings import ServerSettings, settings_with
 
 PASSES_ON = True
 
 _TEXTS = ("input", "text", "input_ids")
 _KNOWN = {"id", *_TEXTS, "sampling_params", "custom_params", "output", "label"}
+OVER_HTTP = ("open_conversations", "pool_metrics", "max_pool_mb", "max_request_mb", "max_responses")
+"""Settings of a server that an engine in this process has no use for."""
+
 _CHOICES = ("ratio", "blocks", "block_ids")  # of which a request has one
 
 
@@ -63,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of sampling (default: 0)")
     add_flags(parser, RequestOptions, "options of every request with a pool", skip=("pool",))
     add_flags(parser, PoolOptions, "options of the pools made here")
+    add_flags(parser, ServerSettings, "limits of the engine", skip=OVER_HTTP)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -213,7 +221,7 @@ def _replaced(path: Path, data: bytes) -> IO[bytes]:
 
 async def answer_all(
     engine: Any, questions: Sequence[Question], file: IO[bytes], concurrency: int, answered: Callable[[], Any]
-) -> int:
+) -> list[str]:
     """Ask every question, at most `concurrency` at a time, and append each answer as it comes.
 
     Args:
@@ -221,18 +229,18 @@ async def answer_all(
         answered: called after each.
 
     Returns:
-        How many failed.
+        Why some failed: a reason for each of them.
     """
     waiting = iter(questions)
-    failed = 0
+    reasons: list[str] = []
 
     async def work() -> None:
-        nonlocal failed
         for question in waiting:  # shared: each worker takes the next one
             record = await _record(engine, question)
             file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
             file.flush()
-            failed += "error" in record
+            if "error" in record:
+                reasons.append(record["error"])
             answered()
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(questions)))]
@@ -242,7 +250,7 @@ async def answer_all(
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    return failed
+    return reasons
 
 
 async def _record(engine: Any, question: Question) -> dict[str, Any]:
@@ -258,9 +266,13 @@ async def _record(engine: Any, question: Question) -> dict[str, Any]:
         return {"id": question.id, "error": str(error.detail)}
     except ValueError as error:
         return {"id": question.id, "error": str(error)}
-    reason = answer["meta_info"].get("finish_reason") or {}
-    if reason.get("type") == "abort":
-        return {"id": question.id, "error": reason.get("message") or "aborted"}
+    except (KeyError, TypeError, AttributeError) as error:
+        # SGLang's own way of saying that it cannot read a parameter: a bare name, or the types it tripped over.
+        what = f"{type(error).__name__}: {error}"
+        return {"id": question.id, "error": f"SGLang cannot read sampling_params or custom_params ({what})"}
+    reason = failure(answer)
+    if reason is not None:
+        return {"id": question.id, "error": reason}
     return {"id": question.id, "text": answer["text"], "meta_info": answer["meta_info"]}
 
 
@@ -292,6 +304,11 @@ def _check(args: argparse.Namespace, pools: Mapping[str, str | None]) -> dict[st
         raise ValueError(f"--concurrency {args.concurrency}: expected at least 1")
     if custom and not pools and args.pool_dir is None:
         raise ValueError(f"{', '.join(custom)}: options of requests with a pool; give --pool NAME=FILE.jsonl")
+    if "retriever" in custom:
+        registry.get(custom["retriever"])
+    if args.pool_dir is not None:
+        early.folder(args.pool_dir)
+    settings_with(given(args, ServerSettings))
     if not any(pools.values()) and given(args, PoolOptions):
         raise ValueError(f"{', '.join(given(args, PoolOptions))}: options of a pool made here; give its file")
     if len(pools) == 1:
@@ -325,10 +342,11 @@ def main(args: argparse.Namespace) -> int:
         left = [question for question in questions if question.id not in done]
         if done:
             print(f"{path}: {len(done)} of {len(questions)} are there already", file=sys.stderr)
-        failed = sum(not answered for answered in done.values())
-        if left:
-            failed += _run(args, arguments, left, demonstrations, file, len(questions))
-    print(f"{path}: {len(questions) - failed} answers, {failed} errors", file=sys.stderr)
+        before = sum(not answered for answered in done.values())
+        reasons = _run(args, arguments, left, demonstrations, file, len(questions)) if left else []
+    failed = before + len(reasons)
+    why = f": {counted(reasons)}" if reasons else ""
+    print(f"{path}: {len(questions) - failed} answers, {failed} errors{why}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -347,15 +365,15 @@ def _run(
     demonstrations: Mapping[str, Any],
     file: IO[bytes],
     total: int,
-) -> int:
-    """Start the engine, make the pools, answer; returns how many failed."""
+) -> list[str]:
+    """Start the engine, make the pools, answer; returns why some failed."""
     from tqdm import tqdm
 
     load_plugin()
     from sglang_ext import Engine
 
     begin = time.perf_counter()
-    engine = Engine(pool_dir=args.pool_dir, **arguments)
+    engine = Engine(pool_dir=args.pool_dir, settings=given(args, ServerSettings), **arguments)
     try:
         for name, items in demonstrations.items():
             info = engine.create_pool(name, items, **given(args, PoolOptions))
@@ -366,13 +384,15 @@ def _run(
             )
         ready = time.perf_counter()
         with tqdm(total=total, initial=total - len(left), unit=" lines", disable=not sys.stderr.isatty()) as bar:
-            failed = engine.loop.run_until_complete(answer_all(engine, left, file, args.concurrency, bar.update))
+            reasons: list[str] = engine.loop.run_until_complete(
+                answer_all(engine, left, file, args.concurrency, bar.update)
+            )
         end = time.perf_counter()
         rate = len(left) / (end - ready)
         print(
             f"{len(left)} lines in {end - ready:.1f} s ({rate:.1f} a second), after {ready - begin:.1f} s to start",
             file=sys.stderr,
         )
-        return failed
+        return reasons
     finally:
         engine.shutdown()

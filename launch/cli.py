@@ -27,6 +27,8 @@ COMMANDS = {
 }
 BENCHMARKS = Path(__file__).parent / "bench"
 
+_USERS = ("ServerError", "PoolError", "FailedAnswers")  # by name, so that their modules need not be imported
+
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
@@ -106,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_users(error: Exception) -> bool:
     """Whether an error is something to tell the user, and no defect of ours."""
-    return isinstance(error, (ValueError, OSError)) or type(error).__name__ in ("ServerError", "PoolError")
+    return isinstance(error, (ValueError, OSError)) or type(error).__name__ in _USERS
 
 
 def _is_input(error: Exception) -> bool:

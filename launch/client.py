@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import requests
 
 POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0  # between looks at a pool whose change has not begun yet
 TIMEOUT = (10.0, 600.0)  # seconds to connect, and to answer
 
 
@@ -66,12 +69,16 @@ class PoolClient:
     ) -> dict[str, Any]:
         """Create or replace a pool; `watch` sees its description again and again until it is ready."""
         body = {"demonstrations": demonstrations, "wait": False, **options}
-        return self._finished(name, self.call("PUT", _path(name), body), watch)
+        with self._looking_on(name, watch):
+            begun = self.call("PUT", _path(name), body)
+        return self._finished(name, begun, watch)
 
     def append(self, name: str, demonstrations: Sequence[Any], watch: Callable[[Any], None]) -> dict[str, Any]:
         """Add demonstrations to a pool; waits like `put`."""
         body = {"demonstrations": demonstrations, "wait": False}
-        return self._finished(name, self.call("POST", _path(name, "demonstrations"), body), watch)
+        with self._looking_on(name, watch):
+            begun = self.call("POST", _path(name, "demonstrations"), body)
+        return self._finished(name, begun, watch)
 
     def delete(self, name: str) -> dict[str, Any]:
         """Delete a pool."""
@@ -80,8 +87,9 @@ class PoolClient:
 
     def delete_demonstration(self, name: str, id: str, purge: bool, watch: Callable[[Any], None]) -> dict[str, Any]:
         """Take a demonstration out of retrieval, or with `purge` out of every block; waits like `put`."""
-        answer = self.call("DELETE", _path(name, "demonstrations", id), purge=purge, wait=False)
-        return self._finished(name, answer, watch)
+        with self._looking_on(name, watch):
+            begun = self.call("DELETE", _path(name, "demonstrations", id), purge=purge, wait=False)
+        return self._finished(name, begun, watch)
 
     def cancel(self, name: str) -> dict[str, Any]:
         """Stop the encoding under way."""
@@ -92,6 +100,28 @@ class PoolClient:
         """What a pool would take on that server, and how many such pools fit."""
         answer: dict[str, Any] = self.call("POST", "/v1/pools/plan", {"demonstrations": demonstrations, **options})
         return answer
+
+    @contextmanager
+    def _looking_on(self, name: str, watch: Callable[[Any], None]) -> Iterator[None]:
+        """Let `watch` see the pool while a request waits for its turn, or for its text to be read and tokenized."""
+        over = threading.Event()
+        other = PoolClient(self.url)  # a session serves one thread
+        other.session.headers, other.session.trust_env = self.session.headers, self.session.trust_env
+
+        def look() -> None:
+            while not over.wait(LOOK_SECONDS):
+                try:
+                    listed = [pool for pool in other.pools() if pool["name"] == name]
+                except ServerError:  # the change itself will say so
+                    continue
+                if listed and not over.is_set():
+                    watch(listed[0])
+
+        threading.Thread(target=look, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def _finished(self, name: str, info: dict[str, Any], watch: Callable[[Any], None]) -> dict[str, Any]:
         """Wait until the change that `info` describes is over.

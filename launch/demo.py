@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +35,7 @@ from typing import IO, Any
 import requests
 
 from sglang_ext.launch import demo_data
+from sglang_ext.launch.answers import completed, counted, failure
 from sglang_ext.launch.client import PoolClient, ServerError
 from sglang_ext.launch.demo_data import Example, Task
 from sglang_ext.launch.serve import REFERENCE_MODEL
@@ -42,6 +44,7 @@ POOL = "demo"
 START_SECONDS = 600.0  # for the server; a model of many gigabytes takes minutes to load
 
 Log = Callable[[str], None]
+Ask = Callable[[str, str], tuple[dict[str, Any], list[int]]]  # (question, cache key) -> (answer, blocks selected)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Row:
 
     Attributes:
         setup_seconds: what is done once: encoding the pool (DBSA), prefilling it (Fixed ICL), indexing it (RetICL).
-        predictions: the answer to every query, in order.
+        predictions: the answer to every query, in order; None where there is none.
+        failures: why there is none, of each query without an answer. They count as wrong.
         blocks: the blocks each query selected, in view order; empty for methods that select none.
     """
 
@@ -61,8 +65,9 @@ class Row:
     prompt_tokens: float
     cached_tokens: float
     setup_seconds: float
-    predictions: list[str] = field(repr=False)
+    predictions: list[str | None] = field(repr=False)
     blocks: list[list[int]] = field(repr=False)
+    failures: list[str] = field(default_factory=list)
 
     @property
     def accuracy(self) -> float:
@@ -233,7 +238,7 @@ class Bench:
             custom = {"pool": POOL, "ratio": self.ratio, "constrain": "labels"}
             sampling = {"temperature": 0.0, "max_new_tokens": self.new_tokens, "custom_params": custom}
             answer = self.server.call("POST", "/generate", {"text": query, "sampling_params": sampling})
-            return answer, answer["meta_info"]["sglang_ext"]["blocks"]
+            return answer, answer["meta_info"].get("sglang_ext", {}).get("blocks", [])
 
         return self._measure(f"DBSA {self.ratio:.0%}", ask, self.encode_seconds)
 
@@ -241,7 +246,8 @@ class Bench:
         """The whole pool as a dense prompt, kept by the radix cache."""
         prefix = [token for block in self.blocks for token in block]
         begin = time.perf_counter()
-        self.server.call("POST", "/generate", {"input_ids": prefix, "sampling_params": {"max_new_tokens": 1}})
+        once = {"max_new_tokens": 1}
+        completed(self.server.call("POST", "/generate", {"input_ids": prefix, "sampling_params": once}))
         prefill = time.perf_counter() - begin
         return self._measure("Fixed ICL", lambda query, _key: (self._dense(prefix, query, None), []), prefill)
 
@@ -273,21 +279,32 @@ class Bench:
         """The question alone."""
         return self._measure("zero-shot", lambda query, key: (self._dense(self.header, query, key), []), 0.0)
 
-    def _measure(self, method: str, ask: Callable[[str, str], tuple[dict[str, Any], list[int]]], setup: float) -> Row:
-        """Answer every query, `concurrency` at a time, after a warm-up that is not counted."""
+    def _measure(self, method: str, ask: Ask, setup: float) -> Row:
+        """Answer every query, `concurrency` at a time, after a warm-up that is not counted.
+
+        Raises:
+            ServerError: not one query was answered.
+        """
         queries = [example["input"] for example in self.task.queries]
         keys = [f"demo-{method}-{at}" for at in range(len(queries))]
         with ThreadPoolExecutor(self.concurrency) as pool:
             warm = [f"warm up {at}" for at in range(self.concurrency)]
-            list(pool.map(ask, warm, [f"demo-{method}-{text}" for text in warm]))
+            list(pool.map(partial(_answered, ask), warm, [f"demo-{method}-{text}" for text in warm]))
             begin = time.perf_counter()
-            answers = list(pool.map(ask, queries, keys))
+            answers = list(pool.map(partial(_answered, ask), queries, keys))
             seconds = time.perf_counter() - begin
-        predictions = [answer["text"].strip() for answer, _ in answers]
+        reasons = [failure(answer) for answer, _ in answers]
+        predictions = [
+            answer["text"].strip() if reason is None else None
+            for (answer, _), reason in zip(answers, reasons, strict=True)
+        ]
         correct = sum(
             said == example["output"].strip() for said, example in zip(predictions, self.task.queries, strict=True)
         )
-        metas = [answer["meta_info"] for answer, _ in answers]
+        metas = [answer["meta_info"] for (answer, _), reason in zip(answers, reasons, strict=True) if reason is None]
+        failures = [reason for reason in reasons if reason is not None]
+        if not metas:
+            raise ServerError(f"{method}: all {len(failures)} answers failed: {counted(failures)}")
         return Row(
             method,
             correct,
@@ -298,7 +315,16 @@ class Bench:
             setup,
             predictions,
             [blocks for _, blocks in answers],
+            failures,
         )
+
+
+def _answered(ask: Ask, query: str, key: str) -> tuple[dict[str, Any], list[int]]:
+    """What `ask` gives; where the server refuses, that as its answer."""
+    try:
+        return ask(query, key)
+    except ServerError as error:
+        return {"error": str(error)}, []
 
 
 # ---- the task -------------------------------------------------------------------------------------------------------
@@ -471,11 +497,18 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the demo and print its table."""
+    """Run the demo and print its table; 1 when some answer failed."""
     # Whoever ends the demo (a time limit, say) ends its server too: as an exception, not at once.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     result = run(args, lambda text: print(text, file=sys.stderr, flush=True))
     print(describe(result))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return 0
+    failed = [row for row in result["rows"] if row["failures"]]
+    for row in failed:
+        count, queries = len(row["failures"]), row["queries"]
+        print(
+            f"{row['method']}: {count} of {queries} answers failed and count as wrong: {counted(row['failures'])}",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0

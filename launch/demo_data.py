@@ -196,7 +196,7 @@ def read(path: str | Path) -> list[Example]:
     from sglang_ext.serving.layout import parse_demonstrations, parse_jsonl
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from error
     try:

@@ -12,8 +12,10 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from sglang_ext import plugin
+from sglang_ext.config import POLICY_ENV, json_object
 from sglang_ext.launch.output import size, table
 from sglang_ext.launch.serve import REFERENCE_MODEL
+from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, settings_with
 
 PLUGIN, PLATFORM = "sglang_ext", "sglang_ext_cpu"  # names of our entry points
 _GROUPS = {PLUGIN: "sglang.srt.plugins", PLATFORM: "sglang.srt.platforms"}
@@ -33,9 +35,10 @@ _VARIABLES = (
     "SGLANG_PLATFORM",
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
-    "SGLANG_EXT_POOL_DIR",
+    POOL_DIR_ENV,
     "SGLANG_EXT_KERNELS",
-    "SGLANG_EXT_POLICY",
+    POLICY_ENV,
+    SETTINGS_ENV,
 )
 
 # Why our backends refuse an argument; what to set instead is in `sglang_ext.serving.checks`.
@@ -66,6 +69,7 @@ WHY = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `sglang-ext doctor`."""
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--quick", action="store_true", help="leave out what SGLang and torch must be imported for")
 
 
 def versions() -> dict[str, str]:
@@ -92,14 +96,14 @@ def devices() -> list[dict[str, Any]]:
     ]
 
 
-def entry_point_problems(gpu: bool) -> list[str]:
-    """Why SGLang would not load the plugin, or the CPU platform where there is no GPU."""
+def entry_point_problems(gpu: bool | None) -> list[str]:
+    """Why SGLang would not load the plugin, or the CPU platform where there is no GPU (None: it is not known)."""
     problems = []
     allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
     chosen = os.environ.get("SGLANG_PLATFORM", "")
     for name, group in _GROUPS.items():
         points = {point.name for point in entry_points(group=group)}
-        if name == PLATFORM and gpu:
+        if name == PLATFORM and gpu is not False:
             continue
         if name not in points:
             problems.append(f"entry point {name} of group {group} is not installed: pip install sglang-ext")
@@ -115,6 +119,24 @@ def entry_point_problems(gpu: bool) -> list[str]:
     elif chosen and gpu:
         problems.append(f"SGLANG_PLATFORM={chosen} is for machines without a GPU, and this one has one: unset it")
     return problems
+
+
+def environment_problems() -> list[str]:
+    """What is wrong with our own environment variables."""
+    checks = (lambda: json_object(os.environ.get(POLICY_ENV) or "{}", POLICY_ENV), lambda: settings_with({}))
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def model_problems() -> list[str]:
+    """Files of the small model that comes with the package, where they are missing."""
+    files = [REFERENCE_MODEL / name for name in ("config.json", "tokenizer.json", "model.safetensors")]
+    return [f"{file} is missing: install the package again" for file in files if not file.is_file()]
 
 
 def active() -> dict[str, Any]:
@@ -133,11 +155,12 @@ def active() -> dict[str, Any]:
         "attention_backends": [name for name in policies() if name in ATTENTION_BACKENDS],
         "stock_attention_backends": sorted(set(ATTENTION_BACKENDS) - set(policies())),
         "radix_cache_backends": sorted(registered_radix_cache_backends()),
+        "dead_hooks": plugin.not_installed(plugin.HOOKS),
     }
 
 
 def backend_problems(found: dict[str, Any], gpu: bool) -> list[str]:
-    """What is missing among what SGLang has registered."""
+    """What is missing among what SGLang has registered and wrapped."""
     from sglang_ext.attention.policy import policies
     from sglang_ext.config import RADIX_CACHE_BACKEND
 
@@ -146,6 +169,7 @@ def backend_problems(found: dict[str, Any], gpu: bool) -> list[str]:
         for name in policies()
         if name not in found["attention_backends"]
     ]
+    problems += found["dead_hooks"]
     if RADIX_CACHE_BACKEND not in found["radix_cache_backends"]:
         problems.append(f"radix cache backend {RADIX_CACHE_BACKEND} is not registered with SGLang")
     if not gpu and not found["platform"].startswith("sglang_ext."):
@@ -163,36 +187,42 @@ def refused() -> list[dict[str, str]]:
     ]
 
 
-def examine() -> dict[str, Any]:
-    """Everything; `problems` lists what keeps pools from being served."""
-    report: dict[str, Any] = {"versions": versions(), "gpus": devices()}
-    gpu = bool(report["gpus"])
+def examine(quick: bool = False) -> dict[str, Any]:
+    """Everything; `problems` lists what keeps pools from being served.
+
+    Args:
+        quick: only what needs neither SGLang nor torch: GPUs, hooks and what SGLang registers are left out.
+    """
+    report: dict[str, Any] = {"versions": versions()}
     report["environment"] = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    report["embedded_model"] = str(REFERENCE_MODEL)
     found = report["versions"]["sglang"]
     if found == "not installed":
         report["problems"] = ["sglang is not installed: pip install sglang-ext"]
         return report
     problem = plugin.check_version(found)
     problems = [problem] if problem else []
-    report["hooks"] = {"targets": [hook.target for hook in plugin.HOOKS], "unresolved": plugin.unresolved()}
-    problems += report["hooks"]["unresolved"]
+    if not quick:
+        report["gpus"] = devices()
+        report["hooks"] = {"targets": [hook.target for hook in plugin.HOOKS], "unresolved": plugin.unresolved()}
+        problems += report["hooks"]["unresolved"]
+    gpu = None if quick else bool(report["gpus"])
     problems += entry_point_problems(gpu)
-    if not problems:  # the plugin ends the process when it cannot work
+    if not quick and not problems:  # the plugin ends the process when it cannot work
         report["active"] = active()
-        problems += backend_problems(report["active"], gpu)
-    report["refused"] = refused()
-    report["embedded_model"] = str(REFERENCE_MODEL)
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        if not (REFERENCE_MODEL / name).is_file():
-            problems.append(f"{REFERENCE_MODEL / name} is missing: install the package again")
-    report["problems"] = problems
+        problems += backend_problems(report["active"], bool(gpu))
+    if not quick:
+        report["refused"] = refused()
+    report["problems"] = problems + environment_problems() + model_problems()
     return report
 
 
 def describe(report: dict[str, Any]) -> str:
     """The report for people."""
     parts = ["versions", table(("package", "version"), list(report["versions"].items())), ""]
-    if report["gpus"]:
+    if "gpus" not in report:
+        parts += ["quick: GPUs, hooks and what SGLang registers were not looked at; sglang-ext doctor looks at them"]
+    elif report["gpus"]:
         rows = [(each["name"], size(each["memory_bytes"]), each["capability"]) for each in report["gpus"]]
         parts += [table(("GPU", "memory", "capability"), rows)]
     else:
@@ -205,6 +235,7 @@ def describe(report: dict[str, Any]) -> str:
         parts += ["", f"hooks: {len(hooks['targets'])} targets in SGLang, {bad or 'none'} unresolved"]
     if "active" in report:
         live = report["active"]
+        parts += [f"       {len(live['dead_hooks']) or 'none'} resolved but not installed"]
         parts += [
             "",
             f"platform:           {live['platform']}",
@@ -225,6 +256,6 @@ def main(args: argparse.Namespace) -> int:
     """Print the report; 1 when there are problems."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang's, about kernels it does without
-        report = examine()
+        report = examine(args.quick)
     print(json.dumps(report, indent=1) if args.json else describe(report), file=sys.stdout)
     return 1 if report["problems"] else 0

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
+from sglang_ext.config import CHOICES, NAMES
+
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 
 
@@ -33,23 +35,35 @@ def described(cls: type) -> dict[str, str]:
     return {name: " ".join(words.split()) for name, words in entries}
 
 
+def flag(name: str) -> str:
+    """The flag of the field `name`."""
+    return "--" + name.replace("_", "-")
+
+
 def add_flags(parser: argparse.ArgumentParser, cls: type, title: str, skip: Collection[str] = ()) -> None:
     """A flag for each field of `cls`; a flag that is not given leaves nothing in the namespace."""
     group = parser.add_argument_group(title)
     helps = described(cls)
     for field in dataclasses.fields(cls):
-        if field.name in skip:
-            continue
-        flag, kind = "--" + field.name.replace("_", "-"), str(field.type).split("|")[0].strip()
-        default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default!r})"
-        words = (helps.get(field.name, "").rstrip(".") + default).replace("`", "").replace("%", "%%")
-        if kind == "bool":
-            action: Any = argparse.BooleanOptionalAction
-            group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=words)
-        else:
-            convert = _TYPES[kind]
-            shown = _SHOWN[convert.__name__]
-            group.add_argument(flag, type=convert, default=argparse.SUPPRESS, metavar=shown, help=words)
+        if field.name not in skip:
+            group.add_argument(flag(field.name), default=argparse.SUPPRESS, **_argument(field, helps))
+
+
+def _argument(field: dataclasses.Field[Any], helps: dict[str, str]) -> dict[str, Any]:
+    """How argparse is told of a field: its type, its choices and its help."""
+    kind = str(field.type).split("|")[0].strip()
+    words = helps.get(field.name, "").rstrip(".")
+    if NAMES in field.metadata:
+        words = f"{', '.join(field.metadata[NAMES])}: {words}"
+    if field.default not in (None, dataclasses.MISSING):
+        words += f" (default: {field.default!r})"
+    words = words.replace("`", "").replace("%", "%%")
+    if kind == "bool":
+        return {"action": argparse.BooleanOptionalAction, "help": words}
+    convert = _TYPES[kind]
+    if CHOICES in field.metadata:  # argparse shows them in place of the type
+        return {"type": convert, "choices": field.metadata[CHOICES], "help": words}
+    return {"type": convert, "metavar": _SHOWN[convert.__name__], "help": words}
 
 
 def given(args: argparse.Namespace, cls: type, skip: Collection[str] = ()) -> dict[str, Any]:

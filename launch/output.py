@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,19 +39,89 @@ def size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+TICK_SECONDS = 0.5
+LINE_SECONDS = (1.0, 10.0)  # the first line where stderr is no terminal, and each further one
+
+_SENT = "sent to the server"
+_PHASES = {"waiting": "waiting for its turn", "preparing": "demonstrations are read and tokenized"}  # of the server
+
+
+class _Bar:
+    """A bar over the tokens of a pool that is encoded, with the time so far."""
+
+    def __init__(self, name: str) -> None:
+        from tqdm import tqdm
+
+        self.name = name
+        self.bar: Any = tqdm(desc=f"{name}: {_SENT}", unit=" tokens", file=sys.stderr)
+
+    def watch(self, info: Any) -> None:
+        progress = info.get("progress")
+        if not progress:
+            self.bar.set_description_str(f"{self.name}: {_PHASES.get(info.get('phase'), _SENT)}")
+            return
+        self.bar.set_description_str(self.name, refresh=False)
+        self.bar.total, self.bar.n = progress["tokens"], progress["tokens_done"]
+        self.bar.set_postfix_str(f"block {progress['blocks_done']} of {progress['blocks']}", refresh=False)
+        self.bar.refresh()
+
+    def tick(self) -> None:
+        self.bar.refresh()
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class _Lines:
+    """The same for a log: a line now and then."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.doing = name, _SENT
+        self.begin = time.monotonic()
+        self.due = LINE_SECONDS[0]
+
+    def watch(self, info: Any) -> None:
+        progress = info.get("progress")
+        if not progress:
+            self.doing = _PHASES.get(info.get("phase"), _SENT)
+        else:
+            self.doing = (
+                f"{progress['tokens_done']:,} of {progress['tokens']:,} tokens,"
+                f" block {progress['blocks_done']} of {progress['blocks']}"
+            )
+
+    def tick(self) -> None:
+        elapsed = time.monotonic() - self.begin
+        if elapsed >= self.due:
+            print(f"{self.name}: {self.doing} ({elapsed:.0f} s)", file=sys.stderr, flush=True)
+            self.due = elapsed + LINE_SECONDS[1]
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
 @contextmanager
 def encoding_bar(name: str) -> Iterator[Callable[[Any], None]]:
-    """A progress bar over the tokens of a pool being encoded; shown only where stderr is a terminal."""
-    from tqdm import tqdm
+    """What a change of a pool is at, from the first second on, also while the server has not answered yet.
 
-    with tqdm(desc=name, unit=" tokens", disable=not sys.stderr.isatty()) as bar:
+    On a terminal this is a bar over the pool's tokens, with the time so far. Elsewhere it is a line after a second, and
+    one every ten seconds.
 
-        def watch(info: Any) -> None:
-            progress = info.get("progress")
-            if progress and not bar.disable:
-                bar.total = progress["tokens"]
-                bar.n = progress["tokens_done"]
-                bar.set_postfix_str(f"block {progress['blocks_done']} of {progress['blocks']}", refresh=False)
-                bar.refresh()
+    Yields:
+        A function that is to see the pool's description again and again.
+    """
+    shown = _Bar(name) if sys.stderr.isatty() else _Lines(name)
+    over = threading.Event()
 
-        yield watch
+    def keep_ticking() -> None:
+        while not over.wait(TICK_SECONDS):
+            shown.tick()
+
+    ticker = threading.Thread(target=keep_ticking, daemon=True)
+    ticker.start()
+    try:
+        yield shown.watch
+    finally:
+        over.set()
+        ticker.join()
+        shown.close()

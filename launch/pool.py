@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     rm = action("rm", _rm, "delete a pool, or one demonstration of it")
     rm.add_argument("name", metavar="NAME")
-    rm.add_argument("--demonstration", metavar="ID", help="take only this one out of retrieval")
+    rm.add_argument("id", metavar="ID", nargs="?", help="take only this demonstration out of retrieval")
+    rm.add_argument("--demonstration", metavar="ID", help="the same as ID")
     rm.add_argument("--purge", action="store_true", help="and encode again every block it reached through attention")
 
     cancel = action("cancel", _cancel, "stop the encoding under way")
@@ -162,12 +163,15 @@ def _append(args: argparse.Namespace) -> int:
 
 
 def _rm(args: argparse.Namespace) -> int:
-    if args.demonstration is not None:
-        return _watched(
-            args, lambda client, watch: client.delete_demonstration(args.name, args.demonstration, args.purge, watch)
-        )
+    if args.id is not None and args.demonstration is not None:
+        raise ValueError(f"two demonstrations, {args.id} and --demonstration {args.demonstration}: give one")
+    id = args.id if args.id is not None else args.demonstration
+    if id == "":
+        raise ValueError("the ID of a demonstration is empty: leave it out to delete the whole pool")
+    if id is not None:
+        return _watched(args, lambda client, watch: client.delete_demonstration(args.name, id, args.purge, watch))
     if args.purge:
-        raise ValueError("--purge goes with --demonstration ID; a whole pool leaves nothing behind anyway")
+        raise ValueError("--purge goes with the ID of a demonstration; a whole pool leaves nothing behind anyway")
     answer = _client(args).delete(args.name)
     if args.json:
         return _print_json(answer)

@@ -1,6 +1,6 @@
 """SGLang's own server, with pools.
 
-sglang-ext serve [MODEL] [--pool-dir DIR] [--policy JSON] [any flag of sglang.launch_server]
+sglang-ext serve [MODEL] [--pool-dir DIR] [--policy JSON] [limits] [any flag of sglang.launch_server]
 
 MODEL comes first: a folder or a name on the Hugging Face hub; left out, it is the small model that comes with this
 package. The attention backend, the radix cache and what else pools need are set unless you set them; every other flag
@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import sglang_ext
+from sglang_ext.config import POLICY_ENV
+from sglang_ext.launch import early
+from sglang_ext.launch.options import add_flags, given
+from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, ServerSettings, settings_with
 
 PASSES_ON = True
 REFERENCE_MODEL = Path(sglang_ext.__file__).parent / "assets" / "reference"
@@ -23,13 +27,14 @@ REFERENCE_MODEL = Path(sglang_ext.__file__).parent / "assets" / "reference"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `sglang-ext serve`."""
-    parser.usage = "sglang-ext serve [MODEL] [--pool-dir DIR] [--policy JSON] [SGLang's flags]"
+    parser.usage = "sglang-ext serve [MODEL] [--pool-dir DIR] [--policy JSON] [limits] [SGLang's flags]"
     add_pool_dir(parser)
     parser.add_argument(
         "--policy",
         metavar="JSON",
         help="options of the policy that --attention-backend names, as a JSON object",
     )
+    add_flags(parser, ServerSettings, f"limits, and what clients may see (before {SETTINGS_ENV} in the environment)")
 
 
 def add_pool_dir(parser: argparse.ArgumentParser) -> None:
@@ -106,20 +111,37 @@ def server_argv(rest: Sequence[str]) -> list[str]:
     return [*as_flags(defaults), *flags]
 
 
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """The environment variables that carry our flags to the server's processes; nothing heavy is imported for it.
+
+    Raises:
+        ValueError: a flag, or what the environment holds already, is wrong.
+    """
+    early.check_policy_flag(args.policy or os.environ.get(POLICY_ENV) or None, args.rest)
+    found = {SETTINGS_ENV: settings_with(given(args, ServerSettings))}
+    if args.policy is not None:
+        found[POLICY_ENV] = args.policy
+    if args.pool_dir is not None:
+        found[POOL_DIR_ENV] = early.folder(args.pool_dir)
+    early.check_typing_errors(args.rest, own_flags())
+    return found
+
+
+def own_flags() -> list[str]:
+    """The flags of `sglang-ext serve` that SGLang does not see."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    return [name for name in parser._option_string_actions if name.startswith("--")]
+
+
 def main(args: argparse.Namespace) -> int:
     """Serve until stopped."""
+    os.environ.update(environment(args))
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_ext.config import POLICY_ENV
-    from sglang_ext.serving.tokenizer import POOL_DIR_ENV
-
     load_plugin()
-    if args.policy is not None:
-        os.environ[POLICY_ENV] = args.policy
-    if args.pool_dir is not None:
-        os.environ[POOL_DIR_ENV] = os.path.abspath(args.pool_dir)
     server_args = prepare_server_args(server_argv(args.rest))
     try:
         run_server(server_args)

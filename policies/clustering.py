@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from sglang_ext.kernels.cluster_attention.pool import CENTROIDS
-from sglang_ext.kernels.kmeans import Plan
-from sglang_ext.kernels.kmeans.clusters import ASSIGNMENTS
+from sglang_ext.kernels.limits import ASSIGNMENTS, CENTROIDS
+
+if TYPE_CHECKING:
+    from sglang_ext.kernels.kmeans import Plan
 
 
 @dataclass(frozen=True)
@@ -112,4 +114,6 @@ class Clustering(Middle):
 
     def plan(self, begin: int, end: int, width: int = 64) -> Plan:
         """How tokens [begin, end) are clustered, for `kernels.kmeans`; `width` clusters a tile."""
+        from sglang_ext.kernels.kmeans import Plan  # imports torch
+
         return Plan(tuple(b - a for a, b in self.segments(begin, end)), self.cluster, width)

@@ -12,47 +12,10 @@ of size 0 is padding: its centroid and value are not looked at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sglang_ext.kernels.top_p import top_p_mask
-from sglang_ext.policies.clustering import Clustering
-
-TAILS = ("drop", "centroid")
-GROUPS = ("union", "mean")
-
-
-@dataclass(frozen=True)
-class DoubleP(Clustering):
-    """What is kept and what is exact, beside how keys are clustered.
-
-    Attributes:
-        p1: estimated mass that stage 1 keeps, 0 < p1 <= 1 (Llama-3.1-8B 0.95, Qwen3-8B 0.99).
-        p2: estimated mass computed token by token, 0 <= p2 <= p1 (Llama-3.1-8B 0.7, Qwen3-8B 0.8).
-        tail: clusters outside stage 1 are left out (`drop`) or approximated too (`centroid`: the other reading of
-            equation 8).
-        group: heads that read one key-value head share one set: the `union` of their sets, or the set of their `mean`
-            probability.
-    """
-
-    p1: float = 0.95
-    p2: float = 0.7
-    tail: str = "drop"
-    group: str = "union"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 < self.p1 <= 1 and 0 <= self.p2 <= self.p1):
-            raise ValueError(f"p1={self.p1}, p2={self.p2}: expected 0 < p1 <= 1 and 0 <= p2 <= p1")
-        for name, value, allowed in (("tail", self.tail, TAILS), ("group", self.group, GROUPS)):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
-
-    @property
-    def stages(self) -> tuple[float, float]:
-        """(p1, p2) for the kernels: approximating the whole tail is a first stage that keeps everything."""
-        return (1.0 if self.tail == "centroid" else self.p1), self.p2
+from sglang_ext.policies.options import DoubleP
 
 
 def cluster_values(values: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:

@@ -6,31 +6,9 @@ score is the largest logit that a key inside these bounds could have.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass(frozen=True)
-class Quest:
-    """How pages are cut and how many are read.
-
-    Attributes:
-        page: tokens of a page.
-        budget: share of the tokens that is read.
-    """
-
-    page: int = 16
-    budget: float = 0.25
-
-    def __post_init__(self) -> None:
-        if self.page < 1 or not 0 < self.budget <= 1:
-            raise ValueError(f"page={self.page}, budget={self.budget}: expected at least 1 and 0 < budget <= 1")
-
-    def pages(self, tokens: int) -> int:
-        """How many pages of so many tokens are read: at least one, rounded up."""
-        return min(-(-tokens // self.page), max(1, math.ceil(self.budget * tokens / self.page - 1e-9)))
+from sglang_ext.policies.options import Quest
 
 
 def page_bounds(keys: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:

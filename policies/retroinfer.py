@@ -6,33 +6,9 @@ left out: numbers of clusters, whatever mass they hold. Clusters, summaries and 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass(frozen=True)
-class RetroInfer:
-    """How many clusters are exact and approximated.
-
-    Attributes:
-        exact: share of the clusters computed token by token (its authors: 1.8%).
-        approx: share of the clusters computed by their centroid (23.2%).
-    """
-
-    exact: float = 0.018
-    approx: float = 0.232
-
-    def __post_init__(self) -> None:
-        if min(self.exact, self.approx) < 0 or self.exact + self.approx > 1:
-            raise ValueError(f"exact={self.exact}, approx={self.approx}: expected shares that sum to at most 1")
-
-    def budgets(self, clusters: int) -> tuple[int, int]:
-        """(clusters kept, clusters of them exact) out of so many non-empty ones; rounded up."""
-        # Less 1e-9: a product that should be whole must not be rounded up for its last bit.
-        exact = math.ceil(self.exact * clusters - 1e-9)
-        return max(exact, math.ceil((self.exact + self.approx) * clusters - 1e-9)), exact
+from sglang_ext.policies.options import RetroInfer
 
 
 def select(share: torch.Tensor, config: RetroInfer) -> tuple[torch.Tensor, torch.Tensor]:

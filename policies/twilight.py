@@ -7,42 +7,12 @@ is why the mass that is really recovered may fall short of p (Double-P, Figure 3
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
 from sglang_ext.kernels.top_p import top_p_mask
-from sglang_ext.policies.quest import Quest, page_bounds, page_scores
+from sglang_ext.policies.options import Twilight
+from sglang_ext.policies.quest import page_bounds, page_scores
 from sglang_ext.policies.quest import select as select_pages
-
-ESTIMATES = ("int4", "exact")
-GROUPS = ("union", "mean")
-
-
-@dataclass(frozen=True)
-class Twilight:
-    """Candidates and what is kept of them.
-
-    Attributes:
-        p: share of the candidates' estimated mass.
-        candidates: how the candidates are chosen; the recommended budget is 25%.
-        estimate: `int4` quantised keys, or `exact` logits.
-        group: one set a group of heads: the `union` of its heads' sets, or the set of their `mean` probability.
-    """
-
-    p: float = 0.95
-    candidates: Quest = field(default_factory=Quest)
-    estimate: str = "int4"
-    group: str = "union"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.p <= 1:
-            raise ValueError(f"p={self.p}: expected 0 < p <= 1")
-        if self.estimate not in ESTIMATES or self.group not in GROUPS:
-            raise ValueError(
-                f"estimate={self.estimate!r}, group={self.group!r}: expected one of {', '.join(ESTIMATES)}, "
-                f"and one of {', '.join(GROUPS)}"
-            )
 
 
 def quantise(keys: torch.Tensor) -> torch.Tensor:

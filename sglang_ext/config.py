@@ -8,10 +8,11 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from sglang_ext.policies.dbsa import BlockSparse
+from sglang_ext.policies.dbsa import PATTERNS, POSITIONS, BlockSparse
+from sglang_ext.retrievers.registry import RETRIEVERS
 
 ATTENTION_BACKEND = "dbsa"
 RADIX_CACHE_BACKEND = "sglang_ext"
@@ -19,9 +20,16 @@ RADIX_CACHE_BACKEND = "sglang_ext"
 POLICY_ENV = "SGLANG_EXT_POLICY"
 """Environment variable of the server: options of the policy that `--attention-backend` names, a JSON object."""
 
+CHOICES = "choices"
+"""In a field's metadata: the values it takes, which the command line shows and enforces."""
+
+NAMES = "names"
+"""In a field's metadata: what its value is, or begins with, which the command line shows."""
+
 GROUPINGS = ("length_balanced", "random", "cluster", "cluster_diverse")
 ORDERS = ("pool", "low_to_high", "high_to_low", "reversed")
 GRANULARITIES = ("block", "example")
+CONSTRAINTS = ("labels",)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _FIELDS = ("{input}", "{output}")
@@ -68,7 +76,7 @@ def unknown_names(found: Iterable[str], known: Collection[str], what: str) -> Va
 
 def typed(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
     """`values` checked against the dataclass `cls`: unknown names, wrong types and lone surrogates are errors."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    fields = {each.name: each for each in dataclasses.fields(cls)}
     problem = unknown_names(values, fields, what)
     if problem:
         raise problem
@@ -91,14 +99,18 @@ def options_in(variable: str, cls: type[OptionsT]) -> OptionsT:
     Raises:
         ValueError: the variable holds no JSON object, an option that `cls` does not have, or a value of a wrong type.
     """
-    text = os.environ.get(variable) or "{}"
+    return cls(**typed(cls, json_object(os.environ.get(variable) or "{}", variable), variable))
+
+
+def json_object(text: str, what: str) -> dict[str, Any]:
+    """The JSON object that an operator wrote as `what`, or ValueError."""
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{variable}={text}: expected a JSON object ({error})") from error
+        raise ValueError(f"{what}={text}: expected a JSON object ({error})") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{variable}={text}: expected a JSON object with options of {cls.__name__}")
-    return cls(**typed(cls, values, variable))
+        raise ValueError(f"{what}={text}: expected a JSON object, like {{}}; got a {type(values).__name__}")
+    return values
 
 
 def policy_options(cls: type[OptionsT]) -> OptionsT:
@@ -133,22 +145,22 @@ class PoolOptions:
     block_size: int = 50
     sink_blocks: int = 1
     previous_blocks: int = 2
-    grouping: str = "length_balanced"
-    pattern: str = "sink+previous+self"
-    positions: str = "sequential"
+    grouping: str = field(default="length_balanced", metadata={CHOICES: GROUPINGS})
+    pattern: str = field(default="sink+previous+self", metadata={CHOICES: PATTERNS})
+    positions: str = field(default="sequential", metadata={CHOICES: POSITIONS})
     seed: int = 0
     pinned: bool = True
     system: str | None = None
     readable: bool = False
 
     def __post_init__(self) -> None:
-        for field in _FIELDS:
-            if field not in self.template:
-                raise ValueError(f"template {self.template!r} lacks {field}; it must contain {' and '.join(_FIELDS)}")
+        for place in _FIELDS:
+            if place not in self.template:
+                raise ValueError(f"template {self.template!r} lacks {place}; it must contain {' and '.join(_FIELDS)}")
         if self.template.index("{input}") > self.template.index("{output}"):
             raise ValueError(f"template {self.template!r}: {{output}} must come after {{input}}: it is generated")
         tail = self.template.split("{output}", 1)[1]
-        if any(field in tail for field in _FIELDS):
+        if any(place in tail for place in _FIELDS):
             raise ValueError(
                 f"template {self.template!r}: {{input}} and {{output}} stand once, the output last of them"
             )
@@ -203,7 +215,7 @@ class RequestOptions:
         blocks: how many blocks instead, sinks included.
         block_ids: the selection itself, in view order, for users with their own retriever.
         order: order of the selected blocks after the sinks.
-        retriever: name in the registry of retrievers.
+        retriever: name in the registry of retrievers; `dense:MODEL` and `random:SEED` say which model or seed.
         granularity: `block`, or `example` for single demonstrations cut out of their blocks (Table 6).
         constrain: `labels` makes the answer one of the pool's labels.
         label_probs: also return each label's probability.
@@ -215,10 +227,10 @@ class RequestOptions:
     ratio: float | None = None
     blocks: int | None = None
     block_ids: tuple[int, ...] | None = None
-    order: str = "pool"
-    retriever: str = "bm25"
-    granularity: str = "block"
-    constrain: str | None = None
+    order: str = field(default="pool", metadata={CHOICES: ORDERS})
+    retriever: str = field(default="bm25", metadata={NAMES: tuple(RETRIEVERS)})
+    granularity: str = field(default="block", metadata={CHOICES: GRANULARITIES})
+    constrain: str | None = field(default=None, metadata={CHOICES: CONSTRAINTS})
     label_probs: bool = False
     query: str | None = None
     raw: bool = False
@@ -228,7 +240,7 @@ class RequestOptions:
             raise ValueError(f"order {self.order!r}: expected one of {', '.join(ORDERS)}")
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity {self.granularity!r}: expected one of {', '.join(GRANULARITIES)}")
-        if self.constrain not in (None, "labels"):
+        if self.constrain not in (None, *CONSTRAINTS):
             raise ValueError(f"constrain {self.constrain!r}: expected 'labels' or nothing")
         given = [name for name in ("ratio", "blocks", "block_ids") if getattr(self, name) is not None]
         if len(given) > 1:

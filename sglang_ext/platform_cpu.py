@@ -14,6 +14,8 @@ import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_ext.quiet import leave_out_gpu_warnings
+
 ATTENTION_BACKEND = "torch_native"
 MAX_TOTAL_TOKENS = 65_536
 
@@ -95,4 +97,5 @@ def activate() -> str | None:
     """Entry point of the group `sglang.srt.platforms`: the platform's qualified name, or None where a GPU exists."""
     if torch.cuda.is_available():
         return None
+    leave_out_gpu_warnings()  # SGLang asks for its platform before it imports what warns
     return "sglang_ext.platform_cpu.TorchCpuPlatform"

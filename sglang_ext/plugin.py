@@ -7,7 +7,7 @@ wrongly. So every hook target is resolved here, and what cannot be resolved ends
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -256,6 +256,25 @@ def unresolved() -> list[str]:
             except (ImportError, AttributeError) as error:
                 problems.append(f"{what} {name}: {error}")
     return problems
+
+
+def not_installed(hooks: Iterable[Hook]) -> list[str]:
+    """Hooks that their target does not go through in this process, in which plugins are loaded.
+
+    A target resolves also where SGLang failed to wrap it (it only logs that), or where something replaced it since.
+    """
+    return [f"hook {each.ours} is not installed on {each.target}" for each in hooks if not _wraps(each)]
+
+
+def _wraps(hook: Hook) -> bool:
+    ours = hook.load()
+    found = pkgutil.resolve_name(hook.target)
+    # SGLang nests one wrapper for each hook, and each holds its hook as a variable of the function around it.
+    while found is not None:
+        if any(cell.cell_contents is ours for cell in getattr(found, "__closure__", None) or ()):
+            return True
+        found = getattr(found, "__wrapped__", None)
+    return False
 
 
 def register() -> None:

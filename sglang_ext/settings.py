@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from sglang_ext.config import options_in
+from sglang_ext.config import json_object, options_in, typed
 
 SETTINGS_ENV = "SGLANG_EXT_SETTINGS"
 """Environment variable of the server: a JSON object with fields of `ServerSettings`."""
+
+POOL_DIR_ENV = "SGLANG_EXT_POOL_DIR"
+"""Environment variable of the server: the folder in which pools are kept (`serving.store`)."""
 
 
 @dataclass(frozen=True)
@@ -57,3 +64,15 @@ class ServerSettings:
 def server_settings() -> ServerSettings:
     """The settings of this server process (`SETTINGS_ENV`), as `config.options_in` reads them."""
     return options_in(SETTINGS_ENV, ServerSettings)
+
+
+def settings_with(values: Mapping[str, Any]) -> str:
+    """What `SETTINGS_ENV` is to hold: `values` in place of what it holds already.
+
+    Raises:
+        ValueError: either names a setting that there is not, or has a value that it does not take.
+    """
+    before = json_object(os.environ.get(SETTINGS_ENV) or "{}", SETTINGS_ENV)
+    merged = {**typed(ServerSettings, before, SETTINGS_ENV), **typed(ServerSettings, values, "settings")}
+    ServerSettings(**merged)
+    return json.dumps(merged)

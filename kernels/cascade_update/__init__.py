@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.cascade_update.reference import stride_update, token_update
-from sglang_ext.kernels.cascade_update.state import MAX_CASCADES, CascadeState, Rings
+from sglang_ext.kernels.cascade_update.state import CascadeState, Rings
 
-__all__ = ["MAX_CASCADES", "CascadeState", "Rings", "cascade_update", "stride_update", "token_update"]
+__all__ = ["CascadeState", "Rings", "cascade_update", "stride_update", "token_update"]
 
 
 def cascade_update(

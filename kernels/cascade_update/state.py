@@ -20,9 +20,6 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_CASCADES = 13
-"""Sub-caches that the kernels take: a tile of 2^12 steps is as much as one program's registers hold."""
-
 
 @dataclass(frozen=True)
 class Rings:

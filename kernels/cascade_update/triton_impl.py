@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.cascade_update.state import MAX_CASCADES, CascadeState, Rings
+from sglang_ext.kernels.cascade_update.state import CascadeState, Rings
+from sglang_ext.kernels.limits import MAX_CASCADES
 
 
 @dataclass(frozen=True)

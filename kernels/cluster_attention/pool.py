@@ -16,9 +16,6 @@ import torch
 
 from sglang_ext.kernels.kmeans.clusters import Clusters
 
-CENTROIDS = ("same", "float8")
-"""Types of centroids: the KV cache's, or float8 e4m3, half the bytes that every step reads of every cluster."""
-
 FLOAT8 = torch.float8_e4m3fn
 
 

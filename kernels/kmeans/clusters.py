@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-ASSIGNMENTS = ("inner", "l2")
+from sglang_ext.kernels.limits import ASSIGNMENTS
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.attention.policy import CONVERSATION_KEY_BYTES
+from sglang_ext.launch.answers import completed
 from sglang_ext.policies.cascade import Cascade
 
 ROLES = ("ours", "stock")
@@ -43,13 +44,13 @@ def timed(engine: Any, tokens: Sequence[int], new_tokens: int = 1, **custom: Any
     """Seconds until a prompt is answered.
 
     Raises:
-        RuntimeError: the answer has another length, so that something else was measured.
+        RuntimeError: the answer failed, or has another length, so that something else was measured.
     """
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     if custom:
         params["custom_params"] = custom
     begin = time.perf_counter()
-    answer = engine.generate(input_ids=list(tokens), sampling_params=params)
+    answer = completed(engine.generate(input_ids=list(tokens), sampling_params=params))
     seconds = time.perf_counter() - begin
     if answer["meta_info"]["completion_tokens"] != new_tokens:
         raise RuntimeError(f"{answer['meta_info']}: expected an answer of {new_tokens} tokens")

@@ -21,6 +21,7 @@ import numpy as np
 
 import sglang_ext
 from sglang_ext.config import PoolOptions
+from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._stages import profiled
 from sglang_ext.launch.bench._turns import serve
 from sglang_ext.launch.demo_data import INTENTS, sentence
@@ -122,9 +123,13 @@ class Loop:
         """Seconds of all, and of one (quantiles); of retrieval and tokenization where pools are asked.
 
         With the fewest tokens of a prompt that were cached (`cached`).
+
+        Raises:
+            FailedAnswers: some answer failed.
         """
         host: dict[str, float] = {}
         cached: list[int] = []
+        answers: list[dict[str, Any]] = []
 
         async def everything() -> list[float]:
             gate = asyncio.Semaphore(concurrency)
@@ -134,6 +139,7 @@ class Loop:
                     begin = time.perf_counter()
                     answer = await self.engine.async_generate(**request)
                     seconds = time.perf_counter() - begin
+                    answers.append(answer)
                     cached.append(answer["meta_info"]["cached_tokens"])
                     for stage in HOST_STAGES:
                         spent = answer["meta_info"].get("sglang_ext", {}).get(f"{stage}_ms", 0.0)
@@ -145,6 +151,7 @@ class Loop:
         begin = time.perf_counter()
         latencies = self.engine.loop.run_until_complete(everything())
         seconds = time.perf_counter() - begin
+        completed(answers)
         return {
             "seconds": seconds,
             "requests": len(requests),
@@ -239,7 +246,7 @@ class Stock(Asked):
         """Seconds of prefilling the whole pool into an empty cache, where it stays."""
         empty(self.engine)
         begin = time.perf_counter()
-        self.engine.generate(input_ids=self.whole, sampling_params=_sampling(1))
+        completed(self.engine.generate(input_ids=self.whole, sampling_params=_sampling(1)))
         return {"seconds": time.perf_counter() - begin}
 
     def fixed(self, number: int, tokens: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from sglang_ext.attention.select import KERNELS_ENV
+from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._double_p_rows import LEVELS, Level
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
@@ -131,7 +132,7 @@ class Served:
         times = []
         for ids in self.prompts:
             begin = time.perf_counter()
-            self.engine.generate(input_ids=ids, sampling_params=_sampling(1))
+            completed(self.engine.generate(input_ids=ids, sampling_params=_sampling(1)))
             times.append(time.perf_counter() - begin)
         return {"seconds": times}
 
@@ -140,6 +141,7 @@ class Served:
         begin = time.perf_counter()
         answers = self.engine.generate(input_ids=list(self.prompts), sampling_params=_sampling(tokens))
         seconds = time.perf_counter() - begin
+        completed(answers)
         return {"seconds": seconds, "cached": [answer["meta_info"]["cached_tokens"] for answer in answers]}
 
     def weights(self, folder: str, flush: bool) -> dict[str, Any]:

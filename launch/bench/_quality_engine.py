@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._quality_tasks import (
     Stream,
     Task,
@@ -186,7 +187,11 @@ class Asker:
         self.engine, self.method = engine, method
 
     def ask(self, task: Task, options: Mapping[str, Any], only: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Greedy answers to a task's prompts, or to those at `only`."""
+        """Greedy answers to a task's prompts, or to those at `only`.
+
+        Raises:
+            FailedAnswers: some answer failed; its empty text must not count as a wrong one.
+        """
         chosen = range(len(task.prompts)) if only is None else only
         own = {**self.method.options, **options, **({REPORT: True} if self.method.reports else {})}
         params: dict[str, Any] = {"temperature": 0, "max_new_tokens": task.new_tokens, "custom_params": own or None}
@@ -195,7 +200,7 @@ class Asker:
         answers: list[dict[str, Any]] = self.engine.generate(
             input_ids=[task.prompts[at] for at in chosen], sampling_params=[params] * len(chosen)
         )
-        return answers
+        return completed(answers)
 
     def budgets(self, task: Task, target: Mapping[str, float]) -> dict[str, float]:
         """Options with which the method reads as much as `target` says, on a few prompts."""
@@ -233,7 +238,8 @@ class Asker:
         """A measurement: how many answers are right, and what was read for them."""
         begin = time.perf_counter()
         if task.shared:  # once, so that not all of the first batch compute it
-            self.engine.generate(input_ids=task.prompts[0][: task.shared], sampling_params={"max_new_tokens": 1})
+            once = {"max_new_tokens": 1}
+            completed(self.engine.generate(input_ids=task.prompts[0][: task.shared], sampling_params=once))
         options = self.budgets(task, target) if target and self.method.knobs else {}
         calibrated = time.perf_counter()
         answers = self.ask(task, options)
@@ -266,7 +272,9 @@ class Asker:
             return_logprob=True,
             logprob_start_len=0,
         )
-        values = [value for answer in answers for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+        values = [
+            value for answer in completed(answers) for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]
+        ]
         labels = text.labels[1:]
         if len(values) != len(labels):
             raise RuntimeError(f"the engine gave {len(values)} log-probabilities of {len(labels)} tokens")

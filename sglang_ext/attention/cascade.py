@@ -27,38 +27,10 @@ import torch
 from sglang_ext.attention.policy import Caches, Request, StreamPolicy
 from sglang_ext.attention.select import kernels
 from sglang_ext.config import policy_options
-from sglang_ext.kernels.cascade_update import MAX_CASCADES, CascadeState, cascade_update
+from sglang_ext.kernels.cascade_update import CascadeState, cascade_update
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.kernels.score_update import update_scores
-from sglang_ext.policies.cascade import Cascade
-
-
-@dataclass(frozen=True)
-class CascadeOptions(Cascade):
-    """`--policy` of `--attention-backend cascade`, and a request's: a cascade with sizes to begin with.
-
-    Raises:
-        ValueError: a value out of its range; more sub-caches than kernels take, also where there are none, so that what
-            a server answers does not depend on its device.
-    """
-
-    window: int = 4096
-    stride: int = 1024
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cascades > MAX_CASCADES:
-            raise ValueError(
-                f"cascades={self.cascades}: expected at most {MAX_CASCADES}, what kernels can hold; take fewer,"
-                " larger sub-caches"
-            )
-
-
-@dataclass(frozen=True)
-class StreamingLlmOptions(CascadeOptions):
-    """`--policy` of `--attention-backend streaming_llm`: one sub-cache."""
-
-    cascades: int = 1
+from sglang_ext.policies.options import Cascade, CascadeOptions, StreamingLlmOptions
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from sglang_ext.backends import BACKENDS
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import View
 
@@ -370,24 +371,12 @@ def _ours(name: str) -> Callable[[], Policy]:
     return build
 
 
-_POLICIES: dict[str, Callable[[], Policy]] = {
-    "dbsa": _ours("dbsa:DbsaPolicy"),
-    "double_p": _ours("double_p:DoublePPolicy"),
-    "dbsa+double_p": _ours("double_p:DbsaDoublePPolicy"),
-    "quest": _ours("quest:QuestPolicy"),
-    "retroinfer": _ours("retroinfer:RetroInferPolicy"),
-    "twilight": _ours("twilight:TwilightPolicy"),
-    "cascade": _ours("cascade:CascadePolicy"),
-    "streaming_llm": _ours("cascade:StreamingLlmPolicy"),
-}
-
-
 @functools.cache  # reading the entry points of every installed package takes milliseconds, and prefills ask for them
 def policies() -> Mapping[str, Callable[[], Policy]]:
     """Name of the attention backend -> factory of its policy; other packages add theirs by entry point."""
-    found: dict[str, Any] = dict(_POLICIES)
+    found: dict[str, Any] = {name: _ours(backend.policy) for name, backend in BACKENDS.items()}
     for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name in _POLICIES:
+        if entry.name in BACKENDS:
             raise ValueError(
                 f"entry point {entry.name} of {ENTRY_POINTS}: the name is sglang_ext's own; choose another"
             )

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sglang_ext.attention.sparse import ALWAYS
 from sglang_ext.attention.token_policy import TokenPolicy
 from sglang_ext.policies import quest
-from sglang_ext.policies.clustering import Middle
-
-
-@dataclass(frozen=True)
-class QuestOptions(Middle):
-    """How pages are cut and how many are read; pages begin behind the sinks.
-
-    Attributes:
-        page: tokens of a page.
-        budget: share of the middle tokens that is read.
-    """
-
-    page: int = quest.Quest.page
-    budget: float = quest.Quest.budget
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.pages  # noqa: B018  its own checks
-
-    @property
-    def pages(self) -> quest.Quest:
-        return quest.Quest(self.page, self.budget)
+from sglang_ext.policies.options import QuestOptions
 
 
 class QuestPolicy(TokenPolicy[QuestOptions]):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from sglang_ext.attention.policy import StreamPolicy, policies, policy_of
 from sglang_ext.attention.select import captures
+from sglang_ext.backends import without_options
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 
 # (argument, is it set to something views do not serve?, what to do)
@@ -68,10 +71,8 @@ def refusals(server_args: Any) -> list[str]:
             )
     policy = policy_of(server_args)
     if os.environ.get(POLICY_ENV) and not hasattr(policy, "options"):
-        problems.append(
-            f"--policy {os.environ[POLICY_ENV]}: --attention-backend {server_args.attention_backend} has no options;"
-            f" leave out --policy ({POLICY_ENV} in the environment)"
-        )
+        backend = f"--attention-backend {server_args.attention_backend}"
+        problems.append(without_options(os.environ[POLICY_ENV], backend, f"--policy ({POLICY_ENV} in the environment)"))
     if getattr(server_args, "enable_mixed_chunk", False) and policy.decodes_apart:
         problems.append(
             f"enable_mixed_chunk is not supported with --attention-backend {server_args.attention_backend}: leave out"
@@ -85,12 +86,26 @@ def before_server_args(server_args: Any) -> None:
     if not is_active(server_args):
         return
     policy = policy_of(server_args)
+    if server_args.radix_cache_backend is None:
+        server_args.radix_cache_backend = RADIX_CACHE_BACKEND
+    if server_args.page_size is None:
+        server_args.page_size = 1
+    _share_cores()
     if not captures(policy):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
     if isinstance(policy, StreamPolicy) and server_args.chunked_prefill_size is None:
         # A chunk then is a stride, and what it sees is prepared for all layers at once.
         server_args.chunked_prefill_size = getattr(getattr(policy, "config", None), "stride", None)
+
+
+def _share_cores() -> None:
+    """Leave a core to the server's other processes, on a machine without a GPU.
+
+    Three of them want one each: a torch thread that waits for a core holds up all the others of its parallel region.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
 
 
 def after_server_args(_result: Any, server_args: Any) -> None:
@@ -106,7 +121,8 @@ def after_server_args(_result: Any, server_args: Any) -> None:
     if ours != cache:
         raise ValueError(
             f"--attention-backend {server_args.attention_backend} with --radix-cache-backend"
-            f" {server_args.radix_cache_backend}: set both, one of {', '.join(policies())} and {RADIX_CACHE_BACKEND}"
+            f" {server_args.radix_cache_backend}: the two belong together; leave out --radix-cache-backend, and set"
+            f" --attention-backend to one of {', '.join(policies())} for a server with pools"
         )
     problems = refusals(server_args)
     if problems:

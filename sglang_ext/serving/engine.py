@@ -12,45 +12,44 @@ from sglang.srt.entrypoints.engine import Engine as SglangEngine
 
 from sglang_ext.config import ATTENTION_BACKEND, POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.serving.submitted import Submitted
-from sglang_ext.serving.tokenizer import POOL_DIR_ENV, pools_of
+from sglang_ext.serving.tokenizer import pools_of
+from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, settings_with
 
 
 def server_defaults() -> dict[str, Any]:
-    """Arguments that make a server one of ours (platform_cpu adds those of a machine without a GPU)."""
-    import torch
+    """Arguments that make a server one of ours; what follows from them is set by `serving.checks`.
 
-    defaults: dict[str, Any] = {
-        "attention_backend": ATTENTION_BACKEND,
-        "radix_cache_backend": RADIX_CACHE_BACKEND,
-        "page_size": 1,
-    }
-    if not torch.cuda.is_available():
-        # Three more processes of the server want a core each: a torch thread that waits for a core holds up all the
-        # others of its parallel region.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
-    return defaults
+    The radix cache is among them so that another attention backend is refused, not served without pools.
+    """
+    return {"attention_backend": ATTENTION_BACKEND, "radix_cache_backend": RADIX_CACHE_BACKEND}
 
 
 @contextmanager
-def _policy_in_environment(policy: Mapping[str, Any] | None) -> Iterator[None]:
-    """The environment from which an engine's processes read the options of their policy; nothing given leaves it."""
-    before = os.environ.get(POLICY_ENV)
+def _in_environment(policy: Mapping[str, Any] | None, settings: Mapping[str, Any] | None) -> Iterator[None]:
+    """The environment from which an engine's processes read their options; what is not given stays as it is."""
+    given: dict[str, str] = {}
     if policy is not None:
-        os.environ[POLICY_ENV] = json.dumps(dict(policy))
+        given[POLICY_ENV] = json.dumps(dict(policy))
+    if settings is not None:
+        given[SETTINGS_ENV] = settings_with(settings)
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(POLICY_ENV, None)
-        else:
-            os.environ[POLICY_ENV] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 class Engine(SglangEngine):
     """`sglang.Engine` that serves pools of demonstrations.
 
-    Takes SGLang's arguments (`sglang.srt.server_args.ServerArgs`), `pool_dir`, a folder in which pools are kept, and
-    `policy`, options of the policy that `attention_backend` names (for `double_p`: `sglang_ext.policies.double_p`).
+    Takes SGLang's arguments (`sglang.srt.server_args.ServerArgs`), `pool_dir`, a folder in which pools are kept,
+    `policy`, options of the policy that `attention_backend` names (for `double_p`: `sglang_ext.policies.options`), and
+    `settings`, limits of the engine (`sglang_ext.settings.ServerSettings`).
     Requests name a pool in `sampling_params["custom_params"]` (see `sglang_ext.config.RequestOptions`).
     """
 
@@ -58,6 +57,7 @@ class Engine(SglangEngine):
         self,
         pool_dir: str | os.PathLike[str] | None = None,
         policy: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if pool_dir is not None:
@@ -66,7 +66,7 @@ class Engine(SglangEngine):
             os.environ.pop(POOL_DIR_ENV, None)
         if "server_args" not in kwargs:
             kwargs = {**server_defaults(), **kwargs}
-        with _policy_in_environment(policy):
+        with _in_environment(policy, settings):
             super().__init__(**kwargs)
         self._pools = pools_of(self.tokenizer_manager)
         self._run(self._pools.restored())

@@ -743,11 +743,11 @@ class PoolService:
         finally:
             self._thread.submit(give_back)
 
-    async def tokenized(self, text: str) -> list[int]:
+    async def tokenized(self, text: str) -> Sequence[int]:
         """The token ids of a long text, as the tokenizer itself gives them."""
 
-        def tokenize() -> list[int]:
-            ids: list[int] = self._tokenizer()([text])["input_ids"][0]
+        def tokenize() -> Sequence[int]:
+            ids: Sequence[int] = self._tokenizer()([text])["input_ids"][0]
             return ids
 
         return await self._read(tokenize)

@@ -28,9 +28,9 @@ from sglang_ext.serving.layout import Layout, encode_text
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.select import select_pieces
+from sglang_ext.settings import POOL_DIR_ENV
 
 CHAT_KEY = "_chat_header"  # set by serving.chat: names the tokens before the first user message
-POOL_DIR_ENV = "SGLANG_EXT_POOL_DIR"
 MAX_RETRIES = 8  # of a question whose blocks were evicted before it ran
 
 

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from sglang_ext.serving.checks import after_server_args, refusals
+from sglang_ext.serving.checks import after_server_args, before_server_args, refusals
 from tests.e2e.server import Server, model
+from tests.oracle.models import demonstrations
 
 FINE = {
     "attention_backend": "dbsa",
@@ -64,12 +66,24 @@ def test_all_problems_are_named_at_once() -> None:
     after_server_args(None, arguments())
 
 
-@pytest.mark.parametrize(
-    "one", [{"attention_backend": "torch_native"}, {"radix_cache_backend": None}, {"radix_cache_backend": "radix"}]
-)
-def test_one_of_the_two_backends_alone_is_refused(one: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="set both"):
-        after_server_args(None, arguments(**one))
+@pytest.mark.parametrize("one", [{"attention_backend": "torch_native"}, {"radix_cache_backend": "radix"}])
+def test_a_foreign_one_of_the_two_backends_is_refused(one: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else it would be set here, too
+    changed = arguments(**one)
+    before_server_args(changed)
+    with pytest.raises(ValueError, match="belong together; leave out --radix-cache-backend"):
+        after_server_args(None, changed)
+
+
+def test_the_attention_backend_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone = arguments(radix_cache_backend=None, page_size=None)
+    before_server_args(alone)
+    assert (alone.radix_cache_backend, alone.page_size) == ("sglang_ext", 1)
+    after_server_args(None, alone)
+    stock = arguments(attention_backend="torch_native", radix_cache_backend=None, page_size=None)
+    before_server_args(stock)
+    assert (stock.radix_cache_backend, stock.page_size) == (None, None)
 
 
 def test_a_stock_server_is_left_alone() -> None:
@@ -82,7 +96,7 @@ def test_a_stock_server_is_left_alone() -> None:
     ("options", "words"),
     [
         ({"page_size": 16, "tokenizer_worker_num": 2}, ["page_size=16", "--page-size 1", "tokenizer_worker_num=2"]),
-        ({"radix_cache_backend": None}, ["set both", "sglang_ext"]),
+        ({"attention_backend": "torch_native"}, ["torch_native", "belong together", "dbsa"]),
     ],
 )
 def test_a_real_launch_says_so_and_ends(options: dict[str, Any], words: list[str]) -> None:
@@ -90,3 +104,18 @@ def test_a_real_launch_says_so_and_ends(options: dict[str, Any], words: list[str
         assert server.wait_for_exit(250) != 0
         for word in words:
             assert word in server.log(), server.tail()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's warnings are shown")
+def test_the_attention_backend_alone_starts_a_server_that_speaks_of_no_gpu() -> None:
+    """`python -m sglang.launch_server --attention-backend dbsa`: the plugin chooses the rest."""
+    with Server(model(), radix_cache_backend=None) as server:
+        info = server.json("GET", "/server_info")
+        assert info["radix_cache_backend"] == "sglang_ext" and info["page_size"] == 1
+        server.put("p", demonstrations(20), block_size=5)
+        answer = server.generate("which one", pool="p", ratio=0.5)
+        assert answer["meta_info"]["sglang_ext"]["blocks"]
+        log = server.log()
+        for word in ("CUDA runtime", "Triton is not supported", "AWQ", "GGUF", "AllReduce is disabled"):
+            assert word not in log, [line for line in log.splitlines() if word in line]

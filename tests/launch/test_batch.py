@@ -21,8 +21,8 @@ class Engine:
 
     made: list[Engine] = []  # noqa: RUF012
 
-    def __init__(self, pool_dir: str | None = None, **arguments: Any) -> None:
-        self.pool_dir, self.arguments = pool_dir, arguments
+    def __init__(self, pool_dir: str | None = None, settings: Any = None, **arguments: Any) -> None:
+        self.pool_dir, self.settings, self.arguments = pool_dir, settings, arguments
         self.loop = asyncio.new_event_loop()
         self.asked: list[dict[str, Any]] = []
         self.pools: dict[str, Any] = {}
@@ -47,6 +47,8 @@ class Engine:
             raise UnknownPool("x", [])
         if text == "big":
             raise HTTPException(400, "too long")
+        if text == "odd":
+            raise KeyError("nope")
         if text == "die":
             raise RuntimeError("the scheduler is gone")
         reason = {"type": "abort", "message": "no room"} if text == "abort" else {"type": "stop"}
@@ -128,15 +130,18 @@ def test_one_bad_line_does_not_stop_the_rest(run, capsys) -> None:
         {"id": 1.5, "input": "x"},
         {"input_ids": ["a"]},
         {"input": "x", "sampling_params": 3},
+        {"input": "odd"},
     )
     assert run() == 1
     found = out()
-    assert len(found) == 12 and [id for id in found if "error" not in found[id]] == [3]
+    assert found[13]["error"] == "SGLang cannot read sampling_params or custom_params (KeyError: 'nope')"
+    assert len(found) == 13 and [id for id in found if "error" not in found[id]] == [3]
     assert found[1]["error"] == "ratio is 3" and found[6]["error"] == "too long" and found[7]["error"] == "no room"
     assert "unknown pool 'x'" in found[5]["error"]
     for id in (2, 4, 8, 9, 10, 11, 12):
         assert found[id]["error"].startswith(f"line {id}")
-    assert "1 answers, 11 errors" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "1 answers, 12 errors: " in said and "; and 7 for other reasons" in said
 
 
 def test_a_question_without_a_pool_is_an_error_where_pools_are_used(run) -> None:
@@ -253,3 +258,34 @@ def test_usage_names_both_files() -> None:
     parser = argparse.ArgumentParser()
     batch.add_arguments(parser)
     assert "IN.jsonl OUT.jsonl" in parser.format_usage()
+
+
+def test_failures_are_counted_and_named(run, capsys) -> None:
+    """An aborted answer has text, which is no answer."""
+    write(*({"input": "abort"} for _ in range(3)), {"input": "fine"})
+    assert run() == 1
+    assert [record.get("error") for record in out().values()].count("no room") == 3
+    assert "1 answers, 3 errors: no room (3 times)" in capsys.readouterr().err
+
+
+def test_limits_reach_the_engine(run, capsys) -> None:
+    write({"input": "a"})
+    assert run("--max-demonstrations", "7", "--no-strict-pool-dir") == 0
+    assert Engine.made[0].settings == {"max_demonstrations": 7, "strict_pool_dir": False}
+    assert run("--max-pools", "0") == 2
+    assert "max_pools=0" in capsys.readouterr().err and len(Engine.made) == 1
+
+
+@pytest.mark.parametrize("words", [("--retriever", "absent"), ("--pool-dir", "in.jsonl")])
+def test_what_cannot_work_is_refused_before_the_engine_starts(run, capsys, words: tuple[str, str]) -> None:
+    write({"input": "a"})
+    write({"input": "d", "output": "l"}, file="pool.jsonl")
+    assert run("--pool", "p=pool.jsonl", *words) == 2
+    assert words[1] in capsys.readouterr().err and not Engine.made
+
+
+def test_files_with_a_byte_order_mark_and_numbers_as_ids(run) -> None:
+    Path("in.jsonl").write_bytes('\ufeff{"id": 7, "input": "a"}\n'.encode())
+    Path("pool.jsonl").write_bytes('\ufeff{"input": "d", "output": "l"}\n'.encode())
+    assert run("--pool", "p=pool.jsonl") == 0
+    assert out()[7]["text"] == "A"

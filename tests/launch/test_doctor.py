@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from sglang_ext import plugin
 from sglang_ext.attention.policy import policies
@@ -18,6 +21,7 @@ ALIVE = {
     "attention_backends": list(policies()),
     "stock_attention_backends": ["triton"],
     "radix_cache_backends": ["sglang_ext"],
+    "dead_hooks": [],
 }
 
 
@@ -101,9 +105,14 @@ def test_a_gpu_needs_no_platform(capsys, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "this one has one" in report(capsys, 1)["problems"][0]
 
 
-@pytest.mark.parametrize("part", ["platform", "attention_backends", "radix_cache_backends"])
+@pytest.mark.parametrize("part", ["platform", "attention_backends", "radix_cache_backends", "dead_hooks"])
 def test_what_was_not_registered(capsys, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    broken = {"platform": "a.b", "attention_backends": list(policies())[1:], "radix_cache_backends": []}[part]
+    broken = {
+        "platform": "a.b",
+        "attention_backends": list(policies())[1:],
+        "radix_cache_backends": [],
+        "dead_hooks": ["hook a is not installed on b"],
+    }[part]
     monkeypatch.setattr(doctor, "active", lambda: {**ALIVE, part: broken})
     assert len(report(capsys, 1)["problems"]) == 1
 
@@ -121,3 +130,62 @@ def test_the_installed_package() -> None:
     found = json.loads(done.stdout)
     assert {"dbsa", "double_p", "dbsa+double_p"} <= set(found["active"]["attention_backends"])
     assert "sglang_ext" in found["active"]["radix_cache_backends"]
+    assert found["active"]["dead_hooks"] == []
+    assert "UserWarning" not in done.stderr and "CUDA" not in done.stderr, done.stderr
+
+
+def target(value: int) -> int:
+    """Something to hook."""
+    return value
+
+
+def around(original: object, value: int) -> int:
+    """A hook that is not registered anywhere."""
+    return value
+
+
+def test_a_hook_that_resolves_and_is_not_installed(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = types.ModuleType("made_up_target")
+    here.target, here.around = target, around
+    monkeypatch.setitem(sys.modules, "made_up_target", here)
+    hook = plugin.Hook("made_up_target.target", "around", "made_up_target:around")
+    dead = ["hook made_up_target:around is not installed on made_up_target.target"]
+    assert plugin.not_installed([hook]) == dead
+    here.target = _wrap_fn(_wrap_fn(target, around, HookType.AROUND), lambda *_: None, HookType.BEFORE)
+    assert plugin.not_installed([hook]) == []
+    monkeypatch.setattr(doctor, "active", lambda: {**ALIVE, "dead_hooks": dead})
+    assert report(capsys, 1)["problems"] == dead
+    assert cli.main(["doctor"]) == 1
+    assert "1 resolved but not installed" in capsys.readouterr().out
+
+
+def test_quick_imports_neither_sglang_nor_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import sys, time\nfrom sglang_ext.launch import cli\nstatus = cli.main(['doctor', '--quick', '--json'])\n"
+        "heavy = {'torch', 'sglang', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy and time.process_time() < 5, (heavy, time.process_time())\nsys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["versions"]["sglang"] == plugin.installed_sglang() and "active" not in found and not found["problems"]
+    monkeypatch.setenv("SGLANG_EXT_SETTINGS", '{"max_pool": 1}')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "did you mean max_pools" in json.loads(done.stdout)["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("SGLANG_PLUGINS", "another", "leaves sglang_ext out"),
+        ("SGLANG_PLATFORM", "another", "SGLANG_PLATFORM=another"),
+        ("SGLANG_EXT_POLICY", "{", "expected a JSON object"),
+    ],
+)
+def test_quick_names_what_is_wrong(capsys, monkeypatch, name: str, value: str, problem: str) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor, "devices", lambda: pytest.fail("quick asks torch for nothing"))
+    monkeypatch.setattr(doctor, "REFERENCE_MODEL", Path("/nowhere"))
+    assert cli.main(["doctor", "--quick"]) == 1
+    printed = capsys.readouterr().out
+    assert problem in printed and "/nowhere/config.json is missing" in printed and "quick: GPUs" in printed

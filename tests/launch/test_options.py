@@ -7,9 +7,11 @@ import dataclasses
 
 import pytest
 
-from sglang_ext.config import PoolOptions, RequestOptions
+from sglang_ext.config import CHOICES, PoolOptions, RequestOptions
 from sglang_ext.launch import batch, serve
 from sglang_ext.launch.options import add_flags, described, given
+from sglang_ext.retrievers.registry import RETRIEVERS
+from sglang_ext.settings import ServerSettings
 
 
 def parse(cls: type, *line: str) -> dict[str, object]:
@@ -65,3 +67,41 @@ def test_no_flag_of_ours_is_one_of_sglangs(module) -> None:
     ServerArgs.add_cli_args(theirs)
     # Both --model mean the model's path.
     assert set(ours._option_string_actions) & set(theirs._option_string_actions) <= {"--model"}
+
+
+@pytest.mark.parametrize("cls", [PoolOptions, RequestOptions])
+def test_choices_are_shown_and_enforced(cls: type, capsys: pytest.CaptureFixture[str]) -> None:
+    """The values in a field's metadata are those that the dataclass takes, and no others."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser, cls, "options")
+    shown = " ".join(parser.format_help().split())
+    base = {"pool": "p"} if cls is RequestOptions else {}
+    found = {field.name: field.metadata[CHOICES] for field in dataclasses.fields(cls) if CHOICES in field.metadata}
+    assert set(found) == {PoolOptions: {"grouping", "pattern", "positions"}}.get(
+        cls, {"order", "granularity", "constrain"}
+    )
+    for name, choices in found.items():
+        assert f"--{name} {{{','.join(choices)}}}" in shown
+        for choice in choices:
+            assert getattr(cls.parse({**base, name: choice}), name) == choice  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="expected"):
+            cls.parse({**base, name: "absent"})  # type: ignore[attr-defined]
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--{name}", "absent"])
+        assert "invalid choice: 'absent'" in capsys.readouterr().err
+
+
+def test_retrievers_are_shown() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, RequestOptions, "options")
+    shown = " ".join(parser.format_help().split())
+    assert f"{', '.join(RETRIEVERS)}: name in the registry" in shown
+    assert "dense:MODEL" in shown and parse(RequestOptions, "--retriever", "random:7") == {"retriever": "random:7"}
+
+
+def test_every_setting_of_a_server_has_a_flag() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    assert set(described(ServerSettings)) == {field.name for field in dataclasses.fields(ServerSettings)}
+    for field in dataclasses.fields(ServerSettings):
+        assert "--" + field.name.replace("_", "-") in parser._option_string_actions

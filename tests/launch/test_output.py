@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from sglang_ext.launch import output
 from sglang_ext.launch.output import encoding_bar, size, table
+from tests.e2e.server import until
 
 PROGRESS = {"progress": {"tokens": 1000, "tokens_done": 400, "blocks": 5, "blocks_done": 2}}
 
@@ -52,3 +54,19 @@ def test_no_bar_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with encoding_bar("tickets") as watch:
         watch(PROGRESS)
     assert plain.getvalue() == ""
+
+
+@pytest.mark.parametrize("screen", [Terminal(), io.StringIO()])
+def test_something_is_shown_while_the_server_has_not_answered(
+    monkeypatch: pytest.MonkeyPatch, screen: io.StringIO
+) -> None:
+    """A pool's text may take the server long to read: that is shown, too, with the time it has taken."""
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(output, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(output, "LINE_SECONDS", (0.02, 0.02))
+    with encoding_bar("tickets") as watch:
+        until(lambda: "tickets: sent to the server" in screen.getvalue())
+        watch({"status": "encoding", "phase": "preparing"})
+        until(lambda: "tickets: demonstrations are read and tokenized" in screen.getvalue())
+        watch(PROGRESS)
+        until(lambda: "block 2 of 5" in screen.getvalue())

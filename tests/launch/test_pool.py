@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from sglang_ext.config import PoolOptions
-from sglang_ext.launch import cli, client, pool
+from sglang_ext.launch import cli, client, demo_data, pool
 from sglang_ext.launch.serve import REFERENCE_MODEL
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS, kv_bytes_per_token
 
@@ -33,6 +33,7 @@ class Script:
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = []
         self.asked: list[tuple[str, str, Any, str | None]] = []
+        self.hold: tuple[str, threading.Event] | None = None  # which requests wait for what, before their answer
         script = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,6 +42,8 @@ class Script:
                 key = self.headers.get("Authorization")
                 script.asked.append((self.command, self.path, json.loads(body) if body else None, key))
                 status, value = script.answers.pop(0)
+                if script.hold is not None and script.hold[0] == self.command:
+                    script.hold[1].wait(60)
                 data = json.dumps(value).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -87,6 +90,25 @@ def test_put_waits_until_the_pool_is_ready(script: Script, file: str, capsys) ->
     assert printed.err == ""  # no progress bar where nobody watches
 
 
+def test_put_looks_on_while_the_server_has_not_answered(
+    script: Script, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request itself may take long: its turn comes late, or there is much to tokenize."""
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
+    seen: list[Any] = []
+    preparing = {**info(0, "encoding"), "progress": None, "phase": "preparing"}
+    script.answers = [(200, info(1, "ready")), (200, {"pools": [preparing]}), (503, {"error": "busy"})]
+    script.answers += [(200, {"pools": []})] * 1000
+    script.hold = ("PUT", threading.Event())
+
+    def watch(state: Any) -> None:
+        seen.append(state)
+        script.hold[1].set()
+
+    assert client.PoolClient(script.url).put("p", DEMONSTRATIONS, {}, watch)["status"] == "ready"
+    assert seen[0] == preparing and seen[-1]["status"] == "ready"
+
+
 @pytest.mark.parametrize(
     ("last", "message"),
     [
@@ -124,14 +146,21 @@ def test_errors_of_the_server_in_its_own_words(script: Script, capsys) -> None:
 
 
 def test_removing(script: Script, capsys) -> None:
-    script.answers = [(200, {"name": "p", "status": "deleted"}), (202, info(1, "encoding"))]
-    script.answers += [(200, {"pools": [info(2, "ready")]})]
+    changed = [(202, info(1, "encoding")), (200, {"pools": [info(2, "ready")]})]
+    script.answers = [(200, {"name": "p", "status": "deleted"}), *changed, *changed]
     assert cli.main(["pool", "rm", "p", "--url", script.url]) == 0
-    assert cli.main(["pool", "rm", "p", "--demonstration", "a/b c", "--purge", "--url", script.url]) == 0
+    assert cli.main(["pool", "rm", "p", "a/b c", "--purge", "--url", script.url]) == 0
+    assert cli.main(["pool", "rm", "p", "--demonstration", "7", "--url", script.url]) == 0
     assert script.asked[0][:2] == ("DELETE", "/v1/pools/p")
     assert script.asked[1][1] == "/v1/pools/p/demonstrations/a%2Fb%20c?purge=true&wait=false"
+    assert script.asked[3][1] == "/v1/pools/p/demonstrations/7?purge=false&wait=false"
+    capsys.readouterr()
+    assert cli.main(["pool", "rm", "p", "a", "--demonstration", "b", "--url", script.url]) == 2
+    assert "give one" in capsys.readouterr().err
+    assert cli.main(["pool", "rm", "p", "", "--url", script.url]) == 2  # an unset variable of a shell, say
+    assert "is empty" in capsys.readouterr().err
     assert cli.main(["pool", "rm", "p", "--purge", "--url", script.url]) == 2
-    assert "--demonstration" in capsys.readouterr().err
+    assert "--purge goes with the ID" in capsys.readouterr().err
 
 
 def test_nobody_there(capsys) -> None:
@@ -164,9 +193,25 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
     assert pool.read_demonstrations(str(path)) == [{"input": "a\u2028b\u0085c", "output": "d"}]
 
 
+def test_numbers_are_ids(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(
+        '\ufeff{"id": 7, "input": "a", "output": "b"}\n{"id": "8", "input": "c", "output": "b"}\n'.encode()
+    )
+    assert [item["id"] for item in pool.read_demonstrations(str(path))] == [7, "8"]
+    assert [each["input"] for each in demo_data.read(path)] == ["a", "c"]
+    path.write_text('{"id": 7, "input": "a", "output": "b"}\n{"id": "7", "input": "c", "output": "b"}\n')
+    with pytest.raises(ValueError, match=r"line 2: .*taken"):
+        pool.read_demonstrations(str(path))
+
+
 def test_bad_options_are_refused_before_the_server_is_asked(file: str) -> None:
-    for line in (["put", "a b", file], ["put", "p", file, "--pattern", "x"], ["put", "p", "absent.jsonl"]):
+    for line in (["put", "a b", file], ["put", "p", file, "--block-size", "0"], ["put", "p", "absent.jsonl"]):
         assert cli.main(["pool", *line, "--url", "http://127.0.0.1:9"]) == 2
+    for option in ("--pattern", "--grouping", "--positions"):
+        with pytest.raises(SystemExit) as end:  # argparse knows the choices, and shows them
+            cli.main(["pool", "put", "p", file, option, "x", "--url", "http://127.0.0.1:9"])
+        assert end.value.code == 2
 
 
 # ---- plan ----

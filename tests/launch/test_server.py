@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.server import Server, model
 from tests.oracle.models import demonstrations
@@ -49,6 +50,8 @@ def server(pool_dir: Path) -> Iterator[Server]:
         str(served.port),
         "--api-key",
         "secret",
+        "--max-pools",
+        "2",
     ]
     with served:
         yield served
@@ -70,6 +73,23 @@ def test_serve_sets_what_pools_need(server: Server) -> None:
     args = server.json("GET", "/server_info")
     assert args["attention_backend"] == "dbsa" and args["radix_cache_backend"] == "sglang_ext"
     assert args["page_size"] == 1 and args["dtype"] == "float32"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's warnings are shown")
+def test_the_log_speaks_of_no_gpu(server: Server) -> None:
+    log = server.log()
+    assert "server is fired up" in log or "Uvicorn running" in log
+    for word in ("CUDA runtime", "Triton is not supported", "AWQ", "GGUF", "AllReduce is disabled"):
+        assert word not in log, [line for line in log.splitlines() if word in line]
+
+
+def test_flags_are_limits_of_the_server(ask, tmp_path: Path) -> None:
+    file = write(tmp_path / "d.jsonl", demonstrations(4))
+    for name in ("a", "b"):
+        assert ask("put", name, file)["status"] == "ready"
+    assert "HTTP 413" in (said := ask("put", "c", file, status=1)) and "2" in said, said
+    for name in ("a", "b"):
+        ask("rm", name)
 
 
 def test_the_life_of_a_pool(server: Server, ask, pool_dir: Path, tmp_path: Path) -> None:
@@ -96,7 +116,7 @@ def test_the_life_of_a_pool(server: Server, ask, pool_dir: Path, tmp_path: Path)
     more = write(tmp_path / "more.jsonl", [{"id": "a/b", "input": "one more", "output": "other"}])
     assert ask("append", "p", more)["demonstrations"] == 41
     assert "is taken" in ask("append", "p", more, status=1)
-    assert ask("rm", "p", "--demonstration", "a/b")["demonstrations"] == 40
+    assert ask("rm", "p", "a/b")["demonstrations"] == 40
     assert ask("show", "p")["deleted"] == ["a/b"]
     assert ask("rm", "p", "--demonstration", "d3", "--purge")["demonstrations"] == 39
     assert not any("d3" in block["demonstrations"] for block in ask("show", "p")["blocks"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.config import DEFAULT_RATIO, PoolOptions, RequestOptions
+from sglang_ext.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,6 +34,13 @@ def test_every_request_option_is_there() -> None:
     listed = options_under("### Options of a request")
     assert list(listed) == [field.name for field in dataclasses.fields(RequestOptions)]
     assert float(listed["ratio"]) == DEFAULT_RATIO
+
+
+def test_every_setting_of_a_server_and_its_default_is_there() -> None:
+    listed = options_under("### Limits of a server")
+    assert list(listed) == [field.name for field in dataclasses.fields(ServerSettings)]
+    for field in dataclasses.fields(ServerSettings):
+        assert listed[field.name] == json.dumps(field.default), field.name
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

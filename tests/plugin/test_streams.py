@@ -114,8 +114,11 @@ def test_more_sub_caches_than_kernels_take(monkeypatch: pytest.MonkeyPatch, comp
 
 
 def test_a_chunk_is_a_stride_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, policy: CascadePolicy) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else it would be set here, too
     for backend, given, wanted in (("cascade", None, 16), ("cascade", 50, 50), ("dbsa", None, None)):
-        server = arguments(chunked_prefill_size=given, disable_cuda_graph=False)
+        server = arguments(
+            chunked_prefill_size=given, disable_cuda_graph=False, radix_cache_backend="sglang_ext", page_size=1
+        )
         server.attention_backend = backend
         checks.before_server_args(server)
         assert server.chunked_prefill_size == wanted

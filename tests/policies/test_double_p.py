@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_ext.kernels.kmeans import kmeans
-from sglang_ext.policies import double_p
+from sglang_ext.policies import double_p, options
 from sglang_ext.policies.double_p import DoubleP
 
 EXACT = 1e-12  # float64, beside numbers of order one
@@ -112,8 +112,8 @@ def by_hand(c: Clustered, config: DoubleP) -> tuple[torch.Tensor, torch.Tensor, 
     return out, lse, exacts, approxes
 
 
-@pytest.mark.parametrize("tail", double_p.TAILS)
-@pytest.mark.parametrize("rule", double_p.GROUPS)
+@pytest.mark.parametrize("tail", options.TAILS)
+@pytest.mark.parametrize("rule", options.GROUPS)
 @pytest.mark.parametrize("group", [1, 4])
 def test_the_step_is_the_paper_s(group: int, rule: str, tail: str) -> None:
     c, config = make(group, seed=group), DoubleP(p1=0.9, p2=0.5, group=rule, tail=tail)

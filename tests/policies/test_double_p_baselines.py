@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sglang_ext.policies import quest, retroinfer, twilight
+from sglang_ext.policies import options, quest, retroinfer, twilight
 from sglang_ext.policies.quest import Quest
 from sglang_ext.policies.retroinfer import RetroInfer
 from sglang_ext.policies.twilight import Twilight
@@ -82,8 +82,8 @@ def test_retroinfer_takes_no_empty_cluster() -> None:
     assert exact.nonzero().tolist() == [[0, 3]] and not approx.any()
 
 
-@pytest.mark.parametrize("rule", twilight.GROUPS)
-@pytest.mark.parametrize("estimate", twilight.ESTIMATES)
+@pytest.mark.parametrize("rule", options.GROUPS)
+@pytest.mark.parametrize("estimate", options.ESTIMATES)
 def test_twilight(estimate: str, rule: str) -> None:
     tokens, p = 61, 0.8
     query, keys, _ = heads(tokens, seed=4)

@@ -69,6 +69,7 @@ __all__ = [
     "metrics_enabled",
     "missing_message",
     "node_begin",
+    "notes_of",
     "now",
     "num_kv_slots",
     "num_request_slots",
@@ -92,6 +93,7 @@ __all__ = [
     "set_sent_turn",
     "set_stitched_tokens",
     "stitched_tokens",
+    "take_notes",
     "tree_nodes",
     "view_backend",
     "waits_for_grammars",
@@ -104,6 +106,7 @@ _WRITTEN = "sglang_ext_written"
 _ABORT = "sglang_ext_abort"
 _INTERNAL = "sglang_ext_internal"
 _STITCHED = "sglang_ext_stitched_tokens"
+_NOTES = "sglang_ext_notes"
 
 
 def request_row(req: Any) -> Row | None:
@@ -529,6 +532,18 @@ def stitched_tokens(request: Any) -> int:
 
 def set_stitched_tokens(request: Any, tokens: int) -> None:
     setattr(request, _STITCHED, tokens)
+
+
+def take_notes(request: Any) -> dict[int, Any]:
+    """Have `serving.answers` note here, by the number of the choice, what each answer to a GenerateReqInput used."""
+    notes: dict[int, Any] = {}
+    setattr(request, _NOTES, notes)
+    return notes
+
+
+def notes_of(request: Any) -> dict[int, Any] | None:
+    """Where the answers to a GenerateReqInput are to be noted; None where nobody asked."""
+    return getattr(request, _NOTES, None)
 
 
 def sent_row(request: Any) -> Row | None:

@@ -14,6 +14,7 @@ from sglang_ext.config import check_name
 from sglang_ext.serving import checks
 from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
+from sglang_ext.serving.routes import guard
 from sglang_ext.serving.submitted import Source, query_flag, read_body, refuse_query
 from sglang_ext.serving.tokenizer import pools_of
 
@@ -29,6 +30,7 @@ def before_setup_and_run_http_server(server_args: Any, tokenizer_manager: Any, *
     from sglang.srt.entrypoints.http_server import app
 
     add_routes(app, tokenizer_manager)
+    guard(app)
     # SGLang adds its check of api keys after this, around it: bodies of strangers are not read at all.
     app.add_middleware(BodyLimit, settings=pools_of(tokenizer_manager).settings)
     then = kwargs.get("launch_callback")

@@ -310,8 +310,10 @@ def path_slots(node: TreeNode, begin: int, end: int) -> torch.Tensor:
         first -= len(part.key)
 
 
-def answer_note(req: Any, name: str, end: int) -> dict[str, Any]:
+def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
     """What `meta_info[name]` will say of one generated token; to be filled before the pass is over.
+
+    None for a part of a prompt, which gives no token.
 
     SGLang sends an entry of `customized_info` for each generated token along with it.
 
@@ -320,12 +322,16 @@ def answer_note(req: Any, name: str, end: int) -> dict[str, Any]:
         name: key in `meta_info`.
         end: columns of the row once the pass is over, whose last gives the token.
     """
+    token = end - len(req.origin_input_ids)
+    if token < 0:
+        return None
     if req.customized_info is None:
         req.customized_info = {}
-    notes, token = req.customized_info.setdefault(name, []), end - len(req.origin_input_ids)
+    notes = req.customized_info.setdefault(name, [])
     notes.extend([None] * (token + 1 - len(notes)))
-    notes[token] = {}
-    return notes[token]
+    note: dict[str, Any] = {}
+    notes[token] = note
+    return note
 
 
 def write_kv(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

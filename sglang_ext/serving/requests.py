@@ -157,6 +157,7 @@ def check_count(request: Any, params: Sequence[Mapping[str, Any] | None], most: 
 
 def check_prompt(prompt: Any, facts: Facts) -> None:
     """One prompt of a normalised request."""
+    _check_sent(prompt)
     if prompt.input_ids is not None:
         check_ids(prompt.input_ids, facts.vocabulary)
     elif not isinstance(prompt.text, str):
@@ -314,6 +315,27 @@ def _prompts(request: Any) -> list[Any]:
             f"the request's lists do not fit its prompts ({type(error).__name__}: {error}): expected one value for all"
             " prompts, or a list with one for each"
         ) from error
+
+
+@functools.cache
+def _sent_types() -> dict[str, Any]:
+    """The type that a prompt's own value of a field has when it is sent to the schedulers."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+    hints = get_type_hints(TokenizedGenerateReqInput)
+    return {name: hint for name, hint in hints.items() if name in SERVED - {"input_ids", "sampling_params"}}
+
+
+def _check_sent(prompt: Any) -> None:
+    """A field that may be a list beside a batch has one value for one prompt."""
+    import msgspec
+
+    for name, hint in _sent_types().items():
+        value = getattr(prompt, name)
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}={reprlib.repr(value)} for one prompt: {error}") from None
 
 
 def _flat(value: Any) -> list[Any]:

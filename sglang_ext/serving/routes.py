@@ -61,7 +61,7 @@ async def _unreadable(request: fastapi.Request, error: Exception) -> fastapi.Res
 
 
 def while_reading(error: Exception) -> bool:
-    """Whether an exception was raised in the validators of a route's request model, or where /vertex_generate fills one."""
+    """Whether an exception was raised by a request model of a route, or where /vertex_generate fills one."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     path = frame.filename.replace("\\", "/")
     return "/srt/entrypoints/" in path and (path.endswith("/protocol.py") or frame.name == "vertex_generate")

@@ -119,7 +119,9 @@ def generated(custom: dict[str, Any]) -> Iterator[Case]:
             yield Case("/generate", batch, f"{name}=[{shown}, {shown}]")
             if name not in ("text", "stream"):
                 parameters = {"sampling_params": {"max_new_tokens": 2}, name: value}
-                yield Case("/vertex_generate", {"instances": [{"text": TEXT}], "parameters": parameters}, name + shown)
+                yield Case(
+                    "/vertex_generate", {"instances": [{"text": TEXT}], "parameters": parameters}, f"{name}={shown}"
+                )
         for path, (model, body) in BODIES.items():
             for name in model_names(model):
                 if (path, name) != ("/invocations", "stream"):

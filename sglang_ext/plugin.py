@@ -214,6 +214,11 @@ HOOKS = (
         "around",
         _OURS + "options:around_detokenize",
     ),
+    Hook(
+        _OPENAI + "serving_score.OpenAIServingScore._handle_non_streaming_request",
+        "around",
+        _OURS + "options:around_score",
+    ),
     Hook(_CHAT + "_build_chat_response", "around", _OURS + "answers:around_build_response"),
     Hook(_CHAT + "_generate_chat_stream", "around", _OURS + "answers:around_stream"),
     Hook(_COMPLETIONS + "_build_completion_response", "around", _OURS + "answers:around_build_response"),

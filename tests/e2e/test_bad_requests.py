@@ -138,6 +138,7 @@ NASTY: list[tuple[str, Any]] = [
     ("/v1/embeddings", {"model": "m", "input": "a"}),
     ("/v1/rerank", {"query": "a", "documents": ["b"]}),
     ("/v1/score", {"model": "m", "query": "a", "items": ["b"], "label_token_ids": [-1]}),
+    ("/v1/score", {"model": "m", "query": "a", "items": ["b"], "label_token_ids": []}),
     ("/detokenize", {"model": "m", "tokens": [-1]}),
     ("/detokenize", {"model": "m", "tokens": [[5], [10**9]]}),
     ("/open_session", {"capacity_of_str_len": 100}),

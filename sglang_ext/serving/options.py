@@ -89,7 +89,7 @@ async def around_detokenize(
 async def around_score(
     original: Callable[..., Any], handler: Any, adapted_request: Any, request: Any, raw_request: Any
 ) -> Any:
-    """AROUND OpenAIServingScore._handle_non_streaming_request: scores of no tokens cannot be told, SGLang finds late."""
+    """AROUND OpenAIServingScore._handle_non_streaming_request: SGLang finds late that there is nothing to score."""
     if getattr(handler.tokenizer_manager, "ext_facts", None) is not None and not request.label_token_ids:
         return handler.create_error_response("label_token_ids is empty: name at least one token to score")
     return await original(handler, adapted_request, request, raw_request)

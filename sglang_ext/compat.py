@@ -71,6 +71,7 @@ __all__ = [
     "metrics_enabled",
     "missing_message",
     "node_begin",
+    "notes_of",
     "now",
     "num_kv_slots",
     "num_request_slots",
@@ -95,6 +96,7 @@ __all__ = [
     "set_sent_turn",
     "set_stitched_tokens",
     "stitched_tokens",
+    "take_notes",
     "tree_nodes",
     "view_backend",
     "waits_for_grammars",
@@ -107,6 +109,7 @@ _WRITTEN = "sglang_ext_written"
 _ABORT = "sglang_ext_abort"
 _INTERNAL = "sglang_ext_internal"
 _STITCHED = "sglang_ext_stitched_tokens"
+_NOTES = "sglang_ext_notes"
 
 
 def request_row(req: Any) -> Row | None:
@@ -310,8 +313,10 @@ def path_slots(node: TreeNode, begin: int, end: int) -> torch.Tensor:
         first -= len(part.key)
 
 
-def answer_note(req: Any, name: str, end: int) -> dict[str, Any]:
+def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
     """What `meta_info[name]` will say of one generated token; to be filled before the pass is over.
+
+    None for a part of a prompt, which gives no token.
 
     SGLang sends an entry of `customized_info` for each generated token along with it.
 
@@ -320,12 +325,16 @@ def answer_note(req: Any, name: str, end: int) -> dict[str, Any]:
         name: key in `meta_info`.
         end: columns of the row once the pass is over, whose last gives the token.
     """
+    token = end - len(req.origin_input_ids)
+    if token < 0:
+        return None
     if req.customized_info is None:
         req.customized_info = {}
-    notes, token = req.customized_info.setdefault(name, []), end - len(req.origin_input_ids)
+    notes = req.customized_info.setdefault(name, [])
     notes.extend([None] * (token + 1 - len(notes)))
-    notes[token] = {}
-    return notes[token]
+    note: dict[str, Any] = {}
+    notes[token] = note
+    return note
 
 
 def write_kv(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -532,6 +541,18 @@ def stitched_tokens(request: Any) -> int:
 
 def set_stitched_tokens(request: Any, tokens: int) -> None:
     setattr(request, _STITCHED, tokens)
+
+
+def take_notes(request: Any) -> dict[int, Any]:
+    """Have `serving.answers` note here, by the number of the choice, what each answer to a GenerateReqInput used."""
+    notes: dict[int, Any] = {}
+    setattr(request, _NOTES, notes)
+    return notes
+
+
+def notes_of(request: Any) -> dict[int, Any] | None:
+    """Where the answers to a GenerateReqInput are to be noted; None where nobody asked."""
+    return getattr(request, _NOTES, None)
 
 
 def sent_row(request: Any) -> Row | None:

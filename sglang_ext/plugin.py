@@ -37,6 +37,12 @@ _BREAKABLE = (
 )
 _ADDER = _SRT + "managers.schedule_policy.PrefillAdder."
 _GRAPHS = "sglang_ext.attention.graphs:"
+_OPENAI = _SRT + "entrypoints.openai."
+_CHAT = _OPENAI + "serving_chat.OpenAIServingChat."
+_COMPLETIONS = _OPENAI + "serving_completions.OpenAIServingCompletion."
+_RESPONSES = _OPENAI + "serving_responses.OpenAIServingResponses."
+_MESSAGES = _SRT + "entrypoints.anthropic.serving.AnthropicServing."
+_OLLAMA = _SRT + "entrypoints.ollama.serving.OllamaServing."
 
 HOOKS = (
     Hook(_SRT + "utils.common.support_triton", "around", "sglang_ext.plugin:around_support_triton"),
@@ -49,6 +55,11 @@ HOOKS = (
         _SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
         "around",
         "sglang_ext.plugin:around_apply_vocab_mask",
+    ),
+    Hook(
+        _SRT + "layers.logprob_processor.get_token_ids_logprobs_raw",
+        "after",
+        "sglang_ext.plugin:after_get_token_ids_logprobs",
     ),
     Hook(
         _SRT + "distributed.device_communicators.pynccl.PyNcclCommunicator.__init__",
@@ -154,10 +165,10 @@ HOOKS = (
         "sglang_ext.plugin:after_compute_cell_size",
     ),
     Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "tokenizer:after_init"),
-    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "options:after_init"),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "streams:after_init_tokenizer"
     ),
+    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "options:after_init"),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
         "around",
@@ -177,11 +188,6 @@ HOOKS = (
         _SRT + "managers.tokenizer_manager.TokenizerManager._validate_one_request",
         "around",
         _OURS + "tokenizer:around_validate_one_request",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
-        "before",
-        _OURS + "options:before_tokenize_one_request",
     ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_texts",
@@ -208,6 +214,39 @@ HOOKS = (
         "around",
         _OURS + "tokenizer:around_get_internal_state",
     ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        "around",
+        _OURS + "options:around_generate_request",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_control_mixin.TokenizerControlMixin.open_session",
+        "around",
+        _OURS + "options:around_open_session",
+    ),
+    Hook(
+        _OPENAI + "serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
+        "around",
+        _OURS + "options:around_detokenize",
+    ),
+    Hook(
+        _OPENAI + "serving_score.OpenAIServingScore._handle_non_streaming_request",
+        "around",
+        _OURS + "options:around_score",
+    ),
+    Hook(_CHAT + "_build_chat_response", "around", _OURS + "answers:around_build_response"),
+    Hook(_CHAT + "_generate_chat_stream", "around", _OURS + "answers:around_stream"),
+    Hook(_COMPLETIONS + "_build_completion_response", "around", _OURS + "answers:around_build_response"),
+    Hook(_COMPLETIONS + "_generate_completion_stream", "around", _OURS + "answers:around_stream"),
+    Hook(_RESPONSES + "create_responses", "around", _OURS + "routes:around_create_responses"),
+    Hook(_RESPONSES + "_make_request", "around", _OURS + "routes:around_make_request"),
+    Hook(_RESPONSES + "responses_full_generator", "around", _OURS + "routes:around_full_response"),
+    Hook(_MESSAGES + "handle_messages", "around", _OURS + "routes:around_handle_messages"),
+    Hook(_MESSAGES + "_convert_to_chat_completion_request", "around", _OURS + "routes:around_convert_messages"),
+    Hook(_MESSAGES + "_convert_response", "around", _OURS + "routes:around_convert_answer"),
+    Hook(_MESSAGES + "_error_response", "around", _OURS + "routes:around_messages_error"),
+    Hook(_OLLAMA + "handle_chat", "around", _OURS + "ollama:around_handle"),
+    Hook(_OLLAMA + "handle_generate", "around", _OURS + "ollama:around_handle"),
     Hook(
         _SRT + "entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
         "around",
@@ -383,6 +422,19 @@ def around_apply_vocab_mask(original: Callable[..., None], grammar: Any, logits:
     import xgrammar
 
     xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+
+def after_get_token_ids_logprobs(result: Any, logprobs: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """AFTER get_token_ids_logprobs_raw: what a batch's requests without `token_ids_logprob` get is a tensor, too.
+
+    SGLang has an empty list for them, and ends when it converts the batch's tensors to lists.
+    """
+    import torch
+
+    values, ids = result
+    if any(isinstance(value, torch.Tensor) for value in values):
+        values = [value if isinstance(value, torch.Tensor) else logprobs.new_empty(0) for value in values]
+    return values, ids
 
 
 def around_pynccl_init(

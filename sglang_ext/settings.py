@@ -37,6 +37,8 @@ class ServerSettings:
         max_label_tokens: most tokens that `label_probs` scores for one answer; a pool whose labels need more is refused
             with 413.
         max_prompts: most answers of one request (its prompts, times `n`); more are refused with 413.
+        max_logprobs: most log-probabilities of tokens beside the prompt's and the answer's own (`top_logprobs_num`,
+            `token_ids_logprob`) that a prompt may ask for, at all its tokens together; more are refused with 413.
         default_max_new_tokens: longest answer, in tokens, of a request that sets no limit of its own.
         max_responses: most answers that /v1/responses keeps to be read or continued; the oldest give way.
     """
@@ -51,6 +53,7 @@ class ServerSettings:
     max_waiting_encodings: int = 16
     max_label_tokens: int = 4_096
     max_prompts: int = 1_024
+    max_logprobs: int = 2_000_000
     default_max_new_tokens: int = 4_096
     max_responses: int = 1_000
 

@@ -40,6 +40,9 @@ from sglang_ext.policies.double_p import summaries
 
 ClusteringT = TypeVar("ClusteringT", bound=Clustering)
 
+NO_CLUSTERS = "the row has no clusters yet: too few of its tokens lie between the sinks and the window"
+REFUSED = "the row has no clusters: there was no room for them"
+
 
 @dataclass
 class ClusteredRow:
@@ -287,11 +290,16 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
     # ---- steps ----
 
     def step(self, asked: Asked[ClusteringT], rows: RequestRows) -> LayerView | None:
-        row = self._rows.get(rows.request.slot)
-        if row is None:
-            return None
-        placed = row.read(self.config.sink, rows.begin - self.config.window)
+        placed = self._read(asked, rows)
         return partial(self._attend, asked, rows, placed) if placed else None
+
+    def _read(self, asked: Asked[ClusteringT], rows: RequestRows) -> list[Placed]:
+        """What a decoding step reads through clusters; for nothing, the report says why."""
+        row = self._rows.get(rows.request.slot)
+        placed = [] if row is None else row.read(self.config.sink, rows.begin - self.config.window)
+        if not placed:
+            self.read_all(asked, REFUSED if row is not None and row.refused else NO_CLUSTERS)
+        return placed
 
     def placed(self, rows: RequestRows) -> list[Placed]:
         """What kernels read of the row's clusters; before a prompt's pass, clusters are made and none is read.
@@ -302,10 +310,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         if asked is None or asked.dense or rows.begin < self.config.min_tokens:
             return []
         self.before_views(asked, rows)
-        row = self._rows.get(rows.request.slot)
-        if row is None or not rows.decode:
-            return []
-        return row.read(self.config.sink, rows.begin - self.config.window)
+        return self._read(asked, rows) if rows.decode else []
 
     def _attend(
         self,

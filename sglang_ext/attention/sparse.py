@@ -4,8 +4,8 @@ Prompts are attended to densely, by SGLang itself; so are rows shorter than `min
 unless a policy says otherwise. Served by the PyTorch backend, and where a policy has clusters by kernels.
 
 A request may ask for `dense: true`, and for `attention_report: true`: each decoding step is then measured against dense
-attention, which costs a dense pass, and `meta_info["attention_report"]` holds for each generated token but the first
-(which the prompt's pass gave) lists with a figure a layer; a step that was dense has none.
+attention, which costs a dense pass, and `meta_info["attention_report"]` holds for each generated token lists with a
+figure a layer. A token whose step was dense has the reason instead, as `dense`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from sglang_ext.policies.clustering import Middle
 REPORT = "attention_report"  # in custom_params and in meta_info
 DENSE = "dense"
 ALWAYS = frozenset({REPORT, DENSE})
+OF_PROMPT = "the prompt's pass gave this token, and prompts are attended to densely"
+OF_POOL = "answers over pools are not read sparsely with this attention backend"
+ASKED_DENSE = "the request asks for dense attention"
 
 OptionsT = TypeVar("OptionsT", bound=Middle)
 
@@ -66,7 +69,7 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
         self._asked: dict[int, Asked[OptionsT]] = {}
 
     def step(self, asked: Asked[OptionsT], rows: RequestRows) -> LayerView | None:
-        """What a decoding step reads in each layer; None for everything."""
+        """What a decoding step reads in each layer; None for everything, and the report says why (`read_all`)."""
         raise NotImplementedError
 
     # ---- requests ----
@@ -99,7 +102,34 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
     def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
         asked = self._asked.get(request.slot)
         if asked is not None:
-            asked.note = compat.answer_note(req, REPORT, end) if decode and asked.report else None
+            asked.note = None
+        if not request.options.get(REPORT):
+            return
+        note = compat.answer_note(req, REPORT, end)
+        if note is None:
+            return
+        why = self._why_dense(asked, begin, decode)
+        if why is not None:
+            note[DENSE] = why
+        elif asked is not None:
+            asked.note = note
+
+    def _why_dense(self, asked: Asked[OptionsT] | None, begin: int, decode: bool) -> str | None:
+        """Why a pass is dense whatever the row holds, in words for users; None where it need not be."""
+        if not decode:
+            return OF_PROMPT
+        if asked is None:
+            return OF_POOL
+        if asked.dense:
+            return ASKED_DENSE
+        if begin < self.config.min_tokens:
+            return f"the row has {begin} tokens before this one, fewer than min_tokens={self.config.min_tokens}"
+        return None
+
+    def read_all(self, asked: Asked[OptionsT], why: str) -> None:
+        """Say in the report why a decoding step reads everything after all."""
+        if asked.note is not None:
+            asked.note[DENSE], asked.note = why, None
 
     def note(self, slot: int) -> dict[str, Any] | None:
         """Where the figures of the pass at hand go, of the request in `slot`; None where it is not measured."""

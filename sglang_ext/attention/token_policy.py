@@ -34,7 +34,10 @@ class TokenPolicy(SparsePolicy[OptionsT]):
 
     def step(self, asked: Asked[OptionsT], rows: RequestRows) -> LayerView | None:
         begin, end = self.config.sink, rows.begin - self.config.window
-        return partial(self._attend, asked, rows, begin, end) if begin < end else None
+        if begin >= end:
+            self.read_all(asked, "no token lies between the sinks and the window yet")
+            return None
+        return partial(self._attend, asked, rows, begin, end)
 
     def _attend(
         self,

@@ -14,7 +14,8 @@ from typing import Any
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving.access import may_read
 from sglang_ext.serving.layout import encode_text
-from sglang_ext.serving.tokenizer import CHAT_KEY, pools_of
+from sglang_ext.serving.requests import CHAT_KEY
+from sglang_ext.serving.tokenizer import pools_of
 
 _MARK = "\ue000sglang-ext-demonstrations\ue000"  # private-use characters: no one's text
 
@@ -22,7 +23,7 @@ _MARK = "\ue000sglang-ext-demonstrations\ue000"  # private-use characters: no on
 def around_process_messages(original: Callable[..., Any], handler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND OpenAIServingChat._process_messages: a chat request with a pool brings its own tokens."""
     custom = request.custom_params
-    if isinstance(custom, dict) and "pool" in custom:
+    if isinstance(custom, dict) and "pool" in custom and CHAT_KEY not in custom:  # else it has been composed before
         compose_chat(handler.tokenizer_manager, handler.template_manager, request)
         label_temperature(request)
     return original(handler, request, *args, **kwargs)
@@ -37,8 +38,13 @@ def around_build_sampling_params(original: Callable[..., Any], handler: Any, req
 
 def label_temperature(request: Any) -> None:
     """A label is the most likely one unless the request names a temperature, as on /generate; OpenAI's default is 1."""
-    if request.custom_params.get("constrain") == "labels" and "temperature" not in request.model_fields_set:
+    if wants_labels(request.custom_params) and "temperature" not in request.model_fields_set:
         request.temperature = 0.0
+
+
+def wants_labels(custom: dict[str, Any]) -> bool:
+    """Whether the answer must be one of the pool's labels."""
+    return custom.get("constrain") == "labels"
 
 
 def compose_chat(manager: Any, templates: Any, request: Any) -> None:

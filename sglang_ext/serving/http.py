@@ -11,8 +11,7 @@ import fastapi
 from fastapi.responses import JSONResponse
 
 from sglang_ext.config import check_name
-from sglang_ext.serving import checks
-from sglang_ext.serving.access import guard
+from sglang_ext.serving import access, checks, routes
 from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
 from sglang_ext.serving.submitted import Source, query_flag, read_body, refuse_query
@@ -30,9 +29,10 @@ def before_setup_and_run_http_server(server_args: Any, tokenizer_manager: Any, *
     from sglang.srt.entrypoints.http_server import app
 
     add_routes(app, tokenizer_manager)
+    routes.guard(app)
     # SGLang adds its check of api keys after this, around it: bodies of strangers are not read at all.
     app.add_middleware(BodyLimit, settings=pools_of(tokenizer_manager).settings)
-    guard(app, tokenizer_manager, server_args)
+    access.guard(app, tokenizer_manager, server_args)
     then = kwargs.get("launch_callback")
 
     def launched() -> None:

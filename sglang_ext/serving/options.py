@@ -1,24 +1,95 @@
-"""Options that a policy takes from a request are looked at where the request comes in, so that a mistake is a 400."""
+"""Every generation request is looked at where it comes in, so that a mistake is a 400 and never reaches the schedulers.
+
+What is looked at is said in `serving.requests`; here are SGLang's places where it is done.
+"""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
+import fastapi
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_ext import compat
 from sglang_ext.attention.policy import policy_of
 from sglang_ext.serving import checks
+from sglang_ext.serving.answers import noting
+from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.requests import check, check_ids, facts_of
 
 
 def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER TokenizerManager.__init__: the policy of the server, when it is one of ours."""
-    manager.ext_policy = policy_of(manager.server_args) if checks.is_active(manager.server_args) else None
+    """AFTER TokenizerManager.__init__: the policy of the server, and what it can serve, when it is one of ours.
+
+    Runs after the hooks that give the manager its pools and a stream's context.
+    """
+    manager.ext_policy = manager.ext_facts = None
+    if checks.is_active(manager.server_args):
+        manager.ext_policy = policy_of(manager.server_args)
+        manager.ext_facts = facts_of(manager, manager.ext_policy, manager.ext_pools.settings)
 
 
-def before_tokenize_one_request(manager: Any, obj: Any) -> None:
-    """BEFORE TokenizerManager._tokenize_one_request: refuse what the policy does not take.
+def around_generate_request(
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """AROUND TokenizerManager.generate_request: all that is wrong with a request is said before anything is sent.
 
     Raises:
-        ValueError: says which option has which value, and what was expected.
+        ValueError: says what to change; `PoolError` with its HTTP status.
     """
-    custom = (getattr(obj, "sampling_params", None) or {}).get("custom_params")
-    if manager.ext_policy is not None and isinstance(custom, dict):
-        manager.ext_policy.check(custom)
+    if manager.ext_facts is None or compat.is_internal(obj):
+        return original(manager, obj, request)
+    try:
+        _check(manager, obj)
+    except PoolError as error:
+        if request is None or in_answer(obj, request):
+            raise
+        # The OpenAI routes answer every ValueError with 400: keep the error's own status.
+        raise fastapi.HTTPException(error.status_code, error.detail) from error
+    return noting(original(manager, obj, request), obj)
+
+
+def in_answer(obj: Any, request: Any) -> bool:
+    """Whether an answer to this request has begun when it is looked at: /generate streams tell errors as an event."""
+    return bool(getattr(obj, "stream", False)) and request.url.path in ("/generate", "/vertex_generate")
+
+
+def _check(manager: Any, obj: Any) -> None:
+    if isinstance(obj, GenerateReqInput):
+        check(obj, manager.ext_facts)
+    elif manager.is_generation:
+        raise ValueError(
+            "this server generates text: it has no embeddings, classes or ranks; ask a server with --is-embedding"
+        )
+
+
+async def around_open_session(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
+    """AROUND TokenizerControlMixin.open_session: sessions go on from prefixes that our caches do not keep for them."""
+    if manager.ext_facts is not None:
+        raise ValueError(
+            f"sessions are not served with --attention-backend {manager.server_args.attention_backend}: send the whole"
+            " prompt; what is the same as before is found in the cache"
+        )
+    return await original(manager, obj, request)
+
+
+async def around_detokenize(
+    original: Callable[..., Any], handler: Any, adapted_request: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND OpenAIServingDetokenize._handle_non_streaming_request: ids that the tokenizer cannot hold are refused."""
+    facts = getattr(handler.tokenizer_manager, "ext_facts", None)
+    if facts is not None and request.tokens:
+        listed = request.tokens if isinstance(request.tokens[0], list) else [request.tokens]
+        for ids in filter(None, listed):
+            check_ids(ids, facts.vocabulary)
+    return await original(handler, adapted_request, request, raw_request)
+
+
+async def around_score(
+    original: Callable[..., Any], handler: Any, adapted_request: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND OpenAIServingScore._handle_non_streaming_request: SGLang finds late that there is nothing to score."""
+    if getattr(handler.tokenizer_manager, "ext_facts", None) is not None and not request.label_token_ids:
+        return handler.create_error_response("label_token_ids is empty: name at least one token to score")
+    return await original(handler, adapted_request, request, raw_request)

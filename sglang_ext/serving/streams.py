@@ -78,6 +78,8 @@ def around_add_one_req(
     cache = adder.tree_cache
     if not isinstance(cache, StreamCache):
         return original(adder, req, has_chunked_req, truncation_align_size)
+    if not req.full_untruncated_fill_ids:  # it would wait for ever, and everybody behind it
+        compat.abort_unscheduled(req, "the prompt is empty: send at least one token", 400)
     most = adder.prefill_max_requests
     if most is not None and len(adder.can_run_list) >= most:
         return AddReqResult.OTHER

@@ -27,10 +27,10 @@ from sglang_ext.serving.labels import label_probabilities
 from sglang_ext.serving.layout import Layout, encode_text
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
+from sglang_ext.serving.requests import CHAT_KEY, check_tokens
 from sglang_ext.serving.select import select_pieces
 from sglang_ext.settings import POOL_DIR_ENV
 
-CHAT_KEY = "_chat_header"  # set by serving.chat: names the tokens before the first user message
 MAX_RETRIES = 8  # of a question whose blocks were evicted before it ran
 
 
@@ -212,13 +212,7 @@ async def around_tokenize_one_request(original: Callable[..., Any], manager: Any
     """AROUND TokenizerManager._tokenize_one_request: the prompt becomes stitched blocks and own tokens."""
     params = getattr(obj, "sampling_params", None) or {}
     custom = params.get("custom_params")
-    if not isinstance(custom, dict):
-        return await original(manager, obj)
-    if WIRE_KEY in custom and "pool" not in custom:
-        if not compat.is_internal(obj):
-            raise ValueError(f"custom_params[{WIRE_KEY!r}] is for the server's own requests")
-        return await original(manager, obj)
-    if "pool" not in custom:
+    if not isinstance(custom, dict) or "pool" not in custom:
         return await original(manager, obj)
     lease = await compose(manager, obj, dict(custom))
     if obj.rid not in manager.rid_to_state:  # the rest of its batch failed while this prompt was composed
@@ -237,12 +231,14 @@ def around_validate_one_request(original: Callable[..., None], manager: Any, obj
     """AROUND TokenizerManager._validate_one_request: the blocks' tokens count against the model's context.
 
     Raises:
-        ValueError: prompt and answer exceed the context.
+        ValueError: prompt and answer exceed the context, or see `serving.requests.check_tokens`.
     """
     stitched = compat.stitched_tokens(obj)
+    total = stitched + len(input_ids or ())
+    if manager.ext_facts is not None and not compat.is_internal(obj):
+        check_tokens(obj, input_ids, total, manager.ext_facts)
     if not stitched:
         return original(manager, obj, input_ids)
-    total = stitched + len(input_ids)
     if total >= manager.context_len:
         raise ValueError(
             f"the request has {len(input_ids)} tokens of its own and {stitched} stitched ones; together they must stay"
@@ -328,12 +324,6 @@ def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOption
     """(the request's own tokens, the white space its answer starts with, the text to retrieve with)."""
     definition = version.definition
     if obj.input_ids is not None:
-        if not obj.input_ids:
-            raise ValueError("input_ids is empty: a request needs at least one token of its own")
-        vocabulary = manager.model_config.vocab_size
-        strange = [id for id in obj.input_ids if not 0 <= id < vocabulary]
-        if strange:  # SGLang passes them on, and the embedding's index error ends the scheduler
-            raise ValueError(f"input_ids {strange[:4]}: the model's vocabulary has ids 0 to {vocabulary - 1}")
         lead = definition.options.render_query("")[1]
         return list(obj.input_ids), lead, options.query
     if not isinstance(obj.text, str) or not obj.text.strip():

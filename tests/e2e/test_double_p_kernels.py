@@ -99,7 +99,7 @@ def test_what_a_step_kept_is_reported(served: Served) -> None:
     everything, some, unasked = served.generate([prompt_of(100, 6)] * 3, kinds, new_tokens=NEW_TOKENS)
     assert not any(unasked.get("attention_report") or ())
     for meta in (everything, some):
-        assert meta["attention_report"][0] is None and len(meta["attention_report"]) == NEW_TOKENS
+        assert "prompt" in meta["attention_report"][0]["dense"] and len(meta["attention_report"]) == NEW_TOKENS
         assert all(len(figures) == 3 for step in meta["attention_report"][1:] for figures in step.values())  # layers
     for step in everything["attention_report"][1:]:
         assert step["exact"] == step["kept"] == [1.0] * 3 and step["approximated_clusters"] == [0.0] * 3

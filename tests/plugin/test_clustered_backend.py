@@ -19,7 +19,7 @@ from sglang_ext.attention import clustered_backend, planned
 from sglang_ext.attention.double_p import DbsaDoublePPolicy, DoublePPolicy
 from sglang_ext.attention.policy import Attended, Caches, RequestRows
 from sglang_ext.attention.requests import RequestTable
-from sglang_ext.attention.sparse import REPORT
+from sglang_ext.attention.sparse import ASKED_DENSE, REPORT
 from sglang_ext.cache.cluster_pool import PooledRun
 from sglang_ext.cache.clusters import cluster_run
 from sglang_ext.cache.rows import Piece, Row
@@ -260,7 +260,7 @@ def test_steps_are_measured_on_demand(plain: World) -> None:
     assert not backend.fits_graph()
     sparse, everything, dense, little, short = compared(plain)
     assert everything["exact"] == [1.0] and everything["recovered_least"][0] > 1 - 1e-6
-    assert dense == short == {}
+    assert dense == {"dense": ASKED_DENSE} and list(short) == ["dense"] and "min_tokens" in short["dense"]
     for figures in (sparse, little):
         assert 0 < figures["exact"][0] < figures["kept"][0] < 1 and 0 < figures["approximated_clusters"][0] < 1
         assert 0 < figures["recovered_least"][0] < figures["recovered"][0] < 1

@@ -1,0 +1,105 @@
+"""What `meta_info` says of an answer beyond SGLang's own fields, for routes whose answers have no `meta_info`.
+
+The OpenAI routes put it into each choice, as `sglang_ext`; /v1/responses, /v1/messages and Ollama's routes, whose
+answers have no choices, into the answer. A stream says it in the chunk that ends the choice.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from sglang_ext import compat
+from sglang_ext.attention.sparse import REPORT
+
+FIELD = "sglang_ext"
+
+
+def extra_of(meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an answer's `meta_info` says that SGLang's own answers do not; None for nothing."""
+    found = dict(meta.get(FIELD) or {})
+    if any(meta.get(REPORT) or ()):
+        found[REPORT] = meta[REPORT]
+    return found or None
+
+
+def noting(answers: AsyncGenerator[Any, None], obj: Any) -> AsyncIterator[Any]:
+    """SGLang's answers to `obj`; whoever asked for notes (`compat.take_notes`) finds the extras of each there."""
+    notes = compat.notes_of(obj)
+    return answers if notes is None else _noting(answers, notes)
+
+
+async def _noting(answers: AsyncGenerator[Any, None], notes: dict[int, Any]) -> AsyncIterator[Any]:
+    async with aclosing(answers):
+        async for out in answers:
+            for place, item in enumerate(out if isinstance(out, list) else [out]):
+                notes[item.get("index", place)] = extra_of(item["meta_info"])
+            yield out
+
+
+# ---- answers as objects ----
+
+
+def around_build_response(original: Callable[..., Any], handler: Any, request: Any, ret: Any, created: int) -> Any:
+    """AROUND _build_completion_response and _build_chat_response: each choice says what its answer used."""
+    response = original(handler, request, ret, created)
+    extras = [extra_of(item["meta_info"]) for item in (ret if isinstance(ret, list) else [ret])]
+    if not any(extras) or not hasattr(response, "choices"):
+        return response
+    pairs = zip(response.choices, extras, strict=True)
+    choices = [choice if extra is None else with_extra(choice, extra) for choice, extra in pairs]
+    kind = _any_choices(response.__class__, response.choices[0].__class__)
+    return kind.model_construct(**{**dict(response), "choices": choices})
+
+
+def with_extra(answer: Any, extra: Any) -> Any:
+    """A pydantic model's fields, and `sglang_ext`."""
+    return _extended(answer.__class__).model_construct(**dict(answer), **{FIELD: extra})
+
+
+@functools.cache
+def _extended(kind: Any) -> Any:
+    from pydantic import create_model
+
+    fields: dict[str, Any] = {FIELD: (dict[str, Any] | None, None)}
+    return create_model(kind.__name__, __base__=kind, **fields)
+
+
+@functools.cache
+def _any_choices(kind: Any, choice: Any) -> Any:
+    """`kind`, whose choices are written out with all their fields, those of `_extended` among them."""
+    from pydantic import SerializeAsAny, create_model
+
+    return create_model(kind.__name__, __base__=kind, choices=(list[SerializeAsAny[choice]], ...))
+
+
+# ---- streams ----
+
+
+def around_stream(
+    original: Callable[..., AsyncGenerator[str, None]],
+    handler: Any,
+    adapted_request: Any,
+    request: Any,
+    raw_request: Any,
+) -> AsyncIterator[str]:
+    """AROUND _generate_completion_stream and _generate_chat_stream: the chunk that ends a choice says what it used."""
+    return _stream(original(handler, adapted_request, request, raw_request), compat.take_notes(adapted_request))
+
+
+async def _stream(chunks: AsyncGenerator[str, None], notes: Mapping[int, Any]) -> AsyncIterator[str]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield last_chunk(chunk, notes) if any(notes.values()) and '"finish_reason":"' in chunk else chunk
+
+
+def last_chunk(chunk: str, notes: Mapping[int, Any]) -> str:
+    """A chunk of a stream whose choices end, with what their answers used."""
+    data = json.loads(chunk.removeprefix("data: "))
+    for choice in data.get("choices", ()):
+        if choice.get("finish_reason") and notes.get(choice["index"]):
+            choice[FIELD] = notes[choice["index"]]
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

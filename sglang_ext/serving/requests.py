@@ -1,0 +1,477 @@
+"""What a generation request may say, looked at once, before anything of it reaches the schedulers.
+
+Every route and `Engine.generate` end in `TokenizerManager.generate_request` with SGLang's `GenerateReqInput`: `check`
+looks at all of it there, and `check_tokens` at what becomes of each prompt when it is tokenized. SGLang's schedulers
+trust what they are sent: a wrong type does not decode, a token id outside the vocabulary or a number that a tensor
+cannot hold raises in the middle of a batch, and each of these ends the server for everybody.
+
+Types are SGLang's own annotations, so that a field which a later version adds is known with its type. Only fields in
+`SERVED` may be set: the others are SGLang's own (addresses of its processes, what other servers computed) or belong to
+features that servers of ours refuse at start.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from sglang_ext.cache.rows import INTERNAL, WIRE_KEY
+from sglang_ext.config import RequestOptions, check_text, unknown_names
+from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.stop_regex import check_stop_regex
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+    from sglang_ext.attention.policy import Policy
+
+CHAT_KEY = "_chat_header"  # in custom_params, set by serving.chat: names the tokens before the first user message
+
+MAX_STOPS = 256  # each is looked for after every token
+MAX_STOP_CHARACTERS = 4_096
+MAX_GRAMMAR_CHARACTERS = 1 << 18
+MAX_SCHEMA_DEPTH = 64
+MAX_BIAS = 1e9  # in float32, and divided by the least temperature, it is still a number
+LEAST_REPETITION_PENALTY = 0.01  # logits are divided by it
+INT64 = 1 << 63
+INT32 = 1 << 31
+
+MEDIA = ("image_data", "video_data", "audio_data")
+GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
+SERVED = frozenset(
+    {
+        *MEDIA,
+        "background",
+        "conversation_id",
+        "custom_labels",
+        "custom_logit_processor",
+        "external_trace_header",
+        "extra_key",
+        "image_max_dynamic_patch",
+        "images_config",
+        "input_ids",
+        "log_metrics",
+        "logprob_start_len",
+        "lora_path",
+        "max_dynamic_patch",
+        "max_thinking_tokens",
+        "min_dynamic_patch",
+        "mm_hashes",
+        "modalities",
+        "no_logs",
+        "priority",
+        "received_time",
+        "require_reasoning",
+        "return_flat_raw_top_logprobs",
+        "return_flat_raw_top_logprobs_b64",
+        "return_hidden_states",
+        "return_logprob",
+        "return_prompt_token_ids",
+        "return_text_in_logprobs",
+        "rid",
+        "routed_dp_rank",
+        "routing_key",
+        "sampling_params",
+        "session_id",
+        "stream",
+        "text",
+        "token_ids_logprob",
+        "top_logprobs_num",
+        "use_audio_in_video",
+        "video_max_dynamic_patch",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server can serve.
+
+    Attributes:
+        vocabulary: tokens that the model has an embedding for; ids are 0 to that, less one.
+        context: tokens of a prompt and its answer together.
+        policy: of the server, whose options `custom_params` may name.
+        media: whether the model reads images, audio or video.
+        max_prompts, max_logprobs, default_max_new_tokens: see `settings.ServerSettings`.
+    """
+
+    vocabulary: int
+    context: int
+    policy: Policy
+    media: bool
+    max_prompts: int
+    max_logprobs: int
+    default_max_new_tokens: int
+
+
+def facts_of(manager: Any, policy: Policy, settings: Any) -> Facts:
+    """What the server of a TokenizerManager can serve."""
+    return Facts(
+        vocabulary=manager.model_config.vocab_size,
+        context=manager.context_len,
+        policy=policy,
+        media=manager.mm_processor is not None,
+        max_prompts=settings.max_prompts,
+        max_logprobs=settings.max_logprobs,
+        default_max_new_tokens=settings.default_max_new_tokens,
+    )
+
+
+# ---- a request ----
+
+
+def check(request: Any, facts: Facts) -> None:
+    """Look at a GenerateReqInput as it came, whose fields get the types that they are annotated with.
+
+    Raises:
+        ValueError: (PoolError among them, with its status) something in it cannot be served; says what to change.
+    """
+    _check_fields(request)
+    listed = request.sampling_params if isinstance(request.sampling_params, list) else [request.sampling_params]
+    for params in listed:
+        check_sampling(params or {}, facts.vocabulary)
+    check_count(request, listed, facts.max_prompts)
+    for prompt in _prompts(request):
+        check_prompt(prompt, facts)
+
+
+def check_count(request: Any, params: Sequence[Mapping[str, Any] | None], most: int) -> None:
+    """PoolError where a request asks for too many answers: its prompts, times `n`."""
+    prompts = next((value for value in (request.text, request.input_ids) if value is not None), "")
+    batch = isinstance(prompts, list) and (prompts is request.text or isinstance((prompts or [0])[0], list))
+    copies = max([(item or {}).get("n") or 1 for item in params], default=1)
+    asked = (len(prompts) if batch else 1) * copies
+    if asked > most:
+        raise PoolError(
+            f"the request asks for {asked} answers (prompts times n); the server gives at most {most} a request:"
+            " send several requests, or raise --max-prompts",
+            413,
+        )
+
+
+def check_prompt(prompt: Any, facts: Facts) -> None:
+    """One prompt of a normalised request."""
+    _check_sent(prompt)
+    if prompt.input_ids is not None:
+        check_ids(prompt.input_ids, facts.vocabulary)
+    elif not isinstance(prompt.text, str):
+        raise ValueError(f"text={reprlib.repr(prompt.text)}: expected a text for each prompt")
+    media = [name for name in MEDIA if any(item is not None for item in _flat(getattr(prompt, name, None)))]
+    if media and not facts.media:
+        raise ValueError(f"{', '.join(media)}: this model reads text only; leave it out")
+    if not media and prompt.input_ids is None and not prompt.text:
+        raise ValueError("the prompt is empty: send at least one character of text, or one token id")
+    if prompt.rid.startswith(INTERNAL):
+        raise ValueError(f"rid={prompt.rid!r}: ids that begin with {INTERNAL!r} are the server's own; choose another")
+    check_logprobs(prompt, facts.vocabulary)
+    check_options(prompt, facts.policy)
+
+
+def check_ids(ids: Any, vocabulary: int) -> None:
+    """Token ids that the model has an embedding for, at least one."""
+    if not isinstance(ids, (list, range)) or not all(isinstance(id, int) for id in ids[:1]):
+        raise ValueError(f"input_ids={reprlib.repr(ids)}: expected a list of whole numbers for each prompt")
+    if not ids:
+        raise ValueError("input_ids is empty: a request needs at least one token of its own")
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        strange = [id for id in ids if not 0 <= id < vocabulary]
+        raise ValueError(f"input_ids {strange[:4]}: the model's vocabulary has ids 0 to {vocabulary - 1}")
+
+
+def check_logprobs(prompt: Any, vocabulary: int) -> None:
+    """What a prompt asks of log-probabilities."""
+    start, top = prompt.logprob_start_len, prompt.top_logprobs_num
+    if start is not None and start < -1:
+        raise ValueError(
+            f"logprob_start_len={start}: expected -1 (the answer's tokens alone) or the number of a prompt's token"
+        )
+    if top is not None and not 0 <= top <= vocabulary:
+        raise ValueError(f"top_logprobs_num={top}: expected 0 to {vocabulary}, the size of the vocabulary")
+    for id in prompt.token_ids_logprob or ():
+        _check_id(id, vocabulary, "token_ids_logprob")
+
+
+def check_options(prompt: Any, policy: Policy) -> None:
+    """The options in `custom_params`: of the server's policy, and of pools where the request names one."""
+    custom = (prompt.sampling_params or {}).get("custom_params")
+    if not custom:
+        return
+    if WIRE_KEY in custom:
+        raise ValueError(f"custom_params[{WIRE_KEY!r}] is for the server's own requests")
+    of_pools = {field.name for field in fields(RequestOptions)}
+    if "pool" in custom or not prompt.custom_logit_processor:  # a processor has options that nobody else knows
+        found = set(custom) - ({CHAT_KEY} if "pool" in custom else set())
+        problem = unknown_names(found, of_pools | policy.request_options, "custom_params")
+        if problem:
+            raise problem
+        alone = sorted(of_pools.intersection(custom) - policy.request_options)
+        if "pool" not in custom and alone:
+            raise ValueError(
+                f"custom_params: {', '.join(alone)} without a pool: name one (pool), or leave {', '.join(alone)} out"
+            )
+    policy.check(custom)
+
+
+# ---- a prompt's tokens ----
+
+
+def check_tokens(prompt: Any, ids: Any, total: int, facts: Facts) -> None:
+    """What a prompt has become; a request without a limit of its own gets the server's.
+
+    Args:
+        prompt: GenerateReqInput of one prompt.
+        ids: its own tokens.
+        total: with what stands before them.
+        facts: of the server.
+    """
+    check_ids(ids, facts.vocabulary)
+    start = prompt.logprob_start_len
+    if prompt.return_logprob and start is not None and start > total:
+        raise ValueError(f"logprob_start_len={start}: the prompt has {total} tokens")
+    params = prompt.sampling_params
+    if "max_new_tokens" in params and params["max_new_tokens"] is None:
+        room = max(0, facts.context - total)
+        prompt.sampling_params = params = {**params, "max_new_tokens": min(facts.default_max_new_tokens, room)}
+    if prompt.return_logprob:
+        answer = params.get("max_new_tokens", 128)
+        positions = answer + (total - start if start is not None and start >= 0 else 0)
+        asked = positions * ((prompt.top_logprobs_num or 0) + len(prompt.token_ids_logprob or ()))
+        if asked > facts.max_logprobs:
+            raise PoolError(
+                f"the request asks for {asked} log-probabilities of other tokens, at {positions} tokens of prompt and"
+                f" answer; the server gives at most {facts.max_logprobs} a prompt: ask for fewer"
+                " (top_logprobs_num, token_ids_logprob, logprob_start_len, max_new_tokens), or raise --max-logprobs",
+                413,
+            )
+
+
+# ---- fields ----
+
+
+@functools.cache
+def _adapters() -> dict[str, tuple[Any, TypeAdapter[Any]]]:
+    """(default, what checks the type) of every field of a GenerateReqInput."""
+    from pydantic import TypeAdapter
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    hints = get_type_hints(GenerateReqInput, include_extras=True)
+    config: Any = {"arbitrary_types_allowed": True}
+    return {
+        field.name: (field.default, TypeAdapter(hints[field.name], config=config)) for field in fields(GenerateReqInput)
+    }
+
+
+def _check_fields(request: Any) -> None:
+    """Names, types, texts and sizes of numbers; each value takes the type of its field."""
+    from pydantic import ValidationError
+
+    for name, (default, adapter) in _adapters().items():
+        value = getattr(request, name)
+        if value is None or value is default:
+            continue
+        if name not in SERVED and value != default:
+            raise ValueError(f"{name} is not served by this server: leave it out")
+        try:
+            value = adapter.validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{name}={reprlib.repr(value)}: {error.errors()[0]['msg']}") from None
+        setattr(request, name, value)
+        if name != "input_ids":  # numbers only, and many of them: they are checked against the vocabulary
+            _check_values(value, name)
+
+
+def _check_values(value: Any, what: str) -> None:
+    """Text that UTF-8 can spell and whole numbers of 64 bits, however deep: nothing else can be sent on."""
+    if isinstance(value, str):
+        check_text(value, what)
+    elif isinstance(value, int):
+        if not -INT64 <= value < INT64:
+            raise ValueError(f"{what}={reprlib.repr(value)}: expected a whole number of at most 64 bits")
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_values(item, what)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_values(key, what)
+            _check_values(item, f"{what}[{reprlib.repr(key)}]")
+
+
+def _prompts(request: Any) -> list[Any]:
+    """The prompts of a request, each with what the request says of it, as SGLang deals it out."""
+    copied = copy.copy(request)
+    try:
+        copied.normalize_batch_and_arguments()
+        return [copied] if copied.is_single else [copied[number] for number in range(copied.batch_size)]
+    except ValueError:
+        raise
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the request's lists do not fit its prompts ({type(error).__name__}: {error}): expected one value for all"
+            " prompts, or a list with one for each"
+        ) from error
+
+
+@functools.cache
+def _sent_types() -> dict[str, Any]:
+    """The type that a prompt's own value of a field has when it is sent to the schedulers."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+    hints = get_type_hints(TokenizedGenerateReqInput)
+    return {name: hint for name, hint in hints.items() if name in SERVED - {"input_ids", "sampling_params"}}
+
+
+def _check_sent(prompt: Any) -> None:
+    """A field that may be a list beside a batch has one value for one prompt."""
+    import msgspec
+
+    for name, hint in _sent_types().items():
+        value = getattr(prompt, name)
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}={reprlib.repr(value)} for one prompt: {error}") from None
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+# ---- sampling parameters ----
+
+
+@functools.cache
+def _sampling_types() -> dict[str, Any]:
+    """The type of every sampling parameter that a client may set."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    hints = get_type_hints(SamplingParams)
+    # Fields that SGLang fills in itself; `is_normalized` would have it skip its own checks.
+    own = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+    return {name: hints[name] for name in SamplingParams.__struct_fields__ if name not in own}
+
+
+def check_sampling(params: Mapping[str, Any], vocabulary: int) -> None:
+    """One `sampling_params`: names, types, and what SGLang's own `verify` leaves to the schedulers.
+
+    Raises:
+        ValueError: says which parameter has which value, and what was expected.
+    """
+    import msgspec
+
+    types = _sampling_types()
+    problem = unknown_names(params, types, "sampling_params")
+    if problem:
+        raise problem
+    for name, value in params.items():
+        if value is None:
+            continue
+        if name == "custom_params" and not isinstance(value, dict):
+            raise ValueError(f"custom_params={reprlib.repr(value)}: expected an object of options")
+        try:
+            msgspec.convert(value, types[name])
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ValueError(f"{name}={reprlib.repr(value)}: {error}") from None
+        if name in _SAMPLING_RULES:
+            _SAMPLING_RULES[name](value, vocabulary)
+    given = [name for name in GRAMMARS if params.get(name)]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given: choose one")
+
+
+def _check_id(id: int, vocabulary: int, what: str) -> None:
+    if not 0 <= id < vocabulary:
+        raise ValueError(f"{what}: token id {id}: the model's vocabulary has ids 0 to {vocabulary - 1}")
+
+
+def _between(name: str, low: float, high: float) -> Callable[[Any, int], None]:
+    def look(value: Any, _vocabulary: int) -> None:
+        if not low <= value <= high:  # NaN is neither
+            raise ValueError(f"{name}={value}: expected {low} to {high}")
+
+    return look
+
+
+def _finite(name: str) -> Callable[[Any, int], None]:
+    def look(value: Any, _vocabulary: int) -> None:
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value}: expected a finite number")
+
+    return look
+
+
+def _check_stop_ids(value: Any, vocabulary: int) -> None:
+    for id in value:
+        _check_id(id, vocabulary, "stop_token_ids")
+
+
+def _check_bias(value: Mapping[str, float], vocabulary: int) -> None:
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit()):
+            raise ValueError(f"logit_bias: key {key!r}: expected a token id")
+        _check_id(int(key[:20]), vocabulary, "logit_bias")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"logit_bias[{key!r}]={bias}: expected {-MAX_BIAS:g} to {MAX_BIAS:g}")
+
+
+def _check_stop(value: str | list[str], _vocabulary: int) -> None:
+    listed = [value] if isinstance(value, str) else value
+    if len(listed) > MAX_STOPS:
+        raise PoolError(f"stop has {len(listed)} strings; the server looks for at most {MAX_STOPS}", 413)
+    longest = max((len(text) for text in listed), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise PoolError(f"a string of stop has {longest} characters; expected at most {MAX_STOP_CHARACTERS}", 413)
+
+
+def _check_stop_regex(value: str | list[str], vocabulary: int) -> None:
+    _check_stop(value, vocabulary)
+    for pattern in [value] if isinstance(value, str) else value:
+        check_stop_regex(pattern)
+
+
+def _grammar(name: str) -> Callable[[Any, int], None]:
+    def look(value: str, _vocabulary: int) -> None:
+        if len(value) > MAX_GRAMMAR_CHARACTERS:
+            raise PoolError(f"{name} has {len(value)} characters; expected at most {MAX_GRAMMAR_CHARACTERS}", 413)
+        if name in ("json_schema", "structural_tag") and value:
+            _check_json(name, value)
+
+    return look
+
+
+def _check_json(name: str, text: str) -> None:
+    try:
+        deep = _depth(json.loads(text), MAX_SCHEMA_DEPTH)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
+    if deep > MAX_SCHEMA_DEPTH:
+        raise ValueError(f"{name} is nested too deeply: expected at most {MAX_SCHEMA_DEPTH} levels")
+
+
+def _depth(value: Any, most: int) -> int:
+    """Levels of lists and objects; not counted beyond `most` + 1."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if inner is None or most < 0:
+        return 0
+    return 1 + max((_depth(item, most - 1) for item in inner), default=0)
+
+
+_SAMPLING_RULES: dict[str, Callable[[Any, int], None]] = {
+    "temperature": _finite("temperature"),
+    "top_k": _between("top_k", -1, INT32 - 1),
+    "n": _between("n", 1, INT32 - 1),
+    "repetition_penalty": _between("repetition_penalty", LEAST_REPETITION_PENALTY, 2.0),
+    "stream_interval": _between("stream_interval", 1, INT32 - 1),
+    "stop": _check_stop,
+    "stop_regex": _check_stop_regex,
+    "stop_token_ids": _check_stop_ids,
+    "logit_bias": _check_bias,
+    **{name: _grammar(name) for name in GRAMMARS},
+}

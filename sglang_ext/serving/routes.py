@@ -1,0 +1,227 @@
+"""Options and pools on /v1/responses and /v1/messages, whose requests have no `custom_params` in SGLang.
+
+Both turn a request into a chat request. What they were sent beside it is read again from the body, travels in a
+subclass of SGLang's request, and comes into the chat request where SGLang makes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import fastapi
+
+from sglang_ext.serving.answers import FIELD, extra_of, with_extra
+from sglang_ext.serving.chat import compose_chat, wants_labels
+from sglang_ext.serving.errors import error_response
+
+CUSTOM = "custom_params"
+
+
+async def custom_of(raw_request: Any) -> dict[str, Any] | None:
+    """The custom_params beside what SGLang reads of a body.
+
+    Raises:
+        ValueError: they are no object.
+    """
+    body = await raw_request.json() if raw_request is not None else {}
+    return check_custom(body.get(CUSTOM) if isinstance(body, dict) else None)
+
+
+def check_custom(custom: Any) -> dict[str, Any] | None:
+    """`custom` if it is an object or nothing, else ValueError."""
+    if custom is not None and not isinstance(custom, dict):
+        raise ValueError(f"custom_params is a {type(custom).__name__}; expected an object of options")
+    return custom
+
+
+def ours(manager: Any) -> bool:
+    """Whether this is a server of ours."""
+    return getattr(manager, "ext_facts", None) is not None
+
+
+# ---- bodies that SGLang cannot read ----
+
+
+def guard(app: fastapi.FastAPI) -> None:
+    """Have `app` answer 400 where SGLang's own reading of a body raises what it raises for no other reason."""
+    for kind in (AttributeError, IndexError, KeyError, TypeError):
+        app.add_exception_handler(kind, _unreadable)
+
+
+async def _unreadable(request: fastapi.Request, error: Exception) -> fastapi.Response:
+    if not while_reading(error):
+        raise error
+    return error_response(
+        f"the body is not what {request.url.path} takes: {error}; look at the types of its fields", 400
+    )
+
+
+def while_reading(error: Exception) -> bool:
+    """Whether an exception was raised by a request model of a route, or where /vertex_generate fills one."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    path = frame.filename.replace("\\", "/")
+    return "/srt/entrypoints/" in path and (path.endswith("/protocol.py") or frame.name == "vertex_generate")
+
+
+# ---- /v1/responses ----
+
+
+@functools.cache
+def _responses_request() -> Any:
+    from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
+
+    class OptionsRequest(ResponsesRequest):  # type: ignore[misc]
+        custom_params: dict[str, Any] | None = None
+
+        def to_sampling_params(self, default_max_tokens: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            params: dict[str, Any] = super().to_sampling_params(default_max_tokens, *args, **kwargs)
+            # SGLang takes two tokens off what was asked for, and fills the context where nothing was.
+            asked = self.max_output_tokens
+            params["max_new_tokens"] = None if asked is None else min(asked, default_max_tokens - 2)
+            if self.custom_params:
+                params[CUSTOM] = self.custom_params
+                if wants_labels(self.custom_params) and self.temperature is None:
+                    params["temperature"] = 0.0
+            return params
+
+    return OptionsRequest
+
+
+async def around_create_responses(
+    original: Callable[..., Awaitable[Any]], handler: Any, request: Any, raw_request: Any = None
+) -> Any:
+    """AROUND OpenAIServingResponses.create_responses: the request brings its options and its own limit along."""
+    if not ours(handler.tokenizer_manager):
+        return await original(handler, request, raw_request)
+    try:
+        custom = await custom_of(raw_request)
+        if not request.input:
+            raise ValueError("input is empty: send a text, or at least one message")
+    except ValueError as error:
+        return handler.create_error_response(str(error))
+    values = {**dict(request), CUSTOM: custom}
+    return await original(
+        handler, _responses_request().model_construct(_fields_set=request.model_fields_set, **values), raw_request
+    )
+
+
+async def around_make_request(
+    original: Callable[..., Awaitable[Any]], handler: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND OpenAIServingResponses._make_request: a request over a pool is rendered as a chat over it."""
+    custom = getattr(request, CUSTOM, None)
+    if not custom or "pool" not in custom:
+        return await original(handler, request, *args, **kwargs)
+    try:
+        return await original(_OverPool(handler, request), request, *args, **kwargs)
+    except ValueError as error:  # SGLang would answer it with the name of its cause behind it, and always with 400
+        raise fastapi.HTTPException(getattr(error, "status_code", 400), str(error)) from error
+
+
+class _OverPool:
+    """A handler of /v1/responses whose chat requests have the options of one request."""
+
+    def __init__(self, handler: Any, request: Any) -> None:
+        self._handler, self._request = handler, request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def _process_messages(self, chat: Any, is_multimodal: bool) -> Any:
+        chat.custom_params = dict(self._request.custom_params)
+        processed = self._handler._process_messages(chat, is_multimodal)
+        self._request.custom_params = chat.custom_params  # which name the chat's header now
+        return processed
+
+
+async def around_full_response(
+    original: Callable[..., Awaitable[Any]],
+    handler: Any,
+    request: Any,
+    sampling_params: Any,
+    results: Any,
+    context: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND OpenAIServingResponses.responses_full_generator: the answer says what it used."""
+    response = await original(handler, request, sampling_params, results, context, *args, **kwargs)
+    last = getattr(context, "last_output", None)
+    extra = extra_of(last["meta_info"]) if isinstance(last, dict) and "meta_info" in last else None
+    return with_extra(response, extra) if extra and hasattr(response, "output") else response
+
+
+# ---- /v1/messages ----
+
+
+@functools.cache
+def _messages_request() -> Any:
+    from pydantic import create_model
+    from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+
+    fields: dict[str, Any] = {CUSTOM: (dict[str, Any] | None, None)}
+    return create_model("OptionsRequest", __base__=AnthropicMessagesRequest, **fields)
+
+
+async def around_handle_messages(
+    original: Callable[..., Awaitable[Any]], handler: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND AnthropicServing.handle_messages: the request brings its options along."""
+    if not ours(handler.openai_serving_chat.tokenizer_manager):
+        return await original(handler, request, raw_request)
+    try:
+        custom = await custom_of(raw_request)
+    except ValueError as error:
+        return handler._error_response(status_code=400, error_type="invalid_request_error", message=str(error))
+    if custom:
+        values = {**dict(request), CUSTOM: custom}
+        request = _messages_request().model_construct(_fields_set=request.model_fields_set, **values)
+    return await original(handler, request, raw_request)
+
+
+def around_convert_messages(original: Callable[..., Any], handler: Any, request: Any) -> Any:
+    """AROUND AnthropicServing._convert_to_chat_completion_request: a chat request with the request's options."""
+    chat, custom = original(handler, request), getattr(request, CUSTOM, None)
+    if custom:
+        chat.custom_params = dict(custom)
+        if "pool" in custom:  # here, where what is wrong is answered with 400
+            compose_chat(
+                handler.openai_serving_chat.tokenizer_manager, handler.openai_serving_chat.template_manager, chat
+            )
+        if wants_labels(custom) and request.temperature is None:
+            chat.temperature = 0.0
+    return chat
+
+
+def around_convert_answer(original: Callable[..., Any], handler: Any, response: Any) -> Any:
+    """AROUND AnthropicServing._convert_response: the answer says what it used."""
+    extra = next((found for choice in response.choices if (found := getattr(choice, FIELD, None))), None)
+    answer = original(handler, response)
+    return answer if extra is None else with_extra(answer, extra)
+
+
+def around_messages_error(
+    original: Callable[..., Any],
+    handler: Any,
+    status_code: int,
+    error_type: str,
+    message: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND AnthropicServing._error_response: what is wrong with a request is said with its own status.
+
+    SGLang answers every exception with 500 while it makes a chat request ready; a ValueError is the client's there, as
+    it is on the chat route.
+    """
+    error = sys.exc_info()[1]  # it is called where the exception is caught
+    if ours(handler.openai_serving_chat.tokenizer_manager) and isinstance(error, (ValueError, fastapi.HTTPException)):
+        from sglang.srt.entrypoints.anthropic.serving import ERROR_TYPE_MAP
+
+        status_code, message = getattr(error, "status_code", 400), str(getattr(error, "detail", error))
+        error_type = ERROR_TYPE_MAP.get(status_code, "invalid_request_error" if status_code < 500 else "api_error")
+    return original(handler, status_code, error_type, message, *args, **kwargs)

@@ -1,0 +1,284 @@
+"""Nothing in a generation request ends or freezes a server: on each kind of server, every field of every route.
+
+The cases are made from SGLang's own dataclasses (`bad_requests.generated`). After them, a plain request is answered as
+before them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.bad_requests import BODIES, MESSAGES, TEXT, Case, answered, generated, with_params, wrong
+from tests.e2e.server import Server, answer_tokens, error_of, model
+from tests.oracle import models
+
+QUESTION = "how do i activate my card?"
+SHARE = int(os.environ.get("SGLANG_EXT_TEST_SHARE", "12"))  # every so many of the generated cases is sent
+DEFAULT = 40  # tokens of an answer that nobody limits
+STREAMS = {"sinks": 4, "window": 24, "stride": 8}
+CLUSTERS = {"sink": 2, "window": 6, "cluster": 4, "segment": 64, "append": 16, "min_tokens": 48}
+POLICIES: dict[str, dict[str, Any]] = {
+    "dbsa": {},
+    "cascade": {**STREAMS, "cascades": 2},
+    "double_p": CLUSTERS,
+}
+
+
+@pytest.fixture(scope="module", params=list(POLICIES))
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    kind = request.param
+    env = {
+        "SGLANG_EXT_SETTINGS": json.dumps(
+            {"default_max_new_tokens": DEFAULT, "max_prompts": 8, "max_logprobs": 20_000}
+        ),
+        # SGLang compiles its penalties when the first request asks for one; on a crowded CPU that takes minutes.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if POLICIES[kind]:
+        env["SGLANG_EXT_POLICY"] = json.dumps(POLICIES[kind])
+    with Server(
+        model("llama", max_position_embeddings=1024),
+        env=env,
+        attention_backend=kind,
+        max_total_tokens=4000,
+        chunked_prefill_size=64,
+    ) as running:
+        running.kind = kind  # type: ignore[attr-defined]
+        if kind != "cascade":
+            running.put("base", models.demonstrations(12), block_size=6)
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def neighbour(server: Server) -> Iterator[None]:
+    """After each test, plain requests are answered as before it, and the scheduler has nothing left to do."""
+    before = plain(server)
+    yield
+    assert plain(server) == before
+    server.idle()
+
+
+def plain(server: Server) -> list[int]:
+    server.idle(300)
+    return answer_tokens(server.generate(QUESTION, 4))
+
+
+def kind_of(server: Server) -> str:
+    return str(server.kind)  # type: ignore[attr-defined]
+
+
+def pools(server: Server) -> None:
+    if kind_of(server) == "cascade":
+        pytest.skip("streams have no pools")
+
+
+def refused(server: Server, path: str, body: Any, status: int = 400) -> str:
+    answer = server.call("POST", path, json=body)
+    assert answer.status_code == status, f"{answer.status_code} {answer.text[:300]}"
+    return error_of(answer)
+
+
+def test_every_field_of_every_route(server: Server) -> None:
+    """Answered, and never with a 5xx; a share of the cases in the suite, all of them with SGLANG_EXT_TEST_SHARE=1."""
+    first = list(POLICIES).index(kind_of(server)) * SHARE // len(POLICIES)  # other cases on other kinds of servers
+    cases = list(generated())[first::SHARE]
+    results = answered(server, cases)
+    assert wrong(results) == []
+    assert len(Counter(status for _, status, _ in results)) > 1, "some are served, some are refused"
+
+
+NASTY: list[tuple[str, Any]] = [
+    ("/generate", {"text": "x", "input_ids": []}),
+    ("/generate", {"input_ids": []}),
+    ("/generate", {"input_ids": [[]]}),
+    ("/generate", {"input_ids": [-1]}),
+    ("/generate", {"input_ids": [10**30]}),
+    ("/generate", {"input_ids": [99999]}),
+    ("/generate", {"text": ""}),
+    ("/generate", {"text": ["a", ""]}),
+    ("/generate", {"text": "x", "return_logprob": True, "logprob_start_len": -5}),
+    ("/generate", {"text": "x", "return_logprob": True, "logprob_start_len": 10**6}),
+    ("/generate", {"text": "x", "return_logprob": True, "top_logprobs_num": [1]}),
+    ("/generate", {"text": "x", "return_logprob": True, "top_logprobs_num": 10**6}),
+    ("/generate", {"text": "x", "return_logprob": True, "top_logprobs_num": -1}),
+    ("/generate", {"text": "x", "http_worker_ipc": "ipc:///tmp/nobody"}),
+    ("/generate", {"text": "x", "session_params": {"id": "s"}}),
+    ("/generate", {"text": "x", "image_data": "http://127.0.0.1:9/x.png"}),
+    ("/generate", with_params(logit_bias={"5": 1e39})),
+    ("/generate", with_params(stop_token_ids=[10**9], min_new_tokens=1)),
+    ("/generate", with_params(repetition_penalty=1e-45)),
+    ("/generate", with_params(stop_regex="(a+)+b")),
+    ("/generate", with_params(regex="(")),
+    ("/generate", with_params(ebnf="root ::= nothing")),
+    ("/generate", with_params(json_schema="{")),
+    ("/generate", with_params(custom_params={"a": {"b": {"c": 1}}})),
+    ("/generate", with_params(custom_params={"pools": "base"})),
+    ("/generate", with_params(custom_params={"constrain": "labels"})),
+    ("/vertex_generate", {"instances": [{"text": "a"}], "parameters": {"nothing": 1}}),
+    ("/vertex_generate", {"instances": [{"text": "a"}], "parameters": {"text": "b"}}),
+    ("/v1/completions", {"model": "m", "prompt": [-1]}),
+    ("/v1/completions", {"model": "m", "prompt": [[5], []]}),
+    ("/v1/completions", {"model": "m", "prompt": "a", "logprobs": 10**6}),
+    ("/v1/responses", {"model": "m", "input": []}),
+    ("/v1/responses", {"model": "m", "input": "a", "custom_params": [1]}),
+    ("/v1/messages", {"model": "m", "messages": [], "max_tokens": 2}),
+    ("/v1/messages", {"model": "m", "messages": MESSAGES, "max_tokens": 2, "custom_params": {"nothing": 1}}),
+    ("/api/chat", {"model": "m", "messages": [], "stream": False}),
+    ("/api/chat", {"model": "m", "messages": MESSAGES, "options": {"num_predict": "x"}}),
+    ("/api/generate", {"model": "m", "prompt": "a", "custom_params": {"nothing": 1}}),
+    ("/encode", {"text": "a"}),
+    ("/classify", {"text": "a"}),
+    ("/v1/embeddings", {"model": "m", "input": "a"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ("/v1/score", {"model": "m", "query": "a", "items": ["b"], "label_token_ids": [-1]}),
+    ("/v1/score", {"model": "m", "query": "a", "items": ["b"], "label_token_ids": []}),
+    ("/detokenize", {"model": "m", "tokens": [-1]}),
+    ("/detokenize", {"model": "m", "tokens": [[5], [10**9]]}),
+    ("/open_session", {"capacity_of_str_len": 100}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NASTY)
+def test_what_would_end_or_freeze_a_server_is_refused(server: Server, path: str, body: Any) -> None:
+    said = refused(server, path, body)
+    assert len(said) > 10, said
+    if path == "/generate":
+        events = server.call("POST", path, json={**body, "stream": True}).text
+        assert '"code":400' in events or '"error"' in events, events[:300]
+
+
+def test_too_much_is_413_with_numbers(server: Server) -> None:
+    for path, body in (
+        ("/generate", with_params(n=9)),
+        ("/generate", {"text": ["a"] * 9}),
+        ("/v1/completions", {"model": "m", "prompt": "a", "n": 9}),
+        ("/v1/completions", {"model": "m", "prompt": ["a"] * 9, "stream": True}),
+        ("/v1/chat/completions", {"model": "m", "messages": MESSAGES, "n": 10**9}),
+        ("/generate", {**with_params(), "return_logprob": True, "logprob_start_len": 0, "input_ids": [5] * 500}
+         | {"text": None, "top_logprobs_num": 100}),
+    ):  # fmt: skip
+        assert any(number in refused(server, path, body, 413) for number in ("at most 8", "at most 20000"))
+
+
+def test_requests_for_tokens_probabilities_run_beside_others(server: Server) -> None:
+    """SGLang ends where one request of a batch names tokens, and another wants log-probabilities without."""
+    kinds: list[dict[str, Any]] = [{}, {"return_logprob": True}, {"return_logprob": True, "token_ids_logprob": [5, 6]}]
+    cases = [Case("/generate", {**with_params(max_new_tokens=12), **kind}, str(kind)) for kind in kinds * 8]
+    results = answered(server, cases, workers=24)
+    assert {status for _, status, _ in results} == {200}
+    assert all(
+        len(json.loads(text)["meta_info"]["output_token_ids_logprobs"]) == 12
+        for case, _, text in results
+        if "token_ids_logprob" in case.body
+    )
+
+
+def test_a_request_without_a_limit_gets_the_servers(server: Server) -> None:
+    asked = {"sampling_params": {"max_new_tokens": None, "ignore_eos": True}}
+    answer = server.json("POST", "/generate", json={"text": TEXT, **asked})
+    assert answer["meta_info"]["completion_tokens"] == DEFAULT
+    for path, body in (
+        ("/v1/chat/completions", {"model": "m", "messages": MESSAGES, "ignore_eos": True}),
+        ("/v1/responses", {"model": "m", "input": TEXT}),
+    ):
+        usage = server.json("POST", path, json=body)["usage"]
+        assert usage["completion_tokens"] <= DEFAULT
+    for path in ("/api/chat", "/api/generate"):
+        body = {name: value for name, value in BODIES[path][1].items() if name != "options"}
+        assert server.json("POST", path, json=body)["eval_count"] <= DEFAULT
+    limited = server.json("POST", "/v1/responses", json={"model": "m", "input": TEXT, "max_output_tokens": 1})
+    assert limited["usage"]["completion_tokens"] == 1, "what was asked for, and not two tokens less"
+
+
+# ---- custom_params on every route ----
+
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_unknown_options_are_named_with_the_nearest(server: Server, path: str) -> None:
+    others = "p1" if kind_of(server) in ("dbsa", "cascade") else "window"
+    body = BODIES[path][1]
+    for custom, said in (
+        ({"pools": "base"}, "did you mean pool"),
+        ({"constrain": "labels"}, "without a pool"),
+        ({others: 1}, f"unknown option {others}"),
+        ([1], "object" if path not in ("/v1/completions", "/v1/chat/completions") else ""),
+    ):
+        answer = server.call("POST", path, json={**body, "custom_params": custom})
+        assert answer.status_code == 400 and said in answer.text, answer.text[:300]
+
+
+def test_pools_over_every_route(server: Server) -> None:
+    pools(server)
+    custom = {"pool": "base", "constrain": "labels"}
+    labels = {demonstration["output"] for demonstration in models.demonstrations(12)}
+    for path in ROUTES:
+        body = BODIES[path][1]
+        answer = server.json("POST", path, json={**body, "custom_params": custom})
+        used = answer.get("sglang_ext") or answer["choices"][0]["sglang_ext"]
+        assert used["pool"] == "base" and used["version"] == 1 and used["stitched_tokens"] > 0, path
+        assert text_of(answer).strip() in labels, path
+        assert server.call("POST", path, json={**body, "custom_params": {"pool": "nope"}}).status_code == 404, path
+    options = {"num_predict": 2, "custom_params": custom}
+    answer = server.json("POST", "/api/chat", json={**BODIES["/api/chat"][1], "options": options})
+    assert text_of(answer).strip() in labels
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    """The text of an answer, whichever route gave it."""
+    if "choices" in answer:
+        choice = answer["choices"][0]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    if "output" in answer:
+        return str(answer["output"][0]["content"][0]["text"])
+    if isinstance(answer.get("content"), list):
+        return str(answer["content"][0]["text"])
+    return str(answer["message"]["content"] if "message" in answer else answer["response"])
+
+
+def test_the_openai_client_reads_what_an_answer_used(server: Server) -> None:
+    pools(server)
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    extra = {"custom_params": {"pool": "base", "constrain": "labels", "label_probs": True}}
+    chat = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, n=2, extra_body=extra)  # type: ignore[call-overload]
+    for choice in chat.choices:
+        used = choice.model_extra["sglang_ext"]
+        assert used["pool"] == "base" and abs(sum(used["label_probs"].values()) - 1) < 1e-6
+    stream = client.chat.completions.create(
+        model="m", messages=MESSAGES, max_tokens=8, stream=True, extra_body=extra  # type: ignore[arg-type]
+    )  # fmt: skip
+    last = [chunk for chunk in stream if chunk.choices and chunk.choices[0].finish_reason]
+    assert len(last) == 1 and "label_probs" in last[0].choices[0].model_extra["sglang_ext"]
+    text = client.completions.create(model="m", prompt=TEXT, max_tokens=8, stream=True, extra_body=extra)
+    ends = [chunk.choices[0] for chunk in text if chunk.choices and chunk.choices[0].finish_reason]
+    assert ends[0].model_extra["sglang_ext"]["blocks"] == [0]
+    plain_answer = client.completions.create(model="m", prompt=TEXT, max_tokens=2)
+    assert "sglang_ext" not in plain_answer.choices[0].model_extra
+
+
+def test_a_report_says_why_a_step_has_none(server: Server) -> None:
+    if kind_of(server) != "double_p":
+        pytest.skip("only sparse policies report")
+
+    def steps(prompt: Any, **custom: Any) -> list[dict[str, Any]]:
+        answer = server.generate(prompt, 4, attention_report=True, **custom)
+        report: list[dict[str, Any]] = answer["meta_info"]["attention_report"]
+        assert len(report) == 4 and "prompt" in report[0]["dense"]
+        return report[1:]
+
+    least = CLUSTERS["min_tokens"]
+    assert all(f"fewer than min_tokens={least}" in step["dense"] for step in steps([5] * 10))
+    assert all("asks for dense" in step["dense"] for step in steps([5] * 200, dense=True))
+    assert all("pools" in step["dense"] for step in steps(QUESTION, pool="base"))
+    assert all("exact" in step and "dense" not in step for step in steps([*range(10, 210)]))
+    body = {"model": "m", "prompt": [5] * 10, "max_tokens": 3, "custom_params": {"attention_report": True}}
+    choice = server.json("POST", "/v1/completions", json=body)["choices"][0]
+    assert len(choice["sglang_ext"]["attention_report"]) == 3

@@ -187,7 +187,7 @@ class LabelCheck:
         matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(label_grammar(labels, lead, end)))
         for label, text, encoding in zip(labels, texts, encode_texts(self.tokenizer, texts), strict=True):
             ids = encoding.ids
-            if b"".join(info.decoded_vocab[id] for id in ids) != text.encode():
+            if b"".join(self._decoded[id] for id in ids) != text.encode():
                 ids = self._spell(text)
             if ids is None or not self._accepts(matcher, ids):
                 raise ValueError(
@@ -215,13 +215,18 @@ class LabelCheck:
         return None if self._info is None else xgrammar.GrammarCompiler(self._info, cache_enabled=False)
 
     @functools.cached_property
+    def _decoded(self) -> list[bytes]:
+        """Bytes of every token, as xgrammar has them; it makes the list anew whenever it is asked."""
+        return list(self._info.decoded_vocab) if self._info is not None else []
+
+    @functools.cached_property
     def _pieces(self) -> dict[bytes, int]:
         """Bytes of a token, as xgrammar has them -> the token; special ones and those that end an answer left out."""
         info = self._info
         if info is None:
             return {}
         left_out = {*info.stop_token_ids, *info.special_token_ids, *self.special.values()}
-        return {piece: id for id, piece in enumerate(info.decoded_vocab) if piece and id not in left_out}
+        return {piece: id for id, piece in enumerate(self._decoded) if piece and id not in left_out}
 
     def _spell(self, text: str) -> list[int] | None:
         """Tokens that spell a text in xgrammar's view and in the tokenizer's, or None.

@@ -18,7 +18,7 @@ from sglang_ext.serving.layout import encode_texts
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.serving.pool import Definition
 
-SCORED_AT_ONCE = 512  # tokens of labels in one scoring request: others are scheduled between two
+SCORED_AT_ONCE = 256  # tokens of labels in one scoring request: others are scheduled between two
 
 CLIENT: ContextVar[Any] = ContextVar("sglang_ext_client", default=None)
 """The HTTP request that is being answered, where SGLang does not hand it on; None for the offline engine."""

@@ -774,6 +774,13 @@ class PoolService:
 
     def _lay_out_all(self, version: Version, old: Version | None) -> None:
         """Blocks of every variant that the pool serves: a chat's stay known when the pool is changed."""
+        known = old.layouts if old is not None and version.definition.extends(old.definition) else {}
+        version.layouts[COMPLETION] = self._lay_out(version.definition, known=known.get(COMPLETION))
+        chat = old.layouts.get(CHAT) if old is not None else None  # read once: a request may put another in its place
+        if old is not None and chat is not None and old.definition.options.system == version.definition.options.system:
+            version.layouts[CHAT] = self._lay_out(version.definition, chat.header, chat if CHAT in known else None)
+        for layout in version.layouts.values():
+            self._check_context(version, layout)
         if self._label_check is None:
             self._label_check = LabelCheck(
                 self._tokenizer(),
@@ -782,13 +789,6 @@ class PoolService:
                 self.manager.server_args.grammar_backend,
             )
         check_labels(self._label_check, version.definition, old.definition if old is not None else None)
-        known = old.layouts if old is not None and version.definition.extends(old.definition) else {}
-        version.layouts[COMPLETION] = self._lay_out(version.definition, known=known.get(COMPLETION))
-        chat = old.layouts.get(CHAT) if old is not None else None  # read once: a request may put another in its place
-        if old is not None and chat is not None and old.definition.options.system == version.definition.options.system:
-            version.layouts[CHAT] = self._lay_out(version.definition, chat.header, chat if CHAT in known else None)
-        for layout in version.layouts.values():
-            self._check_context(version, layout)
 
     def _lay_out(
         self, definition: Definition, header: Sequence[int] | None = None, known: Layout | None = None

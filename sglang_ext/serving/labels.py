@@ -66,13 +66,18 @@ def check_labels(check: LabelCheck, definition: Definition, before: Definition |
     check.check(labels, "", "")  # in a chat
 
 
-def check_quota(tokens: LabelTokens, limit: int, pool: str) -> None:
-    """PoolError (413) when the labels' tree has more than `limit` tokens."""
-    if tokens.tree_tokens > limit:
+def check_quota(labels: int, needed: int, limit: int, pool: str) -> None:
+    """PoolError (413) when so many `labels` of a pool need more than `limit` tokens.
+
+    Args:
+        needed: tokens of the labels' tree, or their number, which is less: it is known before they are tokenized.
+    """
+    if needed > limit:
+        least = "at least " if needed == labels else ""
         raise PoolError(
-            f"label_probs: the {len(tokens.token_ids)} labels of pool {pool!r} need {tokens.tree_tokens} tokens"
-            f" (shared beginnings counted once), this server scores at most {limit} for an answer: leave out"
-            " label_probs, use fewer or shorter labels, or raise --max-label-tokens",
+            f"label_probs: the {labels} labels of pool {pool!r} need {least}{needed} tokens (shared beginnings counted"
+            f" once), this server scores at most {limit} for an answer: leave out label_probs, use fewer or shorter"
+            " labels, or raise --max-label-tokens",
             413,
         )
 

@@ -308,8 +308,10 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         retrieval = time.perf_counter() - begin
         labels = version.definition.labels
         if options.label_probs:
+            quota = service.settings.max_label_tokens
+            check_quota(len(labels), len(labels), quota, version.name)
             tokens = await service.label_tokens(version, answer.lead, answer.end)
-            check_quota(tokens, service.settings.max_label_tokens, version.name)
+            check_quota(len(labels), tokens.tree_tokens, quota, version.name)
         owner = REQUEST_OWNER + obj.rid
         holds = None if version.definition.options.pinned else owner  # let go of, however far `ensure` comes
         await service.ensure(version, variant, selection.blocks, owner)

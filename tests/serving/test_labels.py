@@ -102,10 +102,12 @@ def test_what_branches_see_is_told_alike_to_kernels_and_to_the_mask() -> None:
 
 
 def test_a_quota_is_named_with_its_numbers() -> None:
-    tokens = LabelTokens.of([[1, 2, 3], [1, 2, 4], [5]])
-    check_quota(tokens, 5, "p")
+    needed = LabelTokens.of([[1, 2, 3], [1, 2, 4], [5]]).tree_tokens
+    check_quota(3, needed, 5, "p")
     with pytest.raises(PoolError, match=r"3 labels of pool 'p' need 5 tokens.*at most 4.*--max-label-tokens") as caught:
-        check_quota(tokens, 4, "p")
+        check_quota(3, needed, 4, "p")
+    with pytest.raises(PoolError, match="need at least 5 tokens"):
+        check_quota(5, 5, 4, "p")
     assert caught.value.status_code == 413
 
 

@@ -18,6 +18,7 @@ import requests
 import torch
 from tokenizers import Tokenizer, decoders
 
+from sglang_ext.config import PoolOptions
 from tests.e2e.server import Server, error_of, model, until
 from tests.oracle import models, oracle
 
@@ -50,19 +51,22 @@ ODD = [
     '", "',
     "root ::= x",
 ]
-THOUSAND = [f"intent {i:03d}" for i in range(1000)]
+THOUSAND = [f"i{i:03d}" for i in range(1000)]
 
 
-def pool_of(labels: list[str], times: int = 1) -> list[dict[str, str]]:
-    return [{"input": f"q{n}.{turn}", "output": label} for turn in range(times) for n, label in enumerate(labels)]
+def pool_of(labels: list[str]) -> list[dict[str, str]]:
+    return [{"input": f"q{n}", "output": label} for n, label in enumerate(labels)]
 
 
 POOLS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "nested": (NESTED, {"block_size": 3}),
     "odd": (ODD, {"block_size": 7, "positions": "local"}),
     "one": (["only"], {"block_size": 1}),
-    "thousand": (THOUSAND, {"block_size": 50, "positions": "local"}),
-    "wordy": ([f"{i} {'words ' * 30}" for i in range(200)], {"block_size": 10, "positions": "local"}),
+    "thousand": (
+        THOUSAND,
+        {"block_size": 50, "positions": "local", "template": "{input}>{output}", "separator": "\n"},
+    ),
+    "wordy": ([f"{i} {'words ' * 30}" for i in range(50)], {"block_size": 10, "positions": "local"}),
 }
 
 
@@ -75,7 +79,7 @@ def folder() -> Path:
 def server() -> Iterator[Server]:
     settings = json.dumps({"max_label_tokens": LIMIT})
     with Server(
-        folder(), env={"SGLANG_EXT_SETTINGS": settings}, max_total_tokens=60000, chunked_prefill_size=192
+        folder(), env={"SGLANG_EXT_SETTINGS": settings}, max_total_tokens=40000, chunked_prefill_size=200
     ) as running:
         for name, (labels, options) in POOLS.items():
             running.put(name, pool_of(labels), **options)
@@ -85,7 +89,7 @@ def server() -> Iterator[Server]:
 
 
 def ask(server: Server, text: str = QUESTION, **options: Any) -> requests.Response:
-    custom = {"ratio": 0.5, **options.pop("custom_params", {})}
+    custom = {"ratio": 0.3, **options.pop("custom_params", {})}
     params = {"max_new_tokens": 4, **options.pop("sampling_params", {}), "custom_params": custom}
     return server.call("POST", "/generate", json={"text": text, "sampling_params": params, **options}, timeout=600)
 
@@ -110,11 +114,13 @@ def test_probabilities_are_those_of_each_label_scored_alone(server: Server, pool
     tokens = [block["token_ids"] for block in blocks]
     encoded = oracle.encode(reference, tokens, positions=options.get("positions", "sequential"))
     pieces = oracle.whole_blocks(tokens, ext(answer)["blocks"])
-    prompt = tokenizer(f"{QUESTION}\nLabel:", add_special_tokens=False)["input_ids"]
-    some = [label for label in random.Random(1).sample(labels, min(count, len(labels))) if probs[label] > 0]
+    written = PoolOptions.parse(options)
+    question, lead = written.render_query(QUESTION)
+    prompt = tokenizer(question, add_special_tokens=False)["input_ids"]
+    some = [label for label in random.Random(1).sample(labels, count) if probs[label] > 0]
     scores = {}
     for label in some:
-        ids = tokenizer(f" {label}{ENDING}", add_special_tokens=False)["input_ids"]
+        ids = tokenizer(lead + label + written.answer_end, add_special_tokens=False)["input_ids"]
         table = oracle.log_probs(reference, encoded, pieces, [*prompt, *ids])
         scores[label] = sum(float(table[len(prompt) - 1 + at, token]) for at, token in enumerate(ids))
     assert len(some) > len(labels) // 2 or len(some) == count
@@ -133,12 +139,12 @@ def test_they_are_the_same_whatever_else_is_asked(server: Server) -> None:
         assert ext(ask(server, custom_params={**custom, **more}).json())["label_probs"] == pytest.approx(
             expected, abs=1e-4
         )
-    body = {"sampling_params": {"max_new_tokens": 2, "n": 2, "custom_params": {**custom, "ratio": 0.5}}}
+    body = {"sampling_params": {"max_new_tokens": 2, "n": 2, "custom_params": {**custom, "ratio": 0.3}}}
     batch = server.json("POST", "/generate", json={"text": [QUESTION, "else"], **body})
     assert len(batch) == 4
     assert ext(batch[0])["label_probs"] == ext(batch[1])["label_probs"] == pytest.approx(expected, abs=1e-4)
     assert ext(batch[2])["label_probs"] == ext(batch[3])["label_probs"] != pytest.approx(expected, abs=1e-4)
-    single = {"input_ids": [42], "sampling_params": {"max_new_tokens": 1, "custom_params": {**custom, "ratio": 0.5}}}
+    single = {"input_ids": [42], "sampling_params": {"max_new_tokens": 1, "custom_params": {**custom, "ratio": 0.3}}}
     first = ext(server.json("POST", "/generate", json={**single, "extra_key": "mine"}))["label_probs"]
     assert first == ext(server.json("POST", "/generate", json=single))["label_probs"]
     assert sum(first.values()) == pytest.approx(1.0)
@@ -152,7 +158,7 @@ def test_a_quota_is_checked_before_anything_is_computed(server: Server) -> None:
         answer = ask(server, custom_params={"pool": "wordy", "label_probs": True}, stream=stream)
         message = answer.text if stream else error_of(answer)
         assert stream or answer.status_code == 413
-        assert "200 labels of pool 'wordy' need" in message and f"at most {LIMIT}" in message
+        assert "50 labels of pool 'wordy' need" in message and f"at most {LIMIT}" in message
         assert "--max-label-tokens" in message
     assert server.log().count("Prefill batch") == counted
     assert ask(server, custom_params={"pool": "wordy"}).status_code == 200
@@ -204,7 +210,7 @@ def test_scoring_stops_when_its_client_hangs_up(server: Server, stream: bool) ->
     assert ask(server, f"whole {stream}", custom_params={"pool": "thousand", "label_probs": True}).status_code == 200
     whole = scoring(server) - before
     before = scoring(server)
-    params = {"max_new_tokens": 4, "custom_params": {"pool": "thousand", "label_probs": True, "ratio": 0.5}}
+    params = {"max_new_tokens": 4, "custom_params": {"pool": "thousand", "label_probs": True, "ratio": 0.3}}
     body = {"text": f"hang up {stream}", "sampling_params": params, "stream": stream}
     with (
         pytest.raises(requests.RequestException),
@@ -249,7 +255,7 @@ def test_with_probabilities_the_answer_is_the_most_likely_label(server: Server) 
         )
         differ += greedy["text"] != answer["text"]
         if number < 4:
-            body = {"text": text, "sampling_params": {"max_new_tokens": 4, "custom_params": {**both, "ratio": 0.5}}}
+            body = {"text": text, "sampling_params": {"max_new_tokens": 4, "custom_params": {**both, "ratio": 0.3}}}
             events = list(server.stream(body))
             assert events[-1]["text"] == answer["text"] and all(best(event) == best(answer) for event in events)
     assert differ > 0

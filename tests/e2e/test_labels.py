@@ -144,7 +144,8 @@ def test_they_are_the_same_whatever_else_is_asked(server: Server) -> None:
     assert len(batch) == 4
     assert ext(batch[0])["label_probs"] == ext(batch[1])["label_probs"] == pytest.approx(expected, abs=1e-4)
     assert ext(batch[2])["label_probs"] == ext(batch[3])["label_probs"] != pytest.approx(expected, abs=1e-4)
-    single = {"input_ids": [42], "sampling_params": {"max_new_tokens": 1, "custom_params": {**custom, "ratio": 0.3}}}
+    alone = {**custom, "ratio": 0.3, "query": QUESTION}
+    single = {"input_ids": [42], "sampling_params": {"max_new_tokens": 1, "custom_params": alone}}
     first = ext(server.json("POST", "/generate", json={**single, "extra_key": "mine"}))["label_probs"]
     assert first == ext(server.json("POST", "/generate", json=single))["label_probs"]
     assert sum(first.values()) == pytest.approx(1.0)

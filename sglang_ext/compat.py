@@ -46,6 +46,7 @@ __all__ = [
     "TreeNode",
     "abort",
     "abort_unscheduled",
+    "abort_was_asked",
     "add_dispatch",
     "answer_note",
     "attention_shape",
@@ -67,6 +68,7 @@ __all__ = [
     "kv_by_layer",
     "kv_bytes_per_token",
     "load_weights",
+    "logical_rid",
     "logical_rids",
     "metrics_enabled",
     "missing_message",
@@ -87,6 +89,7 @@ __all__ = [
     "request_row",
     "request_rows",
     "request_written",
+    "score_request",
     "sent_row",
     "sent_turn",
     "set_released",
@@ -96,6 +99,7 @@ __all__ = [
     "set_sent_turn",
     "set_stitched_tokens",
     "stitched_tokens",
+    "streams_parts",
     "take_notes",
     "tree_nodes",
     "view_backend",
@@ -529,6 +533,16 @@ def encode_request(rid: str, token_ids: list[int], row: Row) -> Any:
     return request
 
 
+def score_request(
+    rid: str, token_ids: list[int], row: Row, first: int, extra_key: str | None, priority: int | None
+) -> Any:
+    """An `encode_request` that returns the log-probability of every token of its row behind column `first`."""
+    request = encode_request(rid, token_ids, row)
+    request.return_logprob, request.logprob_start_len = True, first
+    request.extra_key, request.priority = extra_key, priority
+    return request
+
+
 def is_internal(request: Any) -> bool:
     """Whether `encode_request` made this request; unlike its id, nothing a client sends can say so."""
     return getattr(request, _INTERNAL, False)
@@ -567,9 +581,29 @@ def sent_row(request: Any) -> Row | None:
     return sent if isinstance(sent, Row) else None
 
 
-def generate(manager: Any, request: Any) -> AsyncIterator[Any]:
-    """SGLang's own generate_request, without our composition (the request already says what it needs)."""
-    return manager.generate_request(request)
+def generate(manager: Any, request: Any, client: Any = None) -> AsyncIterator[Any]:
+    """SGLang's own generate_request, without our composition (the request already says what it needs).
+
+    Args:
+        client: the HTTP request it is made for: it is aborted when the client has hung up.
+    """
+    return manager.generate_request(request, client)
+
+
+def logical_rid(manager: Any, rid: str) -> str:
+    """The id that a request was sent under, of one of its `n` answers."""
+    return str(getattr(manager, "child_rid_to_logical_rid", {}).get(rid, rid))
+
+
+def abort_was_asked(manager: Any, rid: str, state: Any) -> bool:
+    """Whether somebody asked for a request to be aborted, by its own id or by the one it was sent under."""
+    states = (state, manager.rid_to_state.get(rid), manager.rid_to_state.get(logical_rid(manager, rid)))
+    return any(getattr(each, "abort_requested", False) for each in states)
+
+
+def streams_parts(manager: Any, request: Any) -> bool:
+    """Whether each event of a stream brings what is new of the text, and not all of it."""
+    return bool(getattr(request, "stream", False) and getattr(manager, "incremental_streaming_output", False))
 
 
 def key_opens(app: Any, scope: dict[str, Any], token: str | None, api_key: str | None, admin: str | None) -> bool:

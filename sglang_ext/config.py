@@ -217,8 +217,10 @@ class RequestOptions:
         order: order of the selected blocks after the sinks.
         retriever: name in the registry of retrievers; `dense:MODEL` and `random:SEED` say which model or seed.
         granularity: `block`, or `example` for single demonstrations cut out of their blocks (Table 6).
-        constrain: `labels` makes the answer one of the pool's labels.
-        label_probs: also return each label's probability.
+        constrain: `labels` makes the answer one of the pool's labels: greedily, token by token among their spellings;
+            sampled where a temperature is given; with `label_probs` and no temperature, the most likely label.
+        label_probs: also return each label's probability: its share among all labels, each as a whole text. They are
+            scored before the answer begins.
         query: text to retrieve with, when the request brings token ids.
         raw: take the request's text as it is instead of through the pool's template.
     """

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from sglang_ext.attention.policy import Policy, Request, RequestRows, RowRuns, RowViews, Run
+from sglang_ext.attention.branches import branch_positions, branch_runs, branch_view
+from sglang_ext.attention.policy import LayerView, Policy, Request, RequestRows, RowRuns, RowViews, Run
 from sglang_ext.cache.rows import NewBlock, Row
 from sglang_ext.kernels.view_attention import Consecutive, Segment, View, Written
 
@@ -21,8 +22,10 @@ class DbsaPolicy(Policy):
         row = request.row
         if row is None or not row.new:
             return None
-        if begin >= row.prefix_tokens + sum(block.tokens for block in row.new):
+        if begin >= row.prefix_tokens + (row.own or 0) + sum(block.tokens for block in row.new):
             return None  # the step that overlap scheduling runs past the end of an encoding; nobody reads it
+        if row.own is not None:
+            return branch_positions(row, begin, end)
         positions: list[int] = []
         for block, start in _new_blocks(row):
             low, high = max(begin, start), min(end, start + block.tokens)
@@ -35,13 +38,15 @@ class DbsaPolicy(Policy):
         row = request.row
         if row is None:
             return None
-        if row.new:
+        if row.encodes:
             return self._encoding(row, request.written, begin, end)
         pieces = []
         column = 0
         for piece, written in zip(row.prefix, request.written, strict=True):
             pieces.append(Run(column, piece.tokens, column, written, (piece.key, piece.start, piece.end)))
             column += piece.tokens
+        if row.own is not None:
+            return branch_runs(row, _told_apart(pieces), begin, end)
         return [RowRuns(begin, end, _told_apart(pieces), tail=column)]
 
     def views(self, rows: RequestRows) -> RowViews | None:
@@ -49,9 +54,25 @@ class DbsaPolicy(Policy):
         if runs is None:
             return None
         row = rows.row
+        if row is not None and row.own is not None:
+            return self._branches(row, rows, runs)
         if row is not None and not row.new and all(run.delta == 0 for run in runs[0].runs):
             return None  # every key stands at its column: plain attention over the row
         return [(seen.begin, seen.end, _view(rows, seen)) for seen in runs]
+
+    def _branches(self, row: Row, rows: RequestRows, runs: Sequence[RowRuns]) -> RowViews:
+        """Views of a row with branches: these are one, and not one each."""
+        first = row.prefix_tokens + (row.own or 0)
+        last = first + sum(block.tokens for block in row.new)
+        views: list[tuple[int, int, View | LayerView]] = [
+            (seen.begin, seen.end, _view(rows, seen)) for seen in runs if not first <= seen.begin < last
+        ]
+        inside = [seen for seen in runs if first <= seen.begin < last]
+        if inside:
+            begin, end = inside[0].begin, inside[-1].end
+            common = View(_segments(rows, inside[0].runs[: len(row.prefix) + bool(row.own)]))
+            views.append((begin, end, branch_view(row, common, rows, begin, end)))
+        return views
 
     def _encoding(self, row: Row, written: Sequence[int], begin: int, end: int) -> list[RowRuns]:
         lengths = [part.tokens for part in row.prefix] + [block.tokens for block in row.new]
@@ -89,15 +110,19 @@ def _told_apart(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 def _view(rows: RequestRows, seen: RowRuns) -> View:
     """The runs as segments, one for those that follow each other, and the request's own tokens."""
+    own = Segment(rows.slots[seen.tail : seen.end], Written(), causal=True)
+    return View((*_segments(rows, seen.runs), own))
+
+
+def _segments(rows: RequestRows, runs: Sequence[Run]) -> tuple[Segment, ...]:
+    """The runs as segments, one for those that follow each other."""
     joined: list[tuple[int, int, int]] = []  # (column, end column, position)
-    for run in seen.runs:
+    for run in runs:
         if joined and joined[-1][1] == run.column and run.column - joined[-1][0] == run.seen - joined[-1][2]:
             joined[-1] = (joined[-1][0], run.column + run.tokens, joined[-1][2])
         else:
             joined.append((run.column, run.column + run.tokens, run.seen))
-    segments = [Segment(rows.slots[low:high], Consecutive(position)) for low, high, position in joined]
-    own = Segment(rows.slots[seen.tail : seen.end], Written(), causal=True)
-    return View((*segments, own))
+    return tuple(Segment(rows.slots[low:high], Consecutive(position)) for low, high, position in joined)
 
 
 def _new_blocks(row: Row) -> Iterator[tuple[NewBlock, int]]:

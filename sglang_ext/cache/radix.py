@@ -306,7 +306,7 @@ class BlockRadixCache(RadixCache):
                 f"the request must recompute from token {limit} on, inside its {matched} stitched tokens;"
                 " log-probabilities can start at the request's own tokens only"
             )
-        if row.new:
+        if row.encodes:
             for block in row.new:
                 node = self.blocks.get(block.key)
                 if node is None or matched + block.tokens > limit:
@@ -316,7 +316,7 @@ class BlockRadixCache(RadixCache):
                 matched += block.tokens
                 self._hold_new(req, row, block.key)
         elif limit > matched:
-            own_ids = key.token_ids[matched:limit]
+            own_ids = key.token_ids[matched : limit if row.own is None else min(limit, matched + row.own)]
             own = super().match_prefix(MatchPrefixParams(key=self._own_key(row, own_ids, req.extra_key)))
             slots.append(own.device_indices)
             tail = own.last_device_node
@@ -383,13 +383,17 @@ class BlockRadixCache(RadixCache):
             (how many leading tokens of the row the tree now holds, the node that stands for them).
         """
         members = [self.blocks[piece.key] for piece in row.prefix]
-        if not row.new:
+        if row.own is not None:  # the branches behind them go with the request
+            own_ids = own_ids[: row.own]
+            if not own_ids:
+                return row.prefix_tokens, StitchNode(dict.fromkeys(members), self.root_node)
+        if not row.encodes:
             key = self._own_key(row, own_ids, req.extra_key)
             begin = row.prefix_tokens
             result = self.insert(
                 InsertParams(
                     key=key,
-                    value=slots[begin:].to(torch.int64, copy=True),
+                    value=slots[begin : begin + len(own_ids)].to(torch.int64, copy=True),
                     chunked=chunked,
                     priority=getattr(req, "priority", 0) or 0,
                 )

@@ -60,11 +60,20 @@ class Row:
         prefix: pieces of resident blocks, in view order.
         new: blocks to encode; empty for a request that answers.
         owner: who holds the new blocks (a pool's version); they stay locked until the owner lets go.
+        own: None for a row whose new blocks are kept. Else the new blocks are branches: texts that may follow the
+            request's first `own` tokens. Those tokens are found and stored as any request's are; the branches go with
+            the request. A branch sees the prefix, those tokens, and the branches that its `seen` names.
     """
 
     prefix: tuple[Piece, ...]
     new: tuple[NewBlock, ...] = field(default=())
     owner: str = ""
+    own: int | None = None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the request is there to write blocks that are kept."""
+        return bool(self.new) and self.own is None
 
     @cached_property
     def prefix_tokens(self) -> int:
@@ -89,6 +98,7 @@ class Row:
             "prefix": [(piece.key, piece.start, piece.end) for piece in self.prefix],
             "new": [(block.key, block.tokens, block.position, block.seen) for block in self.new],
             "owner": self.owner,
+            "own": self.own,
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -102,4 +112,5 @@ class Row:
                 for key, tokens, position, seen in data["new"]
             ),
             owner=data["owner"],
+            own=data["own"],
         )

@@ -5,36 +5,161 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.cache.rows import INTERNAL, Row
+from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.grammar import LabelCheck
+from sglang_ext.serving.label_tree import Branches, LabelTokens, branches, cut
+from sglang_ext.serving.layout import encode_texts
+from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
+from sglang_ext.serving.pool import Definition
+
+SCORED_AT_ONCE = 256  # tokens of labels in one scoring request: others are scheduled between two
+
+CLIENT: ContextVar[Any] = ContextVar("sglang_ext_client", default=None)
+"""The HTTP request that is being answered, where SGLang does not hand it on; None for the offline engine."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the labels follow.
+
+    Attributes:
+        row: the selected blocks.
+        own: the request's own tokens behind them, at least one.
+        extra_key: the request's, which its cached tokens are kept under.
+        priority: the request's.
+    """
+
+    row: Row
+    own: list[int]
+    extra_key: str | None = None
+    priority: int | None = None
+
+
+def label_tokens(tokenizer: Any, labels: tuple[str, ...], lead: str, end: str) -> LabelTokens:
+    """Tokens of every label with the white space before it and what ends an answer.
+
+    A label that begins another does not take the other's probability: it is scored with its end, too, which is the
+    end of the sequence where `end` is empty (in a chat).
+    """
+    encoded = encode_texts(tokenizer, [lead + label + end for label in labels])
+    eos = [tokenizer.eos_token_id] if not end and tokenizer.eos_token_id is not None else []
+    return LabelTokens.of([[*each.ids, *eos] for each in encoded])
+
+
+def check_labels(check: LabelCheck, definition: Definition, before: Definition | None = None) -> None:
+    """ValueError, naming the label, where a pool has one that could not be an answer; takes a moment.
+
+    Args:
+        before: a definition that was checked.
+    """
+    known: set[str] = set()
+    if before is not None and before.options == definition.options:
+        known.update(before.labels)
+    labels = [label for label in definition.labels if label not in known]
+    check.check(labels, definition.options.render_query("")[1], definition.options.answer_end)
+    check.check(labels, "", "")  # in a chat
+
+
+def check_quota(labels: int, needed: int, limit: int, pool: str) -> None:
+    """PoolError (413) when so many `labels` of a pool need more than `limit` tokens.
+
+    Args:
+        needed: tokens of the labels' tree, or their number, which is less: it is known before they are tokenized.
+    """
+    if needed > limit:
+        least = "at least " if needed == labels else ""
+        raise PoolError(
+            f"label_probs: the {labels} labels of pool {pool!r} need {least}{needed} tokens (shared beginnings counted"
+            f" once), this server scores at most {limit} for an answer: leave out label_probs, use fewer or shorter"
+            " labels, or raise --max-label-tokens",
+            413,
+        )
 
 
 async def label_probabilities(
-    manager: Any, labels: Sequence[str], lead: str, end: str, own: list[int], row: Row
+    manager: Any, labels: tuple[str, ...], tokens: LabelTokens, prompt: Prompt, state: dict[str, Any]
 ) -> dict[str, float]:
     """Share of each label among all labels, from the log-probability of its whole text after the prompt.
 
-    Every label is scored with what ends an answer (the separator, or end of sequence in a chat), so that a label that
-    begins another does not take the other's probability. The prompt (the row's blocks and the request's `own` tokens)
-    has its keys and values cached: each label costs its own tokens.
+    One scoring request follows the other, each over a part of the labels' tree: what others ask is scheduled between
+    two of them, and when the client has gone or this task is cancelled, the rest is not asked.
+
+    Args:
+        state: the schedulers' (`PoolService.admin`), for how much KV cache there is.
+
+    Raises:
+        ClientGone: the client hung up.
     """
-    token_ids = manager.tokenizer([lead + label + end for label in labels], add_special_tokens=False)["input_ids"]
-    if not end and manager.tokenizer.eos_token_id is not None:
-        token_ids = [[*ids, manager.tokenizer.eos_token_id] for ids in token_ids]
-    scores = await asyncio.gather(*(_score(manager, own, ids, row) for ids in token_ids))
-    top = max(scores)
-    weights = [math.exp(score - top) for score in scores]
-    return {label: weight / sum(weights) for label, weight in zip(labels, weights, strict=True)}
+    client, scores = CLIENT.get(), {}
+    for group in cut(sorted(set(tokens.token_ids)), _most(tokens, prompt, state)):
+        if client is not None and await client.is_disconnected():
+            raise ClientGone
+        scores.update(await _score(manager, client, group, prompt))
+    found = [scores[ids] for ids in tokens.token_ids]
+    top = max(found)
+    weights = [math.exp(score - top) for score in found]
+    total = sum(weights)
+    return {label: weight / total for label, weight in zip(labels, weights, strict=True)}
 
 
-async def _score(manager: Any, own: list[int], answer: list[int], row: Row) -> float:
-    """Sum of the natural-log probabilities of `answer` after the prompt."""
-    request = compat.encode_request(f"{INTERNAL}label-{uuid.uuid4().hex}", own + answer, row)
-    request.return_logprob, request.logprob_start_len = True, row.prefix_tokens + len(own) - 1
-    async for out in compat.generate(manager, request):
-        values = out["meta_info"]["input_token_logprobs"][-len(answer) :]
-        return float(sum(value for value, *_ in values))
+class ClientGone(PoolError):
+    """The client hung up while its labels were scored; nobody reads this."""
+
+    def __init__(self) -> None:
+        super().__init__("the client hung up while its labels were scored", 499)
+
+
+def _most(tokens: LabelTokens, prompt: Prompt, state: dict[str, Any]) -> int:
+    """Tokens of one scoring request's tree; a branch repeats a token, so the row may have twice as many.
+
+    At least twice the longest label, so that what the labels share is computed again for few of them.
+    """
+    longest = max(len(ids) for ids in tokens.token_ids)
+    own = len(prompt.own)
+    free = state["total_tokens"] - state["held_tokens"] - own - ROOM_FOR_REQUESTS
+    columns = state["max_req_input_len"] - prompt.row.prefix_tokens - own - 1
+    return max(1, min(max(SCORED_AT_ONCE, 2 * longest), free // 4, columns // 2))
+
+
+async def _score(
+    manager: Any, client: Any, group: list[tuple[int, ...]], prompt: Prompt
+) -> dict[tuple[int, ...], float]:
+    """Sum of the natural-log probabilities of each sequence of `group` after the prompt; aborted when cancelled."""
+    own = len(prompt.own) - 1  # every first branch begins with the last one
+    first = prompt.row.prefix_tokens + own
+    found = branches(group, prompt.own[-1], first)
+    if not found.blocks:  # there is nothing in `group` but an empty sequence
+        return dict.fromkeys(group, 0.0)
+    request = compat.score_request(
+        f"{INTERNAL}label-{uuid.uuid4().hex}",
+        prompt.own[:-1] + found.token_ids,
+        Row(prompt.row.prefix, tuple(found.blocks), own=own),
+        first,
+        prompt.extra_key,
+        prompt.priority,
+    )
+    try:
+        async for out in compat.generate(manager, request, client):
+            return found.scores(_values(out, found))
+    except asyncio.CancelledError:
+        manager.abort_request(rid=request.rid)
+        raise
     raise RuntimeError("the scoring request gave no answer")
+
+
+def _values(out: dict[str, Any], found: Branches) -> list[float]:
+    """The log-probability of each column of the branches; PoolError (503) where the request was aborted."""
+    meta = out["meta_info"]
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        raise PoolError(f"the scoring of labels was aborted: {reason.get('message')}; retry", 503)
+    values = [value for value, *_ in meta["input_token_logprobs"]]
+    if len(values) != len(found.token_ids):
+        raise RuntimeError(f"{len(values)} log-probabilities of {len(found.token_ids)} tokens of labels")
+    return [value or 0.0 for value in values]  # the first column is the prompt's last token, and has none

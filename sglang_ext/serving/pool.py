@@ -13,6 +13,7 @@ from sglang_ext.cache.rows import POOL_OWNER
 from sglang_ext.config import PoolOptions, RequestOptions
 from sglang_ext.retrievers import registry
 from sglang_ext.retrievers.base import Retriever
+from sglang_ext.serving.label_tree import LabelTokens
 from sglang_ext.serving.layout import Demonstration, Layout, parse_demonstrations
 
 COMPLETION, CHAT = "completion", "chat"
@@ -125,6 +126,7 @@ class Version:
         users: requests in flight on it.
         retired: a newer version took its place, or the pool was deleted.
         resident: variants whose blocks are known to be held in the KV cache; others are looked up before use.
+        label_tokens: tokens of the labels, by what stands before and behind each (`serving.labels`).
     """
 
     name: str
@@ -134,6 +136,7 @@ class Version:
     users: int = 0
     retired: bool = False
     resident: set[str] = field(default_factory=set)
+    label_tokens: dict[tuple[str, str], LabelTokens] = field(default_factory=dict)
     owner: str = field(default_factory=lambda: f"{POOL_OWNER}{next(_owners)}")
     _retrievers: dict[tuple[str, str], Retriever] = field(default_factory=dict)
 

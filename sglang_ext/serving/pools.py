@@ -25,6 +25,9 @@ from sglang_ext.serving.access import may_see_definitions
 from sglang_ext.serving.change import PREPARING, Change, Progress
 from sglang_ext.serving.encode import Run, plan_runs
 from sglang_ext.serving.errors import BlocksLost, PoolError, UnknownPool
+from sglang_ext.serving.grammar import LabelCheck
+from sglang_ext.serving.label_tree import LabelTokens
+from sglang_ext.serving.labels import check_labels, label_tokens
 from sglang_ext.serving.layout import (
     Layout,
     bos,
@@ -125,6 +128,7 @@ class PoolService:
         self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
         self._versions: weakref.WeakSet[Version] = weakref.WeakSet()
         self._own_tokenizer: Any = None
+        self._label_check: LabelCheck | None = None
         self._thread = ThreadPoolExecutor(1, "sglang-ext-layout")
         self._tasks: set[asyncio.Task[Any]] = set()
         self.bytes_per_token = 0
@@ -597,6 +601,14 @@ class PoolService:
         if not version.has_retriever(options):
             await self._apart(version.retriever, options)
 
+    async def label_tokens(self, version: Version, lead: str, end: str) -> LabelTokens:
+        """Tokens of a version's labels between `lead` and `end`: made once, beside the event loop."""
+        known = version.label_tokens.get((lead, end))
+        if known is None:
+            known = await self._apart(label_tokens, self._tokenizer(), version.definition.labels, lead, end)
+            version.label_tokens[lead, end] = known
+        return known
+
     def flushed(self) -> None:
         """The KV cache was or will be emptied: what is resident must be looked up again before it is used."""
         self._flushes += 1
@@ -769,6 +781,14 @@ class PoolService:
             version.layouts[CHAT] = self._lay_out(version.definition, chat.header, chat if CHAT in known else None)
         for layout in version.layouts.values():
             self._check_context(version, layout)
+        if self._label_check is None:
+            self._label_check = LabelCheck(
+                self._tokenizer(),
+                self.manager.model_config.vocab_size,
+                self.manager.model_config.hf_eos_token_id,
+                self.manager.server_args.grammar_backend,
+            )
+        check_labels(self._label_check, version.definition, old.definition if old is not None else None)
 
     def _lay_out(
         self, definition: Definition, header: Sequence[int] | None = None, known: Layout | None = None

@@ -61,7 +61,7 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
             return
         if not str(req.rid).startswith(INTERNAL):
             cache.count_hits(row)
-    if row is None or not row.new:
+    if row is None or not row.encodes:
         fit(scheduler, req, row)
 
 
@@ -217,7 +217,7 @@ def make_room(scheduler: Any) -> None:
     cache, first = scheduler.tree_cache, scheduler.waiting_queue[0]
     cache.release_requests(keep=[first.rid])
     row = compat.request_row(first)
-    if row is None or not row.new:
+    if row is None or not row.encodes:
         fit(scheduler, first, row)
 
 

@@ -11,7 +11,7 @@ import copy
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import fastapi
@@ -22,8 +22,8 @@ from sglang_ext.config import RequestOptions
 from sglang_ext.serving import checks
 from sglang_ext.serving.access import check_reading, may_read, may_see_definitions
 from sglang_ext.serving.errors import PoolError
-from sglang_ext.serving.grammar import label_grammar
-from sglang_ext.serving.labels import label_probabilities
+from sglang_ext.serving.grammar import Ending, constrain
+from sglang_ext.serving.labels import CLIENT, Prompt, check_quota, label_probabilities
 from sglang_ext.serving.layout import Layout, encode_text
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
@@ -44,7 +44,12 @@ class Answer:
 
 @dataclass
 class Lease:
-    """What one prompt uses of a pool until its answer is complete."""
+    """What one prompt uses of a pool until its answer is complete.
+
+    Attributes:
+        end: what SGLang leaves at the end of a constrained answer's text and is no part of it.
+        endings: what takes it off, by the number of the answer (`n`).
+    """
 
     version: Version
     meta: dict[str, Any]
@@ -52,8 +57,9 @@ class Lease:
     layout: Layout
     row: Row
     own: list[int]
-    answer: Answer
     holds: str | None = None
+    end: str = ""
+    endings: dict[int, Ending] = field(default_factory=dict)
 
     def prompt(self) -> list[int]:
         """Token ids of the whole prompt, which only the schedulers put together otherwise."""
@@ -101,6 +107,7 @@ async def _generate(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
 ) -> AsyncIterator[Any]:
     service = pools_of(manager)
+    CLIENT.set(request)
     await service.restored()
     # SGLang refuses an id that is in use; the lease under it is somebody else's then.
     others = set(compat.logical_rids(obj)) & set(manager.ext_leases)
@@ -152,7 +159,7 @@ async def _answers(
             reason = (item.get("meta_info") or {}).get("finish_reason")
             if isinstance(reason, dict) and compat.is_missing_message(str(reason.get("message") or "")):
                 raise fastapi.HTTPException(503, reason["message"])
-        await _annotate(service, manager, obj, manager.ext_leases, out)
+        _annotate(manager, obj, manager.ext_leases, out)
         yield out
 
 
@@ -185,24 +192,42 @@ async def _wait(
         manager.rid_to_state[obj.rid] = state
     try:
         async for out in original(manager, obj, request):
+            _refuse_aborted(manager, obj.rid, state, out)
             yield out
     finally:
         if early:
             manager.rid_to_state.pop(obj.rid, None)
 
 
-async def _annotate(service: PoolService, manager: Any, obj: Any, leases: dict[str, Lease], out: Any) -> None:
-    """Put meta_info["sglang_ext"] into every answer of `out`."""
+def _refuse_aborted(manager: Any, rid: str, state: Any, out: dict[str, Any]) -> None:
+    """PoolError (400) where the grammar ended an answer: SGLang says so in a field, beside an empty text.
+
+    An abort that somebody asked for, and one that says why by its status, stay as SGLang has them.
+    """
+    reason = out["meta_info"].get("finish_reason")
+    if not isinstance(reason, dict) or reason.get("type") != "abort":
+        return
+    lease = manager.ext_leases.get(compat.logical_rid(manager, rid))
+    if lease is None or lease.options.constrain is None or compat.abort_was_asked(manager, rid, state):
+        return
+    status = reason.get("status_code")
+    if status not in (None, 400):
+        return
+    why = reason.get("message") if status else "the server's grammar does not go with the model's tokenizer"
+    raise PoolError(f"the answer could not be constrained to the labels of pool {lease.version.name!r}: {why}")
+
+
+def _annotate(manager: Any, obj: Any, leases: dict[str, Lease], out: Any) -> None:
+    """Put meta_info["sglang_ext"] into every answer of `out`, and take off its text what is no part of a label."""
     rids = compat.logical_rids(obj)
     for place, item in enumerate(out if isinstance(out, list) else [out]):
         lease = leases.get(rids[compat.prompt_index(obj, item, place)])
         if lease is None:
             continue
-        if lease.options.label_probs and item["meta_info"].get("finish_reason"):
-            labels, answer = lease.version.definition.labels, lease.answer
-            lease.meta["label_probs"] = await label_probabilities(
-                manager, labels, answer.lead, answer.end, lease.own, lease.row
-            )
+        if lease.end and isinstance(item.get("text"), str):
+            ending = lease.endings.setdefault(index, Ending(lease.end))
+            shown = ending.part if compat.streams_parts(manager, obj) else ending.whole
+            item["text"] = shown(item["text"], item["meta_info"].get("finish_reason"))
         if item.get("prompt_token_ids") is not None:  # SGLang has seen the request's own tokens only
             item["prompt_token_ids"] = lease.prompt()
         item["meta_info"]["sglang_ext"] = dict(lease.meta)
@@ -277,8 +302,13 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         begin = time.perf_counter()
         selection = select_pieces(version, layout, options, query)
         retrieval = time.perf_counter() - begin
-        # The scheduler lets go of a request's own name when it ends; the scoring of labels comes after that.
-        owner = REQUEST_OWNER + obj.rid + (":labels" if options.label_probs else "")
+        labels = version.definition.labels
+        if options.label_probs:
+            quota = service.settings.max_label_tokens
+            check_quota(len(labels), len(labels), quota, version.name)
+            tokens = await service.label_tokens(version, answer.lead, answer.end)
+            check_quota(len(labels), tokens.tree_tokens, quota, version.name)
+        owner = REQUEST_OWNER + obj.rid
         holds = None if version.definition.options.pinned else owner  # let go of, however far `ensure` comes
         await service.ensure(version, variant, selection.blocks, owner)
         stitched = selection.tokens
@@ -291,9 +321,18 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         obj.input_ids, obj.text = own, None
         compat.set_stitched_tokens(obj, stitched)
         params = copy.copy(obj.sampling_params)
+        probs: dict[str, float] | None = None
+        if options.label_probs:
+            prompt = Prompt(row, own, obj.extra_key, obj.priority)
+            probs = await label_probabilities(manager, labels, tokens, prompt, await service.admin("state"))
+            if not params.get("temperature"):
+                labels = (max(probs, key=probs.__getitem__),)  # what is constrained is this one, and not the greedy one
+        end = ""
         params["custom_params"] = {WIRE_KEY: row.dump(), **passed_on}
         if options.constrain == "labels":
-            _constrain(params, version, answer)
+            end = constrain(params, labels, answer.lead, answer.end, manager.server_args.grammar_backend)
+            if params.get("no_stop_trim"):
+                end = ""
         obj.sampling_params = params
         if getattr(obj, "return_logprob", False) and obj.logprob_start_len is not None and obj.logprob_start_len >= 0:
             # Users count in their own prompt; the stitched tokens have no log-probabilities to give.
@@ -317,7 +356,9 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
     }
     if selection.demonstrations is not None and may_read(manager, version.definition.options):
         meta["demonstrations"] = list(selection.demonstrations)
-    return Lease(version, meta, options, layout, row, own, answer, holds)
+    if probs is not None:
+        meta["label_probs"] = probs
+    return Lease(version, meta, options, layout, row, own, holds, end)
 
 
 def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOptions) -> tuple[list[int], str, str | None]:
@@ -335,22 +376,6 @@ def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOption
     else:
         text, lead = definition.options.render_query(obj.text)
     return encode_text(manager.tokenizer, text), lead, options.query or obj.text
-
-
-def _constrain(params: dict[str, Any], version: Version, answer: Answer) -> None:
-    definition = version.definition
-    for name in ("regex", "json_schema", "ebnf", "structural_tag"):
-        if params.get(name):
-            raise ValueError(f'constrain="labels" and {name} are both given: choose one')
-    labels = definition.labels
-    params["ebnf"] = label_grammar(labels, answer.lead, answer.end)
-    params.setdefault("temperature", 0.0)
-    # The grammar ends the answer. A token is a byte at least, so this many never cut a label.
-    longest = max(len((answer.lead + label + answer.end).encode()) for label in labels) + 1
-    params["max_new_tokens"] = max(params.get("max_new_tokens") or 0, longest)
-    if answer.end and not any(answer.end in label for label in labels):
-        stops = params.get("stop") or []
-        params["stop"] = [*([stops] if isinstance(stops, str) else stops), answer.end]
 
 
 async def around_flush_cache(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,13 +15,14 @@ import torch
 from sglang_ext import compat
 from sglang_ext.attention import planned
 from sglang_ext.attention.dbsa import DbsaPolicy
-from sglang_ext.attention.policy import RequestRows
+from sglang_ext.attention.policy import Caches, RequestRows
 from sglang_ext.cache.rows import NewBlock, Piece, Row
 from sglang_ext.kernels.rope import Rope
-from sglang_ext.kernels.view_attention import Segment, View, Written, view_attention
+from sglang_ext.kernels.view_attention import Segment, View, Written, merge_states, view_attention
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers
 from sglang_ext.kernels.view_attention.plan import Config
+from sglang_ext.serving.label_tree import branches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, DIM, CONTEXT, SLOTS = 4, 2, 16, 96, 400
@@ -119,9 +120,15 @@ class World:
             self.free, position = self.free + tokens, position + tokens
         self.made = 0
 
-    def request(self, names: str, own: int, slot: int, new: tuple[NewBlock, ...] = ()) -> SimpleNamespace:
-        """A scheduler's request over the blocks `names`, with `own` tokens behind them; no names: a plain one."""
-        row = Row(tuple(Piece(name, 0, BLOCKS[name]) for name in names), new) if names or new else None
+    def request(
+        self, names: str, own: int, slot: int, new: tuple[NewBlock, ...] = (), question: int | None = None
+    ) -> SimpleNamespace:
+        """A scheduler's request over the blocks `names`, with `own` tokens behind them; no names: a plain one.
+
+        With `question`, the new blocks are branches behind so many of its own tokens.
+        """
+        pieces = tuple(Piece(name, 0, BLOCKS[name]) for name in names)
+        row = Row(pieces, new, own=question) if names or new else None
         self.made += 1
         req = SimpleNamespace(
             req_pool_idx=slot, rid=f"r{self.made}", sampling_params=SimpleNamespace(custom_params=None), length=0
@@ -190,9 +197,16 @@ class World:
             for begin, end, view in views:
                 part = slice(first + begin - low, first + end - low)
                 positions = self.slot_pos[slots[begin:end].long()].long()
-                expected, _ = view_attention(
+                parts = ()
+                if callable(view):
+                    caches = Caches(0, *self.caches, self.slot_pos, self.rope, DIM**-0.5)
+                    attended = view(caches, query[part], positions)
+                    view, parts = attended.view, attended.parts
+                expected, lse = view_attention(
                     query[part], positions, view, *self.caches, self.slot_pos, self.rope, DIM**-0.5
                 )
+                outs, lses = zip((expected, lse), *parts, strict=True)
+                expected, _ = merge_states(torch.stack(outs), torch.stack(lses))
                 torch.testing.assert_close(out[part], expected, atol=TOLERANCE, rtol=0)
             first += high - low
         assert not out[first:].any(), "padded rows are zero"
@@ -328,6 +342,21 @@ def test_questions_in_one_list_or_several(world: World, monkeypatch: pytest.Monk
     world.forward(batch, [13, 6, 2])
     assert world.backend._extend is not None
     assert (len(world.backend._extend.lists) > 1) == (entries == 24)
+
+
+@pytest.mark.parametrize("question", [0, 5])
+def test_branches_behind_a_question(world: World, question: int) -> None:
+    """Labels that are scored, beside a request that answers; whole, and cut by a chunk."""
+    stitched = BLOCKS["a"] + BLOCKS["c"]
+    labels = [(1,), (1, 2), (1, 2, 3), (1, 4, 5, 6), (2, 1), (2, 2, 2, 2, 2)]
+    found = branches(labels, 9, stitched + question)
+    columns = len(found.token_ids)
+    scored = world.request("ac", question + columns, 1, tuple(found.blocks), question)
+    answering = world.request("cb", 6, 2)
+    world.forward([scored, answering], [question + columns, 6])
+    world.forward([answering, scored], [6, columns - 3])
+    scored.length -= 4
+    world.forward([scored], [columns - 7])
 
 
 def test_rows_of_the_dense_kernel_beside_a_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What `PYTHONPATH=... python` of a test server imports first: a scheduler that fails upon a request with `RID`.
 
-`folder()` has a `sitecustomize.py` that wraps SGLang's scheduler once SGLang imports it; nothing of it is in the product.
+`folder()` has a `sitecustomize.py` that wraps SGLang's scheduler once it is imported; nothing of it is in the product.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process of the server dies: the server ends within 10 s, says why in its last line, and comes back with its pools."""
+"""A process of the server dies: it ends within 10 s, its last line says why, and it comes back with its pools."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_server_ends_with_a_reason_and_comes_back_with_its_pools(kept: Kept,
     assert seconds < LEAVES_IN, f"{seconds:.1f} s"
     assert status == 1
     assert server.log().splitlines()[-1] == f"sglang_ext: {reason}; the server stops (exit status 1)"
-    gone, alive = psutil.wait_procs(processes, timeout=2)
+    _, alive = psutil.wait_procs(processes, timeout=2)
     assert not alive, alive
     assert not listens(server.port)
     for client in clients:

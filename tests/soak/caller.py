@@ -79,7 +79,7 @@ class Caller:
         self.journal.request(kind, reply.status, reply.ended - began)
         if reply.status not in expect:
             sent = str(kwargs.get("json", kwargs.get("data", "")))[:300]
-            self.journal.fail(f"{kind}: {method} {path} {sent}: {status} {text[:300]}")
+            self.journal.fail(f"{kind}: {method} {path} {sent}: {status} {text[:300]}", f"{kind}: {status}")
             return None
         return reply
 

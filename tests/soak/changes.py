@@ -121,7 +121,7 @@ class Changes:
     def _body(self, episode: Episode, dice: random.Random) -> dict[str, Any]:
         name = episode.name
         demonstrations = self.table.demonstrations(
-            name, dice.choice([6, 12, 24, 40]), dice.randrange(4), dice.randint(2, 4)
+            name, dice.choice([6, 12, 24, 32]), dice.randrange(4), dice.randint(2, 4)
         )
         options = {"block_size": dice.choice([3, 6, 10]), "pinned": name not in self.unpinned, **dice.choice(OPTIONS)}
         return {"demonstrations": demonstrations, **options}

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_FAILURES = 200  # kept in words; all are counted
+MAX_ALIKE = 2  # failures of one kind that are kept in words; all are counted
 
 
 @dataclass
@@ -17,12 +17,14 @@ class Journal:
     Attributes:
         requests: (kind, status) -> how many; a status is HTTP's or `left`, the client's own hang-up.
         checked: kind of check -> answers that passed it.
-        failures: what was wrong, the first of them in words.
+        failures: what was wrong, the first of each kind in words.
+        alike: kind of failure -> how many.
     """
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
     checked: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    alike: Counter[str] = field(default_factory=Counter)
     failed: int = 0
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     began: float = field(default_factory=time.monotonic)
@@ -35,9 +37,11 @@ class Journal:
     def passed(self, kind: str) -> None:
         self.checked[kind] += 1
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str, kind: str | None = None) -> None:
         self.failed += 1
-        if len(self.failures) < MAX_FAILURES:
+        kind = kind or what.split(":")[0]
+        self.alike[kind] += 1
+        if self.alike[kind] <= MAX_ALIKE:
             self.failures.append(f"[{time.monotonic() - self.began:.1f} s] {what}")
 
     @property
@@ -65,7 +69,8 @@ class Journal:
             "p99_s": round(percentile(every, 0.99), 3),
             "kinds": by_kind,
             "failures": self.failed,
-            "first_failures": self.failures[:20],
+            "failures_by_kind": dict(self.alike.most_common(40)),
+            "first_failures": self.failures[:40],
         }
 
 

@@ -132,7 +132,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     # pools
     Mistake("put: a name with spaces", "PUT", "/v1/pools/a%20b", {"demonstrations": ONE}, "admin"),
-    Mistake("put: a name with dots", "PUT", "/v1/pools/..%2f..%2fetc", {"demonstrations": ONE}, "admin"),
+    Mistake("put: a name with dots", "PUT", "/v1/pools/...", {"demonstrations": ONE}, "admin"),
     Mistake("put: a long name", "PUT", f"/v1/pools/{'n' * 300}", {"demonstrations": ONE}, "admin"),
     put("a list", body=[1]),
     put("no demonstrations", demonstrations=[]),
@@ -145,7 +145,6 @@ MISTAKES: tuple[Mistake, ...] = (
     put("a lone surrogate in an input", demonstrations=[{"input": "\udfff", "output": "b"}]),
     put("a lone surrogate in system", system="\ud800"),
     put("a template without an input", template="{output}"),
-    put("a template with an unknown field", template="{input}{nothing}{output}"),
     put("block_size 0", block_size=0),
     put("block_size in words", block_size="ten"),
     put("pattern", pattern="zigzag"),
@@ -224,7 +223,7 @@ class Mistakes:
             self.journal.fail(f"bad input: {mistake.name}: the server ended meanwhile")
             raise
         if reply is None:
-            self.journal.fail(f"bad input: {mistake.name}")
+            self.journal.fail(f"bad input: {mistake.name} was not refused", mistake.name)
         elif len(reply.text) < 20:
             self.journal.fail(f"bad input: {mistake.name}: {reply.status} with no reason: {reply.text!r}")
 

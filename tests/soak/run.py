@@ -36,7 +36,7 @@ from tests.soak.table import AnswerTable, PoolTable
 
 NAMES = ("a", "b", "c", "d", "e", "u", "v")
 UNPINNED = frozenset({"u", "v"})
-TOKENS = 5000  # of the KV cache: less than the pools would like to have
+TOKENS = 6000  # of the KV cache: less than the pools would like to have
 STREAMS_SHARE = 0.2  # of the time
 MEMORY_SHARE = 0.05
 SETTLE_SECONDS = 15.0  # after the last answer, before memory is looked at
@@ -50,7 +50,7 @@ LIMITS = {
     "max_request_mb": 1,
     "max_demonstrations": 1000,
     "max_pools": 12,
-    "max_waiting_encodings": 4,
+    "max_waiting_encodings": 6,
 }
 
 Action = Callable[[random.Random], Awaitable[None]]
@@ -170,6 +170,12 @@ class Soak:
     def admin(self, method: str, path: str, **kwargs: Any) -> Any:
         return self.server.json(method, path, headers=headers("admin"), **kwargs)
 
+    def flush(self) -> None:
+        """Empty the cache, when nothing runs."""
+        answer = self.server.call("POST", "/flush_cache", params={"timeout": 10}, headers=headers("admin"))
+        if answer.status_code != 200:
+            self.journal.fail(f"flush_cache while nothing runs: {answer.status_code} {answer.text[:200]}")
+
     def stats(self) -> dict[str, Any]:
         """Our counters in the scheduler."""
         found: dict[str, Any] = self.server.state()["sglang_ext"]
@@ -198,7 +204,7 @@ class Soak:
         """The books after the last request."""
         for line in grown(half, last, memory_share):
             self.journal.fail(line)
-        self.admin("POST", "/flush_cache", params={"timeout": 10})
+        self.flush()
         self.check("tokens of the KV cache are in use when all is done", lambda: self.used_tokens() == 0)
         self.server.json("POST", "/generate", json={"text": "hello", "sampling_params": {"max_new_tokens": 2}})
         for line in [*self.server.faults(), *leaks(self.server.log())][:20]:
@@ -219,7 +225,7 @@ def soak_pools(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
     env = {**STRICT, "SGLANG_EXT_SETTINGS": json.dumps(LIMITS)}
     arguments = {
         "max_total_tokens": TOKENS,
-        "chunked_prefill_size": 128,
+        "chunked_prefill_size": 256,
         "api_key": USER_KEY,
         "admin_api_key": ADMIN_KEY,
         "enable_metrics": True,
@@ -269,7 +275,7 @@ def _pools(soak: Soak, seconds: float, options: argparse.Namespace) -> dict[str,
         say(f"{soak.journal.answers} answers checked; waiting until all is quiet")
         _check_held(soak)
         soak.within(changes.delete_all)
-        soak.admin("POST", "/flush_cache", params={"timeout": 10})
+        soak.flush()
         return soak.quiet(min(SETTLE_SECONDS, seconds / 4))
 
     resident_half, resident_end = half(1), half(2)
@@ -352,7 +358,7 @@ def _streams(soak: Soak, seconds: float, options: argparse.Namespace) -> dict[st
         soak.storm(actions, seconds / 2, lambda: None)
         say(f"{soak.journal.answers} answers checked; waiting until all is quiet")
         soak.server.idle(120)
-        soak.admin("POST", "/flush_cache", params={"timeout": 10})
+        soak.flush()
         return soak.quiet(min(SETTLE_SECONDS, seconds / 4))
 
     resident_half, resident_end = half(1), half(2)
@@ -475,6 +481,8 @@ def show(summary: dict[str, Any]) -> None:
             print(f"  memory of {process}: {half} MiB at half time, {each['resident_mib_end'].get(process)} at the end")
         for failure in each["first_failures"]:
             print(f"  FAILED {failure}")
+        for kind, count in each["failures_by_kind"].items():
+            print(f"  FAILED {count} x {kind}")
     wanted = summary["answers_wanted"]
     print(f"\n{summary['answers_checked']:,} answers checked ({wanted:,} wanted), {summary['failures']} failures")
     print("passed" if summary["passed"] else "FAILED")

@@ -1,6 +1,7 @@
 # `make demo` and `make test` set everything up. Needed: make, and Python 3.10 to 3.12 with pip. No GPU.
 #   PYTHON=/path/to/python  the interpreter to build the environment with (default: the first that fits)
 #   ARGS="..."              more arguments for the command: make test ARGS="-k exactness", make demo ARGS="--queries 50"
+#   MINUTES=60 ANSWERS=20000 JSON=FILE   of `make soak`: how long, how many answers at least, where the summary goes
 #   WORKERS=N               processes that run tests, a file each at a time (default: 2; 0: in one, as where there is a GPU)
 
 SHELL := /bin/sh
@@ -9,16 +10,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 WORKERS ?= 2
+MINUTES ?= 15
 
 # Whether a Python is one we support, and whether it can install things. A name on PATH need not run (pyenv leaves such).
 FITS := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 
-.PHONY: help demo test lint format env clean
+.PHONY: help demo test soak lint format env clean
 
 help:
 	@echo "make demo    answer 250 questions from a pool of demonstrations, on this machine"
 	@echo "make test    run the tests"
+	@echo "make soak    32 clients mix everything for 15 minutes, every answer checked (MINUTES=60 ANSWERS=20000)"
 	@echo "make lint    ruff and mypy"
 	@echo "make env     create $(VENV) (the others do it too): about 9 GB and a few minutes"
 	@echo "make clean   remove build outputs and caches; $(VENV) stays (rm -r $(VENV) removes it)"
@@ -34,6 +37,9 @@ test: $(READY)
 	  echo "pytest-xdist is not installed in $(VENV): tests run in one process"; \
 	fi; \
 	$(BIN)/python -m pytest $$workers $(ARGS)
+
+soak: $(READY)
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(ANSWERS),--answers $(ANSWERS)) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

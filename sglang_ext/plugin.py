@@ -100,6 +100,8 @@ HOOKS = (
         _OURS + "streams:around_init_req_max_new_tokens",
     ),
     Hook(_SRT + "managers.scheduler.Scheduler.init_model_worker", "after", _OURS + "streams:after_init_model_worker"),
+    Hook(_SRT + "managers.scheduler.Scheduler.__init__", "around", _OURS + "watch:around_scheduler_work"),
+    Hook(_SRT + "managers.scheduler.Scheduler.run_event_loop", "around", _OURS + "watch:around_scheduler_work"),
     Hook(_ADDER + "add_one_req", "around", _OURS + "streams:around_add_one_req"),
     Hook(_ADDER + "add_chunked_req", "around", _OURS + "streams:around_add_chunked_req"),
     Hook(_ADDER + "_get_running_request_total_token_offset", "around", _OURS + "streams:around_running_offset"),
@@ -256,6 +258,13 @@ HOOKS = (
         _SRT + "entrypoints.openai.serving_completions.OpenAIServingCompletion._build_sampling_params",
         "around",
         _OURS + "chat:around_build_sampling_params",
+    ),
+    Hook(_SRT + "entrypoints.engine._set_envs_and_config", "after", _OURS + "watch:after_set_envs_and_config"),
+    Hook(_SRT + "entrypoints.engine.Engine._launch_subprocesses", "after", _OURS + "watch:after_launch_subprocesses"),
+    Hook(
+        _SRT + "managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
+        "around",
+        _OURS + "watch:around_running_phase_sigquit_handler",
     ),
     Hook(
         _SRT + "entrypoints.openai.serving_responses.OpenAIServingResponses.__init__",

@@ -1,0 +1,56 @@
+"""What `PYTHONPATH=... python` of a test server imports first: a scheduler that fails upon a request with `RID`.
+
+`folder()` has a `sitecustomize.py` that wraps SGLang's scheduler once it is imported; nothing of it is in the product.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+RID = "fail-now"
+REASON = "a test wants this scheduler to fail"
+
+_CODE = f'''
+import importlib.abc
+import importlib.machinery
+import sys
+
+NAME = "sglang.srt.managers.scheduler"
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Loads the scheduler as it is, then wraps one method."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            original = module.Scheduler.handle_generate_request
+
+            def handle(self, request, *args, **kwargs):
+                if request.rid == {RID!r}:
+                    raise RuntimeError({REASON!r})
+                return original(self, request, *args, **kwargs)
+
+            module.Scheduler.handle_generate_request = handle
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+'''
+
+
+@cache
+def folder() -> Path:
+    """A folder for the PYTHONPATH of a server."""
+    made = Path(tempfile.mkdtemp(prefix="sglang-ext-failing-"))
+    (made / "sitecustomize.py").write_text(_CODE, encoding="utf-8")
+    return made

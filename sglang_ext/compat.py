@@ -48,6 +48,7 @@ __all__ = [
     "abort_unscheduled",
     "abort_was_asked",
     "add_dispatch",
+    "answer_index",
     "answer_note",
     "attention_shape",
     "blocks_were_missing",
@@ -619,11 +620,19 @@ def key_opens(app: Any, scope: dict[str, Any], token: str | None, api_key: str |
     return bool(decision.allowed)
 
 
+def answer_index(request: Any, answer: dict[str, Any], place: int) -> int:
+    """Which answer to a GenerateReqInput this one is; `place` is its place among those that came with it."""
+    return int(answer.get("index", place)) if len(logical_rids(request)) * _copies(request) > 1 else 0
+
+
 def prompt_index(request: Any, answer: dict[str, Any], place: int) -> int:
-    """Which prompt of a GenerateReqInput an answer belongs to; `place` is its place among those that came with it."""
-    prompts, copies = len(logical_rids(request)), getattr(request, "parallel_sample_num", 1) or 1
-    index = answer.get("index", place) if prompts * copies > 1 else 0
-    return int(index) // copies
+    """Which prompt of a GenerateReqInput an answer belongs to; `place` as in `answer_index`."""
+    return answer_index(request, answer, place) // _copies(request)
+
+
+def _copies(request: Any) -> int:
+    """How many answers a GenerateReqInput asks for each of its prompts."""
+    return getattr(request, "parallel_sample_num", 1) or 1
 
 
 def logical_rids(request: Any) -> list[str]:

@@ -185,8 +185,8 @@ class LabelCheck:
             return  # SGLang's own backend gives up on such a tokenizer, and says so to every constrained request
         texts = [lead + label + end for label in labels]
         matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(label_grammar(labels, lead, end)))
-        for label, text, encoding in zip(labels, texts, encode_texts(self.tokenizer, texts), strict=True):
-            ids = encoding.ids
+        encoded = encode_texts(self.tokenizer, texts, lambda encoding: encoding.ids)
+        for label, text, ids in zip(labels, texts, encoded, strict=True):
             if b"".join(self._decoded[id] for id in ids) != text.encode():
                 ids = self._spell(text)
             if ids is None or not self._accepts(matcher, ids):

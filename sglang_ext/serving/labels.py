@@ -47,9 +47,9 @@ def label_tokens(tokenizer: Any, labels: tuple[str, ...], lead: str, end: str) -
     A label that begins another does not take the other's probability: it is scored with its end, too, which is the
     end of the sequence where `end` is empty (in a chat).
     """
-    encoded = encode_texts(tokenizer, [lead + label + end for label in labels])
+    texts = [lead + label + end for label in labels]
     eos = [tokenizer.eos_token_id] if not end and tokenizer.eos_token_id is not None else []
-    return LabelTokens.of([[*each.ids, *eos] for each in encoded])
+    return LabelTokens.of(list(encode_texts(tokenizer, texts, lambda encoding: [*encoding.ids, *eos])))
 
 
 def check_labels(check: LabelCheck, definition: Definition, before: Definition | None = None) -> None:

@@ -225,7 +225,7 @@ def _annotate(manager: Any, obj: Any, leases: dict[str, Lease], out: Any) -> Non
         if lease is None:
             continue
         if lease.end and isinstance(item.get("text"), str):
-            ending = lease.endings.setdefault(index, Ending(lease.end))
+            ending = lease.endings.setdefault(compat.answer_index(obj, item, place), Ending(lease.end))
             shown = ending.part if compat.streams_parts(manager, obj) else ending.whole
             item["text"] = shown(item["text"], item["meta_info"].get("finish_reason"))
         if item.get("prompt_token_ids") is not None:  # SGLang has seen the request's own tokens only

@@ -42,7 +42,11 @@ def around_generate_request(
         return original(manager, obj, request)
     try:
         _check(manager, obj)
-    except PoolError as error:
+    except ValueError as error:
+        # A stream of SGLang's ends with the abort of its request, under ids that may be somebody else's.
+        obj.is_single, obj.rid = False, []
+        if not isinstance(error, PoolError):
+            raise
         if request is None or in_answer(obj, request):
             raise
         # The OpenAI routes answer every ValueError with 400: keep the error's own status.
@@ -57,7 +61,9 @@ def in_answer(obj: Any, request: Any) -> bool:
 
 def _check(manager: Any, obj: Any) -> None:
     if isinstance(obj, GenerateReqInput):
-        check(obj, manager.ext_facts)
+        taken = [rid for rid in check(obj, manager.ext_facts) if rid in manager.rid_to_state]
+        if taken:
+            raise ValueError(f"rid {taken[0]!r} is in use: wait for its answer, or choose another")
     elif manager.is_generation:
         raise ValueError(
             "this server generates text: it has no embeddings, classes or ranks; ask a server with --is-embedding"

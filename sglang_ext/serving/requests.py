@@ -126,8 +126,11 @@ def facts_of(manager: Any, policy: Policy, settings: Any) -> Facts:
 # ---- a request ----
 
 
-def check(request: Any, facts: Facts) -> None:
+def check(request: Any, facts: Facts) -> list[str]:
     """Look at a GenerateReqInput as it came, whose fields get the types that they are annotated with.
+
+    Returns:
+        The id of each prompt; a new one where the request names none.
 
     Raises:
         ValueError: (PoolError among them, with its status) something in it cannot be served; says what to change.
@@ -137,8 +140,10 @@ def check(request: Any, facts: Facts) -> None:
     for params in listed:
         check_sampling(params or {}, facts.vocabulary)
     check_count(request, listed, facts.max_prompts)
-    for prompt in _prompts(request):
+    prompts = _prompts(request)
+    for prompt in prompts:
         check_prompt(prompt, facts)
+    return [prompt.rid for prompt in prompts]
 
 
 def check_count(request: Any, params: Sequence[Mapping[str, Any] | None], most: int) -> None:

@@ -197,6 +197,17 @@ def test_a_request_without_a_limit_gets_the_servers(server: Server) -> None:
     assert limited["usage"]["completion_tokens"] == 1, "what was asked for, and not two tokens less"
 
 
+def test_a_refused_stream_aborts_nobody(server: Server) -> None:
+    """SGLang aborts a stream's request two seconds after its end, by an id that another client's request may have."""
+    body = {"text": TEXT, "rid": "mine", "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
+    stream = server.stream(body)
+    next(stream)
+    for other in (body, {**body, "input_ids": []}):
+        assert '"error"' in server.call("POST", "/generate", json={**other, "stream": True}).text
+    last = list(stream)[-1]
+    assert last["meta_info"]["finish_reason"]["type"] == "length", last["meta_info"]
+
+
 # ---- custom_params on every route ----
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")

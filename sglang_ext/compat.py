@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightFromDiskReqInput
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ReqKvInfo
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import NextBatchPlan
@@ -33,6 +33,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_ext.cache.rows import WIRE_KEY, Row
 
 __all__ = [
+    "AbortReq",
     "AddReqResult",
     "AttentionShape",
     "ChunkCache",

@@ -202,9 +202,9 @@ HOOKS = (
         _OURS + "tokenizer:around_wait_one_response",
     ),
     Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager.abort_request",
+        _SRT + "managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
         "around",
-        _OURS + "access:around_abort_request",
+        _OURS + "access:around_dispatch",
     ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.flush_cache",

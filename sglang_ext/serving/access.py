@@ -98,15 +98,18 @@ def owner_of_answers(manager: Any) -> str:
 # ---- what a client ends ----
 
 
-def around_abort_request(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """AROUND TokenizerManager.abort_request: who chose a short id for its request must not end others' with it.
+def around_dispatch(original: Callable[[Any, Any], None], manager: Any, message: Any) -> None:
+    """AROUND TokenizerManager._dispatch_to_scheduler: who chose a short id for its request ends no others with it.
 
-    Schedulers end every request whose id begins with `rid`. Where others' do, this one runs to its end instead.
+    Schedulers end every request whose id begins with that of one to be ended. Where others' do, this one runs to its
+    end instead.
     """
-    if rid and not abort_all and manager.ext_pools is not None and (others := ids_beginning_with(manager, rid)):
-        logger.warning("sglang_ext: %d requests have ids that begin with %r: it is not ended alone", len(others), rid)
-        return
-    original(manager, rid, abort_all)
+    if isinstance(message, compat.AbortReq) and not message.abort_all and manager.ext_pools is not None:
+        others = ids_beginning_with(manager, message.rid)
+        if others:
+            logger.warning("sglang_ext: ids of %d requests begin with %r: it is not ended", len(others), message.rid)
+            return
+    original(manager, message)
 
 
 def ids_beginning_with(manager: Any, rid: str) -> list[str]:

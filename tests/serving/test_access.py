@@ -10,6 +10,7 @@ from typing import Any
 import fastapi
 import pytest
 
+from sglang_ext import compat
 from sglang_ext.config import PoolOptions
 from sglang_ext.serving import access
 from sglang_ext.serving.access import CallerMiddleware, Keys, bearer_token, hide_secrets, may_read, may_see_definitions
@@ -162,17 +163,18 @@ def test_a_server_without_its_info_route_is_not_started() -> None:
 
 
 def test_a_short_id_ends_no_other_requests() -> None:
-    ended: list[tuple[str, bool]] = []
-
-    def original(_manager: Any, rid: str, abort_all: bool) -> None:
-        ended.append((rid, abort_all))
-
+    sent: list[Any] = []
     under_way = dict.fromkeys(["a", "ab", "c", "c_1", "d"])
     server = SimpleNamespace(ext_pools=object(), rid_to_state=under_way, child_rid_to_logical_rid={"c_1": "c"})
-    for rid in ("a", "ab", "c", "d", "gone", ""):
-        access.around_abort_request(original, server, rid)
-    access.around_abort_request(original, server, rid="a", abort_all=True)
-    assert ended == [("ab", False), ("c", False), ("d", False), ("gone", False), ("", False), ("a", True)]
+
+    def dispatch(message: Any) -> None:
+        access.around_dispatch(lambda _, message: sent.append(message), server, message)
+
+    for rid in ("a", "ab", "c", "d", "gone"):
+        dispatch(compat.AbortReq(rid=rid))
+    assert [message.rid for message in sent] == ["ab", "c", "d", "gone"]
+    dispatch(compat.AbortReq(rid="", abort_all=True))
+    dispatch("another message")
     server.ext_pools = None
-    access.around_abort_request(original, server, "a")
-    assert ended[-1] == ("a", False)
+    dispatch(compat.AbortReq(rid="a"))
+    assert sent[4].abort_all and sent[5] == "another message" and sent[6].rid == "a"

@@ -67,7 +67,7 @@ class Changes:
             (4, self._append),
             (4, self._delete_one),
             (2, lambda episode, _: self._delete(episode)),
-            (3, self._leave_put),
+            (5, self._leave_put),
             (2, self._leave_append),
             (3, self._cancel_storm),
             (2, self._put_and_cancel),

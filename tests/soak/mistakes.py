@@ -153,7 +153,6 @@ MISTAKES: tuple[Mistake, ...] = (
     put("an unknown option", blocksize=3),
     put("wait in words", wait="no"),
     put("too many demonstrations", demonstrations=[{"input": f"{k}", "output": "b"} for k in range(1200)]),
-    put("a label with the separator", demonstrations=[{"input": "a", "output": "b\n\nc"}]),
     Mistake(
         "put: options beside a JSON body",
         "PUT",

@@ -36,7 +36,7 @@ from tests.soak.table import AnswerTable, PoolTable
 
 NAMES = ("a", "b", "c", "d", "e", "u", "v")
 UNPINNED = frozenset({"u", "v"})
-TOKENS = 6000  # of the KV cache: less than the pools would like to have
+TOKENS = 8000  # of the KV cache: less than the pools would like to have
 STREAMS_SHARE = 0.2  # of the time
 MEMORY_SHARE = 0.05
 SETTLE_SECONDS = 15.0  # after the last answer, before memory is looked at
@@ -262,7 +262,7 @@ def _pools(soak: Soak, seconds: float, options: argparse.Namespace) -> dict[str,
         (3, mistakes.try_keys),
         (0.5, mistakes.large),
         (1, mistakes.pry),
-        (8, changes.episode),
+        (12, changes.episode),
         (4, questions.leave),
         (3, questions.abort),
     ]

@@ -199,7 +199,7 @@ def test_a_request_without_a_limit_gets_the_servers(server: Server) -> None:
 
 def test_a_refused_stream_aborts_nobody(server: Server) -> None:
     """SGLang aborts a stream's request two seconds after its end, by an id that another client's request may have."""
-    body = {"text": TEXT, "rid": "mine", "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
+    body = {"text": TEXT, "rid": "mine", "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
     stream = server.stream(body)
     next(stream)
     for other in (body, {**body, "input_ids": []}):

@@ -7,6 +7,7 @@ the server are SGLang's own. It stands aside as soon as a CUDA device exists.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import psutil
@@ -97,5 +98,7 @@ def activate() -> str | None:
     """Entry point of the group `sglang.srt.platforms`: the platform's qualified name, or None where a GPU exists."""
     if torch.cuda.is_available():
         return None
+    # SGLang compiles its penalties with torch.compile at their first use; on a CPU everybody waits minutes for that.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     leave_out_gpu_warnings()  # SGLang asks for its platform before it imports what warns
     return "sglang_ext.platform_cpu.TorchCpuPlatform"

@@ -20,8 +20,14 @@ QUESTIONS = [f"question {number} about my card" for number in range(12)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    with Server(model(), env=env, max_total_tokens=9000, chunked_prefill_size=CHUNK, decode_log_interval=1) as running:
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+    with Server(
+        model("llama", max_position_embeddings=4096),
+        env=env,
+        max_total_tokens=9000,
+        chunked_prefill_size=CHUNK,
+        decode_log_interval=1,
+    ) as running:
         running.put("base", models.demonstrations(24), block_size=6)
         yield running
         assert running.faults() == []
@@ -60,7 +66,7 @@ def test_new_requests_begin_between_two_chunks_of_an_encoding(server: Server) ->
 
 
 def test_many_at_once_beside_an_encoding_leave_clean_books(server: Server) -> None:
-    body = {"demonstrations": LARGE, "block_size": 65, "positions": "local", "wait": False}
+    body = {"demonstrations": LARGE, "block_size": 40, "positions": "local", "wait": False}
     alone = server.generate(QUESTIONS[0], 20, pool="base", ratio=1.0)["output_ids"]
     server.json("PUT", "/v1/pools/large", json=body)
     found: list[Any] = []

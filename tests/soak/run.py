@@ -330,7 +330,7 @@ def soak_streams(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
     env = {**STRICT, "SGLANG_EXT_POLICY": json.dumps(streams_module.POLICY)}
     arguments = {
         "attention_backend": "cascade",
-        "max_total_tokens": 40 * SLOTS,  # fewer than the clients' conversations want to keep
+        "max_total_tokens": 24 * SLOTS,  # fewer than the clients' conversations want to keep
         "max_running_requests": 12,
         "chunked_prefill_size": 50,
         "api_key": USER_KEY,

@@ -173,7 +173,9 @@ def check_prompt(prompt: Any, facts: Facts) -> None:
     if not media and prompt.input_ids is None and not prompt.text:
         raise ValueError("the prompt is empty: send at least one character of text, or one token id")
     if prompt.rid.startswith(INTERNAL):
-        raise ValueError(f"rid={prompt.rid!r}: ids that begin with {INTERNAL!r} are for the server's own requests; choose another")
+        raise ValueError(
+            f"rid={prompt.rid!r}: ids that begin with {INTERNAL!r} are for the server's own requests; choose another"
+        )
     check_logprobs(prompt, facts.vocabulary)
     check_options(prompt, facts.policy)
 

@@ -174,12 +174,7 @@ HOOKS = (
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
         "around",
-        _OURS + "tokenizer:around_generate_request",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
-        "around",
-        _OURS + "conversations:around_generate_request",
+        _OURS + "entry:around_generate_request",
     ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
@@ -215,11 +210,6 @@ HOOKS = (
         _SRT + "managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
         "around",
         _OURS + "tokenizer:around_get_internal_state",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
-        "around",
-        _OURS + "options:around_generate_request",
     ),
     Hook(
         _SRT + "managers.tokenizer_control_mixin.TokenizerControlMixin.open_session",

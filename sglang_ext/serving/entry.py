@@ -1,0 +1,21 @@
+"""The one way into SGLang's tokenizer manager: what is done with a generation request there, from outside to inside."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+from sglang_ext.serving import conversations, options, tokenizer
+
+
+def around_generate_request(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """AROUND TokenizerManager.generate_request: looked at, given the key of its conversation, then over its pool.
+
+    One hook, so that the order stands here: SGLang warns of several, whose order is that of their registration.
+    """
+    over_pools = partial(tokenizer.around_generate_request, original)
+    keyed = partial(conversations.around_generate_request, over_pools)
+    return options.around_generate_request(keyed, manager, obj, request)

@@ -7,7 +7,7 @@ has the conversations, compares keys; every answer to a turn says the key of its
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from sglang_ext import compat
@@ -16,8 +16,8 @@ from sglang_ext.serving.tokenizer import pools_of
 
 
 def around_generate_request(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
-) -> AsyncIterator[Any]:
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
+) -> AsyncGenerator[Any, None]:
     """AROUND TokenizerManager.generate_request: turns of conversations are sent and answered with their keys."""
     if not isinstance(manager.ext_policy, StreamPolicy) or pools_of(manager).settings.open_conversations:
         return original(manager, obj, request)
@@ -28,8 +28,8 @@ def around_generate_request(
 
 
 async def _generate(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
-) -> AsyncIterator[Any]:
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
+) -> AsyncGenerator[Any, None]:
     params = _listed(obj.sampling_params)  # SGLang lists them once a prompt later on
     async for out in original(manager, obj, request):
         for place, item in enumerate(out if isinstance(out, list) else [out]):

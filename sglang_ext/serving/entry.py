@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ from sglang_ext.serving import conversations, options, tokenizer
 
 
 def around_generate_request(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
-) -> AsyncIterator[Any]:
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
+) -> AsyncGenerator[Any, None]:
     """AROUND TokenizerManager.generate_request: looked at, given the key of its conversation, then over its pool.
 
     One hook, so that the order stands here: SGLang warns of several, whose order is that of their registration.

@@ -5,7 +5,7 @@ What is looked at is said in `serving.requests`; here are SGLang's places where 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import fastapi
@@ -32,7 +32,7 @@ def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
 
 def around_generate_request(
     original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any, None]:
     """AROUND TokenizerManager.generate_request: all that is wrong with a request is said before anything is sent.
 
     Raises:

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,8 +95,8 @@ def custom_params(obj: Any) -> list[dict[str, Any]]:
 
 
 def around_generate_request(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
-) -> AsyncIterator[Any]:
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
+) -> AsyncGenerator[Any, None]:
     """AROUND TokenizerManager.generate_request: leases end with the request, answers say what they used."""
     if any("pool" in custom for custom in custom_params(obj)):
         return _generate(original, manager, obj, request)
@@ -104,8 +104,8 @@ def around_generate_request(
 
 
 async def _generate(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
-) -> AsyncIterator[Any]:
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
+) -> AsyncGenerator[Any, None]:
     service = pools_of(manager)
     CLIENT.set(request)
     await service.restored()
@@ -151,8 +151,8 @@ async def _generate(
 
 
 async def _answers(
-    service: PoolService, original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
-) -> AsyncIterator[Any]:
+    service: PoolService, original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
+) -> AsyncGenerator[Any, None]:
     """SGLang's answers with what they used of the pool; blocks that were missing raise in a stream too."""
     async for out in original(manager, obj, request):
         for item in out if isinstance(out, list) else [out]:
@@ -173,8 +173,8 @@ def _end_leases(service: PoolService, manager: Any, obj: Any, others: set[str]) 
 
 
 def around_wait_one_response(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
-) -> AsyncIterator[Any]:
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
+) -> AsyncGenerator[Any, None]:
     """AROUND TokenizerManager._wait_one_response: an answer may come before it is waited for.
 
     SGLang looks up a request's state when it begins to wait, which in a batch is after the last prompt was tokenized,
@@ -185,8 +185,8 @@ def around_wait_one_response(
 
 
 async def _wait(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any, state: Any
-) -> AsyncIterator[Any]:
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any, state: Any
+) -> AsyncGenerator[Any, None]:
     early = state is not None and obj.rid not in manager.rid_to_state
     if early:
         manager.rid_to_state[obj.rid] = state

@@ -10,11 +10,13 @@ from functools import cache
 from pathlib import Path
 
 RID = "fail-now"
+AT_START = "SGLANG_EXT_TEST_FAILS"  # environment: the scheduler fails before it is there
 REASON = "a test wants this scheduler to fail"
 
 _CODE = f'''
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 
 NAME = "sglang.srt.managers.scheduler"
@@ -38,7 +40,12 @@ class Finder(importlib.abc.MetaPathFinder):
                     raise RuntimeError({REASON!r})
                 return original(self, request, *args, **kwargs)
 
+            def fail(self, *args, **kwargs):
+                raise RuntimeError({REASON!r})
+
             module.Scheduler.handle_generate_request = handle
+            if os.environ.get({AT_START!r}):
+                module.Scheduler.__init__ = fail
 
         spec.loader.exec_module = exec_module
         return spec

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -91,12 +90,17 @@ class Kept:
         self.server.start()
 
 
+def with_failing_scheduler() -> str:
+    """A PYTHONPATH whose scheduler fails when it is asked to."""
+    return os.pathsep.join([str(failing.folder()), os.environ.get("PYTHONPATH", "")])
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
     directory = tmp_path_factory.mktemp("pools")
     env = {
         "SGLANG_EXT_POOL_DIR": str(directory),
-        "PYTHONPATH": os.pathsep.join([str(failing.folder()), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": with_failing_scheduler(),
     }
     with Server(model("llama", max_position_embeddings=2048), env=env, max_total_tokens=8000) as running:
         found = Kept(running, directory)
@@ -153,10 +157,9 @@ def test_kill_9_of_the_main_process_leaves_no_process_behind(kept: Kept) -> None
 
 
 @pytest.mark.timeout(600)
-def test_a_scheduler_that_fails_at_the_start_is_the_last_line(tmp_path: Path) -> None:
-    """SGLang finds out that the KV cache has no room for a prompt in the scheduler, while the server starts."""
-    options: dict[str, Any] = {"max_total_tokens": 6000, "chunked_prefill_size": 64, "wait": False}
-    server = Server(model("llama"), env={"SGLANG_EXT_POLICY": "{}"}, mem_fraction_static=2.5, **options)
-    with server:
-        assert server.wait_for_exit() != 0
-        print(server.tail(5))
+def test_a_scheduler_that_fails_at_the_start_is_the_last_line() -> None:
+    env = {"PYTHONPATH": with_failing_scheduler(), failing.AT_START: "1"}
+    with Server(model("llama"), env=env, max_total_tokens=6000, wait=False) as server:
+        assert server.wait_for_exit() == 1
+        wanted = f"sglang_ext: the scheduler ended: RuntimeError: {failing.REASON}; the server stops (exit status 1)"
+        assert server.log().splitlines()[-1] == wanted

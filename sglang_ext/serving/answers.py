@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -26,13 +26,13 @@ def extra_of(meta: Mapping[str, Any]) -> dict[str, Any] | None:
     return found or None
 
 
-def noting(answers: AsyncGenerator[Any, None], obj: Any) -> AsyncIterator[Any]:
+def noting(answers: AsyncGenerator[Any, None], obj: Any) -> AsyncGenerator[Any, None]:
     """SGLang's answers to `obj`; whoever asked for notes (`compat.take_notes`) finds the extras of each there."""
     notes = compat.notes_of(obj)
     return answers if notes is None else _noting(answers, notes)
 
 
-async def _noting(answers: AsyncGenerator[Any, None], notes: dict[int, Any]) -> AsyncIterator[Any]:
+async def _noting(answers: AsyncGenerator[Any, None], notes: dict[int, Any]) -> AsyncGenerator[Any, None]:
     async with aclosing(answers):
         async for out in answers:
             for place, item in enumerate(out if isinstance(out, list) else [out]):
@@ -85,12 +85,12 @@ def around_stream(
     adapted_request: Any,
     request: Any,
     raw_request: Any,
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """AROUND _generate_completion_stream and _generate_chat_stream: the chunk that ends a choice says what it used."""
     return _stream(original(handler, adapted_request, request, raw_request), compat.take_notes(adapted_request))
 
 
-async def _stream(chunks: AsyncGenerator[str, None], notes: Mapping[int, Any]) -> AsyncIterator[str]:
+async def _stream(chunks: AsyncGenerator[str, None], notes: Mapping[int, Any]) -> AsyncGenerator[str, None]:
     async with aclosing(chunks):
         async for chunk in chunks:
             yield last_chunk(chunk, notes) if any(notes.values()) and '"finish_reason":"' in chunk else chunk

@@ -47,7 +47,7 @@ class ServerSettings:
     pool_metrics: bool = False
     strict_pool_dir: bool = False
     max_pool_mb: int = 64
-    max_request_mb: int = 32
+    max_request_mb: int = 8
     max_demonstrations: int = 200_000
     max_pools: int = 1_000
     max_waiting_encodings: int = 16

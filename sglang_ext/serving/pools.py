@@ -755,14 +755,9 @@ class PoolService:
         finally:
             self._thread.submit(give_back)
 
-    async def tokenized(self, text: str) -> Sequence[int]:
-        """The token ids of a long text, as the tokenizer itself gives them."""
-
-        def tokenize() -> Sequence[int]:
-            ids: Sequence[int] = self._tokenizer()([text])["input_ids"][0]
-            return ids
-
-        return await self._read(tokenize)
+    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
+        """What `work` makes of a text that is too long to be tokenized on the event loop."""
+        return await self._read(lambda: work(self._tokenizer()))
 
     def _tokenizer(self) -> Any:
         """A tokenizer of our own: layouts are made in a thread, and two users of one fast tokenizer collide."""

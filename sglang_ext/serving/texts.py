@@ -18,4 +18,4 @@ async def around_tokenize_texts(
     """
     if manager.ext_pools is None or is_cross_encoder or not isinstance(texts, str) or len(texts) <= LONG:
         return await original(manager, texts, is_cross_encoder)
-    return await manager.ext_pools.tokenized(texts), None
+    return await manager.ext_pools.with_tokenizer(lambda tokenizer: tokenizer([texts])["input_ids"][0]), None

@@ -29,6 +29,7 @@ from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.requests import CHAT_KEY, check_tokens
 from sglang_ext.serving.select import select_pieces
+from sglang_ext.serving.texts import LONG
 from sglang_ext.settings import POOL_DIR_ENV
 
 MAX_RETRIES = 8  # of a question whose blocks were evicted before it ran
@@ -294,8 +295,10 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         variant = await service.variant(version, service.headers[chat] if chat else None)
         layout = version.layouts[variant]
         begin = time.perf_counter()
-        own, lead, query = _own_tokens(manager, obj, version, options)
+        own, lead, query = await _own_tokens(manager, obj, version, options)
         tokenization = time.perf_counter() - begin
+        if len(own) >= manager.context_len:  # before anybody looks for blocks that go with so long a text
+            raise ValueError(f"the question has {len(own)} tokens, the context {manager.context_len}: shorten it")
         # In a chat the answer is a turn of its own: nothing before it, its end is the turn's.
         answer = Answer("", "") if chat else Answer(lead, version.definition.options.answer_end)
         await service.prepare_retriever(version, options)
@@ -361,7 +364,9 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
     return Lease(version, meta, options, layout, row, own, holds, end)
 
 
-def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOptions) -> tuple[list[int], str, str | None]:
+async def _own_tokens(
+    manager: Any, obj: Any, version: Version, options: RequestOptions
+) -> tuple[list[int], str, str | None]:
     """(the request's own tokens, the white space its answer starts with, the text to retrieve with)."""
     definition = version.definition
     if obj.input_ids is not None:
@@ -375,7 +380,11 @@ def _own_tokens(manager: Any, obj: Any, version: Version, options: RequestOption
             lead = ""
     else:
         text, lead = definition.options.render_query(obj.text)
-    return encode_text(manager.tokenizer, text), lead, options.query or obj.text
+    if len(text) > LONG:
+        own = await pools_of(manager).with_tokenizer(lambda tokenizer: encode_text(tokenizer, text))
+    else:
+        own = encode_text(manager.tokenizer, text)
+    return own, lead, options.query or obj.text
 
 
 async def around_flush_cache(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:

@@ -217,6 +217,11 @@ HOOKS = (
         _OURS + "options:around_open_session",
     ),
     Hook(
+        _OPENAI + "serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request",
+        "around",
+        _OURS + "options:around_tokenize",
+    ),
+    Hook(
         _OPENAI + "serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
         "around",
         _OURS + "options:around_detokenize",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.config import PoolOptions
+from sglang_ext.retrievers.dense import MODEL_VARIABLE
 from sglang_ext.serving.errors import PoolError
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,24 @@ def may_see_definitions(manager: Any) -> bool:
 def may_read(manager: Any, pool: PoolOptions) -> bool:
     """Whether the caller at hand may be given the texts of a pool word by word."""
     return pool.readable or may_see_definitions(manager)
+
+
+def check_retriever(manager: Any, retriever: str) -> None:
+    """Refuse a retriever whose model the operator did not choose, to a caller who may not see definitions.
+
+    Loading one takes memory, and reads any folder and any model of a hub.
+
+    Raises:
+        PoolError: (403) says which retrievers there are.
+    """
+    kind, colon, model = retriever.partition(":")
+    chosen = (kind, colon) != ("dense", ":") or model == os.environ.get(MODEL_VARIABLE)
+    if not chosen and not may_see_definitions(manager):
+        raise PoolError(
+            f"retriever {retriever!r}: expected a model that the operator chose ({MODEL_VARIABLE}), or the admin key;"
+            " use bm25, random, all or dense",
+            403,
+        )
 
 
 def check_reading(manager: Any, obj: Any, name: str, pool: PoolOptions) -> None:

@@ -12,7 +12,8 @@ from sglang_ext.serving.errors import error_response
 from sglang_ext.settings import ServerSettings
 
 BODY_SECONDS = 120.0  # within which a body has to be there
-AT_ONCE = 4  # bodies of the largest size that may be on their way into memory at one time
+AT_ONCE = 4  # bodies of the largest size that may be in memory at one time
+EXEMPT = 1 << 20  # bytes of every body that do not count among them: large bodies turn no small one away
 
 MIB = 1 << 20
 
@@ -48,7 +49,7 @@ class BodyLimit:
                 raise
             await error_response(str(error.detail), error.status_code)(scope, receive, send)
         finally:
-            self._arriving -= body.bytes
+            self._arriving -= body.taken
 
     def limit(self, path: str) -> tuple[int, str]:
         """(bytes that the body of a request to `path` may have, the flag that says so)."""
@@ -73,6 +74,7 @@ class _Body:
 
     Attributes:
         bytes: what came so far.
+        taken: how much of it counts among the bodies that are in memory.
     """
 
     def __init__(self, guard: BodyLimit, scope: Any, receive: Any) -> None:
@@ -81,7 +83,7 @@ class _Body:
         self._announced = dict(scope["headers"]).get(b"content-length", b"0")
         self._deadline: float | None = None  # from the moment on at which the body is asked for
         self._complete = False
-        self.bytes = 0
+        self.bytes = self.taken = 0
 
     def check_announced(self) -> None:
         """_Refused (413) for a Content-Length beyond the limit."""
@@ -100,9 +102,10 @@ class _Body:
             raise _Refused(408, f"the body was not there after {BODY_SECONDS:.0f} s: send it faster") from None
         if message["type"] != "http.request":
             return message
-        count = len(message.get("body", b""))
-        self._guard.take(count)
-        self.bytes += count
+        self.bytes += len(message.get("body", b""))
+        taken = max(0, self.bytes - EXEMPT)
+        self._guard.take(taken - self.taken)
+        self.taken = taken
         if self.bytes > self._limit:
             raise self._too_large(f"more than {self._limit} bytes")
         self._complete = not message.get("more_body", False)

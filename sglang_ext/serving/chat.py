@@ -14,14 +14,20 @@ from typing import Any
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving.access import may_read
 from sglang_ext.serving.layout import encode_text
-from sglang_ext.serving.requests import CHAT_KEY
+from sglang_ext.serving.requests import CHAT_KEY, check_characters
 from sglang_ext.serving.tokenizer import pools_of
 
 _MARK = "\ue000sglang-ext-demonstrations\ue000"  # private-use characters: no one's text
 
 
 def around_process_messages(original: Callable[..., Any], handler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND OpenAIServingChat._process_messages: a chat request with a pool brings its own tokens."""
+    """AROUND OpenAIServingChat._process_messages: a chat request with a pool brings its own tokens.
+
+    SGLang tokenizes a chat on the event loop: what is too long for the model anyway is refused before.
+    """
+    manager = handler.tokenizer_manager
+    if manager.ext_facts is not None:
+        check_characters(sum(map(_characters, request.messages)), manager.ext_facts.context)
     custom = request.custom_params
     if isinstance(custom, dict) and "pool" in custom and CHAT_KEY not in custom:  # else it has been composed before
         compose_chat(handler.tokenizer_manager, handler.template_manager, request)
@@ -106,6 +112,14 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     request.input_ids = encode_text(tokenizer, after)
     # Every turn retrieves with the first question, so that a later turn finds the earlier ones in the cache.
     request.custom_params = {**request.custom_params, "query": options.query or question, CHAT_KEY: name}
+
+
+def _characters(message: Any) -> int:
+    """Characters of a message's text, of all its parts."""
+    content = message.content
+    if isinstance(content, list):
+        return sum(len(getattr(part, "text", None) or "") for part in content)
+    return len(content or "")
 
 
 def _plain(message: Any) -> dict[str, str]:

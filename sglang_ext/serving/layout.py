@@ -52,8 +52,8 @@ def parse_demonstrations(
     for number, item in enumerate(items, start=1):
         if most is not None and number > most:
             raise PoolError(
-                f"more than {most} demonstrations are left to be added: a pool holds at most as many as"
-                " --max-demonstrations says; use fewer, or several pools",
+                f"more than {most} demonstrations were sent, and {len(taken)} are there: a pool holds at most"
+                f" {most + len(taken)} (--max-demonstrations); use fewer, or several pools",
                 413,
             )
         text, label, name = _fields(item, number)

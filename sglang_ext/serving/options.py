@@ -16,7 +16,7 @@ from sglang_ext.attention.policy import policy_of
 from sglang_ext.serving import checks
 from sglang_ext.serving.answers import noting
 from sglang_ext.serving.errors import PoolError
-from sglang_ext.serving.requests import check, check_ids, facts_of
+from sglang_ext.serving.requests import check, check_characters, check_ids, facts_of
 
 
 def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -78,6 +78,17 @@ async def around_open_session(original: Callable[..., Any], manager: Any, obj: A
             " prompt; what is the same as before is found in the cache"
         )
     return await original(manager, obj, request)
+
+
+async def around_tokenize(
+    original: Callable[..., Any], handler: Any, adapted_request: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND OpenAIServingTokenize._handle_non_streaming_request: it tokenizes on the event loop."""
+    facts = getattr(handler.tokenizer_manager, "ext_facts", None)
+    if facts is not None:
+        prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        check_characters(sum(map(len, prompts)), facts.context)
+    return await original(handler, adapted_request, request, raw_request)
 
 
 async def around_detokenize(

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 CHAT_KEY = "_chat_header"  # in custom_params, set by serving.chat: names the tokens before the first user message
 
+MAX_SCORED = 32  # prompts of one request that want the probabilities of labels
+CHARACTERS_A_TOKEN = 16  # more than a text has in the mean
 MAX_STOPS = 256  # each is looked for after every token
 MAX_STOP_CHARACTERS = 4_096
 MAX_GRAMMAR_CHARACTERS = 1 << 18
@@ -141,6 +143,7 @@ def check(request: Any, facts: Facts) -> list[str]:
         check_sampling(params or {}, facts.vocabulary)
     check_count(request, listed, facts.max_prompts)
     prompts = _prompts(request)
+    check_scored(prompts)
     for prompt in prompts:
         check_prompt(prompt, facts)
     return [prompt.rid for prompt in prompts]
@@ -157,6 +160,28 @@ def check_count(request: Any, params: Sequence[Mapping[str, Any] | None], most: 
             f"the request asks for {asked} answers (prompts times n); the server gives at most {most} a request:"
             " send several requests, or raise --max-prompts",
             413,
+        )
+
+
+def check_scored(prompts: Sequence[Any]) -> None:
+    """PoolError where more prompts of a request than `MAX_SCORED` want the probabilities of labels."""
+    custom = [(prompt.sampling_params or {}).get("custom_params") for prompt in prompts]
+    asked = sum(isinstance(each, dict) and bool(each.get("label_probs")) for each in custom)
+    if asked > MAX_SCORED:
+        raise PoolError(
+            f"label_probs: {asked} prompts of one request ask for it; the server scores the labels of at most"
+            f" {MAX_SCORED} a request: send several requests",
+            413,
+        )
+
+
+def check_characters(characters: int, context: int) -> None:
+    """ValueError for a text that is too long to be tokenized on the event loop, where everybody waits for it."""
+    most = context * CHARACTERS_A_TOKEN
+    if characters > most:
+        raise ValueError(
+            f"the text has {characters} characters; expected at most {most}, {CHARACTERS_A_TOKEN} for each token of the"
+            f" model's context of {context}: shorten it"
         )
 
 
@@ -319,8 +344,7 @@ def _prompts(request: Any) -> list[Any]:
         raise
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(
-            f"the request's lists do not fit its prompts ({type(error).__name__}: {error}): expected one value for all"
-            " prompts, or a list with one for each"
+            "the request's lists do not fit its prompts: expected one value for all of them, or a list of one for each"
         ) from error
 
 
@@ -439,8 +463,7 @@ def _check_stop(value: str | list[str], _vocabulary: int) -> None:
 
 def _check_stop_regex(value: str | list[str], vocabulary: int) -> None:
     _check_stop(value, vocabulary)
-    for pattern in [value] if isinstance(value, str) else value:
-        check_stop_regex(pattern)
+    check_stop_regex([value] if isinstance(value, str) else value)
 
 
 def _grammar(name: str) -> Callable[[Any, int], None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 try:
@@ -20,12 +21,26 @@ except ImportError:  # Python 3.10
 
 MAX_CHARACTERS = 1_000  # of a match
 MAX_WAYS = 10_000  # to match at one place
+MAX_WORK = 1_000_000  # ways of all patterns of a request, times the characters of the longest match
 
 _SINGLE = (codes.LITERAL, codes.NOT_LITERAL, codes.IN, codes.ANY)
 
 
-def check_stop_regex(pattern: str) -> None:
-    """ValueError, with what to change, for a pattern that is none, or that a search may take too long for."""
+def check_stop_regex(patterns: Sequence[str]) -> None:
+    """ValueError, with what to change, for a pattern that is none, or for patterns that take too long to search for."""
+    bounds = [_checked(pattern) for pattern in patterns]
+    # All of them are searched for in as many characters as the longest match has.
+    work = sum(ways for _, ways in bounds) * max((characters for characters, _ in bounds), default=0)
+    if work > MAX_WORK:
+        raise ValueError(
+            f"stop_regex: the {len(patterns)} patterns match in so many ways and characters that a search takes up to"
+            f" {_shown(work)} steps; expected at most {MAX_WORK} (ways of all together, times the longest match):"
+            " they are searched for after every token. Use fewer, or bound their repeats more closely"
+        )
+
+
+def _checked(pattern: str) -> tuple[int, int]:
+    """(characters of the longest match, ways of matching at one place) of a pattern that may be searched for."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes, which `re` takes
@@ -40,6 +55,7 @@ def check_stop_regex(pattern: str) -> None:
             f" expected at most {MAX_CHARACTERS} and {MAX_WAYS}: it is searched for after every token. Bound its"
             r" repeats, as in \d{1,9} instead of \d+"
         )
+    return characters, ways
 
 
 def _shown(number: int) -> str:

@@ -20,7 +20,7 @@ from sglang_ext import compat
 from sglang_ext.cache.rows import REQUEST_OWNER, WIRE_KEY, Row
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving import checks
-from sglang_ext.serving.access import check_reading, may_read, may_see_definitions
+from sglang_ext.serving.access import check_reading, check_retriever, may_read, may_see_definitions
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import Ending, constrain
 from sglang_ext.serving.labels import CLIENT, Prompt, check_quota, label_probabilities
@@ -289,6 +289,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         raise ValueError("a request with a pool takes no session, LoRA or input_embeds")
     version = service.version(options.pool)
     check_reading(manager, obj, options.pool, version.definition.options)
+    check_retriever(manager, options.retriever)
     service.lease(version)
     holds = None
     try:

@@ -337,6 +337,9 @@ def test_keys_come_with_streams_batches_and_openai_routes(streams: Streams) -> N
     assert len({key_of(event) for event in events}) == 1
     several = [{**params, "custom_params": {"conversation": f"batch-{n}"}} for n in range(2)]
     body: dict[str, Any] = {"text": ["hello", "you"], "sampling_params": several}
+    plain = {"model": "m", "prompt": "hello", "max_tokens": 4, "custom_params": {"conversation": "openai"}}
+    choice = streams.server.json("POST", "/v1/completions", json=plain)["choices"][0]
+    assert len(choice["sglang_ext"]["conversation_key"]) == 43
     first, second = streams.server.json("POST", "/generate", json=body)
     assert key_of(first) != key_of(second)
     for n, answer in enumerate((first, second)):

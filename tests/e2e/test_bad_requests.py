@@ -38,8 +38,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         "SGLANG_EXT_SETTINGS": json.dumps(
             {"default_max_new_tokens": DEFAULT, "max_prompts": 8, "max_logprobs": 20_000}
         ),
-        # SGLang compiles its penalties when the first request asks for one; on a crowded CPU that takes minutes.
-        "TORCHDYNAMO_DISABLE": "1",
     }
     if POLICIES[kind]:
         env["SGLANG_EXT_POLICY"] = json.dumps(POLICIES[kind])
@@ -94,7 +92,10 @@ def test_every_field_of_every_route(server: Server) -> None:
     assert len(Counter(status for _, status, _ in results)) > 1, "some are served, some are refused"
 
 
+MANY_WAYS = [f"(a|a|a){{8}}b{number}" for number in range(255)] + ["x{990}"]
 NASTY: list[tuple[str, Any]] = [
+    ("/generate", {"text": "x", "sampling_params": {"stop_regex": MANY_WAYS}}),
+    ("/generate", {"text": "x", "sampling_params": {"stop_regex": ["(a+)+b"]}}),
     ("/generate", {"text": "x", "input_ids": []}),
     ("/generate", {"input_ids": []}),
     ("/generate", {"input_ids": [[]]}),
@@ -293,3 +294,28 @@ def test_a_report_says_why_a_step_has_none(server: Server) -> None:
     body = {"model": "m", "prompt": [5] * 10, "max_tokens": 3, "custom_params": {"attention_report": True}}
     choice = server.json("POST", "/v1/completions", json=body)["choices"][0]
     assert len(choice["sglang_ext"]["attention_report"]) == 3
+
+
+def test_a_text_that_everybody_would_wait_for_is_refused_before_it_is_tokenized(server: Server) -> None:
+    pools(server)  # streams may be of any length
+    long = "a" * (16 * 1024 + 1)
+    for path, body in (
+        ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": long}]}),
+        ("/v1/tokenize", {"model": "m", "prompt": long}),
+    ):
+        assert "16 for each token" in refused(server, path, body)
+
+
+def test_labels_of_many_prompts_of_one_request_are_not_scored(server: Server) -> None:
+    pools(server)
+    params = {"max_new_tokens": 1, "custom_params": {"pool": "base", "label_probs": True}}
+    body = {"text": ["x"] * 33, "sampling_params": params}
+    words = refused(server, "/generate", body, 413)
+    assert "--max-prompts" in words or "at most 32" in words
+
+
+def test_only_the_operators_models_retrieve(server: Server) -> None:
+    """Without keys everybody may see definitions, and so may name a model; that it is not there is a refusal, too."""
+    pools(server)
+    params = {"max_new_tokens": 1, "custom_params": {"pool": "base", "retriever": "dense:/nowhere"}}
+    assert "dense" in refused(server, "/generate", {"text": "x", "sampling_params": params})

@@ -207,7 +207,7 @@ def test_log_probabilities_are_counted() -> None:
 
 @pytest.mark.parametrize("pattern", ["", "abc", r"\d{1,9}", "(yes|no){2}", "[.!?] {0,3}$", "(?=a{0,9})b", "a{1000}"])
 def test_bounded_patterns_are_served(pattern: str) -> None:
-    check_stop_regex(pattern)
+    check_stop_regex([pattern])
 
 
 @pytest.mark.parametrize(
@@ -217,4 +217,4 @@ def test_bounded_patterns_are_served(pattern: str) -> None:
 )
 def test_patterns_that_a_search_may_take_too_long_for_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="stop_regex"):
-        check_stop_regex(pattern)
+        check_stop_regex([pattern])

@@ -74,6 +74,7 @@ __all__ = [
     "logical_rids",
     "metrics_enabled",
     "missing_message",
+    "mixes_chunks",
     "node_begin",
     "notes_of",
     "now",
@@ -159,6 +160,11 @@ def own_ids(req: Any, begin: int, end: int) -> array[int]:
 def pending_requests(scheduler: Any) -> set[int]:
     """`id` of every request of which a step was launched whose tokens the scheduler has not seen yet."""
     return {id(req) for batch, _ in getattr(scheduler, "result_queue", ()) for req in batch.reqs}
+
+
+def mixes_chunks(scheduler: Any) -> bool:
+    """Whether decoding steps run in one batch with chunks of a prompt."""
+    return bool(scheduler.is_mixed_chunk)
 
 
 def waits_for_grammars(scheduler: Any) -> bool:

@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 import re
+import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -84,7 +85,9 @@ def typed(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
         accepted = [kind for part in str(fields[name].type).split("|") for kind in _KINDS[part.strip()]]
         # bool is a subclass of int, and 1 token is not "true".
         if not isinstance(value, tuple(accepted)) or (isinstance(value, bool) and bool not in accepted):
-            raise ValueError(f"{what}: {name}={value!r} is a {type(value).__name__}; expected {fields[name].type}")
+            raise ValueError(
+                f"{what}: {name}={reprlib.repr(value)} is a {type(value).__name__}; expected {fields[name].type}"
+            )
         if isinstance(value, str):
             check_text(value, f"{what}: {name}")
     return dict(values)

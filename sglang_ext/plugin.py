@@ -244,6 +244,7 @@ HOOKS = (
     Hook(_MESSAGES + "_error_response", "around", _OURS + "routes:around_messages_error"),
     Hook(_OLLAMA + "handle_chat", "around", _OURS + "ollama:around_handle"),
     Hook(_OLLAMA + "handle_generate", "around", _OURS + "ollama:around_handle"),
+    Hook(_SRT + "utils.auth.decide_request_auth", "around", _OURS + "access:around_decide_request_auth"),
     Hook(
         _SRT + "entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
         "around",

@@ -11,6 +11,8 @@ from sglang_ext.attention.policy import Attended, Caches, LayerView, RequestRows
 from sglang_ext.cache.rows import Row
 from sglang_ext.kernels.view_attention import View
 
+MAX_SCORES = 1 << 24  # logits of some rows that are in memory at one time, 64 MiB in float32
+
 
 def branch_runs(row: Row, prefix: Sequence[Run], begin: int, end: int) -> list[RowRuns]:
     """What the columns [begin, end) of a row with branches see, on the host.
@@ -90,8 +92,20 @@ def _masked(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     keys, values = (cache[slots].to(dtype) for cache in (caches.keys, caches.values))
     grouped = query.to(dtype).view(rows, keys.shape[1], heads // keys.shape[1], -1)
-    scores = torch.einsum("rhgd,thd->rhgt", grouped, keys) * caches.scale
+    step = max(1, MAX_SCORES // max(1, heads * keys.shape[0]))
+    parts = [
+        _softmax(grouped[at : at + step], keys, values, mask[at : at + step], caches.scale)
+        for at in range(0, rows, step)
+    ]
+    out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+    return out.reshape(rows, heads, -1).to(query.dtype), lse.reshape(rows, heads)
+
+
+def _softmax(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output [rows, kv_heads, group, value_dim], log-sum-exp [rows, kv_heads, group]) of some rows' queries."""
+    scores = torch.einsum("rhgd,thd->rhgt", query, keys) * scale
     scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)  # finite: a token sees itself
-    out = torch.einsum("rhgt,thd->rhgd", torch.exp(scores - lse.unsqueeze(-1)), values)
-    return out.reshape(rows, heads, -1).to(query.dtype), lse.reshape(rows, heads)
+    return torch.einsum("rhgt,thd->rhgd", torch.exp(scores - lse.unsqueeze(-1)), values), lse

@@ -179,9 +179,9 @@ class BlockRadixCache(RadixCache):
 
         Those that wait lose nothing but time: blocks that are evicted then are encoded again.
         """
-        kept = tuple(REQUEST_OWNER + str(rid) for rid in keep)
+        kept = {REQUEST_OWNER + str(rid) for rid in keep}
         for owner in {owner for owners in self.owners.values() for owner in owners}:
-            if owner.startswith(REQUEST_OWNER) and not owner.startswith(kept):
+            if owner.startswith(REQUEST_OWNER) and owner not in kept:
                 self.release(owner)
 
     def drop(self, keys: Iterable[str]) -> int:

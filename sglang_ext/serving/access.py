@@ -146,12 +146,18 @@ def ids_beginning_with(manager: Any, rid: str) -> list[str]:
 
 
 def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The token of an `Authorization: Bearer` header, as SGLang reads it."""
+    """The token of an `Authorization: Bearer` header, as SGLang reads it; one that is not ASCII is no key."""
     for name, value in headers:
         if name.lower() == b"authorization":
             kind, _, token = value.decode("latin-1").partition(" ")
-            return token if kind.lower() == "bearer" and token else None
+            return token if kind.lower() == "bearer" and token and token.isascii() else None
     return None
+
+
+def around_decide_request_auth(original: Callable[..., Any], **request: Any) -> Any:
+    """AROUND decide_request_auth: a header that is not ASCII holds no key, where SGLang would answer with a 500."""
+    header = request["authorization_header"]
+    return original(**{**request, "authorization_header": header if header and header.isascii() else None})
 
 
 class CallerMiddleware:

@@ -8,8 +8,11 @@ inside the user turn; what stands after the mark are the request's own tokens.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from typing import Any
+
+from jinja2 import TemplateError
 
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving.access import may_read
@@ -27,12 +30,32 @@ def around_process_messages(original: Callable[..., Any], handler: Any, request:
     """
     manager = handler.tokenizer_manager
     if manager.ext_facts is not None:
+        check_template_kwargs(manager.tokenizer, request.chat_template_kwargs)
         check_characters(sum(map(_characters, request.messages)), manager.ext_facts.context)
     custom = request.custom_params
     if isinstance(custom, dict) and "pool" in custom and CHAT_KEY not in custom:  # else it has been composed before
         compose_chat(handler.tokenizer_manager, handler.template_manager, request)
         label_temperature(request)
     return original(handler, request, *args, **kwargs)
+
+
+def check_template_kwargs(tokenizer: Any, given: Any) -> None:
+    """Refuse variables that are no variables of the model's chat template but arguments of what renders it.
+
+    A template of a client's own is a program: it may run for ever, and show what it is given to render.
+
+    Raises:
+        ValueError: names them.
+    """
+    if not given or tokenizer is None:
+        return
+    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
+    found = sorted(reserved.intersection(given))
+    if found:
+        raise ValueError(
+            f"chat_template_kwargs: {', '.join(found)}: expected variables of the model's own chat template; leave"
+            f" {'it' if len(found) == 1 else 'them'} out"
+        )
 
 
 def around_build_sampling_params(original: Callable[..., Any], handler: Any, request: Any) -> Any:
@@ -90,9 +113,9 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     messages[first] = {"role": "user", "content": _MARK + shown}
 
     tokenizer = manager.tokenizer
-    text = tokenizer.apply_chat_template(
+    text = _rendered(
+        tokenizer,
         messages,
-        tokenize=False,
         add_generation_prompt=not request.continue_final_message,
         continue_final_message=request.continue_final_message,
         **(request.chat_template_kwargs or {}),
@@ -100,7 +123,7 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     if text.count(_MARK) != 1:
         raise ValueError("the model's chat template changes the first user message: demonstrations cannot be placed")
     before, after = text.split(_MARK)
-    plain = tokenizer.apply_chat_template(messages[: first + 1], tokenize=False)
+    plain = _rendered(tokenizer, messages[: first + 1])
     if plain.split(_MARK)[0] != before:
         raise ValueError(
             "chat_template_kwargs change what stands before the first user message, and the pool's blocks are encoded"
@@ -112,6 +135,18 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     request.input_ids = encode_text(tokenizer, after)
     # Every turn retrieves with the first question, so that a later turn finds the earlier ones in the cache.
     request.custom_params = {**request.custom_params, "query": options.query or question, CHAT_KEY: name}
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], **variables: Any) -> str:
+    """The text of a chat; ValueError, without the template's own words, where the template refuses it."""
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"the model's chat template cannot render this chat ({type(error).__name__}): change its messages or its"
+            " chat_template_kwargs"
+        ) from None
+    return text
 
 
 def _characters(message: Any) -> int:

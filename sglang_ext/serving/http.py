@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import fastapi
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from sglang_ext.config import check_name
 from sglang_ext.serving import access, checks, routes
@@ -121,7 +122,10 @@ def _changed(info: dict[str, Any]) -> JSONResponse:
 
 async def _source(request: fastapi.Request) -> Source:
     """What reads the request's body, away from the event loop; the body itself is here."""
-    raw = await request.body()
+    try:
+        raw = await request.body()
+    except ClientDisconnect as error:
+        raise PoolError("the client went away", 499) from error
     kind, query = request.headers.get("content-type", ""), dict(request.query_params)
     return lambda: read_body(raw, kind, query)
 

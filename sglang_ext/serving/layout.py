@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def _fields(item: Any, number: int) -> tuple[str, str, str | None]:
 
 def _shown(item: Mapping[str, Any]) -> str:
     """The beginning of an item, for an error."""
-    return json.dumps(item, ensure_ascii=True, default=str)[:200]
+    return reprlib.repr(dict(item))[:200]
 
 
 def parse_jsonl(text: str) -> list[Any]:

@@ -52,6 +52,8 @@ IDLE_CHUNKS = 4  # of one encoding request while no client waits: between two re
 COUNTED_TIMES, COUNTED_AT_LEAST = 4, 1 << 18  # tokens of a pool that are counted before it is refused: see _countable
 ENCODE_TRIALS = 8  # of a new version, each time the cache is emptied between two requests of its encoding
 
+SCORED_AT_ONCE = 4  # requests whose labels are scored at one time: others come between their passes
+
 T = TypeVar("T")
 Define = Callable[[int], tuple[Definition, bool]]
 """From the most tokens that may be counted to (what a pool is to hold, whether who asked waits for it)."""
@@ -130,6 +132,9 @@ class PoolService:
         self._own_tokenizer: Any = None
         self._label_check: LabelCheck | None = None
         self._thread = ThreadPoolExecutor(1, "sglang-ext-layout")
+        self._request_tokenizer: Any = None
+        self._request_thread = ThreadPoolExecutor(1, "sglang-ext-requests")
+        self.scoring = asyncio.Semaphore(SCORED_AT_ONCE)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.bytes_per_token = 0
 
@@ -756,8 +761,17 @@ class PoolService:
             self._thread.submit(give_back)
 
     async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """What `work` makes of a text that is too long to be tokenized on the event loop."""
-        return await self._read(lambda: work(self._tokenizer()))
+        """What `work` makes of a text that is too long for the event loop, beside the thread that prepares pools."""
+        if self._request_tokenizer is None:
+            self._request_tokenizer = copy.deepcopy(self._tokenizer())
+        return await self.beside(work, self._request_tokenizer)
+
+    async def beside(self, work: Callable[..., T], *args: Any) -> T:
+        """Work of a request that takes too long for the event loop, in a thread of its own."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._request_thread, work, *args)
+        finally:
+            self._request_thread.submit(give_back)
 
     def _tokenizer(self) -> Any:
         """A tokenizer of our own: layouts are made in a thread, and two users of one fast tokenizer collide."""

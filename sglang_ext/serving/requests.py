@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 CHAT_KEY = "_chat_header"  # in custom_params, set by serving.chat: names the tokens before the first user message
 
+MAX_LISTED = 10_000  # entries of a list or an object in a request, of those that have no other limit
 MAX_SCORED = 32  # prompts of one request that want the probabilities of labels
 CHARACTERS_A_TOKEN = 16  # more than a text has in the mean
 MAX_STOPS = 256  # each is looked for after every token
@@ -137,6 +138,7 @@ def check(request: Any, facts: Facts) -> list[str]:
     Raises:
         ValueError: (PoolError among them, with its status) something in it cannot be served; says what to change.
     """
+    check_sizes(request, facts)
     _check_fields(request)
     listed = request.sampling_params if isinstance(request.sampling_params, list) else [request.sampling_params]
     for params in listed:
@@ -147,6 +149,27 @@ def check(request: Any, facts: Facts) -> list[str]:
     for prompt in prompts:
         check_prompt(prompt, facts)
     return [prompt.rid for prompt in prompts]
+
+
+def check_sizes(request: Any, facts: Facts) -> None:
+    """PoolError for lists that are so long that to look at what is in them would hold everybody up."""
+    params = request.sampling_params
+    listed = params if isinstance(params, list) else [params]
+    _check_size("sampling_params", params, facts.max_prompts)
+    _check_size("token_ids_logprob", request.token_ids_logprob, MAX_LISTED)
+    for each in listed:
+        if isinstance(each, dict):
+            for name in ("logit_bias", "stop_token_ids"):
+                _check_size(name, each.get(name), MAX_LISTED)
+    if isinstance(request.input_ids, list):
+        nested = request.input_ids and isinstance(request.input_ids[0], list)
+        for ids in request.input_ids if nested else [request.input_ids]:
+            _check_size("input_ids", ids, facts.context)
+
+
+def _check_size(name: str, value: Any, most: int) -> None:
+    if isinstance(value, (list, dict)) and len(value) > most:
+        raise PoolError(f"{name} has {len(value)} entries; expected at most {most}", 413 if most == MAX_LISTED else 400)
 
 
 def check_count(request: Any, params: Sequence[Mapping[str, Any] | None], most: int) -> None:
@@ -445,9 +468,9 @@ def _check_stop_ids(value: Any, vocabulary: int) -> None:
 
 def _check_bias(value: Mapping[str, float], vocabulary: int) -> None:
     for key, bias in value.items():
-        if not (key.isascii() and key.isdigit()):
-            raise ValueError(f"logit_bias: key {key!r}: expected a token id")
-        _check_id(int(key[:20]), vocabulary, "logit_bias")
+        if not (key.isascii() and key.isdigit() and len(key) < 20 and key == str(int(key))):
+            raise ValueError(f"logit_bias: key {reprlib.repr(key)}: expected a token id, without zeros in front")
+        _check_id(int(key), vocabulary, "logit_bias")
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise ValueError(f"logit_bias[{key!r}]={bias}: expected {-MAX_BIAS:g} to {MAX_BIAS:g}")
 

@@ -15,6 +15,7 @@ from sglang_ext.serving.access import owner_of_answers
 from sglang_ext.serving.errors import PoolError
 
 _OWN_ID = re.compile(r"resp_[0-9a-f]{32}")  # SGLang's: a random UUID
+MOST_CHARACTERS = 1 << 26  # of the messages of all answers that are kept
 _UNFINISHED = ("queued", "in_progress")
 
 
@@ -26,11 +27,13 @@ class Answer:
         owner: whose it is (`access.owner_of_answers`).
         response: what is read by its id; None until there is one.
         messages: the conversation up to its answer, which a next one continues; None where they are not stored.
+        characters: of the messages.
     """
 
     owner: str
     response: Any = None
     messages: Any = None
+    characters: int = 0
 
     @property
     def unfinished(self) -> bool:
@@ -87,6 +90,16 @@ class Answers:
         self._kept[id] = Answer(self.owner())
         return self._kept[id]
 
+    def shrink(self, newest: Answer) -> None:
+        """The oldest finished answers give way until the messages of all have at most `MOST_CHARACTERS`."""
+        total = sum(answer.characters for answer in self._kept.values())
+        for id, answer in list(self._kept.items()):
+            if total <= MOST_CHARACTERS:
+                return
+            if answer is not newest and not answer.unfinished:
+                total -= answer.characters
+                del self._kept[id]
+
 
 class Responses:
     """SGLang's `response_store`: id -> response."""
@@ -121,7 +134,9 @@ class Messages:
         return found.messages
 
     def __setitem__(self, id: str, messages: Any) -> None:
-        self._answers.add(id).messages = messages
+        answer = self._answers.add(id)
+        answer.messages, answer.characters = messages, len(repr(messages))
+        self._answers.shrink(answer)
 
 
 def after_init(_result: Any, handler: Any, tokenizer_manager: Any, *_args: Any, **_kwargs: Any) -> None:

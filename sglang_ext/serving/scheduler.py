@@ -136,13 +136,15 @@ def _admit(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> 
     """
     if compat.waits_for_grammars(scheduler):  # one whose grammar is ready joins the queue, of whatever length
         return None
-    first = _fitting(scheduler)
+    first = _fitting(scheduler, len(running_batch.reqs))
     if not first:
         return None
     chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
     scheduler.chunked_req, scheduler.waiting_queue = None, first
     try:
         plan = original(scheduler, running_batch)
+        if scheduler.chunked_req is not None:
+            raise RuntimeError(f"request {scheduler.chunked_req.rid} was cut beside a prompt that is cut already")
     finally:
         # What ran left the queue, and what gave way to it joined the queue.
         shown, left = {id(req) for req in first}, scheduler.waiting_queue
@@ -151,22 +153,40 @@ def _admit(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> 
     return plan if plan.batch_to_run is not None else None
 
 
-def _fitting(scheduler: Any) -> list[Any]:
-    """The first waiting requests that fit one chunk, and leave the long prompt the room that it was admitted with."""
-    cache, chunked = scheduler.tree_cache, scheduler.chunked_req
-    tokens, room = scheduler.chunked_prefill_size, None
+def _fitting(scheduler: Any, running: int) -> list[Any]:
+    """Waiting requests that fit one chunk, and leave the long prompt the room that it was admitted with.
+
+    Args:
+        running: how many requests decode, each of them a token after each chunk; mixed chunks take those, too.
+    """
+    cache, size = scheduler.tree_cache, scheduler.chunked_prefill_size
+    tokens, room = size - (running if compat.mixes_chunks(scheduler) else 0), None
     if isinstance(cache, BlockRadixCache):  # a stream has all of its slots
-        room = free_tokens(scheduler) - (len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices))
+        left = chunked_left(scheduler)
+        room = free_tokens(scheduler) - left - running * (2 + -(-left // size)) - CHUNK_MARGIN
     found = []
     for req in scheduler.waiting_queue:
-        row, total = compat.request_row(req), len(req.origin_input_ids) + len(req.output_ids)
-        tokens -= total - (row.prefix_tokens if row is not None else 0)
-        if room is not None:
-            room -= total + (req.sampling_params.max_new_tokens or 0)
-        if tokens < 0 or (room is not None and room < CHUNK_MARGIN) or (row is not None and row.new):
+        row, own = compat.request_row(req), len(req.origin_input_ids) + len(req.output_ids)
+        if row is not None:
+            if row.encodes:
+                break
+            own -= row.prefix_tokens
+        if own > size:
+            continue  # it waits for its own chunks
+        # What is found in the cache is locked then, and can no longer be evicted: it counts as if it were computed.
+        needed = own + (req.sampling_params.max_new_tokens or 0)
+        if own > tokens or (room is not None and needed > room):
             break
+        tokens -= own
+        room = None if room is None else room - needed
         found.append(req)
     return found
+
+
+def chunked_left(scheduler: Any) -> int:
+    """Tokens that the prompt which is prefilled in chunks has yet to compute."""
+    chunked = scheduler.chunked_req
+    return len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices)
 
 
 def free_tokens(scheduler: Any) -> int:
@@ -275,7 +295,8 @@ class Admin:
         there = [key for key in keys if key not in absent]
         scheduler, chunked = self.scheduler, self.scheduler.chunked_req
         if chunked is not None:
-            left = len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices)
+            left = chunked_left(scheduler)
+            left += len(scheduler.running_batch.reqs) * (2 + -(-left // (scheduler.chunked_prefill_size or left + 1)))
             if free_tokens(scheduler) - self.cache.unlocked_tokens(there) < left + CHUNK_MARGIN:
                 return {"missing": [], "busy": True}
         self.cache.hold(owner, there)

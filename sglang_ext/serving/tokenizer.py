@@ -27,7 +27,7 @@ from sglang_ext.serving.labels import CLIENT, Prompt, check_quota, label_probabi
 from sglang_ext.serving.layout import Layout, encode_text
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
-from sglang_ext.serving.requests import CHAT_KEY, check_tokens
+from sglang_ext.serving.requests import CHAT_KEY, check_characters, check_tokens
 from sglang_ext.serving.select import select_pieces
 from sglang_ext.serving.texts import LONG
 from sglang_ext.settings import POOL_DIR_ENV
@@ -304,7 +304,10 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         answer = Answer("", "") if chat else Answer(lead, version.definition.options.answer_end)
         await service.prepare_retriever(version, options)
         begin = time.perf_counter()
-        selection = select_pieces(version, layout, options, query)
+        if len(query or "") > LONG:
+            selection = await service.beside(select_pieces, version, layout, options, query)
+        else:
+            selection = select_pieces(version, layout, options, query)
         retrieval = time.perf_counter() - begin
         labels = version.definition.labels
         if options.label_probs:
@@ -328,7 +331,8 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         probs: dict[str, float] | None = None
         if options.label_probs:
             prompt = Prompt(row, own, obj.extra_key, obj.priority)
-            probs = await label_probabilities(manager, labels, tokens, prompt, await service.admin("state"))
+            async with service.scoring:
+                probs = await label_probabilities(manager, labels, tokens, prompt, await service.admin("state"))
             if not params.get("temperature"):
                 labels = (max(probs, key=probs.__getitem__),)  # what is constrained is this one, and not the greedy one
         end = ""
@@ -373,6 +377,7 @@ async def _own_tokens(
     if obj.input_ids is not None:
         lead = definition.options.render_query("")[1]
         return list(obj.input_ids), lead, options.query
+    check_characters(max(len(obj.text or ""), len(options.query or "")), manager.context_len)
     if not isinstance(obj.text, str) or not obj.text.strip():
         raise ValueError("the question is empty: send it as text, or as input_ids")
     if options.raw:

@@ -82,6 +82,13 @@ def test_server_info_shows_no_keys_and_no_definitions(guarded: Guarded) -> None:
         assert info["model_path"]
 
 
+def test_a_header_that_is_not_ascii_is_no_key(guarded: Guarded) -> None:
+    for value in (b"Bearer \xe9", b"Bearer \xff\xfe"):
+        for path in ("/get_model_info", "/v1/pools"):
+            answer = requests.get(guarded.server.url + path, headers={"Authorization": value}, timeout=60)
+            assert answer.status_code == 401, answer.text
+
+
 def test_definitions_are_the_admins(guarded: Guarded) -> None:
     listed = guarded.json("GET", "/v1/pools", ADMIN)["pools"]
     assert [pool["name"] for pool in listed] == ["closed", "open"] and listed[0]["options"]["system"] == SYSTEM

@@ -319,3 +319,15 @@ def test_only_the_operators_models_retrieve(server: Server) -> None:
     pools(server)
     params = {"max_new_tokens": 1, "custom_params": {"pool": "base", "retriever": "dense:/nowhere"}}
     assert "dense" in refused(server, "/generate", {"text": "x", "sampling_params": params})
+
+
+def test_a_template_of_the_clients_own_is_refused(server: Server) -> None:
+    """It is a program: it may run for ever, and show what it is given to render."""
+    endless = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+    for custom in ({}, {"pool": "base"}):
+        if custom and kind_of(server) == "cascade":
+            continue
+        for given in ({"chat_template": endless}, {"tokenize": True}, {"documents": [{"text": "x"}]}):
+            body = {"model": "m", "messages": MESSAGES, "chat_template_kwargs": given}
+            words = refused(server, "/v1/chat/completions", {**body, **({"custom_params": custom} if custom else {})})
+            assert next(iter(given)) in words

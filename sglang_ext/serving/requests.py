@@ -155,7 +155,7 @@ def check_sizes(request: Any, facts: Facts) -> None:
     """PoolError for lists that are so long that to look at what is in them would hold everybody up."""
     params = request.sampling_params
     listed = params if isinstance(params, list) else [params]
-    _check_size("sampling_params", params, facts.max_prompts)
+    _check_size("sampling_params", listed, facts.max_prompts)
     _check_size("token_ids_logprob", request.token_ids_logprob, MAX_LISTED)
     for each in listed:
         if isinstance(each, dict):

@@ -84,7 +84,7 @@ def test_answers_belong_to_a_key_where_there_are_keys() -> None:
         (b"Bearer", None),
         (b"Bearer ", None),
         (b"", None),
-        (b"Bearer \xe9", "\xe9"),
+        (b"Bearer \xe9", None),
     ],
 )
 def test_bearer_tokens(header: bytes, token: str | None) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -48,19 +48,8 @@ class Service(PoolService):
         return work(*args)
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Service]:
-    tokenizer = models.load_tokenizer(models.save_model("llama", tmp_path_factory.mktemp("llama")))
-    args = dict(attention_backend="dbsa", dtype="auto", served_model_name="m", revision=None)
-    args |= dict(dtype="auto", kv_cache_dtype="auto", quantization=None)
-    manager = SimpleNamespace(
-        server_args=SimpleNamespace(**args),
-        enable_metrics=False,
-        tokenizer=tokenizer,
-        context_len=10**7,
-        model_path="m",
-        rid_to_state={},
-    )
+@pytest.fixture
+def service(manager: Any) -> Callable[[], Service]:
     return lambda: Service(manager)
 
 

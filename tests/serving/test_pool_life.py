@@ -12,7 +12,6 @@ import itertools
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,21 +163,6 @@ class Client:
             service.end_lease(version)
             if holds:
                 service.release_later(owner)
-
-
-@pytest.fixture(scope="module")
-def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    tokenizer = models.load_tokenizer(models.save_model("llama", tmp_path_factory.mktemp("llama")))
-    args = dict(attention_backend="dbsa", dtype="auto", served_model_name="m", revision=None)
-    args |= dict(kv_cache_dtype="auto", quantization=None)
-    return SimpleNamespace(
-        server_args=SimpleNamespace(**args),
-        enable_metrics=False,
-        tokenizer=tokenizer,
-        context_len=10**7,
-        model_path="m",
-        rid_to_state={},
-    )
 
 
 async def quiet(service: Service) -> None:

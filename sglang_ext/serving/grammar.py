@@ -107,8 +107,9 @@ def constrain(params: dict[str, Any], labels: tuple[str, ...], lead: str, end: s
     params["ebnf"] = label_grammar(labels, lead, end)
     if params.get("temperature") is None:
         params["temperature"] = 0.0
-    # The grammar ends the answer. A token is a byte at least, so this many never cut a label.
-    longest = max(len((lead + label + end).encode()) for label in labels) + 1
+    # The grammar ends the answer. A token is a byte at least, and one more ends the sequence; another one, and the
+    # answer never ends by its length, which SGLang looks at first.
+    longest = max(len((lead + label + end).encode()) for label in labels) + 2
     params["max_new_tokens"] = max(params.get("max_new_tokens") or 0, longest)
     if not end:
         return ""

@@ -145,7 +145,7 @@ def test_the_grammar_of_labels_that_begin_one_another_is_not_nested_too_deep(tok
 def test_constraining_sets_what_is_needed() -> None:
     params: dict[str, Any] = {"max_new_tokens": 1, "temperature": None}
     assert constrain(params, ("a", "bcd"), " ", "\n\n", "xgrammar") == ""
-    assert params["temperature"] == 0.0 and params["stop"] == ["\n\n"] and params["max_new_tokens"] == 7
+    assert params["temperature"] == 0.0 and params["stop"] == ["\n\n"] and params["max_new_tokens"] == 8
     params = {"temperature": 2.0, "stop": "x"}
     assert constrain(params, ("a\n\nb", "c"), " ", "\n\n", "xgrammar") == "\n\n"
     assert params["temperature"] == 2.0 and params["stop"] == "x"

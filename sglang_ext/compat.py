@@ -7,9 +7,10 @@ Verified against sglang 0.5.16 and 0.5.17. A port to another version starts and,
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -56,6 +57,7 @@ __all__ = [
     "breaks_at_attention",
     "capture_whole",
     "capturing_views",
+    "compiled_grammars",
     "context_length",
     "encode_request",
     "generate",
@@ -106,7 +108,6 @@ __all__ = [
     "take_notes",
     "tree_nodes",
     "view_backend",
-    "waits_for_grammars",
     "whole_graph_size",
     "write_kv",
 ]
@@ -167,9 +168,21 @@ def mixes_chunks(scheduler: Any) -> bool:
     return bool(scheduler.is_mixed_chunk)
 
 
-def waits_for_grammars(scheduler: Any) -> bool:
-    """Whether a request waits for its grammar to be compiled."""
-    return bool(scheduler.grammar_manager.has_waiting_grammars())
+@contextlib.contextmanager
+def compiled_grammars(scheduler: Any) -> Iterator[None]:
+    """Requests whose grammar is compiled join the waiting queue now, and no more of them within the context.
+
+    SGLang has them join while it chooses a batch, all at once, however long their prompts are.
+    """
+    manager = scheduler.grammar_manager
+    if manager.has_waiting_grammars():
+        for req in manager.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(req)
+    held, manager.grammar_queue = manager.grammar_queue, []
+    try:
+        yield
+    finally:
+        manager.grammar_queue = [*held, *manager.grammar_queue]
 
 
 def set_request_row(req: Any, row: Row | None) -> None:

@@ -30,12 +30,14 @@ class ServerSettings:
         max_pool_mb: largest body of a request that changes a pool, in MiB (2^20 bytes); a larger one is refused
             with 413.
         max_request_mb: the same for every other request.
+        max_body_seconds: time in seconds within which the body of a request has to be there; a slower one is refused
+            with 408.
         max_demonstrations: most demonstrations of one pool; more are refused with 413.
         max_pools: most pools of the server; one more is refused with 413.
         max_waiting_encodings: most changes of pools that wait for the one that is being encoded; one more is refused
             with 429.
-        max_label_tokens: most tokens that `label_probs` scores for one answer; a pool whose labels need more is refused
-            with 413.
+        max_label_tokens: most tokens of labels that `label_probs` scores for one request, over all its prompts; a
+            request that needs more is refused with 413.
         max_prompts: most answers of one request (its prompts, times `n`); more are refused with 413.
         max_logprobs: most log-probabilities of tokens beside the prompt's and the answer's own (`top_logprobs_num`,
             `token_ids_logprob`) that a prompt may ask for, at all its tokens together; more are refused with 413.
@@ -48,10 +50,11 @@ class ServerSettings:
     strict_pool_dir: bool = False
     max_pool_mb: int = 64
     max_request_mb: int = 8
+    max_body_seconds: int = 120
     max_demonstrations: int = 200_000
     max_pools: int = 1_000
     max_waiting_encodings: int = 16
-    max_label_tokens: int = 4_096
+    max_label_tokens: int = 32_768
     max_prompts: int = 1_024
     max_logprobs: int = 2_000_000
     default_max_new_tokens: int = 4_096

@@ -96,6 +96,20 @@ async def _stream(chunks: AsyncGenerator[str, None], notes: Mapping[int, Any]) -
             yield last_chunk(chunk, notes) if any(notes.values()) and '"finish_reason":"' in chunk else chunk
 
 
+async def with_last(
+    events: AsyncGenerator[str, None], kind: str, add: Callable[[dict[str, Any]], None]
+) -> AsyncGenerator[str, None]:
+    """A stream of typed events: `add` changes the data of the event `kind`, which ends the answer."""
+    begin = f"event: {kind}\ndata: "
+    async with aclosing(events):
+        async for event in events:
+            if event.startswith(begin):
+                data = json.loads(event.removeprefix(begin))
+                add(data)
+                event = f"{begin}{json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+            yield event
+
+
 def last_chunk(chunk: str, notes: Mapping[int, Any]) -> str:
     """A chunk of a stream whose choices end, with what their answers used."""
     data = json.loads(chunk.removeprefix("data: "))

@@ -11,7 +11,6 @@ import fastapi
 from sglang_ext.serving.errors import error_response
 from sglang_ext.settings import ServerSettings
 
-BODY_SECONDS = 120.0  # within which a body has to be there
 AT_ONCE = 4  # bodies of the largest size that may be in memory at one time
 EXEMPT = 1 << 20  # bytes of every body that do not count among them: large bodies turn no small one away
 
@@ -80,6 +79,7 @@ class _Body:
     def __init__(self, guard: BodyLimit, scope: Any, receive: Any) -> None:
         self._guard, self._receive = guard, receive
         self._limit, self._flag = guard.limit(scope["path"])
+        self._seconds = guard.settings.max_body_seconds
         self._announced = dict(scope["headers"]).get(b"content-length", b"0")
         self._deadline: float | None = None  # from the moment on at which the body is asked for
         self._complete = False
@@ -95,11 +95,14 @@ class _Body:
         if self._complete:
             return await self._receive()
         now = time.monotonic()
-        self._deadline = self._deadline or now + BODY_SECONDS
+        self._deadline = self._deadline or now + self._seconds
         try:
             message = await asyncio.wait_for(self._receive(), self._deadline - now)
         except asyncio.TimeoutError:
-            raise _Refused(408, f"the body was not there after {BODY_SECONDS:.0f} s: send it faster") from None
+            raise _Refused(
+                408,
+                f"the body was not there after {self._seconds} s: send it faster, or raise --max-body-seconds",
+            ) from None
         if message["type"] != "http.request":
             return message
         self.bytes += len(message.get("body", b""))

@@ -18,6 +18,7 @@ from sglang_ext.config import RequestOptions
 from sglang_ext.serving.access import may_read
 from sglang_ext.serving.layout import encode_text
 from sglang_ext.serving.requests import CHAT_KEY, check_characters
+from sglang_ext.serving.texts import characters
 from sglang_ext.serving.tokenizer import pools_of
 
 _MARK = "\ue000sglang-ext-demonstrations\ue000"  # private-use characters: no one's text
@@ -26,12 +27,13 @@ _MARK = "\ue000sglang-ext-demonstrations\ue000"  # private-use characters: no on
 def around_process_messages(original: Callable[..., Any], handler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND OpenAIServingChat._process_messages: a chat request with a pool brings its own tokens.
 
-    SGLang tokenizes a chat on the event loop: what is too long for the model anyway is refused before.
+    What is too long for the model anyway is refused before it is rendered.
     """
     manager = handler.tokenizer_manager
     if manager.ext_facts is not None:
         check_template_kwargs(manager.tokenizer, request.chat_template_kwargs)
-        check_characters(sum(map(_characters, request.messages)), manager.ext_facts.context)
+        beside = characters([request.tools, request.chat_template_kwargs])
+        check_characters(sum(map(_characters, request.messages)) + beside, manager.ext_facts.context)
     custom = request.custom_params
     if isinstance(custom, dict) and "pool" in custom and CHAT_KEY not in custom:  # else it has been composed before
         compose_chat(handler.tokenizer_manager, handler.template_manager, request)
@@ -150,7 +152,7 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]], **variables: Any) 
 
 
 def _characters(message: Any) -> int:
-    """Characters of a message's text, of all its parts."""
+    """Characters of a message's text, of all its parts; an image in the message is no text."""
     content = message.content
     if isinstance(content, list):
         return sum(len(getattr(part, "text", None) or "") for part in content)

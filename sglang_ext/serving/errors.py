@@ -7,7 +7,9 @@ from fastapi.responses import JSONResponse
 
 _TYPES = {
     400: "invalid_request_error",
+    403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     409: "conflict_error",
     413: "capacity_error",
     429: "rate_limit_error",

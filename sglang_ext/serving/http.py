@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import fastapi
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from sglang_ext.config import check_name
+from sglang_ext.config import RequestOptions, check_name
 from sglang_ext.serving import access, checks, routes
 from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
@@ -33,6 +34,8 @@ def before_setup_and_run_http_server(server_args: Any, tokenizer_manager: Any, *
     routes.guard(app)
     # SGLang adds its check of api keys after this, around it: bodies of strangers are not read at all.
     app.add_middleware(BodyLimit, settings=pools_of(tokenizer_manager).settings)
+    of_pools = {field.name for field in dataclasses.fields(RequestOptions)}
+    app.add_middleware(routes.QueryOptions, options=of_pools | tokenizer_manager.ext_policy.request_options)
     access.guard(app, tokenizer_manager, server_args)
     then = kwargs.get("launch_callback")
 

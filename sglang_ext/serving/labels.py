@@ -20,8 +20,21 @@ from sglang_ext.serving.pool import Definition
 
 SCORED_AT_ONCE = 256  # tokens of labels in one scoring request: others are scheduled between two
 
-CLIENT: ContextVar[Any] = ContextVar("sglang_ext_client", default=None)
-"""The HTTP request that is being answered, where SGLang does not hand it on; None for the offline engine."""
+
+@dataclass(frozen=True)
+class Asked:
+    """The request that a prompt came in, where SGLang does not hand it on.
+
+    Attributes:
+        client: the HTTP request; None for the offline engine.
+        scored: how many of its prompts want the probabilities of labels.
+    """
+
+    client: Any = None
+    scored: int = 1
+
+
+ASKED: ContextVar[Asked] = ContextVar("sglang_ext_asked", default=Asked())  # noqa: B039 - it is frozen
 
 
 @dataclass(frozen=True)
@@ -67,17 +80,19 @@ def check_labels(check: LabelCheck, definition: Definition, before: Definition |
 
 
 def check_quota(labels: int, needed: int, limit: int, pool: str) -> None:
-    """PoolError (413) when so many `labels` of a pool need more than `limit` tokens.
+    """PoolError (413) when so many `labels` of a pool need more than `limit` tokens, over all prompts of a request.
 
     Args:
         needed: tokens of the labels' tree, or their number, which is less: it is known before they are tokenized.
     """
-    if needed > limit:
+    prompts = ASKED.get().scored
+    if needed * prompts > limit:
         least = "at least " if needed == labels else ""
+        times = f" for each of {prompts} prompts" if prompts > 1 else ""
         raise PoolError(
-            f"label_probs: the {labels} labels of pool {pool!r} need {least}{needed} tokens (shared beginnings counted"
-            f" once), this server scores at most {limit} for an answer: leave out label_probs, use fewer or shorter"
-            " labels, or raise --max-label-tokens",
+            f"label_probs: the {labels} labels of pool {pool!r} need {least}{needed} tokens{times} (shared beginnings"
+            f" counted once), this server scores at most {limit} a request: leave out label_probs, send fewer prompts,"
+            " use fewer or shorter labels, or raise --max-label-tokens",
             413,
         )
 
@@ -96,7 +111,7 @@ async def label_probabilities(
     Raises:
         ClientGone: the client hung up.
     """
-    client, scores = CLIENT.get(), {}
+    client, scores = ASKED.get().client, {}
     for group in cut(sorted(set(tokens.token_ids)), _most(tokens, prompt, state)):
         if client is not None and await client.is_disconnected():
             raise ClientGone

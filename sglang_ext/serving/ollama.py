@@ -1,22 +1,28 @@
 """Ollama's routes: options, pools and refusals, which SGLang's handler of them does not know.
 
 `custom_params` stands in the body, or among Ollama's `options`. Ollama's own names are taken at their word: without
-`num_predict` the server's default length holds, `seed` is the seed, and a wrong request is answered with 400.
+`num_predict` the server's default length holds, `seed` is the seed, and a wrong request is answered with 400. The last
+line of a stream has the last of the text, which SGLang leaves out.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import fastapi
+import orjson
 from fastapi.responses import StreamingResponse
 
 from sglang_ext import compat
-from sglang_ext.serving.answers import with_extra
+from sglang_ext.serving.answers import FIELD, extra_of, with_extra
 from sglang_ext.serving.chat import compose_chat, wants_labels
 from sglang_ext.serving.errors import error_response
+from sglang_ext.serving.requests import check_characters
 from sglang_ext.serving.routes import CUSTOM, check_custom, custom_of, ours
+from sglang_ext.serving.texts import beside, characters, is_long
 
 
 async def around_handle(original: Callable[..., Awaitable[Any]], handler: Any, request: Any, raw_request: Any) -> Any:
@@ -47,29 +53,41 @@ async def _served(handler: Any, request: Any, raw_request: Any) -> _Served:
     for name, given in (("images", pictured), ("format", request.format), ("suffix", getattr(request, "suffix", None))):
         if given:
             raise ValueError(f"{name} is not served on Ollama's routes: use /v1/chat/completions, or leave it out")
-    ids = None
-    if messages is not None and "pool" in custom:
-        custom, ids = _over_pool(handler.tokenizer_manager, raw_request, messages, custom)
+    ids: list[int] = []
+    if messages is not None:
+        check_characters(characters([message.content for message in messages]), handler.tokenizer_manager.context_len)
+        templates = raw_request.app.state.openai_serving_chat.template_manager
+
+        def render(own: Any) -> tuple[dict[str, Any], list[int]]:
+            return _rendered(own.tokenizer_manager, templates, messages, custom)
+
+        long = is_long(handler.tokenizer_manager, [message.content for message in messages])
+        custom, ids = await beside(handler, render) if long else render(handler)
     return _Served(handler, custom, ids)
 
 
-def _over_pool(
-    manager: Any, raw_request: Any, messages: Any, custom: dict[str, Any]
-) -> tuple[dict[str, Any], list[int]]:
-    """(options, token ids of its own) of a chat over a pool."""
+def _rendered(manager: Any, templates: Any, messages: Any, custom: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """(options, token ids of its own) of a chat."""
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
     said = [{"role": message.role, "content": message.content} for message in messages]
+    if "pool" not in custom:
+        ids = manager.tokenizer.apply_chat_template(said, tokenize=True, add_generation_prompt=True, return_dict=False)
+        return custom, ids
     chat = ChatCompletionRequest(model="", messages=said, custom_params=dict(custom))
-    compose_chat(manager, raw_request.app.state.openai_serving_chat.template_manager, chat)
+    compose_chat(manager, templates, chat)
     return chat.custom_params, chat.input_ids
 
 
 class _Served:
-    """SGLang's handler, for one request with options."""
+    """SGLang's handler, for one request with options, whose chat was rendered before."""
 
-    def __init__(self, handler: Any, custom: dict[str, Any], ids: list[int] | None) -> None:
-        self._handler, self._custom, self._ids = handler, custom, ids
+    def __init__(self, handler: Any, custom: dict[str, Any], ids: list[int]) -> None:
+        self._handler, self._custom = handler, custom
+        self.tokenizer_manager = SimpleNamespace(
+            served_model_name=handler.tokenizer_manager.served_model_name,
+            tokenizer=SimpleNamespace(apply_chat_template=lambda *_args, **_kwargs: ids),
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -87,25 +105,43 @@ class _Served:
                 params.setdefault("temperature", 0.0)
         return params
 
-    def _ready(self, request: Any) -> dict[int, Any]:
-        """Have a GenerateReqInput name the chat's own tokens; returns where its answer will be noted."""
-        if self._ids is not None:
-            request.input_ids = self._ids
-        elif request.input_ids is not None and not isinstance(request.input_ids, list):
-            request.input_ids = request.input_ids["input_ids"]  # transformers' newer answer of a chat template
-        return compat.take_notes(request)
-
     async def _generate_chat_response(self, request: Any, *args: Any) -> Any:
-        notes = self._ready(request)
+        notes = compat.take_notes(request)
         return _noted(await self._handler._generate_chat_response(request, *args), notes)
 
     async def _generate_generate_response(self, request: Any, *args: Any) -> Any:
-        notes = self._ready(request)
+        notes = compat.take_notes(request)
         return _noted(await self._handler._generate_generate_response(request, *args), notes)
 
-    async def _stream_chat_response(self, request: Any, *args: Any) -> Any:
-        self._ready(request)
-        return await self._handler._stream_chat_response(request, *args)
+    async def _stream_chat_response(self, request: Any, raw_request: Any, model: str) -> Any:
+        return self._streamed(
+            request, raw_request, model, lambda text: {"message": {"role": "assistant", "content": text}}
+        )
+
+    async def _stream_generate_response(self, request: Any, raw_request: Any, model: str) -> Any:
+        return self._streamed(request, raw_request, model, lambda text: {"response": text})
+
+    def _streamed(
+        self, request: Any, raw_request: Any, model: str, said: Callable[[str], dict[str, Any]]
+    ) -> StreamingResponse:
+        """A line of JSON for each part of an answer; the last one is `done`, and says what the answer used."""
+        manager = self._handler.tokenizer_manager
+
+        async def lines() -> AsyncIterator[bytes]:
+            shown = 0
+            async with aclosing(manager.generate_request(request, raw_request)) as parts:
+                async for part in parts:
+                    text, meta = part["text"], part["meta_info"]
+                    new = text if compat.streams_parts(manager, request) else text[shown:]
+                    shown = len(text)
+                    line = {"model": model, "created_at": self._get_timestamp(), **said(new), "done": False}
+                    if meta["finish_reason"] is not None:
+                        extra = extra_of(meta)
+                        line |= {"done": True, "done_reason": meta["finish_reason"]["type"]}
+                        line |= {FIELD: extra} if extra else {}
+                    yield orjson.dumps(line) + b"\n"
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
 
 
 def _noted(answer: Any, notes: dict[int, Any]) -> Any:

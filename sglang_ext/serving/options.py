@@ -17,6 +17,7 @@ from sglang_ext.serving import checks
 from sglang_ext.serving.answers import noting
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.requests import check, check_characters, check_ids, facts_of
+from sglang_ext.serving.texts import LONG, characters, is_long, run_beside
 
 
 def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -83,24 +84,31 @@ async def around_open_session(original: Callable[..., Any], manager: Any, obj: A
 async def around_tokenize(
     original: Callable[..., Any], handler: Any, adapted_request: Any, request: Any, raw_request: Any
 ) -> Any:
-    """AROUND OpenAIServingTokenize._handle_non_streaming_request: it tokenizes on the event loop."""
+    """AROUND OpenAIServingTokenize._handle_non_streaming_request: long texts are bounded, and tokenized in a thread."""
     facts = getattr(handler.tokenizer_manager, "ext_facts", None)
     if facts is not None:
-        prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-        check_characters(sum(map(len, prompts)), facts.context)
-    return await original(handler, adapted_request, request, raw_request)
+        check_characters(characters(request.prompt), facts.context)  # a chat is looked at where it is rendered
+    if not is_long(handler.tokenizer_manager, request):
+        return await original(handler, adapted_request, request, raw_request)
+    return await run_beside(handler, lambda own: original(own, adapted_request, request, raw_request))
 
 
 async def around_detokenize(
     original: Callable[..., Any], handler: Any, adapted_request: Any, request: Any, raw_request: Any
 ) -> Any:
-    """AROUND OpenAIServingDetokenize._handle_non_streaming_request: ids that the tokenizer cannot hold are refused."""
+    """AROUND OpenAIServingDetokenize._handle_non_streaming_request: ids that the tokenizer cannot hold are refused.
+
+    Many are decoded in a thread.
+    """
     facts = getattr(handler.tokenizer_manager, "ext_facts", None)
-    if facts is not None and request.tokens:
-        listed = request.tokens if isinstance(request.tokens[0], list) else [request.tokens]
-        for ids in filter(None, listed):
-            check_ids(ids, facts.vocabulary)
-    return await original(handler, adapted_request, request, raw_request)
+    if facts is None or not request.tokens:
+        return await original(handler, adapted_request, request, raw_request)
+    listed = request.tokens if isinstance(request.tokens[0], list) else [request.tokens]
+    for ids in filter(None, listed):
+        check_ids(ids, facts.vocabulary)
+    if sum(map(len, listed)) <= LONG:
+        return await original(handler, adapted_request, request, raw_request)
+    return await run_beside(handler, lambda own: original(own, adapted_request, request, raw_request))
 
 
 async def around_score(

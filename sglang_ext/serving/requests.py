@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 CHAT_KEY = "_chat_header"  # in custom_params, set by serving.chat: names the tokens before the first user message
 
 MAX_LISTED = 10_000  # entries of a list or an object in a request, of those that have no other limit
-MAX_SCORED = 32  # prompts of one request that want the probabilities of labels
 CHARACTERS_A_TOKEN = 16  # more than a text has in the mean
 MAX_STOPS = 256  # each is looked for after every token
 MAX_STOP_CHARACTERS = 4_096
@@ -145,7 +144,6 @@ def check(request: Any, facts: Facts) -> list[str]:
         check_sampling(params or {}, facts.vocabulary)
     check_count(request, listed, facts.max_prompts)
     prompts = _prompts(request)
-    check_scored(prompts)
     for prompt in prompts:
         check_prompt(prompt, facts)
     return [prompt.rid for prompt in prompts]
@@ -186,20 +184,8 @@ def check_count(request: Any, params: Sequence[Mapping[str, Any] | None], most: 
         )
 
 
-def check_scored(prompts: Sequence[Any]) -> None:
-    """PoolError where more prompts of a request than `MAX_SCORED` want the probabilities of labels."""
-    custom = [(prompt.sampling_params or {}).get("custom_params") for prompt in prompts]
-    asked = sum(isinstance(each, dict) and bool(each.get("label_probs")) for each in custom)
-    if asked > MAX_SCORED:
-        raise PoolError(
-            f"label_probs: {asked} prompts of one request ask for it; the server scores the labels of at most"
-            f" {MAX_SCORED} a request: send several requests",
-            413,
-        )
-
-
 def check_characters(characters: int, context: int) -> None:
-    """ValueError for a text that is too long to be tokenized on the event loop, where everybody waits for it."""
+    """ValueError for a text that is too long for the model, however it is tokenized: it is not tokenized then."""
     most = context * CHARACTERS_A_TOKEN
     if characters > most:
         raise ValueError(

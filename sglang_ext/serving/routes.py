@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 import fastapi
+from starlette.datastructures import QueryParams
 
-from sglang_ext.serving.answers import FIELD, extra_of, with_extra
-from sglang_ext.serving.chat import compose_chat, wants_labels
+from sglang_ext import compat
+from sglang_ext.serving.answers import FIELD, extra_of, with_extra, with_last
+from sglang_ext.serving.chat import wants_labels
 from sglang_ext.serving.errors import error_response
+from sglang_ext.serving.texts import is_long, run_beside
 
 CUSTOM = "custom_params"
 
@@ -50,6 +53,24 @@ def guard(app: fastapi.FastAPI) -> None:
     """Have `app` answer 400 where SGLang's own reading of a body raises what it raises for no other reason."""
     for kind in (AttributeError, IndexError, KeyError, TypeError):
         app.add_exception_handler(kind, _unreadable)
+
+
+class QueryOptions:
+    """ASGI middleware: options in the query of a request that has them in its body are refused, and not overlooked."""
+
+    def __init__(self, app: Any, options: Collection[str]) -> None:
+        self.app = app
+        self.options = frozenset(options) | {CUSTOM}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith("/v1/pools"):
+            found = sorted(self.options.intersection(QueryParams(scope["query_string"])))
+            if found:
+                await error_response(
+                    f"query parameters {', '.join(found)}: expected these options in custom_params of the body", 400
+                )(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 async def _unreadable(request: fastapi.Request, error: Exception) -> fastapi.Response:
@@ -110,16 +131,35 @@ async def around_create_responses(
 
 
 async def around_make_request(
-    original: Callable[..., Awaitable[Any]], handler: Any, request: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Awaitable[Any]], handler: Any, request: Any, previous: Any, *args: Any
 ) -> Any:
-    """AROUND OpenAIServingResponses._make_request: a request over a pool is rendered as a chat over it."""
-    custom = getattr(request, CUSTOM, None)
-    if not custom or "pool" not in custom:
-        return await original(handler, request, *args, **kwargs)
+    """AROUND OpenAIServingResponses._make_request: a request over a pool is rendered as a chat over it.
+
+    A long one is rendered in a thread, and so is each that goes on from an answer, however long that was.
+    """
+
+    async def make(handler: Any) -> Any:
+        return await original(handler, request, previous, *args)
+
     try:
-        return await original(_OverPool(handler, request), request, *args, **kwargs)
-    except ValueError as error:  # SGLang would answer it with the name of its cause behind it, and always with 400
+        if is_long(handler.tokenizer_manager, request.input, request.tools) or (
+            previous is not None and ours(handler.tokenizer_manager)
+        ):
+            return await run_beside(handler, lambda own: make(_over_pool(own, request)))
+        return await make(_over_pool(handler, request))
+    except ValueError as error:
+        if not _names_pool(request):
+            raise
+        # SGLang would answer it with the name of its cause behind it, and always with 400.
         raise fastapi.HTTPException(getattr(error, "status_code", 400), str(error)) from error
+
+
+def _over_pool(handler: Any, request: Any) -> Any:
+    return _OverPool(handler, request) if _names_pool(request) else handler
+
+
+def _names_pool(request: Any) -> bool:
+    return "pool" in (getattr(request, CUSTOM, None) or {})
 
 
 class _OverPool:
@@ -144,15 +184,54 @@ async def around_full_response(
     request: Any,
     sampling_params: Any,
     results: Any,
-    context: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """AROUND OpenAIServingResponses.responses_full_generator: the answer says what it used."""
-    response = await original(handler, request, sampling_params, results, context, *args, **kwargs)
-    last = getattr(context, "last_output", None)
-    extra = extra_of(last["meta_info"]) if isinstance(last, dict) and "meta_info" in last else None
-    return with_extra(response, extra) if extra and hasattr(response, "output") else response
+    """AROUND OpenAIServingResponses.responses_full_generator: the answer says what it used, a stored one too."""
+    notes: dict[str, Any] = {}
+    response = await original(handler, request, sampling_params, _noted(results, notes), *args, **kwargs)
+    if not notes or not hasattr(response, "output"):
+        return response
+    return _stored(handler, response, with_extra(response, notes))
+
+
+def around_response_stream(
+    original: Callable[..., AsyncGenerator[str, None]],
+    handler: Any,
+    request: Any,
+    sampling_params: Any,
+    results: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> AsyncGenerator[str, None]:
+    """AROUND the generators of OpenAIServingResponses' streams: the event that ends one says what the answer used."""
+    notes: dict[str, Any] = {}
+
+    def add(data: dict[str, Any]) -> None:
+        if notes:
+            data["response"][FIELD] = notes
+            kept = handler.response_store.get(data["response"]["id"])
+            if kept is not None:
+                _stored(handler, kept, with_extra(kept, notes))
+
+    events = original(handler, request, sampling_params, _noted(results, notes), *args, **kwargs)
+    return with_last(events, "response.completed", add)
+
+
+async def _noted(results: AsyncIterator[Any], notes: dict[str, Any]) -> AsyncGenerator[Any, None]:
+    """SGLang's results of one answer; `notes` takes what the answer used."""
+    async for each in results:
+        last = each if isinstance(each, dict) else getattr(each, "last_output", None)
+        if isinstance(last, dict):
+            notes.update(extra_of(last.get("meta_info") or {}) or {})
+        yield each
+
+
+def _stored(handler: Any, before: Any, after: Any) -> Any:
+    """`after`, which is read by its id from now on, if `before` was."""
+    if handler.response_store.get(before.id) is before:
+        handler.response_store[before.id] = after
+    return after
 
 
 # ---- /v1/messages ----
@@ -188,13 +267,23 @@ def around_convert_messages(original: Callable[..., Any], handler: Any, request:
     chat, custom = original(handler, request), getattr(request, CUSTOM, None)
     if custom:
         chat.custom_params = dict(custom)
-        if "pool" in custom:  # here, where what is wrong is answered with 400
-            compose_chat(
-                handler.openai_serving_chat.tokenizer_manager, handler.openai_serving_chat.template_manager, chat
-            )
         if wants_labels(custom) and request.temperature is None:
             chat.temperature = 0.0
     return chat
+
+
+def around_message_stream(
+    original: Callable[..., AsyncGenerator[str, None]], handler: Any, adapted_request: Any, *args: Any
+) -> AsyncGenerator[str, None]:
+    """AROUND AnthropicServing._generate_anthropic_stream: the event with the reason of its end says what was used."""
+
+    def add(data: dict[str, Any]) -> None:
+        # The chat stream inside took notes of this request.
+        extra = next((found for found in (compat.notes_of(adapted_request) or {}).values() if found), None)
+        if extra:
+            data[FIELD] = extra
+
+    return with_last(original(handler, adapted_request, *args), "message_delta", add)
 
 
 def around_convert_answer(original: Callable[..., Any], handler: Any, response: Any) -> Any:

@@ -134,11 +134,13 @@ def _admit(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> 
 
     SGLang cuts one prompt at a time: only requests that together fit one chunk are shown to it.
     """
-    if compat.waits_for_grammars(scheduler):  # one whose grammar is ready joins the queue, of whatever length
-        return None
-    first = _fitting(scheduler, len(running_batch.reqs))
-    if not first:
-        return None
+    with compat.compiled_grammars(scheduler):
+        first = _fitting(scheduler, len(running_batch.reqs))
+        return _of(first, original, scheduler, running_batch) if first else None
+
+
+def _of(first: list[Any], original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any | None:
+    """A batch that SGLang makes of some of the waiting requests, with no prompt in chunks."""
     chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
     scheduler.chunked_req, scheduler.waiting_queue = None, first
     try:

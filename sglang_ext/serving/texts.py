@@ -1,12 +1,98 @@
-"""Long texts are tokenized in a thread: SGLang does it on the event loop, where everybody waits for it."""
+"""Long texts are tokenized in a thread: SGLang does it on the event loop, where everybody waits for it.
+
+A text alone is tokenized by `TokenizerManager._tokenize_texts`. A chat is rendered and tokenized in the middle of what
+each route does with it, without a place to wait: that part of SGLang's route runs in the thread as it is, on copies of
+its handlers, with a tokenizer that no other thread uses.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import contextvars
+import copy
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LONG = 1 << 14  # characters that take so long, some 10 ms, that others must not wait for them
+
+_CHATS = ("chat_serving", "openai_serving_chat")  # handlers of chats that other handlers have
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a thread made of a chat request, until SGLang asks for it.
+
+    Attributes:
+        request: the chat request, of which there is one object.
+        made: what SGLang's own conversion of it returns.
+        error: what it raised instead, or None.
+    """
+
+    request: Any
+    made: Any = None
+    error: Exception | None = None
+
+
+CONVERTED: contextvars.ContextVar[Converted | None] = contextvars.ContextVar("sglang_ext_converted", default=None)
+
+
+def characters(value: Any) -> int:
+    """Characters of all texts in a value of a request: a text, a list, an object, a model, or nothing."""
+    found, left = 0, [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            found += len(each)
+        elif isinstance(each, dict):
+            left += each.values()
+        elif isinstance(each, (list, tuple)):
+            left += each
+        elif hasattr(each, "__pydantic_fields_set__"):
+            left += vars(each).values()
+    return found
+
+
+def is_long(manager: Any, *values: Any) -> bool:
+    """Whether a server of ours must not handle these values of a request on its event loop."""
+    return getattr(manager, "ext_pools", None) is not None and characters(values) > LONG
+
+
+async def beside(handler: Any, work: Callable[[Any], T]) -> T:
+    """`work(copy of handler)` in a thread; the copy has a tokenizer of its own, and `work` the caller's context."""
+    context = contextvars.copy_context()
+
+    def run(tokenizer: Any) -> T:
+        return context.run(work, _with_tokenizer(handler, tokenizer))
+
+    return await _pools(handler).with_tokenizer(run)
+
+
+async def run_beside(handler: Any, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    """The same of a coroutine which, as SGLang wrote it, waits for nothing of the server's event loop."""
+    return await beside(handler, lambda own: asyncio.run(work(own)))
+
+
+def _pools(handler: Any) -> Any:
+    manager = getattr(handler, "tokenizer_manager", None)
+    return (manager or handler.openai_serving_chat.tokenizer_manager).ext_pools
+
+
+def _with_tokenizer(handler: Any, tokenizer: Any) -> Any:
+    own = copy.copy(handler)
+    if hasattr(own, "tokenizer_manager"):
+        own.tokenizer_manager = copy.copy(own.tokenizer_manager)
+        own.tokenizer_manager.tokenizer = tokenizer
+    for name in _CHATS:
+        chats = getattr(own, name, None)
+        if chats is not None:
+            setattr(own, name, _with_tokenizer(chats, tokenizer))
+    return own
+
+
+# ---- texts ----
 
 
 async def around_tokenize_texts(
@@ -21,3 +107,48 @@ async def around_tokenize_texts(
         await asyncio.sleep(0)  # between two of many prompts others have their turn
         return await original(manager, texts, is_cross_encoder)
     return await manager.ext_pools.with_tokenizer(lambda tokenizer: tokenizer([texts])["input_ids"][0]), None
+
+
+# ---- chats ----
+
+
+async def around_handle_chat(original: Callable[..., Any], handler: Any, request: Any, raw_request: Any) -> Any:
+    """AROUND OpenAIServingChat.handle_request: a long chat is converted before SGLang asks for it."""
+    await _convert(handler, request, raw_request)
+    return await original(handler, request, raw_request)
+
+
+async def around_handle_message(
+    original: Callable[..., Any], handler: Any, chat_request: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND AnthropicServing._handle_streaming and _handle_non_streaming: the same."""
+    await _convert(handler.openai_serving_chat, chat_request, raw_request)
+    return await original(handler, chat_request, request, raw_request)
+
+
+async def _convert(handler: Any, request: Any, raw_request: Any) -> None:
+    if not is_long(handler.tokenizer_manager, request):
+        return
+    try:
+        made = await beside(handler, lambda own: own._convert_to_internal_request(request, raw_request))
+        CONVERTED.set(Converted(request, made))
+    except Exception as error:  # it is SGLang's to answer, where it asks
+        CONVERTED.set(Converted(request, error=error))
+
+
+def around_convert_chat(original: Callable[..., Any], handler: Any, request: Any, raw_request: Any = None) -> Any:
+    """AROUND OpenAIServingChat._convert_to_internal_request: what a thread has made of this request is returned."""
+    found = CONVERTED.get()
+    if found is None or found.request is not request:
+        return original(handler, request, raw_request)
+    CONVERTED.set(None)
+    if found.error is not None:
+        raise found.error
+    return found.made
+
+
+async def around_count_tokens(original: Callable[..., Any], handler: Any, request: Any, raw_request: Any) -> Any:
+    """AROUND AnthropicServing.handle_count_tokens: a long chat is counted in the thread."""
+    if not is_long(handler.openai_serving_chat.tokenizer_manager, request):
+        return await original(handler, request, raw_request)
+    return await run_beside(handler, lambda own: original(own, request, raw_request))

@@ -23,7 +23,7 @@ from sglang_ext.serving import checks
 from sglang_ext.serving.access import check_reading, check_retriever, may_read, may_see_definitions
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import Ending, constrain
-from sglang_ext.serving.labels import CLIENT, Prompt, check_quota, label_probabilities
+from sglang_ext.serving.labels import ASKED, Asked, Prompt, check_quota, label_probabilities
 from sglang_ext.serving.layout import Layout, encode_text
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
@@ -95,6 +95,13 @@ def custom_params(obj: Any) -> list[dict[str, Any]]:
     return [item for item in found if isinstance(item, dict) and item]
 
 
+def scored(obj: Any) -> int:
+    """How many prompts of a request want the probabilities of labels."""
+    params = obj.sampling_params
+    wanted = sum(bool(custom.get("label_probs")) for custom in custom_params(obj))
+    return wanted if isinstance(params, list) else wanted * len(compat.logical_rids(obj))
+
+
 def around_generate_request(
     original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncGenerator[Any, None]:
@@ -108,7 +115,7 @@ async def _generate(
     original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
 ) -> AsyncGenerator[Any, None]:
     service = pools_of(manager)
-    CLIENT.set(request)
+    ASKED.set(Asked(request, scored(obj)))
     await service.restored()
     # SGLang refuses an id that is in use; the lease under it is somebody else's then.
     others = set(compat.logical_rids(obj)) & set(manager.ext_leases)

@@ -227,6 +227,54 @@ def test_stored_responses_are_bounded(guarded: Guarded) -> None:
     assert guarded.call("GET", f"/v1/responses/{unstored}").status_code == 404
 
 
+def test_stored_responses_are_read_with_the_users_key_alone(guarded: Guarded) -> None:
+    id = respond(guarded).json()["id"]
+    for key in (ADMIN, None, "wrong"):
+        for method, path in (("GET", f"/v1/responses/{id}"), ("POST", f"/v1/responses/{id}/cancel")):
+            assert guarded.call(method, path, key).status_code == 401
+        body = {"model": "m", "input": QUESTION, "previous_response_id": id}
+        assert guarded.call("POST", "/v1/responses", key, json=body).status_code == 401
+    assert guarded.json("GET", f"/v1/responses/{id}")["id"] == id
+
+
+@pytest.mark.parametrize("route", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_no_ids_of_an_answer_spell_demonstrations(guarded: Guarded, route: str) -> None:
+    """All token ids that any answer returns, as /v1/detokenize spells them; an open pool's would be found."""
+    for pool, shown in (("closed", False), ("open", True)):
+        custom = {"pool": pool}
+        params = {"max_new_tokens": 4, "temperature": 0, "custom_params": custom}
+        body: dict[str, Any] = {"text": QUESTION, "sampling_params": params}
+        more: list[dict[str, Any]] = [{}, {"return_prompt_token_ids": True}]
+        more.append({"return_logprob": True, "logprob_start_len": 0})
+        if route != "/generate":
+            body = {"model": "m", "max_tokens": 4, "temperature": 0, "custom_params": custom, "prompt": QUESTION}
+            body["messages"] = [{"role": "user", "content": QUESTION}]
+            more = [{}, {"return_token_ids": True}, {"return_prompt_token_ids": True}, {"logprobs": 1, "echo": True}]
+        spelled = ""
+        for fields in more:
+            answer = guarded.call("POST", route, json={**body, **fields})
+            for ids in id_lists(answer.json()):
+                ids = [id for id in ids if id >= 0]  # text offsets are numbers, too
+                spelled += guarded.json("POST", "/v1/detokenize", json={"model": "m", "tokens": ids})["text"]
+        assert spelled or route != "/generate"
+        assert any(each["input"] in spelled for each in DEMOS) == shown, (route, pool, spelled[:300])
+
+
+def id_lists(value: Any) -> Iterator[list[int]]:
+    """Every list of whole numbers in an answer, and the ids of its log-probabilities."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from id_lists(each)
+    elif isinstance(value, list) and value:
+        if all(type(each) is int for each in value):
+            yield value
+        elif all(isinstance(each, list) and len(each) > 1 and type(each[1]) is int for each in value):
+            yield [each[1] for each in value]
+        else:
+            for each in value:
+                yield from id_lists(each)
+
+
 def test_ids_of_stored_responses_are_the_servers(guarded: Guarded) -> None:
     chosen = respond(guarded, request_id="resp_alice")
     assert chosen.status_code == 400 and "request_id" in error_of(chosen), chosen.text

@@ -6,17 +6,21 @@ before them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+import requests
 
 from tests.e2e.bad_requests import BODIES, MESSAGES, TEXT, Case, answered, generated, with_params, wrong
-from tests.e2e.server import Server, answer_tokens, error_of, model
+from tests.e2e.server import Server, answer_tokens, error_of, model, until
 from tests.oracle import models
 
 QUESTION = "how do i activate my card?"
@@ -244,6 +248,55 @@ def test_pools_over_every_route(server: Server) -> None:
     assert text_of(answer).strip() in labels
 
 
+def ended(path: str, text: str) -> tuple[str, Any]:
+    """(text, what is said of it) of a stream of any route."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
+    events = [json.loads(line) for line in lines]
+    if path.startswith("/api"):
+        parts = [event["message"]["content"] if "message" in event else event["response"] for event in events]
+        assert [event["done"] for event in events] == [False] * (len(events) - 1) + [True]
+        return "".join(parts), events[-1].get("sglang_ext")
+    kinds = {event.get("type"): event for event in events}
+    if path == "/v1/responses":
+        response = kinds["response.completed"]["response"]
+        return text_of(response), response.get("sglang_ext")
+    if path == "/v1/messages":
+        parts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+        return "".join(parts), kinds["message_delta"].get("sglang_ext")
+    choices = [choice for event in events for choice in event["choices"]]
+    parts = [choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in choices]
+    (last,) = [choice for choice in choices if choice["finish_reason"]]
+    return "".join(parts), last.get("sglang_ext")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_streams_end_says_what_it_used(server: Server, path: str) -> None:
+    pools(server)
+    for custom in ({}, {"pool": "base", "constrain": "labels"}):
+        body = {**BODIES[path][1], **({"custom_params": custom} if custom else {})}
+        whole = server.json("POST", path, json=body)
+        text, used = ended(path, server.call("POST", path, json={**body, "stream": True}).text)
+        if custom:
+            assert text == text_of(whole) and used["pool"] == "base" and used["stitched_tokens"] > 0
+        else:
+            assert used is None
+
+
+def test_a_stored_response_says_what_it_used(server: Server) -> None:
+    pools(server)
+    body = {**BODIES["/v1/responses"][1], "store": True, "custom_params": {"pool": "base"}}
+    ids = [server.json("POST", "/v1/responses", json=body)["id"]]
+    events = server.call("POST", "/v1/responses", json={**body, "stream": True}).text
+    ids.append(json.loads(events.split("event: response.completed\ndata: ")[1].splitlines()[0])["response"]["id"])
+    ids.append(server.json("POST", "/v1/responses", json={**body, "background": True})["id"])
+    for id in ids:
+        kept = until(
+            lambda id=id: (found := server.json("GET", f"/v1/responses/{id}"))["status"] == "completed" and found
+        )
+        assert kept["sglang_ext"]["pool"] == "base" and kept["output"]
+        assert server.call("POST", "/v1/responses", json={**body, "previous_response_id": id}).status_code == 200
+
+
 def text_of(answer: dict[str, Any]) -> str:
     """The text of an answer, whichever route gave it."""
     if "choices" in answer:
@@ -306,12 +359,88 @@ def test_a_text_that_everybody_would_wait_for_is_refused_before_it_is_tokenized(
         assert "16 for each token" in refused(server, path, body)
 
 
-def test_labels_of_many_prompts_of_one_request_are_not_scored(server: Server) -> None:
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions", "/api/chat"])
+def test_options_in_the_query_are_not_overlooked(server: Server, path: str) -> None:
+    body = with_params() if path == "/generate" else BODIES[path][1]
+    for query in ("pool=base", "custom_params=%7B%7D", "constrain=labels&max_tokens=3"):
+        assert "custom_params of the body" in refused(server, f"{path}?{query}", body)
+
+
+@pytest.mark.parametrize("custom", [{"pool": "base"}, {"pool": "base", "label_probs": True}])
+def test_log_probabilities_over_a_pool_begin_where_they_can(server: Server, custom: dict[str, Any]) -> None:
     pools(server)
-    params = {"max_new_tokens": 1, "custom_params": {"pool": "base", "label_probs": True}}
-    body = {"text": ["x"] * 33, "sampling_params": params}
-    words = refused(server, "/generate", body, 413)
-    assert "--max-prompts" in words or "at most 32" in words
+    body = {**with_params(custom_params=custom), "return_logprob": True}
+    for start in (-5, 10**6):
+        assert "logprob_start_len" in refused(server, "/generate", {**body, "logprob_start_len": start})
+    assert server.call("POST", "/generate", json={**body, "logprob_start_len": -1}).status_code == 200
+
+
+# ---- long texts ----
+
+LONG = " ".join(f"why is card {number} frozen?" for number in range(900))  # characters a thread has to tokenize
+MANY = " ".join(f"why is card {number} frozen?" for number in range(60_000))  # seconds of work
+
+
+def chats(text: str, stream: bool = False) -> dict[str, dict[str, Any]]:
+    """A request with one user message to each route that renders a chat."""
+    said = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    return {
+        "/v1/chat/completions": {**said, "max_tokens": 1, "stream": stream},
+        "/v1/messages": {**said, "max_tokens": 1, "stream": stream},
+        "/v1/responses": {"model": "m", "input": text, "max_output_tokens": 1, "stream": stream},
+        "/api/chat": {**said, "options": {"num_predict": 1}, "stream": stream},
+    }
+
+
+def test_a_long_chat_becomes_the_tokens_of_a_short_ones_template(server: Server) -> None:
+    if kind_of(server) != "cascade":
+        pytest.skip("only streams may be that long")
+    tokenizer = models.load_tokenizer(model("llama", max_position_embeddings=1024))
+    messages = [{"role": "user", "content": LONG}]
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    body = {"model": "m", "messages": messages}
+    assert server.json("POST", "/v1/tokenize", json=body)["tokens"] == ids
+    assert server.json("POST", "/v1/messages/count_tokens", json=body)["input_tokens"] == len(ids)
+    plain_ids = tokenizer(LONG)["input_ids"]
+    assert server.json("POST", "/v1/tokenize", json={"model": "m", "prompt": LONG})["tokens"] == plain_ids
+    words = server.json("POST", "/v1/detokenize", json={"model": "m", "tokens": plain_ids * 2})["text"]
+    assert words == tokenizer.decode(plain_ids * 2, skip_special_tokens=True)
+    for path, request in chats(LONG).items():
+        answer = server.json("POST", path, json=request)
+        usage = answer.get("usage") or {"prompt_tokens": answer["prompt_eval_count"]}
+        assert usage.get("prompt_tokens", usage.get("input_tokens")) == len(ids), path
+    for path in ("/v1/chat/completions", "/v1/messages"):  # what is wrong with it is said as with a short one
+        assert "temperature" in refused(server, path, {**chats(LONG)[path], "temperature": -1})
+    template = {**chats(LONG)["/v1/chat/completions"], "chat_template_kwargs": {"tokenize": True}}
+    assert "chat_template_kwargs" in refused(server, "/v1/chat/completions", template)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_chat_holds_nobody_up(server: Server, stream: bool) -> None:
+    if kind_of(server) != "cascade":
+        pytest.skip("only streams may be that long")
+    requests_of = {
+        **chats(MANY, stream),
+        "/v1/tokenize": {"model": "m", "messages": [{"role": "user", "content": MANY}]},
+        "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": MANY}]},
+    }
+    for path, body in requests_of.items():
+        done, longest = threading.Event(), 0.0
+
+        def ask(path: str = path, body: dict[str, Any] = body, done: threading.Event = done) -> None:
+            with contextlib.suppress(requests.RequestException):  # its many tokens are not waited for
+                requests.post(server.url + path, json=body, timeout=6)
+            done.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        while not done.is_set():
+            begin = time.perf_counter()
+            assert requests.get(server.url + "/model_info", timeout=60).status_code == 200
+            longest = max(longest, time.perf_counter() - begin)
+            time.sleep(0.02)
+        server.call("POST", "/abort_request", json={"rid": "", "abort_all": True})
+        print(f"{path}: others waited {longest:.2f} s at most")
+        assert longest < 1.5, path  # it was 3 s and more, and 0.2 s on an idle machine
 
 
 def test_only_the_operators_models_retrieve(server: Server) -> None:

@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,6 +38,36 @@ def first_token(server: Server) -> float:
     for _ in events:
         pass
     return seconds
+
+
+SLOW_GRAMMARS = [f"([a-f]{{1,40}}{number}|[b-g]{{2,30}}x){{1,30}}" for number in range(4)]
+
+
+def test_a_plain_request_does_not_wait_for_anothers_grammar(server: Server) -> None:
+    """While grammars are compiled, and a pool encoded, plain requests are answered: they wait for neither."""
+    first_token(server)
+    for trial in range(TRIALS):
+        server.json("PUT", "/v1/pools/big", json={**big_pool(), "wait": False})
+        until(lambda: server.pool("big").get("progress", {}).get("blocks_done"))
+        with ThreadPoolExecutor(len(SLOW_GRAMMARS)) as threads:
+            waiting = [threads.submit(constrained, server, f"{trial} {grammar}") for grammar in SLOW_GRAMMARS]
+            answered = 0
+            while server.pool("big")["status"] == "encoding":
+                first_token(server)
+                answered += server.pool("big")["status"] == "encoding" and not all(each.done() for each in waiting)
+            assert [each.result() for each in waiting] == ["length"] * len(waiting)
+        server.json("DELETE", "/v1/pools/big")
+        print(f"{answered} requests were answered while grammars were compiled beside an encoding")
+        if answered >= 3:
+            return
+    pytest.fail("plain requests waited for the encoding, or the grammars were compiled too soon")
+
+
+def constrained(server: Server, regex: str) -> str:
+    """How an answer that a new grammar constrains ended."""
+    params = {"max_new_tokens": 3, "regex": regex, "temperature": 0}
+    answer = server.json("POST", "/generate", json={"text": regex, "sampling_params": params})
+    return str(answer["meta_info"]["finish_reason"]["type"])
 
 
 def big_pool() -> dict[str, Any]:

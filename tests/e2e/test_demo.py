@@ -85,6 +85,15 @@ def test_demo_on_banking77(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     check(result, printed, ACCURACY_FLOOR["banking77"])
 
 
+def test_failed_answers_are_counted_and_named(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """A server without grammars answers no question whose answer is constrained to labels."""
+    command = demo._server_command
+    monkeypatch.setattr(demo, "_server_command", lambda *given: [*command(*given), "--grammar-backend", "none"])
+    assert cli.main(["demo", "--queries", "4", "--pool-tokens", "1024"]) == cli.FAILED
+    said = capsys.readouterr().err
+    assert "all 4 answers failed" in said and "--grammar-backend none" in said and "(4 times)" in said, said
+
+
 # ---- without a server ----------------------------------------------------------------------------------------------
 
 

@@ -108,14 +108,28 @@ def test_a_real_launch_says_so_and_ends(options: dict[str, Any], words: list[str
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's warnings are shown")
-def test_the_attention_backend_alone_starts_a_server_that_speaks_of_no_gpu() -> None:
-    """`python -m sglang.launch_server --attention-backend dbsa`: the plugin chooses the rest."""
-    with Server(model(), radix_cache_backend=None) as server:
+@pytest.mark.parametrize("backend", ["dbsa", "dbsa+double_p", "double_p", "cascade", "streaming_llm", "quest"])
+def test_the_attention_backend_alone_starts_a_server_that_speaks_of_no_gpu(backend: str) -> None:
+    """`python -m sglang.launch_server --attention-backend dbsa`, or any of ours: the plugin chooses the rest."""
+    env = {"SGLANG_EXT_SETTINGS": '{"pool_metrics": true}'}
+    if backend in ("cascade", "streaming_llm"):
+        env["SGLANG_EXT_POLICY"] = '{"window": 64, "stride": 16}'
+    with Server(
+        model(), attention_backend=backend, radix_cache_backend=None, enable_metrics=backend == "dbsa", env=env
+    ) as server:
         info = server.json("GET", "/server_info")
         assert info["radix_cache_backend"] == "sglang_ext" and info["page_size"] == 1
-        server.put("p", demonstrations(20), block_size=5)
-        answer = server.generate("which one", pool="p", ratio=0.5)
-        assert answer["meta_info"]["sglang_ext"]["blocks"]
+        if backend.startswith("dbsa"):
+            server.put("p", demonstrations(20), block_size=5)
+            answer = server.generate("which one", pool="p", ratio=0.5)
+            assert answer["meta_info"]["sglang_ext"]["blocks"]
+        assert server.generate("a plain question", 4)["meta_info"]["completion_tokens"] == 4
+        if backend == "dbsa":  # `--pool-metrics`: by name
+            lines = server.call("GET", "/metrics").text.splitlines()
+            counted = [
+                line for line in lines if line.startswith("sglang_ext:pool_requests_total") and 'pool="p"' in line
+            ]
+            assert [float(line.rsplit(" ", 1)[1]) for line in counted] == [1.0], lines
         log = server.log()
         for word in ("CUDA runtime", "Triton is not supported", "AWQ", "GGUF", "AllReduce is disabled"):
             assert word not in log, [line for line in log.splitlines() if word in line]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -161,8 +162,22 @@ def test_a_quota_is_checked_before_anything_is_computed(server: Server) -> None:
         assert stream or answer.status_code == 413
         assert "50 labels of pool 'wordy' need" in message and f"at most {LIMIT}" in message
         assert "--max-label-tokens" in message
+    custom = {"pool": "thousand", "label_probs": True}
+    body = {"sampling_params": {"max_new_tokens": 1, "custom_params": custom}}
+    needed = int(re.search(r"need (\d+) tokens", error_of(ask_many(server, LIMIT // 1000 + 1, body))).group(1))  # type: ignore[union-attr]
+    assert 1000 < needed <= LIMIT, "one prompt alone is served"
+    assert f"for each of {LIMIT // 1000 + 1} prompts" in error_of(ask_many(server, LIMIT // 1000 + 1, body))
+    listed = {**body, "sampling_params": [body["sampling_params"]] * 4 + [{"max_new_tokens": 1}]}
+    assert "for each of 4 prompts" in error_of(server.call("POST", "/generate", json={"text": ["a"] * 5, **listed}))
     assert server.log().count("Prefill batch") == counted
     assert ask(server, custom_params={"pool": "wordy"}).status_code == 200
+
+
+def ask_many(server: Server, count: int, body: dict[str, Any]) -> requests.Response:
+    """A batch of so many prompts, which is too large."""
+    answer = server.call("POST", "/generate", json={"text": ["a", *["b"] * (count - 1)], **body})
+    assert answer.status_code == 413, answer.text
+    return answer
 
 
 class Background:

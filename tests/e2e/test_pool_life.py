@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -25,6 +26,7 @@ SETTINGS = {
     "max_demonstrations": MOST,
     "max_pools": 6,
     "max_waiting_encodings": 3,
+    "max_body_seconds": 5,
 }
 BASE = models.demonstrations(12)
 
@@ -178,6 +180,24 @@ def test_a_body_beyond_its_limit_is_413(server: Server, method: str, path: str, 
     else:
         assert answer.status_code == 413 and f"{flag} {mib}" in answer.text, answer.text
     assert server.call("GET", "/health").status_code == 200
+
+
+def test_a_slow_body_is_408_and_many_large_ones_are_429(server: Server) -> None:
+    """Clients that announce a body and never send its end: together they take no more memory than four large bodies."""
+    clients = []
+    for _ in range(6):
+        client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        head = "PUT /v1/pools/large HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with contextlib.suppress(ConnectionError):  # the server hangs up on what it does not read
+            client.sendall(f"{head}Content-Length: {POOL_MIB * MIB}\r\n\r\n".encode() + b"x" * (POOL_MIB * MIB - 1))
+        clients.append(client)
+    assert server.call("GET", "/health").status_code == 200
+    assert server.generate("a small one", 1)["meta_info"]["completion_tokens"] == 1
+    told = []
+    for client in clients:
+        with client, contextlib.suppress(ConnectionError):
+            told.append(client.recv(4096).decode().split(" ", 2)[1])
+    assert told.count("408") == 4 and set(told) == {"408", "429"}, told
 
 
 def test_a_large_pool_is_refused_soon_and_leaves_no_memory(server: Server) -> None:

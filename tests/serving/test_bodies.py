@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.serving import bodies
 from sglang_ext.serving.bodies import MIB, BodyLimit
 from sglang_ext.settings import ServerSettings
 
-SETTINGS = ServerSettings(max_pool_mb=4, max_request_mb=2)  # 16 MiB in memory at one time
+SETTINGS = ServerSettings(max_pool_mb=4, max_request_mb=2, max_body_seconds=1)  # 16 MiB in memory at one time
 
 
 class Client:
@@ -81,16 +80,13 @@ def test_a_body_beyond_its_limit_is_413(path: str, flag: str) -> None:
         assert client.status == 413 and flag in client.words
 
 
-def test_a_slow_body_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
+def test_a_slow_body_is_408() -> None:
     client = Client(pieces(1, whole=False))
     asked(client)
     assert client.status == 408 and "faster" in client.words
 
 
-def test_large_bodies_turn_others_away_but_no_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 1.0)
-
+def test_large_bodies_turn_others_away_but_no_small_one() -> None:
     async def run() -> None:
         limit = BodyLimit(application, SETTINGS)
         stalled = [Client(pieces(3.9, whole=False), "/v1/pools/p") for _ in range(6)]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +22,7 @@ import torch
 from tests.e2e.server import Server, model
 from tests.oracle.models import demonstrations
 
-LIMITS = ["--dtype", "float32", "--max-total-tokens", "4000"]
+LIMITS = ["--dtype", "float32", "--max-total-tokens", "20000"]
 
 
 def run(*line: str, status: int = 0) -> str:
@@ -125,8 +131,49 @@ def test_the_life_of_a_pool(server: Server, ask, pool_dir: Path, tmp_path: Path)
     assert ask("ls") == [] and list(pool_dir.iterdir()) == []
 
 
+def test_put_shows_progress_on_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SGLANG_EXT_API_KEY", "secret")
+    file = write(tmp_path / "d.jsonl", demonstrations(1000, 5))
+    command = [sys.executable, "-m", "sglang_ext.launch.cli", "pool", "put", "slow", file, "--url", server.url]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    with subprocess.Popen([*command, "--positions", "local", "--block-size", "1"], stderr=theirs) as put:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal's end
+            while part := os.read(ours, 4096):
+                shown += part
+        assert put.wait(60) == 0, shown
+    os.close(ours)
+    assert b"slow" in shown and b"100%" in shown, shown
+    run("pool", "rm", "slow", "--url", server.url)
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "words"),
+    [
+        (("serve", "MODEL", "--max-pools", "0"), 2, "max_pools=0"),
+        (("serve", "MODEL", "--max-pool", "3"), 2, "--max-pools"),
+        (("serve", "MODEL", "--attention-backend", "cascade", "--policy", '{"sink": 4}'), 2, "sinks"),
+        (("pool", "put", "p", "none.jsonl", "--grouping", "luck"), 2, "length_balanced"),
+        (("pool", "put", "p", "none.jsonl", "--pattern", "half"), 2, "sink+previous+self"),
+        (("batch", "a", "b", "--model", "m", "--order", "odd"), 2, "low_to_high"),
+    ],
+)
+def test_our_own_mistakes_are_refused_at_once(line: tuple[str, ...], status: int, words: str) -> None:
+    begin = time.perf_counter()
+    assert words in run(*line, status=status)
+    assert time.perf_counter() - begin < 10, "neither torch nor SGLang was imported"
+
+
+def test_a_quick_doctor(tmp_path: Path) -> None:
+    begin = time.perf_counter()
+    assert "sglang" in run("doctor", "--quick")
+    assert time.perf_counter() - begin < 10  # 1 s on an idle machine, 14 with SGLang imported
+
+
 def test_refusals_are_one_plain_line(ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = write(tmp_path / "large.jsonl", demonstrations(400))
+    large = write(tmp_path / "large.jsonl", demonstrations(1600))
     for line, words in (
         (("show", "absent"), "unknown pool 'absent'"),
         (("rm", "absent"), "unknown pool 'absent'"),

@@ -172,16 +172,21 @@ def _check_size(name: str, value: Any, most: int) -> None:
 
 def check_count(request: Any, params: Sequence[Mapping[str, Any] | None], most: int) -> None:
     """PoolError where a request asks for too many answers: its prompts, times `n`."""
-    prompts = next((value for value in (request.text, request.input_ids) if value is not None), "")
-    batch = isinstance(prompts, list) and (prompts is request.text or isinstance((prompts or [0])[0], list))
     copies = max([(item or {}).get("n") or 1 for item in params], default=1)
-    asked = (len(prompts) if batch else 1) * copies
+    asked = count_prompts(request) * copies
     if asked > most:
         raise PoolError(
             f"the request asks for {asked} answers (prompts times n); the server gives at most {most} a request:"
             " send several requests, or raise --max-prompts",
             413,
         )
+
+
+def count_prompts(request: Any) -> int:
+    """How many prompts a GenerateReqInput has, normalised or not."""
+    prompts = next((value for value in (request.text, request.input_ids) if value is not None), "")
+    batch = isinstance(prompts, list) and (prompts is request.text or isinstance((prompts or [0])[0], list))
+    return len(prompts) if batch else 1
 
 
 def check_characters(characters: int, context: int) -> None:

@@ -27,7 +27,7 @@ from sglang_ext.serving.labels import ASKED, Asked, Prompt, check_quota, label_p
 from sglang_ext.serving.layout import Layout, encode_text
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
-from sglang_ext.serving.requests import CHAT_KEY, check_characters, check_tokens
+from sglang_ext.serving.requests import CHAT_KEY, check_characters, check_tokens, count_prompts
 from sglang_ext.serving.select import select_pieces
 from sglang_ext.serving.texts import LONG
 from sglang_ext.settings import POOL_DIR_ENV
@@ -99,7 +99,7 @@ def scored(obj: Any) -> int:
     """How many prompts of a request want the probabilities of labels."""
     params = obj.sampling_params
     wanted = sum(bool(custom.get("label_probs")) for custom in custom_params(obj))
-    return wanted if isinstance(params, list) else wanted * len(compat.logical_rids(obj))
+    return wanted if isinstance(params, list) else wanted * count_prompts(obj)
 
 
 def around_generate_request(

@@ -22,7 +22,9 @@ from typing import Any
 
 import psutil
 import requests
+import torch
 
+from tests.e2e.warm import WarmProcess, warm
 from tests.oracle import models
 
 START_SECONDS = 600.0  # a start takes ten seconds on an idle machine, minutes on a crowded one
@@ -75,15 +77,24 @@ class Server:
         stock: leave our two backends out: SGLang as it is, on the same platform.
         env: environment variables beside the test's own.
         wait: whether to wait until the server answers; without, only the process is started.
+        warm: whether it is forked from a process that has imported SGLang (`tests.e2e.warm`), where that is the same;
+            without, and always on a GPU, `command` is run as users run it.
         options: SGLang's arguments, with underscores.
     """
 
     def __init__(
-        self, path: Path, stock: bool = False, env: Mapping[str, str] | None = None, wait: bool = True, **options: Any
+        self,
+        path: Path,
+        stock: bool = False,
+        env: Mapping[str, str] | None = None,
+        wait: bool = True,
+        warm: bool = True,
+        **options: Any,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.wait = wait
+        self.warm = warm and not torch.cuda.is_available()
         self.api_key = options.get("api_key")
         chosen = {**_CPU, **(STOCK if stock else OURS), **options}
         self.command = [sys.executable, "-m", "sglang.launch_server"] + arguments(
@@ -91,7 +102,9 @@ class Server:
         )
         # Sessions outlive a pause of a crowded machine; nobody sends into a connection that is being closed.
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": "600", **(env or {})}
-        if self.env.get("SGLANG_EXT_KERNELS") != "triton":
+        if self.env.get("SGLANG_EXT_KERNELS") == "triton":
+            self.warm = False
+        else:
             self.env.pop("TRITON_INTERPRET", None)  # the tests' own setting, not a user's
         handle, name = tempfile.mkstemp(prefix="sglang-ext-server-", suffix=".log")
         os.close(handle)
@@ -99,7 +112,7 @@ class Server:
         self.session = requests.Session()
         if self.api_key:
             self.session.headers["Authorization"] = f"Bearer {self.api_key}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | WarmProcess | None = None
 
     # ---- life ----
 
@@ -121,10 +134,7 @@ class Server:
 
     def start(self) -> None:
         """Start the process (again), and wait until it answers."""
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self.process = self._process()
         if not self.wait:
             return
         end = time.monotonic() + START_SECONDS
@@ -139,6 +149,14 @@ class Server:
                 self.kill()
                 raise RuntimeError(f"the server did not come up (exit status {code}):\n{self.tail()}")
             time.sleep(0.2)
+
+    def _process(self) -> subprocess.Popen[bytes] | WarmProcess:
+        if self.warm:
+            return warm().start(self.command[2:], self.env, self.log_file)  # without "python -m"
+        with self.log_file.open("ab") as log:
+            return subprocess.Popen(
+                self.command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def kill(self) -> None:
         """SIGKILL to the server and all its children, as a crash would be."""

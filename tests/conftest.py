@@ -12,5 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # after the settings above
 
+from tests.e2e.warm import forked_children
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # our Triton kernels run, slowly, on the CPU
+    forked_children()  # engines in the tests' own processes, too, start in seconds

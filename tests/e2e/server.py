@@ -29,6 +29,7 @@ from tests.oracle import models
 
 START_SECONDS = 600.0  # a start takes ten seconds on an idle machine, minutes on a crowded one
 REQUEST_SECONDS = 120.0
+AT_IMPORT = {"PYTHONPATH", "SGLANG_EXT_KERNELS"}  # environment that a process which has imported SGLang is too late for
 OURS = {"attention_backend": "dbsa", "radix_cache_backend": "sglang_ext"}
 STOCK = {"attention_backend": "torch_native"}
 _CPU = {
@@ -94,7 +95,7 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.wait = wait
-        self.warm = warm and not torch.cuda.is_available()
+        self.warm = warm and not torch.cuda.is_available() and not AT_IMPORT & (env or {}).keys()
         self.api_key = options.get("api_key")
         chosen = {**_CPU, **(STOCK if stock else OURS), **options}
         self.command = [sys.executable, "-m", "sglang.launch_server"] + arguments(
@@ -102,9 +103,7 @@ class Server:
         )
         # Sessions outlive a pause of a crowded machine; nobody sends into a connection that is being closed.
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "SGLANG_TIMEOUT_KEEP_ALIVE": "600", **(env or {})}
-        if self.env.get("SGLANG_EXT_KERNELS") == "triton":
-            self.warm = False
-        else:
+        if self.env.get("SGLANG_EXT_KERNELS") != "triton":
             self.env.pop("TRITON_INTERPRET", None)  # the tests' own setting, not a user's
         handle, name = tempfile.mkstemp(prefix="sglang-ext-server-", suffix=".log")
         os.close(handle)

@@ -46,7 +46,7 @@ def pool_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(pool_dir: Path) -> Iterator[Server]:
     """`sglang-ext serve` on the tiny model, with nothing set that it should set itself."""
-    served = Server(model(), api_key="secret")
+    served = Server(model(), api_key="secret", warm=False)
     served.command = [sys.executable, "-m", "sglang_ext.launch.cli", "serve", str(model()), *LIMITS]
     served.command += [
         "--skip-server-warmup",

@@ -100,7 +100,7 @@ def test_a_stock_server_is_left_alone() -> None:
     ],
 )
 def test_a_real_launch_says_so_and_ends(options: dict[str, Any], words: list[str]) -> None:
-    with Server(model(), wait=False, **options) as server:
+    with Server(model(), wait=False, warm=False, **options) as server:
         assert server.wait_for_exit(250) != 0
         for word in words:
             assert word in server.log(), server.tail()
@@ -114,8 +114,9 @@ def test_the_attention_backend_alone_starts_a_server_that_speaks_of_no_gpu(backe
     env = {"SGLANG_EXT_SETTINGS": '{"pool_metrics": true}'}
     if backend in ("cascade", "streaming_llm"):
         env["SGLANG_EXT_POLICY"] = '{"window": 64, "stride": 16}'
+    first = backend == "dbsa"
     with Server(
-        model(), attention_backend=backend, radix_cache_backend=None, enable_metrics=backend == "dbsa", env=env
+        model(), attention_backend=backend, radix_cache_backend=None, enable_metrics=first, warm=not first, env=env
     ) as server:
         info = server.json("GET", "/server_info")
         assert info["radix_cache_backend"] == "sglang_ext" and info["page_size"] == 1
@@ -124,7 +125,7 @@ def test_the_attention_backend_alone_starts_a_server_that_speaks_of_no_gpu(backe
             answer = server.generate("which one", pool="p", ratio=0.5)
             assert answer["meta_info"]["sglang_ext"]["blocks"]
         assert server.generate("a plain question", 4)["meta_info"]["completion_tokens"] == 4
-        if backend == "dbsa":  # `--pool-metrics`: by name
+        if first:  # `--pool-metrics`: by name
             lines = server.call("GET", "/metrics").text.splitlines()
             counted = [
                 line for line in lines if line.startswith("sglang_ext:pool_requests_total") and 'pool="p"' in line

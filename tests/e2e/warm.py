@@ -32,6 +32,7 @@ MODULES = (
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.models.registry",
     "sglang_ext.plugin",
     "sglang_ext.serving.http",
     "sglang_ext.serving.scheduler",
@@ -40,6 +41,7 @@ MODULES = (
     "sglang_ext.attention.cascade",
     "sglang_ext.attention.double_p",
 )
+SPAWN = "SGLANG_EXT_TEST_SPAWN"  # environment: SGLang's processes are new interpreters after all
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1)
 
 
@@ -106,7 +108,11 @@ def forked_children() -> None:
 
     @functools.wraps(choose)
     def set_start_method(method: str | None, force: bool = False) -> None:
-        choose("fork" if method == "spawn" else method, force)
+        if method == "spawn" and SPAWN not in os.environ:
+            for name in MODULES:
+                importlib.import_module(name)
+            method = "fork"
+        choose(method, force)
 
     multiprocessing.set_start_method = set_start_method
     os.register_at_fork(after_in_child=_signals_of_a_new_process)

@@ -20,6 +20,7 @@ import torch
 from transformers import AttentionInterface
 
 from tests.e2e.server import until
+from tests.e2e.warm import SPAWN
 from tests.oracle import models, oracle
 
 TOLERANCE = 1e-4  # on log-probabilities; the kinds differ from each other by more than 1e-2
@@ -206,6 +207,7 @@ def served(model, one_thread, stock_answers, tmp_path_factory) -> Iterator[Serve
     pool_bytes = psutil.virtual_memory().available // 2
     one_thread.setenv("VIEWS_POLICY_FOLDER", str(folder))
     one_thread.setenv("VIEWS_POLICY_BYTES", str(pool_bytes // BUDGET_TOKENS))
+    one_thread.setenv(SPAWN, "1")  # a process that has read the entry points does not see new ones
     one_thread.syspath_prepend(str(site))  # this process and those it spawns
     policies.cache_clear()  # a package is not installed in a process that has begun
     engine = Engine(model_path=str(model), attention_backend="test_views", mem_fraction_static=0.5, **OPTIONS)

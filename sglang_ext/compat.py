@@ -31,13 +31,12 @@ from sglang.srt.model_executor.runner_utils import get_capture_lora_variant
 from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_ext.cache.rows import WIRE_KEY, Row
-
 __all__ = [
     "AbortReq",
     "AddReqResult",
     "AttentionShape",
     "ChunkCache",
+    "GenerateReqInput",
     "InsertParams",
     "MatchPrefixParams",
     "MatchResult",
@@ -59,12 +58,10 @@ __all__ = [
     "capturing_views",
     "compiled_grammars",
     "context_length",
-    "encode_request",
     "generate",
     "graph_variant",
     "graphs_attention",
     "is_aborted",
-    "is_internal",
     "is_missing_message",
     "keep_first_abort",
     "keep_graph_sizes",
@@ -78,7 +75,6 @@ __all__ = [
     "missing_message",
     "mixes_chunks",
     "node_begin",
-    "notes_of",
     "now",
     "num_kv_slots",
     "num_request_slots",
@@ -90,60 +86,16 @@ __all__ = [
     "record_both_variants",
     "refuse_model",
     "replay_whole",
-    "request_options",
-    "request_row",
     "request_rows",
-    "request_written",
-    "score_request",
-    "sent_row",
-    "sent_turn",
     "set_released",
-    "set_request_row",
-    "set_request_written",
     "set_reserved",
-    "set_sent_turn",
-    "set_stitched_tokens",
-    "stitched_tokens",
     "streams_parts",
-    "take_notes",
     "tree_nodes",
-    "view_backend",
     "whole_graph_size",
     "write_kv",
 ]
 
-_ROW = "sglang_ext_row"
-_WRITTEN = "sglang_ext_written"
 _ABORT = "sglang_ext_abort"
-_INTERNAL = "sglang_ext_internal"
-_STITCHED = "sglang_ext_stitched_tokens"
-_NOTES = "sglang_ext_notes"
-
-
-def request_row(req: Any) -> Row | None:
-    """The stitched row of a scheduler request, or None for a plain one."""
-    return getattr(req, _ROW, None)
-
-
-def sent_turn(req: Any) -> Any:
-    """What `set_sent_turn` put into the message of a scheduler request, or None."""
-    custom = req.sampling_params.custom_params
-    return custom.get(WIRE_KEY) if isinstance(custom, dict) else None
-
-
-def set_sent_turn(message: Any, turn: Any, last: int | None) -> None:
-    """Have a TokenizedGenerateReqInput, which is no `Req` yet, go on from a turn, beginning with the token `last`."""
-    message.sampling_params.custom_params[WIRE_KEY] = turn
-    if last is not None:
-        message.input_ids = array("q", [last]) + message.input_ids
-
-
-def request_options(req: Any) -> dict[str, Any]:
-    """What a scheduler request's custom_params say, besides what SGLang and we put there."""
-    custom = req.sampling_params.custom_params
-    if not isinstance(custom, dict):
-        return {}
-    return {name: value for name, value in custom.items() if name not in ("__req__", WIRE_KEY)}
 
 
 def own_fill_ids(req: Any, begin: int) -> array[int]:
@@ -183,19 +135,6 @@ def compiled_grammars(scheduler: Any) -> Iterator[None]:
         yield
     finally:
         manager.grammar_queue = [*held, *manager.grammar_queue]
-
-
-def set_request_row(req: Any, row: Row | None) -> None:
-    setattr(req, _ROW, row)
-
-
-def request_written(req: Any) -> tuple[int, ...]:
-    """Position at which the first token of each prefix piece of a request's row was written."""
-    return getattr(req, _WRITTEN, ())
-
-
-def set_request_written(req: Any, written: tuple[int, ...]) -> None:
-    setattr(req, _WRITTEN, written)
 
 
 def now() -> float:
@@ -466,14 +405,6 @@ def kv_bytes_per_token(scheduler: Any) -> int:
     return int((key_bytes + value_bytes) // (pool.size + pool.page_size))
 
 
-def view_backend(model_runner: Any) -> Any | None:
-    """The view backend among a model runner's attention backends, or None when another one was chosen."""
-    from sglang_ext.attention.requests import ViewBackend
-
-    backend = getattr(model_runner, "attn_backend", None)
-    return backend if isinstance(backend, ViewBackend) else None
-
-
 _VIEWS, _PLAIN = "lora", "nolora"  # SGLang's two labels of decode graphs; LoRA is refused beside views
 
 
@@ -539,67 +470,6 @@ def replay_whole(graphs: Any, shape_key: Any) -> Any:
     """Replay a graph of `capture_whole`; returns what SGLang's `replay` returns."""
     getattr(graphs, _WHOLE)[shape_key].replay()
     return graphs._outputs[shape_key]
-
-
-def encode_request(rid: str, token_ids: list[int], row: Row) -> Any:
-    """A request that only writes keys and values, of `token_ids` behind the row's prefix: nothing is generated."""
-    request = GenerateReqInput(
-        rid=rid,
-        input_ids=token_ids,
-        sampling_params={"max_new_tokens": 0, "temperature": 0.0, "custom_params": {WIRE_KEY: row.dump()}},
-        stream=False,
-    )
-    setattr(request, _INTERNAL, True)
-    set_stitched_tokens(request, row.prefix_tokens)
-    return request
-
-
-def score_request(
-    rid: str, token_ids: list[int], row: Row, first: int, extra_key: str | None, priority: int | None
-) -> Any:
-    """An `encode_request` that returns the log-probability of every token of its row behind column `first`."""
-    request = encode_request(rid, token_ids, row)
-    request.return_logprob, request.logprob_start_len = True, first
-    request.extra_key, request.priority = extra_key, priority
-    return request
-
-
-def is_internal(request: Any) -> bool:
-    """Whether `encode_request` made this request; unlike its id, nothing a client sends can say so."""
-    return getattr(request, _INTERNAL, False)
-
-
-def stitched_tokens(request: Any) -> int:
-    """How many tokens of blocks the scheduler will put in front of a GenerateReqInput's own."""
-    return getattr(request, _STITCHED, 0)
-
-
-def set_stitched_tokens(request: Any, tokens: int) -> None:
-    setattr(request, _STITCHED, tokens)
-
-
-def take_notes(request: Any) -> dict[int, Any]:
-    """Have `serving.answers` note here, by the number of the choice, what each answer to a GenerateReqInput used."""
-    notes: dict[int, Any] = {}
-    setattr(request, _NOTES, notes)
-    return notes
-
-
-def notes_of(request: Any) -> dict[int, Any] | None:
-    """Where the answers to a GenerateReqInput are to be noted; None where nobody asked."""
-    return getattr(request, _NOTES, None)
-
-
-def sent_row(request: Any) -> Row | None:
-    """The row that a TokenizedGenerateReqInput or a `Req` has in its custom_params, or None for a plain one.
-
-    It takes its text's place there: SGLang hands the same custom_params from the one to the other.
-    """
-    custom = request.sampling_params.custom_params
-    sent = custom.get(WIRE_KEY) if isinstance(custom, dict) else None
-    if isinstance(sent, str) and sent:
-        custom[WIRE_KEY] = sent = Row.load(sent)
-    return sent if isinstance(sent, Row) else None
 
 
 def generate(manager: Any, request: Any, client: Any = None) -> AsyncIterator[Any]:

@@ -65,6 +65,10 @@ def check_text(text: str, what: str) -> str:
     return text
 
 
+CONVERSATION_OPTIONS = frozenset({"conversation", "continue", "conversation_key"})
+"""Names in `custom_params` of a request to a server of streams, beside those of its policy."""
+
+
 def unknown_names(found: Iterable[str], known: Collection[str], what: str) -> ValueError | None:
     """The error for names in `found` that are not in `known`, with the nearest known name of each; None without any."""
     unknown = sorted(set(found) - set(known))

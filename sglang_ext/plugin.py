@@ -385,13 +385,13 @@ def _backend_factory(name: str) -> Callable[[Any], Any]:
 
 
 def _build_radix_cache(context: Any) -> Any:
-    from sglang_ext import compat
     from sglang_ext.attention.policy import StreamPolicy
+    from sglang_ext.attention.requests import view_backend
     from sglang_ext.cache.radix import BlockRadixCache
     from sglang_ext.cache.streams import StreamCache
     from sglang_ext.settings import server_settings
 
-    backend = compat.view_backend(context.tp_worker.model_runner)
+    backend = view_backend(context.tp_worker.model_runner)
     if backend is None:
         raise ValueError(
             "--radix-cache-backend sglang_ext needs one of our attention backends for both prefill and decoding; got"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.attention.select import KERNELS_ENV
+from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.launch.bench import _dbsa_engine
 from sglang_ext.launch.bench._dbsa_engine import LARGER, POOL, SHAPES, write_model
 from sglang_ext.launch.bench._turns import STOCK, Process, say

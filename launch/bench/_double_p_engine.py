@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.attention.select import KERNELS_ENV
+from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._double_p_rows import LEVELS, Level

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.attention.select import KERNELS, KERNELS_ENV
+from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._cascade_engine import ROLES
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, results_folder, save, table

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.attention.select import KERNELS, KERNELS_ENV
+from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench import _stages
 from sglang_ext.launch.bench._dbsa_engine import SHAPES
 from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, IN_TURNS, engines

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.attention.select import KERNELS, KERNELS_ENV
+from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._record import Curve, Figure, json_file, save, table
 from sglang_ext.policies.double_p import DoubleP
 

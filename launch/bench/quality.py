@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.attention.select import KERNELS, KERNELS_ENV
+from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._record import command_line, json_file, save, table

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from sglang_ext.attention.choice import kernels
 from sglang_ext.attention.policy import Caches, Request, StreamPolicy
-from sglang_ext.attention.select import kernels
 from sglang_ext.config import policy_options
 from sglang_ext.kernels.cascade_update import CascadeState, cascade_update
 from sglang_ext.kernels.rope import rotate

@@ -20,9 +20,9 @@ import torch
 from sglang_ext import compat
 from sglang_ext.attention.cascade import CascadePolicy, Stream
 from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Shown, Step
+from sglang_ext.attention.choice import KERNELS_ENV, kernels
 from sglang_ext.attention.requests import RequestTable, ViewBackend, check_cache_type, note_batch
 from sglang_ext.attention.rope import find_rope
-from sglang_ext.attention.select import KERNELS_ENV, kernels
 from sglang_ext.attention.streams import check_fits
 from sglang_ext.kernels.cells import Turn, flashinfer_impl, reference
 from sglang_ext.policies.cascade import Cascade

@@ -25,9 +25,9 @@ from weakref import WeakSet
 import torch
 
 from sglang_ext import compat
+from sglang_ext.attention.choice import kernels
 from sglang_ext.attention.clustered import Placed, row_clusters
 from sglang_ext.attention.policy import Attended, Caches, LayerView, Request, RequestRows
-from sglang_ext.attention.select import kernels
 from sglang_ext.attention.sparse import Asked, SparsePolicy, grouped, measure
 from sglang_ext.attention.tokens import chosen_tokens
 from sglang_ext.cache.cluster_pool import SLACK, ClusterMemory

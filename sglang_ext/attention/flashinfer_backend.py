@@ -6,10 +6,10 @@ from typing import Any
 
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
+from sglang_ext.attention.choice import KERNELS_ENV, kernels
 from sglang_ext.attention.planned import PlannedViews
 from sglang_ext.attention.policy import Policy
 from sglang_ext.attention.requests import check_cache_type
-from sglang_ext.attention.select import KERNELS_ENV, kernels
 from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from sglang_ext.backends import BACKENDS
+from sglang_ext.config import CONVERSATION_OPTIONS
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import View
 
@@ -176,7 +177,7 @@ class Policy:
         cells: whether kernels over cells can serve it (`attention.cascade_backend`).
         decodes_apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix
             them: `--enable-mixed-chunk` is refused then.
-        dtype: the server's `--dtype`, which decides what kernels there are (`attention.select`).
+        dtype: the server's `--dtype`, which decides what kernels there are (`attention.choice`).
     """
 
     request_options: frozenset[str] = frozenset()
@@ -285,7 +286,7 @@ class StreamPolicy(Policy):
     A stream may outlive its request: a *conversation* is a stream that the next request, its next turn, goes on from.
     """
 
-    request_options = frozenset({"conversation", "continue", "conversation_key"})
+    request_options = CONVERSATION_OPTIONS
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Whether the name and key of a conversation, and `continue`, are what they should be; to be extended."""

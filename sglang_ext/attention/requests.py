@@ -9,6 +9,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.policy import Policy, Request
+from sglang_ext.cache import carried
 
 
 class RequestTable:
@@ -20,13 +21,13 @@ class RequestTable:
 
     def note(self, req: Any) -> Request:
         """The request behind a scheduler's `Req`; a new one starts at the policy."""
-        slot, row = req.req_pool_idx, compat.request_row(req)
+        slot, row = req.req_pool_idx, carried.request_row(req)
         known = self._requests.get(slot)
         if known is not None and known.rid == req.rid and known.row is row:
             return known
         if known is not None:
             self.policy.finish(known)
-        request = Request(slot, req.rid, row, compat.request_options(req), compat.request_written(req))
+        request = Request(slot, req.rid, row, carried.request_options(req), carried.request_written(req))
         self._requests[slot] = request
         self.policy.start(request)
         return request
@@ -79,6 +80,12 @@ class ViewBackend(ABC):
     def fits_graph(self) -> bool:
         """Whether the decoding step at hand, which has views, can run in a CUDA graph."""
         return True
+
+
+def view_backend(model_runner: Any) -> ViewBackend | None:
+    """The view backend among a model runner's attention backends, or None when another one was chosen."""
+    backend = getattr(model_runner, "attn_backend", None)
+    return backend if isinstance(backend, ViewBackend) else None
 
 
 def check_cache_type(model_runner: Any, dtype: torch.dtype) -> None:

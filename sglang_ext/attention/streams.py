@@ -16,9 +16,7 @@ from sglang_ext.attention.policy import Caches, Request, StreamPolicy
 from sglang_ext.attention.requests import RequestTable, ViewBackend, note_batch
 from sglang_ext.attention.rope import find_rope
 from sglang_ext.attention.torch_base import TorchBackend
-
-MAX_TOKENS = 2**31 - 2**24
-"""Tokens of a stream, prompt and answer: their numbers are int32, and those of a stride lie ahead of the last."""
+from sglang_ext.cache.streams import MAX_TOKENS
 
 
 def check_fits(policy: StreamPolicy, pool: int, context: int) -> None:

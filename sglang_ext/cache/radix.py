@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_ext import compat
+from sglang_ext.cache import carried
 from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, NewBlock, Row
 from sglang_ext.compat import (
     InsertParams,
@@ -273,7 +274,7 @@ class BlockRadixCache(RadixCache):
     # ---- requests ----
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        row = compat.request_row(params.req) if params.req is not None else None
+        row = carried.request_row(params.req) if params.req is not None else None
         if row is None:
             return super().match_prefix(params)
         begin = compat.now()
@@ -299,7 +300,7 @@ class BlockRadixCache(RadixCache):
             node.value if p.tokens == node.value.numel() else node.value[p.start : p.end]
             for node, p in zip(members, row.prefix, strict=True)
         ]
-        compat.set_request_written(req, tuple(self.written[piece.key] + piece.start for piece in row.prefix))
+        carried.set_request_written(req, tuple(self.written[piece.key] + piece.start for piece in row.prefix))
         limit, matched, tail = len(key), row.prefix_tokens, self.root_node
         if matched > limit:
             raise StitchTooShort(
@@ -339,7 +340,7 @@ class BlockRadixCache(RadixCache):
         return RadixKey(own_ids, f"{_SECRET}:{row.namespace(extra_key)}")
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        row = compat.request_row(req)
+        row = carried.request_row(req)
         if row is None or self.disable:
             super().cache_unfinished_req(req, chunked=chunked)
             for rewritten in self.on_rewrite:
@@ -358,7 +359,7 @@ class BlockRadixCache(RadixCache):
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         for released in self.on_release:
             released(req.req_pool_idx)
-        row = compat.request_row(req)
+        row = carried.request_row(req)
         if row is None or self.disable:
             return super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         own_ids = compat.own_ids(req, row.prefix_tokens, kv_len_to_handle)

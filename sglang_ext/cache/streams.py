@@ -21,14 +21,17 @@ from array import array
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from secrets import compare_digest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import StreamPolicy
-from sglang_ext.attention.streams import MAX_TOKENS
+from sglang_ext.cache import carried
 from sglang_ext.compat import ChunkCache
+from sglang_ext.config import CONVERSATION_OPTIONS
+
+MAX_TOKENS = 2**31 - 2**24
+"""Tokens of a stream, prompt and answer: their numbers are int32, and those of a stride lie ahead of the last."""
 
 
 @dataclass(eq=False)
@@ -57,6 +60,30 @@ class Conversation:
     secret: str | None = None
 
 
+class StreamStates(Protocol):
+    """What a cache of streams asks the policy whose streams they are (`attention.policy.StreamPolicy` says more)."""
+
+    request_options: frozenset[str]
+
+    def slots(self, options: Mapping[str, Any], tokens: int) -> int:
+        """KV slots that a stream of up to so many tokens needs."""
+
+    def cut(self, options: Mapping[str, Any], begin: int, end: int) -> int:
+        """Where a chunk of a prompt that may end anywhere in (begin, end] had best end."""
+
+    def leave(self, slot: int) -> Any:
+        """Hand over the state of the request in `slot`, which ends."""
+
+    def resume(self, slot: int, state: Any, tokens: int) -> None:
+        """The request that is about to start in `slot` goes on from a state of `leave`."""
+
+    def forget(self, state: Any) -> None:
+        """Nobody will go on from a state of `leave`."""
+
+    def stats(self) -> Mapping[str, int]:
+        """Counters."""
+
+
 class StreamCache(ChunkCache):
     """`--radix-cache-backend sglang_ext` of a policy whose requests are streams.
 
@@ -74,7 +101,7 @@ class StreamCache(ChunkCache):
         open_conversations: whoever knows a conversation's name may go on from it and begin it anew.
     """
 
-    def __init__(self, params: Any, policy: StreamPolicy, open_conversations: bool = False) -> None:
+    def __init__(self, params: Any, policy: StreamStates, open_conversations: bool = False) -> None:
         super().__init__(params)
         self.policy, self.most_tokens, self.open_conversations = policy, MAX_TOKENS, open_conversations
         self.on_release: list[Callable[[int], None]] = []
@@ -118,9 +145,9 @@ class StreamCache(ChunkCache):
     def match_prefix(self, params: Any) -> Any:
         """A stream that is a prefix; a turn that cannot go on is refused: its answer would be another."""
         req = params.req
-        options = {} if req is None else compat.request_options(req)
+        options = {} if req is None else carried.request_options(req)
         if options.get("continue") and not compat.is_aborted(req):
-            turn: Conversation | None = compat.sent_turn(req)
+            turn: Conversation | None = carried.sent_turn(req)
             name = options["conversation"]
             if turn is None or self.conversations.get(name) is not turn:
                 why = f"conversation {name!r} is not there to go on: it never began, gave way to others, has a turn"
@@ -161,7 +188,7 @@ class StreamCache(ChunkCache):
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
         """What of the options cannot change from turn to turn."""
-        names = self.policy.request_options - StreamPolicy.request_options
+        names = self.policy.request_options - CONVERSATION_OPTIONS
         return {name: value for name, value in options.items() if name in names}
 
     def _turn(self, req: Any) -> Conversation | None:
@@ -169,14 +196,14 @@ class StreamCache(ChunkCache):
         if compat.is_aborted(req):
             return None
         claimed = self._claimed.get(req.rid)
-        sent = compat.sent_turn(req)
+        sent = carried.sent_turn(req)
         if sent is None and (found := self._found.get(req)) is not None and len(req.prefix_indices) == found.tokens:
             sent = found
         return claimed or (sent if any(kept is sent for kept in self.conversations.values()) else None)
 
     def claim(self, req: Any) -> None:
         """A request comes into the next batch: what it goes on from gives way to nobody any more."""
-        options = compat.request_options(req)
+        options = carried.request_options(req)
         if options.get("conversation") is not None and not compat.is_aborted(req):
             self._under_way[req.rid] = options["conversation"], options.get("conversation_key")
         turn = self._turn(req) if req.kv is None else None
@@ -217,12 +244,12 @@ class StreamCache(ChunkCache):
         turn = self._turn(req)
         # One token more: the step that overlap scheduling runs past the end.
         tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens + 1
-        slots = self.policy.slots(compat.request_options(req), tokens + _before(turn))
+        slots = self.policy.slots(carried.request_options(req), tokens + _before(turn))
         return max(0, slots - len(turn.slots)) if turn else slots
 
     def cut(self, req: Any, begin: int, end: int) -> int:
         """Where a chunk [begin, end) of a prompt, or a shorter one, had best end."""
-        return self.policy.cut(compat.request_options(req), begin, end)
+        return self.policy.cut(carried.request_options(req), begin, end)
 
     def reserve(self, req: Any) -> None:
         """Give a request that has a row its KV slots, unless it has them.
@@ -254,7 +281,7 @@ class StreamCache(ChunkCache):
         slot = req.req_pool_idx
         before, count = self._before.pop(slot), self.reserved.pop(slot)
         slots = self.req_to_token_pool.req_to_token[slot, :count].clone()
-        options = compat.request_options(req)
+        options = carried.request_options(req)
         name = options.get("conversation")
         if req.finished() and not compat.is_aborted(req):
             if name is not None:
@@ -270,7 +297,7 @@ class StreamCache(ChunkCache):
         self, name: Hashable, req: Any, before: int, slots: torch.Tensor, whole: array[int] | None = None
     ) -> torch.Tensor:
         """Keep a request's stream; returns slots that it does not need, all where conversations have all the room."""
-        options = compat.request_options(req)
+        options = carried.request_options(req)
         answer = len(req.output_ids)
         tokens = before + len(req.origin_input_ids) + max(answer - 1, 0)
         held = self.policy.slots(options, tokens + 1)

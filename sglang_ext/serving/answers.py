@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from sglang_ext import compat
 from sglang_ext.attention.sparse import REPORT
+from sglang_ext.cache import carried
 
 FIELD = "sglang_ext"
 
@@ -27,8 +27,8 @@ def extra_of(meta: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def noting(answers: AsyncGenerator[Any, None], obj: Any) -> AsyncGenerator[Any, None]:
-    """SGLang's answers to `obj`; whoever asked for notes (`compat.take_notes`) finds the extras of each there."""
-    notes = compat.notes_of(obj)
+    """SGLang's answers to `obj`; whoever asked for notes (`carried.take_notes`) finds the extras of each there."""
+    notes = carried.notes_of(obj)
     return answers if notes is None else _noting(answers, notes)
 
 
@@ -87,7 +87,7 @@ def around_stream(
     raw_request: Any,
 ) -> AsyncGenerator[str, None]:
     """AROUND _generate_completion_stream and _generate_chat_stream: the chunk that ends a choice says what it used."""
-    return _stream(original(handler, adapted_request, request, raw_request), compat.take_notes(adapted_request))
+    return _stream(original(handler, adapted_request, request, raw_request), carried.take_notes(adapted_request))
 
 
 async def _stream(chunks: AsyncGenerator[str, None], notes: Mapping[int, Any]) -> AsyncGenerator[str, None]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from sglang_ext.attention.choice import captures
 from sglang_ext.attention.policy import StreamPolicy, policies, policy_of
-from sglang_ext.attention.select import captures
 from sglang_ext.backends import without_options
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 

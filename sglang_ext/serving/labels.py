@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext import compat
+from sglang_ext.cache import carried
 from sglang_ext.cache.rows import INTERNAL, Row
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import LabelCheck
@@ -151,7 +152,7 @@ async def _score(
     found = branches(group, prompt.own[-1], first)
     if not found.blocks:  # there is nothing in `group` but an empty sequence
         return dict.fromkeys(group, 0.0)
-    request = compat.score_request(
+    request = carried.score_request(
         f"{INTERNAL}label-{uuid.uuid4().hex}",
         prompt.own[:-1] + found.token_ids,
         Row(prompt.row.prefix, tuple(found.blocks), own=own),

@@ -17,6 +17,7 @@ import orjson
 from fastapi.responses import StreamingResponse
 
 from sglang_ext import compat
+from sglang_ext.cache import carried
 from sglang_ext.serving.answers import FIELD, extra_of, with_extra
 from sglang_ext.serving.chat import compose_chat, wants_labels
 from sglang_ext.serving.errors import error_response
@@ -106,11 +107,11 @@ class _Served:
         return params
 
     async def _generate_chat_response(self, request: Any, *args: Any) -> Any:
-        notes = compat.take_notes(request)
+        notes = carried.take_notes(request)
         return _noted(await self._handler._generate_chat_response(request, *args), notes)
 
     async def _generate_generate_response(self, request: Any, *args: Any) -> Any:
-        notes = compat.take_notes(request)
+        notes = carried.take_notes(request)
         return _noted(await self._handler._generate_generate_response(request, *args), notes)
 
     async def _stream_chat_response(self, request: Any, raw_request: Any, model: str) -> Any:

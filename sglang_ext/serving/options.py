@@ -11,8 +11,8 @@ from typing import Any
 import fastapi
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_ext import compat
 from sglang_ext.attention.policy import policy_of
+from sglang_ext.cache import carried
 from sglang_ext.serving import checks
 from sglang_ext.serving.answers import noting
 from sglang_ext.serving.errors import PoolError
@@ -39,7 +39,7 @@ def around_generate_request(
     Raises:
         ValueError: says what to change; `PoolError` with its HTTP status.
     """
-    if manager.ext_facts is None or compat.is_internal(obj):
+    if manager.ext_facts is None or carried.is_internal(obj):
         return original(manager, obj, request)
     try:
         _check(manager, obj)

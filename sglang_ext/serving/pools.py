@@ -19,6 +19,7 @@ import fastapi
 
 from sglang_ext import compat
 from sglang_ext.attention.policy import StreamPolicy, policy_of
+from sglang_ext.cache import carried
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
 from sglang_ext.serving.access import may_see_definitions
@@ -683,7 +684,7 @@ class PoolService:
 
     async def _encode_run(self, run: Run) -> None:
         """One encoding request through SGLang's scheduler; aborted there when this task is cancelled."""
-        request = compat.encode_request(ENCODING + uuid.uuid4().hex, list(run.token_ids), run.row)
+        request = carried.encode_request(ENCODING + uuid.uuid4().hex, list(run.token_ids), run.row)
         try:
             async for out in compat.generate(self.manager, request):
                 reason = out["meta_info"].get("finish_reason") or {}

@@ -15,7 +15,7 @@ from typing import Any
 import fastapi
 from starlette.datastructures import QueryParams
 
-from sglang_ext import compat
+from sglang_ext.cache import carried
 from sglang_ext.serving.answers import FIELD, extra_of, with_extra, with_last
 from sglang_ext.serving.chat import wants_labels
 from sglang_ext.serving.errors import error_response
@@ -279,7 +279,7 @@ def around_message_stream(
 
     def add(data: dict[str, Any]) -> None:
         # The chat stream inside took notes of this request.
-        extra = next((found for found in (compat.notes_of(adapted_request) or {}).values() if found), None)
+        extra = next((found for found in (carried.notes_of(adapted_request) or {}).values() if found), None)
         if extra:
             data[FIELD] = extra
 

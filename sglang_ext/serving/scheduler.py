@@ -13,6 +13,8 @@ from enum import Enum, auto
 from typing import Any
 
 from sglang_ext import compat
+from sglang_ext.attention.requests import view_backend
+from sglang_ext.cache import carried
 from sglang_ext.cache.radix import BlockRadixCache, MissingBlocks
 from sglang_ext.cache.rows import INTERNAL, Row
 from sglang_ext.cache.streams import StreamCache
@@ -29,7 +31,7 @@ def before_handle_generate_request(scheduler: Any, message: Any) -> None:
     They are not sent (cache.rows). Where a block is missing the request stays short, and is refused with 503 as soon as
     it is admitted (`after_init_req_max_new_tokens`).
     """
-    row = compat.sent_row(message)
+    row = carried.sent_row(message)
     if row is None or not isinstance(scheduler.tree_cache, BlockRadixCache):
         return
     with contextlib.suppress(MissingBlocks):
@@ -38,12 +40,12 @@ def before_handle_generate_request(scheduler: Any, message: Any) -> None:
 
 def after_req_init(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Req.__init__: the row of the request, from its sampling parameters."""
-    compat.set_request_row(req, compat.sent_row(req))
+    carried.set_request_row(req, carried.sent_row(req))
 
 
 def after_set_finish_with_abort(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Req.set_finish_with_abort: what is left of the request is one plain token."""
-    compat.set_request_row(req, None)
+    carried.set_request_row(req, None)
     compat.keep_first_abort(req)
 
 
@@ -52,7 +54,7 @@ def after_init_req_max_new_tokens(_result: Any, scheduler: Any, req: Any) -> Non
     cache = scheduler.tree_cache
     if not isinstance(cache, BlockRadixCache):
         return
-    row = compat.request_row(req)
+    row = carried.request_row(req)
     show_metrics(scheduler)
     if row is not None:
         absent = cache.missing(piece.key for piece in row.prefix)
@@ -168,7 +170,7 @@ def _fitting(scheduler: Any, running: int) -> list[Any]:
         room = free_tokens(scheduler) - left - running * (2 + -(-left // size)) - CHUNK_MARGIN
     found = []
     for req in scheduler.waiting_queue:
-        row, own = compat.request_row(req), len(req.origin_input_ids) + len(req.output_ids)
+        row, own = carried.request_row(req), len(req.origin_input_ids) + len(req.output_ids)
         if row is not None:
             if row.encodes:
                 break
@@ -201,7 +203,7 @@ def _takes_turns(scheduler: Any) -> bool:
     chunked = scheduler.chunked_req
     if chunked is None:
         return False
-    row = compat.request_row(chunked)
+    row = carried.request_row(chunked)
     return isinstance(scheduler.tree_cache, StreamCache) or (row is not None and bool(row.new))
 
 
@@ -238,7 +240,7 @@ def make_room(scheduler: Any) -> None:
     """
     cache, first = scheduler.tree_cache, scheduler.waiting_queue[0]
     cache.release_requests(keep=[first.rid])
-    row = compat.request_row(first)
+    row = carried.request_row(first)
     if row is None or not row.encodes:
         fit(scheduler, first, row)
 
@@ -334,7 +336,7 @@ def stats(scheduler: Any) -> dict[str, Any]:
         }
     if not isinstance(cache, BlockRadixCache):
         return {}
-    backend = compat.view_backend(scheduler.tp_worker.model_runner)
+    backend = view_backend(scheduler.tp_worker.model_runner)
     return {
         "blocks_resident": len(cache.blocks),
         "block_tokens_resident": cache.block_tokens,
@@ -366,7 +368,7 @@ def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
     """AFTER Scheduler.get_internal_state: our counters, and what serves the views, in /server_info."""
     counters = stats(scheduler)
     if counters:
-        backend = compat.view_backend(scheduler.tp_worker.model_runner)
+        backend = view_backend(scheduler.tp_worker.model_runner)
         counters["attention_backend"] = type(backend).__name__
         counters["view_prefills"] = dict(getattr(backend, "prefills", {}))
         steps = getattr(backend, "decoding_steps", None)
@@ -384,6 +386,6 @@ def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
 
 def after_forward_batch_init_new(result: Any, _cls: Any, batch: Any, model_runner: Any, **_kwargs: Any) -> None:
     """AFTER ForwardBatch.init_new: rows and positions for the attention backend."""
-    backend = compat.view_backend(model_runner)
+    backend = view_backend(model_runner)
     if backend is not None:
         backend.prepare(batch, result)

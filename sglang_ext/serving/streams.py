@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from sglang_ext import compat
-from sglang_ext.attention.streams import MAX_TOKENS
-from sglang_ext.cache.streams import StreamCache
+from sglang_ext.cache import carried
+from sglang_ext.cache.streams import MAX_TOKENS, StreamCache
 from sglang_ext.compat import AddReqResult
 from sglang_ext.serving.checks import serves_streams
 
@@ -40,7 +40,7 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Any
         return original(scheduler, req)
     params, given = req.sampling_params, scheduler.max_new_tokens_limit
     wanted = scheduler.model_config.context_len if params.max_new_tokens is None else params.max_new_tokens
-    most, turn = scheduler.tree_cache.most_tokens, compat.sent_turn(req)
+    most, turn = scheduler.tree_cache.most_tokens, carried.sent_turn(req)
     limit = min(given, most) if given else most
     before = (turn.tokens if turn else 0) + len(req.origin_input_ids)
     params.max_new_tokens = max(0, min(wanted, limit, most - before - 1))
@@ -57,10 +57,10 @@ def before_handle_generate_request(scheduler: Any, message: Any) -> None:
     (`StreamCache.match_prefix`).
     """
     if isinstance(scheduler.tree_cache, StreamCache):
-        options = compat.request_options(message)
+        options = carried.request_options(message)
         if options.get("continue"):
             turn = scheduler.tree_cache.conversation(options)
-            compat.set_sent_turn(message, turn, turn.last if turn else None)
+            carried.set_sent_turn(message, turn, turn.last if turn else None)
 
 
 # ---- admission ----

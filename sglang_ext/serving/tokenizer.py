@@ -17,6 +17,7 @@ from typing import Any
 import fastapi
 
 from sglang_ext import compat
+from sglang_ext.cache import carried
 from sglang_ext.cache.rows import REQUEST_OWNER, WIRE_KEY, Row
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving import checks
@@ -266,9 +267,9 @@ def around_validate_one_request(original: Callable[..., None], manager: Any, obj
     Raises:
         ValueError: prompt and answer exceed the context, or see `serving.requests.check_tokens`.
     """
-    stitched = compat.stitched_tokens(obj)
+    stitched = carried.stitched_tokens(obj)
     total = stitched + len(input_ids or ())
-    if manager.ext_facts is not None and not compat.is_internal(obj):
+    if manager.ext_facts is not None and not carried.is_internal(obj):
         check_tokens(obj, input_ids, total, manager.ext_facts)
     if not stitched:
         return original(manager, obj, input_ids)
@@ -333,7 +334,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
             )
         row = Row(selection.pieces)
         obj.input_ids, obj.text = own, None
-        compat.set_stitched_tokens(obj, stitched)
+        carried.set_stitched_tokens(obj, stitched)
         params = copy.copy(obj.sampling_params)
         probs: dict[str, float] | None = None
         if options.label_probs:

@@ -49,7 +49,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD, signal
 
 
 def main() -> None:
-    """Fork a server for every line of standard input: {"argv", "env", "log"}; say when one begins and when one ends."""
+    """Fork a server for every line of standard input: {"argv", "env", "log"}; say when one begins and when one ends.
+
+    Not as a child of the tests' process, whose engines end all of its children with themselves.
+    """
+    if os.fork():
+        return
+    running: set[int] = set()
     for name in MODULES:
         importlib.import_module(name)
     gc.collect()
@@ -60,13 +66,18 @@ def main() -> None:
         readable, _, _ = select.select([0], [], [], 0.05)
         if readable:
             part = os.read(0, 1 << 16)
-            if not part:
-                return  # the tests have ended
+            if not part:  # the tests have ended
+                for pid in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                return
             *lines, left = (left + part).split(b"\n")
             for line in lines:
-                say({"pid": _fork(json.loads(line))})
+                running.add(pid := _fork(json.loads(line)))
+                say({"pid": pid})
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                running.discard(ended[0])
                 say({"ended": ended[0], "status": os.waitstatus_to_exitcode(ended[1])})
 
 

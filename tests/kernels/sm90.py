@@ -18,6 +18,8 @@ TYPES = {
     "float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64", "int8": "*i8",
     "uint8": "*u8",
 }  # fmt: skip
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_ext" / "tests" / "triton"
+"""What Triton compiled is kept there, under names that are hashes of all that it depends on."""
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 compiled: dict[str, Any] = {}
@@ -117,6 +119,6 @@ def run(script: str, folder: Path) -> None:
     path = folder / "compile.py"  # a file: Triton reads the source of kernels
     path.write_text(script)
     root = str(Path(__file__).parents[2])
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": root}
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(CACHE), "PYTHONPATH": root}
     done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from sglang_ext.attention.double_p import DbsaDoublePPolicy, DoublePPolicy
 from sglang_ext.attention.policy import Attended, Caches, RequestRows
 from sglang_ext.attention.requests import RequestTable
 from sglang_ext.attention.sparse import ASKED_DENSE, REPORT
+from sglang_ext.cache import carried
 from sglang_ext.cache.cluster_pool import PooledRun
 from sglang_ext.cache.clusters import cluster_run
 from sglang_ext.cache.rows import Piece, Row
@@ -95,8 +96,8 @@ class World:
             req_pool_idx=slot, rid=f"r{self.made}", sampling_params=SimpleNamespace(custom_params=options), length=0
         )
         req.customized_info = None
-        compat.set_request_row(req, row)
-        compat.set_request_written(req, tuple(self.blocks[name][1] + start for name, start, _ in pieces))
+        carried.set_request_row(req, row)
+        carried.set_request_written(req, tuple(self.blocks[name][1] + start for name, start, _ in pieces))
         members = tuple(self.blocks[name][0] for name in dict.fromkeys(name for name, *_ in pieces))
         req.last_node = SimpleNamespace(members=members, tail=self.root) if pieces else self.root
         for name, start, end in pieces:

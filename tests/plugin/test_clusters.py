@@ -15,10 +15,10 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_ext import compat
+from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.clustered import Placed, row_clusters
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.policy import Caches
-from sglang_ext.attention.select import KERNELS_ENV
 from sglang_ext.cache.clusters import ClusteredRun, ClusterStore, TokenRun, cluster_run
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.config import POLICY_ENV

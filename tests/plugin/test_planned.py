@@ -16,6 +16,7 @@ from sglang_ext import compat
 from sglang_ext.attention import planned
 from sglang_ext.attention.dbsa import DbsaPolicy
 from sglang_ext.attention.policy import Caches, RequestRows
+from sglang_ext.cache import carried
 from sglang_ext.cache.rows import NewBlock, Piece, Row
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Segment, View, Written, merge_states, view_attention
@@ -133,8 +134,8 @@ class World:
         req = SimpleNamespace(
             req_pool_idx=slot, rid=f"r{self.made}", sampling_params=SimpleNamespace(custom_params=None), length=0
         )
-        compat.set_request_row(req, row)
-        compat.set_request_written(req, tuple(self.blocks[name][1] for name in names))
+        carried.set_request_row(req, row)
+        carried.set_request_written(req, tuple(self.blocks[name][1] for name in names))
         table = self.pool.req_to_token[slot]
         for name in names:
             first = self.blocks[name][0]
@@ -148,7 +149,7 @@ class World:
         slots = torch.arange(self.free, self.free + tokens, dtype=torch.int32, device=DEVICE)
         self.pool.req_to_token[req.req_pool_idx, req.length : req.length + tokens] = slots
         positions = self.backend.policy.positions(
-            SimpleNamespace(row=compat.request_row(req)), req.length, req.length + tokens
+            SimpleNamespace(row=carried.request_row(req)), req.length, req.length + tokens
         )
         columns = range(req.length, req.length + tokens)
         self.slot_pos[slots.long()] = torch.tensor(positions or list(columns), dtype=torch.int32, device=DEVICE)
@@ -402,23 +403,24 @@ def test_warming_up_runs_the_kernels_and_changes_nothing(world: World, monkeypat
 
 
 def test_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_ext.attention import select
+    from sglang_ext.attention import choice
     from sglang_ext.attention.backend import ViewAttnBackend
+    from sglang_ext.attention.choice import captures
     from sglang_ext.attention.policy import Policy, policies, policy_of
-    from sglang_ext.attention.select import backend_class, captures
+    from sglang_ext.attention.select import backend_class
 
     monkeypatch.delenv("SGLANG_EXT_KERNELS", raising=False)
-    monkeypatch.setattr(select, "_hopper", lambda: False)
+    monkeypatch.setattr(choice, "_hopper", lambda: False)
     assert backend_class(DbsaPolicy()) is ViewAttnBackend and not captures(DbsaPolicy())
-    monkeypatch.setattr(select, "_hopper", lambda: True)
+    monkeypatch.setattr(choice, "_hopper", lambda: True)
     for name in ("dbsa", "double_p", "dbsa+double_p", "cascade", "streaming_llm"):
         found = []
         for dtype in ("auto", "bfloat16", "half", "float32", "float"):
             policy = policy_of(SimpleNamespace(attention_backend=name, dtype=dtype))
-            found.append(select.kernels(policy))
+            found.append(choice.kernels(policy))
         assert found == ["flashinfer"] * 3 + ["torch"] * 2, "FlashInfer has no float32"
-    assert select.kernels(Policy()) == "torch"
-    assert {select.kernels(policies()[name]()) for name in ("quest", "retroinfer", "twilight")} == {"torch"}
+    assert choice.kernels(Policy()) == "torch"
+    assert {choice.kernels(policies()[name]()) for name in ("quest", "retroinfer", "twilight")} == {"torch"}
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
     assert issubclass(backend_class(DbsaPolicy()), planned.PlannedViews)
     assert backend_class(Policy()) is ViewAttnBackend, "a policy that does not plan is served by the reference"

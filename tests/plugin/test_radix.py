@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_ext import compat
-from sglang_ext.cache import radix
+from sglang_ext.cache import carried, radix
 from sglang_ext.cache.radix import BlockRadixCache, StitchNode
 from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, WIRE_KEY, NewBlock, Piece, Row
 from sglang_ext.serving.scheduler import before_handle_generate_request
@@ -108,7 +108,7 @@ class Request:
         self.last_node: Any = None
         self.to_finish: Any = None
         self.finished_reason: Any = None
-        compat.set_request_row(self, row)
+        carried.set_request_row(self, row)
 
     @property
     def tokens(self) -> array:
@@ -131,14 +131,14 @@ class Request:
     def set_finish_with_abort(self, message: str) -> None:
         self.origin_input_ids = array("q", [0])
         self.error = message
-        compat.set_request_row(self, None)  # the plugin's hook
+        carried.set_request_row(self, None)  # the plugin's hook
 
     def _refresh_fill_ids(self) -> None:
         self.refreshed = True
 
     def states(self) -> list[tuple]:
         """What each of the request's slots must hold: equal entries are equal keys and values."""
-        row, tokens = compat.request_row(self), self.tokens.tolist()
+        row, tokens = carried.request_row(self), self.tokens.tolist()
         if row is None:
             return [("plain", self.extra_key, *tokens[: end + 1]) for end in range(len(tokens))]
         found: list[tuple] = [("block", p.key, offset) for p in row.prefix for offset in range(p.start, p.end)]
@@ -506,7 +506,7 @@ def test_the_limit_of_what_may_be_matched(world: World) -> None:
         match = world.match(req, limit)
         assert len(match.device_indices) == 0 and match.last_device_node is world.cache.root_node
         assert f"recompute from token {limit} on, inside its 7 stitched tokens" in req.error
-        assert req.to_finish.status_code == 400 and req.refreshed and compat.request_row(req) is None
+        assert req.to_finish.status_code == 400 and req.refreshed and carried.request_row(req) is None
 
 
 def test_a_users_extra_key_does_not_reach_blocks(world: World) -> None:
@@ -553,7 +553,7 @@ def test_missing_blocks_end_the_request_and_never_fall_through_to_a_dense_prefix
     match = world.match(req)
     assert len(match.device_indices) == 0 and match.last_device_node is world.cache.root_node
     assert "demonstration blocks are not in the KV cache (1 of them)" in req.error
-    assert req.to_finish.status_code == 503 and req.refreshed and compat.request_row(req) is None
+    assert req.to_finish.status_code == 503 and req.refreshed and carried.request_row(req) is None
 
 
 # ---- encoding in chunks --------------------------------------------------------------------------
@@ -748,7 +748,7 @@ def test_a_thousand_random_operations(allocator: str, seed: int) -> None:
         if operation == "step" and world.running:
             req = rng.choice(world.running)
             left = len(req.tokens) - req.computed
-            row = compat.request_row(req)
+            row = carried.request_row(req)
             if left:  # a chunk of the prompt
                 chunk = min(left, rng.randint(1, 5))
                 fits = world.compute(req, chunk)

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     UsageInfo,
 )
 
-from sglang_ext import compat
+from sglang_ext.cache import carried
 from sglang_ext.serving.answers import around_build_response, extra_of, last_chunk, noting, with_extra
 from sglang_ext.serving.routes import while_reading
 
@@ -65,8 +65,8 @@ def test_notes_are_taken_for_who_asked() -> None:
 
     obj = SimpleNamespace()
     asyncio.run(read(obj))
-    assert compat.notes_of(obj) is None
-    notes = compat.take_notes(obj)
+    assert carried.notes_of(obj) is None
+    notes = carried.take_notes(obj)
     asyncio.run(read(obj))
     assert notes == {1: {"pool": "p"}, 0: None}
 

@@ -1,0 +1,137 @@
+"""Which modules import which: no circles, no arrow that points up, SGLang only where it is met.
+
+Imports inside functions count as much as others; those for type checkers alone do not. Folders that are symbolic links
+are walked like others.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "sglang_ext"
+
+BELOW: dict[str, set[str]] = {
+    "compat": set(),
+    "kernels": set(),
+    "quiet": set(),
+    "retrievers": set(),
+    "policies": {"kernels"},
+    "config": {"policies", "retrievers"},
+    "settings": {"config"},
+    "backends": {"config", "policies"},
+    "cache": {"compat", "config", "kernels", "policies"},
+    "attention": {"backends", "cache", "compat", "config", "kernels", "policies"},
+    "serving": {"attention", "backends", "cache", "compat", "config", "policies", "retrievers", "settings"},
+    "plugin": {"attention", "cache", "config", "serving", "settings"},
+    "platform_cpu": {"quiet"},
+    "": {"serving"},  # the package itself
+    "assets": set(),
+}
+"""Part of the package -> those that it may import. `launch`, at the top, may import all."""
+
+MEETS_SGLANG = {"attention", "compat", "plugin", "platform_cpu", "serving"}
+STARTS = {"launch.doctor", "launch.serve", "launch.bench._cascade_engine", "launch.bench._dbsa_engine"}
+STARTS |= {"launch.bench._double_p_engine"}
+"""Commands that start SGLang, or look at it."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Name within the package -> file, of every module."""
+    found: dict[str, Path] = {}
+    top = ROOT / PACKAGE
+    for folder, names, files in os.walk(top, followlinks=True):
+        names[:] = [name for name in names if name != "__pycache__"]
+        for file in files:
+            if file.endswith(".py"):
+                parts = (Path(folder) / file).relative_to(top).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = Path(folder) / file
+    return found
+
+
+def part(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
+    """(module, name in it) of every import that runs: `import a.b` is (a.b, None)."""
+    for node in running(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, without what only type checkers read."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from running(child)
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """Module -> modules of ours that it imports."""
+    return {name: set(_ours(name, path)) for name, path in modules().items()}
+
+
+def _ours(module: str, path: Path) -> Iterator[str]:
+    for name, member in imported(ast.parse(path.read_text(encoding="utf-8"))):
+        if name.split(".")[0] != PACKAGE:
+            continue
+        within = name.removeprefix(PACKAGE).removeprefix(".")
+        whole = f"{within}.{member}".strip(".") if member else within
+        target = whole if whole in modules() else within
+        if target != module and not (target == "" and whole != ""):
+            yield target
+
+
+def test_every_module_is_seen() -> None:
+    assert {part(name) for name in modules()} == {*BELOW, "launch"}
+    assert "kernels.rope" in modules() and "policies.dbsa" in graph()["config"]
+
+
+def test_there_is_no_circle() -> None:
+    try:
+        list(TopologicalSorter(graph()).static_order())
+    except CycleError as error:
+        raise AssertionError("a circle: " + " -> ".join(reversed(error.args[1]))) from None
+
+
+def test_arrows_point_down() -> None:
+    wrong = [
+        f"{name} imports {target}"
+        for name, targets in graph().items()
+        for target in targets
+        if part(name) != "launch" and part(target) not in {part(name), *BELOW[part(name)]}
+    ]
+    assert wrong == []
+
+
+def test_sglang_is_met_in_few_places() -> None:
+    elsewhere = [
+        f"{name} imports {target}"
+        for name, path in modules().items()
+        for target, _ in imported(ast.parse(path.read_text(encoding="utf-8")))
+        if target.split(".")[0] == "sglang" and part(name) not in MEETS_SGLANG and name not in STARTS
+    ]
+    assert elsewhere == []
+
+
+def test_what_is_wrong_would_be_found(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from sglang_ext.serving import pools\n"
+        "def hidden():\n    from sglang_ext.attention import policy\n"
+    )
+    assert set(_ours("compat", file)) == {"attention.policy"}

@@ -2,7 +2,8 @@
 #   PYTHON=/path/to/python  the interpreter to build the environment with (default: the first that fits)
 #   ARGS="..."              more arguments for the command: make test ARGS="-k exactness", make demo ARGS="--queries 50"
 #   MINUTES=60 ANSWERS=20000 JSON=FILE   of `make soak`: how long, how many answers at least, where the summary goes
-#   WORKERS=N               processes that run tests, a file each at a time (default: 2; 0: in one, as where there is a GPU)
+#   WORKERS=N               processes that run tests, those of one engine in the same (default: 2; 0: in one, as where there
+#                           is a GPU)
 
 SHELL := /bin/sh
 VENV ?= .venv
@@ -16,11 +17,12 @@ MINUTES ?= 15
 FITS := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 
-.PHONY: help demo test soak lint format env clean
+.PHONY: help demo test test-all soak lint format env clean
 
 help:
 	@echo "make demo    answer 250 questions from a pool of demonstrations, on this machine"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests but the slow ones: ten minutes on two cores, with real engines of every system"
+	@echo "make test-all  run all tests"
 	@echo "make soak    32 clients mix everything for 15 minutes, every answer checked (MINUTES=60 ANSWERS=20000)"
 	@echo "make lint    ruff and mypy"
 	@echo "make env     create $(VENV) (the others do it too): about 9 GB and a few minutes"
@@ -30,13 +32,14 @@ demo: $(READY)
 	@$(BIN)/sglang-ext demo $(ARGS)
 
 # An environment that was made elsewhere may lack pytest-xdist: one process is slower, and no reason to test nothing.
-test: $(READY)
+test: CHOSEN := -m "not slow"
+test test-all: $(READY)
 	@workers=; if $(BIN)/python -c 'import xdist' 2>/dev/null; then \
-	  workers="-n $(WORKERS) --dist loadfile --no-loadscope-reorder"; \
+	  workers="-n $(WORKERS) --dist loadgroup --no-loadscope-reorder"; \
 	else \
 	  echo "pytest-xdist is not installed in $(VENV): tests run in one process"; \
 	fi; \
-	$(BIN)/python -m pytest $$workers $(ARGS)
+	$(BIN)/python -m pytest $$workers $(CHOSEN) $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(ANSWERS),--answers $(ANSWERS)) $(if $(JSON),--json $(JSON)) $(ARGS)

@@ -73,11 +73,6 @@ HOOKS = (
         "before",
         _OURS + "scheduler:before_handle_generate_request",
     ),
-    Hook(
-        _SRT + "managers.scheduler.Scheduler.handle_generate_request",
-        "before",
-        _OURS + "streams:before_handle_generate_request",
-    ),
     Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init"),
     Hook(
         _SRT + "managers.schedule_batch.Req.set_finish_with_abort",
@@ -91,26 +86,21 @@ HOOKS = (
     ),
     Hook(
         _SRT + "managers.scheduler.Scheduler.init_req_max_new_tokens",
-        "after",
-        _OURS + "scheduler:after_init_req_max_new_tokens",
-    ),
-    Hook(
-        _SRT + "managers.scheduler.Scheduler.init_req_max_new_tokens",
         "around",
-        _OURS + "streams:around_init_req_max_new_tokens",
+        _OURS + "scheduler:around_init_req_max_new_tokens",
     ),
     Hook(_SRT + "managers.scheduler.Scheduler.init_model_worker", "after", _OURS + "streams:after_init_model_worker"),
     Hook(_SRT + "managers.scheduler.Scheduler.__init__", "around", _OURS + "watch:around_scheduler_work"),
     Hook(_SRT + "managers.scheduler.Scheduler.run_event_loop", "around", _OURS + "watch:around_scheduler_work"),
-    Hook(_ADDER + "add_one_req", "around", _OURS + "streams:around_add_one_req"),
-    Hook(_ADDER + "add_chunked_req", "around", _OURS + "streams:around_add_chunked_req"),
-    Hook(_ADDER + "_get_running_request_total_token_offset", "around", _OURS + "streams:around_running_offset"),
-    Hook(_SRT + "mem_cache.allocation.alloc_for_extend", "around", _OURS + "streams:around_alloc_for_extend"),
-    Hook(_SRT + "mem_cache.allocation.alloc_for_decode", "around", _OURS + "streams:around_alloc_for_decode"),
+    Hook(_ADDER + "add_one_req", "around", _OURS + "scheduler:around_add_one_req"),
+    Hook(_ADDER + "add_chunked_req", "around", _OURS + "scheduler:around_add_chunked_req"),
+    Hook(_ADDER + "_get_running_request_total_token_offset", "around", _OURS + "scheduler:around_running_offset"),
+    Hook(_SRT + "mem_cache.allocation.alloc_for_extend", "around", _OURS + "scheduler:around_alloc_for_extend"),
+    Hook(_SRT + "mem_cache.allocation.alloc_for_decode", "around", _OURS + "scheduler:around_alloc_for_decode"),
     Hook(
         _SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
         "around",
-        _OURS + "scheduler:around_get_new_batch_prefill",
+        _OURS + "turns:around_get_new_batch_prefill",
     ),
     Hook(
         _SRT + "managers.scheduler.Scheduler.update_running_batch",
@@ -385,7 +375,6 @@ def _backend_factory(name: str) -> Callable[[Any], Any]:
 
 
 def _build_radix_cache(context: Any) -> Any:
-    from sglang_ext.attention.policy import StreamPolicy
     from sglang_ext.attention.requests import view_backend
     from sglang_ext.cache.radix import BlockRadixCache
     from sglang_ext.cache.streams import StreamCache
@@ -397,12 +386,13 @@ def _build_radix_cache(context: Any) -> Any:
             "--radix-cache-backend sglang_ext needs one of our attention backends for both prefill and decoding; got"
             f" {type(context.tp_worker.model_runner.attn_backend).__name__}"
         )
-    if isinstance(backend.policy, StreamPolicy):
-        streams = StreamCache(context.params, backend.policy, server_settings().open_conversations)
+    policy: Any = backend.policy
+    if policy.streams:
+        streams = StreamCache(context.params, policy, server_settings().open_conversations)
         streams.on_release.append(backend.release)
         return streams
     cache = BlockRadixCache(context.params)
-    cache.hooks.extend(backend.policy.node_hooks())
+    cache.hooks.extend(policy.node_hooks())
     cache.on_release.append(backend.release)
     cache.on_rewrite.append(backend.rewritten)
     return cache

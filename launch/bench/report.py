@@ -44,7 +44,7 @@ COLOURS: dict[bool | None, tuple[str, str]] = {
     None: ("#BBBBBB", "no aim"),
 }
 # Of curves: the rest of the palette, solid lines before dashed ones.
-STYLES = [
+STYLES: list[dict[str, Any]] = [
     {"color": colour, "linestyle": line, "marker": marker}
     for line, marker in (("-", "o"), ("--", "s"))
     for colour in ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -86,6 +86,11 @@ class CascadePolicy(StreamPolicy):
     request_options = StreamPolicy.request_options | {option.name for option in fields(Cascade)}
     cells = True
 
+    @property
+    def chunk(self) -> int | None:
+        """A stride: what it sees is prepared for all layers at once then."""
+        return self.config.stride
+
     def __init__(self) -> None:
         self.config = policy_options(self.options)
         self._streams: dict[int, Stream] = {}

@@ -177,6 +177,9 @@ class Policy:
         cells: whether kernels over cells can serve it (`attention.cascade_backend`).
         decodes_apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix
             them: `--enable-mixed-chunk` is refused then.
+        streams: whether every request is a stream (`StreamPolicy`).
+        chunk: tokens of a prompt that had best be one chunk; None where any number is as good.
+        options: dataclass of what `--policy` may say; None for a policy that has no options.
         dtype: the server's `--dtype`, which decides what kernels there are (`attention.choice`).
     """
 
@@ -185,7 +188,13 @@ class Policy:
     clusters: bool = False
     cells: bool = False
     decodes_apart: bool = False
+    streams: bool = False
+    options: type | None = None
     dtype: str = "auto"
+
+    @property
+    def chunk(self) -> int | None:
+        return None
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Look at a request's `custom_params` before it is sent to the schedulers.
@@ -287,6 +296,7 @@ class StreamPolicy(Policy):
     """
 
     request_options = CONVERSATION_OPTIONS
+    streams = True
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Whether the name and key of a conversation, and `continue`, are what they should be; to be extended."""

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.choice import kernels
-from sglang_ext.attention.policy import Policy, StreamPolicy
+from sglang_ext.attention.policy import Policy
 
 
 def backend_class(policy: Policy) -> Any:
     """The backend's class; an instance takes (model_runner, policy)."""
-    if isinstance(policy, StreamPolicy):
+    if policy.streams:
         return _stream_class(policy)
     if kernels(policy) == "torch":
         from sglang_ext.attention.backend import ViewAttnBackend

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.choice import captures
-from sglang_ext.attention.policy import StreamPolicy, policies, policy_of
+from sglang_ext.attention.policy import policies, policy_of
 from sglang_ext.backends import without_options
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 
@@ -56,7 +56,7 @@ def is_active(server_args: Any) -> bool:
 
 def serves_streams(server_args: Any) -> bool:
     """Whether every request of this server is a stream (`attention.policy.StreamPolicy`)."""
-    return is_active(server_args) and isinstance(policy_of(server_args), StreamPolicy)
+    return is_active(server_args) and policy_of(server_args).streams
 
 
 def refusals(server_args: Any) -> list[str]:
@@ -70,7 +70,7 @@ def refusals(server_args: Any) -> list[str]:
                 f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
             )
     policy = policy_of(server_args)
-    if os.environ.get(POLICY_ENV) and not hasattr(policy, "options"):
+    if os.environ.get(POLICY_ENV) and policy.options is None:
         backend = f"--attention-backend {server_args.attention_backend}"
         problems.append(without_options(os.environ[POLICY_ENV], backend, f"--policy ({POLICY_ENV} in the environment)"))
     if getattr(server_args, "enable_mixed_chunk", False) and policy.decodes_apart:
@@ -94,9 +94,8 @@ def before_server_args(server_args: Any) -> None:
     if not captures(policy):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
-    if isinstance(policy, StreamPolicy) and server_args.chunked_prefill_size is None:
-        # A chunk then is a stride, and what it sees is prepared for all layers at once.
-        server_args.chunked_prefill_size = getattr(getattr(policy, "config", None), "stride", None)
+    if server_args.chunked_prefill_size is None and policy.chunk is not None:
+        server_args.chunked_prefill_size = policy.chunk
 
 
 def _share_cores() -> None:

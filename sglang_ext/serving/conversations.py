@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import CONVERSATION_KEY_BYTES, StreamPolicy
+from sglang_ext.attention.policy import CONVERSATION_KEY_BYTES
 from sglang_ext.serving.tokenizer import pools_of
 
 
@@ -19,7 +19,8 @@ def around_generate_request(
     original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncGenerator[Any, None]:
     """AROUND TokenizerManager.generate_request: turns of conversations are sent and answered with their keys."""
-    if not isinstance(manager.ext_policy, StreamPolicy) or pools_of(manager).settings.open_conversations:
+    policy = manager.ext_policy
+    if policy is None or not policy.streams or pools_of(manager).settings.open_conversations:
         return original(manager, obj, request)
     obj.sampling_params = with_keys(obj.sampling_params)
     if not any(key_of(params) for params in _listed(obj.sampling_params)):

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.cache.radix import BlockRadixCache
+from sglang_ext.serving.modes import mode_of
+from sglang_ext.serving.tree import steps_saved
 
 
 def around_update_running_batch(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
     """AROUND Scheduler.update_running_batch: the next decoding step goes without those that end before it."""
-    if isinstance(scheduler.tree_cache, BlockRadixCache):
+    if mode_of(scheduler.tree_cache).ends_early:
         pending = compat.pending_requests(scheduler)
         ending = {id(req) for req in batch.reqs if id(req) in pending and _ends(req)}
         kept = [index for index, req in enumerate(batch.reqs) if not req.finished() and id(req) not in ending]
@@ -29,11 +30,6 @@ def around_update_running_batch(original: Callable[..., Any], scheduler: Any, ba
             batch.filter_batch(keep_indices=kept)
             batch.batch_is_full = False
     return original(scheduler, batch)
-
-
-def steps_saved(scheduler: Any) -> int:
-    """How many steps of single requests were not run."""
-    return int(getattr(scheduler, "ext_steps_saved", 0))
 
 
 def _ends(req: Any) -> bool:

@@ -6,7 +6,7 @@ from sglang.srt.managers.io_struct import BaseReq
 
 
 class ExtAdminReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]  # msgspec's
-    """An operation on the schedulers' blocks; `payload` is JSON (see serving.scheduler.Admin)."""
+    """An operation on the schedulers' blocks; `payload` is JSON (see serving.admin.Admin)."""
 
     op: str
     payload: str = "{}"

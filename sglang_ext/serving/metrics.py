@@ -76,7 +76,7 @@ class TokenizerMetrics:
 
 
 class SchedulerMetrics:
-    """What a scheduler process shows: the counters of serving.scheduler.stats as gauges."""
+    """What a scheduler process shows: the counters of the server's mode as gauges."""
 
     def __init__(self, model: str) -> None:
         self.model = model

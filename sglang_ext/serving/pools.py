@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import fastapi
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import StreamPolicy, policy_of
+from sglang_ext.attention.policy import policy_of
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
@@ -113,7 +113,7 @@ class PoolService:
         self.pools: dict[str, Pool] = {}
         policy = policy_of(manager.server_args)
         self.policy_options = policy.request_options
-        self._streams = isinstance(policy, StreamPolicy)
+        self._streams = policy.streams
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
         self.metrics = TokenizerMetrics(
             manager.enable_metrics, manager.server_args.served_model_name, self.settings.pool_metrics
@@ -735,7 +735,7 @@ class PoolService:
     # ---- plumbing ----
 
     async def admin(self, op: str, **payload: Any) -> dict[str, Any]:
-        """One operation on the schedulers (serving.scheduler.Admin)."""
+        """One operation on the schedulers (serving.admin.Admin)."""
         # A caller that is cancelled must not leave its answer behind for the next one: the exchange goes on without it.
         return await asyncio.shield(self.background(self._exchange(op, payload)))
 

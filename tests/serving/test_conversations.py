@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.attention.policy import StreamPolicy
+from sglang_ext.attention.policy import Policy, StreamPolicy
 from sglang_ext.serving.conversations import around_generate_request, key_of, with_keys
 
 KEY = "k" * 43
@@ -65,7 +65,7 @@ def test_every_answer_says_its_key() -> None:
     assert keys[0] == keys[1] == key_of(batch.sampling_params[0]) and keys[2:] == [None, None, KEY, KEY]
 
 
-@pytest.mark.parametrize(("policy", "opened"), [(None, False), (object(), False), (StreamPolicy(), True)])
+@pytest.mark.parametrize(("policy", "opened"), [(None, False), (Policy(), False), (StreamPolicy(), True)])
 def test_servers_that_ask_for_no_keys(policy: Any, opened: bool) -> None:
     obj = SimpleNamespace(rid="1", sampling_params=params(conversation="a"))
     assert answers(obj, policy, [item()], opened) == [item()]

@@ -1,0 +1,88 @@
+"""What the tokenizer process asks of the schedulers: operations on their blocks, and their counters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sglang_ext import compat
+from sglang_ext.cache.radix import BlockRadixCache
+from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
+from sglang_ext.serving.metrics import SchedulerMetrics
+from sglang_ext.serving.modes import mode_of
+from sglang_ext.serving.tree import CHUNK_MARGIN, chunked_left, free_tokens
+
+
+class Admin:
+    """Operations on the blocks of one scheduler. Each takes and returns JSON-like values."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    @property
+    def cache(self) -> BlockRadixCache:
+        cache = self.scheduler.tree_cache
+        return mode_of(cache).blocks(cache)
+
+    def handle(self, message: ExtAdminReqInput) -> ExtAdminReqOutput:
+        operation = getattr(self, "op_" + message.op, None)
+        try:
+            if operation is None:
+                raise ValueError(f"unknown operation {message.op!r}")
+            result = operation(**json.loads(message.payload))
+        except Exception as error:  # the answer carries it: an admin request must never stop the scheduler
+            result = {"error": f"{type(error).__name__}: {error}"}
+        show_metrics(self.scheduler)
+        return ExtAdminReqOutput(payload=json.dumps(result))
+
+    def op_state(self) -> dict[str, Any]:
+        """Capacity in tokens, and what is held."""
+        cache, scheduler = self.cache, self.scheduler
+        return {
+            "total_tokens": scheduler.max_total_num_tokens,
+            "held_tokens": cache.held_tokens,
+            "held_by_pools": cache.held_by_pools,
+            "max_req_input_len": scheduler.max_req_input_len,
+            "chunked_prefill_size": scheduler.chunked_prefill_size,
+            "bytes_per_token": compat.kv_bytes_per_token(scheduler),
+        }
+
+    def op_hold(self, owner: str, keys: list[str]) -> dict[str, Any]:
+        """Hold those of `keys` that are resident; says which are missing, or that it must be asked again (`busy`).
+
+        A prompt that is being prefilled in chunks was admitted with the room that evictable blocks leave. Holding them
+        would take it away, and SGLang has no way back from there.
+        """
+        absent = set(self.cache.missing(keys))
+        there = [key for key in keys if key not in absent]
+        scheduler, chunked = self.scheduler, self.scheduler.chunked_req
+        if chunked is not None:
+            left = chunked_left(scheduler)
+            left += len(scheduler.running_batch.reqs) * (2 + -(-left // (scheduler.chunked_prefill_size or left + 1)))
+            if free_tokens(scheduler) - self.cache.unlocked_tokens(there) < left + CHUNK_MARGIN:
+                return {"missing": [], "busy": True}
+        self.cache.hold(owner, there)
+        return {"missing": [key for key in keys if key in absent]}
+
+    def op_release(self, owner: str, keys: list[str] | None = None, drop: bool = False) -> dict[str, Any]:
+        """Let go of an owner's blocks; with `drop`, free at once those that nobody else holds or uses."""
+        held = [key for key, owners in self.cache.owners.items() if owner in owners] if keys is None else keys
+        self.cache.release(owner, held)
+        return {"freed_tokens": self.cache.drop(held) if drop else 0}
+
+    def op_blocks(self, keys: list[str]) -> dict[str, Any]:
+        """Residency and hits of blocks."""
+        return {
+            "resident": [key in self.cache.blocks for key in keys],
+            "hits": [self.cache.hits[key] for key in keys],
+        }
+
+
+def show_metrics(scheduler: Any) -> None:
+    """Bring the gauges on /metrics up to date, where metrics are enabled."""
+    if not compat.metrics_enabled(scheduler):
+        return
+    metrics = getattr(scheduler, "ext_metrics", None)
+    if metrics is None:
+        metrics = scheduler.ext_metrics = SchedulerMetrics(scheduler.server_args.served_model_name)
+    metrics.show(mode_of(scheduler.tree_cache).stats(scheduler))

@@ -1,0 +1,133 @@
+"""Servers whose requests are rows of the radix tree, with blocks of demonstrations in front."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext import compat
+from sglang_ext.attention.requests import view_backend
+from sglang_ext.cache import carried
+from sglang_ext.cache.radix import BlockRadixCache, MissingBlocks
+from sglang_ext.cache.rows import INTERNAL, Row
+from sglang_ext.serving.mode import Mode
+
+CHUNK_MARGIN = 64  # tokens that requests which run beside a chunked prompt generate until it is through
+
+
+class TreeMode(Mode):
+    """Blocks are held, found and put in front of the requests' own tokens."""
+
+    ours = ends_early = True
+
+    def received(self, scheduler: Any, message: Any) -> None:
+        """The tokens of a row's prefix take their place before the request's own.
+
+        They are not sent (cache.rows). Where a block is missing the request stays short, and is refused with 503 as
+        soon as it is admitted (`limit`).
+        """
+        row = carried.sent_row(message)
+        if row is not None:
+            with contextlib.suppress(MissingBlocks):
+                message.input_ids = scheduler.tree_cache.stitched_ids(row, message.input_ids)
+
+    def limit(self, original: Callable[..., None], scheduler: Any, req: Any) -> None:
+        """Admit what can run, refuse with numbers what never can."""
+        original(scheduler, req)
+        cache, row = scheduler.tree_cache, carried.request_row(req)
+        if row is not None:
+            absent = cache.missing(piece.key for piece in row.prefix)
+            if absent:
+                compat.abort(req, compat.missing_message(len(absent)), 503)
+                return
+            if not str(req.rid).startswith(INTERNAL):
+                cache.count_hits(row)
+        if row is None or not row.encodes:
+            fit(scheduler, req, row)
+
+    def takes_turns(self, chunked: Any) -> bool:
+        """An encoding may be of any length, a question fits the context."""
+        row = carried.request_row(chunked)
+        return row is not None and bool(row.new)
+
+    def room_beside(self, scheduler: Any, running: int) -> int | None:
+        left = chunked_left(scheduler)
+        return free_tokens(scheduler) - left - running * (2 + -(-left // scheduler.chunked_prefill_size)) - CHUNK_MARGIN
+
+    def make_room(self, scheduler: Any) -> None:
+        """Let the first waiting request run, or end it: blocks that were held since it was admitted leave it no room.
+
+        What pools hold stays, and the request's answer is capped by what is left. What other requests hold for
+        themselves is let go of; their blocks may be evicted then, and they are asked again.
+        """
+        first = scheduler.waiting_queue[0]
+        scheduler.tree_cache.release_requests(keep=[first.rid])
+        row = carried.request_row(first)
+        if row is None or not row.encodes:
+            fit(scheduler, first, row)
+
+    def decode_fits(self, original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:
+        """Waiting requests let go of blocks before a running one is retracted."""
+        if original(batch, *args, **kwargs):
+            return True
+        batch.tree_cache.release_requests(keep=[req.rid for req in batch.reqs])
+        return original(batch, *args, **kwargs)
+
+    def blocks(self, cache: Any) -> BlockRadixCache:
+        found: BlockRadixCache = cache
+        return found
+
+    def stats(self, scheduler: Any) -> dict[str, Any]:
+        cache, backend = scheduler.tree_cache, view_backend(scheduler.tp_worker.model_runner)
+        return {
+            "blocks_resident": len(cache.blocks),
+            "block_tokens_resident": cache.block_tokens,
+            "held_tokens": cache.held_tokens,
+            "block_hits": cache.total_hits,
+            "saved_tokens": cache.saved_tokens,
+            "stitch_seconds": round(cache.stitch_seconds, 6),
+            "steps_saved": steps_saved(scheduler),
+            **(backend.policy.stats() if backend is not None else {}),
+        }
+
+
+def fit(scheduler: Any, req: Any, row: Row | None) -> None:
+    """Cap what a request may generate by the KV cache it can ever have; end it, with numbers, when it has none."""
+    cache = scheduler.tree_cache
+    # What pools hold never leaves: it is not there for this request. What requests hold is waited for.
+    free = scheduler.max_total_num_tokens - cache.held_by_pools
+    shared = 0
+    if row is not None:
+        shared = row.prefix_tokens
+        free -= cache.loose_tokens(piece.key for piece in row.prefix)
+    generated = len(req.output_ids)
+    own = len(req.origin_input_ids) + generated - shared
+    if own + 2 > free:
+        compat.abort(
+            req,
+            f"the request needs {own} tokens of KV cache, {max(free, 0)} of {scheduler.max_total_num_tokens} are not"
+            " taken by demonstration pools; shorten it, delete a pool or raise --max-total-tokens",
+            400,
+        )
+        return
+    params, limit = req.sampling_params, generated + free - own - 2
+    if params.max_new_tokens is not None and params.max_new_tokens > limit:
+        params.max_new_tokens = limit
+        params.min_new_tokens = min(params.min_new_tokens, limit)
+
+
+def chunked_left(scheduler: Any) -> int:
+    """Tokens that the prompt which is prefilled in chunks has yet to compute."""
+    chunked = scheduler.chunked_req
+    return len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices)
+
+
+def free_tokens(scheduler: Any) -> int:
+    """KV slots that are free or can be evicted."""
+    return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
+
+
+def steps_saved(scheduler: Any) -> int:
+    """How many steps of single requests were not run (`last_step`)."""
+    return int(getattr(scheduler, "ext_steps_saved", 0))

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.runner_utils import get_capture_lora_variant
+from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
 from sglang.utils import TypeBasedDispatcher
 
@@ -74,6 +75,7 @@ __all__ = [
     "metrics_enabled",
     "missing_message",
     "mixes_chunks",
+    "monotonic_time",
     "node_begin",
     "now",
     "num_kv_slots",

@@ -36,8 +36,8 @@ class ServerSettings:
         max_pools: most pools of the server; one more is refused with 413.
         max_waiting_encodings: most changes of pools that wait for the one that is being encoded; one more is refused
             with 429.
-        max_label_tokens: most tokens of labels that `label_probs` scores for one request, over all its prompts; a
-            request that needs more is refused with 413.
+        max_label_tokens: most tokens of labels that `label_probs` scores for one request: those of a pool's labels,
+            times the prompts of the request that ask for them; one that needs more is refused with 413.
         max_prompts: most answers of one request (its prompts, times `n`); more are refused with 413.
         max_logprobs: most log-probabilities of tokens beside the prompt's and the answer's own (`top_logprobs_num`,
             `token_ids_logprob`) that a prompt may ask for, at all its tokens together; more are refused with 413.

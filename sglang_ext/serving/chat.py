@@ -115,7 +115,7 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     messages[first] = {"role": "user", "content": _MARK + shown}
 
     tokenizer = manager.tokenizer
-    text = _rendered(
+    text = rendered(
         tokenizer,
         messages,
         add_generation_prompt=not request.continue_final_message,
@@ -125,7 +125,7 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     if text.count(_MARK) != 1:
         raise ValueError("the model's chat template changes the first user message: demonstrations cannot be placed")
     before, after = text.split(_MARK)
-    plain = _rendered(tokenizer, messages[: first + 1])
+    plain = rendered(tokenizer, messages[: first + 1])
     if plain.split(_MARK)[0] != before:
         raise ValueError(
             "chat_template_kwargs change what stands before the first user message, and the pool's blocks are encoded"
@@ -139,24 +139,23 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     request.custom_params = {**request.custom_params, "query": options.query or question, CHAT_KEY: name}
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, str]], **variables: Any) -> str:
-    """The text of a chat; ValueError, without the template's own words, where the template refuses it."""
+def rendered(tokenizer: Any, messages: list[dict[str, str]], tokenize: bool = False, **variables: Any) -> Any:
+    """The text of a chat, or its token ids; ValueError, without the template's own words, where it refuses the chat."""
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+        return tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **variables)
     except (TemplateError, TypeError) as error:
         raise ValueError(
             f"the model's chat template cannot render this chat ({type(error).__name__}): change its messages or its"
             " chat_template_kwargs"
         ) from None
-    return text
 
 
 def _characters(message: Any) -> int:
-    """Characters of a message's text, of all its parts; an image in the message is no text."""
+    """Characters of what is rendered of a message, of all its parts; an image in the message is no text."""
     content = message.content
-    if isinstance(content, list):
-        return sum(len(getattr(part, "text", None) or "") for part in content)
-    return len(content or "")
+    parts = [getattr(part, "text", None) for part in content] if isinstance(content, list) else content
+    beside = [getattr(message, name, None) for name in ("tool_calls", "reasoning_content")]
+    return characters([parts, beside])
 
 
 def _plain(message: Any) -> dict[str, str]:

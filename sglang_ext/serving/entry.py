@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
-from sglang_ext.serving import conversations, options, tokenizer
+from sglang_ext.serving import conversations, options, texts, tokenizer
 
 
 def around_generate_request(
@@ -16,6 +16,7 @@ def around_generate_request(
 
     One hook, so that the order stands here: SGLang warns of several, whose order is that of their registration.
     """
+    texts.keep_time(obj)
     over_pools = partial(tokenizer.around_generate_request, original)
     keyed = partial(conversations.around_generate_request, over_pools)
     return options.around_generate_request(keyed, manager, obj, request)

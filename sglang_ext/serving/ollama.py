@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.serving.answers import FIELD, extra_of, with_extra
-from sglang_ext.serving.chat import compose_chat, wants_labels
+from sglang_ext.serving.chat import compose_chat, rendered, wants_labels
 from sglang_ext.serving.errors import error_response
 from sglang_ext.serving.requests import check_characters
 from sglang_ext.serving.routes import CUSTOM, check_custom, custom_of, ours
@@ -73,8 +73,7 @@ def _rendered(manager: Any, templates: Any, messages: Any, custom: dict[str, Any
 
     said = [{"role": message.role, "content": message.content} for message in messages]
     if "pool" not in custom:
-        ids = manager.tokenizer.apply_chat_template(said, tokenize=True, add_generation_prompt=True, return_dict=False)
-        return custom, ids
+        return custom, rendered(manager.tokenizer, said, tokenize=True, add_generation_prompt=True)
     chat = ChatCompletionRequest(model="", messages=said, custom_params=dict(custom))
     compose_chat(manager, templates, chat)
     return chat.custom_params, chat.input_ids
@@ -142,7 +141,9 @@ class _Served:
                         line |= {FIELD: extra} if extra else {}
                     yield orjson.dumps(line) + b"\n"
 
-        return StreamingResponse(lines(), media_type="application/x-ndjson")
+        # A client that hangs up: SGLang ends its request as it does on its other routes.
+        ended = manager.create_abort_task(request)
+        return StreamingResponse(lines(), media_type="application/x-ndjson", background=ended)
 
 
 def _noted(answer: Any, notes: dict[int, Any]) -> Any:
@@ -154,16 +155,17 @@ async def _begun(answer: Any) -> Any:
     """An answer; of a stream the first part is waited for, so that a refusal has its own status."""
     if not isinstance(answer, StreamingResponse):
         return answer
-    parts = answer.body_iterator
+    parts: Any = answer.body_iterator
     try:
         first = await anext(aiter(parts))
     except StopAsyncIteration:
         return answer
 
     async def rest() -> AsyncIterator[Any]:
-        yield first
-        async for part in parts:
-            yield part
+        async with aclosing(parts):
+            yield first
+            async for part in parts:
+                yield part
 
     answer.body_iterator = rest()
     return answer

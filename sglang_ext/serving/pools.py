@@ -130,10 +130,11 @@ class PoolService:
         self._promised: dict[str, int] = {}  # version's owner -> tokens that its encoding under way has yet to write
         self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
         self._versions: weakref.WeakSet[Version] = weakref.WeakSet()
-        self._own_tokenizer: Any = None
+        tokenizer = getattr(manager, "tokenizer", None)  # of each thread its own: copying a large one takes a second
+        self._own_tokenizer: Any = copy.deepcopy(tokenizer)
         self._label_check: LabelCheck | None = None
         self._thread = ThreadPoolExecutor(1, "sglang-ext-layout")
-        self._request_tokenizer: Any = None
+        self._request_tokenizer: Any = copy.deepcopy(tokenizer)
         self._request_thread = ThreadPoolExecutor(1, "sglang-ext-requests")
         self.scoring = asyncio.Semaphore(SCORED_AT_ONCE)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -763,8 +764,7 @@ class PoolService:
 
     async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
         """What `work` makes of a text that is too long for the event loop, beside the thread that prepares pools."""
-        if self._request_tokenizer is None:
-            self._request_tokenizer = copy.deepcopy(self._tokenizer())
+        self._tokenizer()  # or an error
         return await self.beside(work, self._request_tokenizer)
 
     async def beside(self, work: Callable[..., T], *args: Any) -> T:
@@ -778,8 +778,6 @@ class PoolService:
         """A tokenizer of our own: layouts are made in a thread, and two users of one fast tokenizer collide."""
         if self.manager.tokenizer is None:
             raise PoolError("the server runs with --skip-tokenizer-init: pools are text and need the tokenizer")
-        if self._own_tokenizer is None:
-            self._own_tokenizer = copy.deepcopy(self.manager.tokenizer)
         return self._own_tokenizer
 
     def _lay_out_all(self, version: Version, old: Version | None) -> None:

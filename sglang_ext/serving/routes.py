@@ -63,7 +63,7 @@ class QueryOptions:
         self.options = frozenset(options) | {CUSTOM}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith("/v1/pools"):
+        if scope["type"] == "http" and scope["method"] in ("POST", "PUT") and not scope["path"].startswith("/v1/pools"):
             found = sorted(self.options.intersection(QueryParams(scope["query_string"])))
             if found:
                 await error_response(
@@ -142,7 +142,7 @@ async def around_make_request(
         return await original(handler, request, previous, *args)
 
     try:
-        if is_long(handler.tokenizer_manager, request.input, request.tools) or (
+        if is_long(handler.tokenizer_manager, request.input, request.instructions, request.tools) or (
             previous is not None and ours(handler.tokenizer_manager)
         ):
             return await run_beside(handler, lambda own: make(_over_pool(own, request)))

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from sglang_ext import compat
 
 T = TypeVar("T")
 
@@ -36,14 +39,21 @@ class Converted:
     error: Exception | None = None
 
 
+RECEIVED: contextvars.ContextVar[float | None] = contextvars.ContextVar("sglang_ext_received", default=None)
+"""When a long chat was received, on SGLang's clock: SGLang takes the time when it was converted already."""
+
 CONVERTED: contextvars.ContextVar[Converted | None] = contextvars.ContextVar("sglang_ext_converted", default=None)
 
 
-def characters(value: Any) -> int:
-    """Characters of all texts in a value of a request: a text, a list, an object, a model, or nothing."""
+def characters(value: Any, most: float = math.inf) -> int:
+    """Characters of all texts in a value of a request: a text, a list, an object, a model, or nothing.
+
+    Each element counts one, at least: it is looked at, and rendered where it is rendered. Counting ends beyond `most`.
+    """
     found, left = 0, [value]
-    while left:
+    while left and found <= most:
         each = left.pop()
+        found += 1
         if isinstance(each, str):
             found += len(each)
         elif isinstance(each, dict):
@@ -57,7 +67,7 @@ def characters(value: Any) -> int:
 
 def is_long(manager: Any, *values: Any) -> bool:
     """Whether a server of ours must not handle these values of a request on its event loop."""
-    return getattr(manager, "ext_pools", None) is not None and characters(values) > LONG
+    return getattr(manager, "ext_pools", None) is not None and characters(values, LONG) > LONG
 
 
 async def beside(handler: Any, work: Callable[[Any], T]) -> T:
@@ -129,6 +139,9 @@ async def around_handle_message(
 async def _convert(handler: Any, request: Any, raw_request: Any) -> None:
     if not is_long(handler.tokenizer_manager, request):
         return
+    RECEIVED.set(compat.monotonic_time())
+    if handler._validate_request(request):  # it makes types of tools' parameters regular, too
+        return
     try:
         made = await beside(handler, lambda own: own._convert_to_internal_request(request, raw_request))
         CONVERTED.set(Converted(request, made))
@@ -145,6 +158,13 @@ def around_convert_chat(original: Callable[..., Any], handler: Any, request: Any
     if found.error is not None:
         raise found.error
     return found.made
+
+
+def keep_time(obj: Any) -> None:
+    """Have a request's waiting for the thread count in its times."""
+    received = RECEIVED.get()
+    if received is not None and getattr(obj, "received_time", None):
+        obj.received_time = min(obj.received_time, received)
 
 
 async def around_count_tokens(original: Callable[..., Any], handler: Any, request: Any, raw_request: Any) -> Any:

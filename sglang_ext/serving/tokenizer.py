@@ -116,7 +116,8 @@ async def _generate(
     original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
 ) -> AsyncGenerator[Any, None]:
     service = pools_of(manager)
-    ASKED.set(Asked(request, scored(obj)))
+    client = None if getattr(obj, "background", False) else request  # nobody waits for the answer at its connection
+    ASKED.set(Asked(client, scored(obj)))
     await service.restored()
     # SGLang refuses an id that is in use; the lease under it is somebody else's then.
     others = set(compat.logical_rids(obj)) & set(manager.ext_leases)

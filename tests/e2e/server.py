@@ -24,7 +24,7 @@ import psutil
 import requests
 import torch
 
-from tests.e2e.warm import WarmProcess, warm
+from tests.e2e.warm import SPAWN, WarmProcess, warm
 from tests.oracle import models
 
 START_SECONDS = 600.0  # a start takes ten seconds on an idle machine, minutes on a crowded one
@@ -42,6 +42,11 @@ _CPU = {
     "skip_server_warmup": True,
     "max_running_requests": 48,
 }
+
+
+def cold() -> bool:
+    """Whether this run's environment wants processes that were started as users start them."""
+    return SPAWN in os.environ or "SGLANG_EXT_KERNELS" in os.environ
 
 
 @cache
@@ -95,7 +100,7 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.wait = wait
-        self.warm = warm and not torch.cuda.is_available() and not AT_IMPORT & (env or {}).keys()
+        self.warm = warm and not torch.cuda.is_available() and not AT_IMPORT & (env or {}).keys() and not cold()
         self.api_key = options.get("api_key")
         chosen = {**_CPU, **(STOCK if stock else OURS), **options}
         self.command = [sys.executable, "-m", "sglang.launch_server"] + arguments(
@@ -160,7 +165,7 @@ class Server:
     def kill(self) -> None:
         """SIGKILL to the server and all its children, as a crash would be."""
         process, self.process = self.process, None
-        if process is None:
+        if process is None or process.poll() is not None:
             return
         try:
             family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]

@@ -284,7 +284,7 @@ def test_a_streams_end_says_what_it_used(server: Server, path: str) -> None:
 
 def test_a_stored_response_says_what_it_used(server: Server) -> None:
     pools(server)
-    body = {**BODIES["/v1/responses"][1], "store": True, "custom_params": {"pool": "base"}}
+    body = {**BODIES["/v1/responses"][1], "store": True, "custom_params": {"pool": "base", "label_probs": True}}
     ids = [server.json("POST", "/v1/responses", json=body)["id"]]
     events = server.call("POST", "/v1/responses", json={**body, "stream": True}).text
     ids.append(json.loads(events.split("event: response.completed\ndata: ")[1].splitlines()[0])["response"]["id"])
@@ -293,7 +293,7 @@ def test_a_stored_response_says_what_it_used(server: Server) -> None:
         kept = until(
             lambda id=id: (found := server.json("GET", f"/v1/responses/{id}"))["status"] == "completed" and found
         )
-        assert kept["sglang_ext"]["pool"] == "base" and kept["output"]
+        assert kept["sglang_ext"]["pool"] == "base" and kept["sglang_ext"]["label_probs"] and kept["output"]
         assert server.call("POST", "/v1/responses", json={**body, "previous_response_id": id}).status_code == 200
 
 
@@ -364,6 +364,8 @@ def test_options_in_the_query_are_not_overlooked(server: Server, path: str) -> N
     body = with_params() if path == "/generate" else BODIES[path][1]
     for query in ("pool=base", "custom_params=%7B%7D", "constrain=labels&max_tokens=3"):
         assert "custom_params of the body" in refused(server, f"{path}?{query}", body)
+    if path == "/generate":
+        assert server.call("PUT", "/generate?pool=base", json=body).status_code == 400
 
 
 @pytest.mark.parametrize("custom", [{"pool": "base"}, {"pool": "base", "label_probs": True}])
@@ -405,7 +407,12 @@ def test_a_long_chat_becomes_the_tokens_of_a_short_ones_template(server: Server)
     assert server.json("POST", "/v1/tokenize", json={"model": "m", "prompt": LONG})["tokens"] == plain_ids
     words = server.json("POST", "/v1/detokenize", json={"model": "m", "tokens": plain_ids * 2})["text"]
     assert words == tokenizer.decode(plain_ids * 2, skip_special_tokens=True)
+    schema = {"type": "object", "properties": {"number": {"type": "int"}}}  # SGLang makes it an "integer"
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
     for path, request in chats(LONG).items():
+        if path == "/v1/chat/completions":
+            asked = {**request, **tools, "tool_choice": "required"}
+            assert server.call("POST", path, json=asked).status_code == 200, "as a short chat with these tools is"
         answer = server.json("POST", path, json=request)
         usage = answer.get("usage") or {"prompt_tokens": answer["prompt_eval_count"]}
         assert usage.get("prompt_tokens", usage.get("input_tokens")) == len(ids), path
@@ -424,7 +431,8 @@ def test_a_long_chat_holds_nobody_up(server: Server, stream: bool) -> None:
         "/v1/tokenize": {"model": "m", "messages": [{"role": "user", "content": MANY}]},
         "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": MANY}]},
     }
-    for path, body in requests_of.items():
+    instructed = {"model": "m", "input": "a", "instructions": MANY, "max_output_tokens": 1, "stream": stream}
+    for path, body in [*requests_of.items(), ("/v1/responses", instructed)]:
         done, longest = threading.Event(), 0.0
 
         def ask(path: str = path, body: dict[str, Any] = body, done: threading.Event = done) -> None:

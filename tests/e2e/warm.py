@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -72,9 +74,9 @@ def main() -> None:
                         os.killpg(pid, signal.SIGKILL)
                 return
             *lines, left = (left + part).split(b"\n")
-            for line in lines:
-                running.add(pid := _fork(json.loads(line)))
-                say({"pid": pid})
+            for asked in map(json.loads, lines):
+                running.add(pid := _fork(asked))
+                say({"number": asked["number"], "pid": pid})
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 running.discard(ended[0])
@@ -143,48 +145,56 @@ class Warm:
     def __init__(self) -> None:
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         root = Path(__file__).resolve().parents[2]
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.warm"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             env={**env, "OMP_NUM_THREADS": "1"},
             cwd=root,
         )
         self._statuses: dict[int, int] = {}
         self._left = b""
-        self._said({"ready"})
+        self._numbers = itertools.count()
+        self._said("ready", True)
+        self._process.wait()  # what was started has left; the one that was forked from it is nobody's child
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> WarmProcess:
         """A server: the module `argv[0]` as a program."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"argv": list(argv), "env": dict(env), "log": str(log)}).encode() + b"\n")
+        number = next(self._numbers)
+        asked = {"number": number, "argv": list(argv), "env": dict(env), "log": str(log)}
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
-        return WarmProcess(self, self._said({"pid"})["pid"])
+        return WarmProcess(self, self._said("number", number)["pid"])
 
     def status(self, pid: int) -> int | None:
         """Exit status of a server, None while it runs."""
         while pid not in self._statuses and self._readable():
-            self._said(set())
+            self._said()
         return self._statuses.get(pid)
 
     def _readable(self) -> bool:
         return b"\n" in self._left or bool(select.select([self._process.stdout], [], [], 0)[0])
 
-    def _said(self, awaited: set[str]) -> dict[str, Any]:
-        """The next message that has one of these fields; any one where there are none. Ends are noted."""
+    def _said(self, field: str | None = None, value: Any = None) -> dict[str, Any]:
+        """The next message whose `field` has this value; any one where none is named. Ends are noted."""
         assert self._process.stdout is not None
         while True:
             while b"\n" not in self._left:
                 part = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not part:
-                    raise RuntimeError("the process that test servers are forked from has ended")
+                    warm.cache_clear()  # the next test starts another
+                    self._errors.seek(0)
+                    said = self._errors.read().decode(errors="replace")[-2000:]
+                    raise RuntimeError(f"the process that test servers are forked from has ended: {said}")
                 self._left += part
             line, self._left = self._left.split(b"\n", 1)
             found: dict[str, Any] = json.loads(line)
             if "ended" in found:
                 self._statuses[found["ended"]] = found["status"]
-            if not awaited or awaited & found.keys():
+            if field is None or found.get(field) == value:
                 return found
 
 

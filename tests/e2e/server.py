@@ -29,7 +29,8 @@ from tests.oracle import models
 
 START_SECONDS = 600.0  # a start takes ten seconds on an idle machine, minutes on a crowded one
 REQUEST_SECONDS = 120.0
-AT_IMPORT = {"PYTHONPATH", "SGLANG_EXT_KERNELS"}  # environment that a process which has imported SGLang is too late for
+AT_IMPORT = {"PYTHONPATH", "SGLANG_EXT_KERNELS", "SGLANG_TEST_RETRACT"}
+"""Environment that a process which has imported SGLang is too late for."""
 OURS = {"attention_backend": "dbsa", "radix_cache_backend": "sglang_ext"}
 STOCK = {"attention_backend": "torch_native"}
 _CPU = {

@@ -175,7 +175,9 @@ def test_too_much_is_413_with_numbers(server: Server) -> None:
 def test_requests_for_tokens_probabilities_run_beside_others(server: Server) -> None:
     """SGLang ends where one request of a batch names tokens, and another wants log-probabilities without."""
     kinds: list[dict[str, Any]] = [{}, {"return_logprob": True}, {"return_logprob": True, "token_ids_logprob": [5, 6]}]
-    cases = [Case("/generate", {**with_params(max_new_tokens=12), **kind}, str(kind)) for kind in kinds * 8]
+    cases = [
+        Case("/generate", {**with_params(max_new_tokens=12, ignore_eos=True), **kind}, str(kind)) for kind in kinds * 8
+    ]
     results = answered(server, cases, workers=24)
     assert {status for _, status, _ in results} == {200}
     assert all(

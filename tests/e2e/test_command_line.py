@@ -166,6 +166,11 @@ def test_our_own_mistakes_are_refused_at_once(line: tuple[str, ...], status: int
     assert time.perf_counter() - begin < 10, "neither torch nor SGLang was imported"
 
 
+def test_the_doctor_checks_the_hooks() -> None:
+    said = run("doctor")
+    assert "none unresolved" in said and "none resolved but not installed" in said and "all is well" in said
+
+
 def test_a_quick_doctor(tmp_path: Path) -> None:
     begin = time.perf_counter()
     assert "sglang" in run("doctor", "--quick")

@@ -94,7 +94,7 @@ def before_server_args(server_args: Any) -> None:
     if not captures(policy):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
-    if server_args.chunked_prefill_size is None and policy.chunk is not None:
+    if policy.chunk is not None and server_args.chunked_prefill_size is None:
         server_args.chunked_prefill_size = policy.chunk
 
 

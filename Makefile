@@ -2,8 +2,7 @@
 #   PYTHON=/path/to/python  the interpreter to build the environment with (default: the first that fits)
 #   ARGS="..."              more arguments for the command: make test ARGS="-k exactness", make demo ARGS="--queries 50"
 #   MINUTES=60 ANSWERS=20000 JSON=FILE   of `make soak`: how long, how many answers at least, where the summary goes
-#   WORKERS=N               processes that run tests, those of one engine in the same (default: 2; 0: in one, as where there
-#                           is a GPU)
+#   WORKERS=N               processes that run tests, a file each at a time (default: 2; 0: in one, as where there is a GPU)
 
 SHELL := /bin/sh
 VENV ?= .venv
@@ -35,7 +34,7 @@ demo: $(READY)
 test: CHOSEN := -m "not slow"
 test test-all: $(READY)
 	@workers=; if $(BIN)/python -c 'import xdist' 2>/dev/null; then \
-	  workers="-n $(WORKERS) --dist loadgroup --no-loadscope-reorder"; \
+	  workers="-n $(WORKERS) --dist loadfile --no-loadscope-reorder"; \
 	else \
 	  echo "pytest-xdist is not installed in $(VENV): tests run in one process"; \
 	fi; \

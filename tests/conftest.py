@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 # Servers of several processes share few cores: a torch thread that waits for a core holds up its whole parallel region.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,20 +20,38 @@ if not torch.cuda.is_available():
     forked_children()  # engines in the tests' own processes, too, start in seconds
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share an engine run in one process, and in no other (`--dist loadgroup`).
+SLOW = (
+    "e2e/test_bad_requests.py::test_a_long_chat",
+    "e2e/test_bad_requests.py::test_every_field",
+    "e2e/test_beside_encoding.py",
+    "e2e/test_cascade.py::test_five_hundred_mixed_requests",
+    "e2e/test_cascade_kernels.py",
+    "e2e/test_cascade_restarts.py",
+    "e2e/test_command_line.py",
+    "e2e/test_death.py",
+    "e2e/test_demo.py::test_demo_on",
+    "e2e/test_demo.py::test_failed_answers",
+    "e2e/test_double_p_kernels.py",
+    "e2e/test_faults_pressure.py",
+    "e2e/test_faults_start.py::test_a_real_launch",
+    "e2e/test_faults_start.py::test_the_attention_backend_alone_starts_a_server_that_speaks_of_no_gpu[dbsa]",
+    "e2e/test_labels.py::test_odd_labels",
+    "e2e/test_planned.py",
+    "e2e/test_soak.py",
+    "e2e/test_stock.py",
+    "e2e/test_stress.py",
+    "kernels/test_cascade_update.py",
+    "kernels/test_joint.py",
+    "kernels/test_top_p.py::test_cuda",
+    "kernels/test_view_triton.py",
+    "launch/test_bench_cascade.py::test_rows",
+    "launch/test_bench_dbsa.py::test_both_engines",
+    "launch/test_bench_double_p_baselines.py",
+    "launch/test_quality.py::test_a_method_in_an_engine",
+)
+"""How the names of tests begin that take half a minute and more, or whose file does: `make test` leaves them out."""
 
-    They share it where a fixture of their module has the same parameters: each parameter of one is an engine.
-    """
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
 
-
-def _group(item: Any) -> str:
-    callspec = getattr(item, "callspec", None)
-    shared = (
-        [] if callspec is None else [name for name, scope in callspec._arg2scope.items() if scope.value != "function"]
-    )
-    values = [str(callspec.indices[name]) for name in sorted(shared)]
-    return ":".join([item.location[0], *values])
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.nodeid.removeprefix("tests/").startswith(SLOW):
+        item.add_marker(pytest.mark.slow)

@@ -304,10 +304,10 @@ def text_of(answer: dict[str, Any]) -> str:
     if "choices" in answer:
         choice = answer["choices"][0]
         return str(choice["text"] if "text" in choice else choice["message"]["content"])
-    if "output" in answer:
-        return str(answer["output"][0]["content"][0]["text"])
+    if "output" in answer:  # nothing is in it where the text is empty: two tokens may spell none
+        return "".join(part["text"] for item in answer["output"] for part in item["content"])
     if isinstance(answer.get("content"), list):
-        return str(answer["content"][0]["text"])
+        return "".join(part["text"] for part in answer["content"])
     return str(answer["message"]["content"] if "message" in answer else answer["response"])
 
 

@@ -5,10 +5,12 @@ What is looked at is said in `serving.requests`; here are SGLang's places where 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import fastapi
+from fastapi.responses import ORJSONResponse
+from pydantic import BaseModel
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.attention.policy import policy_of
@@ -90,7 +92,7 @@ async def around_tokenize(
         check_characters(characters(request.prompt), facts.context)  # a chat is looked at where it is rendered
     if not is_long(handler.tokenizer_manager, request):
         return await original(handler, adapted_request, request, raw_request)
-    return await run_beside(handler, lambda own: original(own, adapted_request, request, raw_request))
+    return await run_beside(handler, lambda own: _written(original(own, adapted_request, request, raw_request)))
 
 
 async def around_detokenize(
@@ -108,7 +110,13 @@ async def around_detokenize(
         check_ids(ids, facts.vocabulary)
     if sum(map(len, listed)) <= LONG:
         return await original(handler, adapted_request, request, raw_request)
-    return await run_beside(handler, lambda own: original(own, adapted_request, request, raw_request))
+    return await run_beside(handler, lambda own: _written(original(own, adapted_request, request, raw_request)))
+
+
+async def _written(answering: Awaitable[Any]) -> Any:
+    """The answer as a response with its bytes: FastAPI would visit each of its tokens, on the event loop."""
+    answer = await answering
+    return ORJSONResponse(answer.model_dump()) if isinstance(answer, BaseModel) else answer
 
 
 async def around_score(

@@ -366,16 +366,15 @@ def _register_backends() -> None:
 def _backend_factory(name: str) -> Callable[[Any], Any]:
     def build(model_runner: Any) -> Any:
         from sglang_ext.attention.policy import policy_of
-        from sglang_ext.attention.select import backend_class
+        from sglang_ext.attention.select import make_backend
 
-        policy = policy_of(model_runner.server_args, name)
-        return backend_class(policy)(model_runner, policy)
+        return make_backend(model_runner, policy_of(model_runner.server_args, name))
 
     return build
 
 
 def _build_radix_cache(context: Any) -> Any:
-    from sglang_ext.attention.requests import view_backend
+    from sglang_ext.attention.backend import view_backend
     from sglang_ext.cache.radix import BlockRadixCache
     from sglang_ext.cache.streams import StreamCache
     from sglang_ext.settings import server_settings

@@ -29,9 +29,9 @@ EDGE = 0.01
 
 
 def tunings(device: torch.device) -> tuple[attention.Tuning, top_p.Tuning]:
-    """Those of `attention.clustered_backend`; small ones for Triton's interpreter."""
+    """Those of `attention.readers.clusters`; small ones for Triton's interpreter."""
     if device.type == "cuda":
-        from sglang_ext.attention.clustered_backend import PROGRAMS
+        from sglang_ext.attention.readers.clusters import PROGRAMS
 
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         return replace(attention.TUNING, programs=PROGRAMS * sms), top_p.TUNING
@@ -39,8 +39,8 @@ def tunings(device: torch.device) -> tuple[attention.Tuning, top_p.Tuning]:
 
 
 def _engine_capacity(batch: int, config: DoubleP) -> Capacity:
-    """What `attention.clustered_backend` allocates for `double_p`'s CUDA graphs of so many rows."""
-    from sglang_ext.attention.clustered_backend import GRAPH_TOKENS, graph_capacity
+    """What `attention.readers.clusters` allocates for `double_p`'s CUDA graphs of so many rows."""
+    from sglang_ext.attention.readers.clusters import GRAPH_TOKENS, graph_capacity
 
     return graph_capacity(batch, GRAPH_TOKENS, config.cluster * WIDTH, over_pools=False)
 

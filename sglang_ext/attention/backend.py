@@ -1,165 +1,184 @@
-"""The attention backend: dense attention as SGLang's own for plain requests, views for the others.
+"""The adapter between SGLang's attention backends and our readers: the only place that both know.
 
-It reads nothing of the scheduler but the request's row of KV slots, the position each slot was written at, and the
-description of the row (`cache.rows.Row`). It writes `slot_pos` before every forward pass.
+It is mixed over one of SGLang's own backends, which serves batches without views untouched. All else is the reader's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import Attended, Caches, Policy, RequestRows, RowViews
-from sglang_ext.attention.requests import RequestTable, ViewBackend, note_batch
-from sglang_ext.attention.rope import find_rope
-from sglang_ext.attention.torch_base import TorchBackend
-from sglang_ext.kernels.view_attention import merge_states, view_attention
+from sglang_ext.attention.model import Model
+from sglang_ext.attention.policy import Policy
+from sglang_ext.attention.readers.reader import Reader
+from sglang_ext.attention.requests import RequestTable, note_batch
+from sglang_ext.attention.step import Batch, Forward, LayerCall
+
+MakeReader = Callable[[Model, Policy, Any], Reader[Any, Any]]
+"""(model, policy, SGLang's own backend) -> reader."""
 
 
-class ViewAttnBackend(ViewBackend, TorchBackend):
-    """PyTorch attention over the views of one policy, on any device; the base class serves plain requests."""
+class ViewBackend:
+    """Mixin: `class Backend(ViewBackend, TheBase)`.
 
-    def __init__(self, model_runner: Any, policy: Policy) -> None:
+    Args:
+        model_runner: SGLang's.
+        policy: what rows see.
+        make_reader: what reads it.
+
+    Raises:
+        ValueError: the model, or its memory, is none that the policy or the reader serves.
+
+    Attributes:
+        reader: serves batches with views.
+        step: what the reader made of the batch at hand, first on the host, then for its layers; None where the base
+            serves it.
+        question_size: rows of the CUDA graph with attention inside that has room for the prefill at hand; None where
+            there is none.
+    """
+
+    def __init__(self, model_runner: Any, policy: Policy, make_reader: MakeReader) -> None:
         compat.refuse_model(model_runner)
-        super().__init__(model_runner)
+        super().__init__(model_runner)  # type: ignore[call-arg]
         self.policy = policy
-        self.rope = find_rope(model_runner.model)
-        slots = compat.num_kv_slots(model_runner)
-        self.slot_pos = torch.zeros(slots, dtype=torch.int32, device=self.device)
         self.requests = RequestTable(policy)
-        policy.bind(lambda: compat.kv_by_layer(self.token_to_kv_pool))
-        self._views: list[tuple[RequestRows, RowViews] | None] = []
+        self.reader = make_reader(Model(model_runner), policy, self)
+        self.step: Any = None
+        self.question_size: int | None = None
+        self._carry: dict[str, Any] = {}
+        self._pool = model_runner.token_to_kv_pool
 
-    # ---- before a forward pass ----
+    # ---- the scheduler's side ----
+
+    @property
+    def viewing(self) -> bool:
+        """Whether the batch at hand has views."""
+        return self.step is not None
 
     def prepare(self, batch: Any, forward_batch: Any) -> None:
+        """Note the requests of a batch and set their positions. Runs when SGLang builds a ForwardBatch."""
         rows = note_batch(self.requests, batch, forward_batch)
         decode = forward_batch.forward_mode.is_decode()
-        for req, (request, begin, end) in zip(batch.reqs, rows, strict=True):
-            self.policy.before_pass(request, req, begin, end, decode)
+        self.step = self.reader.step(Batch(tuple(rows), decode)) if rows else None
 
     def release(self, slot: int) -> None:
+        """The request in `slot` of SGLang's request pool ended or was retracted."""
         self.requests.release(slot)
+        self.reader.release(slot)
+        self.step = None  # the batch before was launched; what it names may have to go
+
+    def rewritten(self, slot: int) -> None:
+        """The row of the request in `slot` may name other KV slots now: what was copied from it no longer holds."""
+        self.reader.rewritten(slot)
+
+    # ---- before the layers ----
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        super().init_forward_metadata(forward_batch)
-        self._views = []
-        if forward_batch.forward_mode.is_idle():
-            return
-        self.slot_pos[forward_batch.out_cache_loc.long()] = forward_batch.positions.to(torch.int32)
-        requests, seq_lens = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
-        extend = not forward_batch.forward_mode.is_decode()
-        lengths = forward_batch.extend_seq_lens.tolist() if extend else [1] * len(requests)
-        for request, seq_len, length in zip(requests, seq_lens, lengths, strict=True):
-            rows = RequestRows(
-                request=self.requests.get(request),
-                slots=self.req_to_token_pool.req_to_token[request, :seq_len],
-                begin=seq_len - length,
-                slot_pos=self.slot_pos,
-                decode=not extend,
-            )
-            views = self.policy.views(rows)
-            self._views.append(None if views is None else (rows, views))
+        self.reader.before_pass()
+        if self.viewing and not forward_batch.forward_mode.is_idle():
+            self._carry = {}
+            self.step = self.reader.before_layers(self.step, _forward(forward_batch), self.question_size)
+        if not self.viewing or forward_batch.forward_mode.is_idle():
+            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
 
     # ---- in every layer ----
-
-    def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> torch.Tensor:
-        if not any(self._views):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        if not any(self._views):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+        if not self.viewing:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[misc]
+        return self._read(q, k, v, layer, forward_batch, save_kv_cache)
 
-    def _forward(
-        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
+    def forward_extend(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        if save_kv_cache and k is not None and v is not None:
-            compat.write_kv(self.token_to_kv_pool, layer, forward_batch.out_cache_loc, k, v)
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        caches = Caches(
-            layer=layer.layer_id,
-            keys=self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            values=self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            slot_pos=self.slot_pos,
-            rope=self.rope,
-            scale=layer.scaling,
-        )
-        decode = forward_batch.forward_mode.is_decode()
-        first = 0
-        for index, planned in enumerate(self._views):
-            if planned is None:
-                length = 1 if decode else int(forward_batch.extend_seq_lens[index])
-                self._plain(query, out, slice(first, first + length), layer, caches, forward_batch, index, decode)
-            else:
-                rows, views = planned
-                length = rows.end - rows.begin
-                for low, high, view in views:
-                    part = slice(first + low - rows.begin, first + high - rows.begin)
-                    positions = forward_batch.positions[part]
-                    chosen = view(caches, query[part], positions) if callable(view) else view
-                    attended = chosen if isinstance(chosen, Attended) else Attended(chosen)
-                    partial, lse = view_attention(
-                        query[part],
-                        positions,
-                        attended.view,
-                        caches.keys,
-                        caches.values,
-                        self.slot_pos,
-                        self.rope,
-                        caches.scale,
-                    )
-                    if attended.parts:
-                        outs, lses = zip((partial, lse), *attended.parts, strict=True)
-                        partial, lse = merge_states(torch.stack(outs), torch.stack(lses))
-                    out[part] = partial
-                    self.policy.observe(caches, rows, query[part], positions, attended.view, lse)
-            first += length
-        return out.view(out.shape[0], -1)
+        if not self.viewing:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[misc]
+        return self._read(q, k, v, layer, forward_batch, save_kv_cache)
 
-    def _plain(
-        self,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        part: slice,
-        layer: Any,
-        caches: Caches,
-        forward_batch: Any,
-        index: int,
-        decode: bool,
-    ) -> None:
-        """SGLang's own attention for one plain request of a batch that also has views."""
-        one = slice(index, index + 1)
-        common = dict(
-            scaling=layer.scaling,
-            enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
-            causal=not decode,
-        )
-        table = self.req_to_token_pool.req_to_token
-        requests, seq_lens = forward_batch.req_pool_indices[one], forward_batch.seq_lens[one]
-        if decode:
-            self._run_sdpa_forward_decode(
-                query[part], out[part], caches.keys, caches.values, table, requests, seq_lens, **common
-            )
+    def _read(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool) -> torch.Tensor:
+        new = None
+        if k is not None and v is not None:
+            if self.reader.writes:
+                keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+                new = keys, v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+            elif save:
+                compat.write_kv(self._pool, layer, forward_batch.out_cache_loc, k, v)
+        caches = self._pool.get_key_buffer(layer.layer_id), self._pool.get_value_buffer(layer.layer_id)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        call = LayerCall(layer.layer_id, query, new, caches, layer.scaling, self.step, self._carry)
+        return self.reader.read(call).flatten(1)
+
+    # ---- CUDA graphs of decoding steps ----
+
+    @property
+    def both_variants(self) -> bool:
+        """Whether every batch size has two graphs: one for batches with views, and SGLang's own for those without."""
+        return self.reader.graphs is not None and self.reader.graphs.both
+
+    def begin_capture(self, sizes: list[int]) -> list[int]:
+        """CUDA graphs of decoding steps with so many rows are about to be captured; returns the sizes of any use."""
+        return sizes if self.reader.graphs is None else self.reader.graphs.sizes(sizes)
+
+    def end_capture(self) -> None:
+        """The next batch says itself whether it has views."""
+        self.step = None
+
+    def fits_graph(self) -> bool:
+        """Whether the decoding step at hand can run in a CUDA graph."""
+        if self.step is None:
+            return True
+        return self.reader.graphs is not None and self.reader.graphs.fits(self.step)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)  # type: ignore[misc]
+        if self.reader.graphs is not None:
+            self.reader.graphs.allocate(max_bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        graphs = self.reader.graphs
+        if in_capture:
+            ours = graphs is not None and (not graphs.both or compat.capturing_views())
+            self._carry = {}
+            self.step = graphs.capture(forward_batch.batch_size) if graphs is not None and ours else None
         else:
-            self._run_sdpa_forward_extend(
-                query[part],
-                out[part],
-                caches.keys,
-                caches.values,
-                table,
-                requests,
-                seq_lens,
-                forward_batch.extend_prefix_lens[one],
-                forward_batch.extend_seq_lens[one],
-                **common,
-            )
+            self.reader.before_pass()
+        if not in_capture and graphs is not None and self.step is not None:
+            self.step = graphs.before_replay(self.step, _forward(forward_batch), forward_batch.batch_size)
+        if self.step is None:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)  # type: ignore[misc]
+
+    # ---- CUDA graphs of prefills ----
+
+    def init_question_graphs(self, sizes: list[int]) -> None:
+        """Room for prefills inside CUDA graphs of `sizes` rows; called before they are captured."""
+        if self.reader.prefill_graphs is not None:
+            self.reader.prefill_graphs.allocate(sizes)
+
+    def capture_question(self, size: int) -> bool:
+        """Let the next prefill of `size` rows be captured with its attention inside; False where it is not to be.
+
+        `end_capture` ends it.
+        """
+        graphs = self.reader.prefill_graphs
+        self.step = None if graphs is None else graphs.capture(size)
+        return self.viewing
+
+    def in_question_graph(self) -> bool:
+        """Whether the prefill at hand was planned for a CUDA graph that has its attention inside."""
+        graphs = self.reader.prefill_graphs
+        return graphs is not None and self.step is not None and graphs.holds(self.step)
+
+
+def view_backend(model_runner: Any) -> ViewBackend | None:
+    """The view backend among a model runner's attention backends, or None when another one was chosen."""
+    backend = getattr(model_runner, "attn_backend", None)
+    return backend if isinstance(backend, ViewBackend) else None
+
+
+def _forward(forward_batch: Any) -> Forward:
+    return Forward(forward_batch.positions, forward_batch.seq_lens, forward_batch.out_cache_loc)

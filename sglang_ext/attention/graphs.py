@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.attention.planned import PlannedViews
-from sglang_ext.attention.requests import ViewBackend
+from sglang_ext.attention.backend import ViewBackend
 
 
 def before_capture(runner: Any) -> None:
@@ -26,7 +25,7 @@ def before_capture(runner: Any) -> None:
     backend = runner.attn_backend
     if isinstance(backend, ViewBackend):
         compat.keep_graph_sizes(runner, backend.begin_capture(list(runner.capture_bs)))
-    if isinstance(backend, PlannedViews):
+    if isinstance(backend, ViewBackend) and backend.both_variants:
         compat.record_both_variants(runner)
 
 
@@ -38,8 +37,9 @@ def after_capture(_result: Any, runner: Any) -> None:
 
 def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
     """AROUND DecodeCudaGraphRunner._resolve_lora_variant."""
-    if isinstance(runner.attn_backend, PlannedViews):
-        return compat.graph_variant(runner.attn_backend)
+    backend = runner.attn_backend
+    if isinstance(backend, ViewBackend) and backend.both_variants:
+        return compat.graph_variant(backend)
     return original(runner, forward_batch)
 
 
@@ -60,9 +60,9 @@ def around_can_run_prefill(original: Callable[..., bool], runner: Any, forward_b
 
 
 def before_capture_prefill(runner: Any) -> None:
-    """BEFORE PrefillCudaGraphRunner.capture: room for questions inside graphs."""
+    """BEFORE PrefillCudaGraphRunner.capture: room for prefills inside graphs."""
     backend = runner.model_runner.attn_backend
-    if isinstance(backend, PlannedViews) and compat.breaks_at_attention(runner):
+    if isinstance(backend, ViewBackend) and compat.breaks_at_attention(runner):
         backend.init_question_graphs(runner.capture_num_tokens)
 
 
@@ -72,7 +72,7 @@ def around_capture_breakable(
     """AROUND BreakableCudaGraphBackend.capture_one: small sizes once more, with views and in one piece."""
     original(graphs, shape_key, forward, *args, **kwargs)
     backend = compat.graphs_attention(graphs)
-    if isinstance(backend, PlannedViews) and backend.capture_question(shape_key.size):
+    if isinstance(backend, ViewBackend) and backend.capture_question(shape_key.size):
         try:
             compat.capture_whole(graphs, shape_key, forward)
         finally:
@@ -82,7 +82,7 @@ def around_capture_breakable(
 def around_execute_prefill(original: Callable[..., Any], runner: Any, forward_batch: Any, **kwargs: Any) -> Any:
     """AROUND PrefillCudaGraphRunner.execute: tells the planner whether a graph in one piece has room for this batch."""
     backend = runner.model_runner.attn_backend
-    if not isinstance(backend, PlannedViews):
+    if not isinstance(backend, ViewBackend):
         return original(runner, forward_batch, **kwargs)
     backend.question_size = compat.whole_graph_size(runner, forward_batch)
     try:
@@ -96,6 +96,6 @@ def around_replay_breakable(
 ) -> Any:
     """AROUND BreakableCudaGraphBackend.replay: the graph in one piece, where the batch was planned for it."""
     backend = compat.graphs_attention(graphs)
-    if isinstance(backend, PlannedViews) and backend.in_question_graph():
+    if isinstance(backend, ViewBackend) and backend.in_question_graph():
         return compat.replay_whole(graphs, shape_key)
     return original(graphs, shape_key, static_forward_batch, **kwargs)

@@ -12,7 +12,7 @@ import functools
 import pkgutil
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,6 +33,9 @@ CONVERSATION_KEY_BYTES = 32
 """Random bytes in the key of a conversation; base64 spells them in 43 characters."""
 _CONVERSATION_KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 
+Carry: TypeAlias = dict[str, Any]
+"""What layers of one pass leave for the layers after them: empty before the first."""
+
 
 @dataclass(frozen=True)
 class Caches:
@@ -45,6 +48,7 @@ class Caches:
         slot_pos: [num_slots] int32, the position each slot was written at.
         rope: the model's rotation.
         scale: factor of the logits.
+        carry: what earlier layers of the pass left, for this one to read and to add to.
     """
 
     layer: int
@@ -53,6 +57,7 @@ class Caches:
     slot_pos: torch.Tensor
     rope: Rope
     scale: float
+    carry: Carry = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

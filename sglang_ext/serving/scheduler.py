@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.attention.requests import view_backend
+from sglang_ext.attention.backend import view_backend
 from sglang_ext.cache import carried
 from sglang_ext.serving.admin import Admin, show_metrics
 from sglang_ext.serving.messages import ExtAdminReqInput
@@ -93,14 +93,9 @@ def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
     counters = mode_of(scheduler.tree_cache).stats(scheduler)
     if counters:
         backend = view_backend(scheduler.tp_worker.model_runner)
-        counters["attention_backend"] = type(backend).__name__
-        counters["view_prefills"] = dict(getattr(backend, "prefills", {}))
-        steps = getattr(backend, "decoding_steps", None)
-        if steps is not None:
-            counters["decoding_steps"] = dict(steps)
-        selected = getattr(backend, "selected", None)
-        if selected is not None:
-            counters["last_selection"] = selected()
+        if backend is not None:
+            counters["attention_backend"], counters["reader"] = type(backend).__name__, type(backend.reader).__name__
+            counters.update(backend.reader.stats())
     result.internal_state["sglang_ext"] = counters
     return result
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext import compat
-from sglang_ext.attention.requests import view_backend
+from sglang_ext.attention.backend import view_backend
 from sglang_ext.cache import carried
 from sglang_ext.cache.radix import BlockRadixCache, MissingBlocks
 from sglang_ext.cache.rows import INTERNAL, Row

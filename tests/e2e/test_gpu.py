@@ -168,7 +168,7 @@ def test_a_wrong_view_strays_further(served: Served, noise: float) -> None:
 
 def test_the_kernels_ran(served: Served, request: pytest.FixtureRequest) -> None:
     state = served.engine.get_server_info()["internal_states"][0]["sglang_ext"]
-    assert state["attention_backend"] == "FlashInferViewBackend"
+    assert (state["attention_backend"], state["reader"]) == ("FlashInferViews", "PlannedReader")
     asked = asks(served, seed=40)
     for number in (1, 2, 5):
         served.generate(asked[:number])

@@ -185,9 +185,9 @@ def found(tmp_path_factory: Any) -> Found:
 
 
 def test_the_kernels_ran(found: Found) -> None:
-    expected = {name: "FlashInferStreamBackend" if GPU else "StreamAttnBackend" for name in ENGINES}
-    got = {name: stats["attention_backend"] for name, stats in found.stats.items()}
-    assert got == expected | {"torch": "StreamAttnBackend"}
+    expected = {name: "CellReader" if GPU else "StreamReader" for name in ENGINES}
+    got = {name: stats["reader"] for name, stats in found.stats.items()}
+    assert got == expected | {"torch": "StreamReader"}
     if GPU:
         assert found.stats["graphs"]["view_prefills"]["flashinfer"] > 100
         steps = {name: found.stats[name]["decoding_steps"] for name in ENGINES}

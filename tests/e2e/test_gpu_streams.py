@@ -92,7 +92,7 @@ def test_five_hundred_mixed_requests_leave_clean_books(served: Served) -> None:
 def test_the_kernels_ran(served: Served) -> None:
     """And streams with settings of their own, which no graph serves, beside those in graphs."""
     stats: dict[str, Any] = served.stats()
-    assert stats["attention_backend"] == ("FlashInferStreamBackend" if GPU else "StreamAttnBackend")
+    assert stats["reader"] == ("CellReader" if GPU else "StreamReader")
     if GPU:
         assert stats["view_prefills"]["flashinfer"] > 1000
         assert stats["decoding_steps"]["graph"] > 100 and stats["decoding_steps"]["eager"] > 100

@@ -39,7 +39,9 @@ MODULES = (
     "sglang_ext.serving.http",
     "sglang_ext.serving.scheduler",
     "sglang_ext.serving.streams",
-    "sglang_ext.attention.backend",
+    "sglang_ext.attention.on_torch",
+    "sglang_ext.attention.readers.streams",
+    "sglang_ext.attention.readers.views",
     "sglang_ext.attention.cascade",
     "sglang_ext.attention.double_p",
 )

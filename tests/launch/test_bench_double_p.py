@@ -99,7 +99,7 @@ def test_right_kernels_pass(step: steps.Step) -> None:
 
 
 def test_buffers_wider_than_the_rows_pass(step: steps.Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.attention.clustered_backend.GRAPH_TOKENS", 5000)
+    monkeypatch.setattr("sglang_ext.attention.readers.clusters.GRAPH_TOKENS", 5000)
     wide = steps.Step(step.planted, 2, step.copies, engine_room=True)
     errors = wide.check()
     assert wide.buffers.chosen(2)[1].shape[-1] > step.buffers.chosen(2)[1].shape[-1] and max(errors.values()) < 5e-3

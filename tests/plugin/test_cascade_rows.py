@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.attention import cascade_backend, cascade_rows
+from sglang_ext.attention import cascade_rows
 from sglang_ext.attention.cascade import CascadePolicy
-from sglang_ext.attention.cascade_backend import CascadeStreams, warm_up
 from sglang_ext.attention.cascade_rows import KEPT, OwnRows, Rows, RowStream
 from sglang_ext.attention.policy import Caches, Request
+from sglang_ext.attention.readers import cells
+from sglang_ext.attention.readers.cells import CellReader, warm_up
 from sglang_ext.compat import AttentionShape
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.cells import Turn, reference
@@ -253,17 +254,14 @@ def test_rows_are_given_back(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_graphs_of_batches_that_can_come(twins: Twins, sizes: list[int], kept: list[int], rows: int) -> None:
     """Three streams: no graph for more rows than the next size above holds; buffers for all of them."""
-    backend = CascadeStreams.__new__(CascadeStreams)  # type: ignore[type-abstract]
-    backend.rows, backend._parts = twins.rows, []
-    assert backend.begin_capture(sizes) == kept
-    assert backend.rows.decoding.rows == rows
-    backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=max(kept)), in_capture=True)
-    assert backend.viewing and backend.fits_graph()
+    reader = CellReader.__new__(CellReader)
+    reader.rows = twins.rows
+    assert reader.sizes(sizes) == kept
+    assert reader.rows.decoding.rows == rows
+    assert reader.fits(reader.capture(max(kept)))
     drawn = twins.draw(max(kept))
-    out = backend.rows.decode(LAYERS[0], drawn[0], (drawn[1], drawn[2]), twins.ours[LAYERS[0]], 0.25)
+    out = reader.rows.decode(LAYERS[0], drawn[0], (drawn[1], drawn[2]), twins.ours[LAYERS[0]], 0.25)
     assert not bool(out.any()) and all(bool(cache.isnan().all()) for cache in twins.ours[LAYERS[0]])
-    backend.end_capture()
-    assert not backend.viewing
 
 
 def test_all_variants_of_a_prompts_kernels_are_compiled(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,18 +279,18 @@ def test_all_variants_of_a_prompts_kernels_are_compiled(twins: Twins, monkeypatc
     ran: list[Any] = []
     for name in ("cascade_update", "update_scores"):
         monkeypatch.setattr(cascade_rows, name, lambda *a, name=name, **_: ran.append((name, a)))
-    backend = CascadeStreams.__new__(CascadeStreams)  # type: ignore[type-abstract]
-    backend.rows, backend.shape, backend._device, backend._attend = make(cascade, 1), SHAPE, DEVICE, reference.attend
-    backend._table = torch.ones(2, 99, dtype=torch.int32, device=DEVICE)
     caches = twins.ours[LAYERS[0]]
-    pool = {"start_layer": LAYERS[0], "layer_num": 1, "get_key_buffer": lambda _: caches[0]}
-    backend.token_to_kv_pool = SimpleNamespace(**pool, get_value_buffer=lambda _: caches[1])  # type: ignore[attr-defined]
-    monkeypatch.setattr(cascade_backend, "warm_up", lambda _: [steps[0], steps[-1]])
-    backend._warm_up()
+    reader = CellReader.__new__(CellReader)
+    reader.rows, reader.shape, reader._device, reader._attend = make(cascade, 1), SHAPE, DEVICE, reference.attend
+    reader._layers = 1, LAYERS[0]
+    table = torch.ones(2, 99, dtype=torch.int32, device=DEVICE)
+    reader.model = SimpleNamespace(table=table, caches=lambda: {LAYERS[0]: caches})  # type: ignore[assignment]
+    monkeypatch.setattr(cells, "warm_up", lambda _: [steps[0], steps[-1]])
+    reader._warm_up()
     assert [name for name, _ in ran] == ["cascade_update", "cascade_update", "update_scores"] * 2
     assert [arguments[3].shape[1] for name, arguments in ran if name == "update_scores"] == [1, 34]
     assert all(bool(cache[1:].isnan().all()) and not bool(cache[0].any()) for cache in caches)  # the padding slot
-    assert backend.rows.free == [0]
+    assert reader.rows.free == [0]
 
 
 def test_buffers_share_memory_among_batch_sizes(twins: Twins) -> None:

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from sglang_ext import compat
-from sglang_ext.attention import clustered_backend, planned
+from sglang_ext.attention import model
+from sglang_ext.attention.backend import ViewBackend
 from sglang_ext.attention.double_p import DbsaDoublePPolicy, DoublePPolicy
 from sglang_ext.attention.policy import Attended, Caches, RequestRows
+from sglang_ext.attention.readers import clusters
+from sglang_ext.attention.readers.clusters import ClusterReader
 from sglang_ext.attention.requests import RequestTable
 from sglang_ext.attention.sparse import ASKED_DENSE, REPORT
 from sglang_ext.cache import carried
@@ -37,8 +40,25 @@ BLOCKS = {"a": 30, "b": 41, "c": 25}  # tokens; they were written one after the 
 POLICY = {"sink": 3, "window": 6, "min_tokens": 20, "cluster": 4, "segment": 64, "append": 16, "p1": 0.9, "p2": 0.5}
 
 
-class Backend(clustered_backend.ClusteredViews, Base):
-    pass
+class Backend(ViewBackend, Base):
+    """The adapter over the fake, with a reader of clusters.
+
+    Attributes:
+        placed: clusters of each row of the newest decoding step; what kernels are told of each is in `rows`.
+        fitted: whether graphs hold it.
+    """
+
+    reader: ClusterReader
+
+    def __init__(self, model_runner: Any, policy: DoublePPolicy) -> None:
+        super().__init__(model_runner, policy, lambda model, policy, _: ClusterReader(model, policy, None))
+        self.memory = self.reader.decodes.memory
+
+    def prepare(self, batch: Any, forward_batch: Any) -> None:
+        super().prepare(batch, forward_batch)
+        if isinstance(self.step, clusters.ClusterStep):
+            self.placed, self.rows = [row.placed for row in self.step.known], self.step.rows
+            self.fitted = self.fits_graph()
 
 
 def node(parent: TreeNode | None, slots: torch.Tensor) -> TreeNode:
@@ -51,7 +71,7 @@ class World:
     """Slots, caches, requests, the backend over them, and the policy as the PyTorch backend drives it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[DoublePPolicy], **policy: Any) -> None:
-        monkeypatch.setattr(clustered_backend, "GRAPH_TURNS", 3)  # programs take long in the interpreter
+        monkeypatch.setattr(clusters, "GRAPH_TURNS", 3)  # programs take long in the interpreter
         monkeypatch.setenv(POLICY_ENV, json.dumps({**POLICY, **policy}))
         gen = torch.Generator().manual_seed(0)
         rope = Rope((0.5 ** torch.arange(DIM // 2)).to(DEVICE))
@@ -65,7 +85,7 @@ class World:
         monkeypatch.setattr(compat, "refuse_model", lambda _: None)
         monkeypatch.setattr(compat, "attention_shape", lambda _: shape)
         monkeypatch.setattr(compat, "num_kv_slots", lambda _: SLOTS)
-        monkeypatch.setattr(planned, "find_rope", lambda _: rope)
+        monkeypatch.setattr(model, "find_rope", lambda _: rope)
         runner = SimpleNamespace(req_to_token_pool=table, token_to_kv_pool=kv, model=None)
         self.table, self.backend = table.req_to_token, Backend(runner, kind())
         self.policy = kind()
@@ -231,12 +251,12 @@ def test_rows_with_mixed_options(plain: World) -> None:
 
 
 def test_the_last_selection_is_told(plain: World) -> None:
-    assert plain.backend.selected() == {}
+    assert plain.backend.reader.decodes.selected() == {}
     whole, none = plain.request(100, 1, p1=1, p2=1), plain.request(100, 2, p1=1, p2=0)
     plain.step([whole])
-    assert plain.backend.selected() == {"rows": 1, "exact_tokens": 1, "approximated_clusters": 0}
+    assert plain.backend.reader.decodes.selected() == {"rows": 1, "exact_tokens": 1, "approximated_clusters": 0}
     plain.step([none, whole])
-    assert plain.backend.selected() == {"rows": 2, "exact_tokens": 0.5, "approximated_clusters": 0.5}
+    assert plain.backend.reader.decodes.selected() == {"rows": 2, "exact_tokens": 0.5, "approximated_clusters": 0.5}
 
 
 def compared(world: World) -> list[dict[str, Any]]:
@@ -258,7 +278,7 @@ def test_steps_are_measured_on_demand(plain: World) -> None:
     backend.init_cuda_graph_state(8, 8)
     other = plain.request(80, 5)
     plain.step([*batch, plain.request(9, 6, attention_report=True), other])
-    assert not backend.fits_graph()
+    assert not backend.fitted
     sparse, everything, dense, little, short = compared(plain)
     assert everything["exact"] == [1.0] and everything["recovered_least"][0] > 1 - 1e-6
     assert dense == {"dense": ASKED_DENSE} and list(short) == ["dense"] and "min_tokens" in short["dense"]
@@ -290,7 +310,7 @@ def test_rows_that_grow_past_what_is_clustered_at_once(monkeypatch: pytest.Monke
     kept = []
     for _ in range(12):
         world.step([req])
-        kept.append(world.backend._now[0])
+        kept.append(world.backend.rows[0])
     tiles = [len(row.tiles) for row in kept]
     assert tiles == [1] + [2] * 8 + [3] * 3
     assert len({id(row) for row in kept}) == 3, "what a row reads is kept between"
@@ -300,12 +320,12 @@ def test_padding_rows_of_graphs_and_steps_outside_of_them(plain: World) -> None:
     backend = plain.backend
     backend.init_cuda_graph_state(4, 4)
     for bs in (4, 2):
-        backend._load_empty(bs)  # as in a capture
+        backend.reader.decodes.capture(bs)
     batch = [plain.request(100, 1), plain.request(55, 2)]
     for padding in (2, None, None, 1, 0):
         plain.step(batch, padding)
     plain.step([*batch, *(plain.request(30, slot) for slot in (3, 4, 5))])
-    assert not backend.fits_graph(), "five rows for graphs of four"
+    assert not backend.fitted, "five rows for graphs of four"
     assert backend.asked == ["graph state"]
 
 
@@ -325,9 +345,9 @@ def test_a_run_that_the_prefix_cuts(plain: World, until: int) -> None:
     req.last_node = head
     plain.grow(req, 60)
     plain.step([req])
-    (part, *rest) = plain.backend._placed[0]
+    (part, *rest) = plain.backend.placed[0]
     assert (part.begin, part.end, part.run.end) == (3, until, 67) and rest
-    sizes = plain.backend.memory.layers[0].sizes[plain.backend._now[0].sized[0]]
+    sizes = plain.backend.memory.layers[0].sizes[plain.backend.rows[0].sized[0]]
     assert (sizes < 0).any() and (sizes > 0).any()
     plain.step([req])
 
@@ -342,7 +362,7 @@ def test_a_run_that_the_prefix_cuts_far_from_its_end_is_clustered_anew(plain: Wo
         req.last_node = head
         plain.grow(req, 60)
     plain.step(reqs)
-    first, second = (placed[0] for placed in plain.backend._placed)
+    first, second = (placed[0] for placed in plain.backend.placed)
     assert (first.begin, first.end, first.run.begin, first.run.end) == (3, 40, 3, 40)
     assert first.run is second.run is plain.backend.policy.store.find([head], 3, 40), "once for both"
     assert plain.backend.policy.stats()["cluster_tokens_anew"] == 37
@@ -364,7 +384,7 @@ def test_a_twentieth_of_the_cache_is_clustered_anew_at_most(plain: World) -> Non
         req.last_node = head
         plain.grow(req, 60)
         plain.step([req])
-        kept.append(plain.backend._placed[0][0].run)
+        kept.append(plain.backend.placed[0][0].run)
         plain.release(req)
     anew = [run.tokens for run in kept if not run.lost and run.end < 67]
     assert 0 < sum(anew) <= most < sum(anew) + 38 and len(anew) < len(kept)
@@ -381,7 +401,7 @@ def test_a_run_that_the_first_window_cuts_until_it_is_behind(plain: World) -> No
     ends = []
     for _ in range(7):
         plain.step([req])
-        ends.append(plain.backend._placed[0][0].end)
+        ends.append(plain.backend.placed[0][0].end)
     assert ends == [62] * 5 + [67] * 2
 
 
@@ -400,7 +420,7 @@ def test_blocks_wherever_they_stand(pools: World) -> None:
     pools.release(batch[0])
     pools.step([batch[4], batch[1]])
     assert pools.notes[:3] == [True] * 3
-    assert max(len(row.deltas) for row in pools.backend._now) >= 3
+    assert max(len(row.deltas) for row in pools.backend.rows) >= 3
     assert (pools.backend.memory.layers[0].sizes < 0).any()
 
 
@@ -443,4 +463,4 @@ def test_prompts_are_clustered_in_chunks(plain: World) -> None:
     (row,) = plain.backend.policy._rows.values()
     assert [(each.begin, each.end) for each in row.own] == [(3, 64)]
     plain.step([req])
-    assert len(plain.backend._placed[0]) == 2 and isinstance(plain.backend._placed[0][0].run, PooledRun)
+    assert len(plain.backend.placed[0]) == 2 and isinstance(plain.backend.placed[0][0].run, PooledRun)

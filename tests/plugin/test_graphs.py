@@ -9,26 +9,39 @@ import pytest
 
 from sglang_ext import compat
 from sglang_ext.attention import graphs
-from sglang_ext.attention.planned import PlannedViews
-from sglang_ext.attention.requests import ViewBackend
+from sglang_ext.attention.backend import ViewBackend
+from sglang_ext.attention.readers.reader import DecodeGraphs, PrefillGraphs
 
 
-class Backend(PlannedViews):
-    """A planned backend without kernels: what the hooks ask, and what they set."""
+class Prefills(PrefillGraphs[Any]):
+    """Graphs without kernels: what the hooks ask, and what they set."""
+
+    def __init__(self, inside: bool, largest: int) -> None:
+        self.inside, self.largest = inside, largest
+
+    def allocate(self, sizes: Any) -> None: ...
+
+    def capture(self, size: int) -> str | None:
+        return "prefill" if size <= self.largest else None
+
+    def holds(self, step: Any) -> bool:
+        return self.inside
+
+
+class Backend(ViewBackend):
+    """A backend without a model."""
 
     def __init__(self, inside: bool = True, largest: int = 64) -> None:
-        self.question_size = None
-        self.inside, self.largest, self.seen = inside, largest, []
-
-    def in_question_graph(self) -> bool:
-        return self.inside
+        self.question_size, self.step, self.seen = None, "prefill", []
+        self.reader = SimpleNamespace(prefill_graphs=Prefills(inside, largest), graphs=None)  # type: ignore[assignment]
 
     def capture_question(self, size: int) -> bool:
         self.seen.append(("capture", size))
-        return size <= self.largest
+        return super().capture_question(size)
 
     def end_capture(self) -> None:
         self.seen.append(("end", None))
+        super().end_capture()
 
 
 def breakable(backend: Any) -> SimpleNamespace:
@@ -79,7 +92,7 @@ def test_replays(backend: Any) -> None:
         return "outputs"
 
     assert graphs.around_replay_breakable(replay, found, 16, "batch") == "outputs"
-    assert replayed == ["whole" if isinstance(backend, Backend) and backend.inside else "pieces"]
+    assert replayed == ["whole" if isinstance(backend, Backend) and backend.in_question_graph() else "pieces"]
 
 
 def test_captures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,21 +116,31 @@ def test_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.seen[-1] == ("end", None)
 
 
-class Streams(ViewBackend):
-    """A backend whose every batch has views: there are two streams at most."""
+class OneVariant(DecodeGraphs[Any, Any]):
+    """Graphs of a reader whose every batch has views: there are two streams at most."""
 
-    def __init__(self, fits: bool = True) -> None:
-        self.viewing, self.fits = True, fits
+    both = False
 
-    def prepare(self, batch: Any, forward_batch: Any) -> None: ...
+    def __init__(self, holds: bool) -> None:
+        self.holds = holds
 
-    def release(self, slot: int) -> None: ...
-
-    def begin_capture(self, sizes: list[int]) -> list[int]:
+    def sizes(self, sizes: Any) -> list[int]:
         return [size for size in sizes if size <= 2]
 
-    def fits_graph(self) -> bool:
-        return self.fits
+    def capture(self, rows: int) -> str:
+        return "step"
+
+    def fits(self, step: Any) -> bool:
+        return self.holds
+
+    def before_replay(self, step: Any, forward: Any, rows: int) -> str:
+        return "step"
+
+
+class Streams(ViewBackend):
+    def __init__(self, fits: bool = True) -> None:
+        self.step = "step"
+        self.reader = SimpleNamespace(graphs=OneVariant(fits), prefill_graphs=None)  # type: ignore[assignment]
 
 
 def test_streams_have_one_variant_of_the_sizes_they_need() -> None:

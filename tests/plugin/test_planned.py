@@ -13,9 +13,14 @@ import pytest
 import torch
 
 from sglang_ext import compat
-from sglang_ext.attention import planned
+from sglang_ext.attention import model
+from sglang_ext.attention.backend import ViewBackend
 from sglang_ext.attention.dbsa import DbsaPolicy
+from sglang_ext.attention.model import Model
 from sglang_ext.attention.policy import Caches, RequestRows
+from sglang_ext.attention.readers import planned, plans, prefill
+from sglang_ext.attention.readers.planned import PlannedReader
+from sglang_ext.attention.readers.prefill import Prefill
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import NewBlock, Piece, Row
 from sglang_ext.kernels.rope import Rope
@@ -65,8 +70,25 @@ class Base:
     forward_extend = forward_decode
 
 
-class Backend(planned.PlannedViews, Base):
-    pass
+class Backend(ViewBackend, Base):
+    """The adapter over the fake, with a reader of planned views."""
+
+    reader: PlannedReader
+
+    def __init__(self, model_runner: Any, dense: Any = None) -> None:
+        super().__init__(model_runner, DbsaPolicy(), lambda model, policy, _: PlannedReader(model, policy, dense))
+
+    @property
+    def plan(self) -> Any:
+        """Of the newest decoding step."""
+        last = self.reader.decodes._last
+        return None if last is None else last.plan
+
+    @property
+    def prefill(self) -> Prefill:
+        """The newest prefill, which had views."""
+        assert isinstance(self.step, Prefill)
+        return self.step
 
 
 class Dense:
@@ -102,16 +124,19 @@ class World:
         self.pool = SimpleNamespace(req_to_token=torch.zeros(8, CONTEXT, dtype=torch.int32, device=DEVICE))
         self.caches = [torch.randn(SLOTS, KV_HEADS, DIM, generator=generator).to(DEVICE) for _ in range(2)]
         kv = SimpleNamespace(
-            start_layer=0, get_key_buffer=lambda _: self.caches[0], get_value_buffer=lambda _: self.caches[1]
+            start_layer=0,
+            layer_num=1,
+            get_key_buffer=lambda _: self.caches[0],
+            get_value_buffer=lambda _: self.caches[1],
         )
         shape = compat.AttentionShape(HEADS, KV_HEADS, DIM, DIM, torch.float32, DIM**-0.5, num_sms=2)
         monkeypatch.setattr(compat, "refuse_model", lambda _: None)
         monkeypatch.setattr(compat, "attention_shape", lambda _: shape)
         monkeypatch.setattr(compat, "num_kv_slots", lambda _: SLOTS)
-        monkeypatch.setattr(planned, "find_rope", lambda _: rope)
+        monkeypatch.setattr(model, "find_rope", lambda _: rope)
         self.rope = rope
         self.runner = SimpleNamespace(req_to_token_pool=self.pool, token_to_kv_pool=kv, model=None)
-        self.backend = Backend(self.runner, DbsaPolicy())
+        self.backend = Backend(self.runner)
         self.slot_pos = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
         self.blocks: dict[str, tuple[int, int]] = {}  # name -> (first slot, first position)
         self.free, position = 1, 0
@@ -233,8 +258,8 @@ def test_decoding_while_the_batch_changes(world: World, monkeypatch: pytest.Monk
         for req in batch:
             world.grow(req)
         world.forward(batch, [1] * len(batch))
-        if not plans or plans[-1] is not world.backend._plan:
-            plans.append(world.backend._plan)
+        if not plans or plans[-1] is not world.backend.plan:
+            plans.append(world.backend.plan)
     assert len(plans) >= 4  # three batches, and room for two steps more
     assert world.backend.asked == []
 
@@ -245,7 +270,7 @@ def test_a_plan_is_kept_while_it_holds(world: World) -> None:
     for _ in range(3):
         world.grow(req)
         world.forward([req], [1])
-        kept.append(world.backend._plan)
+        kept.append(world.backend.plan)
     assert kept[0] is kept[1] is kept[2] and kept[0] is not None
 
 
@@ -255,12 +280,12 @@ def test_a_row_that_the_tree_rewrites_while_its_request_decodes(world: World) ->
     for req in batch:
         world.grow(req)
     world.forward(batch, [1, 1])
-    plan = world.backend._plan
+    plan = world.backend.plan
     world.backend.rewritten(3)
     for req in batch:
         world.grow(req)
     world.forward(batch, [1, 1])
-    assert world.backend._plan is plan, "another request's row is not this plan's"
+    assert world.backend.plan is plan, "another request's row is not this plan's"
     freed = world.pool.req_to_token[1, 26:29].clone().long()
     others = torch.arange(world.free, world.free + 3, device=DEVICE)
     world.free += 3
@@ -285,14 +310,14 @@ def test_a_block_named_twice(world: World) -> None:
 
 def test_the_lists_of_a_prefill_share_their_partial_outputs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are most of the memory; a full list, cut for many workers, has more entries than it was planned with."""
-    monkeypatch.setattr(planned, "SLICE_ENTRIES", 480)
-    backend = world.backend = Backend(world.runner, DbsaPolicy())
+    monkeypatch.setattr(plans, "SLICE_ENTRIES", 480)
+    backend = world.backend = Backend(world.runner)
     batch = [world.request("acbd", 48, slot) for slot in range(1, 6)]
     world.forward(batch, [48] * 5)
-    work = backend._extend
-    assert work is not None and len(work.lists) == 3
-    assert len(work.lists[0][2].plan.entry_row) * 1.25 > len(backend._grown[0].part), "no room to spare"
-    assert {buffers.part.data_ptr() for *_, buffers in work.lists} == {backend._grown[0].part.data_ptr()}
+    work = backend.prefill
+    assert len(work.lists) == 3
+    assert len(work.lists[0][2].plan.entry_row) * 1.25 > len(backend.reader.memory.first.part), "no room to spare"
+    assert {buffers.part.data_ptr() for *_, buffers in work.lists} == {backend.reader.memory.first.part.data_ptr()}
 
 
 def test_buffers_are_made_once_for_plans_that_alternate(world: World) -> None:
@@ -302,18 +327,18 @@ def test_buffers_are_made_once_for_plans_that_alternate(world: World) -> None:
     plans = []
     for rows, programs in ((40, 2), (2, 8)):
         (seen,) = DbsaPolicy().runs(request, 66 - rows, 66) or ()
-        listed = [backend._rows(request, seen, 0)]
+        listed = [backend.reader.planner.rows(request, seen, 0)]
         plans.append(planning.plan_rows(listed, config=Config(num_programs=programs), group=2, kv_heads=2))
     for plan in plans:
-        backend._load(plan, 1)
-    kept = backend._grown[1]
-    assert all(backend._load(plan, 1) is kept for plan in plans)
+        backend.reader.memory.load(plan, 1)
+    kept = backend.reader.memory._grown[1]
+    assert all(backend.reader.memory.load(plan, 1) is kept for plan in plans)
 
 
 def test_graphs_and_their_padding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays give what runs without a graph give, and the two may alternate."""
     monkeypatch.setattr(compat, "capturing_views", lambda: True)
-    world.backend.graph_sizes = [2, 4]
+    world.backend.begin_capture([2, 4])
     world.backend.init_cuda_graph_state(4, 4)
     for size in (4, 2):
         world.backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size), in_capture=True)
@@ -338,11 +363,10 @@ def test_a_plain_batch_is_the_bases(world: World, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("entries", [16384, 24])
 def test_questions_in_one_list_or_several(world: World, monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
-    monkeypatch.setattr(planned, "SLICE_ENTRIES", entries)
+    monkeypatch.setattr(plans, "SLICE_ENTRIES", entries)
     batch = [world.request("acb", 13, 1), world.request("", 11, 2), world.request("abd", 3, 3)]
     world.forward(batch, [13, 6, 2])
-    assert world.backend._extend is not None
-    assert (len(world.backend._extend.lists) > 1) == (entries == 24)
+    assert (len(world.backend.prefill.lists) > 1) == (entries == 24)
 
 
 @pytest.mark.parametrize("question", [0, 5])
@@ -362,33 +386,33 @@ def test_branches_behind_a_question(world: World, question: int) -> None:
 
 def test_rows_of_the_dense_kernel_beside_a_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are encoded where nothing is turned, between questions; one block of the row is turned."""
-    monkeypatch.setattr(planned, "DENSE_ROWS", 4)
-    world.backend.dense = Dense(world)  # type: ignore[assignment]
+    monkeypatch.setattr(prefill, "DENSE_ROWS", 4)
+    world.backend = Backend(world.runner, Dense(world))
     straight = NewBlock("x", 8, 26, ((0, 0), (1, 9)))  # sees a and b where they were written
     turned = NewBlock("y", 5, 14, ((0, 0),))  # at position 14: behind a part of x, which it does not see
     shifted = NewBlock("z", 6, 40, ((1, 30),))  # sees b elsewhere
     encoding = world.request("ab", 19, 2, (straight, turned, shifted))
     batch = [world.request("acb", 3, 1), encoding, world.request("abd", 2, 3)]
     world.forward(batch, [3, 19, 2])
-    work = world.backend._extend
-    assert work is not None and work.dense and work.listed is not None
+    work = world.backend.prefill
+    assert work.dense is not None and work.listed is not None
     assert sorted(work.listed.tolist()) == [0, 1, 2, *range(16, 22), 22, 23]
 
 
 def test_the_dense_kernel_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "DENSE_ROWS", 4)
-    world.backend.dense = Dense(world)  # type: ignore[assignment]
+    monkeypatch.setattr(prefill, "DENSE_ROWS", 4)
+    world.backend = Backend(world.runner, Dense(world))
     straight = NewBlock("x", 8, 26, ((0, 0), (1, 9)))
     world.forward([world.request("ab", 8, 1, (straight,))], [8])
-    work = world.backend._extend
-    assert work is not None and work.dense and not work.lists and work.listed is None
+    work = world.backend.prefill
+    assert work.dense is not None and not work.lists and work.listed is None
 
 
 def test_warming_up_runs_the_kernels_and_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server does it before its first request, so that none waits for a compiler."""
-    world.backend.dense = Dense(world)  # type: ignore[assignment]
+    world.backend = Backend(world.runner, Dense(world))
     ran: list[str] = []
-    for owner, name in ((planned, "view_attention_plan"), (PlanBuffers, "advance"), (Dense, "plan"), (Dense, "run")):
+    for owner, name in ((prefill, "view_attention_plan"), (PlanBuffers, "advance"), (Dense, "plan"), (Dense, "run")):
         original = getattr(owner, name)
 
         def noted(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
@@ -397,21 +421,19 @@ def test_warming_up_runs_the_kernels_and_changes_nothing(world: World, monkeypat
 
         monkeypatch.setattr(owner, name, noted)
     before = [cache.clone() for cache in world.caches]
-    world.backend.warm_up()
+    world.backend.reader.prefills.warm_up()
     assert set(ran) == {"view_attention_plan", "advance", "plan", "run"}
     assert all(torch.equal(old, new) for old, new in zip(before, world.caches, strict=True))
 
 
-def test_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_ext.attention import choice
-    from sglang_ext.attention.backend import ViewAttnBackend
+def test_which_reader_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_ext.attention import choice, select
     from sglang_ext.attention.choice import captures
     from sglang_ext.attention.policy import Policy, policies, policy_of
-    from sglang_ext.attention.select import backend_class
 
     monkeypatch.delenv("SGLANG_EXT_KERNELS", raising=False)
     monkeypatch.setattr(choice, "_hopper", lambda: False)
-    assert backend_class(DbsaPolicy()) is ViewAttnBackend and not captures(DbsaPolicy())
+    assert not captures(DbsaPolicy())
     monkeypatch.setattr(choice, "_hopper", lambda: True)
     for name in ("dbsa", "double_p", "dbsa+double_p", "cascade", "streaming_llm"):
         found = []
@@ -422,22 +444,30 @@ def test_which_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.kernels(Policy()) == "torch"
     assert {choice.kernels(policies()[name]()) for name in ("quest", "retroinfer", "twilight")} == {"torch"}
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
-    assert issubclass(backend_class(DbsaPolicy()), planned.PlannedViews)
-    assert backend_class(Policy()) is ViewAttnBackend, "a policy that does not plan is served by the reference"
+    assert choice.kernels(DbsaPolicy()) == "triton"
+    assert choice.kernels(Policy()) == "torch", "a policy that does not plan is served by the reference"
     assert captures(DbsaPolicy()) == torch.cuda.is_available()
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "fast")
     with pytest.raises(ValueError, match="SGLANG_EXT_KERNELS=fast"):
-        backend_class(DbsaPolicy())
+        select.make_backend(None, DbsaPolicy())
     if not torch.cuda.is_available():
         monkeypatch.setenv("SGLANG_EXT_KERNELS", "flashinfer")
         with pytest.raises(ValueError, match="GPU"):
-            backend_class(DbsaPolicy())
+            select.make_backend(None, DbsaPolicy())
+
+
+@pytest.mark.parametrize(("kernels", "kind"), [("torch", "ViewReader"), ("triton", "PlannedReader")])
+def test_the_reader_of_a_policy(world: World, monkeypatch: pytest.MonkeyPatch, kernels: str, kind: str) -> None:
+    from sglang_ext.attention import select
+
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", kernels)
+    assert type(select._reader(Model(world.runner), DbsaPolicy(), None)).__name__ == kind
 
 
 def test_questions_inside_graphs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned into the buffers of the graphs, rows padded to the graph's; beside graphs that lack room, and none."""
-    monkeypatch.setattr(planned, "SLICE_ENTRIES", 70)
-    backend = world.backend = Backend(world.runner, DbsaPolicy())
+    monkeypatch.setattr(plans, "SLICE_ENTRIES", 70)
+    backend = world.backend = Backend(world.runner)
     backend.init_question_graphs([16, 32, 2048])
     assert not backend.capture_question(2048)
     for size in (32, 16):

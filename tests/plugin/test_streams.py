@@ -11,10 +11,9 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.cascade import CascadePolicy, StreamingLlmPolicy
-from sglang_ext.attention.cascade_backend import CascadeStreams
+from sglang_ext.attention.choice import kernels
 from sglang_ext.attention.policy import Request, StreamPolicy, policies
-from sglang_ext.attention.select import backend_class
-from sglang_ext.attention.streams import StreamAttnBackend, check_fits
+from sglang_ext.attention.readers.streams import check_fits
 from sglang_ext.cache.rows import WIRE_KEY
 from sglang_ext.cache.streams import Conversation, StreamCache
 from sglang_ext.compat import ChunkCache
@@ -55,10 +54,9 @@ def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cascade.config.cascades, streaming.config.cascades) == (4, 1)
     assert cascade.config.slots == streaming.config.slots == 64 + 4096 + 1024
     assert cascade.request_options == {*Cascade.__dataclass_fields__, "conversation", "continue", "conversation_key"}
-    assert backend_class(cascade) is StreamAttnBackend
+    assert kernels(cascade) == "torch"
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
-    assert issubclass(backend_class(cascade), CascadeStreams)
-    assert backend_class(Own()) is StreamAttnBackend
+    assert (kernels(cascade), kernels(Own())) == ("triton", "torch")
     assert checks.serves_streams(arguments()) and checks.refusals(arguments()) == []
     assert not any(isinstance(policies()[name](), StreamPolicy) for name in ("dbsa", "double_p", "quest"))
 

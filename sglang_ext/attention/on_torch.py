@@ -1,10 +1,11 @@
-"""SGLang's PyTorch attention for plain requests, as the base of backends on machines without a GPU."""
+"""The attention backend in plain PyTorch: what machines without a GPU have, and policies without kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_ext.attention.backend import ViewBackend
 from sglang_ext.compat import TorchNativeAttnBackend
 
 
@@ -56,3 +57,7 @@ class TorchBackend(TorchNativeAttnBackend):
             output[first : first + new] = attended.squeeze(0).transpose(0, 1)
             first += new
         return output
+
+
+class TorchViews(ViewBackend, TorchBackend):
+    """SGLang's PyTorch attention, and a reader of ours for batches with views: on any device."""

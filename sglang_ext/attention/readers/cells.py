@@ -12,18 +12,19 @@ Requests with settings of their own have a row of their own as well, and batches
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_ext import compat
 from sglang_ext.attention.cascade import CascadePolicy, Stream
 from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Shown, Step
-from sglang_ext.attention.choice import KERNELS_ENV, kernels
-from sglang_ext.attention.requests import RequestTable, ViewBackend, check_cache_type, note_batch
-from sglang_ext.attention.rope import find_rope
-from sglang_ext.attention.streams import check_fits
+from sglang_ext.attention.choice import KERNELS_ENV
+from sglang_ext.attention.model import Model
+from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
+from sglang_ext.attention.readers.streams import check_fits
+from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
 from sglang_ext.kernels.cells import Turn, flashinfer_impl, reference
 from sglang_ext.policies.cascade import Cascade
 
@@ -41,8 +42,21 @@ class _Part:
     slots: torch.Tensor
 
 
-class CascadeStreams(ViewBackend):
-    """Mixin over a backend of SGLang's, which serves its dummy batches: `class Backend(CascadeStreams, TheBase)`.
+@dataclass(frozen=True)
+class CellStep:
+    """A batch of streams.
+
+    Attributes:
+        batch: the requests.
+        parts: what each of them computes; none where a CUDA graph is captured.
+    """
+
+    batch: Batch
+    parts: tuple[_Part, ...]
+
+
+class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
+    """Streams of a cascade, in rows of tensors that kernels read; every batch is its.
 
     Raises:
         ValueError: one request may need more slots than there are, or than a row has columns; the KV cache has another
@@ -54,29 +68,23 @@ class CascadeStreams(ViewBackend):
         decoding_steps: how many decoding steps, inside CUDA graphs and outside.
     """
 
-    policy: CascadePolicy
+    writes = True
+    both = False
 
-    def __init__(self, model_runner: Any, policy: CascadePolicy) -> None:
-        compat.refuse_model(model_runner)
-        super().__init__(model_runner)  # type: ignore[call-arg]
-        self.policy = policy
-        self.requests = RequestTable(policy)
-        self.shape = compat.attention_shape(model_runner)
-        pool, most = self.token_to_kv_pool, policy.config.slots  # type: ignore[attr-defined]
-        check_cache_type(model_runner, self.shape.dtype)
-        check_fits(policy, compat.num_request_slots(model_runner), compat.context_length(model_runner))
-        rope = find_rope(model_runner.model)
-        self._device, self._turn = rope.inv_freq.device, Turn.of(rope)
-        self._layers = len(compat.kv_by_layer(pool)), compat.first_layer(pool)
+    def __init__(self, model: Model, policy: CascadePolicy, kernels: str) -> None:
+        self.model, self.policy, self.shape, self.graphs = model, policy, model.shape, self
+        most, caches = policy.config.slots, model.caches()
+        model.check_cache_type()
+        check_fits(policy, model.request_slots, model.context)
+        self._device, self._turn = model.device, Turn.of(model.rope)
+        self._layers = len(caches), min(caches)
         # Every stream, running or between two turns, has `most` slots: so many rows are enough.
-        self.rows = self._make(policy.config, compat.num_request_slots(model_runner) // most)
+        self.rows = self._make(policy.config, model.request_slots // most)
         self._own = OwnRows(lambda cascade: self._make(cascade, 1, self.rows.window))
         policy.keep_in(self._begin)
-        self._kind, self._attend = self._choose(kernels(policy))
+        self._kind, self._attend = self._choose(kernels)
         self.prefills = {"flashinfer": 0, "torch": 0}
         self.decoding_steps = {"graph": 0, "eager": 0}
-        self._table: torch.Tensor = self.req_to_token_pool.req_to_token  # type: ignore[attr-defined]
-        self._parts: list[_Part] = []
         if self._device.type == "cuda":
             self._warm_up()
 
@@ -101,107 +109,78 @@ class CascadeStreams(ViewBackend):
             )
         return chosen, flashinfer_impl.attend
 
-    # ---- the scheduler's side ----
+    # ---- before the layers ----
 
-    def prepare(self, batch: Any, forward_batch: Any) -> None:
-        self._parts = []
-        for request, begin, end in note_batch(self.requests, batch, forward_batch):
-            stream = self.policy.stream(request.slot)
-            if not isinstance(stream, RowStream):
-                raise ValueError(f"a {type(stream).__name__} for kernels: expected a RowStream")
-            steps = stream.steps(stream.offset + begin, stream.offset + end)
-            slots = self._table[request.slot : request.slot + 1, : stream.cascade.slots]
-            needed = not forward_batch.forward_mode.is_decode() or steps[0].lists
-            part = _Part(stream, steps, [stream.home.show(step) for step in steps] if needed else [], slots)
-            if needed:
-                stream.home.open(stream.row, steps[0], part.shown[0], slots)
-            self._parts.append(part)
-        self.viewing = bool(self._parts)
+    def step(self, batch: Batch) -> CellStep:
+        return CellStep(batch, tuple(self._part(rows, batch.decode) for rows in batch.rows))
 
-    def release(self, slot: int) -> None:
-        self.requests.release(slot)
+    def _part(self, rows: BatchRows, decode: bool) -> _Part:
+        stream = self.policy.stream(rows.request.slot)
+        if not isinstance(stream, RowStream):
+            raise ValueError(f"a {type(stream).__name__} for kernels: expected a RowStream")
+        steps = stream.steps(stream.offset + rows.begin, stream.offset + rows.end)
+        slots = self.model.table[rows.request.slot : rows.request.slot + 1, : stream.cascade.slots]
+        needed = not decode or steps[0].lists
+        part = _Part(stream, steps, [stream.home.show(step) for step in steps] if needed else [], slots)
+        if needed:
+            stream.home.open(stream.row, steps[0], part.shown[0], slots)
+        return part
 
-    # ---- SGLang's side: before the layers ----
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        if not self.viewing or forward_batch.forward_mode.is_idle():
-            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
-        elif forward_batch.forward_mode.is_decode():
+    def before_layers(self, step: CellStep, forward: Forward, graph_rows: int | None) -> CellStep:
+        if step.batch.decode:
             self.decoding_steps["eager"] += 1
-            self._load(len(self._parts))
+            self._load(step, len(step.parts))
         else:
-            self.prefills[self._kind] += sum(len(part.steps) for part in self._parts)
+            self.prefills[self._kind] += sum(len(part.steps) for part in step.parts)
+        return step
 
-    def _load(self, batch: int) -> None:
-        """Have the decoding step at hand in the kernels' buffers, padded to `batch` rows."""
-        ours = [(p.stream.row, p.steps[0]) if p.stream.home is self.rows else None for p in self._parts]
+    def _load(self, step: CellStep, batch: int) -> None:
+        """Have a decoding step in the kernels' buffers, padded to `batch` rows."""
+        ours = [(p.stream.row, p.steps[0]) if p.stream.home is self.rows else None for p in step.parts]
         self.rows.decoding.load(ours, batch)
-        for part in self._parts:
+        for part in step.parts:
             if part.stream.home is not self.rows:
                 part.stream.home.decoding.load([(part.stream.row, part.steps[0])], 1)
 
-    # ---- SGLang's side: in every layer ----
+    # ---- in every layer ----
 
-    def _caches(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        pool = self.token_to_kv_pool  # type: ignore[attr-defined]
-        return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    def read(self, call: LayerCall[CellStep]) -> torch.Tensor:
+        if call.new is None:
+            raise ValueError(f"layer {call.layer} has no keys and values of its own: streams need them in every layer")
+        return self._decode(call, *call.new) if call.step.batch.decode else self._prefill(call, *call.new)
 
-    def _views(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return (
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-        )
-
-    def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> torch.Tensor:
-        if not self.viewing:
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[misc]
-        query, keys, values = self._views(q, k, v, layer)
-        out = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        caches, done = self._caches(layer), 0
-        for part in self._parts:
+    def _prefill(self, call: LayerCall[CellStep], keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        out, done = call.empty(), 0
+        for part in call.step.parts:
             home, row = part.stream.home, part.stream.row
             for step, shown in zip(part.steps, part.shown, strict=True):
                 if step is not part.steps[0]:
-                    home.open(row, step, shown, part.slots, layer.layer_id)
+                    home.open(row, step, shown, part.slots, call.layer)
                 rows = slice(done, done + step.last - step.first)
+                query, new = call.query[rows].contiguous(), (keys[rows], values[rows])
                 out[rows] = home.prefill(
-                    layer.layer_id,
-                    row,
-                    step,
-                    shown,
-                    query[rows].contiguous(),
-                    (keys[rows], values[rows]),
-                    caches,
-                    layer.scaling,
-                    self._attend,
+                    call.layer, row, step, shown, query, new, call.caches, call.scale, self._attend
                 )
                 done = rows.stop
         out[done:] = 0  # padding of a prefill's CUDA graph
-        return out.flatten(1)
+        return out
 
-    def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> torch.Tensor:
-        if not self.viewing:
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[misc]
-        query, keys, values = self._views(q, k, v, layer)
-        caches = self._caches(layer)
-        out = self.rows.decode(layer.layer_id, query, (keys, values), caches, layer.scaling)
-        for index, part in enumerate(self._parts):
+    def _decode(self, call: LayerCall[CellStep], keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        out = self.rows.decode(call.layer, call.query, (keys, values), call.caches, call.scale)
+        for index, part in enumerate(call.step.parts):
             home = part.stream.home
             if home is not self.rows:
                 one = slice(index, index + 1)
-                out[one] = home.decode(layer.layer_id, query[one], (keys[one], values[one]), caches, layer.scaling)
-        return out.flatten(1)
+                new = keys[one], values[one]
+                out[one] = home.decode(call.layer, call.query[one], new, call.caches, call.scale)
+        return out
+
+    def stats(self) -> Mapping[str, Any]:
+        return {"view_prefills": dict(self.prefills), "decoding_steps": dict(self.decoding_steps)}
 
     # ---- CUDA graphs ----
 
-    def begin_capture(self, sizes: list[int]) -> list[int]:
+    def sizes(self, sizes: Sequence[int]) -> list[int]:
         """More rows than there are streams are never asked for; buffers for them would be large."""
         streams = self.rows.decoding.rows
         largest = min((size for size in sizes if size >= streams), default=max(sizes))
@@ -209,22 +188,25 @@ class CascadeStreams(ViewBackend):
             self.rows.decoding = self.rows.buffers(largest)
         return [size for size in sizes if size <= largest]
 
-    def fits_graph(self) -> bool:
-        return all(part.stream.home is self.rows for part in self._parts)
+    def capture(self, rows: int) -> CellStep:
+        step = CellStep(Batch((), decode=True), ())
+        self._load(step, rows)
+        return step
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        if in_capture:
-            self._parts, self.viewing = [], True
-        else:
-            self.decoding_steps["graph"] += 1
-        self._load(forward_batch.batch_size)
+    def fits(self, step: CellStep) -> bool:
+        return all(part.stream.home is self.rows for part in step.parts)
+
+    def before_replay(self, step: CellStep, forward: Forward, rows: int) -> CellStep:
+        self.decoding_steps["graph"] += 1
+        self._load(step, rows)
+        return step
 
     def _warm_up(self) -> None:
         """Run every kernel of a prompt, in all variants: the first requests are not to wait for a compiler."""
-        stream, shape, first = self.rows.begin(), self.shape, compat.first_layer(self.token_to_kv_pool)  # type: ignore[attr-defined]
+        stream, shape, first = self.rows.begin(), self.shape, self._layers[1]
         # SGLang's padding slot; as far from row to row as in the table, for Triton tells apart multiples of 16.
-        nowhere = self._table.new_zeros(1, self._table.shape[1])[:, : stream.cascade.slots]
-        caches = compat.kv_by_layer(self.token_to_kv_pool)[first]  # type: ignore[attr-defined]
+        nowhere = self.model.table.new_zeros(1, self.model.table.shape[1])[:, : stream.cascade.slots]
+        caches = self.model.caches()[first]
         passes = warm_up(stream.cascade)
         query, keys, values = (
             torch.zeros(passes[-1].last, heads, size, dtype=shape.dtype, device=self._device)

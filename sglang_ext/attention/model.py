@@ -1,0 +1,63 @@
+"""What readers need to know of the model and of its memory, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sglang_ext import compat
+from sglang_ext.attention.rope import find_rope
+
+
+class Model:
+    """The sizes of the attention layers, the rotation, the KV cache and the table of requests.
+
+    Raises:
+        ValueError: the model has no rotary embedding that views can use.
+
+    Attributes:
+        rope: the model's rotation.
+        table: [requests, columns] int32, the KV slot of each column of each request in SGLang's request pool.
+        slots: rows of every layer's KV buffer.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+        self.rope = find_rope(model_runner.model)
+        self.table: torch.Tensor = model_runner.req_to_token_pool.req_to_token
+        self.slots = compat.num_kv_slots(model_runner)
+
+    @cached_property
+    def shape(self) -> compat.AttentionShape:
+        """Sizes of the attention layers; ValueError where layers differ."""
+        return compat.attention_shape(self._runner)
+
+    @property
+    def device(self) -> torch.device:
+        return self.rope.inv_freq.device
+
+    def caches(self) -> Mapping[int, tuple[torch.Tensor, torch.Tensor]]:
+        """(keys [slots, kv_heads, head_dim], values [slots, kv_heads, value_dim]) by number of the layer."""
+        return compat.kv_by_layer(self._runner.token_to_kv_pool)
+
+    @property
+    def request_slots(self) -> int:
+        """KV slots that requests can be given."""
+        return compat.num_request_slots(self._runner)
+
+    @property
+    def context(self) -> int:
+        """Positions that the model knows; a row of the table is that long."""
+        return compat.context_length(self._runner)
+
+    def check_cache_type(self) -> None:
+        """Raise ValueError where the KV cache has another type than the model, as kernels expect one."""
+        keys, _ = next(iter(self.caches().values()))
+        if keys.dtype != self.shape.dtype:
+            raise ValueError(
+                f"a KV cache of {keys.dtype} for a model in {self.shape.dtype}: expected the model's type; leave out"
+                " --kv-cache-dtype"
+            )

@@ -1,0 +1,474 @@
+"""The reader of rows through clusters: score the clusters, select them, attend; three steps a layer, in CUDA graphs.
+
+For policies whose decoding steps read clusters. Prefills, of blocks and of questions over them too, are planned as
+those of `readers.planned`. In a decoding batch that has a row with clusters or a view, every row goes through the
+kernels here: a dense one has exact tokens only, a view's runs are exact tokens that a rotated query reads.
+
+The host knows which runs a row reads, and says so when that changes; which clusters of them are read, how, is chosen on
+the device in every layer. A step in between only appends its newest slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_ext.attention.clustered import Placed
+from sglang_ext.attention.clustered_report import MeasuredRow, Read
+from sglang_ext.attention.double_p import DoublePPolicy
+from sglang_ext.attention.model import Model
+from sglang_ext.attention.policy import Caches, Request, RequestRows, RowRuns
+from sglang_ext.attention.readers.plans import PlanMemory, Planner
+from sglang_ext.attention.readers.prefill import Prefill, Prefills
+from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
+from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
+from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun, tiles_of
+from sglang_ext.kernels.cluster_attention import joint_impl
+from sglang_ext.kernels.cluster_attention import triton_impl as attention
+from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, PlannedRow, RowBuffers, Shape
+from sglang_ext.kernels.kmeans import kmeans_layers
+from sglang_ext.kernels.top_p import cuda_impl
+from sglang_ext.kernels.top_p import triton_impl as top_p
+from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
+
+ROOM = 64
+"""Tokens by which the rows of a batch may grow before it is loaded again, where it runs outside of CUDA graphs."""
+
+GRAPH_TOKENS = 131072
+"""Tokens of a row for which buffers of CUDA graphs have room; a batch with a longer one decodes without a graph."""
+
+GRAPH_TURNS = 64
+"""Rotations of a row likewise: distances by which its blocks are seen away from where they were written.
+
+Only where blocks are read through clusters (`over_pools`). Elsewhere graphs know one, since kernels for several cost a
+quarter more; an answer over a pool decodes without graphs there.
+"""
+
+GRAPH_SPANS = 256
+"""Spans of exact tokens a row likewise."""
+
+HEADROOM = 1.25
+"""How many times what a batch needs is allocated for it and those to come, where it runs outside of CUDA graphs."""
+
+PROGRAMS = 2
+"""Programs of attention on each multiprocessor."""
+
+
+def graph_capacity(rows: int, tokens: int, tile: int, over_pools: bool) -> Capacity:
+    """Room of the CUDA graphs for `rows` rows of up to `tokens` tokens, in tiles of `tile`."""
+    return Capacity(
+        rows=rows,
+        tiles=tiles_of(tokens, tile),
+        tokens=tokens,
+        dense=tokens + ROOM,
+        turns=GRAPH_TURNS if over_pools else 1,
+        copies=rows * (tokens // COPY + GRAPH_SPANS),
+    )
+
+
+@dataclass
+class KnownRow:
+    """What a decoding request reads, for as long as nothing but its length changes.
+
+    Attributes:
+        request: whose.
+        placed: its clusters, as the policy gave them.
+        cuts: pieces of runs that it reads; they live as long as somebody has them.
+        row: for the kernels.
+        read: runs in it, as the kernels list them.
+    """
+
+    request: Request
+    placed: list[Placed]
+    cuts: list[Cut]
+    row: PlannedRow
+    read: list[Read]
+
+
+@dataclass(frozen=True)
+class ClusterStep:
+    """A decoding step, as the host knows it.
+
+    Attributes:
+        batch: the requests.
+        known: what each of them reads.
+        notes: of each, where its figures go; None where it is not to be measured.
+    """
+
+    batch: Batch
+    known: tuple[KnownRow, ...]
+    notes: tuple[dict[str, Any] | None, ...]
+
+    @property
+    def rows(self) -> list[PlannedRow]:
+        return [each.row for each in self.known]
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [rows.end for rows in self.batch.rows]
+
+    @property
+    def measured(self) -> bool:
+        return any(note is not None for note in self.notes)
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the step needs."""
+        return Capacity.of(self.rows, self.seq_lens)
+
+
+@dataclass(frozen=True)
+class LoadedRows:
+    """A decoding step whose rows are in `buffers`.
+
+    Attributes:
+        buffers: kernels read them.
+        memory: the clusters.
+        model: whose attention it is.
+        measured: rows whose figures are wanted.
+    """
+
+    buffers: RowBuffers
+    memory: ClusterMemory
+    model: Model
+    measured: tuple[MeasuredRow, ...] = ()
+
+    def read(self, call: LayerCall[LoadedT]) -> torch.Tensor:
+        """[rows, heads, value_dim]: attention of one layer."""
+        out = self.buffers.attend(call.query, *call.caches, self.memory.layers[call.layer], call.scale)
+        for row in self.measured:
+            caches = Caches(call.layer, *call.caches, row.rows.slot_pos, self.model.rope, call.scale)
+            row.measure(caches, call.query, self.buffers.chosen(call.query.shape[0])[0], self.memory)
+        return out
+
+
+@dataclass
+class _Last:
+    """What was loaded last: rows up to `seq_lens`; `stale` once one of them was rewritten."""
+
+    buffers: RowBuffers
+    rows: list[PlannedRow]
+    seq_lens: list[int]
+    stale: bool = False
+
+
+class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
+    """Decoding steps over clusters.
+
+    Attributes:
+        memory: the clusters.
+    """
+
+    def __init__(self, planner: Planner, policy: DoublePPolicy) -> None:
+        self.planner, self.model, self.policy = planner, planner.model, policy
+        device, shape = self.model.device, planner.shape
+        cluster: Any = kmeans_layers
+        if device.type == "cuda":
+            from sglang_ext.kernels.kmeans.fast import kmeans_layers as cluster
+        self.memory = ClusterMemory(dict(self.model.caches()), policy.config, cluster)
+        policy.keep_in(self.memory)
+        self._shape = Shape(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.dtype)
+        self._tuning = replace(
+            attention.TUNING,
+            programs=PROGRAMS * shape.num_sms,
+            registers=attention.TUNING.registers if device.type == "cuda" else None,
+        )
+        # Triton's interpreter reduces several numbers at once element by element, one number by NumPy.
+        self._search = replace(top_p.TUNING, joint=top_p.TUNING.joint and device.type == "cuda")
+        self._known: dict[int, KnownRow] = {}
+        self._eager: RowBuffers | None = None
+        self._graph: RowBuffers | None = None
+        self._last: _Last | None = None
+        if device.type == "cuda":
+            self._warm_up()
+
+    # ---- the host's side ----
+
+    def step(self, batch: Batch, placed: Sequence[list[Placed]]) -> ClusterStep:
+        """What a batch reads, of which `placed` are each request's clusters."""
+        known = tuple(self._row(rows, clusters) for rows, clusters in zip(batch.rows, placed, strict=True))
+        notes = tuple(self.policy.note(each.request.slot) if each.placed else None for each in known)
+        return ClusterStep(batch, known, notes)
+
+    def _row(self, rows: BatchRows, placed: list[Placed]) -> KnownRow:
+        """What a decoding request reads: kept, because mostly only its length changes."""
+        known = self._known.get(rows.request.slot)
+        if known is None or known.request is not rows.request or known.placed != placed:
+            (seen,) = self.planner.seen(rows)
+            known = self._known[rows.request.slot] = self._plan_row(rows, seen, placed)
+        return known
+
+    def _plan_row(self, rows: BatchRows, seen: RowRuns, placed: list[Placed]) -> KnownRow:
+        deltas: dict[int, int] = {0: 0}
+        tiles: list[int] = []
+        sized: list[int] = []
+        turns: list[int] = []
+        cuts: list[Cut] = []
+        read: list[Read] = []
+        tokens = 0
+        for each in placed:
+            if not isinstance(each.run, PooledRun):
+                raise ValueError(f"a {type(each.run).__name__} for kernels: expected a PooledRun")
+            piece = each.run.piece(each.begin - each.column, each.end - each.column)
+            if piece is None:
+                continue  # no room: its tokens are exact
+            if isinstance(piece, Cut):
+                cuts.append(piece)
+            cells = piece.cells if isinstance(piece, Cut) else piece
+            tiles += each.run.place.tiles
+            sized += cells
+            turns += [deltas.setdefault(each.delta, len(deltas))] * len(cells)
+            read.append(Read(each.run.place, cells, each))
+            tokens += each.end - each.begin
+        columns = [(each.placed.begin, each.placed.end) for each in read]
+        base = rows.request.slot * self.model.table.shape[1]
+        spans: list[tuple[int, int, int]] = []
+        for run in seen.runs:
+            for low, high in _without(columns, run.column, run.column + run.tokens):
+                spans.append((base + low, high - low, deltas.setdefault(run.delta, len(deltas))))
+        *own, (tail, _) = _without(columns, seen.tail, rows.end)
+        spans += [(base + low, high - low, 0) for low, high in own]
+        row = PlannedRow(
+            tiles=np.array(tiles, dtype=np.int32),
+            sized=np.array(sized, dtype=np.int32),
+            turns=np.array(turns, dtype=np.int32),
+            deltas=tuple(deltas),
+            spans=tuple(spans),
+            tail=(base + tail, tail),
+            p=self.policy.stages(rows.request.slot),
+            tokens=tokens,
+        )
+        return KnownRow(rows.request, placed, cuts, row, read)
+
+    def forget(self, slot: int) -> None:
+        """The request in `slot` ended."""
+        self._known.pop(slot, None)
+
+    def rewritten(self, slot: int) -> None:
+        """The row of the request in `slot` names other KV slots: what was loaded holds a copy of what it was."""
+        if self._last is not None and slot in self._known:
+            self._last.stale = True
+
+    # ---- buffers ----
+
+    def _rows_for(self, capacity: Capacity, tuning: attention.Tuning | None = None) -> RowBuffers:
+        return RowBuffers(
+            capacity,
+            self._shape,
+            self.model.rope,
+            self.memory.width,
+            group_rule=self.policy.config.group,
+            tuning=tuning or self._tuning,
+            search=self._search,
+        )
+
+    def load(self, step: ClusterStep, forward: Forward) -> LoadedRows:
+        """Have a step in buffers, outside of CUDA graphs, with every step before it."""
+        # A batch that is measured needs no buffers beside those of the graphs, where it fits.
+        buffers = self._graph if step.measured and self._holds(step) else self._eager
+        loaded = self._load(step, forward, buffers)
+        return LoadedRows(loaded, self.memory, self.model, tuple(self._measured(step)))
+
+    def _load(self, step: ClusterStep, forward: Forward, buffers: RowBuffers | None) -> RowBuffers:
+        rows, seq_lens = step.rows, step.seq_lens
+        if buffers is None or not self._goes_on(buffers, rows, seq_lens):
+            if buffers is None or not buffers.capacity.holds(step.capacity):
+                # Never for a graph: `fits` was asked before.
+                grown = Capacity.of(rows, [n + ROOM for n in seq_lens], headroom=HEADROOM)
+                if buffers is not None:
+                    grown = grown.joined(buffers.capacity)
+                buffers = self._eager = self._rows_for(grown)
+            buffers.load(rows, seq_lens, self.model.table.view(-1))
+        self._last = _Last(buffers, rows, seq_lens)
+        buffers.advance(forward.seq_lens[: len(rows)], forward.slots[: len(rows)])
+        return buffers
+
+    def _goes_on(self, buffers: RowBuffers, rows: Sequence[PlannedRow], seq_lens: Sequence[int]) -> bool:
+        """Whether `buffers` hold these rows up to the step before."""
+        last = self._last
+        return (
+            last is not None
+            and last.buffers is buffers
+            and not last.stale
+            and len(rows) == len(last.rows)
+            and all(row is then for row, then in zip(rows, last.rows, strict=True))
+            and all(now - then == 1 for now, then in zip(seq_lens, last.seq_lens, strict=True))
+            and all(row.dense(n) <= buffers.capacity.dense for row, n in zip(rows, seq_lens, strict=True))
+        )
+
+    # ---- CUDA graphs ----
+
+    def allocate(self, rows: int) -> None:
+        tokens = min(GRAPH_TOKENS, self.model.table.shape[1], self.model.slots)
+        self._graph = self._rows_for(
+            graph_capacity(rows, tokens, self.policy.config.cluster * self.memory.width, self.policy.over_pools)
+        )
+
+    def capture(self, rows: int) -> LoadedRows:
+        if self._graph is None:
+            raise ValueError(f"a graph of {rows} rows is captured and has no buffers: expected `allocate` before")
+        self._graph.load([], [], self.model.table.view(-1))
+        self._last = _Last(self._graph, [], [])
+        return LoadedRows(self._graph, self.memory, self.model)
+
+    def fits(self, step: ClusterStep) -> bool:
+        return not step.measured and self._holds(step)
+
+    def _holds(self, step: ClusterStep) -> bool:
+        return self._graph is not None and self._graph.capacity.holds(step.capacity)
+
+    def before_replay(self, step: ClusterStep, forward: Forward, rows: int) -> LoadedRows:
+        return LoadedRows(self._load(step, forward, self._graph), self.memory, self.model)
+
+    def _warm_up(self) -> None:
+        """Run every kernel once: the first request is not to wait for a compiler."""
+        config, shape, table, caches = self.policy.config, self.planner.shape, self.model.table, self.model.caches()
+        layer = min(caches)
+        run = self.memory.make(table[0, : min(config.append, table.shape[1])], 0)
+        self.memory.settle()
+        if run is None:
+            raise ValueError("no room for one run of clusters: expected a larger KV cache")
+        one = PlannedRow(
+            tiles=np.array(run.place.tiles, dtype=np.int32),
+            sized=np.array(run.place.tiles, dtype=np.int32),
+            turns=np.zeros(len(run.place.tiles), dtype=np.int32),
+            deltas=(0,),
+            spans=(),
+            tail=(0, 0),
+            p=config.stages,
+            tokens=run.tokens,
+        )
+        width, device = self.memory.width, table.device
+        tiles = tiles_of(min(table.shape[1], self.model.slots), config.cluster * width)
+        cells = int(tiles * HEADROOM) * width
+        tunings = [self._tuning]
+        if cells > cuda_impl.MAX_CELLS:  # the longest rows are scored and read in Triton
+            tunings.insert(0, replace(self._tuning, joint=False, fused=False))
+        step = torch.ones(1, dtype=torch.int64, device=device)
+        keys, values = caches[layer]
+        query = keys.new_zeros(1, shape.heads, shape.head_dim)
+        for tuning in tunings:
+            rows = self._eager = self._rows_for(Capacity.of([one], [ROOM]), tuning)
+            rows.load([one], [1], table.view(-1))
+            rows.advance(step, step)
+            rows.attend(query, keys, values, self.memory.layers[layer], shape.scale)
+        if config.group == "union":
+            # Longer rows come in other kernels, and those that see blocks from several distances.
+            clusters = query.unsqueeze(1), self.memory.layers[layer], rows.clusters(1)
+            if not (self._tuning.joint and joint_impl.warm_up(*clusters, cells)):
+                cuda_impl.warm_up(device, self._shape.group, cells, 1, 1, width)
+            cuda_impl.warm_up(device, self._shape.group, cells, width, attention.aligned(TILE))
+
+    def selected(self) -> dict[str, float]:
+        """What the last layer of the last decoding step over clusters read, for /server_info; waits for the device.
+
+        Returns:
+            `rows` of the step, and means over its rows and key-value heads: `exact_tokens`, the share of the clustered
+            tokens that are read one by one, and `approximated_clusters`, the share of the clusters that are read by
+            their centroid. Empty before the first such step.
+        """
+        last = self._last
+        if last is None or not last.rows or len(last.rows) != last.buffers.rows:
+            return {}
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        selection, _ = last.buffers.chosen(last.buffers.rows)
+        _, tokens, approx, clusters, _ = selection.counts.double().cpu().unbind(-1)
+        clustered = torch.tensor([row.tokens for row in last.rows], dtype=torch.float64).unsqueeze(1)
+        return {
+            "rows": float(len(last.rows)),
+            "exact_tokens": float((tokens / clustered.clamp(min=1)).mean()),
+            "approximated_clusters": float((approx / clusters.clamp(min=1)).mean()),
+        }
+
+    # ---- reports ----
+
+    def _measured(self, step: ClusterStep) -> list[MeasuredRow]:
+        """The rows of a step that want to be measured."""
+        if not step.measured:
+            return []
+        table, measured = self.model.table, list[MeasuredRow]()
+        positions = torch.zeros(self.model.slots, dtype=torch.int32, device=table.device)
+        for at, (rows, known, note) in enumerate(zip(step.batch.rows, step.known, step.notes, strict=True)):
+            if note is None:
+                continue
+            (seen,) = self.planner.seen(rows)
+            slots = table[rows.request.slot, : rows.end]
+            written = torch.arange(rows.end, dtype=torch.int32, device=slots.device)
+            for run in seen.runs:
+                written[run.column : run.column + run.tokens] -= run.delta
+            positions[slots.long()] = written
+            found = RequestRows(rows.request, slots, rows.begin, positions, decode=True)
+            measured.append(MeasuredRow(at, note, found, known.read))
+        return measured
+
+
+class ClusterReader(Reader[Batch | ClusterStep, Prefill | LoadedRows]):
+    """Prefills as they are planned, decoding steps through clusters.
+
+    Args:
+        model: whose attention it is.
+        policy: which clusters a row has, and what is made of them.
+        dense: prefill kernel over virtual requests, where there is one.
+    """
+
+    def __init__(self, model: Model, policy: DoublePPolicy, dense: VirtualRequests | None) -> None:
+        self.model, self.policy = model, policy
+        self.planner = Planner(model, policy)
+        self.prefills = self.prefill_graphs = Prefills(self.planner, PlanMemory(self.planner), dense)
+        self.decodes = self.graphs = ClusterDecodes(self.planner, policy)
+        self._no_positions = model.table.new_empty(0)
+
+    def step(self, batch: Batch) -> Batch | ClusterStep | None:
+        for rows in batch.rows:
+            self.policy.before_pass(rows.request, rows.req, rows.begin, rows.end, batch.decode)
+        placed = [self.policy.placed(self._rows(rows, batch.decode)) for rows in batch.rows]
+        if not any(placed) and all(rows.request.row is None for rows in batch.rows):
+            return None
+        return self.decodes.step(batch, placed) if batch.decode else batch
+
+    def _rows(self, rows: BatchRows, decode: bool) -> RequestRows:
+        slots = self.model.table[rows.request.slot, : rows.end]
+        return RequestRows(rows.request, slots, rows.begin, self._no_positions, decode)  # kernels know it by the runs
+
+    def before_pass(self) -> None:
+        self.decodes.memory.settle()
+
+    def before_layers(
+        self, step: Batch | ClusterStep, forward: Forward, graph_rows: int | None
+    ) -> Prefill | LoadedRows:
+        if isinstance(step, ClusterStep):
+            return self.decodes.load(step, forward)
+        return self.prefills.plan(step, graph_rows)
+
+    def read(self, call: LayerCall[Prefill | LoadedRows]) -> torch.Tensor:
+        return call.step.read(call)
+
+    def release(self, slot: int) -> None:
+        self.decodes.forget(slot)
+        self.planner.forget()
+
+    def rewritten(self, slot: int) -> None:
+        self.decodes.rewritten(slot)
+        self.policy.rewritten(slot, self.model.table[slot])
+
+    def stats(self) -> Mapping[str, Any]:
+        return {"view_prefills": dict(self.prefills.ran), "last_selection": self.decodes.selected()}
+
+
+def _without(holes: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """[begin, end) without disjoint ranges."""
+    left = []
+    for low, high in sorted(holes):
+        if low >= end or high <= begin:
+            continue
+        if low > begin:
+            left.append((begin, low))
+        begin = max(begin, high)
+    if begin < end:
+        left.append((begin, end))
+    return left

@@ -1,0 +1,236 @@
+"""Prefills with views in kernels: dense virtual requests where nothing is rotated, work lists for all other rows.
+
+- Many query rows that see keys where these were written (a block being encoded, a long plain prompt) are virtual
+  requests of a dense prefill kernel, where there is one.
+- All other rows go into the work lists (`kernels.view_attention.plan`): runs of equal keys are read once for the batch.
+
+The list of a small prefill may lie in buffers that a CUDA graph reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_ext.attention.policy import RowRuns
+from sglang_ext.attention.readers import plans
+from sglang_ext.attention.readers.plans import PlanMemory, Planner
+from sglang_ext.attention.readers.reader import PrefillGraphs
+from sglang_ext.attention.step import Batch, BatchRows, LayerCall, LoadedT
+from sglang_ext.kernels.view_attention import plan as planning
+from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
+from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
+from sglang_ext.kernels.view_attention.plan import Config
+from sglang_ext.kernels.view_attention.planned import view_attention_plan
+
+DENSE_ROWS = 256
+"""Query rows of a request from which a dense prefill kernel serves it, where nothing is rotated."""
+
+QUESTION_ROWS = 1024
+"""Query rows of the largest prefill whose attention is inside its CUDA graph: above, launches are hidden anyway."""
+
+ONE_QUESTION = 24
+"""Query rows of a question of usual length; a small prefill is one, and every run is seen by all of its rows."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What a prefill with views runs in every layer.
+
+    Attributes:
+        rows: query rows; what lies beyond is padding.
+        dense: the dense kernel, planned for this prefill; None where it has no rows.
+        lists: (first row, end row, loaded buffers) of each work list.
+        listed: [rows of the work lists] int64, where the dense kernel serves others; None where one of them serves all.
+        in_graph: whether the one list is in the buffers of the CUDA graphs that have attention inside.
+    """
+
+    rows: int
+    dense: VirtualRequests | None
+    lists: tuple[tuple[int, int, PlanBuffers], ...]
+    listed: torch.Tensor | None = None
+    in_graph: bool = False
+
+    def read(self, call: LayerCall[LoadedT]) -> torch.Tensor:
+        """[rows, heads, value_dim]: attention of one layer."""
+        out = call.empty()
+        out[self.rows :] = 0
+        if self.dense is not None:
+            self.dense.run(call.query[: self.rows], *call.caches, out=out[: self.rows])
+        if self.listed is None:
+            self._read_lists(call, out)
+        else:
+            apart = torch.empty_like(out)
+            self._read_lists(call, apart)
+            out[self.listed] = apart[self.listed]
+        return out
+
+    def _read_lists(self, call: LayerCall[LoadedT], out: torch.Tensor) -> None:
+        for first, end, buffers in self.lists:
+            view_attention_plan(call.query[first:end], buffers, *call.caches, call.scale, out=out[first:end])
+
+
+class Prefills(PrefillGraphs[Any]):
+    """Plans prefills with views.
+
+    Args:
+        planner: of the policy.
+        memory: buffers of work lists.
+        dense: prefill kernel over virtual requests, where there is one.
+
+    Attributes:
+        ran: how many ran in which way.
+    """
+
+    def __init__(self, planner: Planner, memory: PlanMemory, dense: VirtualRequests | None) -> None:
+        self.planner, self.memory, self.dense = planner, memory, dense
+        self.ran = {"graph": 0, "lists": 0, "dense": 0}
+        self._question: PlanBuffers | None = None
+
+    def plan(self, batch: Batch, graph_rows: int | None) -> Prefill:
+        """Plan a prefill and load it.
+
+        Args:
+            batch: the requests.
+            graph_rows: rows of the CUDA graph with attention inside that may serve it; None where there is none.
+        """
+        dense: list[tuple[BatchRows, RowRuns]] = []
+        listed: list[planning.RowRuns] = []
+        for rows in batch.rows:
+            for seen in self.planner.seen(rows):
+                rotated = any(run.delta for run in seen.runs)
+                if self.dense is not None and not rotated and seen.end - seen.begin >= DENSE_ROWS:
+                    dense.append((rows, seen))
+                else:
+                    for part in plans.parts(seen):
+                        listed.append(self.planner.rows(rows.request, part, rows.first + part.begin - rows.begin))
+        found = self._plan_question(listed, batch.total, graph_rows) if not dense else None
+        if found is None:
+            found = self._plan_lists(listed, dense, batch.total)
+        self.ran["graph" if found.in_graph else "lists" if found.dense is None else "dense"] += 1
+        return found
+
+    def _plan_lists(
+        self, listed: Sequence[planning.RowRuns], dense: Sequence[tuple[BatchRows, RowRuns]], total: int
+    ) -> Prefill:
+        lists = []
+        config = self.planner.config(plans.rows_per_run(listed))
+        for number, (first, requests) in enumerate(plans.slices(listed)):
+            plan = self.planner.plan(requests, config, first_rows=[each.first_row - first for each in requests])
+            lists.append((first, first + plan.num_rows, self.memory.load(plan, number + 1)))
+        index = None
+        if dense:
+            self._plan_dense(dense, total)
+            if listed:
+                device = self.planner.model.table.device
+                index = plans.rows_of(listed)
+                index = index.pin_memory() if device.type == "cuda" else index  # no copy that waits for the GPU
+                index = index.to(device, non_blocking=True)
+        return Prefill(total, self.dense if dense else None, tuple(lists), index)
+
+    # ---- dense rows ----
+
+    def _plan_dense(self, dense: Sequence[tuple[BatchRows, RowRuns]], total: int) -> None:
+        """Virtual requests in row order; rows between them belong to the work lists and see nothing here."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        parts: list[torch.Tensor] = []
+        done = 0
+        for batch_rows, seen in dense:
+            first = batch_rows.first + seen.begin - batch_rows.begin
+            if first > done:
+                rows.append(first - done)
+                tokens.append(0)
+            slots = self.planner.model.table[batch_rows.request.slot]
+            spans = [(run.column, run.column + run.tokens) for run in seen.runs] + [(seen.tail, seen.end)]
+            parts.extend(slots[low:high] for low, high in spans)
+            rows.append(seen.end - seen.begin)
+            tokens.append(sum(high - low for low, high in spans))
+            done = first + rows[-1]
+        if done < total:
+            rows.append(total - done)
+            tokens.append(0)
+        self._plan_dense_of(rows, tokens, torch.cat(parts))
+
+    def _plan_dense_of(self, rows: Sequence[int], tokens: Sequence[int], slots: torch.Tensor) -> None:
+        if self.dense is None:
+            raise ValueError("no dense prefill kernel: rows cannot be virtual requests")
+        shape = self.planner.shape
+        self.dense.plan(
+            rows,
+            tokens,
+            slots,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            dtype=shape.dtype,
+            causal=True,
+            scale=shape.scale,
+        )
+
+    # ---- CUDA graphs with attention inside ----
+
+    def allocate(self, sizes: Sequence[int]) -> None:
+        """Room for prefills inside CUDA graphs of `sizes` rows, before they are captured."""
+        sizes = [size for size in sizes if size <= QUESTION_ROWS]
+        if not sizes:
+            return
+        workers = max(self.question_config(size).workers(self.planner.shape.kv_heads) for size in sizes)
+        capacity = Capacity(
+            rows=max(sizes),
+            items=plans.SLICE_ENTRIES + workers,
+            entries=self.memory.entries,
+            angles=plans.SLICE_ENTRIES,
+            slots=self.planner.model.slots,
+            workers=workers,
+        )
+        self._question = self.memory.allocate(capacity, share=self.memory.first)
+
+    def question_config(self, size: int) -> Config:
+        """How the kernel is cut for the prefill graph of `size` rows: by its size alone, as for decoding."""
+        return self.planner.config(max(min(size, ONE_QUESTION), size / 3))
+
+    def capture(self, size: int) -> Prefill | None:
+        """The prefill that a graph of `size` rows is captured with; None where it is to have no attention inside."""
+        if self._question is None or size > QUESTION_ROWS:
+            return None
+        self.memory.fill(self._question, self.planner.plan([], self.question_config(size)))
+        return Prefill(size, None, ((0, size, self._question),), in_graph=True)
+
+    def _plan_question(self, listed: Sequence[planning.RowRuns], total: int, size: int | None) -> Prefill | None:
+        """The plan of a prefill whose attention is inside its CUDA graph; None where it cannot be."""
+        buffers = self._question
+        if size is None or buffers is None or plans.entries_of(listed) > plans.SLICE_ENTRIES:
+            return None
+        plan = self.planner.plan(listed, self.question_config(size))
+        if buffers.capacity.lacks(plan):
+            return None
+        self.memory.fill(buffers, plan)
+        return Prefill(total, None, ((0, size, buffers),), in_graph=True)
+
+    def holds(self, step: Any) -> bool:
+        return isinstance(step, Prefill) and step.in_graph
+
+    # ---- warm-up ----
+
+    def warm_up(self) -> None:
+        """Run every kernel that a batch may need once: the first request is not to wait for a compiler."""
+        model, shape = self.planner.model, self.planner.shape
+        caches = model.caches()
+        keys, values = caches[min(caches)]
+        query = keys.new_zeros(1, shape.heads, shape.head_dim)
+        none = np.zeros(1, dtype=np.int64)
+        seen = planning.RowRuns(first_row=0, num_rows=1, keys=none - 1, lengths=none + 1, deltas=none, source=none)
+        for config in self.planner.configs():
+            buffers = self.memory.load(self.planner.plan([seen], config), 1)
+            view_attention_plan(query, buffers, keys, values, shape.scale)
+            one = torch.ones(1, dtype=torch.int64, device=query.device)
+            buffers.advance(one, one)  # there is no tail: nothing is written
+        if self.dense is not None:
+            self._plan_dense_of([1], [1], model.table[0, :1])
+            self.dense.run(query, keys, values, out=query.new_empty(1, shape.heads, shape.value_dim))

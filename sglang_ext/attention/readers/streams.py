@@ -1,0 +1,68 @@
+"""The reader of streams in plain PyTorch, on any device: each request attends to what its policy keeps of it.
+
+Where keys and values go and what a row sees is the policy's (`policy.StreamPolicy`). SGLang's own write of keys and
+values does not happen: `out_cache_loc` names the padding slot for every token (`serving.streams`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_ext.attention.model import Model
+from sglang_ext.attention.policy import Caches, StreamPolicy
+from sglang_ext.attention.readers.reader import Reader
+from sglang_ext.attention.step import Batch, Forward, LayerCall
+from sglang_ext.cache.streams import MAX_TOKENS
+
+
+def check_fits(policy: StreamPolicy, pool: int, context: int) -> None:
+    """Whether a KV pool of so many slots and a model of so many positions hold any request of the policy.
+
+    Raises:
+        ValueError: they do not; says what to change.
+    """
+    most = policy.slots({}, MAX_TOKENS)
+    if most > pool:
+        raise ValueError(
+            f"a request keeps up to {most} KV slots and the pool has {pool}: make the window or the stride smaller"
+            " (--policy), or raise --max-total-tokens"
+        )
+    if most > context:
+        raise ValueError(
+            f"a request keeps up to {most} tokens and the model's context has {context} positions: make the window or"
+            " the stride smaller (--policy)"
+        )
+
+
+class StreamReader(Reader[Batch, Batch]):
+    """`StreamPolicy.attend` for each request of a batch.
+
+    Raises:
+        ValueError: one request may need more slots than there are, or than a row has columns.
+    """
+
+    writes = True
+
+    def __init__(self, model: Model, policy: StreamPolicy) -> None:
+        self.model, self.policy = model, policy
+        self._nowhere = torch.empty(0, dtype=torch.int32, device=model.table.device)
+        check_fits(policy, model.request_slots, model.context)
+        policy.bind(model.caches)
+
+    def step(self, batch: Batch) -> Batch:
+        return batch
+
+    def before_layers(self, step: Batch, forward: Forward, graph_rows: int | None) -> Batch:
+        return step
+
+    def read(self, call: LayerCall[Batch]) -> torch.Tensor:
+        if call.new is None:
+            raise ValueError(f"layer {call.layer} has no keys and values of its own: streams need them in every layer")
+        out = call.empty()
+        caches = Caches(call.layer, *call.caches, self._nowhere, self.model.rope, call.scale, call.carry)
+        for rows in call.step.rows:
+            part = slice(rows.first, rows.first + rows.end - rows.begin)
+            new = (each[part] for each in (call.query, *call.new))
+            slots = self.model.table[rows.request.slot]
+            out[part] = self.policy.attend(rows.request, caches, slots, rows.begin, *new)
+        return out

@@ -146,14 +146,14 @@ def active() -> dict[str, Any]:
     from sglang.srt.platforms import current_platform
     from sglang.srt.plugins import load_plugins
 
-    from sglang_ext.attention.policy import policies
+    from sglang_ext.systems.registry import systems
 
     load_plugins()
     kind = type(current_platform)
     return {
         "platform": f"{kind.__module__}.{kind.__qualname__}",
-        "attention_backends": [name for name in policies() if name in ATTENTION_BACKENDS],
-        "stock_attention_backends": sorted(set(ATTENTION_BACKENDS) - set(policies())),
+        "attention_backends": [name for name in systems() if name in ATTENTION_BACKENDS],
+        "stock_attention_backends": sorted(set(ATTENTION_BACKENDS) - set(systems())),
         "radix_cache_backends": sorted(registered_radix_cache_backends()),
         "dead_hooks": plugin.not_installed(plugin.HOOKS),
     }
@@ -161,12 +161,12 @@ def active() -> dict[str, Any]:
 
 def backend_problems(found: dict[str, Any], gpu: bool) -> list[str]:
     """What is missing among what SGLang has registered and wrapped."""
-    from sglang_ext.attention.policy import policies
     from sglang_ext.config import RADIX_CACHE_BACKEND
+    from sglang_ext.systems.registry import systems
 
     problems = [
         f"attention backend {name} is not registered with SGLang"
-        for name in policies()
+        for name in systems()
         if name not in found["attention_backends"]
     ]
     problems += found["dead_hooks"]

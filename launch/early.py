@@ -11,8 +11,9 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_ext.backends import BACKENDS, check_policy
 from sglang_ext.config import ATTENTION_BACKEND
+from sglang_ext.systems.options import check_policy
+from sglang_ext.systems.registry import ours
 
 _NEAR = 0.8  # how alike a typing error is (difflib's ratio)
 
@@ -33,10 +34,10 @@ def attention_backend(argv: Sequence[str]) -> str | None:
 
 
 def check_policy_flag(policy: str | None, argv: Sequence[str]) -> None:
-    """ValueError for options that the policy of the server to be does not take; another package's are not looked at."""
+    """ValueError for options that the system of the server to be does not take; another package's are not looked at."""
     name = attention_backend(argv)
     if policy is not None:
-        check_policy(policy, BACKENDS.get(name or ""), f"--attention-backend {name}", "--policy")
+        check_policy(policy, ours().get(name or ""), f"--attention-backend {name}", "--policy")
 
 
 def folder(path: str) -> str:

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from sglang_ext.config import RADIX_CACHE_BACKEND
+from sglang_ext.systems.registry import System, system_of, systems
 
 SUPPORTED_SGLANG = ("0.5.16", "0.5.18")  # at least, below
 
@@ -347,14 +348,12 @@ def _register_backends() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend, registered_radix_cache_backends
     from sglang.srt.server_args import add_attention_backend_choices
 
-    from sglang_ext.attention.policy import policies
     from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
 
-    names = list(policies())
-    add_attention_backend_choices(names)
-    for name in names:
+    add_attention_backend_choices(list(systems()))
+    for name, system in systems().items():
         if name not in ATTENTION_BACKENDS:
-            register_attention_backend(name)(_backend_factory(name))
+            register_attention_backend(name)(_backend_factory(system))
     if RADIX_CACHE_BACKEND not in registered_radix_cache_backends():
         register_radix_cache_backend(RADIX_CACHE_BACKEND, _build_radix_cache)
     hook_custom_types(ExtAdminReqInput, ExtAdminReqOutput)
@@ -363,12 +362,11 @@ def _register_backends() -> None:
         _COMMUNICATOR_SPECS.append(spec)
 
 
-def _backend_factory(name: str) -> Callable[[Any], Any]:
+def _backend_factory(system: System) -> Callable[[Any], Any]:
     def build(model_runner: Any) -> Any:
-        from sglang_ext.attention.policy import policy_of
         from sglang_ext.attention.select import make_backend
 
-        return make_backend(model_runner, policy_of(model_runner.server_args, name))
+        return make_backend(model_runner, system)
 
     return build
 
@@ -386,7 +384,7 @@ def _build_radix_cache(context: Any) -> Any:
             f" {type(context.tp_worker.model_runner.attn_backend).__name__}"
         )
     policy: Any = backend.policy
-    if policy.streams:
+    if systems()[context.tp_worker.model_runner.server_args.attention_backend].streams:
         streams = StreamCache(context.params, policy, server_settings().open_conversations)
         streams.on_release.append(backend.release)
         return streams
@@ -401,9 +399,7 @@ def around_support_triton(original: Callable[[str], bool], backend: str) -> bool
     """AROUND support_triton: it goes by name, and would send our names to Triton on a machine without a GPU."""
     import torch
 
-    from sglang_ext.attention.policy import policies
-
-    return original("torch_native" if not torch.cuda.is_available() and backend in policies() else backend)
+    return original("torch_native" if not torch.cuda.is_available() and backend in systems() else backend)
 
 
 def around_allocate_token_bitmask(original: Callable[[int, int], Any], vocab_size: int, batch_size: int) -> Any:
@@ -452,14 +448,16 @@ def after_compute_cell_size(result: int, _configurator: Any, kvc: Any, num_layer
     """AFTER _compute_cell_size: a policy's own bytes a token count in SGLang's memory budget."""
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_ext.attention.policy import policies, policy_of
+    from sglang_ext.attention.choice import kernels
 
-    if kvc.server_args.attention_backend not in policies():
+    system = system_of(kvc.server_args)
+    if system is None:
         return result
     config = kvc.model_config
-    return result + policy_of(kvc.server_args).extra_bytes_per_token(
+    return result + system.make_policy().extra_bytes_per_token(
         layers=num_layers,
         kv_heads=config.get_num_kv_heads(get_parallel().attn_tp_size),
         head_dim=config.head_dim,
         itemsize=kvc.kv_cache_dtype.itemsize,
+        kernels=kernels(system, kvc.server_args.dtype) != "torch",
     )

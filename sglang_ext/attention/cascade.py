@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from sglang_ext.attention.choice import kernels
 from sglang_ext.attention.policy import Caches, Request, StreamPolicy
 from sglang_ext.config import policy_options
 from sglang_ext.kernels.cascade_update import CascadeState, cascade_update
@@ -79,12 +78,11 @@ class _TorchStream(Stream):
 class CascadePolicy(StreamPolicy):
     """`--attention-backend cascade`.
 
-    Served by `attend` here, or by the kernels of `attention.cascade_backend`, which then keep the streams' states.
+    Served by `attend` here, or by the kernels of `attention.readers.cells`, which then keep the streams' states.
     """
 
     options: type[Cascade] = CascadeOptions
     request_options = StreamPolicy.request_options | {option.name for option in fields(Cascade)}
-    cells = True
 
     @property
     def chunk(self) -> int | None:
@@ -118,13 +116,13 @@ class CascadePolicy(StreamPolicy):
             )
         return cascade
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int, kernels: bool) -> int:
         """Token, cell and score of a cell: 12 bytes; 2.3% of a 16-bit KV cache with 128 components.
 
         A request that is shorter than sinks + window + stride has these for that many tokens all the same. Kernels have
         lists of slots besides, 4 bytes.
         """
-        return (12 if kernels(self) == "torch" else 16) * layers * self.config.lanes(kv_heads)
+        return (16 if kernels else 12) * layers * self.config.lanes(kv_heads)
 
     def slots(self, options: Mapping[str, Any], tokens: int) -> int:
         """A stream whose state is a row of the kernels' memory takes the server's slots: so there is a row for each."""

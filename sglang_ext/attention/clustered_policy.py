@@ -25,7 +25,6 @@ from weakref import WeakSet
 import torch
 
 from sglang_ext import compat
-from sglang_ext.attention.choice import kernels
 from sglang_ext.attention.clustered import Placed, row_clusters
 from sglang_ext.attention.policy import Attended, Caches, LayerView, Request, RequestRows
 from sglang_ext.attention.sparse import Asked, SparsePolicy, grouped, measure
@@ -119,7 +118,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         """Keep clusters where kernels read them; called once, before the first pass."""
         self.memory = memory
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int, kernels: bool) -> int:
         """Centroid, mean value, size and first member of each cluster, and a member (int32) for each token.
 
         With 16 tokens a cluster and 128 components: 7.1% of a 16-bit KV cache, 6.7% of a 32-bit one. Kernels' memory is
@@ -127,10 +126,9 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         for tiles that are partly empty: 7.95%. Tokens that are in two runs, because a prefix ends inside one of them,
         are at most a twentieth of the KV cache's.
         """
-        pooled = kernels(self) != "torch"
-        of_centroid = 1 if pooled and self.config.centroids == "float8" else itemsize
-        cluster = head_dim * (of_centroid + itemsize) + (4 if pooled else 2) * 4 + 4 * self.config.cluster
-        total = layers * kv_heads * cluster * (SLACK + 1 if pooled else SLACK)
+        of_centroid = 1 if kernels and self.config.centroids == "float8" else itemsize
+        cluster = head_dim * (of_centroid + itemsize) + (4 if kernels else 2) * 4 + 4 * self.config.cluster
+        total = layers * kv_heads * cluster * (SLACK + 1 if kernels else SLACK)
         return -(-total // (self.config.cluster * SLACK))
 
     def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:

@@ -16,8 +16,6 @@ from sglang_ext.kernels.view_attention import Consecutive, Segment, View, Writte
 class DbsaPolicy(Policy):
     """Views of demonstration blocks (DBSA, section 2)."""
 
-    plans = True
-
     def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
         row = request.row
         if row is None or not row.new:

@@ -15,7 +15,6 @@ class DoublePPolicy(ClusteredPolicy[DoubleP]):
 
     options = DoubleP
     request_options = ALWAYS | {"p1", "p2"}
-    clusters = True
 
     def choose(self, log_mass: torch.Tensor, config: DoubleP) -> tuple[torch.Tensor, torch.Tensor]:
         share = double_p.distribution(log_mass)

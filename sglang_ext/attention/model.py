@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +11,19 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.rope import find_rope
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a reader finds beside the model.
+
+    Attributes:
+        kernels: `torch`, `triton` or `flashinfer` (`attention.choice`).
+        base: SGLang's own attention backend, which serves batches without views.
+    """
+
+    kernels: str
+    base: Any
 
 
 class Model:

@@ -1,4 +1,4 @@
-"""What a KV-cache policy tells the attention backend, and the registry of policies.
+"""What a KV-cache policy tells the readers of the attention backend.
 
 A policy answers one question for each request of a forward pass: what do its query rows see? The answer is a list of
 (query rows, view). A view may be built before the layers run, or be a function called in each layer with that layer's
@@ -8,18 +8,13 @@ device in the step itself.
 
 from __future__ import annotations
 
-import functools
-import pkgutil
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from sglang_ext.backends import BACKENDS
 from sglang_ext.config import CONVERSATION_OPTIONS
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import View
@@ -28,7 +23,6 @@ if TYPE_CHECKING:
     from sglang_ext.cache.radix import NodeHooks
     from sglang_ext.cache.rows import Row
 
-ENTRY_POINTS = "sglang_ext.policies"
 CONVERSATION_KEY_BYTES = 32
 """Random bytes in the key of a conversation; base64 spells them in 43 characters."""
 _CONVERSATION_KEY = re.compile(r"[A-Za-z0-9_-]{43}")
@@ -176,26 +170,10 @@ class Policy:
     Attributes:
         request_options: names in `custom_params` that the policy reads itself (`Request.options`); over a pool they are
             passed on beside the pool's own.
-        plans: whether `runs` answers for every request.
-        clusters: whether kernels can serve its decoding steps over clusters (`attention.clustered_backend`); `runs`
-            answers for what is not read through clusters then.
-        cells: whether kernels over cells can serve it (`attention.cascade_backend`).
-        decodes_apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix
-            them: `--enable-mixed-chunk` is refused then.
-        streams: whether every request is a stream (`StreamPolicy`).
         chunk: tokens of a prompt that had best be one chunk; None where any number is as good.
-        options: dataclass of what `--policy` may say; None for a policy that has no options.
-        dtype: the server's `--dtype`, which decides what kernels there are (`attention.choice`).
     """
 
     request_options: frozenset[str] = frozenset()
-    plans: bool = False
-    clusters: bool = False
-    cells: bool = False
-    decodes_apart: bool = False
-    streams: bool = False
-    options: type | None = None
-    dtype: str = "auto"
 
     @property
     def chunk(self) -> int | None:
@@ -208,10 +186,11 @@ class Policy:
             ValueError: one of `request_options` has a value that the policy does not take; the client gets it as 400.
         """
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int, kernels: bool) -> int:
         """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start.
 
         Args:
+            kernels: whether kernels read what the policy keeps, and not plain PyTorch.
             layers, kv_heads: on one rank.
             head_dim: components of a key, and of a value.
             itemsize: bytes of a component in the KV cache.
@@ -219,7 +198,7 @@ class Policy:
         return 0
 
     def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
-        """The KV cache, for policies that read it between passes; called once, before the first.
+        """The KV cache, for policies that read it between passes; readers in plain PyTorch call it, before the first.
 
         Args:
             caches: gives (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.
@@ -242,8 +221,7 @@ class Policy:
     def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
         """Columns [begin, end) of a request are about to be computed. Runs when SGLang builds a ForwardBatch.
 
-        Not called where `runs` says all: by the PyTorch backend and for policies with `clusters` only. `bind` is
-        called by the PyTorch backend alone.
+        Not called by readers that `runs` tells all.
 
         Args:
             request: the request.
@@ -259,8 +237,8 @@ class Policy:
     def runs(self, request: Request, begin: int, end: int) -> Sequence[RowRuns] | None:
         """What the query rows at columns [begin, end) see, from host data alone; None for plain causal attention.
 
-        A policy that can say so is served by kernels that plan on the host, read runs of equal keys once for the whole
-        batch and stay inside CUDA graphs (`attention.planned`). `plans` says whether it can.
+        A policy that says so for every request can be served by kernels that plan on the host, read runs of equal keys
+        once for the whole batch and stay inside CUDA graphs (`attention.readers.planned`).
         """
         raise NotImplementedError
 
@@ -294,14 +272,13 @@ class StreamPolicy(Policy):
     - `attend` writes keys and values itself, to cells (slot, key-value head): heads may keep different tokens.
     - Nothing is shared: prefixes of earlier requests are not found again, and there are no pools (`cache.streams`).
 
-    Served by `attention.streams`; `views`, `runs`, `observe`, `before_pass` and `node_hooks` are not asked. Columns of
+    `views`, `runs`, `observe`, `before_pass` and `node_hooks` are not asked. Columns of
     a pass are tokens of the stream here. Wherever a prompt is cut into chunks, its answer must be the same.
 
     A stream may outlive its request: a *conversation* is a stream that the next request, its next turn, goes on from.
     """
 
     request_options = CONVERSATION_OPTIONS
-    streams = True
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Whether the name and key of a conversation, and `continue`, are what they should be; to be extended."""
@@ -375,33 +352,3 @@ class StreamPolicy(Policy):
             [rows, heads, value_dim] in query's dtype.
         """
         raise NotImplementedError
-
-
-def _ours(name: str) -> Callable[[], Policy]:
-    """Factory of the policy `module:class` of this package, which is imported when it is asked for."""
-
-    def build() -> Policy:
-        policy: Policy = pkgutil.resolve_name("sglang_ext.attention." + name)()
-        return policy
-
-    return build
-
-
-@functools.cache  # reading the entry points of every installed package takes milliseconds, and prefills ask for them
-def policies() -> Mapping[str, Callable[[], Policy]]:
-    """Name of the attention backend -> factory of its policy; other packages add theirs by entry point."""
-    found: dict[str, Any] = {name: _ours(backend.policy) for name, backend in BACKENDS.items()}
-    for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name in BACKENDS:
-            raise ValueError(
-                f"entry point {entry.name} of {ENTRY_POINTS}: the name is sglang_ext's own; choose another"
-            )
-        found[entry.name] = entry.load()
-    return MappingProxyType(found)
-
-
-def policy_of(server_args: Any, name: str | None = None) -> Policy:
-    """A new policy of a server: `name` of `policies`, its attention backend when None."""
-    policy = policies()[name or server_args.attention_backend]()
-    policy.dtype = server_args.dtype
-    return policy

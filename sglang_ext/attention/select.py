@@ -1,78 +1,30 @@
-"""The attention backend of a policy on this machine: what reads its views, over which of SGLang's own backends."""
+"""The attention backend of a system on this machine: what reads its views, over which of SGLang's own backends."""
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import torch
 
 from sglang_ext.attention.backend import ViewBackend
-from sglang_ext.attention.choice import KERNELS_ENV, kernels
-from sglang_ext.attention.model import Model
-from sglang_ext.attention.policy import Policy
-from sglang_ext.attention.readers.reader import Reader
-from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
+from sglang_ext.attention.choice import kernels
+from sglang_ext.attention.model import Machine
+from sglang_ext.systems.registry import System
 
 
-def make_backend(model_runner: Any, policy: Policy) -> ViewBackend:
-    """The backend that serves `policy` on this machine.
+def make_backend(model_runner: Any, system: System) -> ViewBackend:
+    """The backend that serves `system` on this machine.
 
     Raises:
-        ValueError: the model is none that the policy or its kernels serve; says what to change.
+        ValueError: the model is none that the system or its kernels serve; says what to change.
     """
-    if kernels(policy) != "torch" and torch.cuda.is_available():
-        from sglang_ext.attention.on_flashinfer import FlashInferViews
-
-        return FlashInferViews(model_runner, policy, _reader)
-    from sglang_ext.attention.on_torch import TorchViews
-
-    return TorchViews(model_runner, policy, _reader)
-
-
-def _reader(model: Model, policy: Any, base: Any) -> Reader[Any, Any]:
-    chosen = kernels(policy)
-    if chosen == "torch":
-        return _torch_reader(model, policy, base)
-    if policy.cells:
-        from sglang_ext.attention.readers.cells import CellReader
-
-        return CellReader(model, policy, chosen)
-    dense = _dense_kernel(model, chosen, base)
-    if policy.clusters:
-        from sglang_ext.attention.readers.clusters import ClusterReader
-
-        found: Any = ClusterReader(model, policy, dense)
+    chosen = kernels(system, model_runner.server_args.dtype)
+    if chosen != "torch" and torch.cuda.is_available():
+        from sglang_ext.attention.on_flashinfer import FlashInferViews as Backend
     else:
-        from sglang_ext.attention.readers.planned import PlannedReader
-
-        found = PlannedReader(model, policy, dense)
-    if model.device.type == "cuda":
-        found.prefills.warm_up()
-    return found  # type: ignore[no-any-return]
-
-
-def _torch_reader(model: Model, policy: Any, base: Any) -> Reader[Any, Any]:
-    if policy.streams:
-        from sglang_ext.attention.readers.streams import StreamReader
-
-        return StreamReader(model, policy)
-    from sglang_ext.attention.readers.views import ViewReader
-
-    return ViewReader(model, policy, base)
-
-
-def _dense_kernel(model: Model, chosen: str, base: Any) -> Any:
-    """The prefill kernel over virtual requests, where there is one."""
-    if model.device.type != "cuda":
-        return None
-    if model.shape.head_dim not in HEAD_SIZES:
-        raise ValueError(
-            f"head size {model.shape.head_dim}: FlashInfer serves {', '.join(map(str, HEAD_SIZES))}; set"
-            f" {KERNELS_ENV}=torch in the server's environment, which is slow but serves any"
-        )
-    model.check_cache_type()
-    if chosen != "flashinfer":
-        return None
-    from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
-
-    return VirtualRequests(model.device, "auto", base.workspace_buffer)
+        from sglang_ext.attention.on_torch import TorchViews as Backend
+    make = pkgutil.resolve_name(system.reader if chosen == "torch" else system.kernels or system.reader)
+    return Backend(
+        model_runner, system.make_policy(), lambda model, policy, base: make(model, policy, Machine(chosen, base))
+    )

@@ -58,8 +58,6 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
         over_pools: whether answers over pools are read sparsely, too.
     """
 
-    plans = False
-    decodes_apart = True
     options: type[OptionsT]
     request_options = ALWAYS
     over_pools = False

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.choice import captures
-from sglang_ext.attention.policy import policies, policy_of
-from sglang_ext.backends import without_options
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
+from sglang_ext.systems.options import without_options
+from sglang_ext.systems.registry import system_of, systems
 
 # (argument, is it set to something views do not serve?, what to do)
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
@@ -51,12 +51,13 @@ _REFUSED_STREAMS: tuple[tuple[str, Any, str], ...] = (
 
 def is_active(server_args: Any) -> bool:
     """Whether this server was asked to use one of our attention backends."""
-    return server_args.attention_backend in policies()
+    return system_of(server_args) is not None
 
 
 def serves_streams(server_args: Any) -> bool:
     """Whether every request of this server is a stream (`attention.policy.StreamPolicy`)."""
-    return is_active(server_args) and policy_of(server_args).streams
+    system = system_of(server_args)
+    return system is not None and system.streams
 
 
 def refusals(server_args: Any) -> list[str]:
@@ -69,11 +70,13 @@ def refusals(server_args: Any) -> list[str]:
             problems.append(
                 f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
             )
-    policy = policy_of(server_args)
-    if os.environ.get(POLICY_ENV) and policy.options is None:
+    system = system_of(server_args)
+    if system is None:
+        return problems
+    if os.environ.get(POLICY_ENV) and system.options is None:
         backend = f"--attention-backend {server_args.attention_backend}"
         problems.append(without_options(os.environ[POLICY_ENV], backend, f"--policy ({POLICY_ENV} in the environment)"))
-    if getattr(server_args, "enable_mixed_chunk", False) and policy.decodes_apart:
+    if getattr(server_args, "enable_mixed_chunk", False) and system.apart:
         problems.append(
             f"enable_mixed_chunk is not supported with --attention-backend {server_args.attention_backend}: leave out"
             " --enable-mixed-chunk: decoding steps would not be told from prompts"
@@ -83,19 +86,20 @@ def refusals(server_args: Any) -> list[str]:
 
 def before_server_args(server_args: Any) -> None:
     """BEFORE ServerArgs.__post_init__: what our backend needs, before SGLang works out what follows from it."""
-    if not is_active(server_args):
+    system = system_of(server_args)
+    if system is None:
         return
-    policy = policy_of(server_args)
+    chunk = system.make_policy().chunk  # first of all: wrong options are refused before anything is set
     if server_args.radix_cache_backend is None:
         server_args.radix_cache_backend = RADIX_CACHE_BACKEND
     if server_args.page_size is None:
         server_args.page_size = 1
     _share_cores()
-    if not captures(policy):
+    if not captures(system, server_args.dtype):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
-    if policy.chunk is not None and server_args.chunked_prefill_size is None:
-        server_args.chunked_prefill_size = policy.chunk
+    if chunk is not None and server_args.chunked_prefill_size is None:
+        server_args.chunked_prefill_size = chunk
 
 
 def _share_cores() -> None:
@@ -121,7 +125,7 @@ def after_server_args(_result: Any, server_args: Any) -> None:
         raise ValueError(
             f"--attention-backend {server_args.attention_backend} with --radix-cache-backend"
             f" {server_args.radix_cache_backend}: the two belong together; leave out --radix-cache-backend, and set"
-            f" --attention-backend to one of {', '.join(policies())} for a server with pools"
+            f" --attention-backend to one of {', '.join(systems())} for a server with pools"
         )
     problems = refusals(server_args)
     if problems:

@@ -19,8 +19,8 @@ def around_generate_request(
     original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncGenerator[Any, None]:
     """AROUND TokenizerManager.generate_request: turns of conversations are sent and answered with their keys."""
-    policy = manager.ext_policy
-    if policy is None or not policy.streams or pools_of(manager).settings.open_conversations:
+    system = manager.ext_system
+    if system is None or not system.streams or pools_of(manager).settings.open_conversations:
         return original(manager, obj, request)
     obj.sampling_params = with_keys(obj.sampling_params)
     if not any(key_of(params) for params in _listed(obj.sampling_params)):

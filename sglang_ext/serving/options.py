@@ -13,13 +13,12 @@ from fastapi.responses import ORJSONResponse
 from pydantic import BaseModel
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_ext.attention.policy import policy_of
 from sglang_ext.cache import carried
-from sglang_ext.serving import checks
 from sglang_ext.serving.answers import noting
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.requests import check, check_characters, check_ids, facts_of
 from sglang_ext.serving.texts import LONG, characters, is_long, run_beside
+from sglang_ext.systems.registry import system_of
 
 
 def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -27,9 +26,9 @@ def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
 
     Runs after the hooks that give the manager its pools and a stream's context.
     """
-    manager.ext_policy = manager.ext_facts = None
-    if checks.is_active(manager.server_args):
-        manager.ext_policy = policy_of(manager.server_args)
+    manager.ext_system, manager.ext_policy, manager.ext_facts = system_of(manager.server_args), None, None
+    if manager.ext_system is not None:
+        manager.ext_policy = manager.ext_system.make_policy()
         manager.ext_facts = facts_of(manager, manager.ext_policy, manager.ext_pools.settings)
 
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import fastapi
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import policy_of
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
@@ -44,6 +43,7 @@ from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Version
 from sglang_ext.serving.store import PoolStore, Stored
 from sglang_ext.serving.submitted import Source, Submitted
 from sglang_ext.settings import server_settings
+from sglang_ext.systems.registry import systems
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +111,9 @@ class PoolService:
         self.manager = manager
         self.settings = server_settings()
         self.pools: dict[str, Pool] = {}
-        policy = policy_of(manager.server_args)
-        self.policy_options = policy.request_options
-        self._streams = policy.streams
+        system = systems()[manager.server_args.attention_backend]
+        self.policy_options = system.make_policy().request_options
+        self._streams = system.streams
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
         self.metrics = TokenizerMetrics(
             manager.enable_metrics, manager.server_args.served_model_name, self.settings.pool_metrics

@@ -12,13 +12,13 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from sglang_ext import plugin
-from sglang_ext.attention.policy import policies
 from sglang_ext.launch import cli, doctor
 from sglang_ext.serving.checks import _REFUSED
+from sglang_ext.systems.registry import systems
 
 ALIVE = {
     "platform": "sglang_ext.platform_cpu.TorchCpuPlatform",
-    "attention_backends": list(policies()),
+    "attention_backends": list(systems()),
     "stock_attention_backends": ["triton"],
     "radix_cache_backends": ["sglang_ext"],
     "dead_hooks": [],
@@ -109,7 +109,7 @@ def test_a_gpu_needs_no_platform(capsys, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_was_not_registered(capsys, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     broken = {
         "platform": "a.b",
-        "attention_backends": list(policies())[1:],
+        "attention_backends": list(systems())[1:],
         "radix_cache_backends": [],
         "dead_hooks": ["hook a is not installed on b"],
     }[part]

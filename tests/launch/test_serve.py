@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.attention.policy import policies
-from sglang_ext.backends import BACKENDS
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.launch import early, serve
 from sglang_ext.serving.engine import _in_environment, server_defaults
 from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, ServerSettings, server_settings
+from sglang_ext.systems.registry import ours, systems
 
 
 def value(argv: list[str], flag: str) -> str:
@@ -89,7 +88,7 @@ def test_options_of_the_policy_reach_the_server(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sglang.srt.server_args, "prepare_server_args", lambda argv: argv)
     monkeypatch.setattr(sglang.srt.utils, "kill_process_tree", lambda *args, **kwargs: None)
     monkeypatch.setattr(
-        sglang.launch_server, "run_server", lambda args: seen.append(policies()["double_p"]().config.p2)
+        sglang.launch_server, "run_server", lambda args: seen.append(systems()["double_p"].make_policy().config.p2)
     )
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
@@ -173,9 +172,9 @@ def test_the_backend_is_known_early(argv: list[str], name: str | None) -> None:
 
 def test_backends_say_what_their_policies_take() -> None:
     """`--policy` is checked against a table that imports no torch; it must be what the policies read."""
-    assert set(BACKENDS) == set(policies())
-    for name, backend in BACKENDS.items():
-        assert getattr(type(policies()[name]()), "options", None) is backend.options, name
+    assert set(ours()) == set(systems())
+    for name, system in systems().items():
+        assert getattr(type(system.make_policy()), "options", None) is system.options, name
 
 
 def test_no_flag_of_sglangs_is_taken_for_a_typing_error() -> None:

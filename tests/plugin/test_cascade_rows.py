@@ -242,11 +242,9 @@ def test_rows_are_given_back(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError, match="kernels keep this stream"):
         policy.start(Request(0, "", None, {}, ()))
         policy.attend(Request(0, "", None, {}, ()), None, None, 0, None, None, None)  # type: ignore[arg-type]
-    monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
     sizes = {"layers": 3, "kv_heads": 2, "head_dim": 8, "itemsize": 2}
-    assert policy.extra_bytes_per_token(**sizes) == 16 * 3 * 2
-    monkeypatch.setenv("SGLANG_EXT_KERNELS", "torch")
-    assert policy.extra_bytes_per_token(**sizes) == 12 * 3 * 2
+    assert policy.extra_bytes_per_token(**sizes, kernels=True) == 16 * 3 * 2
+    assert policy.extra_bytes_per_token(**sizes, kernels=False) == 12 * 3 * 2
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from sglang_ext import compat
 from sglang_ext.attention import model
 from sglang_ext.attention.backend import ViewBackend
 from sglang_ext.attention.double_p import DbsaDoublePPolicy, DoublePPolicy
+from sglang_ext.attention.model import Machine
 from sglang_ext.attention.policy import Attended, Caches, RequestRows
 from sglang_ext.attention.readers import clusters
 from sglang_ext.attention.readers.clusters import ClusterReader
@@ -51,7 +52,7 @@ class Backend(ViewBackend, Base):
     reader: ClusterReader
 
     def __init__(self, model_runner: Any, policy: DoublePPolicy) -> None:
-        super().__init__(model_runner, policy, lambda model, policy, _: ClusterReader(model, policy, None))
+        super().__init__(model_runner, policy, lambda *args: ClusterReader(*args[:2], Machine("triton", None)))
         self.memory = self.reader.decodes.memory
 
     def prepare(self, batch: Any, forward_batch: Any) -> None:

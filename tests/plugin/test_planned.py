@@ -16,7 +16,7 @@ from sglang_ext import compat
 from sglang_ext.attention import model
 from sglang_ext.attention.backend import ViewBackend
 from sglang_ext.attention.dbsa import DbsaPolicy
-from sglang_ext.attention.model import Model
+from sglang_ext.attention.model import Machine
 from sglang_ext.attention.policy import Caches, RequestRows
 from sglang_ext.attention.readers import planned, plans, prefill
 from sglang_ext.attention.readers.planned import PlannedReader
@@ -76,7 +76,8 @@ class Backend(ViewBackend, Base):
     reader: PlannedReader
 
     def __init__(self, model_runner: Any, dense: Any = None) -> None:
-        super().__init__(model_runner, DbsaPolicy(), lambda model, policy, _: PlannedReader(model, policy, dense))
+        super().__init__(model_runner, DbsaPolicy(), lambda *args: PlannedReader(*args[:2], Machine("triton", None)))
+        self.reader.prefills.dense = dense
 
     @property
     def plan(self) -> Any:
@@ -426,42 +427,32 @@ def test_warming_up_runs_the_kernels_and_changes_nothing(world: World, monkeypat
     assert all(torch.equal(old, new) for old, new in zip(before, world.caches, strict=True))
 
 
-def test_which_reader_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_ext.attention import choice, select
-    from sglang_ext.attention.choice import captures
-    from sglang_ext.attention.policy import Policy, policies, policy_of
+    from sglang_ext.systems.registry import System, systems
 
+    plain, dbsa = System("", "json:loads"), systems()["dbsa"]
     monkeypatch.delenv("SGLANG_EXT_KERNELS", raising=False)
     monkeypatch.setattr(choice, "_hopper", lambda: False)
-    assert not captures(DbsaPolicy())
+    assert not choice.captures(dbsa, "auto")
     monkeypatch.setattr(choice, "_hopper", lambda: True)
     for name in ("dbsa", "double_p", "dbsa+double_p", "cascade", "streaming_llm"):
-        found = []
-        for dtype in ("auto", "bfloat16", "half", "float32", "float"):
-            policy = policy_of(SimpleNamespace(attention_backend=name, dtype=dtype))
-            found.append(choice.kernels(policy))
+        found = [choice.kernels(systems()[name], t) for t in ("auto", "bfloat16", "half", "float32", "float")]
         assert found == ["flashinfer"] * 3 + ["torch"] * 2, "FlashInfer has no float32"
-    assert choice.kernels(Policy()) == "torch"
-    assert {choice.kernels(policies()[name]()) for name in ("quest", "retroinfer", "twilight")} == {"torch"}
+    assert choice.kernels(plain, "auto") == "torch"
+    assert {choice.kernels(systems()[name], "auto") for name in ("quest", "retroinfer", "twilight")} == {"torch"}
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
-    assert choice.kernels(DbsaPolicy()) == "triton"
-    assert choice.kernels(Policy()) == "torch", "a policy that does not plan is served by the reference"
-    assert captures(DbsaPolicy()) == torch.cuda.is_available()
+    assert choice.kernels(dbsa, "auto") == "triton"
+    assert choice.kernels(plain, "auto") == "torch", "a system without kernels is served by plain PyTorch"
+    assert choice.captures(dbsa, "auto") == torch.cuda.is_available()
+    runner = SimpleNamespace(server_args=SimpleNamespace(dtype="auto"))
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "fast")
     with pytest.raises(ValueError, match="SGLANG_EXT_KERNELS=fast"):
-        select.make_backend(None, DbsaPolicy())
+        select.make_backend(runner, dbsa)
     if not torch.cuda.is_available():
         monkeypatch.setenv("SGLANG_EXT_KERNELS", "flashinfer")
         with pytest.raises(ValueError, match="GPU"):
-            select.make_backend(None, DbsaPolicy())
-
-
-@pytest.mark.parametrize(("kernels", "kind"), [("torch", "ViewReader"), ("triton", "PlannedReader")])
-def test_the_reader_of_a_policy(world: World, monkeypatch: pytest.MonkeyPatch, kernels: str, kind: str) -> None:
-    from sglang_ext.attention import select
-
-    monkeypatch.setenv("SGLANG_EXT_KERNELS", kernels)
-    assert type(select._reader(Model(world.runner), DbsaPolicy(), None)).__name__ == kind
+            select.make_backend(runner, dbsa)
 
 
 def test_questions_inside_graphs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

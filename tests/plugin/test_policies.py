@@ -1,7 +1,7 @@
 """Test policies of every kind in the real engine on the CPU path, against `transformers` with the same rule on logits.
 
 `views_policy.py` is installed as another package would be: a module and an entry point of the group
-`sglang_ext.policies`. The oracle computes each policy anew as a rule on attention logits inside `transformers`' own
+`sglang_ext.systems`. The oracle computes each policy anew as a rule on attention logits inside `transformers`' own
 model, in float32; it imports nothing of this project.
 """
 
@@ -194,14 +194,14 @@ def served(model, one_thread, stock_answers, tmp_path_factory) -> Iterator[Serve
     It starts when the stock engine is gone: an engine's shutdown ends all children of its process.
     """
     from sglang_ext import Engine
-    from sglang_ext.attention.policy import policies
+    from sglang_ext.systems.registry import systems
 
     site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("policy")
     shutil.copy(Path(__file__).with_name("views_policy.py"), site / "views_policy.py")
     info = site / "views_policy-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: views-policy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sglang_ext.policies]\ntest_views = views_policy:ViewsPolicy\n")
+    (info / "entry_points.txt").write_text("[sglang_ext.systems]\ntest_views = views_policy:SYSTEM\n")
     (folder / "log").touch()
 
     pool_bytes = psutil.virtual_memory().available // 2
@@ -209,13 +209,13 @@ def served(model, one_thread, stock_answers, tmp_path_factory) -> Iterator[Serve
     one_thread.setenv("VIEWS_POLICY_BYTES", str(pool_bytes // BUDGET_TOKENS))
     one_thread.setenv(SPAWN, "1")  # a process that has read the entry points does not see new ones
     one_thread.syspath_prepend(str(site))  # this process and those it spawns
-    policies.cache_clear()  # a package is not installed in a process that has begun
+    systems.cache_clear()  # a package is not installed in a process that has begun
     engine = Engine(model_path=str(model), attention_backend="test_views", mem_fraction_static=0.5, **OPTIONS)
     try:
         yield Served(engine, folder, model, pool_bytes)
     finally:
         engine.shutdown()
-        policies.cache_clear()
+        systems.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -384,22 +384,29 @@ def test_hooks_of_a_policy_are_told_of_every_node(served) -> None:
     assert sum(nodes.values()) <= total
 
 
-def test_a_policy_may_not_take_our_names(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        ("dbsa", "json:loads", "entry point dbsa of sglang_ext\\.systems: the name is sglang_ext's own"),
+        ("other", "json:loads", "entry point other of sglang_ext\\.systems: got a function, expected a"),
+    ],
+)
+def test_wrong_entry_points(monkeypatch, name: str, value: str, wrong: str) -> None:
     from importlib.metadata import EntryPoint
 
-    from sglang_ext.attention import policy
+    from sglang_ext.systems import registry
 
-    entry = EntryPoint("dbsa", "json:loads", policy.ENTRY_POINTS)
-    monkeypatch.setattr(policy, "entry_points", lambda group: [entry])
-    policy.policies.cache_clear()  # an error is not kept
-    with pytest.raises(ValueError, match="entry point dbsa of sglang_ext\\.policies: the name is sglang_ext's own"):
-        policy.policies()
+    entry = EntryPoint(name, value, registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    registry.systems.cache_clear()  # an error is not kept
+    with pytest.raises(ValueError, match=wrong):
+        registry.systems()
 
 
 def test_entry_points_are_read_once(monkeypatch) -> None:
-    """SGLang asks a hook of ours by policy name in every prefill."""
-    from sglang_ext.attention import policy
+    """SGLang asks a hook of ours by name in every prefill."""
+    from sglang_ext.systems import registry
 
-    known = policy.policies()
-    monkeypatch.setattr(policy, "entry_points", lambda group: pytest.fail("read again"))
-    assert policy.policies() is known and "dbsa" in known
+    known = registry.systems()
+    monkeypatch.setattr(registry, "entry_points", lambda group: pytest.fail("read again"))
+    assert registry.systems() is known and "dbsa" in known

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from sglang_ext.attention import tokens
-from sglang_ext.attention.policy import Attended, Caches, Request, RequestRows, policies
+from sglang_ext.attention.policy import Attended, Caches, Request, RequestRows
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import merge_states, view_attention
+from sglang_ext.systems.registry import systems
 
 SLOTS, KV_HEADS, GROUP, DIM, COLUMNS = 200, 2, 2, 8, 90
 SINK, WINDOW = 3, 7
@@ -34,7 +35,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(name: str, **server: Any) -> Any:
         monkeypatch.setenv(POLICY_ENV, json.dumps({**SERVER, **server}))
-        return policies()[name]()
+        return systems()[name].make_policy()
 
     return made
 
@@ -190,7 +191,7 @@ def test_what_is_dense(make: Make, caches: Caches, query: torch.Tensor, name: st
     prompt = RequestRows(Request(1, "r", None, {}), order(), 50, caches.slot_pos)
     policy.start(prompt.request)
     assert policy.views(prompt) is None, "a prompt's rows"
-    assert policy.decodes_apart and not policy.plans
+    assert systems()[name].apart
     policy.finish(prompt.request)
     assert policy._asked == {}
 

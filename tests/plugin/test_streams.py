@@ -11,8 +11,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.cascade import CascadePolicy, StreamingLlmPolicy
-from sglang_ext.attention.choice import kernels
-from sglang_ext.attention.policy import Request, StreamPolicy, policies
+from sglang_ext.attention.policy import Request, StreamPolicy
 from sglang_ext.attention.readers.streams import check_fits
 from sglang_ext.cache.rows import WIRE_KEY
 from sglang_ext.cache.streams import Conversation, StreamCache
@@ -20,6 +19,7 @@ from sglang_ext.compat import ChunkCache
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.policies.cascade import Cascade
 from sglang_ext.serving import checks
+from sglang_ext.systems.registry import systems
 
 POLICY = {"sinks": 4, "window": 32, "stride": 16}  # 52 slots
 
@@ -49,16 +49,15 @@ def arguments(**changed: Any) -> SimpleNamespace:
 def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (POLICY_ENV, "SGLANG_EXT_KERNELS"):
         monkeypatch.delenv(name, raising=False)
-    cascade, streaming = (policies()[name]() for name in ("cascade", "streaming_llm"))
+    cascade, streaming = (systems()[name].make_policy() for name in ("cascade", "streaming_llm"))
     assert isinstance(cascade, CascadePolicy) and isinstance(streaming, StreamingLlmPolicy)
     assert (cascade.config.cascades, streaming.config.cascades) == (4, 1)
     assert cascade.config.slots == streaming.config.slots == 64 + 4096 + 1024
     assert cascade.request_options == {*Cascade.__dataclass_fields__, "conversation", "continue", "conversation_key"}
-    assert kernels(cascade) == "torch"
-    monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
-    assert (kernels(cascade), kernels(Own())) == ("triton", "torch")
     assert checks.serves_streams(arguments()) and checks.refusals(arguments()) == []
-    assert not any(isinstance(policies()[name](), StreamPolicy) for name in ("dbsa", "double_p", "quest"))
+    for name, system in systems().items():
+        assert system.streams == (name in ("cascade", "streaming_llm"))
+        assert isinstance(system.make_policy(), StreamPolicy) == system.streams
 
 
 @pytest.mark.parametrize(

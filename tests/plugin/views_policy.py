@@ -16,6 +16,7 @@ import torch
 from sglang_ext.attention.dbsa import DbsaPolicy
 from sglang_ext.attention.policy import Caches, RequestRows, RowViews
 from sglang_ext.kernels.view_attention import Consecutive, Ranks, Segment, SharedDistance, View, Written
+from sglang_ext.systems.registry import System
 
 FOLDER_ENV, BYTES_ENV = "VIEWS_POLICY_FOLDER", "VIEWS_POLICY_BYTES"
 SINKS, WINDOW, TOP = 4, 12, 10
@@ -28,7 +29,7 @@ class ViewsPolicy(DbsaPolicy):
     def __init__(self) -> None:
         self.folder = Path(os.environ[FOLDER_ENV])
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int, kernels: bool) -> int:
         self._log("budget", layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         return int(os.environ[BYTES_ENV])
 
@@ -137,3 +138,6 @@ class ViewsPolicy(DbsaPolicy):
     def _log(self, event: str, **what) -> None:
         with (self.folder / "log").open("a") as log:
             log.write(json.dumps({"event": event, **what}) + "\n")
+
+
+SYSTEM = System("Whatever the file `kind` says.", "views_policy:ViewsPolicy")

@@ -11,6 +11,7 @@ import pytest
 
 from sglang_ext.attention.policy import Policy, StreamPolicy
 from sglang_ext.serving.conversations import around_generate_request, key_of, with_keys
+from sglang_ext.systems.registry import System
 
 KEY = "k" * 43
 
@@ -35,7 +36,8 @@ def test_first_turns_get_a_key_each() -> None:
 
 def answers(obj: Any, policy: Any, outs: list[Any], open_conversations: bool = False) -> list[Any]:
     settings = SimpleNamespace(open_conversations=open_conversations)
-    manager = SimpleNamespace(ext_policy=policy, ext_pools=SimpleNamespace(settings=settings))
+    system = None if policy is None else System("", "", streams=isinstance(policy, StreamPolicy))
+    manager = SimpleNamespace(ext_system=system, ext_pools=SimpleNamespace(settings=settings))
 
     async def original(_manager: Any, _obj: Any, _request: Any) -> AsyncIterator[Any]:
         for out in outs:

@@ -21,7 +21,7 @@ import torch
 from sglang_ext.attention.cascade import CascadePolicy, Stream
 from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Shown, Step
 from sglang_ext.attention.choice import KERNELS_ENV
-from sglang_ext.attention.model import Model
+from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.readers.streams import check_fits
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
@@ -71,7 +71,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
     writes = True
     both = False
 
-    def __init__(self, model: Model, policy: CascadePolicy, kernels: str) -> None:
+    def __init__(self, model: Model, policy: CascadePolicy, machine: Machine) -> None:
         self.model, self.policy, self.shape, self.graphs = model, policy, model.shape, self
         most, caches = policy.config.slots, model.caches()
         model.check_cache_type()
@@ -82,7 +82,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
         self.rows = self._make(policy.config, model.request_slots // most)
         self._own = OwnRows(lambda cascade: self._make(cascade, 1, self.rows.window))
         policy.keep_in(self._begin)
-        self._kind, self._attend = self._choose(kernels)
+        self._kind, self._attend = self._choose(machine.kernels)
         self.prefills = {"flashinfer": 0, "torch": 0}
         self.decoding_steps = {"graph": 0, "eager": 0}
         if self._device.type == "cuda":

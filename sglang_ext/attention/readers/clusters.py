@@ -20,7 +20,7 @@ import torch
 from sglang_ext.attention.clustered import Placed
 from sglang_ext.attention.clustered_report import MeasuredRow, Read
 from sglang_ext.attention.double_p import DoublePPolicy
-from sglang_ext.attention.model import Model
+from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Caches, Request, RequestRows, RowRuns
 from sglang_ext.attention.readers.plans import PlanMemory, Planner
 from sglang_ext.attention.readers.prefill import Prefill, Prefills
@@ -33,7 +33,6 @@ from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, P
 from sglang_ext.kernels.kmeans import kmeans_layers
 from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p import triton_impl as top_p
-from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 
 ROOM = 64
 """Tokens by which the rows of a batch may grow before it is loaded again, where it runs outside of CUDA graphs."""
@@ -413,15 +412,17 @@ class ClusterReader(Reader[Batch | ClusterStep, Prefill | LoadedRows]):
     Args:
         model: whose attention it is.
         policy: which clusters a row has, and what is made of them.
-        dense: prefill kernel over virtual requests, where there is one.
+        machine: which kernels there are.
     """
 
-    def __init__(self, model: Model, policy: DoublePPolicy, dense: VirtualRequests | None) -> None:
+    def __init__(self, model: Model, policy: DoublePPolicy, machine: Machine) -> None:
         self.model, self.policy = model, policy
         self.planner = Planner(model, policy)
-        self.prefills = self.prefill_graphs = Prefills(self.planner, PlanMemory(self.planner), dense)
+        self.prefills = self.prefill_graphs = Prefills(self.planner, PlanMemory(self.planner), machine)
         self.decodes = self.graphs = ClusterDecodes(self.planner, policy)
         self._no_positions = model.table.new_empty(0)
+        if model.device.type == "cuda":
+            self.prefills.warm_up()
 
     def step(self, batch: Batch) -> Batch | ClusterStep | None:
         for rows in batch.rows:

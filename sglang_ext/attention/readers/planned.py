@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.attention.model import Model
+from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Policy, Request
 from sglang_ext.attention.readers.plans import PlanMemory, Planner, largest
 from sglang_ext.attention.readers.prefill import Prefill, Prefills
@@ -23,7 +23,6 @@ from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
-from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 from sglang_ext.kernels.view_attention.plan import Config, Plan
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
 
@@ -196,14 +195,16 @@ class PlannedReader(Reader[Batch | DecodeStep, Prefill | LoadedPlan]):
     Args:
         model: whose attention it is.
         policy: says what rows see.
-        dense: prefill kernel over virtual requests, where there is one.
+        machine: which kernels there are.
     """
 
-    def __init__(self, model: Model, policy: Policy, dense: VirtualRequests | None) -> None:
+    def __init__(self, model: Model, policy: Policy, machine: Machine) -> None:
         self.planner = Planner(model, policy)
         self.memory = PlanMemory(self.planner)
-        self.prefills = self.prefill_graphs = Prefills(self.planner, self.memory, dense)
+        self.prefills = self.prefill_graphs = Prefills(self.planner, self.memory, machine)
         self.decodes = self.graphs = PlannedDecodes(self.planner, self.memory)
+        if model.device.type == "cuda":
+            self.prefills.warm_up()
 
     def step(self, batch: Batch) -> Batch | DecodeStep | None:
         if all(rows.request.row is None for rows in batch.rows):

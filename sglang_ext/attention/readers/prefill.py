@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_ext.attention.choice import KERNELS_ENV
+from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import RowRuns
 from sglang_ext.attention.readers import plans
 from sglang_ext.attention.readers.plans import PlanMemory, Planner
 from sglang_ext.attention.readers.reader import PrefillGraphs
 from sglang_ext.attention.step import Batch, BatchRows, LayerCall, LoadedT
+from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
@@ -74,20 +77,43 @@ class Prefill:
             view_attention_plan(call.query[first:end], buffers, *call.caches, call.scale, out=out[first:end])
 
 
+def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
+    """The prefill kernel over virtual requests, where there is one.
+
+    Raises:
+        ValueError: FlashInfer does not serve the model's head size, or the KV cache has another type than the model.
+    """
+    if model.device.type != "cuda":
+        return None
+    if model.shape.head_dim not in HEAD_SIZES:
+        raise ValueError(
+            f"head size {model.shape.head_dim}: FlashInfer serves {', '.join(map(str, HEAD_SIZES))}; set"
+            f" {KERNELS_ENV}=torch in the server's environment, which is slow but serves any"
+        )
+    model.check_cache_type()
+    if machine.kernels != "flashinfer":
+        return None
+    return VirtualRequests(model.device, "auto", machine.base.workspace_buffer)
+
+
 class Prefills(PrefillGraphs[Any]):
     """Plans prefills with views.
 
     Args:
         planner: of the policy.
         memory: buffers of work lists.
-        dense: prefill kernel over virtual requests, where there is one.
+        machine: which kernels there are.
+
+    Raises:
+        ValueError: the kernels do not serve the model's heads, or its KV cache.
 
     Attributes:
+        dense: prefill kernel over virtual requests, where there is one.
         ran: how many ran in which way.
     """
 
-    def __init__(self, planner: Planner, memory: PlanMemory, dense: VirtualRequests | None) -> None:
-        self.planner, self.memory, self.dense = planner, memory, dense
+    def __init__(self, planner: Planner, memory: PlanMemory, machine: Machine) -> None:
+        self.planner, self.memory, self.dense = planner, memory, dense_kernel(planner.model, machine)
         self.ran = {"graph": 0, "lists": 0, "dense": 0}
         self._question: PlanBuffers | None = None
 

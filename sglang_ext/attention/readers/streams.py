@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_ext.attention.model import Model
+from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Caches, StreamPolicy
 from sglang_ext.attention.readers.reader import Reader
 from sglang_ext.attention.step import Batch, Forward, LayerCall
@@ -43,7 +43,7 @@ class StreamReader(Reader[Batch, Batch]):
 
     writes = True
 
-    def __init__(self, model: Model, policy: StreamPolicy) -> None:
+    def __init__(self, model: Model, policy: StreamPolicy, machine: Machine) -> None:
         self.model, self.policy = model, policy
         self._nowhere = torch.empty(0, dtype=torch.int32, device=model.table.device)
         check_fits(policy, model.request_slots, model.context)

@@ -7,18 +7,14 @@ PyTorch attention computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.attention.model import Model
+from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Attended, Caches, LayerView, Policy, RequestRows, RowViews
 from sglang_ext.attention.readers.reader import Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
 from sglang_ext.kernels.view_attention import View, merge_states, view_attention
-
-if TYPE_CHECKING:
-    from sglang_ext.attention.on_torch import TorchBackend
 
 
 @dataclass(frozen=True)
@@ -42,11 +38,11 @@ class ViewReader(Reader[Batch, ViewStep]):
     Args:
         model: whose attention it is.
         policy: says what rows see.
-        base: SGLang's PyTorch attention.
+        machine: its base is SGLang's PyTorch attention.
     """
 
-    def __init__(self, model: Model, policy: Policy, base: TorchBackend) -> None:
-        self.model, self.policy, self._base = model, policy, base
+    def __init__(self, model: Model, policy: Policy, machine: Machine) -> None:
+        self.model, self.policy, self._base = model, policy, machine.base
         self.slot_pos = torch.zeros(model.slots, dtype=torch.int32, device=model.table.device)
         policy.bind(model.caches)
 

@@ -1,0 +1,87 @@
+"""The systems that `--attention-backend` names: what each of them is, declared in one place.
+
+Declarations import neither torch nor SGLang, so that a command line can be checked before these are imported. Other
+packages add systems by entry points of the group `sglang_ext.systems`: each names an attention backend, and a `System`.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any
+
+ENTRY_POINTS = "sglang_ext.systems"
+
+VIEWS = "sglang_ext.attention.readers.views:ViewReader"
+STREAMS = "sglang_ext.attention.readers.streams:StreamReader"
+
+_OURS = ("dbsa", "double_p", "dbsa_double_p", "quest", "retroinfer", "twilight", "cascade", "streaming_llm")
+
+
+@dataclass(frozen=True)
+class System:
+    """One system: a policy, its options, and what reads what its rows see.
+
+    Attributes:
+        summary: what it does, a sentence for users.
+        policy: `module:class` of its policy (`attention.policy.Policy`), which is imported when it is asked for.
+        options: frozen dataclass of what `--policy` may say; None for a system that has no options.
+        streams: whether every request is a stream in a fixed set of KV slots (`attention.policy.StreamPolicy`).
+        apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix them.
+        reader: `module:class` of the reader in plain PyTorch, which serves it on any device.
+        kernels: `module:class` of the reader in kernels; None for a system that has none.
+    """
+
+    summary: str
+    policy: str
+    options: type | None = None
+    streams: bool = False
+    apart: bool = False
+    reader: str = VIEWS
+    kernels: str | None = None
+
+    def make_policy(self) -> Any:
+        """A new policy, with the options that the server was started with."""
+        return pkgutil.resolve_name(self.policy)()
+
+
+@functools.cache
+def ours() -> Mapping[str, System]:
+    """Name of the attention backend -> the systems of this package."""
+    found = {}
+    for module in _OURS:
+        declared = pkgutil.resolve_name(f"sglang_ext.systems.{module}")
+        found[declared.NAME] = declared.SYSTEM
+    return MappingProxyType(found)
+
+
+@functools.cache  # reading the entry points of every installed package takes milliseconds, and prefills ask for them
+def systems() -> Mapping[str, System]:
+    """Name of the attention backend -> system; those of other packages are among them.
+
+    Raises:
+        ValueError: an entry point takes one of our names, or names what is no `System`.
+    """
+    found = dict(ours())
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name in ours():
+            raise ValueError(
+                f"entry point {entry.name} of {ENTRY_POINTS}: the name is sglang_ext's own; choose another"
+            )
+        declared = entry.load()
+        if not isinstance(declared, System):
+            raise ValueError(
+                f"entry point {entry.name} of {ENTRY_POINTS}: got a {type(declared).__name__}, expected a"
+                " sglang_ext.systems.registry.System"
+            )
+        found[entry.name] = declared
+    return MappingProxyType(found)
+
+
+def system_of(server_args: Any) -> System | None:
+    """The system of a server; None where its attention backend is none of ours."""
+    return systems().get(server_args.attention_backend)

@@ -16,7 +16,7 @@ MINUTES ?= 15
 FITS := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 
-.PHONY: help demo test test-all soak lint format env clean
+.PHONY: help demo test test-all soak lint format docs env clean
 
 help:
 	@echo "make demo    answer 250 questions from a pool of demonstrations, on this machine"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-all  run all tests"
 	@echo "make soak    32 clients mix everything for 15 minutes, every answer checked (MINUTES=60 ANSWERS=20000)"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    write the tables of options in README.md and docs/ from the code"
 	@echo "make env     create $(VENV) (the others do it too): about 9 GB and a few minutes"
 	@echo "make clean   remove build outputs and caches; $(VENV) stays (rm -r $(VENV) removes it)"
 
@@ -51,6 +52,9 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY)
+	$(BIN)/python -m sglang_ext.launch.docs
 
 env: $(READY)
 

@@ -33,7 +33,7 @@ def budget(ratio: float | None = None, blocks: int | None = None, *, total: int,
         raise ValueError(f"got {got} of ratio and blocks; expected exactly one: drop or add one of them")
     floor = max(sinks, 1)
     if ratio is not None:
-        if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio <= 1:
+        if not _is_number(ratio) or not 0 < ratio <= 1:
             raise ValueError(f"ratio is {ratio!r}; expected a number in (0, 1], such as 0.3 for 30% of the pool")
         return max(floor, int((Decimal(str(float(ratio))) * total).to_integral_value(ROUND_HALF_UP)))
     if blocks is None or not _is_int(blocks):
@@ -122,6 +122,10 @@ def select_examples(
         raise ValueError(f"got {len(scores)} scores for blocks of {sum(sizes)} demonstrations; expected one score each")
     places = [(block, i) for block, size in enumerate(sizes) for i in range(size)]
     return [places[i] for i in select(scores, m, sum(sizes[:sinks]), order)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_int(value: object) -> bool:

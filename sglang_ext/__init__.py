@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sglang_ext.serving.frontend import RuntimeEndpoint
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> type[Engine] | type[RuntimeEndpoint]:
     # SGLang takes seconds to import: `import sglang_ext` alone must not pay for it.
     if name == "Engine":
         from sglang_ext.serving.engine import Engine

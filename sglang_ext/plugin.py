@@ -353,7 +353,11 @@ def _register_backends() -> None:
     add_attention_backend_choices(list(systems()))
     for name, system in systems().items():
         if name not in ATTENTION_BACKENDS:
-            register_attention_backend(name)(_backend_factory(system))
+            register_attention_backend(name)(_BackendFactory(system))
+        elif not isinstance(ATTENTION_BACKENDS[name], _BackendFactory):
+            raise SystemExit(
+                f"sglang_ext: a system is called {name}, which is an attention backend of SGLang: rename it"
+            )
     if RADIX_CACHE_BACKEND not in registered_radix_cache_backends():
         register_radix_cache_backend(RADIX_CACHE_BACKEND, _build_radix_cache)
     hook_custom_types(ExtAdminReqInput, ExtAdminReqOutput)
@@ -362,13 +366,16 @@ def _register_backends() -> None:
         _COMMUNICATOR_SPECS.append(spec)
 
 
-def _backend_factory(system: System) -> Callable[[Any], Any]:
-    def build(model_runner: Any) -> Any:
+@dataclass(frozen=True)
+class _BackendFactory:
+    """What SGLang makes the attention backend of a system with."""
+
+    system: System
+
+    def __call__(self, model_runner: Any) -> Any:
         from sglang_ext.attention.select import make_backend
 
-        return make_backend(model_runner, system)
-
-    return build
+        return make_backend(model_runner, self.system)
 
 
 def _build_radix_cache(context: Any) -> Any:

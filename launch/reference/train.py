@@ -38,15 +38,17 @@ Phase = tuple[int, int, int]  # tokens a row, rows a step, steps
 def parse_phases(text: str) -> list[Phase]:
     """``"1024x64x500,4096x16x500"`` to [(1024, 64, 500), (4096, 16, 500)]."""
     try:
-        phases = [tuple(int(n) for n in part.split("x")) for part in text.split(",")]
-        if any(len(p) != 3 or min(p) < 1 for p in phases):
+        phases = [
+            (int(tokens), int(rows), int(steps)) for tokens, rows, steps in (p.split("x") for p in text.split(","))
+        ]
+        if any(min(phase) < 1 for phase in phases):
             raise ValueError
     except ValueError:
         raise ValueError(f"phases {text!r}; expected TOKENSxROWSxSTEPS[,...] of positive integers") from None
-    return phases  # type: ignore[return-value]
+    return phases
 
 
-class Batches(IterableDataset):
+class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
     """Batch i of the run follows from (seed, i) alone, whichever worker makes it."""
 
     def __init__(
@@ -69,7 +71,8 @@ class Batches(IterableDataset):
         for i in range(me, len(self.plan), workers):
             length, rows = self.plan[i]
             sampler = EpisodeSampler(corpus, self.seed, self.first + i, self.mix)
-            yield tuple(torch.from_numpy(a) for a in batch(sampler, rows, length, length // 4))  # type: ignore[misc]
+            first, second, third = batch(sampler, rows, length, length // 4)
+            yield torch.from_numpy(first), torch.from_numpy(second), torch.from_numpy(third)
 
 
 class Muon:

@@ -1,4 +1,4 @@
-"""The adapter between SGLang's attention backends and our readers: the only place that both know.
+"""The adapter between SGLang's attention backends and our readers.
 
 It is mixed over one of SGLang's own backends, which serves batches without views untouched. All else is the reader's.
 """
@@ -6,13 +6,13 @@ It is mixed over one of SGLang's own backends, which serves batches without view
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.model import Model
-from sglang_ext.attention.policy import Policy
+from sglang_ext.attention.policy import Carry, Policy
 from sglang_ext.attention.readers.reader import Reader
 from sglang_ext.attention.requests import RequestTable, note_batch
 from sglang_ext.attention.step import Batch, Forward, LayerCall
@@ -21,7 +21,29 @@ MakeReader = Callable[[Model, Policy, Any], Reader[Any, Any]]
 """(model, policy, SGLang's own backend) -> reader."""
 
 
-class ViewBackend:
+class _Base:
+    """What is called of SGLang's backend, which stands behind the mixin: for type checkers alone."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, model_runner: Any) -> None: ...
+
+        def init_forward_metadata(self, forward_batch: Any) -> None: ...
+
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None: ...
+
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None: ...
+
+        def forward_decode(
+            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+        ) -> torch.Tensor: ...
+
+        def forward_extend(
+            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+        ) -> torch.Tensor: ...
+
+
+class ViewBackend(_Base):
     """Mixin: `class Backend(ViewBackend, TheBase)`.
 
     Args:
@@ -34,21 +56,24 @@ class ViewBackend:
 
     Attributes:
         reader: serves batches with views.
-        step: what the reader made of the batch at hand, first on the host, then for its layers; None where the base
-            serves it.
+        prepared: what the reader knows of the batch at hand on the host (`Reader.step`); None for a batch that the base
+            serves, and where a CUDA graph is captured.
+        loaded: what the layers read (`Reader.before_layers`); None where the base serves them.
         question_size: rows of the CUDA graph with attention inside that has room for the prefill at hand; None where
             there is none.
     """
 
     def __init__(self, model_runner: Any, policy: Policy, make_reader: MakeReader) -> None:
         compat.refuse_model(model_runner)
-        super().__init__(model_runner)  # type: ignore[call-arg]
+        super().__init__(model_runner)
         self.policy = policy
         self.requests = RequestTable(policy)
         self.reader = make_reader(Model(model_runner), policy, self)
-        self.step: Any = None
+        self.prepared: Any = None
+        self.loaded: Any = None
         self.question_size: int | None = None
-        self._carry: dict[str, Any] = {}
+        self._planned = False  # whether `before_layers` has seen the batch at hand
+        self._carry: Carry = {}
         self._pool = model_runner.token_to_kv_pool
 
     # ---- the scheduler's side ----
@@ -56,19 +81,25 @@ class ViewBackend:
     @property
     def viewing(self) -> bool:
         """Whether the batch at hand has views."""
-        return self.step is not None
+        return self.prepared is not None or self.loaded is not None
 
     def prepare(self, batch: Any, forward_batch: Any) -> None:
         """Note the requests of a batch and set their positions. Runs when SGLang builds a ForwardBatch."""
         rows = note_batch(self.requests, batch, forward_batch)
         decode = forward_batch.forward_mode.is_decode()
-        self.step = self.reader.step(Batch(tuple(rows), decode)) if rows else None
+        self._forget()
+        self.prepared = self.reader.step(Batch(tuple(rows), decode)) if rows else None
+
+    def _forget(self) -> None:
+        """Name nothing of the batch before any more: it was launched, and what it names may have to go."""
+        self.prepared = self.loaded = None
+        self._planned, self._carry = False, {}
 
     def release(self, slot: int) -> None:
         """The request in `slot` of SGLang's request pool ended or was retracted."""
         self.requests.release(slot)
         self.reader.release(slot)
-        self.step = None  # the batch before was launched; what it names may have to go
+        self._forget()
 
     def rewritten(self, slot: int) -> None:
         """The row of the request in `slot` may name other KV slots now: what was copied from it no longer holds."""
@@ -78,39 +109,48 @@ class ViewBackend:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.reader.before_pass()
-        if self.viewing and not forward_batch.forward_mode.is_idle():
-            self._carry = {}
-            self.step = self.reader.before_layers(self.step, _forward(forward_batch), self.question_size)
-        if not self.viewing or forward_batch.forward_mode.is_idle():
-            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        idle = forward_batch.forward_mode.is_idle()
+        if self.prepared is not None and not idle:
+            self.loaded = self.reader.before_layers(self.prepared, _forward(forward_batch), self.question_size)
+            self._planned = True
+        if self.loaded is None or idle:
+            super().init_forward_metadata(forward_batch)
 
     # ---- in every layer ----
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        if not self.viewing:
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[misc]
+        if not self._is_ours():
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self._read(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
-        if not self.viewing:
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)  # type: ignore[misc]
+        if not self._is_ours():
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self._read(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _is_ours(self) -> bool:
+        """Whether the reader serves the layers that run."""
+        if self.prepared is not None and not self._planned:
+            raise ValueError("layers run over a batch with views that was not planned: expected init_forward_metadata")
+        return self.loaded is not None
 
     def _read(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool) -> torch.Tensor:
         new = None
         if k is not None and v is not None:
             if self.reader.writes:
-                keys = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-                new = keys, v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+                keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
+                new = keys, v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
             elif save:
                 compat.write_kv(self._pool, layer, forward_batch.out_cache_loc, k, v)
         caches = self._pool.get_key_buffer(layer.layer_id), self._pool.get_value_buffer(layer.layer_id)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        call = LayerCall(layer.layer_id, query, new, caches, layer.scaling, self.step, self._carry)
+        if layer.layer_id == compat.first_layer(self._pool):  # graphs are captured after runs that warm them up
+            self._carry = {}
+        call = LayerCall(layer.layer_id, query, new, caches, layer.scaling, self.loaded, self._carry)
         return self.reader.read(call).flatten(1)
 
     # ---- CUDA graphs of decoding steps ----
@@ -126,31 +166,33 @@ class ViewBackend:
 
     def end_capture(self) -> None:
         """The next batch says itself whether it has views."""
-        self.step = None
+        self._forget()
 
     def fits_graph(self) -> bool:
         """Whether the decoding step at hand can run in a CUDA graph."""
-        if self.step is None:
-            return True
-        return self.reader.graphs is not None and self.reader.graphs.fits(self.step)
+        graphs = self.reader.graphs
+        if self.prepared is None:
+            return graphs is None or graphs.both  # else there is no graph for a batch without views
+        return graphs is not None and graphs.fits(self.prepared)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)  # type: ignore[misc]
+        super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
         if self.reader.graphs is not None:
             self.reader.graphs.allocate(max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         graphs = self.reader.graphs
         if in_capture:
-            ours = graphs is not None and (not graphs.both or compat.capturing_views())
-            self._carry = {}
-            self.step = graphs.capture(forward_batch.batch_size) if graphs is not None and ours else None
+            self._forget()
+            if graphs is not None and (not graphs.both or compat.capturing_views()):
+                self.loaded = graphs.capture(forward_batch.batch_size)
         else:
             self.reader.before_pass()
-        if not in_capture and graphs is not None and self.step is not None:
-            self.step = graphs.before_replay(self.step, _forward(forward_batch), forward_batch.batch_size)
-        if self.step is None:
-            super().init_forward_metadata_out_graph(forward_batch, in_capture)  # type: ignore[misc]
+            if graphs is not None and self.prepared is not None:
+                self.loaded = graphs.before_replay(self.prepared, _forward(forward_batch), forward_batch.batch_size)
+                self._planned = True
+        if self.loaded is None:
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     # ---- CUDA graphs of prefills ----
 
@@ -165,13 +207,14 @@ class ViewBackend:
         `end_capture` ends it.
         """
         graphs = self.reader.prefill_graphs
-        self.step = None if graphs is None else graphs.capture(size)
+        self._forget()
+        self.loaded = None if graphs is None else graphs.capture(size)
         return self.viewing
 
     def in_question_graph(self) -> bool:
         """Whether the prefill at hand was planned for a CUDA graph that has its attention inside."""
         graphs = self.reader.prefill_graphs
-        return graphs is not None and self.step is not None and graphs.holds(self.step)
+        return graphs is not None and self.loaded is not None and graphs.holds(self.loaded)
 
 
 def view_backend(model_runner: Any) -> ViewBackend | None:

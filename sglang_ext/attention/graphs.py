@@ -46,7 +46,7 @@ def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_ba
 def around_can_run_decode(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
     """AROUND DecodeCudaGraphRunner.can_run_graph: what the graphs have no buffers for runs without."""
     backend = runner.attn_backend
-    if isinstance(backend, ViewBackend) and backend.viewing and not backend.fits_graph():
+    if isinstance(backend, ViewBackend) and not backend.fits_graph():
         return False
     return original(runner, forward_batch)
 

@@ -221,7 +221,7 @@ class Policy:
     def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
         """Columns [begin, end) of a request are about to be computed. Runs when SGLang builds a ForwardBatch.
 
-        Not called by readers that `runs` tells all.
+        `readers.views` and `readers.clusters` call it; the other readers know what they need from `runs`, or keep it.
 
         Args:
             request: the request.

@@ -31,14 +31,6 @@ class RequestTable:
         self.policy.start(request)
         return request
 
-    def get(self, slot: int) -> Request:
-        """The request in `slot`; SGLang's own dummy batches have none, and get a plain one."""
-        return self._requests.get(slot) or Request(slot, "", None, {}, ())
-
-    def find(self, slot: int) -> Request | None:
-        """The request in `slot`, or None for one of SGLang's own dummy batches."""
-        return self._requests.get(slot)
-
     def release(self, slot: int) -> None:
         """The request in `slot` ended or was retracted."""
         known = self._requests.pop(slot, None)

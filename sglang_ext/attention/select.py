@@ -24,7 +24,7 @@ def make_backend(model_runner: Any, system: System) -> ViewBackend:
         from sglang_ext.attention.on_flashinfer import FlashInferViews as Backend
     else:
         from sglang_ext.attention.on_torch import TorchViews as Backend
-    make = pkgutil.resolve_name(system.reader if chosen == "torch" else system.kernels or system.reader)
+    make = pkgutil.resolve_name(system.reader_of(kernels=chosen != "torch"))
     return Backend(
         model_runner, system.make_policy(), lambda model, policy, base: make(model, policy, Machine(chosen, base))
     )

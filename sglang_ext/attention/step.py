@@ -51,12 +51,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Forward:
-    """What SGLang tells of a pass right before its layers run; rows beyond the batch's are padding.
+    """What SGLang tells of a pass right before its layers run. A CUDA graph may have more rows than the batch.
 
     Attributes:
-        positions: [rows] int64, at which the new tokens are written.
-        seq_lens: [requests] int64, columns of each request, those of this pass included.
-        slots: [rows] int64, KV slot of each new token.
+        positions: [rows, padding included] int64, at which the new tokens are written.
+        seq_lens: [requests, padding included] int64, columns of each request, those of this pass included.
+        slots: [rows, with or without padding] int64, KV slot of each new token.
     """
 
     positions: torch.Tensor
@@ -75,7 +75,7 @@ class LayerCall(Generic[LoadedT]):
             them themselves (`Reader.writes`); None where SGLang's own write has stored them.
         caches: (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) of the layer.
         scale: factor of the logits.
-        step: what the reader made of the batch.
+        loaded: what the reader made of the batch (`Reader.before_layers`).
         carry: empty in the first layer; what a layer leaves there the layers after it find.
     """
 
@@ -84,7 +84,7 @@ class LayerCall(Generic[LoadedT]):
     new: tuple[torch.Tensor, torch.Tensor] | None
     caches: tuple[torch.Tensor, torch.Tensor]
     scale: float
-    step: LoadedT
+    loaded: LoadedT
     carry: Carry
 
     def empty(self) -> torch.Tensor:

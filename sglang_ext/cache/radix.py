@@ -212,7 +212,7 @@ class BlockRadixCache(RadixCache):
         self.total_hits += len(keys)
         self.saved_tokens += row.prefix_tokens
 
-    def _add_block(self, block: NewBlock, token_ids: array, slots: torch.Tensor) -> TreeNode:
+    def _add_block(self, block: NewBlock, token_ids: array[int], slots: torch.Tensor) -> TreeNode:
         radix_key = RadixKey(token_ids, _BLOCK + block.key)
         result = self.insert(InsertParams(key=radix_key, value=slots))
         node = result.last_device_node

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import fastapi
-from fastapi.responses import ORJSONResponse
 from pydantic import BaseModel
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -115,7 +114,9 @@ async def around_detokenize(
 async def _written(answering: Awaitable[Any]) -> Any:
     """The answer as a response with its bytes: FastAPI would visit each of its tokens, on the event loop."""
     answer = await answering
-    return ORJSONResponse(answer.model_dump()) if isinstance(answer, BaseModel) else answer
+    if not isinstance(answer, BaseModel):
+        return answer
+    return fastapi.Response(answer.model_dump_json(), media_type="application/json")
 
 
 async def around_score(

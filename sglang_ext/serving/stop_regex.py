@@ -8,16 +8,17 @@ match; the two numbers bound a search.
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-try:
+if sys.version_info >= (3, 11):
     import re._constants as codes
     import re._parser as parser
-except ImportError:  # Python 3.10
-    import sre_constants as codes  # type: ignore[no-redef]
-    import sre_parse as parser  # type: ignore[no-redef]
+else:
+    import sre_constants as codes
+    import sre_parse as parser
 
 MAX_CHARACTERS = 1_000  # of a match
 MAX_WAYS = 10_000  # to match at one place

@@ -1,7 +1,7 @@
 """The cascading KV cache: streams of any length in a fixed pool."""
 
 from sglang_ext.policies.options import CascadeOptions
-from sglang_ext.systems.registry import STREAMS, System
+from sglang_ext.systems.registry import System
 
 NAME = "cascade"
 SYSTEM = System(
@@ -9,6 +9,5 @@ SYSTEM = System(
     policy="sglang_ext.attention.cascade:CascadePolicy",
     options=CascadeOptions,
     streams=True,
-    reader=STREAMS,
     kernels="sglang_ext.attention.readers.cells:CellReader",
 )

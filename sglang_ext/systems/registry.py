@@ -1,6 +1,6 @@
 """The systems that `--attention-backend` names: what each of them is, declared in one place.
 
-Declarations import neither torch nor SGLang, so that a command line can be checked before these are imported. Other
+Ours import neither torch nor SGLang, so that a command line can be checked before these are imported. Other
 packages add systems by entry points of the group `sglang_ext.systems`: each names an attention backend, and a `System`.
 """
 
@@ -18,6 +18,7 @@ ENTRY_POINTS = "sglang_ext.systems"
 
 VIEWS = "sglang_ext.attention.readers.views:ViewReader"
 STREAMS = "sglang_ext.attention.readers.streams:StreamReader"
+"""Readers in plain PyTorch: of policies with `views`, and of stream policies."""
 
 _OURS = ("dbsa", "double_p", "dbsa_double_p", "quest", "retroinfer", "twilight", "cascade", "streaming_llm")
 
@@ -32,7 +33,7 @@ class System:
         options: frozen dataclass of what `--policy` may say; None for a system that has no options.
         streams: whether every request is a stream in a fixed set of KV slots (`attention.policy.StreamPolicy`).
         apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix them.
-        reader: `module:class` of the reader in plain PyTorch, which serves it on any device.
+        reader: `module:class` of the reader in plain PyTorch, which serves it on any device; None for the usual one.
         kernels: `module:class` of the reader in kernels; None for a system that has none.
     """
 
@@ -41,8 +42,14 @@ class System:
     options: type | None = None
     streams: bool = False
     apart: bool = False
-    reader: str = VIEWS
+    reader: str | None = None
     kernels: str | None = None
+
+    def reader_of(self, kernels: bool) -> str:
+        """`module:class` of the reader in kernels, which the system must have, or in plain PyTorch."""
+        if kernels and self.kernels is not None:
+            return self.kernels
+        return self.reader or (STREAMS if self.streams else VIEWS)
 
     def make_policy(self) -> Any:
         """A new policy, with the options that the server was started with."""

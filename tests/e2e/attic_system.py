@@ -16,7 +16,7 @@ import torch
 from sglang_ext.attention.policy import Caches, Request, StreamPolicy
 from sglang_ext.config import policy_options
 from sglang_ext.kernels.rope import rotate
-from sglang_ext.systems.registry import STREAMS, System
+from sglang_ext.systems.registry import System
 
 
 @dataclass(frozen=True)
@@ -174,5 +174,4 @@ SYSTEM = System(
     policy="attic_system:AtticPolicy",
     options=AtticOptions,
     streams=True,
-    reader=STREAMS,
 )

@@ -1,58 +1,81 @@
-"""README.md names the options there are, with their defaults, and files that exist."""
+"""README.md and the other documents: links and named files exist, examples compile, and lines are short."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from sglang_ext.config import DEFAULT_RATIO, PoolOptions, RequestOptions
-from sglang_ext.settings import ServerSettings
-
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GENERATED = "docs/RESULTS.md"  # `bench report` writes it
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
-def options_under(heading: str) -> dict[str, str]:
-    """Option -> default, of the table under a heading."""
-    section = README.split(heading, 1)[1].split("\n#", 1)[0]
-    return dict(re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", section, flags=re.MULTILINE))
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_every_pool_option_and_its_default_is_there() -> None:
-    listed = options_under("### Options of a pool")
-    assert list(listed) == [field.name for field in dataclasses.fields(PoolOptions)]
-    for field in dataclasses.fields(PoolOptions):
-        default = "none" if field.default is None else json.dumps(field.default)
-        assert listed[field.name] in (default, default.strip('"')), field.name
+def anchors(text: str) -> set[str]:
+    """What links can name in a document: its headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_request_option_is_there() -> None:
-    listed = options_under("### Options of a request")
-    assert list(listed) == [field.name for field in dataclasses.fields(RequestOptions)]
-    assert float(listed["ratio"]) == DEFAULT_RATIO
-
-
-def test_every_setting_of_a_server_and_its_default_is_there() -> None:
-    listed = options_under("### Limits of a server")
-    assert list(listed) == [field.name for field in dataclasses.fields(ServerSettings)]
-    for field in dataclasses.fields(ServerSettings):
-        assert listed[field.name] == json.dumps(field.default), field.name
-
-
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_and_named_modules_exist(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
-        assert (ROOT / target).exists(), target
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        name, _, anchor = target.partition("#")
+        file = (ROOT / document).parent / name if name else ROOT / document
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file.read_text(encoding="utf-8")), target
     places = [ROOT, ROOT / "sglang_ext"]
     for name in re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.\w+)", text):
         assert any((place / name).exists() for place in places), name
 
 
-def test_python_examples_compile() -> None:
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)):
-        compile(code, f"README.md, Python example {number + 1}", "exec")
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_examples_compile(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)):
+        compile(code, f"{document}, Python example {number + 1}", "exec")
+
+
+def test_there_are_python_examples() -> None:
+    assert "```python" in README and "```python" in (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in (GENERATED, "CONTRIBUTING.md")])
+def test_lines_are_short(document: str) -> None:
+    text = without_code((ROOT / document).read_text(encoding="utf-8"))  # what a command printed stays as it is
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
+    assert long == []
+
+
+def test_the_readme_is_short_and_leads_to_every_document() -> None:
+    assert len(README.splitlines()) <= 150
+    for document in DOCUMENTS[1:]:
+        assert f"({document})" in README, document
+
+
+def test_the_demo_is_the_run_that_is_kept() -> None:
+    kept = json.loads((ROOT / "launch" / "bench" / "results" / "demo.json").read_text(encoding="utf-8"))
+    assert f"`{kept['command']}`" in README and kept["commit"][:7] in README and kept["date"] in README
+    assert kept["machine"] in README and f"{kept['queries']} queries, {kept['concurrency']} at a time" in README
+    printed = re.search(r"demo:begin.*?demo:end", README, flags=re.DOTALL)
+    assert printed is not None
+    cells = re.findall(r"^\| (\S.*?) +\| +([\d.]+) \| +([\d.]+) \| +([\d,]+) \| +([\d,]+) \|", printed[0], re.MULTILINE)
+    assert cells == [
+        (
+            row["method"],
+            f"{row['accuracy']:.3f}",
+            f"{row['requests_per_second']:.1f}",
+            f"{row['prompt_tokens']:,.0f}",
+            f"{row['cached_tokens']:,.0f}",
+        )
+        for row in kept["rows"]
+    ]

@@ -57,8 +57,9 @@ class Backend(ViewBackend, Base):
 
     def prepare(self, batch: Any, forward_batch: Any) -> None:
         super().prepare(batch, forward_batch)
-        if isinstance(self.step, clusters.ClusterStep):
-            self.placed, self.rows = [row.placed for row in self.step.known], self.step.rows
+        step = self.prepared
+        if isinstance(step, clusters.ClusterStep):
+            self.placed, self.rows = [row.placed for row in step.known], step.rows
             self.fitted = self.fits_graph()
 
 

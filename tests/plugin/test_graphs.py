@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_ext import compat
 from sglang_ext.attention import graphs
 from sglang_ext.attention.backend import ViewBackend
-from sglang_ext.attention.readers.reader import DecodeGraphs, PrefillGraphs
+from sglang_ext.attention.readers.reader import DecodeGraphs, PrefillGraphs, Reader
 
 
 class Prefills(PrefillGraphs[Any]):
@@ -32,7 +33,7 @@ class Backend(ViewBackend):
     """A backend without a model."""
 
     def __init__(self, inside: bool = True, largest: int = 64) -> None:
-        self.question_size, self.step, self.seen = None, "prefill", []
+        self.question_size, self.prepared, self.loaded, self.seen = None, None, "prefill", []
         self.reader = SimpleNamespace(prefill_graphs=Prefills(inside, largest), graphs=None)  # type: ignore[assignment]
 
     def capture_question(self, size: int) -> bool:
@@ -139,7 +140,7 @@ class OneVariant(DecodeGraphs[Any, Any]):
 
 class Streams(ViewBackend):
     def __init__(self, fits: bool = True) -> None:
-        self.step = "step"
+        self.prepared, self.loaded = "step", None
         self.reader = SimpleNamespace(graphs=OneVariant(fits), prefill_graphs=None)  # type: ignore[assignment]
 
 
@@ -160,3 +161,47 @@ def test_streams_that_no_graph_holds_run_without(fits: bool) -> None:
     assert not graphs.around_can_run_prefill(lambda *_: True, runner, "batch")
     runner.prefill_backend_name = "breakable"
     assert graphs.around_can_run_prefill(lambda *_: True, runner, "batch")
+
+
+class Voter(Reader[Any, Any]):
+    """A reader whose layers leave something for those after them."""
+
+    graphs = OneVariant(True)
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, dict[str, Any]]] = []
+
+    def step(self, batch: Any) -> str:
+        return "step"
+
+    def before_layers(self, step: Any, forward: Any, graph_rows: int | None) -> str:
+        return "step"
+
+    def read(self, call: Any) -> torch.Tensor:
+        self.found.append((call.layer, dict(call.carry)))
+        call.carry[str(call.layer)] = "voted"
+        return call.query
+
+
+def test_every_pass_begins_with_an_empty_carry() -> None:
+    """SGLang runs a step several times over one set of metadata, before it captures it."""
+    cache = torch.zeros(1, 1, 4)
+    pool = SimpleNamespace(start_layer=2, get_key_buffer=lambda _: cache, get_value_buffer=lambda _: cache)
+    backend, reader = ViewBackend.__new__(ViewBackend), Voter()
+    backend.reader, backend._pool = reader, pool
+    backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=1), in_capture=True)
+    for _ in range(3):
+        for number in (2, 3):
+            layer = SimpleNamespace(layer_id=number, tp_q_head_num=1, qk_head_dim=4, scaling=1)
+            backend.forward_decode(torch.zeros(1, 4), None, None, layer, None)
+    assert reader.found == [(2, {}), (3, {"2": "voted"})] * 3
+    backend.end_capture()
+    assert backend._carry == {} and not backend.viewing
+    assert not backend.fits_graph(), "there is no graph for a batch without views"
+
+
+def test_layers_over_a_batch_that_was_not_planned_are_refused() -> None:
+    backend = ViewBackend.__new__(ViewBackend)
+    backend.prepared, backend.loaded, backend._planned = "step", None, False
+    with pytest.raises(ValueError, match="was not planned: expected init_forward_metadata"):
+        backend.forward_extend(torch.zeros(1, 4), None, None, SimpleNamespace(), None)

@@ -88,8 +88,8 @@ class Backend(ViewBackend, Base):
     @property
     def prefill(self) -> Prefill:
         """The newest prefill, which had views."""
-        assert isinstance(self.step, Prefill)
-        return self.step
+        assert isinstance(self.loaded, Prefill)
+        return self.loaded
 
 
 class Dense:
@@ -217,7 +217,7 @@ class World:
     def check(self, reqs: Any, ends: Any, query: torch.Tensor, out: torch.Tensor) -> None:
         first = 0
         for req, (low, high) in zip(reqs, ends, strict=True):
-            request = self.backend.requests.get(req.req_pool_idx)
+            request = self.backend.requests.note(req)
             slots = self.pool.req_to_token[req.req_pool_idx, :high]
             rows = RequestRows(request, slots, low, self.slot_pos)
             views = self.backend.policy.views(rows) or [(low, high, View((Segment(slots, Written(), causal=True),)))]

@@ -134,10 +134,10 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
             self.prefills[self._kind] += sum(len(part.steps) for part in step.parts)
         return step
 
-    def _load(self, step: CellStep, batch: int) -> None:
-        """Have a decoding step in the kernels' buffers, padded to `batch` rows."""
+    def _load(self, step: CellStep, rows: int) -> None:
+        """Have a decoding step in the kernels' buffers, padded to `rows` rows."""
         ours = [(p.stream.row, p.steps[0]) if p.stream.home is self.rows else None for p in step.parts]
-        self.rows.decoding.load(ours, batch)
+        self.rows.decoding.load(ours, rows)
         for part in step.parts:
             if part.stream.home is not self.rows:
                 part.stream.home.decoding.load([(part.stream.row, part.steps[0])], 1)
@@ -147,11 +147,11 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
     def read(self, call: LayerCall[CellStep]) -> torch.Tensor:
         if call.new is None:
             raise ValueError(f"layer {call.layer} has no keys and values of its own: streams need them in every layer")
-        return self._decode(call, *call.new) if call.step.batch.decode else self._prefill(call, *call.new)
+        return self._decode(call, *call.new) if call.loaded.batch.decode else self._prefill(call, *call.new)
 
     def _prefill(self, call: LayerCall[CellStep], keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         out, done = call.empty(), 0
-        for part in call.step.parts:
+        for part in call.loaded.parts:
             home, row = part.stream.home, part.stream.row
             for step, shown in zip(part.steps, part.shown, strict=True):
                 if step is not part.steps[0]:
@@ -167,7 +167,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
 
     def _decode(self, call: LayerCall[CellStep], keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         out = self.rows.decode(call.layer, call.query, (keys, values), call.caches, call.scale)
-        for index, part in enumerate(call.step.parts):
+        for index, part in enumerate(call.loaded.parts):
             home = part.stream.home
             if home is not self.rows:
                 one = slice(index, index + 1)

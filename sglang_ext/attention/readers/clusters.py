@@ -22,7 +22,7 @@ from sglang_ext.attention.clustered_report import MeasuredRow, Read
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Caches, Request, RequestRows, RowRuns
-from sglang_ext.attention.readers.plans import PlanMemory, Planner
+from sglang_ext.attention.readers.plans import ROOM, PlanMemory, Planner
 from sglang_ext.attention.readers.prefill import Prefill, Prefills
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
@@ -33,9 +33,6 @@ from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, P
 from sglang_ext.kernels.kmeans import kmeans_layers
 from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p import triton_impl as top_p
-
-ROOM = 64
-"""Tokens by which the rows of a batch may grow before it is loaded again, where it runs outside of CUDA graphs."""
 
 GRAPH_TOKENS = 131072
 """Tokens of a row for which buffers of CUDA graphs have room; a batch with a longer one decodes without a graph."""
@@ -321,6 +318,8 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         return self._graph is not None and self._graph.capacity.holds(step.capacity)
 
     def before_replay(self, step: ClusterStep, forward: Forward, rows: int) -> LoadedRows:
+        if self._graph is None:
+            raise ValueError(f"a graph of {rows} rows has no buffers: expected `allocate` before")
         return LoadedRows(self._load(step, forward, self._graph), self.memory, self.model)
 
     def _warm_up(self) -> None:
@@ -447,7 +446,7 @@ class ClusterReader(Reader[Batch | ClusterStep, Prefill | LoadedRows]):
         return self.prefills.plan(step, graph_rows)
 
     def read(self, call: LayerCall[Prefill | LoadedRows]) -> torch.Tensor:
-        return call.step.read(call)
+        return call.loaded.read(call)
 
     def release(self, slot: int) -> None:
         self.decodes.forget(slot)

@@ -17,7 +17,7 @@ import torch
 
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Policy, Request
-from sglang_ext.attention.readers.plans import PlanMemory, Planner, largest
+from sglang_ext.attention.readers.plans import ROOM, PlanMemory, Planner, largest
 from sglang_ext.attention.readers.prefill import Prefill, Prefills
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
@@ -25,9 +25,6 @@ from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
 from sglang_ext.kernels.view_attention.plan import Config, Plan
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
-
-ROOM = 64
-"""Tokens by which requests may grow before a batch that stays the same is planned again."""
 
 GRAPH_RUNS = 96
 """Runs a row for which buffers of CUDA graphs have room; a batch that has more decodes without a graph."""
@@ -186,6 +183,8 @@ class PlannedDecodes(DecodeGraphs[DecodeStep, LoadedPlan]):
         return self._graph is not None and not self._graph.capacity.lacks(step.planned.plan)
 
     def before_replay(self, step: DecodeStep, forward: Forward, rows: int) -> LoadedPlan:
+        if self._graph is None:
+            raise ValueError(f"a graph of {rows} rows has no buffers: expected `allocate` before")
         return self._load(step, forward, self._graph)
 
 
@@ -217,7 +216,7 @@ class PlannedReader(Reader[Batch | DecodeStep, Prefill | LoadedPlan]):
         return self.decodes.load(step, forward)
 
     def read(self, call: LayerCall[Prefill | LoadedPlan]) -> torch.Tensor:
-        return call.step.read(call)
+        return call.loaded.read(call)
 
     def release(self, slot: int) -> None:
         self.decodes.forget(slot)

@@ -18,6 +18,9 @@ from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
 from sglang_ext.kernels.view_attention.plan import Config, Plan
 
+ROOM = 64
+"""Tokens by which decoding requests may grow before a batch that stays the same is planned, or loaded, again."""
+
 SLICE_ENTRIES = 16384
 """Partial outputs of one work list; prefills that need more are cut into several."""
 

@@ -1,4 +1,4 @@
-"""What a reader is: the part of an attention backend that knows how rows are read, and nothing of SGLang.
+"""What a reader is: the part of an attention backend that knows how rows are read.
 
 For every pass the adapter (`attention.backend`) calls `step` when the batch is known, `before_layers` right before its
 layers run, and `read` in every layer. What one call finds out and the next one needs is what it returns: the adapter
@@ -24,6 +24,7 @@ class DecodeGraphs(ABC, Generic[StepT, LoadedT]):
 
     Attributes:
         both: whether every batch size has two graphs: one for batches with views, and SGLang's own for those without.
+            Where it has one, a decoding step that the reader does not serve runs without a graph.
     """
 
     both: bool = True
@@ -80,9 +81,9 @@ class Reader(ABC, Generic[StepT, LoadedT]):
 
     @abstractmethod
     def step(self, batch: Batch) -> StepT | None:
-        """What the reader makes of a batch; None for one that SGLang's own backend serves.
+        """What the reader makes of a batch; None for one that SGLang's own backend serves. Called once for each batch.
 
-        Runs on the host while the device may compute the batch before; nothing may wait for it.
+        The device may still compute the batch before: kernels may be launched, and nothing may wait for them.
         """
 
     def before_pass(self) -> None:
@@ -91,7 +92,7 @@ class Reader(ABC, Generic[StepT, LoadedT]):
 
     @abstractmethod
     def before_layers(self, step: StepT, forward: Forward, graph_rows: int | None) -> LoadedT | None:
-        """Have on the device what the layers read. Not called for steps inside CUDA graphs (`DecodeGraphs`).
+        """Have on the device what the layers read. Decoding steps inside CUDA graphs have `DecodeGraphs` instead.
 
         Args:
             step: of `step`.

@@ -60,9 +60,10 @@ class StreamReader(Reader[Batch, Batch]):
             raise ValueError(f"layer {call.layer} has no keys and values of its own: streams need them in every layer")
         out = call.empty()
         caches = Caches(call.layer, *call.caches, self._nowhere, self.model.rope, call.scale, call.carry)
-        for rows in call.step.rows:
+        out[call.loaded.total :] = 0
+        for rows in call.loaded.rows:
             part = slice(rows.first, rows.first + rows.end - rows.begin)
-            new = (each[part] for each in (call.query, *call.new))
+            tokens = (each[part] for each in (call.query, *call.new))
             slots = self.model.table[rows.request.slot]
-            out[part] = self.policy.attend(rows.request, caches, slots, rows.begin, *new)
+            out[part] = self.policy.attend(rows.request, caches, slots, rows.begin, *tokens)
         return out

@@ -18,18 +18,35 @@ from sglang_ext.kernels.view_attention import View, merge_states, view_attention
 
 
 @dataclass(frozen=True)
+class PlainRow:
+    """A request that sees all of its row; each is [1] int64, on the device.
+
+    Attributes:
+        slot: its number in SGLang's request pool.
+        end: columns of its row, those of this pass included.
+        begin: columns before this pass.
+        rows: columns of this pass.
+    """
+
+    slot: torch.Tensor
+    end: torch.Tensor
+    begin: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ViewStep:
     """A batch, and what its rows see.
 
     Attributes:
         batch: the requests.
         positions: [rows] int64 of the query rows.
-        seen: of each request, its rows and their views; None for one that SGLang's own attention serves.
+        seen: of each request, its rows and their views, or what SGLang's own attention is told of a plain one.
     """
 
     batch: Batch
     positions: torch.Tensor
-    seen: tuple[tuple[RequestRows, RowViews] | None, ...]
+    seen: tuple[tuple[RequestRows, RowViews] | PlainRow, ...]
 
 
 class ViewReader(Reader[Batch, ViewStep]):
@@ -54,26 +71,30 @@ class ViewReader(Reader[Batch, ViewStep]):
     def before_layers(self, step: Batch, forward: Forward, graph_rows: int | None) -> ViewStep | None:
         self.slot_pos[forward.slots.long()] = forward.positions.to(torch.int32)
         seen = tuple(self._seen(rows, step.decode) for rows in step.rows)
-        return ViewStep(step, forward.positions, seen) if any(seen) else None
+        return None if all(isinstance(each, PlainRow) for each in seen) else ViewStep(step, forward.positions, seen)
 
-    def _seen(self, rows: BatchRows, decode: bool) -> tuple[RequestRows, RowViews] | None:
+    def _seen(self, rows: BatchRows, decode: bool) -> tuple[RequestRows, RowViews] | PlainRow:
         slots = self.model.table[rows.request.slot, : rows.end]
         found = RequestRows(rows.request, slots, rows.begin, self.slot_pos, decode)
         views = self.policy.views(found)
-        return None if views is None else (found, views)
+        if views is not None:
+            return found, views
+        numbers = (rows.request.slot, rows.end, rows.begin, rows.end - rows.begin)
+        return PlainRow(*(torch.tensor([number], device=slots.device) for number in numbers))
 
     # ---- in every layer ----
 
     def read(self, call: LayerCall[ViewStep]) -> torch.Tensor:
-        out = call.empty()
+        out, batch = call.empty(), call.loaded.batch
+        out[batch.total :] = 0
         caches = Caches(call.layer, *call.caches, self.slot_pos, self.model.rope, call.scale, call.carry)
-        for rows, seen in zip(call.step.batch.rows, call.step.seen, strict=True):
-            if seen is None:
-                self._plain(rows, call, out)
+        for rows, seen in zip(batch.rows, call.loaded.seen, strict=True):
+            if isinstance(seen, PlainRow):
+                self._plain(seen, slice(rows.first, rows.first + rows.end - rows.begin), call, out)
             else:
                 for begin, end, view in seen[1]:
                     part = slice(rows.first + begin - rows.begin, rows.first + end - rows.begin)
-                    out[part] = self._view(seen[0], view, caches, call.query[part], call.step.positions[part])
+                    out[part] = self._view(seen[0], view, caches, call.query[part], call.loaded.positions[part])
         return out
 
     def _view(
@@ -90,25 +111,14 @@ class ViewReader(Reader[Batch, ViewStep]):
         self.policy.observe(caches, rows, query, positions, attended.view, lse)
         return out
 
-    def _plain(self, rows: BatchRows, call: LayerCall[ViewStep], out: torch.Tensor) -> None:
+    def _plain(self, row: PlainRow, part: slice, call: LayerCall[ViewStep], out: torch.Tensor) -> None:
         """SGLang's own attention for one plain request of a batch that also has views."""
-        part = slice(rows.first, rows.first + rows.end - rows.begin)
         keys, values = call.caches
-        of = lambda number: torch.tensor([number], device=keys.device)  # noqa: E731
-        row = keys, values, self.model.table, of(rows.request.slot), of(rows.end)
-        grouped, decode = call.query.shape[1] != keys.shape[1], call.step.batch.decode
-        if decode:
-            self._base._run_sdpa_forward_decode(
-                call.query[part], out[part], *row, scaling=call.scale, enable_gqa=grouped, causal=False
-            )
+        common = call.query[part], out[part], keys, values, self.model.table, row.slot, row.end
+        grouped = call.query.shape[1] != keys.shape[1]
+        if call.loaded.batch.decode:
+            self._base._run_sdpa_forward_decode(*common, scaling=call.scale, enable_gqa=grouped, causal=False)
         else:
             self._base._run_sdpa_forward_extend(
-                call.query[part],
-                out[part],
-                *row,
-                of(rows.begin),
-                of(rows.end - rows.begin),
-                scaling=call.scale,
-                enable_gqa=grouped,
-                causal=True,
+                *common, row.begin, row.rows, scaling=call.scale, enable_gqa=grouped, causal=True
             )

@@ -107,7 +107,7 @@ async def label_probabilities(
     two of them, and when the client has gone or this task is cancelled, the rest is not asked.
 
     Args:
-        state: the schedulers' (`PoolService.admin`), for how much KV cache there is.
+        state: the schedulers' (`Channel.ask`), for how much KV cache there is.
 
     Raises:
         ClientGone: the client hung up.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_ext.config import PoolOptions
 from sglang_ext.serving.layout import Layout
 
 ROOM_FOR_REQUESTS = 128  # tokens that pools leave free, so that a question always fits
+COUNTED_TIMES, COUNTED_AT_LEAST = 4, 1 << 18  # tokens of a pool that are counted before it is refused: see countable
 
 _DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
@@ -81,3 +83,8 @@ def describe(
         capacity = max(total_tokens - ROOM_FOR_REQUESTS, 0)
         plan |= {"capacity_tokens": capacity, "fits": capacity // layout.tokens}
     return plan
+
+
+def countable(state: Mapping[str, Any]) -> int:
+    """How many tokens of a pool are counted before it is refused: enough to say how much too large most are."""
+    return max(int(state["total_tokens"]) * COUNTED_TIMES, COUNTED_AT_LEAST)

@@ -4,104 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import json
 import logging
 import time
-import uuid
-import weakref
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-import fastapi
-
-from sglang_ext import compat
-from sglang_ext.cache import carried
-from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
 from sglang_ext.serving.access import may_see_definitions
 from sglang_ext.serving.change import PREPARING, Change, Progress
-from sglang_ext.serving.encode import Run, plan_runs
-from sglang_ext.serving.errors import BlocksLost, PoolError, UnknownPool
-from sglang_ext.serving.grammar import LabelCheck
-from sglang_ext.serving.label_tree import LabelTokens
-from sglang_ext.serving.labels import check_labels, label_tokens
-from sglang_ext.serving.layout import (
-    Layout,
-    bos,
-    group_demonstrations,
-    lay_out,
-    parse_demonstrations,
-)
-from sglang_ext.serving.memory import give_back
-from sglang_ext.serving.messages import ExtAdminReqInput
+from sglang_ext.serving.channel import Channel
+from sglang_ext.serving.encoder import Encoder
+from sglang_ext.serving.errors import PoolError, UnknownPool
+from sglang_ext.serving.layouts import Layouts
 from sglang_ext.serving.metrics import TokenizerMetrics
-from sglang_ext.serving.plan import ROOM_FOR_REQUESTS, beyond_context, describe
-from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Version
+from sglang_ext.serving.plan import countable, describe
+from sglang_ext.serving.pool import COMPLETION, Definition, Version
+from sglang_ext.serving.standing import Made, Pool, blocks_of, explained, summary
 from sglang_ext.serving.store import PoolStore, Stored
 from sglang_ext.serving.submitted import Source, Submitted
+from sglang_ext.serving.workers import Workers
 from sglang_ext.settings import server_settings
 from sglang_ext.systems.registry import systems
 
 logger = logging.getLogger(__name__)
 
-WAIT_FOR_ROOM_SECONDS = 120
-ENCODING = f"{INTERNAL}encode-"
-IDLE_CHUNKS = 4  # of one encoding request while no client waits: between two requests the GPU has nothing to do
-COUNTED_TIMES, COUNTED_AT_LEAST = 4, 1 << 18  # tokens of a pool that are counted before it is refused: see _countable
-ENCODE_TRIALS = 8  # of a new version, each time the cache is emptied between two requests of its encoding
-
 SCORED_AT_ONCE = 4  # requests whose labels are scored at one time: others come between their passes
 
-T = TypeVar("T")
 Define = Callable[[int], tuple[Definition, bool]]
 """From the most tokens that may be counted to (what a pool is to hold, whether who asked waits for it)."""
-
-
-@dataclass(eq=False)
-class Pool:
-    """A name, the version requests are served from, and the change under way.
-
-    Attributes:
-        progress: of the last change that was made.
-        error: why the last change was not made, after it had been accepted.
-        versions: number of the last version.
-        seconds: what making the current version took.
-        deletion: the pool is being deleted; no change begins any more.
-    """
-
-    name: str
-    current: Version | None = None
-    change: Change | None = None
-    progress: Progress | None = None
-    error: str | None = None
-    versions: int = 0
-    seconds: float = 0.0
-    deletion: asyncio.Task[None] | None = None
-
-    @property
-    def status(self) -> str:
-        """`encoding` while a change is under way, else `ready`, or `failed` where there is no version to serve."""
-        if self.change is not None:
-            return "encoding"
-        if self.current is not None:
-            return "ready"
-        return "failed" if self.error else "cancelled"
-
-
-@dataclass
-class Made:
-    """What a change has come to so far.
-
-    Attributes:
-        version: the new version, once it is laid out.
-        begin: when the change began, by `time.perf_counter`, in seconds.
-    """
-
-    begin: float
-    version: Version | None = None
 
 
 class PoolService:
@@ -123,22 +53,20 @@ class PoolService:
         for problem in self.damaged:
             logger.error("sglang_ext: %s", problem)
         self._restoring: asyncio.Task[None] | None = None
-        self._admin_lock = asyncio.Lock()
-        self._encoding = asyncio.Lock()
-        self._flushes = 0
+        self.workers = Workers(manager)
+        self.channel = Channel(manager, self.workers)
+        self.layouts = Layouts(manager, self.workers, self.channel, self.settings.max_demonstrations)
+        self.encoder = Encoder(manager, self.channel, self._served, self._reencoded)
         self._turns = 0  # of pools that are read, tokenized or encoded
-        self._promised: dict[str, int] = {}  # version's owner -> tokens that its encoding under way has yet to write
         self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
-        self._versions: weakref.WeakSet[Version] = weakref.WeakSet()
-        tokenizer = getattr(manager, "tokenizer", None)  # of each thread its own: copying a large one takes a second
-        self._own_tokenizer: Any = copy.deepcopy(tokenizer)
-        self._label_check: LabelCheck | None = None
-        self._thread = ThreadPoolExecutor(1, "sglang-ext-layout")
-        self._request_tokenizer: Any = copy.deepcopy(tokenizer)
-        self._request_thread = ThreadPoolExecutor(1, "sglang-ext-requests")
         self.scoring = asyncio.Semaphore(SCORED_AT_ONCE)
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self.bytes_per_token = 0
+
+    def _served(self) -> list[Version]:
+        return [pool.current for pool in self.pools.values() if pool.current is not None]
+
+    def _reencoded(self, name: str, blocks: int) -> None:
+        self.counters["reencoded_blocks"] += blocks
+        self.metrics.reencoded(name, blocks)
 
     # ---- reading ----
 
@@ -165,59 +93,18 @@ class PoolService:
         return await self._info(self.get(name), tokens)
 
     async def _info(self, pool: Pool, tokens: bool = False) -> dict[str, Any]:
-        info = self._summary(pool)
-        version = pool.current
-        if version is None:
-            return info
-        layout = version.layouts[COMPLETION]
-        state = await self.admin("blocks", keys=[block.key for block in layout.blocks])
-        info["blocks"] = [
-            {
-                "id": number,
-                "key": block.key,
-                "demonstrations": list(block.demonstrations),
-                "tokens": len(block.token_ids),
-                "position": block.position,
-                "resident": resident,
-                "hits": hits,
-            }
-            | ({"token_ids": list(block.token_ids), "spans": [list(s) for s in block.spans]} if tokens else {})
-            for number, (block, resident, hits) in enumerate(
-                zip(layout.blocks, state["resident"], state["hits"], strict=True)
-            )
-        ]
+        info, version = self._summary(pool), pool.current
+        if version is not None:
+            keys = [block.key for block in version.layouts[COMPLETION].blocks]
+            info["blocks"] = blocks_of(version, await self.channel.ask("blocks", keys=keys), tokens)
         return info
+
+    def _summary(self, pool: Pool) -> dict[str, Any]:
+        return summary(pool, self.channel.bytes_per_token)
 
     def list(self) -> list[dict[str, Any]]:
         """A line for each pool."""
         return [self._summary(self.pools[name]) for name in sorted(self.pools)]
-
-    def _summary(self, pool: Pool) -> dict[str, Any]:
-        info: dict[str, Any] = {
-            "name": pool.name,
-            "version": pool.current.number if pool.current else 0,
-            "status": pool.status,
-            "error": pool.error,
-            "setup_seconds": round(pool.seconds, 3),
-        }
-        if pool.change is not None:
-            info["phase"] = pool.change.phase
-        progress = pool.change.progress if pool.change is not None else pool.progress
-        if progress is not None:
-            info["progress"] = vars(progress).copy()
-        if pool.current:
-            definition, layout = pool.current.definition, pool.current.layouts[COMPLETION]
-            info |= {
-                "options": vars(definition.options).copy(),
-                "labels": list(definition.labels),
-                "demonstrations": len(definition.demonstrations) - len(definition.deleted),
-                "deleted": sorted(definition.deleted),
-                "num_blocks": len(layout.blocks),
-                "tokens": layout.tokens,
-                "bytes": layout.tokens * self.bytes_per_token,
-                "requests_in_flight": pool.current.users,
-            }
-        return info
 
     # ---- changing ----
 
@@ -235,7 +122,7 @@ class PoolService:
         def define(limit: int) -> tuple[Definition, bool]:
             submitted = source()
             parsed = PoolOptions.parse(submitted.options)
-            return self._define(submitted.demonstrations, parsed, limit), submitted.wait
+            return self.layouts.define(submitted.demonstrations, parsed, limit), submitted.wait
 
         return await self._change(name, define)
 
@@ -252,7 +139,7 @@ class PoolService:
             if submitted.options:
                 names = ", ".join(sorted(submitted.options))
                 raise ValueError(f"{names}: a pool's options are set when it is put, not on appending")
-            return self._grown(definition, submitted.demonstrations, limit), submitted.wait
+            return self.layouts.grown(definition, submitted.demonstrations, limit), submitted.wait
 
         return await self._change(name, define)
 
@@ -279,7 +166,7 @@ class PoolService:
         """Delete a pool. Requests in flight finish on it; its blocks are freed after the last one."""
         pool = self.get(name)
         if pool.deletion is None:
-            pool.deletion = self.background(self._delete(pool))
+            pool.deletion = self.workers.background(self._delete(pool))
         await asyncio.shield(pool.deletion)
         return {"name": name, "status": "deleted"}
 
@@ -315,27 +202,15 @@ class PoolService:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit in an empty KV cache."""
         self._refuse_streams()
         with self._turn():
-            state = await self.admin("state")
-            return await self._read(self._plan, source, state)
+            state = await self.channel.ask("state")
+            return await self.workers.read(self._plan, source, state)
 
     def _plan(self, source: Source, state: Mapping[str, Any]) -> dict[str, Any]:
         submitted = source()
         parsed = PoolOptions.parse(submitted.options)
-        definition = self._define(submitted.demonstrations, parsed, _countable(state))
-        layout = self._lay_out(definition)
+        definition = self.layouts.define(submitted.demonstrations, parsed, countable(state))
+        layout = self.layouts.lay_out(definition)
         return describe(layout, parsed, state["bytes_per_token"], self.manager.context_len, state["total_tokens"])
-
-    def _define(self, demonstrations: Iterable[Any], options: PoolOptions, limit: int) -> Definition:
-        """A new pool of demonstrations in blocks. Takes up to seconds: for `_apart`."""
-        items = parse_demonstrations(demonstrations, most=self.settings.max_demonstrations)
-        groups = group_demonstrations(items, options, self._tokenizer(), limit)
-        return Definition(options, {item.id: item for item in items}, tuple(map(tuple, groups)))
-
-    def _grown(self, definition: Definition, demonstrations: Iterable[Any], limit: int) -> Definition:
-        """A pool's definition with demonstrations added in blocks of their own; likewise."""
-        most = self.settings.max_demonstrations - len(definition.demonstrations)
-        items = parse_demonstrations(demonstrations, taken=definition.demonstrations, most=most)
-        return definition.grown(items, group_demonstrations(items, definition.options, self._tokenizer(), limit))
 
     def _refuse_streams(self) -> None:
         if self._streams:
@@ -392,7 +267,7 @@ class PoolService:
                 await self._settle(pool, change, made)
 
         work = self._make(pool, change, made, define)
-        self.background(change.start(work, settle, lambda error: _explained(pool, change, error)))
+        self.workers.background(change.start(work, settle, lambda error: explained(pool, change, error)))
         try:
             await change.accepted()
             if not change.wait:
@@ -405,23 +280,22 @@ class PoolService:
 
     async def _make(self, pool: Pool, change: Change, made: Made, define: Define) -> None:
         """Lay out and encode a new version. Whatever it did until it failed or was cancelled, `_settle` undoes."""
-        state = await self.admin("state")
-        version, wait = await self._read(self._prepare, pool, change, define, _countable(state))
+        state = await self.channel.ask("state")
+        version, wait = await self.workers.read(self._prepare, pool, change, define, countable(state))
         made.version = version
-        self._versions.add(version)
+        self.encoder.know(version)
         change.prepared(wait)
-        missing = await self._missing(version)
-        needed = _tokens(version, missing)
-        async with self._encoding:  # between two runs: what a run has written is held, and still promised
-            await self._check_memory(version, needed)
-            self._promised[version.owner] = needed
+        missing = await self.encoder.missing(version)
+        await self.encoder.promise(version, missing)
         layouts = version.layouts.values()
         progress = Progress(sum(len(each.blocks) for each in layouts), sum(each.tokens for each in layouts))
         change.accept(progress)
         # While the blocks are encoded: no request waits for it.
-        indexed = self.background(self._apart(version.retriever, RequestOptions(version.name), pool.current))
-        flushes = await self._encode_all(version, missing, progress)
-        if flushes == self._flushes:  # else the first request finds what is missing, and encodes it
+        indexed = self.workers.background(
+            self.workers.apart(version.retriever, RequestOptions(version.name), pool.current)
+        )
+        flushes = await self.encoder.encode_all(version, missing, progress)
+        if flushes == self.encoder.flushes:  # else the first request finds what is missing, and encodes it
             version.resident.update(version.layouts)
         await asyncio.shield(indexed)
 
@@ -430,7 +304,7 @@ class PoolService:
         change.phase = PREPARING
         definition, wait = define(limit)
         version = Version(pool.name, pool.versions + 1, definition)
-        self._lay_out_all(version, pool.current)
+        self.layouts.lay_out_all(version, pool.current)
         return version, wait
 
     async def _settle(self, pool: Pool, change: Change, made: Made) -> None:
@@ -441,17 +315,17 @@ class PoolService:
                 try:
                     await asyncio.to_thread(self.store.save, version.name, version.number, version.definition.dump())
                 except Exception as error:
-                    change.error = _explained(pool, change, error).fresh()
+                    change.error = explained(pool, change, error).fresh()
             if change.error is None and version is not None:
                 await self._switch(pool, version, change, time.perf_counter() - made.begin)
             else:
                 if accepted and not change.cancelled:
                     pool.error = str(change.error)
                 if version is not None:
-                    await self.admin("release", owner=version.owner, drop=True)
+                    await self.channel.ask("release", owner=version.owner, drop=True)
         finally:
             if version is not None:
-                self._promised.pop(version.owner, None)
+                self.encoder.promised.pop(version.owner, None)
             pool.change = None
             # Who waited knows why; others find the pool as `failed`.
             told = change.wait is not False or not accepted or change.cancelled
@@ -466,43 +340,9 @@ class PoolService:
             self.metrics.changed(pool.name, pool.progress.tokens, pool.progress.blocks, seconds)
         if not version.definition.options.pinned:
             version.resident.clear()
-            await self.release(version.owner)
+            await self.channel.release(version.owner)
         if old is not None:
             await self._retire(old)
-
-    async def _missing(self, version: Version) -> dict[str, Sequence[int]]:
-        """Hold what is resident of a version for its owner; returns the other blocks of each variant."""
-        return {
-            variant: sorted(await self._hold(version.owner, layout, range(len(layout.blocks))))
-            for variant, layout in version.layouts.items()
-        }
-
-    async def _encode_all(self, version: Version, missing: Mapping[str, Sequence[int]], progress: Progress) -> int:
-        """Encode the missing blocks of a new version; returns how often the cache had been emptied before.
-
-        Between two requests of an encoding the scheduler is idle, and whoever empties the cache then takes the blocks
-        that the next one attends to: what is missing is encoded again.
-
-        Raises:
-            BlocksLost: they were taken `ENCODE_TRIALS` times.
-        """
-        trials = 0
-        while True:
-            trials += 1
-            progress.blocks_done = progress.blocks - sum(map(len, missing.values()))
-            progress.tokens_done = progress.tokens - sum(
-                version.layouts[variant].lengths[block] for variant, blocks in missing.items() for block in blocks
-            )
-            flushes = self._flushes
-            try:
-                for variant, layout in version.layouts.items():
-                    await self._encode(version, layout, missing[variant], version.owner, progress)
-                return flushes
-            except BlocksLost:
-                if trials == ENCODE_TRIALS:
-                    raise
-            missing = await self._missing(version)
-            self._promised[version.owner] = _tokens(version, missing)
 
     # ---- leases: a version lives until its last request has ended ----
 
@@ -514,7 +354,7 @@ class PoolService:
         """A request on `version` has ended."""
         version.users -= 1
         if version.retired and version.users == 0:
-            self.background(self._free(version))
+            self.workers.background(self._free(version))
 
     async def _retire(self, version: Version) -> None:
         version.retired = True
@@ -522,309 +362,12 @@ class PoolService:
             await self._free(version)
 
     async def _free(self, version: Version) -> None:
-        await self.admin("release", owner=version.owner, drop=True)
-
-    # ---- encoding ----
-
-    async def ensure(self, version: Version, variant: str, blocks: Collection[int], owner: str) -> bool:
-        """See that `blocks` of a variant are in the KV cache; encode those that are not.
-
-        Returns:
-            Whether `owner` now holds the blocks and must let go of them (`release`).
-        """
-        if variant in version.resident:
-            return False
-        layout = version.layouts[variant]
-        pinned = version.definition.options.pinned
-        wanted = range(len(layout.blocks)) if pinned else blocks
-        holder = version.owner if pinned else owner
-        deadline = time.monotonic() + WAIT_FOR_ROOM_SECONDS
-        while True:
-            async with self._encoding:
-                if variant in version.resident:
-                    return False
-                flushes = self._flushes
-                try:
-                    held = await self._make_resident(version, layout, wanted, holder)
-                except BlocksLost:  # running requests needed the room
-                    held = False
-                    if not pinned:
-                        await self.release(holder)
-                if held:
-                    if flushes != self._flushes:
-                        continue  # the cache was emptied meanwhile
-                    if pinned:
-                        version.resident.add(variant)
-                    return not pinned
-            # What other requests hold fills the cache. They let go of it when they finish.
-            if time.monotonic() > deadline:
-                raise PoolError(
-                    f"no room in the KV cache for the blocks of pool {version.name!r} within {WAIT_FOR_ROOM_SECONDS} s:"
-                    " other requests hold it; retry, lower the ratio or raise --max-total-tokens",
-                    503,
-                )
-            await asyncio.sleep(0.02)
-
-    async def _make_resident(self, version: Version, layout: Layout, wanted: Collection[int], holder: str) -> bool:
-        """Hold `wanted`, encoding what is missing; False, and nothing held, when other requests fill the cache."""
-        pattern = version.definition.options.block_sparse
-        held = set(wanted)
-        while True:
-            missing = await self._hold(holder, layout, sorted(held))
-            # What a missing block attends to must be there while it is encoded, and may be missing itself.
-            context = {other for block in missing for other in pattern.attended(block)}
-            if context <= held:
-                break
-            held |= context
-        if not missing:
-            return True
-        needed = sorted(missing)
-        tokens = sum(layout.lengths[block] for block in needed)
-        state = await self.admin("state")
-        pinned = version.definition.options.pinned
-        if tokens > state["total_tokens"] - state["held_tokens"] - self._owed(version) - ROOM_FOR_REQUESTS:
-            if not pinned:
-                await self.release(holder)
-            await self._check_memory(version, tokens, state["total_tokens"] - state["held_by_pools"])
-            return False
-        self.counters["reencoded_blocks"] += len(needed)
-        self.metrics.reencoded(version.name, len(needed))
-        await self._encode(version, layout, needed, holder, None, locked=True)
-        spare = held - set(wanted)
-        if spare and not pinned:
-            await self.admin("release", owner=holder, keys=[layout.blocks[block].key for block in sorted(spare)])
-        return True
-
-    async def release(self, owner: str) -> None:
-        """Let go of what `ensure` held for a request."""
-        await self.admin("release", owner=owner)
-
-    def release_later(self, owner: str) -> None:
-        """`release`, without waiting for the answer."""
-        self.background(self.release(owner))
+        await self.channel.ask("release", owner=version.owner, drop=True)
 
     async def prepare_retriever(self, version: Version, options: RequestOptions) -> None:
         """Build the retriever a request asks for beside the event loop: a dense one may load a model."""
         if not version.has_retriever(options):
-            await self._apart(version.retriever, options)
-
-    async def label_tokens(self, version: Version, lead: str, end: str) -> LabelTokens:
-        """Tokens of a version's labels between `lead` and `end`: made once, beside the event loop."""
-        known = version.label_tokens.get((lead, end))
-        if known is None:
-            known = await self._apart(label_tokens, self._tokenizer(), version.definition.labels, lead, end)
-            version.label_tokens[lead, end] = known
-        return known
-
-    def flushed(self) -> None:
-        """The KV cache was or will be emptied: what is resident must be looked up again before it is used."""
-        self._flushes += 1
-        for version in self._versions:
-            version.resident.clear()
-
-    async def variant(self, version: Version, header: Sequence[int] | None) -> str:
-        """The variant behind a chat header, laid out when it is first asked for; None is the completion variant."""
-        if header is None:
-            return COMPLETION
-        known = version.layouts.get(CHAT)
-        if known is None or known.header != tuple(header):  # a template may put today's date there
-            layout = await self._apart(self._lay_out, version.definition, tuple(header))
-            self._check_context(version, layout)
-            version.layouts[CHAT] = layout
-            version.resident.discard(CHAT)
-            if known is not None:
-                keys = [block.key for block in known.blocks]
-                self.background(self.admin("release", owner=version.owner, keys=keys, drop=True))
-        return CHAT
-
-    async def _hold(self, owner: str, layout: Layout, blocks: Iterable[int]) -> set[int]:
-        """Hold what is resident of `blocks`; returns the numbers of those that are not."""
-        numbers = list(blocks)
-        keys = [layout.blocks[block].key for block in numbers]
-        deadline = time.monotonic() + WAIT_FOR_ROOM_SECONDS
-        while True:
-            answer = await self.admin("hold", owner=owner, keys=keys)
-            if not answer.get("busy"):
-                break
-            if time.monotonic() > deadline:
-                raise PoolError("a long prompt takes all of the KV cache; retry", 503)
-            await asyncio.sleep(0.01)
-        absent = set(answer["missing"])
-        return {block for block in numbers if layout.blocks[block].key in absent}
-
-    async def _encode(
-        self,
-        version: Version,
-        layout: Layout,
-        blocks: Sequence[int],
-        owner: str,
-        progress: Progress | None,
-        locked: bool = False,
-    ) -> None:
-        state = await self.admin("state")
-        chunk = state["chunked_prefill_size"]
-        pattern = version.definition.options.block_sparse
-
-        def run_tokens() -> int:
-            if not chunk:  # SGLang cuts nothing: a run is one batch
-                return 8192
-            return int(chunk) * (1 if compat.others_run(self.manager, ENCODING) else IDLE_CHUNKS)
-
-        runs = plan_runs(layout, pattern, blocks, owner, run_tokens, state["max_req_input_len"] - 1)
-        while True:
-            async with contextlib.nullcontext() if locked else self._encoding:
-                run = next(runs, None)  # its size is chosen when its turn has come
-                if run is None:
-                    return
-                await self._encode_run(run)
-                if version.owner in self._promised:
-                    self._promised[version.owner] -= run.new_tokens
-            if progress:
-                progress.blocks_done += len(run.row.new)
-                progress.tokens_done += run.new_tokens
-
-    async def _encode_run(self, run: Run) -> None:
-        """One encoding request through SGLang's scheduler; aborted there when this task is cancelled."""
-        request = carried.encode_request(ENCODING + uuid.uuid4().hex, list(run.token_ids), run.row)
-        try:
-            async for out in compat.generate(self.manager, request):
-                reason = out["meta_info"].get("finish_reason") or {}
-                if reason.get("type") == "abort":  # SGLang's own abort of everything: the blocks are not written
-                    raise PoolError(f"aborted: {reason.get('message')}", 503)
-        except asyncio.CancelledError:
-            self.manager.abort_request(rid=request.rid)
-            raise
-        except Exception as error:
-            if isinstance(error, fastapi.HTTPException) and compat.blocks_were_missing(error):
-                raise BlocksLost from error
-            raise PoolError(f"encoding failed: {error}", 503) from error
-
-    def _owed(self, version: Version) -> int:
-        """Tokens that others than `version` have a right to and do not hold yet.
-
-        They are what encodings under way have still to write, and pinned pools whose blocks a flush took.
-        """
-        flushed = {
-            block.key: len(block.token_ids)
-            for pool in self.pools.values()
-            if pool.current not in (None, version) and pool.current.definition.options.pinned
-            for variant, layout in pool.current.layouts.items()
-            if variant not in pool.current.resident
-            for block in layout.blocks
-        }
-        return sum(self._promised.values()) + sum(flushed.values())
-
-    async def _check_memory(self, version: Version, needed: int, room: int | None = None) -> None:
-        """PoolError (413) when `needed` tokens exceed `room`, by default what nobody holds."""
-        state = await self.admin("state")
-        available = (state["total_tokens"] - state["held_tokens"] if room is None else room) - ROOM_FOR_REQUESTS
-        available -= self._owed(version)
-        if needed > available:
-            raise PoolError(
-                f"pool {version.name!r} needs {needed} tokens of KV cache, {max(available, 0)} are available"
-                f" ({state['total_tokens']} in all, {state['held_tokens']} held, {ROOM_FOR_REQUESTS} kept for"
-                " requests); nothing was changed. Use fewer demonstrations, delete a pool or raise --max-total-tokens",
-                413,
-            )
-
-    def _check_context(self, version: Version, layout: Layout) -> None:
-        """Positions must stay inside the model's context."""
-        problem = beyond_context(layout, version.definition.options, self.manager.context_len)
-        if problem:
-            raise PoolError(f"pool {version.name!r}: {problem}")
-
-    # ---- plumbing ----
-
-    async def admin(self, op: str, **payload: Any) -> dict[str, Any]:
-        """One operation on the schedulers (serving.admin.Admin)."""
-        # A caller that is cancelled must not leave its answer behind for the next one: the exchange goes on without it.
-        return await asyncio.shield(self.background(self._exchange(op, payload)))
-
-    async def _exchange(self, op: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        self.manager.auto_create_handle_loop()
-        async with self._admin_lock:
-            answers = await self.manager.ext_admin_communicator(ExtAdminReqInput(op=op, payload=json.dumps(payload)))
-        result: dict[str, Any] = json.loads(answers[0].payload)
-        if "error" in result:
-            raise PoolError(f"sglang_ext: {op} failed: {result['error']}", 503)
-        if op == "state":
-            self.bytes_per_token = result["bytes_per_token"]
-        return result
-
-    async def _apart(self, work: Callable[..., T], *args: Any) -> T:
-        """Tokenizing and grouping a pool takes up to seconds: done in a thread (one: tokenizers are not shared)."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-
-    async def _read(self, work: Callable[..., T], *args: Any) -> T:
-        """`_apart`, of work that reads what a client submitted; the memory that it took and freed is given back."""
-        try:
-            return await self._apart(work, *args)
-        finally:
-            self._thread.submit(give_back)
-
-    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """What `work` makes of a text that is too long for the event loop, beside the thread that prepares pools."""
-        self._tokenizer()  # or an error
-        return await self.beside(work, self._request_tokenizer)
-
-    async def beside(self, work: Callable[..., T], *args: Any) -> T:
-        """Work of a request that takes too long for the event loop, in a thread of its own."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._request_thread, work, *args)
-        finally:
-            self._request_thread.submit(give_back)
-
-    def _tokenizer(self) -> Any:
-        """A tokenizer of our own: layouts are made in a thread, and two users of one fast tokenizer collide."""
-        if self.manager.tokenizer is None:
-            raise PoolError("the server runs with --skip-tokenizer-init: pools are text and need the tokenizer")
-        return self._own_tokenizer
-
-    def _lay_out_all(self, version: Version, old: Version | None) -> None:
-        """Blocks of every variant that the pool serves: a chat's stay known when the pool is changed."""
-        known = old.layouts if old is not None and version.definition.extends(old.definition) else {}
-        version.layouts[COMPLETION] = self._lay_out(version.definition, known=known.get(COMPLETION))
-        chat = old.layouts.get(CHAT) if old is not None else None  # read once: a request may put another in its place
-        if old is not None and chat is not None and old.definition.options.system == version.definition.options.system:
-            version.layouts[CHAT] = self._lay_out(version.definition, chat.header, chat if CHAT in known else None)
-        for layout in version.layouts.values():
-            self._check_context(version, layout)
-        if self._label_check is None:
-            self._label_check = LabelCheck(
-                self._tokenizer(),
-                self.manager.model_config.vocab_size,
-                self.manager.model_config.hf_eos_token_id,
-                self.manager.server_args.grammar_backend,
-            )
-        check_labels(self._label_check, version.definition, old.definition if old is not None else None)
-
-    def _lay_out(
-        self, definition: Definition, header: Sequence[int] | None = None, known: Layout | None = None
-    ) -> Layout:
-        tokenizer = self._tokenizer()
-        if header is None:
-            header = bos(tokenizer)
-        return lay_out(
-            definition.groups,
-            definition.demonstrations,
-            definition.options,
-            tokenizer,
-            header,
-            self.model_name(),
-            known.blocks if known else (),
-        )
-
-    def model_name(self) -> str:
-        """Names the weights and cache format that block states belong to."""
-        args = self.manager.server_args
-        return f"{self.manager.model_path}@{args.revision}:{args.dtype}:{args.kv_cache_dtype}:{args.quantization}"
-
-    def background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Work that goes on whoever waits for it; the loop keeps only weak references to tasks."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+            await self.workers.apart(version.retriever, options)
 
     # ---- start ----
 
@@ -855,31 +398,3 @@ class PoolService:
         finally:
             if (pool := self.pools.get(name)) is not None and pool.current is None:
                 del self.pools[name]
-
-
-def _countable(state: Mapping[str, Any]) -> int:
-    """How many tokens of a pool are counted before it is refused: enough to say how much too large most are."""
-    return max(int(state["total_tokens"]) * COUNTED_TIMES, COUNTED_AT_LEAST)
-
-
-def _explained(pool: Pool, change: Change, error: BaseException) -> PoolError:
-    """What users are told of an exception that ended a change."""
-    if isinstance(error, asyncio.CancelledError):
-        return PoolError(f"the change of pool {pool.name!r} was cancelled; the pool is as it was before", 409)
-    if change.progress is None:
-        if isinstance(error, PoolError):
-            return error
-        if isinstance(error, ValueError):
-            return PoolError(str(error))
-    logger.error("sglang_ext: encoding pool %s: %s", pool.name, error, exc_info=not isinstance(error, PoolError))
-    return PoolError(f"encoding pool {pool.name!r} failed: {error}", 503)
-
-
-def _tokens(version: Version, blocks: Mapping[str, Sequence[int]]) -> int:
-    """Tokens of blocks of a version's variants, shared ones counted once."""
-    lengths = {
-        version.layouts[variant].blocks[block].key: version.layouts[variant].lengths[block]
-        for variant, numbers in blocks.items()
-        for block in numbers
-    }
-    return sum(lengths.values())

@@ -77,7 +77,7 @@ async def beside(handler: Any, work: Callable[[Any], T]) -> T:
     def run(tokenizer: Any) -> T:
         return context.run(work, _with_tokenizer(handler, tokenizer))
 
-    return await _pools(handler).with_tokenizer(run)
+    return await _pools(handler).workers.with_tokenizer(run)
 
 
 async def run_beside(handler: Any, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
@@ -116,7 +116,7 @@ async def around_tokenize_texts(
     if manager.ext_pools is None or is_cross_encoder or not isinstance(texts, str) or len(texts) <= LONG:
         await asyncio.sleep(0)  # between two of many prompts others have their turn
         return await original(manager, texts, is_cross_encoder)
-    return await manager.ext_pools.with_tokenizer(lambda tokenizer: tokenizer([texts])["input_ids"][0]), None
+    return await manager.ext_pools.workers.with_tokenizer(lambda tokenizer: tokenizer([texts])["input_ids"][0]), None
 
 
 # ---- chats ----

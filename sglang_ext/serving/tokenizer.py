@@ -126,7 +126,7 @@ async def _generate(
 
     def end_leases() -> None:
         for owner in _end_leases(service, manager, obj, others):
-            service.release_later(owner)
+            service.channel.release_later(owner)
 
     try:
         while True:
@@ -147,12 +147,12 @@ async def _generate(
                     raise
                 # The KV cache was emptied behind our back (new weights, say), or running requests needed the room.
                 # What is resident is looked up again; a single question is asked again, so that nobody sees it.
-                service.flushed()
+                service.encoder.flushed()
                 trials += 1
                 if begun or not obj.is_single or trials > MAX_RETRIES:
                     raise
                 for owner in _end_leases(service, manager, obj, others):
-                    await service.release(owner)  # before the next attempt holds under the same name
+                    await service.channel.release(owner)  # before the next attempt holds under the same name
                 attempt = copy.copy(asked)
                 attempt.rid = obj.rid
                 await asyncio.sleep(0.05 * trials)
@@ -253,7 +253,7 @@ async def around_tokenize_one_request(original: Callable[..., Any], manager: Any
     if obj.rid not in manager.rid_to_state:  # the rest of its batch failed while this prompt was composed
         pools_of(manager).end_lease(lease.version)
         if lease.holds:
-            pools_of(manager).release_later(lease.holds)
+            pools_of(manager).channel.release_later(lease.holds)
         raise ValueError(f"request {obj.rid} was given up")
     previous = manager.ext_leases.get(obj.rid)
     manager.ext_leases[obj.rid] = lease
@@ -302,7 +302,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
     service.lease(version)
     holds = None
     try:
-        variant = await service.variant(version, service.headers[chat] if chat else None)
+        variant = await service.layouts.variant(version, service.headers[chat] if chat else None)
         layout = version.layouts[variant]
         begin = time.perf_counter()
         own, lead, query = await _own_tokens(manager, obj, version, options)
@@ -314,7 +314,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         await service.prepare_retriever(version, options)
         begin = time.perf_counter()
         if len(query or "") > LONG:
-            selection = await service.beside(select_pieces, version, layout, options, query)
+            selection = await service.workers.beside(select_pieces, version, layout, options, query)
         else:
             selection = select_pieces(version, layout, options, query)
         retrieval = time.perf_counter() - begin
@@ -322,11 +322,11 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         if options.label_probs:
             quota = service.settings.max_label_tokens
             check_quota(len(labels), len(labels), quota, version.name)
-            tokens = await service.label_tokens(version, answer.lead, answer.end)
+            tokens = await service.layouts.label_tokens(version, answer.lead, answer.end)
             check_quota(len(labels), tokens.tree_tokens, quota, version.name)
         owner = REQUEST_OWNER + obj.rid
         holds = None if version.definition.options.pinned else owner  # let go of, however far `ensure` comes
-        await service.ensure(version, variant, selection.blocks, owner)
+        await service.encoder.ensure(version, variant, selection.blocks, owner)
         stitched = selection.tokens
         if stitched + len(own) >= manager.context_len:
             raise ValueError(
@@ -341,7 +341,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         if options.label_probs:
             prompt = Prompt(row, own, obj.extra_key, obj.priority)
             async with service.scoring:
-                probs = await label_probabilities(manager, labels, tokens, prompt, await service.admin("state"))
+                probs = await label_probabilities(manager, labels, tokens, prompt, await service.channel.ask("state"))
             if not params.get("temperature"):
                 labels = (max(probs, key=probs.__getitem__),)  # what is constrained is this one, and not the greedy one
         end = ""
@@ -357,7 +357,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
     except BaseException:
         service.end_lease(version)
         if holds:
-            service.release_later(holds)
+            service.channel.release_later(holds)
         raise
     service.metrics.answered(version.name, stitched, retrieval)
     service.counters["requests"] += 1
@@ -396,7 +396,7 @@ async def _own_tokens(
     else:
         text, lead = definition.options.render_query(obj.text)
     if len(text) > LONG:
-        own = await pools_of(manager).with_tokenizer(lambda tokenizer: encode_text(tokenizer, text))
+        own = await pools_of(manager).workers.with_tokenizer(lambda tokenizer: encode_text(tokenizer, text))
     else:
         own = encode_text(manager.tokenizer, text)
     return own, lead, options.query or obj.text
@@ -406,10 +406,10 @@ async def around_flush_cache(original: Callable[..., Any], manager: Any, *args: 
     """AROUND TokenizerManager.flush_cache: blocks are looked up again before they are used."""
     service: PoolService | None = getattr(manager, "ext_pools", None)
     if service is not None:
-        service.flushed()
+        service.encoder.flushed()
     result = await original(manager, *args, **kwargs)
     if service is not None:
-        service.flushed()
+        service.encoder.flushed()
     return result
 
 

@@ -9,8 +9,8 @@ import pytest
 from sglang_ext import compat
 from sglang_ext.policies.dbsa import BlockSparse
 from sglang_ext.serving.encode import plan_runs
+from sglang_ext.serving.encoder import ENCODING
 from sglang_ext.serving.layout import Block, Layout
-from sglang_ext.serving.pools import ENCODING
 
 LENGTHS = (5, 9, 10, 10, 4, 30, 6)
 

@@ -25,6 +25,9 @@ class Service(PoolService):
         super().__init__(manager)
         self.resident: set[str] = set()
         self.order: list[str] = []
+        self.channel._exchange = self._exchange
+        self.encoder._encode_run = self._encode_run
+        self.workers.apart = self._apart
 
     async def _exchange(self, op: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         keys = payload.get("keys") or []

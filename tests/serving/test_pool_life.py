@@ -74,6 +74,9 @@ class Service(PoolService):
     def __init__(self, manager: Any, dice: random.Random, directory: str | None) -> None:
         super().__init__(manager, directory)
         self.schedulers, self.dice = Schedulers(), dice
+        self.channel._exchange = self._exchange
+        self.encoder._encode_run = self._encode_run
+        self.workers.apart = self._apart
 
     async def turns(self, most: int = 6) -> None:
         for _ in range(self.dice.randint(0, most)):
@@ -100,10 +103,10 @@ class Service(PoolService):
 
     def flush(self) -> None:
         """SGLang's flush_cache, which empties the tree while nothing runs."""
-        self.flushed()
+        self.encoder.flushed()
         self.schedulers.tokens.clear()
         self.schedulers.owners.clear()
-        self.flushed()
+        self.encoder.flushed()
 
 
 class Client:
@@ -157,18 +160,18 @@ class Client:
         service.lease(version)
         holds = not version.definition.options.pinned
         try:
-            await service.ensure(version, "completion", [0], owner)
+            await service.encoder.ensure(version, "completion", [0], owner)
             await service.turns()
         finally:
             service.end_lease(version)
             if holds:
-                service.release_later(owner)
+                service.channel.release_later(owner)
 
 
 async def quiet(service: Service) -> None:
     """Wait until nothing goes on in the background."""
-    while service._tasks:
-        await asyncio.wait(set(service._tasks))
+    while service.workers.tasks:
+        await asyncio.wait(set(service.workers.tasks))
 
 
 async def storm(service: Service, seed: int) -> None:
@@ -179,7 +182,7 @@ async def storm(service: Service, seed: int) -> None:
 
 def check_books(service: Service) -> None:
     """Nothing is under way, and what is held is what pinned pools hold."""
-    assert not service._promised and service._turns == 0
+    assert not service.encoder.promised and service._turns == 0
     for pool in service.pools.values():
         assert pool.change is None and pool.deletion is None
         assert pool.current is not None or pool.error, "a pool without a version was left behind"

@@ -1,0 +1,116 @@
+"""From demonstrations to blocks of tokens: definitions and layouts of pools, made in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sglang_ext.config import PoolOptions
+from sglang_ext.serving.channel import Channel
+from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.grammar import LabelCheck
+from sglang_ext.serving.label_tree import LabelTokens
+from sglang_ext.serving.labels import check_labels, label_tokens
+from sglang_ext.serving.layout import Layout, bos, group_demonstrations, lay_out, parse_demonstrations
+from sglang_ext.serving.plan import beyond_context
+from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Version
+from sglang_ext.serving.workers import Workers
+
+
+class Layouts:
+    """Defines pools and lays them out, for one server.
+
+    Args:
+        manager: SGLang's tokenizer manager.
+        workers: threads.
+        channel: to the schedulers.
+        most: demonstrations of a pool.
+    """
+
+    def __init__(self, manager: Any, workers: Workers, channel: Channel, most: int) -> None:
+        self.manager, self._workers, self._channel, self._most = manager, workers, channel, most
+        self._label_check: LabelCheck | None = None
+
+    def define(self, demonstrations: Iterable[Any], options: PoolOptions, limit: int) -> Definition:
+        """A new pool of demonstrations in blocks. Takes up to seconds: for `Workers.apart`."""
+        items = parse_demonstrations(demonstrations, most=self._most)
+        groups = group_demonstrations(items, options, self._workers.tokenizer(), limit)
+        return Definition(options, {item.id: item for item in items}, tuple(map(tuple, groups)))
+
+    def grown(self, definition: Definition, demonstrations: Iterable[Any], limit: int) -> Definition:
+        """A pool's definition with demonstrations added in blocks of their own; likewise."""
+        most = self._most - len(definition.demonstrations)
+        items = parse_demonstrations(demonstrations, taken=definition.demonstrations, most=most)
+        return definition.grown(
+            items, group_demonstrations(items, definition.options, self._workers.tokenizer(), limit)
+        )
+
+    def lay_out_all(self, version: Version, old: Version | None) -> None:
+        """Blocks of every variant that the pool serves: a chat's stay known when the pool is changed."""
+        known = old.layouts if old is not None and version.definition.extends(old.definition) else {}
+        version.layouts[COMPLETION] = self.lay_out(version.definition, known=known.get(COMPLETION))
+        chat = old.layouts.get(CHAT) if old is not None else None  # read once: a request may put another in its place
+        if old is not None and chat is not None and old.definition.options.system == version.definition.options.system:
+            version.layouts[CHAT] = self.lay_out(version.definition, chat.header, chat if CHAT in known else None)
+        for layout in version.layouts.values():
+            self._check_context(version, layout)
+        if self._label_check is None:
+            self._label_check = LabelCheck(
+                self._workers.tokenizer(),
+                self.manager.model_config.vocab_size,
+                self.manager.model_config.hf_eos_token_id,
+                self.manager.server_args.grammar_backend,
+            )
+        check_labels(self._label_check, version.definition, old.definition if old is not None else None)
+
+    def lay_out(
+        self, definition: Definition, header: Sequence[int] | None = None, known: Layout | None = None
+    ) -> Layout:
+        tokenizer = self._workers.tokenizer()
+        if header is None:
+            header = bos(tokenizer)
+        return lay_out(
+            definition.groups,
+            definition.demonstrations,
+            definition.options,
+            tokenizer,
+            header,
+            self.model_name(),
+            known.blocks if known else (),
+        )
+
+    def model_name(self) -> str:
+        """Names the weights and cache format that block states belong to."""
+        args = self.manager.server_args
+        return f"{self.manager.model_path}@{args.revision}:{args.dtype}:{args.kv_cache_dtype}:{args.quantization}"
+
+    def _check_context(self, version: Version, layout: Layout) -> None:
+        """Positions must stay inside the model's context."""
+        problem = beyond_context(layout, version.definition.options, self.manager.context_len)
+        if problem:
+            raise PoolError(f"pool {version.name!r}: {problem}")
+
+    async def variant(self, version: Version, header: Sequence[int] | None) -> str:
+        """The variant behind a chat header, laid out when it is first asked for; None is the completion variant."""
+        if header is None:
+            return COMPLETION
+        known = version.layouts.get(CHAT)
+        if known is None or known.header != tuple(header):  # a template may put today's date there
+            layout = await self._workers.apart(self.lay_out, version.definition, tuple(header))
+            self._check_context(version, layout)
+            version.layouts[CHAT] = layout
+            version.resident.discard(CHAT)
+            if known is not None:
+                keys = [block.key for block in known.blocks]
+                self._workers.background(self._channel.ask("release", owner=version.owner, keys=keys, drop=True))
+        return CHAT
+
+    async def label_tokens(self, version: Version, lead: str, end: str) -> LabelTokens:
+        """Tokens of a version's labels between `lead` and `end`: made once, beside the event loop."""
+        known = version.label_tokens.get((lead, end))
+        if known is None:
+            known = await self._workers.apart(
+                label_tokens, self._workers.tokenizer(), version.definition.labels, lead, end
+            )
+            version.label_tokens[lead, end] = known
+        return known

@@ -4,6 +4,6 @@
 attention of a prefill. An attention backend chooses among them.
 """
 
-from sglang_ext.kernels.cells.lists import Turn, empty_lists
+from sglang_ext.kernels.cells.lists import Rotation, empty_lists
 
-__all__ = ["Turn", "empty_lists"]
+__all__ = ["Rotation", "empty_lists"]

@@ -1,4 +1,4 @@
-"""Decoding over cells in CUDA: keys are turned in the registers that the matrix product takes them from (`decode.cu`).
+"""Decoding over cells in CUDA: keys are rotated in the registers that the matrix product takes them from (`decode.cu`).
 
 One launch a layer: the blocks of a head, or of a request whose heads share their scores, wait for each other before
 they merge what they found and count the query. So all blocks must run at once, which a cooperative launch makes sure
@@ -17,7 +17,7 @@ import torch
 
 from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cells.decode_impl import COLUMNS, LOG2_E, MAX_SPLITS, Workspace, check
-from sglang_ext.kernels.cells.lists import Turn
+from sglang_ext.kernels.cells.lists import Rotation
 from sglang_ext.kernels.cells.triton_impl import rows_of
 
 SOURCE = "cells/decode.cu"
@@ -52,7 +52,7 @@ TUNING = Tuning()
 
 
 def refusal(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, group: int, turn: Turn
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, group: int, rotation: Rotation
 ) -> str | None:
     """Why the kernel cannot attend from `group` query heads a key-value head, or None where it can."""
     if device.type != "cuda":
@@ -63,8 +63,9 @@ def refusal(
         return f"heads of {head_dim} and {value_dim}: {', '.join(map(str, DIMS))}, keys as values"
     if group > MAX_GROUP:
         return f"groups of {group} heads: at most {MAX_GROUP}"
-    if turn.rope.rotary_dim != head_dim or not turn.rope.neox:
-        return f"{turn.rope.rotary_dim} of {head_dim} components turned, neox={turn.rope.neox}: all, in NeoX pairs"
+    if rotation.rope.rotary_dim != head_dim or not rotation.rope.neox:
+        rope = rotation.rope
+        return f"{rope.rotary_dim} of {head_dim} components rotated, neox={rope.neox}: all, in NeoX pairs"
     return _unusable(nvrtc.index_of(device))
 
 
@@ -175,7 +176,7 @@ def decode(
     slot: torch.Tensor,
     rows: torch.Tensor,
     seen: torch.Tensor,
-    turn: Turn,
+    rotation: Rotation,
     scale: float,
     *,
     score: torch.Tensor | None = None,
@@ -202,7 +203,7 @@ def decode(
     scored = check(query, new_keys, new_values, keys, values, slot, rows, seen, (score, entries, skip, fresh))
     batch, heads, dim = query.shape
     kv_heads, (lanes, width), device = keys.shape[1], slot.shape[1:], query.device
-    reason = refusal(device, keys.dtype, dim, values.shape[2], heads // kv_heads, turn)
+    reason = refusal(device, keys.dtype, dim, values.shape[2], heads // kv_heads, rotation)
     if reason:
         raise ValueError(f"{reason}; use decode_impl.decode")
     aligned = {"query": query, "keys": keys, "values": values, "new keys": new_keys, "new values": new_values}
@@ -252,7 +253,7 @@ def decode(
         own = slice(0, row_of.shape[0])
         tensors = (
             query[of], new_keys[of], new_values[of], keys, values, slot, row_of, seen[of], skip[of], fresh[of],
-            entries[of], turn.phase, kept, workspace.parts[own], workspace.part_lse[own], workspace.logits[own],
+            entries[of], rotation.phase, kept, workspace.parts[own], workspace.part_lse[own], workspace.logits[own],
             workspace.tops[own], workspace.arrived[own], out[of],
         )  # fmt: skip
         launch(

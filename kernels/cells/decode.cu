@@ -1,14 +1,14 @@
 // Decoding over cells: one new token of each request; a block has a share of the columns of one key-value head.
 //
-// Written in CUDA, since a key has to be turned between shared memory and the matrix product: here it is in the
-// registers that the product takes it from. Triton writes turned keys to shared memory and reads them again, with
+// Written in CUDA, since a key has to be rotated between shared memory and the matrix product: here it is in the
+// registers that the product takes it from. Triton writes rotated keys to shared memory and reads them again, with
 // barriers between; `cuda_impl.py` says what the arguments are, and `decode_impl.py` has the same in Triton.
 //
 // Every warp goes its own way through every WARPS-th chunk of 16 columns, STAGES chunks on their way or being computed
 // (`cp.async`), and barriers are those of a warp. At the end the warps' results are merged; the blocks of a head wait for
 // each other, merge theirs, and count the query in the scores: a second launch would find the logits outside the caches.
 //
-// Set by the compiler: DIM (64 or 128, of keys and values, all of a key turned, NeoX pairs), GROUP (1 to 8), KV_HEADS,
+// Set by the compiler: DIM (64 or 128, of keys and values, all of a key rotated, NeoX pairs), GROUP (1 to 8), KV_HEADS,
 // LANES (KV_HEADS or 1), SCORES, MAXIMUM (of the heads of a score, their mean otherwise), STAGES, BLOCKS (that a
 // multiprocessor has room for), MAX_SPLITS (shares, a multiple of 32), BFLOAT16 (float16 otherwise).
 
@@ -18,7 +18,7 @@
 #define HALF (DIM / 2)
 #define RADIANS 1.4629180792671596e-09f  // 2 pi / 2^32
 
-// Turn of `turns` 2^-32ths of a whole one.
+// Rotation by `turns` 2^-32ths of a whole one.
 __device__ __forceinline__ void turn_of(unsigned turns, float &cosine, float &sine) {
     cos_sin(static_cast<float>(static_cast<int>(turns)) * RADIANS, cosine, sine);
 }
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_cells(
     __syncwarp();
 
     if (split == splits - 1 && total > 0) {
-        // The new token is seen as it is given, and stored turned back to position 0.
+        // The new token is seen as it is given, and stored rotated back to position 0.
         const u16 *const k = new_keys + request * stride_new_key + head * DIM;
         const u16 *const v = new_values + request * stride_new_value + head * DIM;
         const i64 at = list[old];

@@ -1,4 +1,4 @@
-"""Decoding over cells on a GPU: each head of each request by its own list, split over the columns, keys turned as read.
+"""Decoding over cells on a GPU: each head of each request by its own list, split over columns, keys rotated as read.
 
 Two launches a layer with grids that depend on shapes alone. The first reads every key and value once: a program takes
 one key-value head of one request and a share of its columns; the last share also stores the new token and attends to
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.cells.lists import Turn
+from sglang_ext.kernels.cells.lists import Rotation
 from sglang_ext.kernels.cells.reference import check_decode
 from sglang_ext.kernels.cells.triton_impl import _cos_sin, _pairs, padded, rows_of
 
@@ -197,8 +197,8 @@ def _share_kernel(
         q_rest = tl.load(q + rest[None, :], mask=in_group[:, None] & (rest < DIM)[None, :], other=0.0)
     phases = tl.load(phase + i, mask=in_half, other=0)
     logit = logits + (request * KV_HEADS + head) * GROUP * ENTRIES + g[:, None] * ENTRIES
-    # A key turned by the number of its column is turned within its tile, the same angles in every tile, and the tile's
-    # part is turned off the query: R(start + o) k · q = R(o) k · R(-start) q.
+    # Of the rotation by the number of its column a key gets the part within its tile, the same angles in every tile,
+    # and the query the tile's part, backwards: R(start + o) k · q = R(o) k · R(-start) q.
     cos, sin = _cos_sin(tl.arange(0, TILE)[:, None] * phases[None, :], FAST)
 
     top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -238,7 +238,7 @@ def _share_kernel(
         top = higher
 
     if (split == splits - 1) & (total > 0):
-        # The new token is seen as it is given, at its column, and stored turned back from there.
+        # The new token is seen as it is given, at its column, and stored rotated back from there.
         k = new_keys + request * stride_new_key + head * DIM
         at = tl.load(slot + lists + total - 1).to(tl.int64)
         target = keys + at * stride_key + head * DIM
@@ -338,7 +338,7 @@ def decode(
     slot: torch.Tensor,
     rows: torch.Tensor,
     seen: torch.Tensor,
-    turn: Turn,
+    rotation: Rotation,
     scale: float,
     *,
     score: torch.Tensor | None = None,
@@ -364,7 +364,7 @@ def decode(
     """
     scored = check(query, new_keys, new_values, keys, values, slot, rows, seen, (score, entries, skip, fresh))
     batch, heads, dim = query.shape
-    kv_heads, value_dim, half = keys.shape[1], values.shape[2], turn.phase.numel()
+    kv_heads, value_dim, half = keys.shape[1], values.shape[2], rotation.phase.numel()
     lanes, width = slot.shape[1:]
     tuning = tuning or tuning_for(dim, value_dim, keys.element_size())
     if workspace is None:
@@ -377,10 +377,10 @@ def decode(
     unused = rows
     _share_kernel[(shares, kv_heads, batch)](
         query, new_keys, new_values, keys, values, slot, rows, seen, skip if skip is not None else unused,
-        fresh if fresh is not None else unused, turn.phase, workspace.parts, workspace.part_lse, workspace.logits,
+        fresh if fresh is not None else unused, rotation.phase, workspace.parts, workspace.part_lse, workspace.logits,
         shares, scale * LOG2_E, *rows_of(query, new_keys, new_values, keys, values),
         LANES=lanes, ENTRIES=width, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
-        VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox, FAST=keys.is_cuda, TILE=tuning.columns,
+        VALUE_DIM=value_dim, HALF=half, NEOX=rotation.rope.neox, FAST=keys.is_cuda, TILE=tuning.columns,
         QUERIES=padded(heads // kv_heads), PAIRS=padded(half), REST=padded(dim - 2 * half),
         VALUES=padded(value_dim), SCORES=scored, num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip

@@ -28,22 +28,22 @@ def empty_lists(state: CascadeState) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The model's rotation, as kernels take it that turn keys while they load them.
+class Rotation:
+    """The model's rotation, as kernels take it that rotate keys while they load them.
 
     Attributes:
         rope: the rotation.
-        phase: [rotary_dim / 2] int32, inv_freq as a fraction of a full turn in units of 2^-32 (unsigned, its bits
-            kept in int32). `position * phase` wraps around where the angle does: exact range reduction by an integer
-            product. Its rounding is at most position * 2^-33 turns: below 2e-4 radians for 2^18 positions, a tenth of
-            what a bfloat16 key is rounded by.
+        phase: [rotary_dim / 2] int32, inv_freq as a fraction of a full rotation in units of 2^-32 (unsigned, its
+            bits kept in int32). `position * phase` wraps around where the angle does: exact range reduction by an
+            integer product. Its rounding is at most position * 2^-33 rotations: below 2e-4 radians for 2^18 positions,
+            a tenth of what a bfloat16 key is rounded by.
     """
 
     rope: Rope
     phase: torch.Tensor
 
     @classmethod
-    def of(cls, rope: Rope) -> Turn:
+    def of(cls, rope: Rope) -> Rotation:
         """Computed in float64; waits for the device, once."""
         parts = (rope.inv_freq.double().cpu() * (2**32 / (2 * math.pi))).round().long() % 2**32
         return cls(rope, torch.where(parts < 2**31, parts, parts - 2**32).to(torch.int32).to(rope.inv_freq.device))

@@ -1,8 +1,8 @@
 """Cells in plain PyTorch: lists of a stride, the window they show, writing, and attention of prefill and decoding.
 
 Cascading KV cache (Willette et al., 2024), section 3.1: a stride of queries attends to [sinks | cache | itself,
-causal], positions applied again from 0 over what is kept. Here keys lie in their cells as at position 0, turned back
-when they are written, and are turned to the number of their column when they are read (RoPE is a rotation). So what a
+causal], positions applied again from 0 over what is kept. Here keys lie in their cells as at position 0, rotated back
+when they are written, and are rotated to the number of their column when they are read (RoPE is a rotation). So what a
 column shows is a slot and nothing else, and neighbours are one position apart.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.cascade_update import CascadeState, Rings
-from sglang_ext.kernels.cells.lists import Turn, check_cells
+from sglang_ext.kernels.cells.lists import Rotation, check_cells
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.kernels.score_update.reference import update_scores
 
@@ -79,17 +79,17 @@ def gather(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot: torch.Tensor,
-    turn: Turn,
+    rotation: Rotation,
     columns: int,
     out_keys: torch.Tensor,
     out_values: torch.Tensor,
 ) -> None:
-    """The first `columns` columns of one request in one layer, keys turned to where they are seen, one after the other.
+    """One request's first `columns` columns in one layer, keys rotated to where they are seen, one after the other.
 
     Args:
         keys, values: [slots, kv_heads, head_dim or value_dim], the layer's caches.
         slot: [lanes, entries] int32, the request's lists.
-        turn: the model's rotation.
+        rotation: the model's.
         columns: how many, at most `entries`.
         out_keys, out_values: [at least columns, kv_heads, head_dim or value_dim], to write to.
 
@@ -99,7 +99,9 @@ def gather(
     check_cells(slot, keys, values)
     at, head = _cells(slot[:, :columns], keys.shape[1])
     out_keys[:columns] = (
-        rotate(keys[at, head], torch.arange(columns, device=at.device), turn.rope).transpose(0, 1).to(out_keys.dtype)
+        rotate(keys[at, head], torch.arange(columns, device=at.device), rotation.rope)
+        .transpose(0, 1)
+        .to(out_keys.dtype)
     )
     out_values[:columns] = values[at, head].transpose(0, 1).to(out_values.dtype)
 
@@ -108,7 +110,7 @@ def store(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
     slot: torch.Tensor,
-    turn: Turn,
+    rotation: Rotation,
     first: int,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -117,12 +119,12 @@ def store(
 ) -> None:
     """Write new tokens of one request, columns `first`, `first` + 1, ..., to their cells, and behind a gathered window.
 
-    Into the cells keys go turned back to position 0, into the window as they are.
+    Into the cells keys go rotated back to position 0, into the window as they are.
 
     Args:
         new_keys, new_values: [rows, kv_heads, head_dim or value_dim], rotated at their columns.
         slot: [lanes, entries] int32, the request's lists.
-        turn: the model's rotation.
+        rotation: the model's.
         first: column of the first.
         keys, values: [slots, kv_heads, ...], the layer's caches.
         out_keys, out_values: as for `gather`, at least first + rows long; None writes to the cells only.
@@ -133,7 +135,7 @@ def store(
     check_pair(out_keys, out_values)
     at, head = _cells(slot[:, first : first + new_keys.shape[0]], keys.shape[1])
     back = -torch.arange(first, first + new_keys.shape[0], device=at.device)
-    keys[at, head] = rotate(new_keys.transpose(0, 1), back, turn.rope).to(keys.dtype)
+    keys[at, head] = rotate(new_keys.transpose(0, 1), back, rotation.rope).to(keys.dtype)
     values[at, head] = new_values.transpose(0, 1).to(values.dtype)
     if out_keys is not None and out_values is not None:
         out_keys[first : first + new_keys.shape[0]] = new_keys.to(out_keys.dtype)
@@ -187,7 +189,7 @@ def decode(
     slot: torch.Tensor,
     rows: torch.Tensor,
     seen: torch.Tensor,
-    turn: Turn,
+    rotation: Rotation,
     scale: float,
     *,
     score: torch.Tensor | None = None,
@@ -206,7 +208,7 @@ def decode(
         slot: [rows of the state, lanes, entries] int32, the layer's lists.
         rows: [batch] integer, the requests' rows of the state; different ones.
         seen: [batch] integer, columns that a request sees, the new token's the last; 0 for a row that is padding.
-        turn: the model's rotation.
+        rotation: the model's.
         scale: factor of the logits.
         score: [rows of the state, lanes, entries] float32, the layer's in `CascadeState`; None where nobody reads it.
         entries: [batch, entries] int32, as for `list_columns`.
@@ -223,11 +225,11 @@ def decode(
     for b, (row, columns) in enumerate(zip(rows.tolist(), seen.tolist(), strict=True)):
         if columns == 0:
             continue
-        store(new_keys[b : b + 1], new_values[b : b + 1], slot[row], turn, columns - 1, keys, values)
+        store(new_keys[b : b + 1], new_values[b : b + 1], slot[row], rotation, columns - 1, keys, values)
         at, head = _cells(slot[row, :, :columns], kv_heads)
-        turned = rotate(keys[at, head].to(wide), torch.arange(columns, device=at.device), turn.rope)
+        rotated = rotate(keys[at, head].to(wide), torch.arange(columns, device=at.device), rotation.rope)
         found, lse = attend(
-            query[b : b + 1].to(wide), turned.transpose(0, 1), values[at, head].to(wide).transpose(0, 1), scale
+            query[b : b + 1].to(wide), rotated.transpose(0, 1), values[at, head].to(wide).transpose(0, 1), scale
         )
         out[b] = found[0].to(query.dtype)
         if score is not None and entries is not None and fresh is not None and skip is not None:
@@ -237,7 +239,7 @@ def decode(
                 entries[b : b + 1, :columns].contiguous(),
                 rows[b : b + 1],
                 query[b : b + 1].unsqueeze(0).to(wide),
-                turned.unsqueeze(0),
+                rotated.unsqueeze(0),
                 lse.unsqueeze(0),
                 number,
                 fresh[b : b + 1],

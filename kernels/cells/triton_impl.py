@@ -1,7 +1,7 @@
-"""Cells on a GPU: lists of a stride for all layers at once, the turned window, new tokens into their cells.
+"""Cells on a GPU: lists of a stride for all layers at once, the rotated window, new tokens into their cells.
 
-Grids depend on shapes and on what the host knows; nothing is read back. Keys are turned by an integer product that
-wraps around with the angle (`Turn.phase`), in float32.
+Grids depend on shapes and on what the host knows; nothing is read back. Keys are rotated by an integer product that
+wraps around with the angle (`Rotation.phase`), in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.kernels.cascade_update import CascadeState, Rings
-from sglang_ext.kernels.cells.lists import Turn, check_cells
+from sglang_ext.kernels.cells.lists import Rotation, check_cells
 from sglang_ext.kernels.cells.reference import check_lists, check_pair
 
 COLUMNS = 1024
@@ -24,9 +24,9 @@ RADIANS = tl.constexpr(1.4629180792671596e-09)  # 2 pi / 2^32
 
 
 @triton.jit
-def _cos_sin(turns, FAST: tl.constexpr):
-    """cos and sin of turns in units of 2^-32 of a whole one, int32: positions times `Turn.phase`."""
-    angle = turns.to(tl.float32) * RADIANS
+def _cos_sin(rotations, FAST: tl.constexpr):
+    """cos and sin of rotations in units of 2^-32 of a whole one, int32: positions times `Rotation.phase`."""
+    angle = rotations.to(tl.float32) * RADIANS
     if FAST:  # good to 2^-20 between -pi and pi, where the angle lies
         cos = tl.inline_asm_elementwise("cos.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
         sin = tl.inline_asm_elementwise("sin.approx.ftz.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
@@ -214,7 +214,7 @@ def gather(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot: torch.Tensor,
-    turn: Turn,
+    rotation: Rotation,
     columns: int,
     out_keys: torch.Tensor,
     out_values: torch.Tensor,
@@ -224,11 +224,11 @@ def gather(
     _check_window(columns, keys, out_keys, values, out_values)
     if columns == 0:
         return
-    dim, value_dim, half = keys.shape[2], values.shape[2], turn.phase.numel()
+    dim, value_dim, half = keys.shape[2], values.shape[2], rotation.phase.numel()
     _gather_kernel[(triton.cdiv(columns, TOKENS), keys.shape[1])](
-        keys, values, slot.contiguous(), turn.phase, out_keys, out_values, columns,
+        keys, values, slot.contiguous(), rotation.phase, out_keys, out_values, columns,
         *rows_of(keys, values, out_keys, out_values),
-        LANES=slot.shape[0], ENTRIES=slot.shape[1], DIM=dim, VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox,
+        LANES=slot.shape[0], ENTRIES=slot.shape[1], DIM=dim, VALUE_DIM=value_dim, HALF=half, NEOX=rotation.rope.neox,
         FAST=keys.is_cuda, TILE=TOKENS, PAIRS=triton.next_power_of_2(half), REST=padded(dim - 2 * half),
         VALUES=triton.next_power_of_2(value_dim), num_warps=4,
     )  # fmt: skip
@@ -238,7 +238,7 @@ def store(
     new_keys: torch.Tensor,
     new_values: torch.Tensor,
     slot: torch.Tensor,
-    turn: Turn,
+    rotation: Rotation,
     first: int,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -250,15 +250,15 @@ def store(
     rows = new_keys.shape[0]
     if rows == 0:
         return
-    dim, value_dim, half, window = keys.shape[2], values.shape[2], turn.phase.numel(), out_keys is not None
+    dim, value_dim, half, window = keys.shape[2], values.shape[2], rotation.phase.numel(), out_keys is not None
     target_keys, target_values = keys if out_keys is None else out_keys, values if out_values is None else out_values
     if window:
         _check_window(first + rows, keys, target_keys, values, target_values)
     slot = slot.contiguous()
     _store_kernel[(triton.cdiv(rows, TOKENS), keys.shape[1])](
-        new_keys, new_values, slot, turn.phase, keys, values, target_keys, target_values, first, rows,
+        new_keys, new_values, slot, rotation.phase, keys, values, target_keys, target_values, first, rows,
         *rows_of(new_keys, new_values, keys, values, target_keys, target_values),
-        LANES=slot.shape[0], ENTRIES=slot.shape[1], DIM=dim, VALUE_DIM=value_dim, HALF=half, NEOX=turn.rope.neox,
+        LANES=slot.shape[0], ENTRIES=slot.shape[1], DIM=dim, VALUE_DIM=value_dim, HALF=half, NEOX=rotation.rope.neox,
         FAST=keys.is_cuda, WINDOW=window, TILE=TOKENS, PAIRS=triton.next_power_of_2(half), REST=padded(dim - 2 * half),
         VALUES=triton.next_power_of_2(value_dim), num_warps=4,
     )  # fmt: skip

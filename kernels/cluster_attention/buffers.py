@@ -22,7 +22,7 @@ from sglang_ext.kernels.cluster_attention import attend_impl, joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens
 from sglang_ext.kernels.rope import Rope
-from sglang_ext.kernels.rope.triton_impl import angle_tables, turn_queries
+from sglang_ext.kernels.rope.triton_impl import angle_tables, rotate_queries
 from sglang_ext.kernels.top_p import Expansion, Selection, fast
 from sglang_ext.kernels.top_p import triton_impl as top_p
 
@@ -65,18 +65,18 @@ class PlannedRow:
 
     Attributes:
         tiles, sized: [n] int32 tiles of centroids, and of their sizes and starts (`ClusterRows`).
-        turns: [n] int32, the rotation of each tile: an index into `deltas`.
+        rotations: [n] int32, the rotation of each tile: an index into `deltas`.
         deltas: positions by which keys are seen away from where they were written; the first is 0.
         spans: (first entry of the slot table, tokens, index into `deltas`) of the exact tokens, but for the last span.
         tail: (entry of the slot table, column) where the last span begins: the request's own newest tokens, which are
-            not turned.
+            not rotated.
         p: (p1, p2); with `RowBuffers.by_count` the numbers of clusters that are kept, and exact.
         tokens: clustered tokens.
     """
 
     tiles: npt.NDArray[np.int32]
     sized: npt.NDArray[np.int32]
-    turns: npt.NDArray[np.int32]
+    rotations: npt.NDArray[np.int32]
     deltas: tuple[int, ...]
     spans: tuple[tuple[int, int, int], ...]
     tail: tuple[int, int]
@@ -87,16 +87,17 @@ class PlannedRow:
     def layout(self) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...], int]:
         """(copies (source, place, tokens), (first place, rotation) of each rotation's tokens, place of the tail)."""
         copies: list[tuple[int, int, int]] = []
-        turns: list[tuple[int, int]] = []
+        rotations: list[tuple[int, int]] = []
         place = 0
-        for turn in sorted({turn for *_, turn in self.spans} | {0}, reverse=True):  # the tail is last, and unturned
+        # The tail is last, and not rotated.
+        for rotation in sorted({rotation for *_, rotation in self.spans} | {0}, reverse=True):
             place = -(-place // TILE) * TILE
-            turns.append((place, turn))
+            rotations.append((place, rotation))
             for source, tokens, which in self.spans:
-                if which == turn:
+                if which == rotation:
                     copies.append((source, place, tokens))
                     place += tokens
-        return tuple(copies), tuple(turns), place
+        return tuple(copies), tuple(rotations), place
 
     def dense(self, seq_len: int) -> int:
         """Exact tokens at a sequence length, the filling of tiles counted."""
@@ -112,7 +113,7 @@ class Capacity:
         tiles: cluster tiles of a row.
         tokens: clustered tokens of a row.
         dense: exact tokens of a row outside its clusters' lists, the filling of tiles counted.
-        turns: rotations of a row's query.
+        rotations: rotations of a row's query.
         copies: spans of exact tokens of the batch, long ones cut.
     """
 
@@ -120,7 +121,7 @@ class Capacity:
     tiles: int
     tokens: int
     dense: int
-    turns: int
+    rotations: int
     copies: int
 
     def __post_init__(self) -> None:
@@ -140,7 +141,7 @@ class Capacity:
             "tiles": max((len(row.tiles) for row in rows), default=0),
             "tokens": max((row.tokens for row in rows), default=0),
             "dense": max((row.dense(n) for row, n in zip(rows, seq_lens, strict=True)), default=0),
-            "turns": max((len(row.deltas) for row in rows), default=0),
+            "rotations": max((len(row.deltas) for row in rows), default=0),
             "copies": copies,
         }
         return cls(**{name: max(1, int(n * headroom)) for name, n in needs.items()})
@@ -177,10 +178,10 @@ class _Part:
     dense: DenseTokens
     cells: torch.Tensor
     p: torch.Tensor
-    turns: torch.Tensor
+    rotations: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    turned: torch.Tensor
+    rotated: torch.Tensor
     scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     selection: Selection
     search: top_p.Workspace
@@ -231,15 +232,15 @@ class RowBuffers:
             "rows": 1,
             "tiles": c.rows * c.tiles,
             "sized": c.rows * c.tiles,
-            "turn": c.rows * c.tiles,
+            "rotation": c.rows * c.tiles,
             "counts": c.rows,
             "cells": c.rows,
             "dense_counts": c.rows,
-            "dense_turn": c.rows * self._dense_tiles,
+            "dense_rotation": c.rows * self._dense_tiles,
             "base": c.rows,
             "tail": c.rows,
-            "turns": c.rows,
-            "deltas": c.rows * c.turns,
+            "rotations": c.rows,
+            "deltas": c.rows * c.rotations,
             "p": 2 * c.rows,  # float32
         }
         # Every section begins at a multiple of 128 bytes: Triton compiles aligned pointers into wider loads.
@@ -257,16 +258,16 @@ class RowBuffers:
         self._copies = self.sections["copies"].view(torch.int64)
         self._dense = torch.full((c.rows, c.dense), -1, dtype=torch.int32, device=device)
         half = max(1, rope.inv_freq.numel())
-        self._cos = torch.zeros(c.rows * c.turns, half, dtype=torch.float32, device=device)
+        self._cos = torch.zeros(c.rows * c.rotations, half, dtype=torch.float32, device=device)
         self._sin = torch.zeros_like(self._cos)
         cells, kv_heads = c.tiles * width, shape.kv_heads
-        self._turned = torch.zeros(
-            c.rows if c.turns > 1 else 0, c.turns, shape.heads, shape.head_dim, dtype=shape.dtype, device=device
+        self._rotated = torch.zeros(
+            c.rows if c.rotations > 1 else 0, c.rotations, shape.heads, shape.head_dim, dtype=shape.dtype, device=device
         )
         self._logits = torch.zeros(c.rows, kv_heads, shape.group, cells, dtype=torch.float32, device=device)
         self._sizes = torch.zeros(c.rows, kv_heads, cells, dtype=torch.int32, device=device)
         self._starts = torch.zeros_like(self._sizes)
-        run, self._align = (width, attention.aligned(TILE)) if c.turns > 1 else (1, 1)
+        run, self._align = (width, attention.aligned(TILE)) if c.rotations > 1 else (1, 1)
         self._selection = Selection.empty(c.rows, kv_heads, cells, device, run, self._align)
         self._workspace = attention.Workspace.empty(
             c.rows,
@@ -332,24 +333,24 @@ class RowBuffers:
     def _pack(self, rows: Sequence[PlannedRow], seq_lens: Sequence[int], packed: npt.NDArray[np.int32]) -> int:
         c = self.capacity
         views = {name: packed[a:b] for name, (a, b) in self._bounds.items()}
-        for name in ("counts", "cells", "dense_counts", "turns"):
+        for name in ("counts", "cells", "dense_counts", "rotations"):
             views[name][:] = 0  # padded rows see nothing
         views["deltas"][:] = 0
         views["rows"][0] = len(rows)
         copies: list[tuple[int, int, int]] = []
         for at, (row, seq_len) in enumerate(zip(rows, seq_lens, strict=True)):
             count = len(row.tiles)
-            for name, values in (("tiles", row.tiles), ("sized", row.sized), ("turn", row.turns)):
+            for name, values in (("tiles", row.tiles), ("sized", row.sized), ("rotation", row.rotations)):
                 views[name][at * c.tiles : at * c.tiles + count] = values
             views["counts"][at], views["cells"][at] = count, count * self.width
-            spans, turns, base = row.layout
+            spans, rotations, base = row.layout
             views["base"][at], views["tail"][at] = base, row.tail[1]
             views["dense_counts"][at] = row.dense(seq_len)
-            dense_turn = views["dense_turn"][at * self._dense_tiles : (at + 1) * self._dense_tiles]
-            for place, turn in turns:
-                dense_turn[place // TILE :] = turn
-            views["turns"][at] = len(row.deltas)
-            views["deltas"][at * c.turns : at * c.turns + len(row.deltas)] = row.deltas
+            dense_rotation = views["dense_rotation"][at * self._dense_tiles : (at + 1) * self._dense_tiles]
+            for place, rotation in rotations:
+                dense_rotation[place // TILE :] = rotation
+            views["rotations"][at] = len(row.deltas)
+            views["deltas"][at * c.rotations : at * c.rotations + len(row.deltas)] = row.deltas
             views["p"].view(np.float32)[2 * at : 2 * at + 2] = row.p
             for source, place, tokens in (*spans, (row.tail[0], base, seq_len - row.tail[1])):
                 copies.extend(
@@ -376,20 +377,21 @@ class RowBuffers:
     def _part(self, batch: int) -> _Part:
         if batch not in self._parts:
             c, s = self.capacity, self.sections
-            tiles = {name: s[name].view(c.rows, c.tiles)[:batch] for name in ("tiles", "turn", "sized")}
-            turn: torch.Tensor | None = None  # every key is seen where it was written
-            dense_turn: torch.Tensor | None = None
-            if c.turns > 1:
-                turn, dense_turn = tiles["turn"], s["dense_turn"].view(c.rows, self._dense_tiles)[:batch]
+            tiles = {name: s[name].view(c.rows, c.tiles)[:batch] for name in ("tiles", "rotation", "sized")}
+            rotation: torch.Tensor | None = None  # every key is seen where it was written
+            dense_rotation: torch.Tensor | None = None
+            if c.rotations > 1:
+                rotation = tiles["rotation"]
+                dense_rotation = s["dense_rotation"].view(c.rows, self._dense_tiles)[:batch]
             self._parts[batch] = _Part(
-                clusters=ClusterRows(tiles["tiles"], s["counts"][:batch], turn, tiles["sized"]),
-                dense=DenseTokens(self._dense[:batch], s["dense_counts"][:batch], dense_turn, TILE),
+                clusters=ClusterRows(tiles["tiles"], s["counts"][:batch], rotation, tiles["sized"]),
+                dense=DenseTokens(self._dense[:batch], s["dense_counts"][:batch], dense_rotation, TILE),
                 cells=s["cells"][:batch],
                 p=s["p"].view(torch.float32).view(c.rows, 2)[:batch],
-                turns=s["turns"][:batch],
-                cos=self._cos[: batch * c.turns],
-                sin=self._sin[: batch * c.turns],
-                turned=self._turned[:batch],
+                rotations=s["rotations"][:batch],
+                cos=self._cos[: batch * c.rotations],
+                sin=self._sin[: batch * c.rotations],
+                rotated=self._rotated[:batch],
                 scores=(self._logits[:batch], self._sizes[:batch], self._starts[:batch]),
                 selection=self._selection.of(slice(batch)),
                 search=self._search.first(batch),
@@ -415,29 +417,29 @@ class RowBuffers:
             [batch, heads, value_dim] in query's dtype, zeros for padding.
         """
         part = self._part(query.shape[0])
-        turned = query.unsqueeze(1)
-        if self.capacity.turns > 1:
-            turned = turn_queries(query, part.cos, part.sin, part.turns, self.rope, part.turned)
+        rotated = query.unsqueeze(1)
+        if self.capacity.rotations > 1:
+            rotated = rotate_queries(query, part.cos, part.sin, part.rotations, self.rope, part.rotated)
         expansion: Expansion | None = None
         if self._align == 1:
             expansion = Expansion(
                 pool.members, part.clusters.tiles, self.width, part.workspace.slots, part.workspace.summaries
             )
-        joint = self.tuning.joint and joint_impl.refusal(turned, pool, part.clusters, group=self.group_rule) is None
+        joint = self.tuning.joint and joint_impl.refusal(rotated, pool, part.clusters, group=self.group_rule) is None
         if joint and expansion is not None:
             selection = joint_impl.score_and_select(
-                turned, pool, part.clusters, part.cells, part.p, scale, logits=part.scores[0], out=part.selection,
+                rotated, pool, part.clusters, part.cells, part.p, scale, logits=part.scores[0], out=part.selection,
                 expansion=expansion, group=self.group_rule, by_count=self.by_count,
             )  # fmt: skip
         else:
-            attention.centroid_scores(turned, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
+            attention.centroid_scores(rotated, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
             selection = fast.select(
                 *part.scores, part.cells, part.p, group=self.group_rule, by_count=self.by_count,
                 run=part.selection.run, align=self._align, out=part.selection, expansion=expansion,
                 workspace=part.search, tuning=self.search,
             )  # fmt: skip
         self._expanded = selection.expanded
-        return self._read(part, selection, turned, keys, values, pool, scale)
+        return self._read(part, selection, rotated, keys, values, pool, scale)
 
     def read_again(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pool: ClusterPool, scale: float
@@ -457,19 +459,19 @@ class RowBuffers:
         self,
         part: _Part,
         selection: Selection,
-        turned: torch.Tensor,
+        rotated: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         pool: ClusterPool,
         scale: float,
     ) -> torch.Tensor:
-        out = turned.new_empty(turned.shape[0], self.shape.heads, self.shape.value_dim)
-        given = turned, keys, values, pool, part.clusters, part.dense, selection, part.scores[0], scale
+        out = rotated.new_empty(rotated.shape[0], self.shape.heads, self.shape.value_dim)
+        given = rotated, keys, values, pool, part.clusters, part.dense, selection, part.scores[0], scale
         to: dict[str, Any] = {"out": (out, part.lse), "workspace": part.workspace}
         if (
             self.tuning.fused
             and selection.expanded
-            and attend_impl.refusal(turned.device, turned, keys, values, pool) is None
+            and attend_impl.refusal(rotated.device, rotated, keys, values, pool) is None
         ):
             attend_impl.cluster_attention(*given, **to)
         else:

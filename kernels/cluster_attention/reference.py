@@ -14,7 +14,7 @@ def centroid_scores(
     """Log of the estimated mass of every cluster: x + log s (equations 3 and 5).
 
     Args:
-        query: [batch, rotations, heads, head_dim]; rotation r is the row's query turned for the tiles that name r.
+        query: [batch, rotations, heads, head_dim]; rotation r is the row's query rotated for the tiles that name r.
         pool: the clusters of this layer.
         rows: which tiles each request reads.
         scale: factor of the logits, usually head_dim ** -0.5.
@@ -38,8 +38,8 @@ def centroid_scores(
     for b in range(batch):
         for place in range(int(rows.counts[b])):
             tile, span = int(rows.tiles[b, place]), slice(place * width, (place + 1) * width)
-            turned = query[b, 0 if rows.rotation is None else rows.rotation[b, place]]
-            x = torch.einsum("hgd,hcd->hgc", turned.view(kv_heads, -1, dim).to(dtype), pool.centroids[tile].to(dtype))
+            rotated = query[b, 0 if rows.rotation is None else rows.rotation[b, place]]
+            x = torch.einsum("hgd,hcd->hgc", rotated.view(kv_heads, -1, dim).to(dtype), pool.centroids[tile].to(dtype))
             cells_of = tile if rows.sized is None else rows.sized[b, place]
             size = pool.sizes[cells_of]
             logged = size.clamp(min=1).to(dtype).log().unsqueeze(1)  # of an empty cluster the centroid may be anything
@@ -87,20 +87,21 @@ def cluster_attention(
     for b in range(batch):
         for h in range(kv_heads):
             n_exact, _, n_approx, *_ = selection.counts[b, h].tolist()
-            slots, turns = [], []
+            slots, rotations = [], []
             entries = torch.arange(int(dense.counts[b]), device=query.device)
             own = dense.slots[b, entries]
             run = entries // dense.tile
             slots.append(own[own >= 0].long())
-            turns.append((torch.zeros_like(run) if dense.rotation is None else dense.rotation[b, run].long())[own >= 0])
+            of_run = torch.zeros_like(run) if dense.rotation is None else dense.rotation[b, run].long()
+            rotations.append(of_run[own >= 0])
             for cell in selection.exact[b, h, :n_exact].tolist():
                 place, inside = divmod(cell, width)
                 pooled = int((rows.tiles if rows.sized is None else rows.sized)[b, place])
                 begin, size = int(pool.starts[pooled, h, inside]), abs(int(pool.sizes[pooled, h, inside]))
                 slots.append(pool.members[h, begin : begin + size].long())
-                turn = 0 if rows.rotation is None else int(rows.rotation[b, place])
-                turns.append(torch.full((size,), turn, device=query.device))
-            slot, which = torch.cat(slots), torch.cat(turns)
+                rotation = 0 if rows.rotation is None else int(rows.rotation[b, place])
+                rotations.append(torch.full((size,), rotation, device=query.device))
+            slot, which = torch.cat(slots), torch.cat(rotations)
             q = query[b].view(-1, kv_heads, heads // kv_heads, dim)[which, h].to(dtype)  # [tokens, group, head_dim]
             x = torch.einsum("tgd,td->gt", q, key_cache[slot, h].to(dtype)) * scale
             approx = selection.approx[b, h, :n_approx].long()

@@ -88,9 +88,9 @@ def _scores(
     for place in tl.range(begin, end):
         tile = tl.load(tiles + request * most_tiles + place).to(tl.int64)
         if ROTATED:
-            turn = tl.load(rotation + request * most_tiles + place)
-            turned = query + turn * KV_HEADS * GROUP * DIM
-            q = tl.load(turned + of_query, mask=in_query, other=0.0)
+            which = tl.load(rotation + request * most_tiles + place)
+            rotated = query + which * KV_HEADS * GROUP * DIM
+            q = tl.load(rotated + of_query, mask=in_query, other=0.0)
         base = (tile * KV_HEADS + head) * WIDTH
         of_centroid = (base + c)[:, None] * DIM + d[None, :]
         centroid = tl.load(centroids + of_centroid, mask=(d < DIM)[None, :], other=0.0).to(q.dtype)
@@ -168,7 +168,7 @@ def _update(top, total, acc, x):
 
 @triton.jit
 def _expand(
-    members, sizes, tiles, sized, rotation, counts, exact, prefix, shift, approx, slots, turns, summaries,
+    members, sizes, tiles, sized, rotation, counts, exact, prefix, shift, approx, slots, rotations, summaries,
     most_tiles, most_tokens, most_members,
     KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -190,11 +190,11 @@ def _expand(
         after = tl.where(place + 1 < n_exact, after, n_numbers)
         moved = tl.load(shift + lists + place, mask=valid, other=0)
         last = after
-        turn = tl.zeros_like(first)
+        which = tl.zeros_like(first)
         if ALIGN > 1:
             cell = tl.load(exact + lists + place, mask=valid, other=0)
             tile = request * most_tiles + cell // WIDTH
-            turn = tl.load(rotation + tile, mask=valid, other=0)
+            which = tl.load(rotation + tile, mask=valid, other=0)
             size_of = (tl.load(sized + tile, mask=valid, other=0).to(tl.int64) * KV_HEADS + head) * WIDTH
             last = first + tl.abs(tl.load(sizes + size_of + cell % WIDTH, mask=valid, other=0))
         for done in range(0, tl.max(tl.where(valid, after - first, 0), 0), TOKENS):
@@ -204,7 +204,7 @@ def _expand(
             tl.store(slots + row * most_tokens + token, slot, mask=inside)
             if ALIGN > 1:
                 at = row * (most_tokens // ALIGN) + token // ALIGN
-                tl.store(turns + at, turn[:, None] + tl.zeros_like(token), mask=inside & (token % ALIGN == 0))
+                tl.store(rotations + at, which[:, None] + tl.zeros_like(token), mask=inside & (token % ALIGN == 0))
     for begin in range(tl.program_id(0) * BLOCK, n_approx, tl.num_programs(0) * BLOCK):
         place = begin + s
         cell = tl.load(approx + lists + place, mask=place < n_approx, other=0)
@@ -228,7 +228,7 @@ def _work(counts, dense_counts, rows, KV_HEADS: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _attend(
-    query, key_cache, value_cache, means, slots, turns, summaries, dense_slots, dense_counts, dense_rotation,
+    query, key_cache, value_cache, means, slots, rotations, summaries, dense_slots, dense_counts, dense_rotation,
     counts, approx, logits, parts, part_lse,
     scale, rows, query_stride, most_cells, most_tokens, most_dense,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -284,14 +284,14 @@ def _attend(
                 slot = tl.load(listed + t, mask=t < left, other=-1).to(tl.int64)
                 visible = slot >= 0
                 if ALIGN > 1:
-                    first_turn = turns + row.to(tl.int64) * (most_tokens // ALIGN) + place // ALIGN
-                    turn = tl.load(first_turn + of_part, mask=real & exact & (of_part * ALIGN < left), other=0)
-                    turn += tl.load(
+                    first_rotation = rotations + row.to(tl.int64) * (most_tokens // ALIGN) + place // ALIGN
+                    which = tl.load(first_rotation + of_part, mask=real & exact & (of_part * ALIGN < left), other=0)
+                    which += tl.load(
                         dense_rotation + request * ((most_dense + TILE - 1) // TILE) + place // TILE + of_part * 0,
                         mask=real & (tile >= exact_tiles), other=0,
                     )  # fmt: skip
-                    turned = queries + (turn * (KV_HEADS * GROUP * DIM))[:, None]
-                    q = tl.load(turned + of_query, mask=in_query, other=0.0)
+                    rotated = queries + (which * (KV_HEADS * GROUP * DIM))[:, None]
+                    q = tl.load(rotated + of_query, mask=in_query, other=0.0)
                 at = slot * KV_HEADS + head
                 keys = tl.load(
                     key_cache + at[:, None] * DIM + d[None, :], mask=visible[:, None] & (d < DIM)[None, :], other=0.0
@@ -394,8 +394,8 @@ class Workspace:
         parts: [programs + batch * kv_heads, group, value_dim] float32; means of what a program saw of a row.
         part_lse: [programs + batch * kv_heads, group] float32, to base 2.
         slots: [batch * kv_heads, tokens] int32 KV slots of a row's exact tokens.
-        turns: [batch * kv_heads, tokens / ALIGN] int32, which of the query's rotations reads each ALIGN of them; empty
-            where there is one.
+        rotations: [batch * kv_heads, tokens / ALIGN] int32, which of the query's rotations reads each ALIGN of them;
+            empty where there is one.
         summaries: [batch * kv_heads, cells] int32 rows of the pool's mean values.
         arrived: [batch * kv_heads, 2] int32 zeros, and zeros again after every launch of `attend_impl`: its blocks that
             have come to the end of a row, and those that have seen that all have.
@@ -404,7 +404,7 @@ class Workspace:
     parts: torch.Tensor
     part_lse: torch.Tensor
     slots: torch.Tensor
-    turns: torch.Tensor
+    rotations: torch.Tensor
     summaries: torch.Tensor
     arrived: torch.Tensor
 
@@ -450,7 +450,7 @@ class Workspace:
 
     def first(self, rows: int) -> Workspace:
         """Of the first `rows` rows (batch * kv_heads)."""
-        of_rows = (self.slots[:rows], self.turns[:rows], self.summaries[:rows], self.arrived[:rows])
+        of_rows = (self.slots[:rows], self.rotations[:rows], self.summaries[:rows], self.arrived[:rows])
         return Workspace(self.parts, self.part_lse, *of_rows)
 
 
@@ -526,11 +526,11 @@ def cluster_attention(
             f"workspace of {workspace.parts.shape[0]} parts: expected {programs + count}; make it for this tuning"
         )
     most_tokens = workspace.slots.shape[1]
-    turned = most_tokens // align if align > 1 else 0
-    if tuple(workspace.summaries.shape) != (count, max(1, cells)) or workspace.turns.shape[1] < turned:
+    rotated = most_tokens // align if align > 1 else 0
+    if tuple(workspace.summaries.shape) != (count, max(1, cells)) or workspace.rotations.shape[1] < rotated:
         raise ValueError(
-            f"workspace of {tuple(workspace.summaries.shape)} summaries and {tuple(workspace.turns.shape)} rotations: "
-            f"expected {(count, max(1, cells))} and {(count, turned)}"
+            f"workspace of {tuple(workspace.summaries.shape)} summaries and {tuple(workspace.rotations.shape)} "
+            f"rotations: expected {(count, max(1, cells))} and {(count, rotated)}"
         )
     padded, value_pad = triton.next_power_of_2(count), max(16, triton.next_power_of_2(value_dim))
     counted = dict(ROWS=padded, TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)
@@ -538,12 +538,12 @@ def cluster_attention(
         _expand[(tuning.expanding, count)](
             pool.members, pool.sizes, rows.tiles, rows.tiles if rows.sized is None else rows.sized, rows.rotation,
             selection.counts, selection.exact, selection.prefix, selection.shift, selection.approx,
-            workspace.slots, workspace.turns, workspace.summaries,
+            workspace.slots, workspace.rotations, workspace.summaries,
             rows.tiles.shape[1], most_tokens, pool.members.shape[-1],
             KV_HEADS=kv_heads, WIDTH=width, ALIGN=align, CLUSTERS=32, TOKENS=32, BLOCK=256, num_warps=4,
         )  # fmt: skip
     _attend[(programs,)](
-        query, key_cache, value_cache, pool.values, workspace.slots, workspace.turns, workspace.summaries,
+        query, key_cache, value_cache, pool.values, workspace.slots, workspace.rotations, workspace.summaries,
         dense.slots, dense.counts, dense.rotation, selection.counts, selection.approx,
         logits, workspace.parts, workspace.part_lse, scale, count, query.stride(0), cells, most_tokens,
         dense.slots.shape[1],

@@ -1,4 +1,4 @@
-"""Query rows turned into all the rotations that their keys are seen at, in Triton."""
+"""Query rows in all the rotations at which their keys are seen, in Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_ext.kernels.rope.reference import Rope
 
 @triton.jit
 def _angle_tables(deltas, inv_freq, cos, sin, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Tables of the turn by -deltas[program]; float64 angles, as in the reference."""
+    """Tables of the rotation by -deltas[program]; float64 angles, as in the reference."""
     row = tl.program_id(0)
     pair = tl.arange(0, BLOCK)
     inside = pair < HALF
@@ -21,20 +21,20 @@ def _angle_tables(deltas, inv_freq, cos, sin, HALF: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _turn(
+def _rotate(
     query, cos, sin, counts, out, most, stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     HEADS_PAD: tl.constexpr, PAIRS_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
-    row, turn = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    if turn < tl.load(counts + row):
+    row, rotation = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    if rotation < tl.load(counts + row):
         h, i, d = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, PAIRS_PAD)[None, :], tl.arange(0, DIM_PAD)[None, :]
         source = query + row * stride + h * DIM
-        target = out + (row * most + turn) * HEADS * DIM + h * DIM
+        target = out + (row * most + rotation) * HEADS * DIM + h * DIM
         first, second = 2 * i, 2 * i + 1
         if NEOX:
             first, second = i, i + HALF
-        table = (row * most + turn) * HALF + i
+        table = (row * most + rotation) * HALF + i
         inside = (h < HEADS) & (i < HALF)
         x = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
@@ -47,7 +47,7 @@ def _turn(
 
 
 def angle_tables(deltas: torch.Tensor, rope: Rope, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Tables for `turn_queries`: of the turns by -deltas.
+    """Tables for `rotate_queries`: of the rotations by -deltas.
 
     Args:
         deltas: [n] int32 positions by which keys are seen away from where they were written.
@@ -60,7 +60,7 @@ def angle_tables(deltas: torch.Tensor, rope: Rope, cos: torch.Tensor, sin: torch
     )
 
 
-def turn_queries(
+def rotate_queries(
     query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, counts: torch.Tensor, rope: Rope, out: torch.Tensor
 ) -> torch.Tensor:
     """Every query row in each of its rotations; a fixed grid, counts are read on the device.
@@ -87,7 +87,7 @@ def turn_queries(
         )
     if not (query[:1].is_contiguous() and out.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError("queries, rotations or tables are not contiguous: expected contiguous tensors")
-    _turn[(most, batch)](
+    _rotate[(most, batch)](
         query, cos, sin, counts, out, most, query.stride(0), HEADS=heads, DIM=dim, HALF=half, NEOX=rope.neox,
         HEADS_PAD=triton.next_power_of_2(heads), PAIRS_PAD=triton.next_power_of_2(half),
         DIM_PAD=triton.next_power_of_2(dim), num_warps=4,

@@ -156,8 +156,8 @@ class PlanBuffers:
         plan: the loaded plan, or None.
 
     `share`, where it is given, lends its partial outputs if they are large enough: for plans that run one after the
-    other on one stream. `turned` is the caches' type where plans for Hopper's kernel (`Config.groups`) are to be run:
-    their queries are turned before, into `buffers.turned`.
+    other on one stream. `rotated` is the caches' type where plans for Hopper's kernel (`Config.groups`) are to be run:
+    their queries are rotated before, into `buffers.rotated`.
 
     Raises:
         ValueError: heads is no multiple of kv_heads, a type that the kernels do not know, or a device without Triton.
@@ -173,7 +173,7 @@ class PlanBuffers:
         rope: Rope,
         part_dtype: torch.dtype = torch.float32,
         share: PlanBuffers | None = None,
-        turned: torch.dtype | None = None,
+        rotated: torch.dtype | None = None,
     ) -> None:
         device = rope.inv_freq.device
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -232,16 +232,16 @@ class PlanBuffers:
         else:
             self.part = torch.zeros(c.entries, heads, value_dim, dtype=part_dtype, device=device)
             self.part_lse = torch.zeros(c.entries, heads, dtype=torch.float32, device=device)
-        self.turned: torch.Tensor | None = None
-        if turned is not None:
+        self.rotated: torch.Tensor | None = None
+        if rotated is not None:
             shape = (kv_heads, c.entries * (heads // kv_heads), value_dim)
-            lent = None if share is None else share.turned
-            if lent is not None and (lent.dtype, lent.shape[0], lent.shape[2]) != (turned, kv_heads, value_dim):
+            lent = None if share is None else share.rotated
+            if lent is not None and (lent.dtype, lent.shape[0], lent.shape[2]) != (rotated, kv_heads, value_dim):
                 lent = None
             if lent is not None and lent.shape[1] >= shape[1]:
-                self.turned = lent
+                self.rotated = lent
             else:
-                self.turned = torch.zeros(shape, dtype=turned, device=device)
+                self.rotated = torch.zeros(shape, dtype=rotated, device=device)
         self.descriptors: dict[Hashable, Any] = {}
         half = rope.inv_freq.numel()
         self.cos = torch.zeros(c.angles, max(half, 1), dtype=torch.float32, device=device)

@@ -35,8 +35,8 @@ SQUARE = "square tiles of keys: on an H200, Triton 3.6.0 made wrong results of t
 out is far off (head sizes 64 and 128, both half types, any number of groups). Found by the tests; the fault lies below
 Gluon, as its intermediate code and the PTX look right."""
 
-TURNING = 2112
-"""Programs that turn queries."""
+ROTATING = 2112
+"""Programs that rotate queries."""
 
 REGISTERS = {1: (128, 0, 64), 2: (168, 216, 64), 3: (128, 160, 32)}
 """Registers a thread by number of multiplying groups: on average, of a group that multiplies, of the one that loads."""
@@ -70,7 +70,7 @@ def _load(
     query_tiles, key_tiles, value_tiles = tiles
     key_cache, value_cache = caches
     items, kv_slots, straight, first_item, last_item, first_head = work
-    turned_rows, stride_key, stride_key_head, stride_value, stride_value_head = strides
+    rotated_rows, stride_key, stride_key_head, stride_value, stride_value_head = strides
     q_smem, k_smem, v_smem = buffers
     q_ready, q_free, ready, free, _ = barriers
     GROUPS: gl.constexpr = q_smem.type.shape[0]
@@ -96,7 +96,7 @@ def _load(
         whole = whole // BLOCK_N
         mbarrier.wait(q_free, (turn + 1) & 1)
         mbarrier.expect(q_ready, GROUPS * query_tiles.block_type.nbytes)
-        query_row = kv_head * turned_rows + entry * GROUP
+        query_row = kv_head * rotated_rows + entry * GROUP
         for g in gl.static_range(GROUPS):
             tma.async_copy_global_to_shared(query_tiles, [query_row + g * 64, 0], q_ready, q_smem.index(g))
         for step in range(gl.cdiv(kv_len, BLOCK_N)):
@@ -244,7 +244,7 @@ def _attend(
     entry_limit,
     part,
     part_lse,
-    turned_rows,
+    rotated_rows,
     stride_key,
     stride_key_head,
     stride_value,
@@ -286,7 +286,7 @@ def _attend(
     tiles = (query_tiles, key_tiles, value_tiles)
     caches = (key_cache, value_cache)
     work = (items, kv_slots, straight, first_item, last_item, first_head)
-    strides = (turned_rows, stride_key, stride_key_head, stride_value, stride_value_head)
+    strides = (rotated_rows, stride_key, stride_key_head, stride_value, stride_value_head)
     outputs = (entry_limit, part, part_lse)
     buffers = (q_smem, k_smem, v_smem)
     barriers = (q_ready, q_free, ready, free, order)
@@ -323,15 +323,15 @@ def _attend(
 
 
 @triton.jit
-def _turn(
+def _rotate(
     query,
     entry_row,
     entry_angle,
     counts,
     cos,
     sin,
-    turned,
-    turned_rows,
+    rotated,
+    rotated_rows,
     stride_row,
     stride_head,
     scale_log2,
@@ -342,23 +342,23 @@ def _turn(
     NEOX: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """turned[kv_head, entry, head of the group] = the entry's query, turned by its angle, times the logits' factor."""
+    """rotated[kv_head, entry, head of the group] = its query, rotated by its angle, times the logits' factor."""
     HALF: tl.constexpr = ROTARY // 2
     head = tl.arange(0, KV_HEADS * GROUP)
     dim = tl.arange(0, DIM)
     partner, frequency, sign = _pairs(dim, ROTARY, NEOX)
     rotary = dim < ROTARY
-    to = (head // GROUP) * turned_rows + head % GROUP
+    to = (head // GROUP) * rotated_rows + head % GROUP
     for entry in range(tl.program_id(0), tl.load(counts + 2), PROGRAMS):
         start = query + tl.load(entry_row + entry).to(tl.int64) * stride_row + head[:, None] * stride_head
-        turn = tl.load(entry_angle + entry) * HALF + frequency
-        c = tl.load(cos + turn, mask=rotary, other=1.0)
-        s = tl.load(sin + turn, mask=rotary, other=0.0) * sign
+        rotation = tl.load(entry_angle + entry) * HALF + frequency
+        c = tl.load(cos + rotation, mask=rotary, other=1.0)
+        s = tl.load(sin + rotation, mask=rotary, other=0.0) * sign
         q = tl.load(start + dim[None, :]).to(tl.float32)
         q_partner = tl.load(start + partner[None, :], mask=rotary[None, :], other=0.0).to(tl.float32)
         q = (q * c[None, :] + q_partner * s[None, :]) * scale_log2
-        where = turned + (to + entry * GROUP).to(tl.int64)[:, None] * DIM + dim[None, :]
-        tl.store(where, q.to(turned.dtype.element_ty))
+        where = rotated + (to + entry * GROUP).to(tl.int64)[:, None] * DIM + dim[None, :]
+        tl.store(where, q.to(rotated.dtype.element_ty))
 
 
 @functools.cache
@@ -375,20 +375,20 @@ def serves(heads: int, kv_heads: int, head_dim: int, value_dim: int, dtype: torc
     )
 
 
-def turn(query: torch.Tensor, buffers: PlanBuffers, scale: float) -> None:
-    """Turn the queries of all entries, into `buffers.turned`: the first of the two launches."""
-    turned, sections, rope = buffers.turned, buffers.sections, buffers.rope
-    if turned is None:
-        raise ValueError("these PlanBuffers hold no turned queries: allocate PlanBuffers(turned=the caches' type)")
-    kv_heads, rows, dim = turned.shape
-    _turn[(TURNING,)](
+def rotate(query: torch.Tensor, buffers: PlanBuffers, scale: float) -> None:
+    """Rotate the queries of all entries, into `buffers.rotated`: the first of the two launches."""
+    rotated, sections, rope = buffers.rotated, buffers.sections, buffers.rope
+    if rotated is None:
+        raise ValueError("these PlanBuffers hold no rotated queries: allocate PlanBuffers(rotated=the caches' type)")
+    kv_heads, rows, dim = rotated.shape
+    _rotate[(ROTATING,)](
         query,
         sections["entry_row"],
         sections["entry_angle"],
         sections["counts"],
         buffers.cos,
         buffers.sin,
-        turned,
+        rotated,
         rows,
         query.stride(0),
         query.stride(1),
@@ -398,7 +398,7 @@ def turn(query: torch.Tensor, buffers: PlanBuffers, scale: float) -> None:
         DIM=dim,
         ROTARY=rope.rotary_dim,
         NEOX=rope.neox,
-        PROGRAMS=TURNING,
+        PROGRAMS=ROTATING,
         num_warps=4,
     )
 
@@ -411,37 +411,37 @@ def attend(
     scale: float,
     config: Config,
 ) -> None:
-    """Turn the queries, then every item's output and log-sum-exp into the buffers' partials.
+    """Rotate the queries, then every item's output and log-sum-exp into the buffers' partials.
 
     See `planned.view_attention_plan` for the arguments.
 
     Raises:
-        ValueError: the kernel does not serve such attention, the buffers have no room for turned queries, tiles are as
+        ValueError: the kernel does not serve such attention, the buffers have no room for rotated queries, tiles are as
             long as a head is wide, or a cache is not aligned to 16 bytes.
     """
-    turned = buffers.turned
+    rotated = buffers.rotated
     shapes = (buffers.heads, buffers.kv_heads, query.shape[2], buffers.value_dim, key_cache.dtype, query.device)
-    if turned is None or turned.dtype != key_cache.dtype or not serves(*shapes):
+    if rotated is None or rotated.dtype != key_cache.dtype or not serves(*shapes):
         raise ValueError(
-            f"config {config} is for Hopper's kernel, which does not take {shapes} with queries turned to "
-            f"{None if turned is None else turned.dtype}: expected half precision, head size 64 or 128 and "
-            "PlanBuffers(turned=the caches' type); choose a config without groups"
+            f"config {config} is for Hopper's kernel, which does not take {shapes} with queries rotated to "
+            f"{None if rotated is None else rotated.dtype}: expected half precision, head size 64 or 128 and "
+            "PlanBuffers(rotated=the caches' type); choose a config without groups"
         )
     if config.block_n == query.shape[2]:
         raise ValueError(f"config {config} for head size {query.shape[2]}: expected another block_n ({SQUARE})")
-    turn(query, buffers, scale)
-    attend_turned(buffers, turned, key_cache, value_cache, config)
+    rotate(query, buffers, scale)
+    attend_rotated(buffers, rotated, key_cache, value_cache, config)
 
 
-def attend_turned(
-    buffers: PlanBuffers, turned: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, config: Config
+def attend_rotated(
+    buffers: PlanBuffers, rotated: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, config: Config
 ) -> None:
-    """The second of the two launches of `attend`, over the queries that the first one turned."""
-    kv_heads, rows, dim = turned.shape
+    """The second of the two launches of `attend`, over the queries that the first one rotated."""
+    kv_heads, rows, dim = rotated.shape
     sections = buffers.sections
     average, multiplying, loading = REGISTERS[config.groups]
     _attend[(config.workers(kv_heads) * kv_heads // config.heads_each,)](
-        _tiles(buffers, turned.view(kv_heads * rows, 1, dim), 64),
+        _tiles(buffers, rotated.view(kv_heads * rows, 1, dim), 64),
         _tiles(buffers, key_cache, config.block_n),
         _tiles(buffers, value_cache, config.block_n),
         key_cache,

@@ -1,13 +1,13 @@
 """Which program reads which KV tokens for which query rows: the work list of fused view attention, planned on the host.
 
 A run of KV slots seen at one distance from where it was written is a *virtual request* (DESIGN: zero copies). Query
-rows of a batch whose runs have equal keys read that run once, each row turned by its own distance; what they computed
+rows of a batch whose runs have equal keys read that run once, each row rotated by its own distance; what they computed
 over disjoint runs merges by log-sum-exp. The words used here:
 
 - *pair*: one query row that sees one run.
 - *tile*: up to `tile_rows` pairs of one run; its rows fill one matrix product.
 - *item*: a tile over a part of the run's tokens: what one program does at a time, once for each key-value head.
-- *entry*: one query row of an item, with how many of the item's tokens it sees and the angle by which it is turned.
+- *entry*: one query row of an item, with how many of the item's tokens it sees and the angle by which it is rotated.
 
 Plain numpy and no Python loop over runs: a plan for 128 requests of 15 runs takes a fraction of a millisecond, so
 that planning when a batch changes hides behind the GPU.
@@ -42,7 +42,7 @@ class Config:
         num_programs: programs of the persistent grid; each serves one key-value head, or `heads_each` one after the
             other.
         min_split: fewest tokens that are worth an item of their own.
-        item_cost: what an item costs beside its tokens (load and turn queries, store), in steps of `block_n` tokens.
+        item_cost: what an item costs beside its tokens (load and rotate queries, store), in steps of `block_n` tokens.
         merge_block: partial outputs that one step of the merge reads.
         groups: groups of warps that multiply in the kernel for Hopper (`hopper_impl`), 1 to 3; 0: `triton_impl`.
         heads_each: key-value heads of one program, above 1 only with `groups`: 8 heads fill 132 multiprocessors in 33

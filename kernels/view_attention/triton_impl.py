@@ -1,8 +1,8 @@
 """Fused attention over planned views in Triton: one launch reads every shared run once for the whole batch, one merges.
 
-Exactness: a key written at m and seen at m + delta is met by the query row turned by -delta (Su et al., 2021, section
+Exactness: a key written at m and seen at m + delta is met by the query row rotated by -delta (Su et al., 2021, section
 3.2.2: rotations compose), each (row, item) is a softmax with float32 sums (Milakov and Gimelshein, 2018), and items
-merge by log-sum-exp; only the rounding of the turned query and of the weights to the caches' type is lost.
+merge by log-sum-exp; only the rounding of the rotated query and of the weights to the caches' type is lost.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _pairs(dim, ROTARY: tl.constexpr, NEOX: tl.constexpr):
 
 
 @triton.jit
-def _turned_query(
+def _rotated_query(
     query,
     items,
     entry_row,
@@ -157,7 +157,7 @@ def _turned_query(
     ROTARY: tl.constexpr,
     NEOX: tl.constexpr,
 ):
-    """[len(local), BLOCK_D] queries of an item, each turned by its entry's angle, times the logits' factor."""
+    """[len(local), BLOCK_D] queries of an item, each rotated by its entry's angle, times the logits' factor."""
     HALF: tl.constexpr = ROTARY // 2
     dim = tl.arange(0, BLOCK_D)
     partner, frequency, sign = _pairs(dim, ROTARY, NEOX)
@@ -168,12 +168,12 @@ def _turned_query(
     angle = tl.load(entry_angle + entry, mask=used, other=0)
     start = query + row * stride_query_row + head * stride_query_head
     q_mask = used[:, None] & (dim < HEAD_DIM)[None, :]
-    turn_mask = used[:, None] & (dim < ROTARY)[None, :]
+    rotation_mask = used[:, None] & (dim < ROTARY)[None, :]
     q = tl.load(start[:, None] + dim[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    q_partner = tl.load(start[:, None] + partner[None, :], mask=turn_mask, other=0.0).to(tl.float32)
-    turn = angle[:, None] * HALF + frequency[None, :]
-    c = tl.load(cos + turn, mask=turn_mask, other=1.0)
-    s = tl.load(sin + turn, mask=turn_mask, other=0.0)
+    q_partner = tl.load(start[:, None] + partner[None, :], mask=rotation_mask, other=0.0).to(tl.float32)
+    rotation = angle[:, None] * HALF + frequency[None, :]
+    c = tl.load(cos + rotation, mask=rotation_mask, other=1.0)
+    s = tl.load(sin + rotation, mask=rotation_mask, other=0.0)
     return ((q * c + q_partner * s * sign[None, :]) * scale_log2).to(DTYPE)
 
 
@@ -230,7 +230,7 @@ def _attend(
     last_item = tl.load(work_ptr + worker + 1)
     # A value that the loop carries goes to shared memory once, from where the tensor cores read it. Queries computed
     # where they are used were loaded into registers again by every step.
-    q = _turned_query(
+    q = _rotated_query(
         query,
         items,
         entry_row,
@@ -329,7 +329,7 @@ def _attend(
         tl.store(part + state[:, None] * VALUE_DIM + value_dim[None, :], acc, mask=mask)
         ln2: tl.constexpr = 0.6931471805599453
         tl.store(part_lse + state, (top + tl.log2(total)) * ln2, mask=used)
-        q = _turned_query(
+        q = _rotated_query(
             query,
             items,
             entry_row,

@@ -16,7 +16,7 @@ import torch
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
 from sglang_ext.kernels.cascade_update import cascade_update as update_anywhere
 from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
-from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, fast, flashinfer_impl, reference, triton_impl
+from sglang_ext.kernels.cells import Rotation, decode_impl, empty_lists, fast, flashinfer_impl, reference, triton_impl
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.score_update.reference import update_scores as exact_scores
 from sglang_ext.kernels.score_update.triton_impl import update_scores
@@ -63,7 +63,7 @@ class Layer:
         self.state = CascadeState.empty(1, requests, cascade.lanes(shape.kv_heads), rings, device)
         self.lists = empty_lists(self.state)
         frequency = 500000.0 ** (-torch.arange(0, shape.dim, 2, dtype=torch.float64) / shape.dim)
-        self.turn = Turn.of(Rope(frequency.float().to(device)))
+        self.rotation = Rotation.of(Rope(frequency.float().to(device)))
         self.rows = torch.arange(requests, dtype=torch.int32, device=device)
         self.slots = torch.arange(requests * rings.entries, dtype=torch.int32, device=device).view(requests, -1)
         self.keys, self.values = (self.draw(self.slots.numel(), shape.kv_heads) for _ in range(2))
@@ -101,8 +101,8 @@ class Layer:
     def prepare(self, kept: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The window and the stride's own keys and values behind it; the latter into their cells, too."""
         slot = self.lists[0, 0]
-        triton_impl.gather(self.keys, self.values, slot, self.turn, kept, *self.window)
-        triton_impl.store(keys, values, slot, self.turn, kept, self.keys, self.values, *self.window)
+        triton_impl.gather(self.keys, self.values, slot, self.rotation, kept, *self.window)
+        triton_impl.store(keys, values, slot, self.rotation, kept, self.keys, self.values, *self.window)
 
     def attend(self, kept: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the stride over [window | itself, causal]."""
@@ -194,7 +194,7 @@ def check_prefill(layer: Layer, strides: int, rows: int = 64) -> dict[str, float
             raise ValueError(f"stride {number}: the lists differ from their reference: not timed")
         layer.prepare(kept, keys, values)
         expected = [torch.empty_like(part) for part in layer.window]
-        reference.gather(layer.keys, layer.values, wanted[0, 0], layer.turn, seen, *expected)
+        reference.gather(layer.keys, layer.values, wanted[0, 0], layer.rotation, seen, *expected)
         for part, whole in zip(layer.window, expected, strict=True):
             note("window", part[:seen], whole[:seen], TOLERANCE)
         out, lse = layer.attend(kept, query)
@@ -348,7 +348,7 @@ def update(cascade: Cascade, device: torch.device) -> list[Figure]:
         for number in range(first, first + strides):
             for row in range(batch):
                 slot = layer.lists[0, row]
-                triton_impl.store(keys[row], values[row], slot, layer.turn, kept, layer.keys, layer.values)
+                triton_impl.store(keys[row], values[row], slot, layer.rotation, kept, layer.keys, layer.values)
             layer.add(number * cascade.stride)
             layer.list((number + 1) * cascade.stride)
 
@@ -409,7 +409,7 @@ class Decoding:
     def workspace(self, multiprocessors: int) -> decode_impl.Workspace:
         shape, layer, batch = self.shape, self.layer, self.query.shape[0]
         width = layer.rings.entries
-        shares = fast.splits(batch, shape.heads, layer.keys, layer.values, layer.turn, width, multiprocessors)
+        shares = fast.splits(batch, shape.heads, layer.keys, layer.values, layer.rotation, width, multiprocessors)
         return decode_impl.Workspace.empty(
             batch, shape.heads, shape.kv_heads, shape.dim, width, shares, layer.device, True
         )
@@ -438,7 +438,7 @@ class Decoding:
             layer.lists[0],
             layer.rows,
             self.columns,
-            layer.turn,
+            layer.rotation,
             layer.scale,
             **more,
         )

@@ -143,7 +143,7 @@ class Planned:
             value_dim=DIM,
             rope=pool.rope,
             part_dtype=torch.bfloat16,
-            turned=torch.bfloat16 if config.groups else None,
+            rotated=torch.bfloat16 if config.groups else None,
         )
         self.buffers.load(self.plan, pool.table)
         total = len(requests) * rows
@@ -159,13 +159,14 @@ class Planned:
     def time(self) -> tuple[Timing, dict[str, Timing]]:
         """(attention, what goes with it): rotation where it is a launch of its own, the merge."""
         beside = {"merge": time_gpu(self.merge, self.out)}
-        config, turned = self.plan.config, self.buffers.turned
-        if not config.groups or turned is None:
+        config, rotated = self.plan.config, self.buffers.rotated
+        if not config.groups or rotated is None:
             return time_gpu(self.attend, self.query, self.pool.keys, self.pool.values), beside
-        beside["rotation"] = time_gpu(lambda query: hopper_impl.turn(query, self.buffers, self.pool.scale), self.query)
+        scale = self.pool.scale
+        beside["rotation"] = time_gpu(lambda query: hopper_impl.rotate(query, self.buffers, scale), self.query)
 
         def attention(keys: torch.Tensor, values: torch.Tensor) -> None:
-            hopper_impl.attend_turned(self.buffers, turned, keys, values, config)
+            hopper_impl.attend_rotated(self.buffers, rotated, keys, values, config)
 
         return time_gpu(attention, self.pool.keys, self.pool.values), beside
 
@@ -234,8 +235,8 @@ def decode(pool: Pool, batches: Sequence[int], chosen: int, bandwidth: float) ->
         floor = _bytes(pool.distinct_tokens(requests)) / bandwidth
         ours, beside = planned.time()
         virtual, seen_by = _shared(pool, requests, 1, "fa2")
-        turned = planned.query[seen_by]
-        shared = time_gpu(virtual.run, turned, pool.keys, pool.values, graph=False)
+        rotated = planned.query[seen_by]
+        shared = time_gpu(virtual.run, rotated, pool.keys, pool.values, graph=False)
         notes = {
             "batch": batch,
             "error": error,
@@ -267,8 +268,8 @@ def questions(pool: Pool, number: int, rows: int, chosen: int, rate: float) -> l
     figures = [at_most(name, ours, floor, "tensor-core rate of a large matrix product", 1.5, notes=notes)]
     for backend in ("fa2", "fa3"):
         virtual, seen_by = _shared(pool, requests, rows, backend)
-        turned = planned.query[seen_by]
-        shared = time_gpu(virtual.run, turned, pool.keys, pool.values, graph=False)
+        rotated = planned.query[seen_by]
+        shared = time_gpu(virtual.run, rotated, pool.keys, pool.values, graph=False)
         figures.append(at_least(name + ", beside FlashInfer", ours, f"{backend} over shared blocks", shared, None))
     return figures
 

@@ -131,7 +131,7 @@ class CachedRows:
         return PlannedRow(
             tiles=tiles,
             sized=tiles,
-            turns=np.zeros(self.tiles, dtype=np.int32),
+            rotations=np.zeros(self.tiles, dtype=np.int32),
             deltas=(0,),
             spans=((base, self.begin, 0),),
             tail=(base + self.end, self.end),

@@ -136,8 +136,8 @@ class Step:
         slots = torch.arange(last * planted.length, (last + 1) * planted.length, dtype=torch.int32, device=device)
         own = torch.cat([slots[: planted.begin], slots[planted.end :]])
         dense = DenseTokens(own.unsqueeze(0), torch.tensor([len(own)], dtype=torch.int32, device=device))
-        turned = query.double().unsqueeze(1)
-        expected, sizes, starts = reference.centroid_scores(turned, layer.pool, rows, planted.scale)
+        rotated = query.double().unsqueeze(1)
+        expected, sizes, starts = reference.centroid_scores(rotated, layer.pool, rows, planted.scale)
         logits = logits[..., : expected.shape[-1]]  # buffers may be wider
         filled = sizes.unsqueeze(2).expand_as(expected) > 0
         errors = {"logits": relative_error(logits[filled], expected[filled])}
@@ -148,7 +148,7 @@ class Step:
         )
         errors["selection"] = difference(chosen, sorted_out, int(cells))
         wanted, _ = reference.cluster_attention(
-            turned, layer.keys, layer.values, layer.pool, rows, dense, chosen, logits, planted.scale
+            rotated, layer.keys, layer.values, layer.pool, rows, dense, chosen, logits, planted.scale
         )
         errors["output"] = relative_error(out[last : last + 1], wanted)
         for name, most in (("logits", TOLERANCE), ("selection", EDGE), ("output", TOLERANCE)):
@@ -158,8 +158,8 @@ class Step:
 
     def joint_refused(self) -> str | None:
         """Why scores and selection are not one kernel here, or None where they are."""
-        turned, pool = self.query.unsqueeze(1), self.copies[0].pool
-        return joint_impl.refusal(turned, pool, self.buffers.clusters(self.batch), group=self.group)
+        rotated, pool = self.query.unsqueeze(1), self.copies[0].pool
+        return joint_impl.refusal(rotated, pool, self.buffers.clusters(self.batch), group=self.group)
 
     def shares(self, sampled: int = 4) -> dict[str, float]:
         """What the last run kept, means over rows and key-value heads, and the true attention that it recovered.

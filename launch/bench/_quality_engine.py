@@ -27,7 +27,7 @@ from sglang_ext.launch.bench._quality_tasks import (
     perplexity,
     stream,
 )
-from sglang_ext.launch.bench.reference import Writer
+from sglang_ext.launch.bench._reference_reader import Writer
 
 REPORT = "attention_report"  # of `sglang_ext.attention.sparse`
 SHARES = ("exact", "kept", "approximated_clusters", "recovered")

@@ -18,15 +18,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sglang_ext.launch.bench.reference import (
-    PREFIX,
-    SEPARATOR,
-    Suite,
-    Writer,
-    demonstrations,
-    passkey_prompt,
-    suite_data,
-)
+from sglang_ext.launch.bench._reference_reader import PREFIX, SEPARATOR, Writer
+from sglang_ext.launch.bench.reference import Suite, demonstrations, passkey_prompt, suite_data
 from sglang_ext.launch.reference.corpus import read_rows
 from sglang_ext.serving.grammar import label_grammar
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 GPU_STAGES = (
-    ("rotation", ("_turn",)),
+    ("rotation", ("_rotate",)),
     ("merge", ("_merge", "MergeState")),
     ("planning", ("_gather_slots", "_straight", "_angles", "_advance")),
     ("attention", ("_attend", "PrefillWithKVCache", "PagedKVCacheKernel", "RaggedKVCacheKernel", "DecodeWithPaged")),

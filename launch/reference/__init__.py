@@ -1,6 +1,7 @@
 """The embedded reference model: its data, its tokenizer and the one script that trains it.
 
 ``corpus`` reads the classification sets and keeps the held-out part away from training, ``tokenizer`` builds the
-tokenizer, ``episodes`` turns a corpus into in-context-learning episodes, ``model`` is the plain PyTorch Llama that
-``train`` optimises and exports. ``sglang-ext bench reference`` measures the result.
+tokenizer, ``tokens`` holds a corpus as tokens, ``utterances`` and ``episodes`` turn these into in-context-learning
+episodes, ``model`` is the plain PyTorch Llama that ``train`` optimises and exports. ``sglang-ext bench reference``
+measures the result.
 """

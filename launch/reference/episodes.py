@@ -16,16 +16,14 @@ hundreds. Kinds of episode:
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from sglang_ext.launch.reference.corpus import clean
-from sglang_ext.launch.reference.tokenizer import ASSISTANT, BOS, END, PAD, USER, cased
+from sglang_ext.launch.reference.tokenizer import ASSISTANT, BOS, END, PAD, USER
+from sglang_ext.launch.reference.tokens import Corpus, Ragged, join, runs
+from sglang_ext.launch.reference.utterances import Utterances
 
-FUNCTION_TOKENS = 80  # this many most frequent tokens of the texts count as function words: never permuted
 PREFIXES = ("\nLabel:", "\nIntent:", "\nCategory:", "\nAnswer:", "\nType:", "\nTopic:", " =>", "\nOutput:")
 FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.",
@@ -34,126 +32,6 @@ FILLER = (
 PASSKEY_WEIGHT = 3.0  # a row of 16K tokens has few digits to learn from
 LATER_WEIGHT = 0.7
 MIX = {"real": 0.34, "topic": 0.14, "exemplar": 0.28, "synthetic": 0.14, "passkey": 0.10}
-
-
-@dataclass
-class Ragged:
-    """Token sequences of different lengths, end to end in ``flat``."""
-
-    flat: np.ndarray  # int32 (total tokens,)
-    start: np.ndarray  # int64 (items,)
-    size: np.ndarray  # int64 (items,), tokens
-
-    @classmethod
-    def of(cls, lists: list[list[int]]) -> Ragged:
-        size = np.array([len(x) for x in lists], np.int64)
-        flat = np.array([t for x in lists for t in x], np.int32)
-        return cls(flat, np.cumsum(size) - size, size)
-
-    def take(self, index: np.ndarray) -> Ragged:
-        """The sequences at ``index``, compacted."""
-        return compact(self.flat, self.start[index], self.size[index])
-
-
-def compact(flat: np.ndarray, start: np.ndarray, size: np.ndarray) -> Ragged:
-    """Copy the runs ``flat[start[i] : start[i] + size[i]]`` end to end."""
-    begin = np.cumsum(size) - size
-    index = np.repeat(start - begin, size) + np.arange(int(size.sum()))
-    return Ragged(flat[index], begin, size)
-
-
-@dataclass
-class Corpus:
-    """Pre-tokenised texts and words. ``classes[k]`` indexes a class's texts; each has three spellings."""
-
-    tokenizer: Tokenizer
-    texts: dict[str, dict[str, list[str]]]  # set -> class -> texts
-    seed: int = 0
-    names: list[str] = field(default_factory=list)  # class -> its own name
-    sets: list[str] = field(default_factory=list)  # class -> its set
-    classes: list[np.ndarray] = field(default_factory=list)  # class -> indices of its texts
-
-    def __post_init__(self) -> None:
-        rng = random.Random(self.seed)
-        index: dict[str, int] = {}
-        for name, classes in self.texts.items():
-            for label, texts in classes.items():
-                ids = [index.setdefault(text, len(index)) for text in texts]
-                self.names.append(label)
-                self.sets.append(name)
-                self.classes.append(np.array(ids))
-        unique = list(index)
-        plain = [clean(text) for text in unique]
-        self.plain = self._encode(plain)
-        self.cased = self._encode([cased(text, rng) for text in unique])
-        self.wild = self._encode([_wild(text, rng) for text in unique])
-        vocab = self.tokenizer.get_vocab()
-        self.vocab_size = len(vocab)
-        self.special = {name: vocab[name] for name in (BOS, PAD, USER, ASSISTANT, END)}
-        counts = np.bincount(self.plain.flat, minlength=self.vocab_size)
-        self.function = np.argsort(-counts, kind="stable")[:FUNCTION_TOKENS]
-        self._word_tables(plain, rng)
-        self._postings(counts)
-        self._permutation_groups(vocab)
-        self._centroids()
-
-    def _encode(self, texts: list[str]) -> Ragged:
-        return Ragged.of([e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)])
-
-    def _word_tables(self, texts: list[str], rng: random.Random) -> None:
-        """Real words of the texts plus made-up ones (halves of two words), with and without a leading space."""
-        words = sorted({w for text in texts for w in text.split() if w.isalpha() and len(w) > 2})
-        made = {
-            a[: rng.randint(2, 4)] + b[-rng.randint(2, 4) :]
-            for a, b in zip(rng.choices(words, k=12000), rng.choices(words, k=12000), strict=True)
-        }
-        words += sorted(made - set(words))
-        self.words = words
-        self.spaced = self._encode([" " + w for w in words])
-        self.bare = self._encode(words)
-
-    def _postings(self, counts: np.ndarray) -> None:
-        """For each content token that occurs in 6 to 400 texts: those texts."""
-        owner = np.repeat(np.arange(len(self.plain.size)), self.plain.size)
-        pairs = np.unique(np.stack([self.plain.flat.astype(np.int64), owner]), axis=1)
-        token, first = np.unique(pairs[0], return_index=True)
-        parts = np.split(pairs[1], first[1:])
-        common = set(self.function.tolist())
-        self.topics = [(int(t), p) for t, p in zip(token, parts, strict=True) if 6 <= len(p) <= 400 and t not in common]
-
-    def _permutation_groups(self, vocab: dict[str, int]) -> None:
-        """Tokens that may stand in for each other: words with both spellings (kept paired), spaced, inner pieces."""
-        fixed = set(self.function.tolist())
-        letters = {t: i for t, i in vocab.items() if t.removeprefix("Ġ").isalpha() and t.removeprefix("Ġ").isascii()}
-        spaced = {t[1:]: i for t, i in letters.items() if t[0] == "Ġ" and len(t) > 2 and i not in fixed}
-        bare = {t: i for t, i in letters.items() if t[0] != "Ġ" and len(t) > 1 and i not in fixed}
-        both = sorted(set(spaced) & set(bare))
-        self.pairs = np.array([[spaced[w], bare[w]] for w in both])
-        self.groups = [
-            np.array(sorted(i for w, i in spaced.items() if w not in bare)),
-            np.array(sorted(i for w, i in bare.items() if w not in spaced)),
-        ]
-
-    def _centroids(self) -> None:
-        """Unit tf-idf centroids of the classes (classes, vocabulary), to pick classes of one narrow domain."""
-        counts = np.stack(
-            [np.bincount(self.plain.take(c).flat, minlength=self.vocab_size).astype(np.float32) for c in self.classes]
-        )
-        weight = np.log1p(len(counts) / (1 + (counts > 0).sum(0)))
-        vectors = np.log1p(counts) * weight
-        self.centroids = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _wild(text: str, rng: random.Random) -> str:
-    """The same text with some words capitalised (names, titles), rarely all of it in capitals."""
-    if rng.random() < 0.05:
-        return clean(text).upper()
-    share = rng.choice([0.1, 0.3])
-    words = [w.capitalize() if rng.random() < share else w for w in cased(text, rng).split(" ")]
-    return " ".join(words)
 
 
 @dataclass
@@ -184,6 +62,7 @@ class EpisodeSampler:
     ) -> None:
         self.corpus = corpus
         self.rng = np.random.default_rng((seed, stream))
+        self.utterances = Utterances(corpus, self.rng)
         self.mix = dict(mix or MIX)
         self.lm_weight = lm_weight
         unknown = set(self.mix) - set(MIX)
@@ -251,128 +130,6 @@ class EpisodeSampler:
     def _item(table: Ragged, i: int) -> list[int]:
         return table.flat[table.start[i] : table.start[i] + table.size[i]].tolist()
 
-    # -- utterances ---------------------------------------------------------------------------------------------
-
-    def _draw(self, members: list[np.ndarray], count: int) -> tuple[np.ndarray, np.ndarray]:
-        """``count`` (class, text) pairs; a class repeats a text only after all of its texts have been used."""
-        rng, k = self.rng, len(members)
-        if rng.random() < 0.3:
-            share = rng.dirichlet(np.full(k, 2.0))
-            y = rng.choice(k, size=count, p=share)
-        else:
-            y = rng.permutation(np.arange(count) % k)
-        text = np.empty(count, np.int64)
-        order = np.argsort(y, kind="stable")
-        for c, at in zip(*_runs(y[order], order), strict=True):
-            texts = rng.permutation(members[c])
-            text[at] = np.resize(texts, len(at))
-        return y, text
-
-    def _real(self, k: int, count: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Seen classes: of one set or of all, a narrow domain or any."""
-        corpus, rng = self.corpus, self.rng
-        names = np.array(corpus.sets)
-        sizes = np.array([len(c) for c in corpus.classes])
-        which = rng.choice(["clinc150", "nlu", "trec_fine", "all"], p=[0.35, 0.22, 0.05, 0.38])
-        pool = np.flatnonzero((sizes >= 8) & ((names != "trec") if which == "all" else (names == which)))
-        if len(pool) < 2:
-            pool = np.flatnonzero(sizes >= 1)
-        k = min(k, len(pool))
-        if rng.random() < 0.35:
-            near = corpus.centroids[pool] @ corpus.centroids[rng.choice(pool)] + rng.gumbel(size=len(pool)) * 0.03
-            chosen = pool[np.argsort(-near)[:k]]
-        else:
-            chosen = rng.choice(pool, size=k, replace=False)
-        y, text = self._draw([corpus.classes[c] for c in chosen], count)
-        return y, text, [corpus.names[c] for c in chosen]
-
-    def _topic(self, k: int, count: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Classes that a few content words define over all texts; a text of two classes belongs to neither."""
-        corpus, rng = self.corpus, self.rng
-        owner = np.full(len(corpus.plain.size), -1)
-        picks = rng.permutation(len(corpus.topics))
-        at = 0
-        words: list[list[int]] = []
-        for c in range(k):
-            take = int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2]))
-            chosen = [corpus.topics[p] for p in picks[at : at + take]]
-            at += take
-            if not chosen:
-                break
-            for _, texts in chosen:
-                owner[texts] = np.where((owner[texts] == -1) | (owner[texts] == c), c, -2)
-            words.append([t for t, _ in chosen])
-        order = np.argsort(owner, kind="stable")
-        members = {int(c): m for c, m in zip(*_runs(owner[order], order), strict=True) if c >= 0 and len(m) >= 3}
-        if len(members) < 2:
-            return self._real(k, count)
-        names = [self.corpus.tokenizer.decode(words[c]).strip().replace(" ", "_") for c in members]
-        names = [f"{n}_{i}" if names.count(n) > 1 or not n else n for i, n in enumerate(names)]
-        y, text = self._draw(list(members.values()), count)
-        return y, text, names
-
-    def _exemplar(self, k: int, count: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Classes of unrelated texts, each text several times; the caller makes the copies noisy."""
-        rng, texts = self.rng, len(self.corpus.plain.size)
-        each = int(np.exp(rng.uniform(0, np.log(max(1.0, min(count / 3, texts - 1) / k))))) if k else 1
-        chosen = rng.choice(texts, size=k * max(1, each), replace=k * each > texts)
-        pick = (
-            rng.permutation(np.arange(count) % len(chosen))
-            if rng.random() < 0.5
-            else rng.integers(0, len(chosen), size=count)
-        )
-        return pick % k, chosen[pick], [f"{i}" for i in range(k)]
-
-    def _spelled(self, text: np.ndarray, mixed: bool) -> Ragged:
-        """The texts in one spelling or, if ``mixed``, each in its own."""
-        corpus, rng = self.corpus, self.rng
-        tables = _join(_join(corpus.plain, corpus.cased), corpus.wild)
-        share = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.7, 0.3), (0.5, 0.3, 0.2), (0.75, 0.2, 0.05)]
-        which = rng.choice(5, p=[0.4, 0.08, 0.07, 0.25, 0.2] if mixed else [0.75, 0.25, 0.0, 0.0, 0.0])
-        return tables.take(text + rng.choice(3, size=len(text), p=share[which]) * len(corpus.plain.size))
-
-    def _synthetic(self, k: int, count: int) -> tuple[np.ndarray, Ragged, list[str]]:
-        """Random-word classes. Utterance: ``on`` of the class's words and ``off`` noise words, shuffled."""
-        corpus, rng = self.corpus, self.rng
-        own = int(rng.integers(1, 9))  # words a class has
-        noise = rng.permutation(len(corpus.words))[: int(np.exp(rng.uniform(np.log(30), np.log(3000))))]
-        if rng.random() < 0.4:  # classes share words: no single word decides
-            pool = rng.permutation(len(corpus.words))[: max(2 * own, int(k * own * rng.uniform(0.3, 0.9)))]
-        else:
-            pool = rng.permutation(len(corpus.words))[: k * own + 2]
-        table = np.stack([rng.choice(pool, size=own, replace=len(pool) < own) for _ in range(k)])
-        if len(pool) >= k * own:
-            table = pool[: k * own].reshape(k, own)
-        on = int(rng.integers(1, min(own, 5) + 1))
-        off = int(rng.integers(0, 13 - on))
-        y = rng.integers(0, k, size=count) if rng.random() < 0.5 else rng.permutation(np.arange(count) % k)
-        rank = rng.random((count, own)).argsort(1)[:, :on]
-        zipf = 1.0 / (np.arange(len(noise)) + rng.choice([3.0, 30.0]))
-        other = rng.choice(noise, size=(count, off), p=zipf / zipf.sum())
-        picks = np.concatenate([np.take_along_axis(table[y], rank, 1), other], axis=1)
-        picks = np.take_along_axis(picks, rng.random(picks.shape).argsort(1), 1)
-        keep = rng.random(picks.shape) > rng.choice([0.0, 0.15])  # lengths differ
-        keep[:, 0] |= ~keep.any(1)
-        # the first word of an utterance has no space before it
-        first = np.zeros(picks.shape, bool)
-        first[np.arange(count), keep.argmax(1)] = True
-        index = picks + np.where(first, 0, len(corpus.words))
-        both = _join(corpus.bare, corpus.spaced)
-        size = np.where(keep, both.size[index], 0)
-        flat = compact(both.flat, both.start[index].ravel(), size.ravel())
-        total = size.sum(1)
-        names = ["_".join(corpus.words[w] for w in rng.permutation(table[c])[: min(own, 3)]) for c in range(k)]
-        names = [f"{n}_{corpus.words[i]}" if names.count(n) > 1 else n for i, n in enumerate(names)]
-        return y, Ragged(flat.flat, np.cumsum(total) - total, total), names
-
-    def _drop(self, utterances: Ragged, share: float) -> Ragged:
-        """Leave out tokens at random, never all of an utterance."""
-        keep = self.rng.random(len(utterances.flat)) >= share
-        keep[utterances.start[utterances.size > 0]] = True
-        owner = np.repeat(np.arange(len(utterances.size)), utterances.size)
-        size = np.bincount(owner[keep], minlength=len(utterances.size))
-        return Ragged(utterances.flat[keep], np.cumsum(size) - size, size)
-
     # -- whole episodes -----------------------------------------------------------------------------------------
 
     def classification(self, length: int, kind: str, classes: int | None = None, plain: bool = False) -> Row:
@@ -382,14 +139,15 @@ class EpisodeSampler:
         count = length // 11 + 8  # more than fit; the row is cut at its length
         permutation, text = None, None
         if kind == "synthetic":
-            y, utterances, names = self._synthetic(k, count)
+            y, utterances, names = self.utterances.synthetic(k, count)
         else:
-            draw = {"real": self._real, "topic": self._topic, "exemplar": self._exemplar}[kind]
+            kinds = self.utterances
+            draw = {"real": kinds.real, "topic": kinds.topic, "exemplar": kinds.exemplar}[kind]
             y, text, names = draw(k, count)
             if not plain:
                 permutation = self._permutation()
             # a permutation of tokens would part a word from its capitalised spelling
-            table = corpus.plain if plain else self._spelled(text, permutation is None)
+            table = corpus.plain if plain else self.utterances.spelled(text, permutation is None)
             utterances = table.take(text) if plain else table
             if not plain and rng.random() < 0.12:  # many an utterance has a second, unrelated part
                 other = rng.integers(0, len(corpus.plain.size), count)
@@ -397,13 +155,13 @@ class EpisodeSampler:
                 second.size[rng.random(count) < 0.5] = 0
                 pair = np.stack([np.arange(count), np.arange(count) + count], 1)
                 pair = np.take_along_axis(pair, rng.random((count, 2)).argsort(1), 1).ravel()
-                joined = _join(utterances, second).take(pair)
+                joined = join(utterances, second).take(pair)
                 size = joined.size.reshape(count, 2).sum(1)
                 utterances = Ragged(joined.flat, np.cumsum(size) - size, size)
         if kind == "exemplar":
-            utterances = self._drop(utterances, float(rng.choice([0.1, 0.25, 0.4, 0.55])))
+            utterances = self.utterances.drop(utterances, float(rng.choice([0.1, 0.25, 0.4, 0.55])))
         elif not plain and kind != "synthetic" and rng.random() < 0.4:
-            utterances = self._drop(utterances, float(rng.choice([0.08, 0.15, 0.3])))
+            utterances = self.utterances.drop(utterances, float(rng.choice([0.08, 0.15, 0.3])))
         if permutation is not None:
             utterances = Ragged(permutation[utterances.flat], utterances.start, utterances.size)
         own = names if not plain and kind != "exemplar" and permutation is None and rng.random() < 0.3 else None
@@ -515,28 +273,13 @@ class EpisodeSampler:
                 ]
             )
             ends = Ragged.of(end).take(rng.integers(0, len(end), size=count))
-            both = _join(texts, ends)
+            both = join(texts, ends)
             order = np.stack([np.arange(count), np.arange(count) + count], 1).ravel()
             flat = both.take(order).flat
             size = texts.size + ends.size
             sentences = Ragged(flat, np.cumsum(size) - size, size)
         fit = int(np.searchsorted(np.cumsum(sentences.size), room, side="right"))
         return sentences.take(np.arange(fit))
-
-
-def _runs(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Split ``values`` by the sorted ``keys``: the distinct keys, and for each its values."""
-    distinct, first = np.unique(keys, return_index=True)
-    return distinct, np.split(values, first[1:])
-
-
-def _join(a: Ragged, b: Ragged) -> Ragged:
-    """``a``'s sequences, then ``b``'s."""
-    return Ragged(
-        np.concatenate([a.flat, b.flat]),
-        np.concatenate([a.start, b.start + len(a.flat)]),
-        np.concatenate([a.size, b.size]),
-    )
 
 
 def _assemble(
@@ -559,7 +302,7 @@ def _assemble(
     ``lm``; the first demonstration of a class weighs nothing: nobody can know its name.
     """
     count = len(y)
-    store = _join(_join(utterances, prefixes), _join(labels, separators))
+    store = join(join(utterances, prefixes), join(labels, separators))
     order = (np.arange(count)[:, None] + np.arange(4)[None] * count).ravel()
     body = store.take(order)
     sizes = body.size.reshape(count, 4)
@@ -590,7 +333,7 @@ def _assemble(
 def _earlier(y: np.ndarray) -> np.ndarray:
     """For each item, how many earlier items have its class."""
     order = np.argsort(y, kind="stable")
-    _, groups = _runs(y[order], order)
+    _, groups = runs(y[order], order)
     out = np.empty(len(y), np.int64)
     for group in groups:
         out[group] = np.arange(len(group))

@@ -27,8 +27,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import sglang_ext
 from sglang_ext.launch.reference.corpus import split_rows
-from sglang_ext.launch.reference.episodes import MIX, Corpus, EpisodeSampler, Row, batch
+from sglang_ext.launch.reference.episodes import MIX, EpisodeSampler, Row, batch
 from sglang_ext.launch.reference.model import ReferenceLlama, export
+from sglang_ext.launch.reference.tokens import Corpus
 
 ASSETS = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
 SHOTS = ((1, 1), (2, 3), (4, 7), (8, 15), (16, 31))  # bins of the validation curve

@@ -2,7 +2,7 @@
 
 A layer keeps a request's tokens in cells (slot, lane): a lane is a key-value head, or all of them with
 `heads: homogeneous`. The first tokens go to the cells 0, 1, 2, ...; later ones to the cells of those that were dropped
-(`kernels.cascade_update`). Keys lie there as at position 0: turned back when they are written, and turned to the place
+(`kernels.cascade_update`). Keys lie there as at position 0: rotated back when they are written, and to the place
 where they are seen when they are read.
 
 **When tokens are added.** Strides end at absolute multiples of `stride`, in the prompt and in the answer alike. A

@@ -7,54 +7,26 @@ head is in the state (`kernels.cascade_update`) and in the lists that follow fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from sglang_ext.attention.cascade import Stream
+from sglang_ext.attention.cascade_buffers import ALIGNED, DecodeBuffers, StrideStep
 from sglang_ext.compat import AttentionShape
-from sglang_ext.kernels.cascade_update import CascadeState, Rings
+from sglang_ext.kernels.cascade_update import CascadeState
 from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
-from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, fast, triton_impl
+from sglang_ext.kernels.cells import Rotation, empty_lists, fast, triton_impl
 from sglang_ext.kernels.score_update.triton_impl import update_scores
 from sglang_ext.policies.cascade import Cascade
-
-ALIGNED = 4
-"""Every how many int32 a tensor begins: Triton compiles kernels anew for pointers that are not aligned to 16 bytes."""
 
 KEPT = 4
 """Rows of streams with settings of their own that are kept when their streams have ended."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 """Attention of a stride behind its window, as `kernels.cells.reference.attend`."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """Tokens [first, last) of a stream that one pass computes and that lie in one stride.
-
-    Attributes:
-        added: tokens before the stride, all of them in the sub-caches.
-        before: columns that the first token sees before its own.
-        grows: whether the stride before has to be added first.
-        lists: whether what the stride sees has to be written down first.
-        counted: the tokens whose queries are to be counted in the scores, and were not before.
-    """
-
-    first: int
-    last: int
-    added: int
-    before: int
-    grows: bool
-    lists: bool
-    counted: range
-
-    @property
-    def columns(self) -> int:
-        """What the last token sees, itself included."""
-        return self.before + self.last - self.first
 
 
 @dataclass(frozen=True)
@@ -96,14 +68,14 @@ class RowStream(Stream):
     def close(self) -> None:
         self.home.free.append(self.row)
 
-    def steps(self, begin: int, end: int) -> list[Step]:
+    def steps(self, begin: int, end: int) -> list[StrideStep]:
         """What computing the tokens [begin, end) takes; they count as computed from now on."""
         found = []
         for first, last in self.cascade.strides(begin, end):
             added = first // self.cascade.stride * self.cascade.stride
             before = self.home.rings.kept(added) + first - added
             counted = self.cascade.counted(max(first, self.scored), last)
-            found.append(Step(first, last, added, before, self.added < added, self.listed != added, counted))
+            found.append(StrideStep(first, last, added, before, self.added < added, self.listed != added, counted))
             self.added, self.listed, self.scored = max(self.added, added), added, max(self.scored, last)
         return found
 
@@ -116,7 +88,7 @@ class Rows:
         rows: how many.
         layers: layers of the model, and the number of the first.
         shape: heads of a layer.
-        turn: the model's rotation.
+        rotation: the model's.
         device: of everything.
 
     Attributes:
@@ -132,12 +104,13 @@ class Rows:
         rows: int,
         layers: tuple[int, int],
         shape: AttentionShape,
-        turn: Turn,
+        rotation: Rotation,
         device: torch.device,
         window: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         count, self._first = layers
-        self.cascade, self.rings, self.shape, self.turn, self.device = cascade, cascade.rings, shape, turn, device
+        self.cascade, self.rings, self.shape = cascade, cascade.rings, shape
+        self.rotation, self.device = rotation, device
         self.state = CascadeState.empty(count, rows, cascade.lanes(shape.kv_heads), self.rings, device)
         self.lists = empty_lists(self.state)
         self.free = list(range(rows))[::-1]
@@ -154,7 +127,7 @@ class Rows:
 
     def buffers(self, rows: int) -> DecodeBuffers:
         """Buffers for decoding steps of up to so many of these streams, padding included."""
-        return DecodeBuffers(self.rings, self.shape, self.turn, self.scored, rows, self.device)
+        return DecodeBuffers(self.rings, self.shape, self.rotation, self.scored, rows, self.device)
 
     def begin(self) -> RowStream:
         """A stream that has seen nothing.
@@ -176,7 +149,7 @@ class Rows:
         """One number, made on the device: a copy from the host would wait for it."""
         return torch.full((1,), value, dtype=torch.int32, device=self.device)
 
-    def show(self, step: Step) -> Shown:
+    def show(self, step: StrideStep) -> Shown:
         """What `open` and `prefill` need on the device; once for all layers."""
         added, first = self._number(step.added), step.counted.start - step.first
         return Shown(
@@ -186,7 +159,7 @@ class Rows:
             self._number(self.rings.settled(step.added)),
         )
 
-    def open(self, row: int, step: Step, shown: Shown, slots: torch.Tensor, layer: int | None = None) -> None:
+    def open(self, row: int, step: StrideStep, shown: Shown, slots: torch.Tensor, layer: int | None = None) -> None:
         """Begin a stride: add the one before, write down what this one sees; where that has not been done.
 
         Args:
@@ -210,7 +183,7 @@ class Rows:
         self,
         layer: int,
         row: int,
-        step: Step,
+        step: StrideStep,
         shown: Shown,
         query: torch.Tensor,
         new: tuple[torch.Tensor, torch.Tensor],
@@ -233,8 +206,8 @@ class Rows:
         """
         number = layer - self._first
         slot = self.lists[number, row]
-        triton_impl.gather(*caches, slot, self.turn, step.before, *self.window)
-        triton_impl.store(*new, slot, self.turn, step.before, *caches, *self.window)
+        triton_impl.gather(*caches, slot, self.rotation, step.before, *self.window)
+        triton_impl.store(*new, slot, self.rotation, step.before, *caches, *self.window)
         keys, values = (part[: step.columns] for part in self.window)
         out, lse = attend(query, keys, values, scale)
         if self.scored and step.counted:
@@ -287,7 +260,7 @@ class Rows:
             self.lists[number],
             rows,
             seen,
-            self.turn,
+            self.rotation,
             scale,
             workspace=self.decoding.workspace(batch),
             **scores,
@@ -319,88 +292,3 @@ class OwnRows:
             self._kept.remove(next((each for each in self._kept if each.free), self._kept[0]))
         self._kept.append(home)
         return home.begin()
-
-
-class DecodeBuffers:
-    """What decoding kernels read and write beside the state: allocated once, so that CUDA graphs can hold them.
-
-    Args:
-        rings: sizes of the cascade.
-        shape: heads of a layer.
-        turn: the model's rotation.
-        scored: whether scores are kept.
-        rows: requests of the largest batch.
-        device: of everything.
-
-    Attributes:
-        entries: [rows, slots of a stream] int32, `Rings.columns` of every request.
-    """
-
-    def __init__(
-        self, rings: Rings, shape: AttentionShape, turn: Turn, scored: bool, rows: int, device: torch.device
-    ) -> None:
-        self.rows, self._rings, self._scored = rows, rings, scored
-        width = rings.entries
-        self._sizes = shape.heads, shape.value_dim
-        keys, values = (
-            torch.empty(0, shape.kv_heads, size, dtype=shape.dtype, device=device)
-            for size in (shape.head_dim, shape.value_dim)
-        )
-        self._shares = {
-            batch: fast.splits(batch, shape.heads, keys, values, turn, width, shape.num_sms)
-            for batch in range(1, rows + 1)
-        }
-        most = max(batch * shares for batch, shares in self._shares.items())
-        make = lambda size: torch.empty(size, dtype=torch.float32, device=device)  # noqa: E731
-        self._parts, self._levels = make(most * shape.heads * shape.value_dim), make(most * shape.heads)
-        self._logits = make(rows * shape.heads * width if scored else 0)
-        self._tops = make(rows * shape.heads * decode_impl.chunks(width) if scored else 0)
-        self._arrived = torch.zeros(rows, shape.kv_heads, 2, dtype=torch.int32, device=device)
-        self.entries = torch.full((rows, width), -1, dtype=torch.int32, device=device)
-        self._numbers = torch.zeros(5 * _aligned(rows), dtype=torch.int32, device=device)
-        self._entries_of: list[tuple[int, int]] = []
-
-    def numbers(self, batch: int) -> tuple[torch.Tensor, ...]:
-        """(rows, columns seen, columns settled, whether to be counted, tokens added), each [batch] int32."""
-        return self._numbers[: 5 * _aligned(batch)].view(5, -1)[:, :batch].unbind()
-
-    def workspace(self, batch: int) -> decode_impl.Workspace:
-        """Room for the partial results of a batch of so many rows."""
-        (heads, value_dim), shares = self._sizes, self._shares[batch]
-        size = batch * heads * shares
-        width = self.entries.shape[1] if self._scored else 0
-        chunks = decode_impl.chunks(width) if self._scored else 0
-        return decode_impl.Workspace(
-            self._parts[: size * value_dim].view(batch, heads, shares, value_dim),
-            self._levels[:size].view(batch, heads, shares),
-            self._logits[: batch * heads * width].view(batch, heads, width),
-            self._tops[: batch * heads * chunks].view(batch, heads, chunks),
-            self._arrived[:batch],
-        )
-
-    def load(self, streams: Sequence[tuple[int, Step] | None], batch: int) -> None:
-        """Have the next step of some streams, (row, step) each, in the buffers; the rest of `batch` is padding.
-
-        Without waiting for the device. The entries change only at the end of a stride, or with the batch.
-        """
-        rings = self._rings
-        table = [[0] * _aligned(batch) for _ in range(5)]
-        known = [(-1, -1)] * batch
-        for index, each in enumerate(streams):
-            if each is not None:
-                row, step = each
-                numbers = (row, step.columns, rings.settled(step.added), len(step.counted), step.added)
-                for column, number in zip(table, numbers, strict=True):
-                    column[index] = number
-                known[index] = row, step.added
-        target = self._numbers[: 5 * _aligned(batch)]
-        staged = torch.tensor(table, dtype=torch.int32, pin_memory=target.is_cuda).view(-1)
-        target.copy_(staged, non_blocking=True)
-        if self._scored and known != self._entries_of:
-            self._entries_of = known
-            added = self.numbers(batch)[4]
-            self.entries[:batch] = triton_impl.columns(rings, added, added + rings.stride, rings.entries)
-
-
-def _aligned(numbers: int) -> int:
-    return -(-numbers // ALIGNED) * ALIGNED

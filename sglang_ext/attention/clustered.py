@@ -87,7 +87,7 @@ def columns_of(labels: torch.Tensor, clusters: torch.Tensor, others: bool) -> to
 def row_clusters(placed: Sequence[Placed], columns: int, caches: Caches, query: torch.Tensor) -> RowClusters:
     """Put the clusters of a row together, and estimate their mass.
 
-    Keys stay where they were written: where they are seen elsewhere, the query is turned the other way.
+    Keys stay where they were written: where they are seen elsewhere, the query is rotated the other way.
 
     Args:
         placed: at least one run, disjoint.
@@ -99,8 +99,8 @@ def row_clusters(placed: Sequence[Placed], columns: int, caches: Caches, query: 
     masses, values, before = [], [], 0
     for each in placed:
         summary, size = each.summary(caches.layer), each.whole(caches.layer)
-        turned = rotate(query, torch.tensor(-each.delta, device=query.device), caches.rope) if each.delta else query
-        masses.append(estimated_log_mass(turned, summary.centroids.to(query.dtype), size, caches.scale))
+        rotated = rotate(query, torch.tensor(-each.delta, device=query.device), caches.rope) if each.delta else query
+        masses.append(estimated_log_mass(rotated, summary.centroids.to(query.dtype), size, caches.scale))
         values.append(summary.values.to(query.dtype))
         own = each.labels(caches.layer)
         labels[:, each.begin : each.end] = torch.where(size.gather(1, own) > 0, own + before, -1)

@@ -31,7 +31,7 @@ from sglang_ext.attention.sparse import Asked, SparsePolicy, grouped, measure
 from sglang_ext.attention.tokens import chosen_tokens
 from sglang_ext.cache.cluster_pool import SLACK, ClusterMemory
 from sglang_ext.cache.clusters import ClusterStore, Held, TokenRun, cluster_run
-from sglang_ext.cache.radix import NodeHooks
+from sglang_ext.cache.stitch import NodeHooks
 from sglang_ext.compat import TreeNode
 from sglang_ext.kernels.view_attention import View
 from sglang_ext.policies.clustering import Clustering

@@ -20,8 +20,8 @@ from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import View
 
 if TYPE_CHECKING:
-    from sglang_ext.cache.radix import NodeHooks
     from sglang_ext.cache.rows import Row
+    from sglang_ext.cache.stitch import NodeHooks
 
 CONVERSATION_KEY_BYTES = 32
 """Random bytes in the key of a conversation; base64 spells them in 43 characters."""
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def delta(self) -> int:
-        """By how many positions every key of the run is turned."""
+        """By how many positions every key of the run is rotated."""
         return self.seen - self.written
 
 
@@ -151,7 +151,7 @@ class RowRuns:
 
     Attributes:
         runs: seen whole by every row.
-        tail: first column of the request's own tokens, seen causally up to each row's own column, not turned.
+        tail: first column of the request's own tokens, seen causally up to each row's own column, not rotated.
     """
 
     begin: int

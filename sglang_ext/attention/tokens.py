@@ -9,7 +9,7 @@ from sglang_ext.kernels.rope.reference import rotate
 from sglang_ext.kernels.view_attention import Ranks, Segment
 
 AT_ONCE = 8192
-"""Keys that are copied at once: 8 heads of 128 components in float32 are 32 MB, a few times that if they are turned."""
+"""Keys that are copied at once: 8 heads of 128 components in float32 are 32 MB, a few times that if rotated."""
 
 
 def chosen_tokens(rows: RequestRows, chosen: torch.Tensor) -> Segment:
@@ -25,7 +25,7 @@ def chosen_tokens(rows: RequestRows, chosen: torch.Tensor) -> Segment:
     columns = torch.sort(~chosen, dim=1, stable=True).indices[:, :most]
     padding = torch.arange(most, device=chosen.device) >= counts.unsqueeze(1)
     slots = rows.slots.long()[columns].masked_fill(padding, -1)
-    # Padding is read from slot 0: where that was written, nothing needs to be turned.
+    # Padding is read from slot 0: where that was written, nothing needs to be rotated.
     return Segment(slots, Ranks(torch.where(padding, rows.slot_pos[0].long(), columns)))
 
 
@@ -42,12 +42,12 @@ def token_logits(rows: RequestRows, caches: Caches, query: torch.Tensor) -> torc
     """
     slots = rows.slots.long()
     delta = torch.arange(rows.end, device=slots.device) - rows.slot_pos[slots]
-    turned = bool(delta.any())
+    rotated = bool(delta.any())
 
     def part(begin: int) -> torch.Tensor:
         some = slice(begin, begin + AT_ONCE)
         keys = caches.keys[slots[some]].to(query.dtype)
-        if turned:
+        if rotated:
             keys = rotate(keys, delta[some].unsqueeze(1), caches.rope)
         return torch.einsum("hgd,thd->hgt", query, keys)
 

@@ -21,7 +21,7 @@ from sglang_ext.cache import carried
 from sglang_ext.cache.rows import REQUEST_OWNER, WIRE_KEY, Row
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving import checks
-from sglang_ext.serving.access import check_reading, check_retriever, may_read, may_see_definitions
+from sglang_ext.serving.access import check_reading, check_retriever, may_read
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import Ending, constrain
 from sglang_ext.serving.labels import ASKED, Asked, Prompt, check_quota, label_probabilities
@@ -92,15 +92,13 @@ def custom_params(obj: Any) -> list[dict[str, Any]]:
     """The custom_params of every prompt of a request, empty ones left out."""
     params = getattr(obj, "sampling_params", None)
     listed = params if isinstance(params, list) else [params]
-    found = [(item or {}).get("custom_params") for item in listed]
-    return [item for item in found if isinstance(item, dict) and item]
+    return [item for item in ((each or {}).get("custom_params") for each in listed) if isinstance(item, dict) and item]
 
 
 def scored(obj: Any) -> int:
     """How many prompts of a request want the probabilities of labels."""
-    params = obj.sampling_params
     wanted = sum(bool(custom.get("label_probs")) for custom in custom_params(obj))
-    return wanted if isinstance(params, list) else wanted * count_prompts(obj)
+    return wanted if isinstance(obj.sampling_params, list) else wanted * count_prompts(obj)
 
 
 def around_generate_request(
@@ -400,26 +398,3 @@ async def _own_tokens(
     else:
         own = encode_text(manager.tokenizer, text)
     return own, lead, options.query or obj.text
-
-
-async def around_flush_cache(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND TokenizerManager.flush_cache: blocks are looked up again before they are used."""
-    service: PoolService | None = getattr(manager, "ext_pools", None)
-    if service is not None:
-        service.encoder.flushed()
-    result = await original(manager, *args, **kwargs)
-    if service is not None:
-        service.encoder.flushed()
-    return result
-
-
-async def around_get_internal_state(original: Callable[..., Any], manager: Any) -> Any:
-    """AROUND TokenizerManager.get_internal_state: pools and counters beside the schedulers' in /server_info."""
-    states = await original(manager)
-    service: PoolService | None = getattr(manager, "ext_pools", None)
-    if service is not None:
-        shown = {"pools": service.list()} if may_see_definitions(manager) else {}
-        for state in states:
-            counts = {**service.counters, "num_pools": len(service.pools)}
-            state["sglang_ext"] = {**state.get("sglang_ext", {}), **counts, **shown}
-    return states

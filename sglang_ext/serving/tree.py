@@ -9,8 +9,9 @@ from typing import Any
 from sglang_ext import compat
 from sglang_ext.attention.backend import view_backend
 from sglang_ext.cache import carried
-from sglang_ext.cache.radix import BlockRadixCache, MissingBlocks
+from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.cache.rows import INTERNAL, Row
+from sglang_ext.cache.stitch import MissingBlocks
 from sglang_ext.serving.mode import Mode
 
 CHUNK_MARGIN = 64  # tokens that requests which run beside a chunked prompt generate until it is through

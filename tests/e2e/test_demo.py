@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.launch import cli, demo, demo_data
+from sglang_ext.launch import cli, demo, demo_data, demo_server
 
 METHODS = ("DBSA 30%", "Fixed ICL", "RetICL", "zero-shot")
 QUERIES = 16
@@ -87,8 +87,8 @@ def test_demo_on_banking77(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 def test_failed_answers_are_counted_and_named(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """A server without grammars answers no question whose answer is constrained to labels."""
-    command = demo._server_command
-    monkeypatch.setattr(demo, "_server_command", lambda *given: [*command(*given), "--grammar-backend", "none"])
+    command = demo_server._server_command
+    monkeypatch.setattr(demo_server, "_server_command", lambda *given: [*command(*given), "--grammar-backend", "none"])
     assert cli.main(["demo", "--queries", "4", "--pool-tokens", "1024"]) == cli.FAILED
     said = capsys.readouterr().err
     assert "all 4 answers failed" in said and "--grammar-backend none" in said and "(4 times)" in said, said
@@ -156,7 +156,7 @@ def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_server_that_cannot_start_shows_its_log(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     command = [sys.executable, "-c", "print('no room for the model'); raise SystemExit(3)"]
-    monkeypatch.setattr(demo, "_server_command", lambda *_: command)
+    monkeypatch.setattr(demo_server, "_server_command", lambda *_: command)
     assert cli.main(["demo", "--queries", "5"]) == cli.FAILED
     said = capsys.readouterr().err
     assert "ended with status 3" in said and "no room for the model" in said

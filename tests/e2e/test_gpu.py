@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 POOLS: dict[str, dict[str, Any]] = {
     "short": {"block_size": 3},  # blocks of 45 tokens: encoded by the work list
     "long": {"block_size": 24},  # of 360: encoded as FlashInfer's virtual requests
-    "local": {"block_size": 24, "positions": "local"},  # keys are turned while blocks are encoded
+    "local": {"block_size": 24, "positions": "local"},  # keys are rotated while blocks are encoded
     "self": {"block_size": 24, "pattern": "self"},
 }
 DEMONSTRATIONS = 96

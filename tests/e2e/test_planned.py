@@ -16,7 +16,7 @@ from tests.oracle import models
 
 POOLS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "local": {"positions": "local"},  # keys are turned while blocks are encoded
+    "local": {"positions": "local"},  # keys are rotated while blocks are encoded
 }
 
 

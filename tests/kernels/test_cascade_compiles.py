@@ -13,7 +13,7 @@ COMPILE = """
 import torch
 from sglang_ext.kernels import score_update
 from sglang_ext.kernels.cascade_update import CascadeState, triton_impl as cascade
-from sglang_ext.kernels.cells import Turn, decode_impl, empty_lists, triton_impl as cells
+from sglang_ext.kernels.cells import Rotation, decode_impl, empty_lists, triton_impl as cells
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.score_update import triton_impl as scores
 from sglang_ext.policies.cascade import Cascade
@@ -28,21 +28,21 @@ stand_in(cascade, "_fill_kernel", "_cascade_kernel", shared=SMALL)
 setting = Cascade(window=4096, cascades=4, stride=1024)
 rings, half = setting.rings, torch.bfloat16
 state = CascadeState.empty(1, 2, 8, rings, "cpu")
-lists, turn = empty_lists(state), Turn.of(Rope(torch.ones(64)))
+lists, rotation = empty_lists(state), Rotation.of(Rope(torch.ones(64)))
 row, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
 entries = torch.zeros(1, rings.entries, dtype=torch.int32)
 cascade.cascade_update(state, row, row, row, rings)
 cells.columns(rings, row, row, rings.entries)
 cells.list_columns(lists, state, row, entries, entries, rings)
 cache, window = (torch.zeros(rings.entries, 8, 128, dtype=half) for _ in range(2))
-cells.gather(cache, cache, lists[0, 0], turn, 4096, window, window)
-cells.store(window[:1024], window[:1024], lists[0, 0], turn, 64, cache, cache, window, window)
+cells.gather(cache, cache, lists[0, 0], rotation, 4096, window, window)
+cells.store(window[:1024], window[:1024], lists[0, 0], rotation, 64, cache, cache, window, window)
 query = torch.zeros(1, 1024, 32, 128, dtype=half)
 scores.update_scores(state.score[0], entries, row, query, window.transpose(0, 1)[None], torch.zeros(1, 1024, 32), zero,
                      zero, scale=0.1, beta=0.9999, skip=zero)
 assert "wgmma" in compiled["score_update_columns_kernel"].asm["ptx"]
 token = window[:1]
-decode_impl.decode(query[:, 0], token, token, cache, cache, lists[0], row, zero, turn, 0.1,
+decode_impl.decode(query[:, 0], token, token, cache, cache, lists[0], row, zero, rotation, 0.1,
                    score=state.score[0], entries=entries, skip=zero, fresh=zero, beta=0.9999)
 assert all(text in compiled["cells_share_kernel"].asm["ptx"] for text in ("mma.sync", "cos.approx", "cp.async"))
 assert len(compiled) == 10, compiled
@@ -50,11 +50,11 @@ assert len(compiled) == 10, compiled
 # Other heads, in as little shared memory as the smaller GPUs have.
 for dim, dtype in ((64, half), (128, half), (192, half), (256, half), (64, torch.float32), (128, torch.float32),
                    (256, torch.float32)):
-    turn = Turn.of(Rope(torch.ones(dim // 2)))
+    rotation = Rotation.of(Rope(torch.ones(dim // 2)))
     cache = torch.zeros(rings.entries, 8, dim, dtype=dtype)
     query, token = torch.zeros(1, 1024, 32, dim, dtype=dtype), cache[:1]
-    cells.gather(cache, cache, lists[0, 0], turn, 4096, cache, cache)
-    decode_impl.decode(query[:, 0], token, token, cache, cache, lists[0], row, zero, turn, 0.1,
+    cells.gather(cache, cache, lists[0, 0], rotation, 4096, cache, cache)
+    decode_impl.decode(query[:, 0], token, token, cache, cache, lists[0], row, zero, rotation, 0.1,
                        score=state.score[0], entries=entries, skip=zero, fresh=zero, beta=0.9999)
     for rows in (16, 1024):
         scores.update_scores(state.score[0], entries, row, query[:, :rows], cache.transpose(0, 1)[None],

@@ -19,7 +19,7 @@ import torch
 from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
 from sglang_ext.kernels.cells import (
-    Turn,
+    Rotation,
     cuda_impl,
     decode_impl,
     empty_lists,
@@ -37,7 +37,7 @@ SMALL = decode_impl.Tuning(columns=16, warps=2, stages=1, programs=3, scores=8)
 CASCADE = Cascade(window=12, cascades=3, sinks=2, stride=5, beta=0.9)
 
 
-def turned(x: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
+def rotated(x: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
     """x [..., dim] rotated at a position, in float64, by complex numbers."""
     half = rope.inv_freq.numel()
     spin = torch.polar(torch.ones(half, dtype=torch.float64), position * rope.inv_freq.cpu().double())
@@ -95,9 +95,9 @@ class World:
                 module.list_columns(lists, state, at, shown, slots[row : row + 1], cascade.rings)
                 kept, last = cascade.rings.kept(first), min(first + cascade.stride, length)
                 new = range(first, last)
-                key = torch.stack([turned(raw[0][n], kept + n - first, rope) for n in new]).to(dtype).to(DEVICE)
+                key = torch.stack([rotated(raw[0][n], kept + n - first, rope) for n in new]).to(dtype).to(DEVICE)
                 module.store(
-                    key, raw[1][first:last].to(DEVICE), lists[1, row], Turn.of(rope), kept, world.keys, world.values
+                    key, raw[1][first:last].to(DEVICE), lists[1, row], Rotation.of(rope), kept, world.keys, world.values
                 )
                 if last % cascade.stride:
                     break
@@ -120,7 +120,7 @@ class World:
         tokens = self.tokens(row, head if self.cascade.heads == "independent" else 0)
         key, value = self.raw[row]
         return (
-            torch.stack([turned(key[n, head], column, self.rope) for column, n in enumerate(tokens)]),
+            torch.stack([rotated(key[n, head], column, self.rope) for column, n in enumerate(tokens)]),
             value[tokens, head].double(),
         )
 
@@ -153,14 +153,14 @@ def test_columns_are_those_of_the_rings() -> None:
 @pytest.mark.parametrize("module", [reference, triton_impl], ids=["reference", "triton"])
 def test_a_gathered_window_is_what_the_rule_keeps(module: Any, shape: dict[str, Any]) -> None:
     world = World.make(module, LENGTHS, **shape)
-    turn, kv_heads = Turn.of(world.rope), world.keys.shape[1]
+    rotation, kv_heads = Rotation.of(world.rope), world.keys.shape[1]
     for row in LENGTHS:
         columns = len(world.tokens(row, 0))
         out = [
             torch.full((columns + 2, *c.shape[1:]), 7.0, dtype=c.dtype, device=DEVICE)
             for c in (world.keys, world.values)
         ]
-        module.gather(world.keys, world.values, world.lists[1, row], turn, columns, *out)
+        module.gather(world.keys, world.values, world.lists[1, row], rotation, columns, *out)
         for head in range(kv_heads):
             key, value = world.seen(row, head)
             assert (out[0][:columns, head].cpu().double() - key).abs().max() <= tolerance(world.keys.dtype)
@@ -177,8 +177,8 @@ def test_store_writes_behind_the_window_too_and_nowhere_else(module: Any) -> Non
     window = [torch.zeros(entries, *c.shape[1:], device=DEVICE) for c in (world.keys, world.values)]
     fused = torch.cat([new[0].flatten(1), new[1].flatten(1)], dim=1)  # rows as a fused projection leaves them
     split = [t.unflatten(1, (2, -1)) for t in fused.chunk(2, dim=1)]
-    module.store(*split, slot, Turn.of(world.rope), 14, world.keys, world.values, *window)
-    back = torch.stack([turned(new[0][n].cpu(), -14 - n, world.rope) for n in range(3)]).float().to(DEVICE)
+    module.store(*split, slot, Rotation.of(world.rope), 14, world.keys, world.values, *window)
+    back = torch.stack([rotated(new[0][n].cpu(), -14 - n, world.rope) for n in range(3)]).float().to(DEVICE)
     stored = back, new[1]
     for cache, old, kept, fresh, behind in zip((world.keys, world.values), before, stored, new, window, strict=True):
         for head in range(2):
@@ -227,7 +227,7 @@ def test_decode(decode: Any, more: dict[str, Any], reduction: str | None, shape:
 NO_CUDA = (
     "there is no GPU"
     if DEVICE == "cpu"
-    else cuda_impl.refusal(torch.device(DEVICE), HALF, 128, 128, 1, Turn.of(Rope(torch.ones(64))))
+    else cuda_impl.refusal(torch.device(DEVICE), HALF, 128, 128, 1, Rotation.of(Rope(torch.ones(64))))
 )
 
 
@@ -263,10 +263,10 @@ def random_cells(batch: int, columns: int, kv_heads: int, heads: int, dim: int, 
     entries = torch.stack([torch.randperm(columns, generator=gen) for _ in range(batch)]).int().to(DEVICE)
     tokens = draw(batch, heads, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
     caches = draw(batch * columns + 5, kv_heads, dim), draw(batch * columns + 5, kv_heads, dim)
-    turn = Turn.of(Rope((1e4 ** -torch.arange(0, 1, 2 / dim)).to(DEVICE)))
+    rotation = Rotation.of(Rope((1e4 ** -torch.arange(0, 1, 2 / dim)).to(DEVICE)))
     return {
         "given": (*tokens, *caches, slot.transpose(0, 1).int().contiguous().to(DEVICE)),
-        "turn": turn,
+        "rotation": rotation,
         "score": torch.zeros(batch, lanes, columns, device=DEVICE),
         "entries": entries,
     }
@@ -277,7 +277,7 @@ def check_shares(decode: Any, shares: int, lanes: int, reduction: str | None, di
     kv_heads, heads, batch, device = 2, 8, 3, torch.device(DEVICE)
     cells = random_cells(batch, columns, kv_heads, heads, dim, lanes)
     ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
-    where = ints(2, 0, 1), ints(columns, 17, columns * 5 // 8), cells["turn"], 0.1
+    where = ints(2, 0, 1), ints(columns, 17, columns * 5 // 8), cells["rotation"], 0.1
     workspace = decode_impl.Workspace.empty(
         batch, heads, kv_heads, dim, columns, shares, device, scores=reduction is not None
     )
@@ -381,12 +381,12 @@ def test_more_rows_than_run_at_once(lanes: int, launched: list[int]) -> None:
     draw = lambda *size: torch.randn(*size, generator=gen, device=DEVICE).to(torch.bfloat16)  # noqa: E731
     caches = [draw(batch * columns, kv_heads, dim) for _ in range(2)]
     slot = torch.randperm(batch * columns, generator=gen, device=DEVICE).view(batch, 1, columns).int()
-    turn = Turn.of(Rope((1e4 ** -torch.arange(0, 1, 1 / 32)).to(DEVICE)))
+    rotation = Rotation.of(Rope((1e4 ** -torch.arange(0, 1, 1 / 32)).to(DEVICE)))
     ints = lambda value: torch.full((batch,), value, dtype=torch.int32, device=DEVICE)  # noqa: E731
     entries = torch.arange(columns, dtype=torch.int32, device=DEVICE).expand(batch, -1).contiguous()
     rows, score = torch.arange(batch, device=DEVICE), torch.zeros(batch, lanes, columns, device=DEVICE)
     given = draw(batch, 16, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
-    arguments = slot.expand(-1, lanes, -1).contiguous(), rows, ints(columns), turn, 0.1
+    arguments = slot.expand(-1, lanes, -1).contiguous(), rows, ints(columns), rotation, 0.1
     options = {"entries": entries, "skip": ints(3), "fresh": ints(1), "beta": 0.5}
     scores, outs = [score.clone(), score.clone()], []
     for decode, kept in zip((reference.decode, fast.decode), scores, strict=True):
@@ -408,12 +408,12 @@ def test_cuda_compiles_for_hopper(
 
 
 def test_where_cuda_is_refused() -> None:
-    turn = Turn.of(Rope(torch.ones(64)))
-    given = (torch.device("cuda"), torch.bfloat16, 128, 128, 4, turn)
+    rotation = Rotation.of(Rope(torch.ones(64)))
+    given = (torch.device("cuda"), torch.bfloat16, 128, 128, 4, rotation)
     for at, value, reason in (
         (0, torch.device("cpu"), "device cpu"), (1, torch.float32, "16 bits only"), (2, 96, "heads of 96"),
-        (3, 64, "heads of 128 and 64"), (4, 9, "groups of 9"), (5, Turn.of(Rope(torch.ones(32))), "64 of 128"),
-        (5, Turn.of(Rope(torch.ones(64), False)), "neox=False"),
+        (3, 64, "heads of 128 and 64"), (4, 9, "groups of 9"), (5, Rotation.of(Rope(torch.ones(32))), "64 of 128"),
+        (5, Rotation.of(Rope(torch.ones(64), False)), "neox=False"),
     ):  # fmt: skip
         assert reason in (cuda_impl.refusal(*given[:at], value, *given[at + 1 :]) or "")
 
@@ -450,7 +450,7 @@ def check_decode(
         scores |= {"beta": 0.9, "reduction": reduction}
     out = decode(
         query.to(DEVICE), *(t.to(DEVICE) for t in new), world.keys, world.values, world.lists[1],
-        ints(rows), ints(seen), Turn.of(world.rope), 0.4, **scores, **more,
+        ints(rows), ints(seen), Rotation.of(world.rope), 0.4, **scores, **more,
     )  # fmt: skip
     wanted = before.double().clone()
     for b, row in enumerate(rows):
@@ -507,9 +507,9 @@ def test_settled_scores_decide_nothing() -> None:
 
 def test_phases_wrap_where_angles_do() -> None:
     rope = Rope(torch.tensor([1.0, 0.3, 1e-3, 5e-7, 4.0]))
-    turn = Turn.of(rope)
+    rotation = Rotation.of(rope)
     position = torch.tensor([0, 1, -1, 20_000, -(2**18), 2**18], dtype=torch.int32)
-    angle = (position[:, None] * turn.phase).double() * (2 * torch.pi / 2**32)
+    angle = (position[:, None] * rotation.phase).double() * (2 * torch.pi / 2**32)
     exact = position.double()[:, None] * rope.inv_freq.double()
     assert ((angle - exact + torch.pi) % (2 * torch.pi) - torch.pi).abs().max() < 2e-4
     assert angle.abs().max() <= torch.pi
@@ -517,11 +517,11 @@ def test_phases_wrap_where_angles_do() -> None:
 
 def test_bad_input_is_refused() -> None:
     world = World.make(reference, {0: 7})
-    slot, turn = world.lists[1], Turn.of(world.rope)
+    slot, rotation = world.lists[1], Rotation.of(world.rope)
     one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     token = torch.zeros(1, 2, 16, device=DEVICE)
     for decode in (reference.decode, decode_impl.decode):
-        arguments = (token, token, world.keys, world.values, slot, one, one, turn, 1.0)
+        arguments = (token, token, world.keys, world.values, slot, one, one, rotation, 1.0)
         with pytest.raises(ValueError, match="expected \\[batch, heads, 16\\] with a multiple of 2"):
             decode(token[:, :1], *arguments)
         with pytest.raises(ValueError, match=r"rows is torch\.float32"):
@@ -544,15 +544,15 @@ def test_bad_input_is_refused() -> None:
     for module in (reference, triton_impl):
         for window in ((token, None), (None, token)):
             with pytest.raises(ValueError, match="one of out_keys and out_values: expected both"):
-                module.store(token, token, slot[0], turn, 0, world.keys, world.values, *window)
+                module.store(token, token, slot[0], rotation, 0, world.keys, world.values, *window)
         with pytest.raises(ValueError, match=r"expected int32 \[\.\.\., lanes, entries\]"):
-            module.gather(world.keys, world.values, slot[0].long(), turn, 3, token, token)
+            module.gather(world.keys, world.values, slot[0].long(), rotation, 3, token, token)
         with pytest.raises(ValueError, match="expected 2, one a key-value head, or 1"):
             three = slot[0].expand(3, 2, -1)[:, 0]
-            module.gather(world.keys, world.values, three, turn, 3, token, token)
+            module.gather(world.keys, world.values, three, rotation, 3, token, token)
         with pytest.raises(ValueError, match=r"from Rings\.columns with the whole open stride"):
             module.list_columns(world.lists, world.state, one, one[None], one[None], world.cascade.rings)
     with pytest.raises(ValueError, match="expected \\[at least 3, 2, 16\\]"):
-        triton_impl.gather(world.keys, world.values, slot[0], turn, 3, token, token)
+        triton_impl.gather(world.keys, world.values, slot[0], rotation, 3, token, token)
     with pytest.raises(ValueError, match="the heads of a row one after the other"):
-        triton_impl.store(token.transpose(0, 1), token, slot[0], turn, 0, world.keys, world.values)
+        triton_impl.store(token.transpose(0, 1), token, slot[0], rotation, 0, world.keys, world.values)

@@ -110,14 +110,14 @@ def make_world(
         dense[b, :count] = tokens.int()
         keys[tokens], values[tokens] = normal(count, kv_heads, dim), normal(count, kv_heads, value_dim)
         dense[b, 1:count:5] = -1
-    turned = None if rotations == 1 else torch.randint(0, rotations, (batch, most), generator=gen, dtype=torch.int32)
+    rotation = None if rotations == 1 else torch.randint(0, rotations, (batch, most), generator=gen, dtype=torch.int32)
     runs = None if rotations == 1 else torch.randint(0, rotations, (batch, 3), generator=gen, dtype=torch.int32)
     return World(
         normal(batch, rotations, kv_heads * group, dim),
         keys,
         values,
         ClusterPool(centroids, means, sizes, starts, torch.tensor(members, dtype=torch.int32)),
-        ClusterRows(listed, torch.tensor([len(row) for row in clustered], dtype=torch.int32), turned),
+        ClusterRows(listed, torch.tensor([len(row) for row in clustered], dtype=torch.int32), rotation),
         DenseTokens(dense, torch.tensor(own, dtype=torch.int32), runs, TILE),
         scale=0.4,
     )
@@ -130,8 +130,8 @@ def expected_logit(world: World, b: int, h: int, g: int, cell: int) -> float:
     size = int(world.pool.sizes[tile, h, inside])
     if place >= world.rows.counts[b] or size == 0:
         return -math.inf
-    turn = 0 if world.rows.rotation is None else world.rows.rotation[b, place]
-    q = world.query[b, turn, h * world.group + g]
+    rotation = 0 if world.rows.rotation is None else world.rows.rotation[b, place]
+    q = world.query[b, rotation, h * world.group + g]
     return float(q @ world.pool.centroids[tile, h, inside]) * world.scale + math.log(size)
 
 
@@ -145,8 +145,8 @@ def expected(world: World, exact: torch.Tensor, approx: torch.Tensor) -> tuple[t
             h, g = divmod(head, world.group)
             weights, seen = [], []
 
-            def read(slot: int, turn: int, b=b, head=head, h=h, weights=weights, seen=seen) -> None:
-                weights.append(math.exp(float(world.query[b, turn, head] @ world.keys[slot, h]) * world.scale))
+            def read(slot: int, rotation: int, b=b, head=head, h=h, weights=weights, seen=seen) -> None:
+                weights.append(math.exp(float(world.query[b, rotation, head] @ world.keys[slot, h]) * world.scale))
                 seen.append(world.values[slot, h])
 
             for entry in range(int(world.dense.counts[b])):
@@ -221,7 +221,7 @@ def attend(
     lse = torch.empty(batch, heads, device=DEVICE)
     for buffer in (out, lse, workspace.parts, workspace.part_lse):
         buffer.fill_(math.nan)
-    for buffer in (workspace.slots, workspace.turns, workspace.summaries):
+    for buffer in (workspace.slots, workspace.rotations, workspace.summaries):
         buffer.fill_(10**6)
     triton_impl.cluster_attention(
         w.query, w.keys, w.values, w.pool, w.rows, w.dense, selection, logits, w.scale,
@@ -565,20 +565,20 @@ stand_in(attention, "_scores", "_expand", "_attend", "_merge")
 stand_in(top_p, "_search", "_compact")
 stand_in(kmeans, "_measure", "_begin", "_assign", "_update")
 stand_in(buffers, "_copy_slots", "_advance")
-stand_in(rope, "_angle_tables", "_turn")
+stand_in(rope, "_angle_tables", "_rotate")
 
 def ints(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
 half, batch, heads, dim = torch.bfloat16, 8, 8, 128
-for turned, group in ((False, "union"), (True, "mean")):
-    query = torch.zeros(batch, 4 if turned else 1, 4 * heads, dim, dtype=half)
+for rotated, group in ((False, "union"), (True, "mean")):
+    query = torch.zeros(batch, 4 if rotated else 1, 4 * heads, dim, dtype=half)
     pool = ClusterPool.empty(2, heads, dim, dim, 32, half, "cpu")
-    lists = (ints(batch, 64), ints(batch, 64)) if turned else (None, None)
+    lists = (ints(batch, 64), ints(batch, 64)) if rotated else (None, None)
     rows = ClusterRows(ints(batch, 64), ints(batch), *lists)
-    dense = DenseTokens(ints(batch, 1024), ints(batch), ints(batch, 16) if turned else None)
+    dense = DenseTokens(ints(batch, 1024), ints(batch), ints(batch, 16) if rotated else None)
     scores = attention.centroid_scores(query, pool, rows, 0.1)
-    run, align = (64, attention.aligned(64)) if turned else (1, 1)
+    run, align = (64, attention.aligned(64)) if rotated else (1, 1)
     chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), group=group, run=run, align=align)
     cache = torch.zeros(16, heads, dim, dtype=half)
     attention.cluster_attention(query, cache, cache, pool, rows, dense, chosen, scores[0], 0.1)
@@ -586,7 +586,7 @@ cache = torch.zeros(8192, heads, dim, dtype=half)
 kmeans.kmeans(cache, cache, ints(8192), Plan((8192,)), iterations=2)
 table = Rope(torch.zeros(64))
 rope.angle_tables(ints(12), table, torch.zeros(12, 64), torch.zeros(12, 64))
-rope.turn_queries(query[:3, 0], torch.zeros(12, 64), torch.zeros(12, 64), ints(3), table, query[:3])
+rope.rotate_queries(query[:3, 0], torch.zeros(12, 64), torch.zeros(12, 64), ints(3), table, query[:3])
 longs = torch.zeros(8, dtype=torch.int64)
 buffers._copy_slots[(1,)](longs, ints(64), ints(8, 64), BLOCK=buffers.COPY, num_warps=4)
 buffers._advance[(1,)](longs, longs, *(ints(8) for _ in range(4)), ints(8, 64), 8, 64, BLOCK=128, num_warps=4)

@@ -194,7 +194,7 @@ def test_refusals() -> None:
             replace(case, **{name: value}).run()
     with pytest.raises(ValueError, match="group='mean'"):
         case.run(group="mean")
-    turned = replace(case.rows, rotation=torch.zeros_like(case.rows.tiles))
+    rotated = replace(case.rows, rotation=torch.zeros_like(case.rows.tiles))
     with pytest.raises(ValueError, match="2 rotations"):
-        replace(case, query=case.query.repeat(1, 2, 1, 1), rows=turned).run()
+        replace(case, query=case.query.repeat(1, 2, 1, 1), rows=rotated).run()
     assert (case.out.counts == GARBAGE).all()

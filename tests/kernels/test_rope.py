@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.kernels.rope import Rope, rotate
-from sglang_ext.kernels.rope.triton_impl import angle_tables, turn_queries
+from sglang_ext.kernels.rope.triton_impl import angle_tables, rotate_queries
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -19,14 +19,14 @@ def make_rope(rotary_dim: int, neox: bool, base: float = 10000.0) -> Rope:
 
 
 def by_complex_numbers(x: torch.Tensor, delta: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """`x` turned by `delta`: each pair of components is one complex number, times exp(i * delta * frequency)."""
+    """`x` rotated by `delta`: each pair of components is one complex number, times exp(i * delta * frequency)."""
     x, d = x.to(torch.float64), 2 * len(rope.inv_freq)
     out = x.clone()
     for pair, frequency in enumerate(rope.inv_freq.tolist()):
         real, imaginary = (pair, pair + d // 2) if rope.neox else (2 * pair, 2 * pair + 1)
         angle = delta.to(torch.float64) * frequency
-        turned = torch.complex(x[..., real], x[..., imaginary]) * torch.polar(torch.ones_like(angle), angle)
-        out[..., real], out[..., imaginary] = turned.real, turned.imag
+        rotated = torch.complex(x[..., real], x[..., imaginary]) * torch.polar(torch.ones_like(angle), angle)
+        out[..., real], out[..., imaginary] = rotated.real, rotated.imag
     return out
 
 
@@ -112,10 +112,10 @@ def test_queries_in_several_rotations(head_dim: int, rotary_dim: int, neox: bool
     cos, sin = torch.zeros(9, rotary_dim // 2, device=DEVICE), torch.zeros(9, rotary_dim // 2, device=DEVICE)
     angle_tables(deltas, rope, cos, sin)
     out = torch.full((3, 3, 4, head_dim), 77.0, device=DEVICE)
-    turn_queries(wide[:, : 4 * head_dim].view(3, 4, head_dim), cos, sin, counts, rope, out)
+    rotate_queries(wide[:, : 4 * head_dim].view(3, 4, head_dim), cos, sin, counts, rope, out)
     for row, count in enumerate(counts.tolist()):
         expected = rotate(query[row].expand(3, -1, -1), -deltas[row].view(-1, 1), rope)
         torch.testing.assert_close(out[row, :count], expected[:count], atol=TOLERANCE[torch.float32] * 5, rtol=0)
         assert (out[row, count:] == 77).all(), "what lies behind the count is not touched"
     with pytest.raises(ValueError, match="expected"):
-        turn_queries(query, cos[:8], sin[:8], counts, rope, out)
+        rotate_queries(query, cos[:8], sin[:8], counts, rope, out)

@@ -32,7 +32,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # beside values of orde
 SLOTS = 97
 
 
-def turn(vector: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
+def rotated(vector: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
     """One float64 vector rotated to `position`."""
     half = len(rope.inv_freq)
     head, rest = vector[: 2 * half], vector[2 * half :]
@@ -43,10 +43,10 @@ def turn(vector: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
     return torch.cat([head, rest])
 
 
-def turn_all(vectors: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
+def all_rotated(vectors: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
     """[n, heads, head_dim] float64, vector n of every head rotated to positions[n]."""
-    turned = [torch.stack([turn(v, p, rope) for v in row]) for row, p in zip(vectors, positions.tolist(), strict=True)]
-    return torch.stack(turned)
+    each = zip(vectors, positions.tolist(), strict=True)
+    return torch.stack([torch.stack([rotated(v, p, rope) for v in row]) for row, p in each])
 
 
 @dataclass
@@ -96,10 +96,10 @@ class World:
         key_cache, value_cache = torch.full_like(self.keys, math.nan), torch.full_like(self.values, math.nan)
         for head in range(self.keys.shape[1]):
             for slot, _ in self._cells(view, head, row=0):
-                key_cache[slot, head] = turn(self.keys[slot, head], int(self.slot_pos[slot]), self.rope)
+                key_cache[slot, head] = rotated(self.keys[slot, head], int(self.slot_pos[slot]), self.rope)
                 value_cache[slot, head] = self.values[slot, head]
         return view_attention(
-            turn_all(self.query, self.query_pos, self.rope).to(dtype),
+            all_rotated(self.query, self.query_pos, self.rope).to(dtype),
             self.query_pos,
             view,
             key_cache.to(dtype),
@@ -122,8 +122,8 @@ class World:
                 cells = [(slot, seen) for slot, seen in named if seen is not None]
                 if not cells:
                     continue
-                query = turn(self.query[row, head], position, self.rope)
-                keys = torch.stack([turn(self.keys[slot, head // group], seen, self.rope) for slot, seen in cells])
+                query = rotated(self.query[row, head], position, self.rope)
+                keys = torch.stack([rotated(self.keys[slot, head // group], seen, self.rope) for slot, seen in cells])
                 logits = keys @ query * self.scale
                 values = torch.stack([self.values[slot, head // group] for slot, _ in cells])
                 out[row, head], lse[row, head] = torch.softmax(logits, 0) @ values, torch.logsumexp(logits, 0)
@@ -356,8 +356,8 @@ def test_rotating_the_query_by_run_equals_rotating_the_keys(seed: int) -> None:
     row = torch.arange(1, 30)
     whole = View((Segment(row, Consecutive(0)),))
     states = []
-    keys = turn_all(world.keys, world.slot_pos, world.rope)
-    query = turn_all(world.query, world.query_pos, world.rope)
+    keys = all_rotated(world.keys, world.slot_pos, world.rope)
+    query = all_rotated(world.query, world.query_pos, world.rope)
     cut = runs(row, world.slot_pos)
     assert len(cut) == 3
     for first, end, delta in cut:

@@ -22,7 +22,7 @@ from sglang_ext.kernels.view_attention.planned import view_attention_plan
 from tests.kernels import sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Largest error beside the largest value of the output; half types round the turned query and the weights.
+# Largest error beside the largest value of the output; half types round the rotated query and the weights.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 LSE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # of a sum of order one
 SMALL = Config(block_m=16, block_n=16, num_programs=6, min_split=16, merge_block=4)
@@ -140,7 +140,7 @@ class World:
             value_dim=self.value_dim,
             rope=self.rope,
             part_dtype=part_dtype,
-            turned=self.dtype if plan.config.groups else None,
+            rotated=self.dtype if plan.config.groups else None,
         )
         poison(buffers)
         return buffers
@@ -208,8 +208,8 @@ def poison(buffers: PlanBuffers) -> None:
     buffers.kv_slots.fill_(NOWHERE)
     buffers.cos.fill_(float("nan"))
     buffers.sin.fill_(float("nan"))
-    if buffers.turned is not None:
-        buffers.turned.fill_(float("nan"))
+    if buffers.rotated is not None:
+        buffers.rotated.fill_(float("nan"))
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
@@ -558,9 +558,9 @@ compiled(upkeep._advance, c, BLOCK=128)
 compiled(upkeep._gather_slots, c, BLOCK=1024)
 compiled(upkeep._straight, c, BLOCK=1024)
 compiled(angles._angle_tables, c, HALF=64, BLOCK=64)
-turn = {"turned": "*bf16", "counts": "*i32", "turned_rows": "i32"}
-TYPES |= turn
-compiled(hopper._turn, c, KV_HEADS=8, GROUP=4, DIM=128, ROTARY=128, NEOX=True, PROGRAMS=hopper.TURNING)
+rotation = {"rotated": "*bf16", "counts": "*i32", "rotated_rows": "i32"}
+TYPES |= rotation
+compiled(hopper._rotate, c, KV_HEADS=8, GROUP=4, DIM=128, ROTARY=128, NEOX=True, PROGRAMS=hopper.ROTATING)
 
 for rows, dim in ((12, 128), (20, 64), (40, 128)):
     c = choose(rows, 4, dim, kv_heads=8, hopper=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.launch import answers, cli, demo
+from sglang_ext.launch import answers, cli, demo, demo_methods
 from sglang_ext.launch.answers import FailedAnswers, completed, counted, failure
 from sglang_ext.launch.bench import _cascade_engine, _dbsa_engine, _double_p_engine, _quality_engine
 from sglang_ext.launch.bench._quality_tasks import Task
@@ -77,7 +77,7 @@ def test_no_benchmark_measures_failed_answers() -> None:
             measured()
 
 
-def bench(answers: list[Any]) -> demo.Bench:
+def bench(answers: list[Any]) -> demo_methods.Bench:
     """The demo's methods on a server that gives these answers, over and over; an error is raised."""
 
     def call(*_: Any) -> Any:
@@ -88,7 +88,7 @@ def bench(answers: list[Any]) -> demo.Bench:
         return answer
 
     call.at = 0  # type: ignore[attr-defined]
-    made = object.__new__(demo.Bench)
+    made = object.__new__(demo_methods.Bench)
     made.server = SimpleNamespace(call=call)  # type: ignore[assignment]
     queries = [{"input": f"q{at}", "output": "red"} for at in range(3)]
     made.task = SimpleNamespace(queries=queries)  # type: ignore[assignment]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_ext.launch.bench import _double_p_engine as engine
+from sglang_ext.launch.bench import _double_p_planted as planted
 from sglang_ext.launch.bench import _double_p_rows as rows_of
 from sglang_ext.launch.bench import double_p
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
@@ -21,9 +22,9 @@ from sglang_ext.policies.double_p import DoubleP
 
 def test_prompts_have_a_kind_of_token_for_each_cluster() -> None:
     config = DoubleP(segment=1024, append=256)
-    ids = engine.prompt_ids(2500, 100_000, config, 3)
-    assert len(ids) == 2500 and ids == engine.prompt_ids(2500, 100_000, config, 3)
-    assert ids != engine.prompt_ids(2500, 100_000, config, 4)
+    ids = planted.prompt_ids(2500, 100_000, config, 3)
+    assert len(ids) == 2500 and ids == planted.prompt_ids(2500, 100_000, config, 3)
+    assert ids != planted.prompt_ids(2500, 100_000, config, 4)
     for low, high in [(4, 1024), (1024, 2048), (2048, 2436)]:
         part = ids[low:high]
         count = math.ceil(len(part) / 16)
@@ -42,12 +43,12 @@ def test_planted_weights_make_the_level(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], **sizes, "vocab_size": 2000})
     write_model(tmp_path, "tiny", 4096)
     level = rows_of.LEVELS[name]
-    engine.planted_weights(tmp_path, level)
+    planted.planted_weights(tmp_path, level)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.uniform_(-engine.DUMMY, engine.DUMMY)
+            weight.uniform_(-planted.DUMMY, planted.DUMMY)
         names = load_file(tmp_path / "model.safetensors")
         assert not model.load_state_dict(names, strict=False).unexpected_keys
         seen: dict[str, torch.Tensor] = {}
@@ -73,7 +74,7 @@ def test_later_levels_keep_the_keys(tmp_path: Path) -> None:
     found = []
     for keys in (True, False):
         write_model(tmp_path / str(keys), "tiny", 512)
-        engine.planted_weights(tmp_path / str(keys), rows_of.LEVELS["flat"], keys=keys)
+        planted.planted_weights(tmp_path / str(keys), rows_of.LEVELS["flat"], keys=keys)
         found.append(load_file(tmp_path / str(keys) / "model.safetensors"))
     first, later = found
     assert {name for name in first if name not in later} == {name for name in first if "k_proj" in name}

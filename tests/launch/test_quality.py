@@ -15,7 +15,8 @@ from sglang_ext.launch.bench import _quality_engine as engine
 from sglang_ext.launch.bench import _quality_figures as rows
 from sglang_ext.launch.bench import _quality_tasks as tasks
 from sglang_ext.launch.bench import quality
-from sglang_ext.launch.bench.reference import MODEL, Writer
+from sglang_ext.launch.bench._reference_reader import Writer
+from sglang_ext.launch.bench.reference import MODEL
 
 LABELS = ("card_arrival", "top_up")
 

@@ -14,7 +14,8 @@ import pytest
 
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _headlines, _record, report
-from sglang_ext.launch.bench._record import Timing, at_least, at_most, save
+from sglang_ext.launch.bench._record import Curve, Timing, at_least, at_most, save
+from sglang_ext.launch.bench._results_files import read_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -127,7 +128,7 @@ def test_what_save_writes_is_read_back(tmp_path: Path) -> None:
         at_most("a", Timing.of([0.1]), 0.05, "bytes", None),
     ]
     save(tmp_path / "x.json", figures, commit="unknown", command="made up", engine={"any": 1})
-    (results,), others = report.read_folder(tmp_path)
+    (results,), others = read_folder(tmp_path)
     assert list(results.figures) == figures and not others
     assert (results.commit, results.command) == ("unknown", "made up")
 
@@ -146,14 +147,14 @@ def test_what_save_writes_is_read_back(tmp_path: Path) -> None:
 )
 def test_headings(folder: Path, changes: dict[str, Any], expected: str) -> None:
     (folder / "dbsa.json").write_text(json.dumps(record(**changes)))
-    (results,), _ = report.read_folder(folder)
+    (results,), _ = read_folder(folder)
     line = report.heading(results)
     assert expected in line and "\n" not in line
 
 
 def test_names_do_not_break_the_table(folder: Path) -> None:
     (folder / "dbsa.json").write_text(json.dumps(record(figures=[row("p(a|b)\nnext")])))
-    (results,), _ = report.read_folder(folder)
+    (results,), _ = read_folder(folder)
     assert report.render([results]).splitlines()[-1] == r"| p(a\|b) next | 2 (1-3) |  |  |  |  |"
 
 
@@ -209,7 +210,7 @@ def test_a_malformed_file_is_named(
     bad = folder / "zz.json"
     bad.write_text(text)
     with pytest.raises(ValueError, match="is no results file") as raised:
-        report.read_folder(folder)
+        read_folder(folder)
     assert str(bad) in str(raised.value) and expected in str(raised.value)
     assert run("--results", folder, "--markdown", document) == 2
     assert str(bad) in capsys.readouterr().err
@@ -219,14 +220,14 @@ def test_a_malformed_file_is_named(
 def test_a_file_of_bytes_is_named(folder: Path) -> None:
     (folder / "zz.json").write_bytes(b'{"name": "\xff"}')
     with pytest.raises(ValueError, match=r"zz\.json.*UTF-8"):
-        report.read_folder(folder)
+        read_folder(folder)
 
 
 def test_folders_without_results(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
-        report.read_folder(tmp_path / "absent")
+        read_folder(tmp_path / "absent")
     with pytest.raises(ValueError, match="got no JSON file with figures; expected at least one"):
-        report.read_folder(tmp_path)
+        read_folder(tmp_path)
 
 
 @pytest.mark.parametrize("more", [[], ["--markdown", "x.md", "--plots", "plots"]])
@@ -297,7 +298,7 @@ def test_a_document_that_is_not_there(folder: Path, tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize("name", ["README.md", "docs/RESULTS.md"])
 def test_documents_hold_the_committed_results(name: str) -> None:
-    results, _ = report.read_folder(ROOT / "launch" / "bench" / "results")
+    results, _ = read_folder(ROOT / "launch" / "bench" / "results")
     text = (ROOT / name).read_text()
     assert report.replace_sections(text, results, Path(name)) == text, f"sglang-ext bench report --markdown {name}"
     assert (report.BEGIN in text, report.HEADLINES_BEGIN in text) == (name != "README.md", name == "README.md")
@@ -400,7 +401,7 @@ def test_each_file_gets_a_plot_that_shows_its_colours(folder: Path, tmp_path: Pa
 def drawn(folder: Path, figures: list[dict[str, Any]]) -> Any:
     pytest.importorskip("matplotlib")
     (folder / "dbsa.json").write_text(json.dumps(record(figures=figures)))
-    (results,), _ = report.read_folder(folder)
+    (results,), _ = read_folder(folder)
     drawing = report.draw(results)
     drawing.savefig(io.BytesIO(), format="png")  # lays it out
     return drawing
@@ -477,9 +478,9 @@ CURVE = {"title": "t", "x": "tokens", "y": "share", "series": {"a": [[1024, 0.5]
 
 
 def test_curves_are_read_and_drawn(folder: Path, tmp_path: Path) -> None:
-    curve = report.Curve("t", "tokens", "share", {"a": [(1024, 0.5), (2048, 1.0)], "b": [(1024, 0.1)]})
+    curve = Curve("t", "tokens", "share", {"a": [(1024, 0.5), (2048, 1.0)], "b": [(1024, 0.1)]})
     save(folder / "dbsa.json", [], curves=[curve], commit=COMMIT)
-    (results,), _ = report.read_folder(folder)
+    (results,), _ = read_folder(folder)
     assert results.curves == (curve,)
     pytest.importorskip("matplotlib")
     assert run("--results", folder, "--plots", tmp_path / "plots") == 0
@@ -503,4 +504,4 @@ def test_curves_are_read_and_drawn(folder: Path, tmp_path: Path) -> None:
 def test_malformed_curves_are_refused(folder: Path, change: dict[str, Any], words: str) -> None:
     (folder / "dbsa.json").write_text(json.dumps(record(curves=[{**CURVE, **change}])))
     with pytest.raises(ValueError, match=f"curve 1.*{words}"):
-        report.read_folder(folder)
+        read_folder(folder)

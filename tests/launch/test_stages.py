@@ -17,7 +17,7 @@ from sglang_ext.launch.bench import _stages
     [
         ("_attend", "attention"),
         ("_merge", "merge"),
-        ("_turn", "rotation"),
+        ("_rotate", "rotation"),
         ("_advance", "planning"),
         ("void flashinfer::PrefillWithKVCacheKernel<flashinfer::SparseCollectiveMainloop>", "attention"),
         ("void flashinfer::BatchPrefillWithPagedKVCacheKernel<>", "attention"),
@@ -72,7 +72,7 @@ class Engine:
 
 
 def test_profiled() -> None:
-    engine, done = Engine(gzip.compress(json.dumps({"traceEvents": [event("_turn", 5, 2)]}).encode())), []
+    engine, done = Engine(gzip.compress(json.dumps({"traceEvents": [event("_rotate", 5, 2)]}).encode())), []
     found = _stages.profiled(engine, lambda: done.append(1))
     assert done and found["rotation"] == pytest.approx(2e-6) and found["span"] == pytest.approx(2e-6)
 

@@ -1,7 +1,7 @@
 """What a stream's answer must be, by `transformers` and the rules alone: nothing of this project is imported.
 
 * :func:`streaming_llm`: one cascade. Stride by stride, the checkpoint's own model in float32 over a cache of the sinks
-  and the last `window` tokens before the stride, turned to positions 0, 1, 2, ..., with explicit mask and positions.
+  and the last `window` tokens before the stride, rotated to positions 0, 1, 2, ..., with explicit mask and positions.
 * :class:`CascadeOracle`: any number of cascades, in float64. One forward over the whole sequence at position 0, in
   which attention is written from the rules (Cascading KV cache, section 3.2): each lane replays them token by token.
 """
@@ -45,8 +45,8 @@ def streaming_llm(model: torch.nn.Module, tokens: Sequence[int], sizes: Sizes) -
         kept = torch.tensor([t for t in range(begin) if t < sizes.sinks or t >= begin - sizes.window], dtype=torch.long)
         past, before = DynamicCache(config=model.config), len(kept)
         for layer in range(layers if before else 0):
-            turned = oracle.rotate(model, keys[layer][:, kept], torch.arange(before))
-            past.update(turned[None], values[layer][:, kept][None], layer)
+            rotated = oracle.rotate(model, keys[layer][:, kept], torch.arange(before))
+            past.update(rotated[None], values[layer][:, kept][None], layer)
         allowed = torch.ones(len(part), before + len(part), dtype=torch.bool).tril(before)
         with oracle._capture(model) as (new_keys, new_values):
             logits = oracle._forward(model, part, torch.arange(before, before + len(part)), allowed, past)

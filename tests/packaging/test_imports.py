@@ -18,6 +18,7 @@ PACKAGE = "sglang_ext"
 
 BELOW: dict[str, set[str]] = {
     "compat": set(),
+    "hooks": set(),
     "kernels": set(),
     "quiet": set(),
     "retrievers": set(),
@@ -28,7 +29,7 @@ BELOW: dict[str, set[str]] = {
     "cache": {"compat", "config", "kernels", "policies"},
     "attention": {"cache", "compat", "config", "kernels", "policies", "systems"},
     "serving": {"attention", "cache", "compat", "config", "policies", "retrievers", "settings", "systems"},
-    "plugin": {"attention", "cache", "config", "serving", "settings", "systems"},
+    "plugin": {"attention", "cache", "config", "hooks", "serving", "settings", "systems"},
     "platform_cpu": {"quiet"},
     "": {"serving"},  # the package itself
     "assets": set(),

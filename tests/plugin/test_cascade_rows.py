@@ -20,7 +20,7 @@ from sglang_ext.attention.readers import cells
 from sglang_ext.attention.readers.cells import CellReader, warm_up
 from sglang_ext.compat import AttentionShape
 from sglang_ext.config import POLICY_ENV
-from sglang_ext.kernels.cells import Turn, reference
+from sglang_ext.kernels.cells import Rotation, reference
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.cascade import Cascade
 
@@ -127,7 +127,7 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twins]:
 
 
 def make(cascade: Cascade, rows: int, window: Any = None) -> Rows:
-    return Rows(cascade, rows, (len(LAYERS), LAYERS[0]), SHAPE, Turn.of(ROPE), DEVICE, window)
+    return Rows(cascade, rows, (len(LAYERS), LAYERS[0]), SHAPE, Rotation.of(ROPE), DEVICE, window)
 
 
 def test_prompts_in_chunks_and_decoding_in_batches(twins: Twins) -> None:

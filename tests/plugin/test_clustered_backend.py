@@ -1,7 +1,7 @@
 """The kernels' backend for clusters over a fake of SGLang's, against the same policy in plain PyTorch.
 
 The policy's own outputs are compared with `transformers` by the engine tests. Here batches change, graphs are padded
-(and imagined), rows grow past what is clustered at once, runs are cut, blocks are turned.
+(and imagined), rows grow past what is clustered at once, runs are cut, blocks are rotated.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class World:
     """Slots, caches, requests, the backend over them, and the policy as the PyTorch backend drives it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[DoublePPolicy], **policy: Any) -> None:
-        monkeypatch.setattr(clusters, "GRAPH_TURNS", 3)  # programs take long in the interpreter
+        monkeypatch.setattr(clusters, "GRAPH_ROTATIONS", 3)  # programs take long in the interpreter
         monkeypatch.setenv(POLICY_ENV, json.dumps({**POLICY, **policy}))
         gen = torch.Generator().manual_seed(0)
         rope = Rope((0.5 ** torch.arange(DIM // 2)).to(DEVICE))
@@ -293,7 +293,7 @@ def test_steps_are_measured_on_demand(plain: World) -> None:
     assert len(compared(plain)) == 6
 
 
-def test_blocks_that_are_turned_are_measured(pools: World) -> None:
+def test_blocks_that_are_rotated_are_measured(pools: World) -> None:
     a, b, c = (("a", 0, 30), ("b", 0, 41), ("c", 0, 25))
     pools.step([
         pools.request(5, 1, (a, c, b), attention_report=True),
@@ -408,7 +408,7 @@ def test_a_run_that_the_first_window_cuts_until_it_is_behind(plain: World) -> No
 
 
 def test_blocks_wherever_they_stand(pools: World) -> None:
-    """Turned, twice in one row, pieces of them, sinks inside a piece; beside a plain row and one over no clusters."""
+    """Rotated, twice in one row, pieces of them, sinks inside a piece; beside a plain row and one over no clusters."""
     a, b, c = (("a", 0, 30), ("b", 0, 41), ("c", 0, 25))
     batch = [
         pools.request(5, 1, (a, c, b)),

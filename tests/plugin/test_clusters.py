@@ -239,8 +239,8 @@ def test_clusters_that_a_row_has_partly_do_not_serve(caches: Caches) -> None:
     assert torch.equal(found.columns(some, others=True), (found.labels == 3) | (found.labels == 20))
 
 
-def test_the_query_is_turned_to_where_the_keys_were_written(caches: Caches) -> None:
-    """Equal to turning every key to where it is seen and clustering it there."""
+def test_the_query_is_rotated_to_where_the_keys_were_written(caches: Caches) -> None:
+    """Equal to rotating every key to where it is seen and clustering it there."""
     from sglang_ext.kernels.rope.reference import rotate
 
     kv = {0: (caches.keys, caches.values)}

@@ -106,7 +106,7 @@ class Dense:
         row = token = 0
         for rows, tokens in zip(self.rows, self.tokens, strict=True):
             slots = self.slots[token : token + tokens]
-            # Columns as positions: nothing is turned here, so only the causal mask reads them.
+            # Columns as positions: nothing is rotated here, so only the causal mask reads them.
             seen = torch.arange(tokens - rows, tokens, device=query.device)
             mask = torch.arange(tokens, device=query.device)[None] <= seen[:, None]
             q = query[row : row + rows].view(rows, KV_HEADS, -1, DIM)
@@ -386,13 +386,13 @@ def test_branches_behind_a_question(world: World, question: int) -> None:
 
 
 def test_rows_of_the_dense_kernel_beside_a_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are encoded where nothing is turned, between questions; one block of the row is turned."""
+    """Blocks that are encoded where nothing is rotated, between questions; one block of the row is rotated."""
     monkeypatch.setattr(prefill, "DENSE_ROWS", 4)
     world.backend = Backend(world.runner, Dense(world))
     straight = NewBlock("x", 8, 26, ((0, 0), (1, 9)))  # sees a and b where they were written
-    turned = NewBlock("y", 5, 14, ((0, 0),))  # at position 14: behind a part of x, which it does not see
+    rotated = NewBlock("y", 5, 14, ((0, 0),))  # at position 14: behind a part of x, which it does not see
     shifted = NewBlock("z", 6, 40, ((1, 30),))  # sees b elsewhere
-    encoding = world.request("ab", 19, 2, (straight, turned, shifted))
+    encoding = world.request("ab", 19, 2, (straight, rotated, shifted))
     batch = [world.request("acb", 3, 1), encoding, world.request("abd", 2, 3)]
     world.forward(batch, [3, 19, 2])
     work = world.backend.prefill

@@ -59,7 +59,7 @@ class Oracle:
         with torch.no_grad():
             return torch.log_softmax(self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0], -1)
 
-    def turn(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """[heads, tokens, head_dim] rotated further by delta [tokens], with the model's own functions."""
         return oracle.rotate(self.model, x, delta)
 
@@ -108,7 +108,7 @@ def moving(served: Served, kind: str) -> Rule:
         logits = dense(layer, q, k, prompt)
         for row in range(SINKS + WINDOW, q.shape[1]):
             # The window's keys stay; the sinks come to stand right before it.
-            sinks = served.oracle.turn(k[:, :SINKS], torch.full((SINKS,), row + 1 - WINDOW - SINKS))
+            sinks = served.oracle.rotate(k[:, :SINKS], torch.full((SINKS,), row + 1 - WINDOW - SINKS))
             logits[:, row, :SINKS] = (q[:, row : row + 1] @ sinks.mT)[:, 0]
             logits[:, row, SINKS : row + 1 - WINDOW] = -math.inf
         return logits
@@ -116,8 +116,8 @@ def moving(served: Served, kind: str) -> Rule:
     def distance(layer: int, q: torch.Tensor, k: torch.Tensor, prompt: int) -> torch.Tensor:
         logits = dense(layer, q, k, prompt)
         tokens = torch.arange(q.shape[1])
-        origin = served.oracle.turn(k, -tokens)
-        far = served.oracle.turn(q, WINDOW - tokens) @ origin.mT
+        origin = served.oracle.rotate(k, -tokens)
+        far = served.oracle.rotate(q, WINDOW - tokens) @ origin.mT
         row, key = columns(q)
         return torch.where(key <= row - WINDOW, far, logits)
 

@@ -24,8 +24,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_ext import compat
 from sglang_ext.cache import carried, radix
-from sglang_ext.cache.radix import BlockRadixCache, StitchNode
+from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, WIRE_KEY, NewBlock, Piece, Row
+from sglang_ext.cache.stitch import StitchNode
 from sglang_ext.serving.scheduler import before_handle_generate_request
 
 POOL = f"{POOL_OWNER}p"
@@ -524,7 +525,7 @@ def test_an_encoding_that_was_given_up_holds_nothing(world: World) -> None:
     world.start(req)
     world.compute(req, 4)
     world.cache.release(POOL)
-    req.to_finish = compat.FINISH_ABORT("given up")
+    req.to_finish = compat.aborts.FINISH_ABORT("given up")
     world.compute(req, 5)
     req.is_finished = True
     world.finish(req)

@@ -168,7 +168,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, policy: CascadePolicy) -> Any:
     cache.refused = {}
 
     def refuse(req: Any, why: str, status: int) -> None:
-        cache.refused[req.rid], req.to_finish = (status, why), compat.FINISH_ABORT(why)
+        cache.refused[req.rid], req.to_finish = (status, why), compat.aborts.FINISH_ABORT(why)
 
     monkeypatch.setattr(compat, "abort_unscheduled", refuse)
     monkeypatch.setattr(ChunkCache, "match_prefix", lambda *_: None)

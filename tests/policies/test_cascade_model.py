@@ -1,12 +1,12 @@
 """A whole model over a cascading cache, float32, by two routes that share no code.
 
 *In strides*: as an engine works. Keys and values of each lane lie in cells, written once; a stride runs in
-`transformers` over a `DynamicCache` of what is kept, turned to positions 0, 1, 2, ...; scores and tokens move by
+`transformers` over a `DynamicCache` of what is kept, rotated to positions 0, 1, 2, ...; scores and tokens move by
 `kernels/score_update` and `kernels/cascade_update`. After some strides the rest comes token by token, as in decoding.
 
 *All at once*: one forward over the whole sequence without a cache. Each layer's attention is written from the rules:
-for every stride and head it looks up which tokens the rule (`Stream`) has kept, masks the others, and turns each key to
-the place at which the query sees it.
+for every stride and head it looks up which tokens the rule (`Stream`) has kept, masks the others, and rotates each key
+to the place at which the query sees it.
 """
 
 from __future__ import annotations

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.cascade import CascadePolicy, Stream
-from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Shown, Step
+from sglang_ext.attention.cascade_buffers import StrideStep
+from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Shown
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.readers.streams import check_fits
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
-from sglang_ext.kernels.cells import Turn, flashinfer_impl, reference
+from sglang_ext.kernels.cells import Rotation, flashinfer_impl, reference
 from sglang_ext.policies.cascade import Cascade
 
 WARM_UP = (1, 3, 16, 17, 32)
@@ -37,7 +38,7 @@ class _Part:
     """One stream of a batch: its steps, what kernels are told of each, its KV slots [1, slots of a stream]."""
 
     stream: RowStream
-    steps: list[Step]
+    steps: list[StrideStep]
     shown: list[Shown]
     slots: torch.Tensor
 
@@ -76,7 +77,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
         most, caches = policy.config.slots, model.caches()
         model.check_cache_type()
         check_fits(policy, model.request_slots, model.context)
-        self._device, self._turn = model.device, Turn.of(model.rope)
+        self._device, self._rotation = model.device, Rotation.of(model.rope)
         self._layers = len(caches), min(caches)
         # Every stream, running or between two turns, has `most` slots: so many rows are enough.
         self.rows = self._make(policy.config, model.request_slots // most)
@@ -89,7 +90,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
             self._warm_up()
 
     def _make(self, cascade: Cascade, rows: int, window: tuple[torch.Tensor, torch.Tensor] | None = None) -> Rows:
-        return Rows(cascade, rows, self._layers, self.shape, self._turn, self._device, window)
+        return Rows(cascade, rows, self._layers, self.shape, self._rotation, self._device, window)
 
     def _begin(self, cascade: Cascade) -> Stream:
         if cascade == self.policy.config:
@@ -225,7 +226,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
         stream.close()
 
 
-def warm_up(cascade: Cascade) -> list[Step]:
+def warm_up(cascade: Cascade) -> list[StrideStep]:
     """Steps that need every variant of a prompt's kernels, the longest last; none follows from the one before.
 
     Triton compiles a kernel anew for a number that is 1, and for multiples of 16; kernels of scores are told how many
@@ -237,5 +238,5 @@ def warm_up(cascade: Cascade) -> list[Step]:
     for rows in sorted(sizes):
         for before in sorted({0, -rows % 16, -rows % 16 + 1}):
             if rows <= cascade.stride and before + rows <= cascade.slots:
-                found.append(Step(0, rows, cascade.stride, before, True, True, cascade.counted(0, rows)))
+                found.append(StrideStep(0, rows, cascade.stride, before, True, True, cascade.counted(0, rows)))
     return found

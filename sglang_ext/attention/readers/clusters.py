@@ -18,15 +18,16 @@ import numpy as np
 import torch
 
 from sglang_ext.attention.clustered import Placed
-from sglang_ext.attention.clustered_report import MeasuredRow, Read
+from sglang_ext.attention.clustered_report import MeasuredRow
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.model import Machine, Model
-from sglang_ext.attention.policy import Caches, Request, RequestRows, RowRuns
+from sglang_ext.attention.policy import Caches, RequestRows
+from sglang_ext.attention.readers.cluster_rows import KnownRow, known_row
 from sglang_ext.attention.readers.plans import ROOM, PlanMemory, Planner
 from sglang_ext.attention.readers.prefill import Prefill, Prefills
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
-from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun, tiles_of
+from sglang_ext.cache.cluster_pool import ClusterMemory, tiles_of
 from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, PlannedRow, RowBuffers, Shape
@@ -37,7 +38,7 @@ from sglang_ext.kernels.top_p import triton_impl as top_p
 GRAPH_TOKENS = 131072
 """Tokens of a row for which buffers of CUDA graphs have room; a batch with a longer one decodes without a graph."""
 
-GRAPH_TURNS = 64
+GRAPH_ROTATIONS = 64
 """Rotations of a row likewise: distances by which its blocks are seen away from where they were written.
 
 Only where blocks are read through clusters (`over_pools`). Elsewhere graphs know one, since kernels for several cost a
@@ -61,28 +62,9 @@ def graph_capacity(rows: int, tokens: int, tile: int, over_pools: bool) -> Capac
         tiles=tiles_of(tokens, tile),
         tokens=tokens,
         dense=tokens + ROOM,
-        turns=GRAPH_TURNS if over_pools else 1,
+        rotations=GRAPH_ROTATIONS if over_pools else 1,
         copies=rows * (tokens // COPY + GRAPH_SPANS),
     )
-
-
-@dataclass
-class KnownRow:
-    """What a decoding request reads, for as long as nothing but its length changes.
-
-    Attributes:
-        request: whose.
-        placed: its clusters, as the policy gave them.
-        cuts: pieces of runs that it reads; they live as long as somebody has them.
-        row: for the kernels.
-        read: runs in it, as the kernels list them.
-    """
-
-    request: Request
-    placed: list[Placed]
-    cuts: list[Cut]
-    row: PlannedRow
-    read: list[Read]
 
 
 @dataclass(frozen=True)
@@ -195,50 +177,9 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         known = self._known.get(rows.request.slot)
         if known is None or known.request is not rows.request or known.placed != placed:
             (seen,) = self.planner.seen(rows)
-            known = self._known[rows.request.slot] = self._plan_row(rows, seen, placed)
+            columns, p = self.model.table.shape[1], self.policy.stages(rows.request.slot)
+            known = self._known[rows.request.slot] = known_row(rows.request, seen, placed, columns, p)
         return known
-
-    def _plan_row(self, rows: BatchRows, seen: RowRuns, placed: list[Placed]) -> KnownRow:
-        deltas: dict[int, int] = {0: 0}
-        tiles: list[int] = []
-        sized: list[int] = []
-        turns: list[int] = []
-        cuts: list[Cut] = []
-        read: list[Read] = []
-        tokens = 0
-        for each in placed:
-            if not isinstance(each.run, PooledRun):
-                raise ValueError(f"a {type(each.run).__name__} for kernels: expected a PooledRun")
-            piece = each.run.piece(each.begin - each.column, each.end - each.column)
-            if piece is None:
-                continue  # no room: its tokens are exact
-            if isinstance(piece, Cut):
-                cuts.append(piece)
-            cells = piece.cells if isinstance(piece, Cut) else piece
-            tiles += each.run.place.tiles
-            sized += cells
-            turns += [deltas.setdefault(each.delta, len(deltas))] * len(cells)
-            read.append(Read(each.run.place, cells, each))
-            tokens += each.end - each.begin
-        columns = [(each.placed.begin, each.placed.end) for each in read]
-        base = rows.request.slot * self.model.table.shape[1]
-        spans: list[tuple[int, int, int]] = []
-        for run in seen.runs:
-            for low, high in _without(columns, run.column, run.column + run.tokens):
-                spans.append((base + low, high - low, deltas.setdefault(run.delta, len(deltas))))
-        *own, (tail, _) = _without(columns, seen.tail, rows.end)
-        spans += [(base + low, high - low, 0) for low, high in own]
-        row = PlannedRow(
-            tiles=np.array(tiles, dtype=np.int32),
-            sized=np.array(sized, dtype=np.int32),
-            turns=np.array(turns, dtype=np.int32),
-            deltas=tuple(deltas),
-            spans=tuple(spans),
-            tail=(base + tail, tail),
-            p=self.policy.stages(rows.request.slot),
-            tokens=tokens,
-        )
-        return KnownRow(rows.request, placed, cuts, row, read)
 
     def forget(self, slot: int) -> None:
         """The request in `slot` ended."""
@@ -266,8 +207,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         """Have a step in buffers, outside of CUDA graphs, with every step before it."""
         # A batch that is measured needs no buffers beside those of the graphs, where it fits.
         buffers = self._graph if step.measured and self._holds(step) else self._eager
-        loaded = self._load(step, forward, buffers)
-        return LoadedRows(loaded, self.memory, self.model, tuple(self._measured(step)))
+        return LoadedRows(self._load(step, forward, buffers), self.memory, self.model, tuple(self._measured(step)))
 
     def _load(self, step: ClusterStep, forward: Forward, buffers: RowBuffers | None) -> RowBuffers:
         rows, seq_lens = step.rows, step.seq_lens
@@ -333,7 +273,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         one = PlannedRow(
             tiles=np.array(run.place.tiles, dtype=np.int32),
             sized=np.array(run.place.tiles, dtype=np.int32),
-            turns=np.zeros(len(run.place.tiles), dtype=np.int32),
+            rotations=np.zeros(len(run.place.tiles), dtype=np.int32),
             deltas=(0,),
             spans=(),
             tail=(0, 0),
@@ -458,17 +398,3 @@ class ClusterReader(Reader[Batch | ClusterStep, Prefill | LoadedRows]):
 
     def stats(self) -> Mapping[str, Any]:
         return {"view_prefills": dict(self.prefills.ran), "last_selection": self.decodes.selected()}
-
-
-def _without(holes: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """[begin, end) without disjoint ranges."""
-    left = []
-    for low, high in sorted(holes):
-        if low >= end or high <= begin:
-            continue
-        if low > begin:
-            left.append((begin, low))
-        begin = max(begin, high)
-    if begin < end:
-        left.append((begin, end))
-    return left

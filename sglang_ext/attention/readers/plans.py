@@ -157,7 +157,7 @@ class PlanMemory:
             # Weighted means of values in this type; what rounding them adds is of the size of rounding the output.
             part_dtype=shape.dtype,
             share=share,
-            turned=shape.dtype if self._planner.hopper else None,
+            rotated=shape.dtype if self._planner.hopper else None,
         )
 
     def load(self, plan: Plan, number: int) -> PlanBuffers:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput, UpdateWeightFromDiskReqInput
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, ReqKvInfo
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.mem_cache.allocation import alloc_req_slots
@@ -27,10 +26,39 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
-from sglang.srt.model_executor.runner_utils import get_capture_lora_variant
 from sglang.srt.observability.req_time_stats import monotonic_time
-from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
 from sglang.utils import TypeBasedDispatcher
+
+from sglang_ext.compat.aborts import (
+    abort,
+    abort_unscheduled,
+    blocks_were_missing,
+    is_aborted,
+    is_missing_message,
+    keep_first_abort,
+    missing_message,
+)
+from sglang_ext.compat.graphs import (
+    breaks_at_attention,
+    capture_whole,
+    capturing_views,
+    graph_variant,
+    graphs_attention,
+    keep_graph_sizes,
+    record_both_variants,
+    replay_whole,
+    whole_graph_size,
+)
+from sglang_ext.compat.manager import (
+    abort_was_asked,
+    answer_index,
+    generate,
+    key_opens,
+    logical_rid,
+    logical_rids,
+    prompt_index,
+    streams_parts,
+)
 
 __all__ = [
     "AbortReq",
@@ -96,8 +124,6 @@ __all__ = [
     "whole_graph_size",
     "write_kv",
 ]
-
-_ABORT = "sglang_ext_abort"
 
 
 def own_fill_ids(req: Any, begin: int) -> array[int]:
@@ -334,50 +360,6 @@ def metrics_enabled(scheduler: Any) -> bool:
     return bool(scheduler.metrics_reporter.enable_metrics)
 
 
-def abort(req: Any, message: str, status: int) -> None:
-    """End a request that has not been scheduled yet, with an HTTP status."""
-    req.set_finish_with_abort(message)
-    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "ServiceUnavailableError"
-    req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
-    setattr(req, _ABORT, req.to_finish)
-
-
-def keep_first_abort(req: Any) -> None:
-    """SGLang goes on checking an aborted request, whose prompt is one token now, and finds faults with that."""
-    first = getattr(req, _ABORT, None)
-    if first is not None:
-        req.to_finish = first
-
-
-_MISSING = "sglang_ext: demonstration blocks are not in the KV cache"
-
-
-def missing_message(count: int) -> str:
-    """What a request is told whose blocks are not in the cache; `blocks_were_missing` knows it again."""
-    return f"{_MISSING} ({count} of them); retry"
-
-
-def is_aborted(req: Any) -> bool:
-    """Whether a request was or is about to be aborted."""
-    return isinstance(req.finished_reason or req.to_finish, FINISH_ABORT)
-
-
-def is_missing_message(message: str) -> bool:
-    """Whether an abort's message is `missing_message`."""
-    return message.startswith(_MISSING)
-
-
-def blocks_were_missing(error: Any) -> bool:
-    """Whether an HTTPException carries `missing_message`."""
-    return error.status_code == HTTPStatus.SERVICE_UNAVAILABLE and str(error.detail).startswith(_MISSING)
-
-
-def abort_unscheduled(req: Any, message: str, status: int) -> None:
-    """`abort` while the scheduler looks up a prefix: what the request would prefill shrinks to one token."""
-    abort(req, message, status)
-    req._refresh_fill_ids()
-
-
 def add_dispatch(dispatcher: Any, kind: type, handler: Any) -> None:
     """Route messages of `kind` to `handler`."""
     dispatcher += TypeBasedDispatcher([(kind, handler)])
@@ -405,128 +387,3 @@ def kv_bytes_per_token(scheduler: Any) -> int:
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     key_bytes, value_bytes = pool.get_kv_size_bytes()
     return int((key_bytes + value_bytes) // (pool.size + pool.page_size))
-
-
-_VIEWS, _PLAIN = "lora", "nolora"  # SGLang's two labels of decode graphs; LoRA is refused beside views
-
-
-def capturing_views() -> bool:
-    """Whether the decode graph that is being captured is the variant with views."""
-    return get_capture_lora_variant() == _VIEWS
-
-
-def breaks_at_attention(runner: Any) -> bool:
-    """Whether a prefill graph leaves attention to the backend, once a layer, with the batch's own metadata."""
-    return getattr(runner, "prefill_backend_name", None) == "breakable"
-
-
-def graph_variant(backend: Any) -> str:
-    """Label of the decode graph for the batch at hand."""
-    return _VIEWS if backend.viewing else _PLAIN
-
-
-def record_both_variants(runner: Any) -> None:
-    """Have a decode graph captured with views and without, for every batch size."""
-    runner.record_nolora_graph = True
-
-
-def keep_graph_sizes(runner: Any, sizes: list[int]) -> None:
-    """Have decode graphs captured for these of the runner's batch sizes alone; larger batches must never come."""
-    runner.capture_bs = sizes
-
-
-_WHOLE = "sglang_ext_whole"
-
-
-def graphs_attention(graphs: Any) -> Any:
-    """The attention backend of the model whose prefill graphs these are."""
-    return graphs._model_runner.attn_backend
-
-
-def capture_whole(graphs: Any, shape_key: Any, forward: Callable[[], Any]) -> None:
-    """Capture a prefill that SGLang has just captured in pieces once more, in one piece, with its attention inside.
-
-    As SGLang's `FullCudaGraphBackend` does it; the result goes where that of the pieces goes.
-    """
-    for _ in range(2):
-        graphs._device_module.synchronize()
-        graphs._tp_group.barrier()
-        forward()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=graphs._pool, stream=graphs._capture_stream):
-        out = forward()
-        rows = graphs._output_rows(out, shape_key.size)
-        graphs._copy_output_to_buffer(out, graphs._shared_output_buffer, rows)
-    whole = getattr(graphs, _WHOLE, {})
-    whole[shape_key] = graph
-    setattr(graphs, _WHOLE, whole)
-
-
-def whole_graph_size(runner: Any, forward_batch: Any) -> int | None:
-    """Rows of the graph in one piece that has room for this prefill, or None."""
-    size = int(runner._pad_to_bucket(len(forward_batch.input_ids), runner.capture_num_tokens))
-    return size if any(key.size == size for key in getattr(runner.backend, _WHOLE, {})) else None
-
-
-def replay_whole(graphs: Any, shape_key: Any) -> Any:
-    """Replay a graph of `capture_whole`; returns what SGLang's `replay` returns."""
-    getattr(graphs, _WHOLE)[shape_key].replay()
-    return graphs._outputs[shape_key]
-
-
-def generate(manager: Any, request: Any, client: Any = None) -> AsyncIterator[Any]:
-    """SGLang's own generate_request, without our composition (the request already says what it needs).
-
-    Args:
-        client: the HTTP request it is made for: it is aborted when the client has hung up.
-    """
-    return manager.generate_request(request, client)
-
-
-def logical_rid(manager: Any, rid: str) -> str:
-    """The id that a request was sent under, of one of its `n` answers."""
-    return str(getattr(manager, "child_rid_to_logical_rid", {}).get(rid, rid))
-
-
-def abort_was_asked(manager: Any, rid: str, state: Any) -> bool:
-    """Whether somebody asked for a request to be aborted, by its own id or by the one it was sent under."""
-    states = (state, manager.rid_to_state.get(rid), manager.rid_to_state.get(logical_rid(manager, rid)))
-    return any(getattr(each, "abort_requested", False) for each in states)
-
-
-def streams_parts(manager: Any, request: Any) -> bool:
-    """Whether each event of a stream brings what is new of the text, and not all of it."""
-    return bool(getattr(request, "stream", False) and getattr(manager, "incremental_streaming_output", False))
-
-
-def key_opens(app: Any, scope: dict[str, Any], token: str | None, api_key: str | None, admin: str | None) -> bool:
-    """Whether SGLang's own rule lets a bearer token through to the route of an ASGI scope."""
-    decision = decide_request_auth(
-        method=scope.get("method", "GET"),
-        path=scope["path"],
-        authorization_header=None if token is None else f"Bearer {token}",
-        api_key=api_key,
-        admin_api_key=admin,
-        auth_level=_get_auth_level_from_app_and_scope(app, scope),
-    )
-    return bool(decision.allowed)
-
-
-def answer_index(request: Any, answer: dict[str, Any], place: int) -> int:
-    """Which answer to a GenerateReqInput this one is; `place` is its place among those that came with it."""
-    return int(answer.get("index", place)) if len(logical_rids(request)) * _copies(request) > 1 else 0
-
-
-def prompt_index(request: Any, answer: dict[str, Any], place: int) -> int:
-    """Which prompt of a GenerateReqInput an answer belongs to; `place` as in `answer_index`."""
-    return answer_index(request, answer, place) // _copies(request)
-
-
-def _copies(request: Any) -> int:
-    """How many answers a GenerateReqInput asks for each of its prompts."""
-    return getattr(request, "parallel_sample_num", 1) or 1
-
-
-def logical_rids(request: Any) -> list[str]:
-    """Request ids of a GenerateReqInput after normalisation, one a prompt."""
-    return [request.rid] if isinstance(request.rid, str) else list(request.rid or [])

@@ -1,0 +1,198 @@
+"""This module asks a running server the demo's questions with each of the four methods that `launch.demo` names,
+measures the time that this takes, and makes a row of the table from each method's answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from sglang_ext.launch.answers import completed, counted, failure
+from sglang_ext.launch.client import ServerError
+from sglang_ext.launch.demo_data import Task
+from sglang_ext.launch.demo_server import Server
+
+POOL = "demo"
+
+Ask = Callable[[str, str], tuple[dict[str, Any], list[int]]]  # (question, cache key) -> (answer, blocks selected)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Means are over the queries; times are wall-clock seconds.
+
+    Attributes:
+        setup_seconds: what is done once: encoding the pool (DBSA), prefilling it (Fixed ICL), indexing it (RetICL).
+        predictions: the answer to every query, in order; None where there is none.
+        failures: why there is none, of each query without an answer. They count as wrong.
+        blocks: the blocks each query selected, in view order; empty for methods that select none.
+    """
+
+    method: str
+    correct: int
+    queries: int
+    seconds: float
+    prompt_tokens: float
+    cached_tokens: float
+    setup_seconds: float
+    predictions: list[str | None] = field(repr=False)
+    blocks: list[list[int]] = field(repr=False)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.queries
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.queries / self.seconds
+
+
+class Bench:
+    """One task on one server: the pool's tokens, the label constraint, and the clock.
+
+    Creating it encodes the pool (and times that).
+    """
+
+    def __init__(
+        self, server: Server, task: Task, tokenizer: Any, ratio: float, block_size: int, concurrency: int
+    ) -> None:
+        from sglang_ext.config import PoolOptions
+        from sglang_ext.serving.grammar import label_grammar
+
+        self.server, self.task, self.tokenizer = server, task, tokenizer
+        self.ratio, self.concurrency = ratio, concurrency
+        options = PoolOptions(block_size=block_size)
+        begin = time.perf_counter()
+        body = {"demonstrations": task.demonstrations, "block_size": block_size}
+        server.call("PUT", f"/v1/pools/{POOL}", body)
+        self.encode_seconds = time.perf_counter() - begin
+
+        self.info = server.call("GET", f"/v1/pools/{POOL}?tokens=true")
+        self.blocks: list[list[int]] = [block["token_ids"] for block in self.info["blocks"]]
+        self.options = options
+        self.lead = options.render_query("")[1]
+        self.end = options.template.split("{output}", 1)[1] + options.separator
+        self.grammar = label_grammar(self.info["labels"], self.lead, self.end)
+        longest = max(len(self._ids(self.lead + label + self.end)) for label in self.info["labels"])
+        # A label may also be spelled in more tokens than the tokenizer's own choice: each is at least one character.
+        self.new_tokens = max(2 * longest, longest + 8)
+        header = len(self.blocks[0]) - sum(self._demonstration_lengths(0))
+        self.header = self.blocks[0][:header]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _demonstration_lengths(self, block: int) -> list[int]:
+        return [end - start for start, end in self.info["blocks"][block]["spans"]]
+
+    def _query_ids(self, query: str) -> list[int]:
+        return self._ids(self.options.render_query(query)[0])
+
+    def _dense(self, prefix: list[int], query: str, extra_key: str | None) -> dict[str, Any]:
+        """A plain request of stock SGLang; with an `extra_key` of its own nothing of it is cached."""
+        sampling = {"temperature": 0.0, "max_new_tokens": self.new_tokens, "ebnf": self.grammar, "stop": [self.end]}
+        body: dict[str, Any] = {"input_ids": prefix + self._query_ids(query), "sampling_params": sampling}
+        if extra_key is not None:
+            body["extra_key"] = extra_key
+        answer: dict[str, Any] = self.server.call("POST", "/generate", body)
+        return answer
+
+    def dbsa(self) -> Row:
+        """A share of the blocks, retrieved and stitched by the server."""
+
+        def ask(query: str, _key: str) -> tuple[dict[str, Any], list[int]]:
+            custom = {"pool": POOL, "ratio": self.ratio, "constrain": "labels"}
+            sampling = {"temperature": 0.0, "max_new_tokens": self.new_tokens, "custom_params": custom}
+            answer = self.server.call("POST", "/generate", {"text": query, "sampling_params": sampling})
+            return answer, answer["meta_info"].get("sglang_ext", {}).get("blocks", [])
+
+        return self._measure(f"DBSA {self.ratio:.0%}", ask, self.encode_seconds)
+
+    def fixed_icl(self) -> Row:
+        """The whole pool as a dense prompt, kept by the radix cache."""
+        prefix = [token for block in self.blocks for token in block]
+        begin = time.perf_counter()
+        once = {"max_new_tokens": 1}
+        completed(self.server.call("POST", "/generate", {"input_ids": prefix, "sampling_params": once}))
+        prefill = time.perf_counter() - begin
+        return self._measure("Fixed ICL", lambda query, _key: (self._dense(prefix, query, None), []), prefill)
+
+    def ret_icl(self) -> Row:
+        """The selected blocks' demonstrations as a dense prompt, prefilled anew for each question."""
+        from sglang_ext.retrievers import registry
+        from sglang_ext.retrievers.selection import budget, select
+
+        sinks = min(self.options.sink_blocks, len(self.blocks))
+        texts = {
+            f"d{at}": self.options.render(item["input"], item["output"])
+            for at, item in enumerate(self.task.demonstrations)
+        }
+        begin = time.perf_counter()
+        retriever = registry.get("bm25").build(
+            [self.options.separator.join(texts[id] for id in block["demonstrations"]) for block in self.info["blocks"]]
+        )
+        indexing = time.perf_counter() - begin
+        chosen = budget(self.ratio, None, total=len(self.blocks), sinks=sinks)
+
+        def ask(query: str, key: str) -> tuple[dict[str, Any], list[int]]:
+            blocks = [int(block) for block in select(retriever.score(query), chosen, sinks, "pool")]
+            prefix = [token for block in blocks for token in self.blocks[block]]
+            return self._dense(prefix, query, key), blocks
+
+        return self._measure("RetICL", ask, indexing)
+
+    def zero_shot(self) -> Row:
+        """The question alone."""
+        return self._measure("zero-shot", lambda query, key: (self._dense(self.header, query, key), []), 0.0)
+
+    def _measure(self, method: str, ask: Ask, setup: float) -> Row:
+        """Answer every query, `concurrency` at a time, after a warm-up that is not counted.
+
+        Raises:
+            ServerError: not one query was answered.
+        """
+        queries = [example["input"] for example in self.task.queries]
+        keys = [f"demo-{method}-{at}" for at in range(len(queries))]
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            warm = [f"warm up {at}" for at in range(self.concurrency)]
+            list(pool.map(partial(_answered, ask), warm, [f"demo-{method}-{text}" for text in warm]))
+            begin = time.perf_counter()
+            answers = list(pool.map(partial(_answered, ask), queries, keys))
+            seconds = time.perf_counter() - begin
+        reasons = [failure(answer) for answer, _ in answers]
+        predictions = [
+            answer["text"].strip() if reason is None else None
+            for (answer, _), reason in zip(answers, reasons, strict=True)
+        ]
+        correct = sum(
+            said == example["output"].strip() for said, example in zip(predictions, self.task.queries, strict=True)
+        )
+        metas = [answer["meta_info"] for (answer, _), reason in zip(answers, reasons, strict=True) if reason is None]
+        failures = [reason for reason in reasons if reason is not None]
+        if not metas:
+            raise ServerError(f"{method}: all {len(failures)} answers failed: {counted(failures)}")
+        return Row(
+            method,
+            correct,
+            len(queries),
+            seconds,
+            sum(meta["prompt_tokens"] for meta in metas) / len(metas),
+            sum(meta["cached_tokens"] for meta in metas) / len(metas),
+            setup,
+            predictions,
+            [blocks for _, blocks in answers],
+            failures,
+        )
+
+
+def _answered(ask: Ask, query: str, key: str) -> tuple[dict[str, Any], list[int]]:
+    """What `ask` gives; where the server refuses, that as its answer."""
+    try:
+        return ask(query, key)
+    except ServerError as error:
+        return {"error": str(error)}, []

@@ -1,0 +1,75 @@
+"""CUDA graphs of SGLang's runners: which variants are captured, and which one is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.runner_utils import get_capture_lora_variant
+
+_VIEWS, _PLAIN = "lora", "nolora"  # SGLang's two labels of decode graphs; LoRA is refused beside views
+
+
+def capturing_views() -> bool:
+    """Whether the decode graph that is being captured is the variant with views."""
+    return get_capture_lora_variant() == _VIEWS
+
+
+def breaks_at_attention(runner: Any) -> bool:
+    """Whether a prefill graph leaves attention to the backend, once a layer, with the batch's own metadata."""
+    return getattr(runner, "prefill_backend_name", None) == "breakable"
+
+
+def graph_variant(backend: Any) -> str:
+    """Label of the decode graph for the batch at hand."""
+    return _VIEWS if backend.viewing else _PLAIN
+
+
+def record_both_variants(runner: Any) -> None:
+    """Have a decode graph captured with views and without, for every batch size."""
+    runner.record_nolora_graph = True
+
+
+def keep_graph_sizes(runner: Any, sizes: list[int]) -> None:
+    """Have decode graphs captured for these of the runner's batch sizes alone; larger batches must never come."""
+    runner.capture_bs = sizes
+
+
+_WHOLE = "sglang_ext_whole"
+
+
+def graphs_attention(graphs: Any) -> Any:
+    """The attention backend of the model whose prefill graphs these are."""
+    return graphs._model_runner.attn_backend
+
+
+def capture_whole(graphs: Any, shape_key: Any, forward: Callable[[], Any]) -> None:
+    """Capture a prefill that SGLang has just captured in pieces once more, in one piece, with its attention inside.
+
+    As SGLang's `FullCudaGraphBackend` does it; the result goes where that of the pieces goes.
+    """
+    for _ in range(2):
+        graphs._device_module.synchronize()
+        graphs._tp_group.barrier()
+        forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=graphs._pool, stream=graphs._capture_stream):
+        out = forward()
+        rows = graphs._output_rows(out, shape_key.size)
+        graphs._copy_output_to_buffer(out, graphs._shared_output_buffer, rows)
+    whole = getattr(graphs, _WHOLE, {})
+    whole[shape_key] = graph
+    setattr(graphs, _WHOLE, whole)
+
+
+def whole_graph_size(runner: Any, forward_batch: Any) -> int | None:
+    """Rows of the graph in one piece that has room for this prefill, or None."""
+    size = int(runner._pad_to_bucket(len(forward_batch.input_ids), runner.capture_num_tokens))
+    return size if any(key.size == size for key in getattr(runner.backend, _WHOLE, {})) else None
+
+
+def replay_whole(graphs: Any, shape_key: Any) -> Any:
+    """Replay a graph of `capture_whole`; returns what SGLang's `replay` returns."""
+    getattr(graphs, _WHOLE)[shape_key].replay()
+    return graphs._outputs[shape_key]

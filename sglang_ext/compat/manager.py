@@ -1,0 +1,66 @@
+"""Requests in SGLang's tokenizer manager: their ids, their parts, and who may send them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
+
+
+def generate(manager: Any, request: Any, client: Any = None) -> AsyncIterator[Any]:
+    """SGLang's own generate_request, without our composition (the request already says what it needs).
+
+    Args:
+        client: the HTTP request it is made for: it is aborted when the client has hung up.
+    """
+    return manager.generate_request(request, client)
+
+
+def logical_rid(manager: Any, rid: str) -> str:
+    """The id that a request was sent under, of one of its `n` answers."""
+    return str(getattr(manager, "child_rid_to_logical_rid", {}).get(rid, rid))
+
+
+def abort_was_asked(manager: Any, rid: str, state: Any) -> bool:
+    """Whether somebody asked for a request to be aborted, by its own id or by the one it was sent under."""
+    states = (state, manager.rid_to_state.get(rid), manager.rid_to_state.get(logical_rid(manager, rid)))
+    return any(getattr(each, "abort_requested", False) for each in states)
+
+
+def streams_parts(manager: Any, request: Any) -> bool:
+    """Whether each event of a stream brings what is new of the text, and not all of it."""
+    return bool(getattr(request, "stream", False) and getattr(manager, "incremental_streaming_output", False))
+
+
+def key_opens(app: Any, scope: dict[str, Any], token: str | None, api_key: str | None, admin: str | None) -> bool:
+    """Whether SGLang's own rule lets a bearer token through to the route of an ASGI scope."""
+    decision = decide_request_auth(
+        method=scope.get("method", "GET"),
+        path=scope["path"],
+        authorization_header=None if token is None else f"Bearer {token}",
+        api_key=api_key,
+        admin_api_key=admin,
+        auth_level=_get_auth_level_from_app_and_scope(app, scope),
+    )
+    return bool(decision.allowed)
+
+
+def answer_index(request: Any, answer: dict[str, Any], place: int) -> int:
+    """Which answer to a GenerateReqInput this one is; `place` is its place among those that came with it."""
+    return int(answer.get("index", place)) if len(logical_rids(request)) * _copies(request) > 1 else 0
+
+
+def prompt_index(request: Any, answer: dict[str, Any], place: int) -> int:
+    """Which prompt of a GenerateReqInput an answer belongs to; `place` as in `answer_index`."""
+    return answer_index(request, answer, place) // _copies(request)
+
+
+def _copies(request: Any) -> int:
+    """How many answers a GenerateReqInput asks for each of its prompts."""
+    return getattr(request, "parallel_sample_num", 1) or 1
+
+
+def logical_rids(request: Any) -> list[str]:
+    """Request ids of a GenerateReqInput after normalisation, one a prompt."""
+    return [request.rid] if isinstance(request.rid, str) else list(request.rid or [])

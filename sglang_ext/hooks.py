@@ -1,0 +1,264 @@
+"""Every place of SGLang's that we wrap, and what wraps it: names alone, nothing is imported."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One patch: a dotted SGLang name, how it is wrapped, and `module:function` of ours (imported when needed)."""
+
+    target: str
+    kind: str
+    ours: str
+
+    def load(self) -> Callable[..., Any]:
+        return pkgutil.resolve_name(self.ours)
+
+
+_SRT = "sglang.srt."
+_OURS = "sglang_ext.serving."
+_RUNNER = _SRT + "model_executor.runner."
+_BREAKABLE = (
+    _SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend."  # a prefill's graphs
+)
+_ADDER = _SRT + "managers.schedule_policy.PrefillAdder."
+_GRAPHS = "sglang_ext.attention.graphs:"
+_OPENAI = _SRT + "entrypoints.openai."
+_CHAT = _OPENAI + "serving_chat.OpenAIServingChat."
+_COMPLETIONS = _OPENAI + "serving_completions.OpenAIServingCompletion."
+_RESPONSES = _OPENAI + "serving_responses.OpenAIServingResponses."
+_MESSAGES = _SRT + "entrypoints.anthropic.serving.AnthropicServing."
+_OLLAMA = _SRT + "entrypoints.ollama.serving.OllamaServing."
+
+HOOKS = (
+    Hook(_SRT + "utils.common.support_triton", "around", "sglang_ext.plugin:around_support_triton"),
+    Hook(
+        _SRT + "constrained.xgrammar_backend._allocate_token_bitmask",
+        "around",
+        "sglang_ext.plugin:around_allocate_token_bitmask",
+    ),
+    Hook(
+        _SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        "around",
+        "sglang_ext.plugin:around_apply_vocab_mask",
+    ),
+    Hook(
+        _SRT + "layers.logprob_processor.get_token_ids_logprobs_raw",
+        "after",
+        "sglang_ext.plugin:after_get_token_ids_logprobs",
+    ),
+    Hook(
+        _SRT + "distributed.device_communicators.pynccl.PyNcclCommunicator.__init__",
+        "around",
+        "sglang_ext.plugin:around_pynccl_init",
+    ),
+    Hook(_SRT + "server_args.ServerArgs.__post_init__", "before", _OURS + "checks:before_server_args"),
+    Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", _OURS + "checks:after_server_args"),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.handle_generate_request",
+        "before",
+        _OURS + "scheduler:before_handle_generate_request",
+    ),
+    Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init"),
+    Hook(
+        _SRT + "managers.schedule_batch.Req.set_finish_with_abort",
+        "after",
+        _OURS + "scheduler:after_set_finish_with_abort",
+    ),
+    Hook(
+        _SRT + "managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        "around",
+        _OURS + "scheduler:around_check_decode_mem",
+    ),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.init_req_max_new_tokens",
+        "around",
+        _OURS + "scheduler:around_init_req_max_new_tokens",
+    ),
+    Hook(_SRT + "managers.scheduler.Scheduler.init_model_worker", "after", _OURS + "streams:after_init_model_worker"),
+    Hook(_SRT + "managers.scheduler.Scheduler.__init__", "around", _OURS + "watch:around_scheduler_work"),
+    Hook(_SRT + "managers.scheduler.Scheduler.run_event_loop", "around", _OURS + "watch:around_scheduler_work"),
+    Hook(_ADDER + "add_one_req", "around", _OURS + "scheduler:around_add_one_req"),
+    Hook(_ADDER + "add_chunked_req", "around", _OURS + "scheduler:around_add_chunked_req"),
+    Hook(_ADDER + "_get_running_request_total_token_offset", "around", _OURS + "scheduler:around_running_offset"),
+    Hook(_SRT + "mem_cache.allocation.alloc_for_extend", "around", _OURS + "scheduler:around_alloc_for_extend"),
+    Hook(_SRT + "mem_cache.allocation.alloc_for_decode", "around", _OURS + "scheduler:around_alloc_for_decode"),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
+        "around",
+        _OURS + "turns:around_get_new_batch_prefill",
+    ),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.update_running_batch",
+        "around",
+        _OURS + "last_step:around_update_running_batch",
+    ),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.init_request_dispatcher",
+        "after",
+        _OURS + "scheduler:after_init_request_dispatcher",
+    ),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.get_internal_state",
+        "after",
+        _OURS + "scheduler:after_get_internal_state",
+    ),
+    Hook(
+        _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
+        "after",
+        _OURS + "scheduler:after_forward_batch_init_new",
+    ),
+    Hook(_RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.capture", "before", _GRAPHS + "before_capture"),
+    Hook(_RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.capture", "after", _GRAPHS + "after_capture"),
+    Hook(
+        _RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant",
+        "around",
+        _GRAPHS + "around_resolve_variant",
+    ),
+    Hook(
+        _RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
+        "around",
+        _GRAPHS + "around_can_run_decode",
+    ),
+    Hook(
+        _RUNNER + "prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        "around",
+        _GRAPHS + "around_can_run_prefill",
+    ),
+    Hook(
+        _RUNNER + "prefill_cuda_graph_runner.PrefillCudaGraphRunner.capture",
+        "before",
+        _GRAPHS + "before_capture_prefill",
+    ),
+    Hook(
+        _RUNNER + "prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+        "around",
+        _GRAPHS + "around_execute_prefill",
+    ),
+    Hook(_BREAKABLE + "capture_one", "around", _GRAPHS + "around_capture_breakable"),
+    Hook(_BREAKABLE + "replay", "around", _GRAPHS + "around_replay_breakable"),
+    Hook(
+        _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        "after",
+        "sglang_ext.plugin:after_compute_cell_size",
+    ),
+    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "tokenizer:after_init"),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "streams:after_init_tokenizer"
+    ),
+    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "options:after_init"),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        "around",
+        _OURS + "entry:around_generate_request",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+        "around",
+        _OURS + "tokenizer:around_tokenize_one_request",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "around",
+        _OURS + "tokenizer:around_validate_one_request",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_texts",
+        "around",
+        _OURS + "texts:around_tokenize_texts",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._wait_one_response",
+        "around",
+        _OURS + "tokenizer:around_wait_one_response",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
+        "around",
+        _OURS + "access:around_dispatch",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.flush_cache",
+        "around",
+        _OURS + "service_info:around_flush_cache",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        "around",
+        _OURS + "service_info:around_get_internal_state",
+    ),
+    Hook(
+        _SRT + "managers.tokenizer_control_mixin.TokenizerControlMixin.open_session",
+        "around",
+        _OURS + "options:around_open_session",
+    ),
+    Hook(
+        _OPENAI + "serving_tokenize.OpenAIServingTokenize._handle_non_streaming_request",
+        "around",
+        _OURS + "options:around_tokenize",
+    ),
+    Hook(
+        _OPENAI + "serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
+        "around",
+        _OURS + "options:around_detokenize",
+    ),
+    Hook(
+        _OPENAI + "serving_score.OpenAIServingScore._handle_non_streaming_request",
+        "around",
+        _OURS + "options:around_score",
+    ),
+    Hook(_CHAT + "_build_chat_response", "around", _OURS + "answers:around_build_response"),
+    Hook(_CHAT + "_generate_chat_stream", "around", _OURS + "answers:around_stream"),
+    Hook(_COMPLETIONS + "_build_completion_response", "around", _OURS + "answers:around_build_response"),
+    Hook(_COMPLETIONS + "_generate_completion_stream", "around", _OURS + "answers:around_stream"),
+    Hook(_CHAT + "handle_request", "around", _OURS + "texts:around_handle_chat"),
+    Hook(_CHAT + "_convert_to_internal_request", "around", _OURS + "texts:around_convert_chat"),
+    Hook(_RESPONSES + "create_responses", "around", _OURS + "routes:around_create_responses"),
+    Hook(_RESPONSES + "_make_request", "around", _OURS + "routes:around_make_request"),
+    Hook(_RESPONSES + "responses_full_generator", "around", _OURS + "routes:around_full_response"),
+    Hook(_RESPONSES + "responses_stream_generator", "around", _OURS + "routes:around_response_stream"),
+    Hook(_RESPONSES + "responses_stream_generator_non_harmony", "around", _OURS + "routes:around_response_stream"),
+    Hook(_MESSAGES + "handle_messages", "around", _OURS + "routes:around_handle_messages"),
+    Hook(_MESSAGES + "_convert_to_chat_completion_request", "around", _OURS + "routes:around_convert_messages"),
+    Hook(_MESSAGES + "_convert_response", "around", _OURS + "routes:around_convert_answer"),
+    Hook(_MESSAGES + "_handle_streaming", "around", _OURS + "texts:around_handle_message"),
+    Hook(_MESSAGES + "_handle_non_streaming", "around", _OURS + "texts:around_handle_message"),
+    Hook(_MESSAGES + "_generate_anthropic_stream", "around", _OURS + "routes:around_message_stream"),
+    Hook(_MESSAGES + "handle_count_tokens", "around", _OURS + "texts:around_count_tokens"),
+    Hook(_MESSAGES + "_error_response", "around", _OURS + "routes:around_messages_error"),
+    Hook(_OLLAMA + "handle_chat", "around", _OURS + "ollama:around_handle"),
+    Hook(_OLLAMA + "handle_generate", "around", _OURS + "ollama:around_handle"),
+    Hook(_SRT + "utils.auth.decide_request_auth", "around", _OURS + "access:around_decide_request_auth"),
+    Hook(
+        _SRT + "entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
+        "around",
+        _OURS + "chat:around_process_messages",
+    ),
+    Hook(
+        _SRT + "entrypoints.openai.serving_completions.OpenAIServingCompletion._build_sampling_params",
+        "around",
+        _OURS + "chat:around_build_sampling_params",
+    ),
+    Hook(_SRT + "entrypoints.engine._set_envs_and_config", "after", _OURS + "watch:after_set_envs_and_config"),
+    Hook(_SRT + "entrypoints.engine.Engine._launch_subprocesses", "after", _OURS + "watch:after_launch_subprocesses"),
+    Hook(
+        _SRT + "managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
+        "around",
+        _OURS + "watch:around_running_phase_sigquit_handler",
+    ),
+    Hook(
+        _SRT + "entrypoints.openai.serving_responses.OpenAIServingResponses.__init__",
+        "after",
+        _OURS + "responses:after_init",
+    ),
+    Hook(
+        _SRT + "entrypoints.http_server._setup_and_run_http_server",
+        "before",
+        _OURS + "http:before_setup_and_run_http_server",
+    ),
+)

@@ -23,25 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.config import CHOICES, DEFAULT_RATIO, NAMES, PoolOptions, RequestOptions
-from sglang_ext.kernels.limits import ASSIGNMENTS, CENTROIDS
 from sglang_ext.launch.options import described
-from sglang_ext.policies.options import ESTIMATES, GROUPS, HEAD_REDUCTIONS, HEADS, TAILS
 from sglang_ext.settings import ServerSettings
 from sglang_ext.systems.registry import ours
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTDATED = 1  # the exit status of --check
-
-CHECKED: Mapping[str, tuple[str, ...]] = {
-    "assignment": ASSIGNMENTS,
-    "centroids": CENTROIDS,
-    "estimate": ESTIMATES,
-    "group": GROUPS,
-    "head_reduction": HEAD_REDUCTIONS,
-    "heads": HEADS,
-    "tail": TAILS,
-}
-"""Choices of the options of systems, whose fields do not say them: their dataclasses check the values when made."""
 
 STANDS_FOR: Mapping[tuple[type, str], Any] = {(RequestOptions, "ratio"): DEFAULT_RATIO}
 """What a field that is None stands for, where that is a value."""
@@ -84,7 +71,7 @@ def helps(cls: type) -> dict[str, str]:
 
 def choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """The values that a field takes; none where any of its type will do."""
-    return tuple(field.metadata.get(CHOICES, CHECKED.get(field.name, ()) if field.type == "str" else ()))
+    return tuple(field.metadata.get(CHOICES, ()))
 
 
 def kind(field: dataclasses.Field[Any]) -> str:

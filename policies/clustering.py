@@ -11,6 +11,9 @@ from sglang_ext.kernels.limits import ASSIGNMENTS, CENTROIDS
 if TYPE_CHECKING:
     from sglang_ext.kernels.kmeans import Plan
 
+CHOICES = "choices"
+"""In a field's metadata: the values it takes, which the command line and the tables in `docs/` show."""
+
 
 @dataclass(frozen=True)
 class Middle:
@@ -19,7 +22,8 @@ class Middle:
     Attributes:
         sink: first tokens, always exact.
         window: last tokens, always exact; new tokens join it.
-        min_tokens: shorter rows are attended to densely, where that is faster; where it is, has not been measured.
+        min_tokens: rows with fewer tokens are attended to densely. It has not been measured from how many tokens on
+            sparse attention is faster.
     """
 
     sink: int = field(default=4, kw_only=True)
@@ -51,8 +55,8 @@ class Clustering(Middle):
     segment: int = field(default=8192, kw_only=True)
     iterations: int = field(default=10, kw_only=True)
     append: int = field(default=1024, kw_only=True)
-    assignment: str = field(default="inner", kw_only=True)
-    centroids: str = field(default="same", kw_only=True)
+    assignment: str = field(default="inner", kw_only=True, metadata={CHOICES: ASSIGNMENTS})
+    centroids: str = field(default="same", kw_only=True, metadata={CHOICES: CENTROIDS})
 
     def __post_init__(self) -> None:
         super().__post_init__()

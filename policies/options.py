@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from sglang_ext.kernels.limits import MAX_CASCADES
-from sglang_ext.policies.clustering import Clustering, Middle
+from sglang_ext.policies.clustering import CHOICES, Clustering, Middle
 
 if TYPE_CHECKING:
     from sglang_ext.kernels.cascade_update import Rings
@@ -36,14 +36,14 @@ class Cascade:
         stride: tokens attended to and added together (section 3.1; the paper: 4,096 for passkeys, 1,024 for PG19, 512
             for LongBench). Strides begin at multiples of it, counted from the sequence's first token.
         beta: decay of the scores a query, at least 0 and below 1.
-        score_every: every how many queries one counts in the scores (the paper: 1): that of the tokens n - 1, 2n - 1,
+        score_every: one of so many queries counts in the scores (the paper: 1): that of the tokens n - 1, 2n - 1,
             ... of the sequence, with the decay of n queries. Fewer products for an average over fewer samples.
         head_reduction: how the attention of the query heads that share a score becomes one number, `mean` or `max`.
             It is reduced query by query, before the decayed sum, so that a score does not depend on how the queries
             were cut into strides.
         heads: `independent`, each key-value head keeps its own tokens (Appendix B: better), or `homogeneous`, one
             decision for all.
-        selection: False drops what a sub-cache does not accept, whatever the scores (Table 3's ablation).
+        selection: `false` drops what a sub-cache does not accept, whatever the scores (Table 3's ablation).
 
     Raises:
         ValueError: a value out of its range.
@@ -55,8 +55,8 @@ class Cascade:
     stride: int = 4096
     beta: float = 0.9999
     score_every: int = 1
-    head_reduction: str = "mean"
-    heads: str = "independent"
+    head_reduction: str = field(default="mean", metadata={CHOICES: HEAD_REDUCTIONS})
+    heads: str = field(default="independent", metadata={CHOICES: HEADS})
     selection: bool = True
 
     def __post_init__(self) -> None:
@@ -110,6 +110,15 @@ class Cascade:
     def decay(self) -> float:
         """Of the scores, from a query that counts to the next."""
         return self.beta**self.score_every
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether scores decide anything: they choose what one sub-cache passes on to the next."""
+        return self.cascades > 1 and self.selection
+
+    def stride_at(self, token: int) -> int:
+        """The first token of the stride in which a token of the sequence lies."""
+        return token // self.stride * self.stride
 
     def counted(self, begin: int, end: int) -> range:
         """Those of the tokens [begin, end) of a sequence whose queries count in the scores."""
@@ -177,8 +186,8 @@ class DoubleP(Clustering):
 
     p1: float = 0.95
     p2: float = 0.7
-    tail: str = "drop"
-    group: str = "union"
+    tail: str = field(default="drop", metadata={CHOICES: TAILS})
+    group: str = field(default="union", metadata={CHOICES: GROUPS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -317,8 +326,8 @@ class TwilightOptions(QuestOptions):
     """
 
     p: float = Twilight.p
-    estimate: str = Twilight.estimate
-    group: str = Twilight.group
+    estimate: str = field(default=Twilight.estimate, metadata={CHOICES: ESTIMATES})
+    group: str = field(default=Twilight.group, metadata={CHOICES: GROUPS})
 
     def __post_init__(self) -> None:
         super().__post_init__()

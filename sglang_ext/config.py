@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from sglang_ext.policies.clustering import CHOICES
 from sglang_ext.policies.dbsa import PATTERNS, POSITIONS, BlockSparse
 from sglang_ext.retrievers.registry import RETRIEVERS
 
@@ -20,9 +21,6 @@ RADIX_CACHE_BACKEND = "sglang_ext"
 
 POLICY_ENV = "SGLANG_EXT_POLICY"
 """Environment variable of the server: options of the policy that `--attention-backend` names, a JSON object."""
-
-CHOICES = "choices"
-"""In a field's metadata: the values it takes, which the command line shows and enforces."""
 
 NAMES = "names"
 """In a field's metadata: what its value is, or begins with, which the command line shows."""

@@ -140,7 +140,7 @@ class Layer:
         kept = self.rings.kept(added)
         self.prepare(kept, keys, values)
         out, lse = self.attend(kept, query)
-        if self.cascade.cascades > 1 and self.cascade.selection:
+        if self.cascade.keeps_scores:
             self.score(added, query, lse)
         return out
 

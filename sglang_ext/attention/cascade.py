@@ -130,8 +130,9 @@ class CascadePolicy(StreamPolicy):
         return needed if self._elsewhere is None else self.config.slots
 
     def cut(self, options: Mapping[str, Any], begin: int, end: int) -> int:
-        stride = self._parse(options).stride
-        return end // stride * stride if end // stride > begin // stride else end
+        cascade = self._parse(options)
+        last = cascade.stride_at(end)
+        return last if last > cascade.stride_at(begin) else end
 
     # ---- requests ----
 
@@ -180,7 +181,7 @@ class CascadePolicy(StreamPolicy):
         stream = self._streams[request.slot]
         cascade, found = stream.cascade, list[int]()
         for first, last in cascade.strides(stream.offset + begin, stream.offset + end):
-            added = first // cascade.stride * cascade.stride
+            added = cascade.stride_at(first)
             place = cascade.rings.kept(added) - added
             found.extend(range(first + place, last + place))
         return found
@@ -227,7 +228,7 @@ def _attend(
     """`CascadePolicy.attend` within one stride."""
     rings, state, rows, kv_heads, device = cascade.rings, layer.state, query.shape[0], keys.shape[1], query.device
     only = torch.zeros(1, dtype=torch.int64, device=device)
-    added = begin // cascade.stride * cascade.stride
+    added = cascade.stride_at(begin)
     if layer.added < added:
         cascade_update(state, only, only + layer.added, only + cascade.stride, rings, selection=cascade.selection)
         layer.added = added
@@ -250,7 +251,7 @@ def _attend(
     weights = torch.exp(logits - lse.unsqueeze(-1))
     out = torch.einsum("thgc,hcd->thgd", weights, caches.values[at, head].to(dtype)).flatten(1, 2)
     counted = cascade.counted(max(begin, layer.scored), begin + rows)
-    if counted and cascade.cascades > 1 and cascade.selection:  # else nobody reads the scores
+    if counted and cascade.keeps_scores:
         first = counted[0] - begin
         update_scores(
             state.score[0],

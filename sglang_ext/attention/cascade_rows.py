@@ -72,7 +72,7 @@ class RowStream(Stream):
         """What computing the tokens [begin, end) takes; they count as computed from now on."""
         found = []
         for first, last in self.cascade.strides(begin, end):
-            added = first // self.cascade.stride * self.cascade.stride
+            added = self.cascade.stride_at(first)
             before = self.home.rings.kept(added) + first - added
             counted = self.cascade.counted(max(first, self.scored), last)
             found.append(StrideStep(first, last, added, before, self.added < added, self.listed != added, counted))
@@ -114,7 +114,7 @@ class Rows:
         self.state = CascadeState.empty(count, rows, cascade.lanes(shape.kv_heads), self.rings, device)
         self.lists = empty_lists(self.state)
         self.free = list(range(rows))[::-1]
-        self.scored = cascade.cascades > 1 and cascade.selection  # else nobody reads the scores
+        self.scored = cascade.keeps_scores
         self._numbers = (torch.arange(ALIGNED * rows, dtype=torch.int32, device=device) // ALIGNED).view(rows, ALIGNED)
         if window is None:
             sizes = (shape.head_dim, shape.value_dim)

@@ -27,8 +27,8 @@ from typing import Any
 
 from sglang_ext.launch import demo_data
 from sglang_ext.launch.answers import counted
-from sglang_ext.launch.demo_data import Example, Task
-from sglang_ext.launch.demo_methods import Bench, Row
+from sglang_ext.launch.demo_data import DemoTask, Example
+from sglang_ext.launch.demo_methods import Bench, MethodRow
 from sglang_ext.launch.demo_server import served
 from sglang_ext.launch.serve import REFERENCE_MODEL
 
@@ -59,7 +59,7 @@ def fill(candidates: Sequence[Example], tokenizer: Any, pool_tokens: int) -> lis
     return chosen
 
 
-def make_task(data: str | None, queries: int, pool_tokens: int, seed: int, tokenizer: Any) -> Task:
+def make_task(data: str | None, queries: int, pool_tokens: int, seed: int, tokenizer: Any) -> DemoTask:
     """The generated task, or one from a JSON-lines file split by `seed`.
 
     Queries whose label no demonstration shows are left out and counted.
@@ -79,7 +79,7 @@ def make_task(data: str | None, queries: int, pool_tokens: int, seed: int, token
         raise ValueError(
             f"{name}: no query has a label that a demonstration shows; raise --pool-tokens ({pool_tokens})"
         )
-    return Task(name, demonstrations, possible[:queries], len(asked) - len(possible))
+    return DemoTask(name, demonstrations, possible[:queries], len(asked) - len(possible))
 
 
 # ---- output ---------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def make_task(data: str | None, queries: int, pool_tokens: int, seed: int, token
 HEADER = ("method", "accuracy", "requests/s", "prompt tokens", "cached tokens", "setup (s)")
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[MethodRow]) -> str:
     """The rows as one table, in Markdown with aligned columns."""
     cells = [HEADER] + [
         (

@@ -234,7 +234,7 @@ def take_turns(examples: Sequence[Example]) -> list[Example]:
 
 
 @dataclass(frozen=True)
-class Task:
+class DemoTask:
     """What is shown to the model and what it is asked."""
 
     name: str

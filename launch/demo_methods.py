@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_ext.launch.answers import completed, counted, failure
 from sglang_ext.launch.client import ServerError
-from sglang_ext.launch.demo_data import Task
+from sglang_ext.launch.demo_data import DemoTask
 from sglang_ext.launch.demo_server import Server
 
 POOL = "demo"
@@ -22,7 +22,7 @@ Ask = Callable[[str, str], tuple[dict[str, Any], list[int]]]  # (question, cache
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodRow:
     """One line of the table. Means are over the queries; times are wall-clock seconds.
 
     Attributes:
@@ -59,7 +59,7 @@ class Bench:
     """
 
     def __init__(
-        self, server: Server, task: Task, tokenizer: Any, ratio: float, block_size: int, concurrency: int
+        self, server: Server, task: DemoTask, tokenizer: Any, ratio: float, block_size: int, concurrency: int
     ) -> None:
         from sglang_ext.config import PoolOptions
         from sglang_ext.serving.grammar import label_grammar
@@ -102,7 +102,7 @@ class Bench:
         answer: dict[str, Any] = self.server.call("POST", "/generate", body)
         return answer
 
-    def dbsa(self) -> Row:
+    def dbsa(self) -> MethodRow:
         """A share of the blocks, retrieved and stitched by the server."""
 
         def ask(query: str, _key: str) -> tuple[dict[str, Any], list[int]]:
@@ -113,7 +113,7 @@ class Bench:
 
         return self._measure(f"DBSA {self.ratio:.0%}", ask, self.encode_seconds)
 
-    def fixed_icl(self) -> Row:
+    def fixed_icl(self) -> MethodRow:
         """The whole pool as a dense prompt, kept by the radix cache."""
         prefix = [token for block in self.blocks for token in block]
         begin = time.perf_counter()
@@ -122,7 +122,7 @@ class Bench:
         prefill = time.perf_counter() - begin
         return self._measure("Fixed ICL", lambda query, _key: (self._dense(prefix, query, None), []), prefill)
 
-    def ret_icl(self) -> Row:
+    def ret_icl(self) -> MethodRow:
         """The selected blocks' demonstrations as a dense prompt, prefilled anew for each question."""
         from sglang_ext.retrievers import registry
         from sglang_ext.retrievers.selection import budget, select
@@ -146,11 +146,11 @@ class Bench:
 
         return self._measure("RetICL", ask, indexing)
 
-    def zero_shot(self) -> Row:
+    def zero_shot(self) -> MethodRow:
         """The question alone."""
         return self._measure("zero-shot", lambda query, key: (self._dense(self.header, query, key), []), 0.0)
 
-    def _measure(self, method: str, ask: Ask, setup: float) -> Row:
+    def _measure(self, method: str, ask: Ask, setup: float) -> MethodRow:
         """Answer every query, `concurrency` at a time, after a warm-up that is not counted.
 
         Raises:
@@ -176,7 +176,7 @@ class Bench:
         failures = [reason for reason in reasons if reason is not None]
         if not metas:
             raise ServerError(f"{method}: all {len(failures)} answers failed: {counted(failures)}")
-        return Row(
+        return MethodRow(
             method,
             correct,
             len(queries),

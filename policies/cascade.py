@@ -4,7 +4,7 @@ The window of W tokens is split into c sub-caches. The newest takes every token;
 before evicts, every second token, and where it does not it keeps the better attended of the evicted token and its own
 newest. So old tokens thin out instead of falling off, and with c = 1 the cache is StreamingLLM.
 
-Here are the settings, the rule itself one token at a time (`Stream`, which the fast implementations in
+Here are the settings, the rule itself one token at a time (`ReferenceStream`, which the fast implementations in
 `sglang_ext.kernels.cascade_update` must equal) and the decay of the scores. "Seen" is counted over the whole sequence:
 a token that reaches sub-cache i is judged by the step in which it arrives there, not by its own number.
 """
@@ -39,14 +39,14 @@ def decay(score: torch.Tensor, attention: torch.Tensor, beta: float) -> torch.Te
 
 @dataclass
 class Kept:
-    """One token in a `Stream`: its number in the sequence, the cell of its key and value, its score."""
+    """One token in a `ReferenceStream`: its number in the sequence, the cell of its key and value, its score."""
 
     token: int
     cell: int
     score: float
 
 
-class Stream:
+class ReferenceStream:
     """One lane by the rule, a token at a time, in Python floats (float64): the definition.
 
     A token's cell is its own number while nothing was dropped; token n + stride is written into the cell of the token

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.kernels.limits import ASSIGNMENTS, CENTROIDS
 
 if TYPE_CHECKING:
-    from sglang_ext.kernels.kmeans import Plan
+    from sglang_ext.kernels.kmeans import ClusterPlan
 
 CHOICES = "choices"
 """In a field's metadata: the values it takes, which the command line and the tables in `docs/` show."""
@@ -116,8 +116,8 @@ class Clustering(Middle):
         """Whether they are clustered anew, rather than exact: from `append` on, which a row may have exact anyway."""
         return self.left_exact(tokens, lost) >= self.append
 
-    def plan(self, begin: int, end: int, width: int = 64) -> Plan:
+    def plan(self, begin: int, end: int, width: int = 64) -> ClusterPlan:
         """How tokens [begin, end) are clustered, for `kernels.kmeans`; `width` clusters a tile."""
-        from sglang_ext.kernels.kmeans import Plan  # imports torch
+        from sglang_ext.kernels.kmeans import ClusterPlan  # imports torch
 
-        return Plan(tuple(b - a for a, b in self.segments(begin, end)), self.cluster, width)
+        return ClusterPlan(tuple(b - a for a, b in self.segments(begin, end)), self.cluster, width)

@@ -16,7 +16,7 @@ from sglang_ext.retrievers.passages import passages
 MODEL_VARIABLE = "SGLANG_EXT_DENSE_MODEL"
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """The part of `sentence_transformers.SentenceTransformer` that is used.
 
     Long texts are cut into passages for one with `max_seq_length` (tokens) and a Hugging Face `tokenizer`.
@@ -39,7 +39,7 @@ class Dense:
 
     default_model: str | None = None
 
-    def __init__(self, encoder: Encoder, embeddings: NDArray[np.float64], starts: NDArray[np.intp]) -> None:
+    def __init__(self, encoder: TextEncoder, embeddings: NDArray[np.float64], starts: NDArray[np.intp]) -> None:
         self._encoder = encoder
         self._embeddings = embeddings  # [passages, dimension], unit length
         self._starts = starts  # [texts]: first passage of each text
@@ -56,7 +56,7 @@ class Dense:
         return type(cls.__name__, (cls,), {"default_model": argument})
 
     @classmethod
-    def build(cls, texts: Sequence[str], model: str | None = None, encoder: Encoder | None = None) -> Dense:
+    def build(cls, texts: Sequence[str], model: str | None = None, encoder: TextEncoder | None = None) -> Dense:
         """Embed `texts`; `encoder` is used as it is, `model` (or the default) is loaded.
 
         Raises ValueError: sentence-transformers is not installed, no model is named or it cannot be loaded,
@@ -86,7 +86,7 @@ def _model_from_environment() -> str:
 
 
 @lru_cache(maxsize=4)
-def _load(model: str) -> Encoder:
+def _load(model: str) -> TextEncoder:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
@@ -94,13 +94,13 @@ def _load(model: str) -> Encoder:
             f"the dense retriever needs sentence-transformers ({error}); run: pip install sglang_ext[dense]"
         ) from error
     try:
-        loaded: Encoder = SentenceTransformer(model)
+        loaded: TextEncoder = SentenceTransformer(model)
     except OSError as error:
         raise ValueError(f"cannot load the sentence-transformers model {model!r}: {error}") from error
     return loaded
 
 
-def _fitting(text: str, encoder: Encoder) -> list[str]:
+def _fitting(text: str, encoder: TextEncoder) -> list[str]:
     limit = getattr(encoder, "max_seq_length", None)
     tokenizer = getattr(encoder, "tokenizer", None)
     if limit is None or tokenizer is None:
@@ -112,7 +112,7 @@ def _fitting(text: str, encoder: Encoder) -> list[str]:
     return passages(text, count, limit)
 
 
-def _embed(encoder: Encoder, sentences: list[str]) -> NDArray[np.float64]:
+def _embed(encoder: TextEncoder, sentences: list[str]) -> NDArray[np.float64]:
     embeddings = np.asarray(encoder.encode(sentences, show_progress_bar=False), dtype=np.float64)
     if embeddings.ndim != 2 or len(embeddings) != len(sentences):
         raise ValueError(

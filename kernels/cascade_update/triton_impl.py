@@ -22,14 +22,14 @@ from sglang_ext.kernels.limits import MAX_CASCADES
 
 
 @dataclass(frozen=True)
-class Tuning:
+class CascadeUpdateTuning:
     """What may be tuned: steps a program, warps a program."""
 
     steps: int = 512
     warps: int = 4
 
 
-TUNING = Tuning()
+TUNING = CascadeUpdateTuning()
 
 
 def cascade_update(
@@ -39,7 +39,7 @@ def cascade_update(
     count: torch.Tensor,
     rings: Rings,
     selection: bool = True,
-    tuning: Tuning = TUNING,
+    tuning: CascadeUpdateTuning = TUNING,
 ) -> None:
     """`stride_update` on the device, without synchronisation: counts out of range cannot be refused here.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.cells.decode_impl import COLUMNS, LOG2_E, MAX_SPLITS, Workspace, check
+from sglang_ext.kernels.cells.decode_impl import COLUMNS, LOG2_E, MAX_SPLITS, DecodeWorkspace, check
 from sglang_ext.kernels.cells.lists import Rotation
 from sglang_ext.kernels.cells.triton_impl import rows_of
 
@@ -41,14 +41,14 @@ launches of 32; a launch more than that takes costs 6 us."""
 
 
 @dataclass(frozen=True)
-class Tuning:
+class CudaDecodeTuning:
     """Chunks of 16 columns that a warp has on their way, and blocks of two warps a multiprocessor."""
 
     stages: int = 2
     blocks: int = 6
 
 
-TUNING = Tuning()
+TUNING = CudaDecodeTuning()
 
 
 def refusal(
@@ -70,7 +70,7 @@ def refusal(
 
 
 def rows_at_once(
-    batch: int, kv_heads: int, lanes: int, shares: int, multiprocessors: int, tuning: Tuning = TUNING
+    batch: int, kv_heads: int, lanes: int, shares: int, multiprocessors: int, tuning: CudaDecodeTuning = TUNING
 ) -> int:
     """Rows of a launch, so that blocks that wait for each other run at once; 0 where those of one row do not.
 
@@ -87,7 +87,7 @@ def _waits(kv_heads: int, lanes: int, shares: int) -> bool:
     return shares > 1 or lanes < kv_heads
 
 
-def _memory(dim: int, tuning: Tuning) -> int:
+def _memory(dim: int, tuning: CudaDecodeTuning) -> int:
     """Bytes of shared memory that a block takes, 1 KiB of CUDA's own among them."""
     return WARPS * tuning.stages * 2 * COLUMNS * dim * 2 + 1024
 
@@ -124,7 +124,7 @@ class Variant:
     scores: bool = True
     maximum: bool = False
     bfloat16: bool = True
-    tuning: Tuning = TUNING
+    tuning: CudaDecodeTuning = TUNING
 
     def constants(self) -> dict[str, int]:
         return dict(
@@ -148,7 +148,7 @@ def _kernel(index: int, variant: Variant) -> Callable[..., None]:
     return nvrtc.kernel(index, SOURCE, "decode_cells", 32 * WARPS, tuple(variant.constants().items()))
 
 
-def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: Tuning = TUNING) -> int:
+def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: CudaDecodeTuning = TUNING) -> int:
     """Into how many shares the columns of a request are cut: as many as run at once, none below two chunks a warp.
 
     Where the whole batch would leave places empty, as many as run at once of the largest part of it that does not.
@@ -186,8 +186,8 @@ def decode(
     beta: float = 0.0,
     reduction: str = "mean",
     out: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-    tuning: Tuning = TUNING,
+    workspace: DecodeWorkspace | None = None,
+    tuning: CudaDecodeTuning = TUNING,
 ) -> torch.Tensor:
     """`reference.decode` on the device, without synchronisation.
 
@@ -220,7 +220,7 @@ def decode(
     processors = nvrtc.multiprocessors(index)
     if workspace is None:
         shares = splits(batch, kv_heads, width, processors, tuning)
-        workspace = Workspace.empty(batch, heads, kv_heads, dim, width, shares, device, scored)
+        workspace = DecodeWorkspace.empty(batch, heads, kv_heads, dim, width, shares, device, scored)
     shares = workspace.check(batch, heads, dim, width, scored)
     if workspace.arrived.shape != (batch, kv_heads, 2):
         raise ValueError(f"a workspace for {tuple(workspace.arrived.shape)}: expected {(batch, kv_heads, 2)}")

@@ -28,7 +28,7 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class DecodeTuning:
     """What may be tuned: columns a tile, warps and stages, programs a multiprocessor, columns a program of scores.
 
     Keys are loaded through a loaded index. The compiler gives each of the two steps a share of the stages: below six
@@ -42,11 +42,11 @@ class Tuning:
     scores: int = 1024
 
 
-TUNING = Tuning()
+TUNING = DecodeTuning()
 MAX_SPLITS = 128
 
 
-def tuning_for(head_dim: int, value_dim: int, itemsize: int) -> Tuning:
+def tuning_for(head_dim: int, value_dim: int, itemsize: int) -> DecodeTuning:
     """What was tuned for 128 components of 16 bits, with less at a time where heads are larger.
 
     So that a program takes at most 99 KiB of shared memory (compiled for sm_90): what the smaller GPUs of a generation
@@ -58,7 +58,7 @@ def tuning_for(head_dim: int, value_dim: int, itemsize: int) -> Tuning:
     return replace(TUNING, stages=3, columns=TUNING.columns // max(1, size * itemsize // 2048))
 
 
-def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: Tuning = TUNING) -> int:
+def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning: DecodeTuning = TUNING) -> int:
     """Into how many shares the columns of a request are cut: as many as run at once, none below two tiles.
 
     One program more than run at once would make every step as long as two.
@@ -77,7 +77,7 @@ def chunks(entries: int) -> int:
 
 
 @dataclass(frozen=True)
-class Workspace:
+class DecodeWorkspace:
     """Buffers of `decode`, shared by all layers; allocate once, before a CUDA graph is captured.
 
     Attributes:
@@ -106,7 +106,7 @@ class Workspace:
         shares: int,
         device: torch.device,
         scores: bool,
-    ) -> Workspace:
+    ) -> DecodeWorkspace:
         """Room for `shares` (`splits`) shares of up to `entries` columns."""
         make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
         return cls(
@@ -130,7 +130,7 @@ class Workspace:
         ):
             raise ValueError(
                 f"workspace {tuple(self.parts.shape)} with logits {tuple(self.logits.shape)}: make it for "
-                f"{batch} rows of {heads} heads and {entries} columns with Workspace.empty"
+                f"{batch} rows of {heads} heads and {entries} columns with DecodeWorkspace.empty"
             )
         return shares
 
@@ -348,8 +348,8 @@ def decode(
     beta: float = 0.0,
     reduction: str = "mean",
     out: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-    tuning: Tuning | None = None,
+    workspace: DecodeWorkspace | None = None,
+    tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
     """`reference.decode` on the device, without synchronisation.
 
@@ -371,7 +371,7 @@ def decode(
         device = query.device
         sms = torch.cuda.get_device_properties(device).multi_processor_count if query.is_cuda else 2
         shares = splits(batch, kv_heads, width, sms, tuning)
-        workspace = Workspace.empty(batch, heads, kv_heads, value_dim, width, shares, device, scored)
+        workspace = DecodeWorkspace.empty(batch, heads, kv_heads, value_dim, width, shares, device, scored)
     shares = workspace.check(batch, heads, value_dim, width, scored)
     out = query.new_empty(batch, heads, value_dim) if out is None else out
     unused = rows

@@ -17,7 +17,7 @@ import torch
 
 from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens, check
-from sglang_ext.kernels.cluster_attention.triton_impl import Workspace
+from sglang_ext.kernels.cluster_attention.triton_impl import ClusterWorkspace
 from sglang_ext.kernels.top_p.selection import Selection, check_types
 
 SOURCE = "cluster_attention/attend.cu"
@@ -34,7 +34,7 @@ MAX_MEMORY = 48 << 10
 
 
 @dataclass(frozen=True)
-class Tuning:
+class AttendTuning:
     """Units that a warp has on their way, blocks a multiprocessor, and the least units of a block."""
 
     stages: int = 2
@@ -67,7 +67,7 @@ class Tuning:
         )
 
 
-TUNING = Tuning()
+TUNING = AttendTuning()
 
 
 def refusal(
@@ -115,7 +115,9 @@ def _unusable(index: int, dim: int, group: int, kv_heads: int, bfloat16: bool) -
     return nvrtc.failure(index, "attention over clusters runs", make)
 
 
-def compiled(arch: str, dim: int, group: int, kv_heads: int, bfloat16: bool = True, tuning: Tuning = TUNING) -> Any:
+def compiled(
+    arch: str, dim: int, group: int, kv_heads: int, bfloat16: bool = True, tuning: AttendTuning = TUNING
+) -> Any:
     """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
 
     Raises:
@@ -125,7 +127,9 @@ def compiled(arch: str, dim: int, group: int, kv_heads: int, bfloat16: bool = Tr
 
 
 @cache
-def _kernel(index: int, dim: int, group: int, kv_heads: int, bfloat16: bool, tuning: Tuning) -> Callable[..., None]:
+def _kernel(
+    index: int, dim: int, group: int, kv_heads: int, bfloat16: bool, tuning: AttendTuning
+) -> Callable[..., None]:
     constants = tuple(tuning.constants(dim, group, kv_heads, bfloat16).items())
     return nvrtc.kernel(index, SOURCE, "attend_selected", THREADS, constants)
 
@@ -146,8 +150,8 @@ def cluster_attention(
     scale: float,
     *,
     out: tuple[torch.Tensor, torch.Tensor],
-    workspace: Workspace,
-    tuning: Tuning = TUNING,
+    workspace: ClusterWorkspace,
+    tuning: AttendTuning = TUNING,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.cluster_attention` on the device, without synchronisation; all counts are read from tensors.
 
@@ -159,7 +163,7 @@ def cluster_attention(
         logits: [batch, kv_heads, group, cells] float32 contiguous.
         out: (output [batch, heads, head_dim], log-sum-exp [batch, heads] float32) to write to.
         workspace: with `PROGRAMS` places for parts beside those of the rows; with fewer, as many blocks are launched.
-        tuning: see `Tuning`.
+        tuning: see `AttendTuning`.
 
     Returns:
         `out`; sums are float32.

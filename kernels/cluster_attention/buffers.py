@@ -105,7 +105,7 @@ class PlannedRow:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class RowCapacity:
     """The largest batch that `RowBuffers` take.
 
     Attributes:
@@ -129,7 +129,7 @@ class Capacity:
             raise ValueError(f"capacity {vars(self)}: expected at least 1 of each")
 
     @classmethod
-    def of(cls, rows: Sequence[PlannedRow], seq_lens: Sequence[int], headroom: float = 1.0) -> Capacity:
+    def of(cls, rows: Sequence[PlannedRow], seq_lens: Sequence[int], headroom: float = 1.0) -> RowCapacity:
         """What a batch needs, times `headroom`."""
         copies = sum(
             -(-tokens // COPY)
@@ -146,17 +146,17 @@ class Capacity:
         }
         return cls(**{name: max(1, int(n * headroom)) for name, n in needs.items()})
 
-    def holds(self, other: Capacity) -> bool:
+    def holds(self, other: RowCapacity) -> bool:
         """Whether a batch that needs `other` fits."""
         return all(getattr(self, name) >= n for name, n in vars(other).items())
 
-    def joined(self, other: Capacity) -> Capacity:
+    def joined(self, other: RowCapacity) -> RowCapacity:
         """Room for either."""
-        return Capacity(**{name: max(getattr(self, name), n) for name, n in vars(other).items()})
+        return RowCapacity(**{name: max(getattr(self, name), n) for name, n in vars(other).items()})
 
 
 @dataclass(frozen=True)
-class Shape:
+class HeadShape:
     """Sizes of the attention: heads of queries and of keys, components, and the queries' type."""
 
     heads: int
@@ -184,8 +184,8 @@ class _Part:
     rotated: torch.Tensor
     scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     selection: Selection
-    search: top_p.Workspace
-    workspace: attention.Workspace
+    search: top_p.TopPWorkspace
+    workspace: attention.ClusterWorkspace
     lse: torch.Tensor
 
 
@@ -206,15 +206,15 @@ class RowBuffers:
 
     def __init__(
         self,
-        capacity: Capacity,
-        shape: Shape,
+        capacity: RowCapacity,
+        shape: HeadShape,
         rope: Rope,
         width: int,
         *,
         group_rule: str = "union",
         by_count: bool = False,
-        tuning: attention.Tuning = attention.TUNING,
-        search: top_p.Tuning = top_p.TUNING,
+        tuning: attention.ClusterTuning = attention.TUNING,
+        search: top_p.TopPTuning = top_p.TUNING,
     ) -> None:
         device = rope.inv_freq.device
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -269,7 +269,7 @@ class RowBuffers:
         self._starts = torch.zeros_like(self._sizes)
         run, self._align = (width, attention.aligned(TILE)) if c.rotations > 1 else (1, 1)
         self._selection = Selection.empty(c.rows, kv_heads, cells, device, run, self._align)
-        self._workspace = attention.Workspace.empty(
+        self._workspace = attention.ClusterWorkspace.empty(
             c.rows,
             kv_heads,
             shape.group,
@@ -283,7 +283,7 @@ class RowBuffers:
         )
         # Slots are written out after the search.
         lent = self._workspace.slots.view(-1)
-        self._search = top_p.Workspace.empty(c.rows, kv_heads, shape.group, cells, device, lent)
+        self._search = top_p.TopPWorkspace.empty(c.rows, kv_heads, shape.group, cells, device, lent)
         self._lse = torch.zeros(c.rows, shape.heads, dtype=torch.float32, device=device)
         self._parts: dict[int, _Part] = {}
         self._expanded = False
@@ -309,7 +309,7 @@ class RowBuffers:
         Raises:
             ValueError: the batch is larger than the capacity; nothing was written then.
         """
-        needed = Capacity.of(rows, seq_lens)
+        needed = RowCapacity.of(rows, seq_lens)
         if not self.capacity.holds(needed):
             raise ValueError(f"a batch of {vars(needed)} for buffers of {vars(self.capacity)}: allocate larger ones")
         turn = self._next

@@ -58,7 +58,7 @@ def _unusable(index: int, dim: int, bfloat16: bool, float8: bool) -> str | None:
 
 
 def compiled(
-    arch: str, heads: int, block: cuda_impl.Block, width: int, dim: int, bfloat16: bool, float8: bool = False
+    arch: str, heads: int, block: cuda_impl.SearchBlock, width: int, dim: int, bfloat16: bool, float8: bool = False
 ) -> Any:
     """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
 
@@ -69,7 +69,7 @@ def compiled(
 
 
 def _constants(
-    heads: int, block: cuda_impl.Block, by_count: bool, width: int, dim: int, bfloat16: bool, float8: bool
+    heads: int, block: cuda_impl.SearchBlock, by_count: bool, width: int, dim: int, bfloat16: bool, float8: bool
 ) -> dict[str, int]:
     resident = max(RESIDENT, block.threads)
     return {
@@ -80,7 +80,14 @@ def _constants(
 
 @cache
 def _kernel(
-    index: int, heads: int, block: cuda_impl.Block, by_count: bool, width: int, dim: int, bfloat16: bool, float8: bool
+    index: int,
+    heads: int,
+    block: cuda_impl.SearchBlock,
+    by_count: bool,
+    width: int,
+    dim: int,
+    bfloat16: bool,
+    float8: bool,
 ) -> Callable[..., None]:
     constants = tuple(_constants(heads, block, by_count, width, dim, bfloat16, float8).items())
     return nvrtc.kernel(index, cuda_impl.SOURCE, "score_and_select", block.threads, constants)

@@ -24,7 +24,7 @@ from sglang_ext.kernels.top_p.selection import Selection
 
 
 @dataclass(frozen=True)
-class Tuning:
+class ClusterTuning:
     """What is chosen by measurement.
 
     Attributes:
@@ -57,7 +57,7 @@ class Tuning:
     fused: bool = True
 
 
-TUNING = Tuning()
+TUNING = ClusterTuning()
 
 PARTS_OF_TILE = 4
 """Parts of a tile that may each be read with a rotation of its own."""
@@ -115,7 +115,7 @@ def centroid_scores(
     scale: float,
     *,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    tuning: Tuning = TUNING,
+    tuning: ClusterTuning = TUNING,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`reference.centroid_scores` on the device: a fixed grid over the most tiles; counts are read from tensors.
 
@@ -124,7 +124,7 @@ def centroid_scores(
             float8.
         pool, rows, scale: as in the reference.
         out: (logits float32, sizes, starts) to write to; needed under CUDA graphs.
-        tuning: see `Tuning`.
+        tuning: see `ClusterTuning`.
 
     Returns:
         As the reference, but nothing is written from a request's count on.
@@ -387,7 +387,7 @@ def _merge(
 
 
 @dataclass(frozen=True)
-class Workspace:
+class ClusterWorkspace:
     """Buffers of `cluster_attention`, shared by all layers; allocate once, before a CUDA graph is captured.
 
     Attributes:
@@ -417,11 +417,11 @@ class Workspace:
         cells: int,
         tokens: int,
         device: torch.device | str,
-        tuning: Tuning = TUNING,
+        tuning: ClusterTuning = TUNING,
         *,
         align: int = 1,
         programs: int = 0,
-    ) -> Workspace:
+    ) -> ClusterWorkspace:
         """Buffers for `batch` requests of at most `cells` clusters with `tokens` tokens.
 
         Args:
@@ -439,7 +439,7 @@ class Workspace:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        return Workspace(
+        return ClusterWorkspace(
             torch.empty(places, group, value_dim, dtype=torch.float32, device=device),
             torch.empty(places, group, dtype=torch.float32, device=device),
             ints(rows, tokens),
@@ -448,10 +448,10 @@ class Workspace:
             ints(rows, 2),
         )
 
-    def first(self, rows: int) -> Workspace:
+    def first(self, rows: int) -> ClusterWorkspace:
         """Of the first `rows` rows (batch * kv_heads)."""
         of_rows = (self.slots[:rows], self.rotations[:rows], self.summaries[:rows], self.arrived[:rows])
-        return Workspace(self.parts, self.part_lse, *of_rows)
+        return ClusterWorkspace(self.parts, self.part_lse, *of_rows)
 
 
 def cluster_attention(
@@ -466,8 +466,8 @@ def cluster_attention(
     scale: float,
     *,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    workspace: Workspace | None = None,
-    tuning: Tuning = TUNING,
+    workspace: ClusterWorkspace | None = None,
+    tuning: ClusterTuning = TUNING,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.cluster_attention` on the device: a fixed grid; all counts are read from tensors.
 
@@ -481,7 +481,7 @@ def cluster_attention(
         logits: [batch, kv_heads, group, cells] float32 contiguous.
         out: (output [batch, heads, value_dim], log-sum-exp [batch, heads] float32) to write to.
         workspace: made for this tuning; needed under CUDA graphs, made otherwise.
-        tuning: see `Tuning`.
+        tuning: see `ClusterTuning`.
 
     Returns:
         As the reference; sums are float32.
@@ -517,7 +517,7 @@ def cluster_attention(
             "filled with it, and one rotation"
         )
     most_tokens = pool.members.shape[1] + cells // width * (align - 1)
-    workspace = workspace or Workspace.empty(
+    workspace = workspace or ClusterWorkspace.empty(
         batch, kv_heads, group, value_dim, cells, most_tokens, query.device, tuning, align=align
     )
     programs = tuning.programs

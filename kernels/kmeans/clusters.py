@@ -11,7 +11,7 @@ from sglang_ext.kernels.limits import ASSIGNMENTS
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """How runs of tokens are cut into clusters; on the host, from lengths alone.
 
     Attributes:
@@ -80,7 +80,7 @@ def check(
     key_caches: Sequence[torch.Tensor],
     value_caches: Sequence[torch.Tensor],
     slots: torch.Tensor,
-    plan: Plan,
+    plan: ClusterPlan,
     iterations: int,
     assignment: str,
 ) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from sglang_ext.kernels.kmeans import cuda_impl, triton_impl
-from sglang_ext.kernels.kmeans.clusters import Clusters, Plan
+from sglang_ext.kernels.kmeans.clusters import ClusterPlan, Clusters
 
 
 def kmeans_layers(
     key_caches: Sequence[torch.Tensor],
     value_caches: Sequence[torch.Tensor],
     slots: torch.Tensor,
-    plan: Plan,
+    plan: ClusterPlan,
     **options: Any,
 ) -> Clusters:
     """`triton_impl.kmeans_layers`, with `cuda_impl.update` where that kernel runs."""
@@ -27,7 +27,7 @@ def kmeans_layers(
 
 
 def kmeans(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor, plan: Plan, **options: Any
+    key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor, plan: ClusterPlan, **options: Any
 ) -> Clusters:
     """`kmeans_layers` of one layer, as `reference.kmeans`."""
     return kmeans_layers([key_cache], [value_cache], slots, plan, **options).layer(0)

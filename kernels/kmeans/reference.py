@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_ext.kernels.kmeans.clusters import Clusters, Plan, bounds, check, members
+from sglang_ext.kernels.kmeans.clusters import ClusterPlan, Clusters, bounds, check, members
 
 
 def kmeans(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
-    plan: Plan,
+    plan: ClusterPlan,
     *,
     iterations: int = 10,
     assignment: str = "inner",
@@ -74,7 +74,7 @@ def kmeans_layers(
     key_caches: Sequence[torch.Tensor],
     value_caches: Sequence[torch.Tensor],
     slots: torch.Tensor,
-    plan: Plan,
+    plan: ClusterPlan,
     *,
     iterations: int = 10,
     assignment: str = "inner",

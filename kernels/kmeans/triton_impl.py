@@ -18,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.kmeans.clusters import Clusters, Plan, bounds, check, members
+from sglang_ext.kernels.kmeans.clusters import ClusterPlan, Clusters, bounds, check, members
 
 
 @dataclass(frozen=True)
-class Tuning:
+class KmeansTuning:
     """What is chosen by measurement.
 
     Attributes:
@@ -42,7 +42,7 @@ class Tuning:
     sum_stages: int = 3
 
 
-TUNING = Tuning()
+TUNING = KmeansTuning()
 
 # Columns of the table of segments: first token, tokens, first cell, clusters.
 
@@ -234,8 +234,8 @@ class Sums:
     biases: torch.Tensor
     out: torch.Tensor
     l2: bool
-    plan: Plan
-    tuning: Tuning
+    plan: ClusterPlan
+    tuning: KmeansTuning
 
     @property
     def cells(self) -> int:
@@ -271,11 +271,11 @@ def kmeans_layers(
     key_caches: Sequence[torch.Tensor],
     value_caches: Sequence[torch.Tensor],
     slots: torch.Tensor,
-    plan: Plan,
+    plan: ClusterPlan,
     *,
     iterations: int = 10,
     assignment: str = "inner",
-    tuning: Tuning = TUNING,
+    tuning: KmeansTuning = TUNING,
     update: Callable[[Sums, bool], None] = update,
 ) -> Clusters:
     """`reference.kmeans_layers` on the device, without synchronisation; the same result in every run.
@@ -286,7 +286,7 @@ def kmeans_layers(
         value_caches: a layer each, [num_slots, kv_heads, value_dim] contiguous, of one shape and the keys' dtype.
         slots: [tokens] integer, on the caches' device.
         plan, iterations, assignment: as in the reference.
-        tuning: see `Tuning`.
+        tuning: see `KmeansTuning`.
         update: who sums: this module's `update`, or `cuda_impl.update`.
 
     Returns:
@@ -366,11 +366,11 @@ def kmeans(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slots: torch.Tensor,
-    plan: Plan,
+    plan: ClusterPlan,
     *,
     iterations: int = 10,
     assignment: str = "inner",
-    tuning: Tuning = TUNING,
+    tuning: KmeansTuning = TUNING,
     update: Callable[[Sums, bool], None] = update,
 ) -> Clusters:
     """`kmeans_layers` of one layer, as `reference.kmeans`."""

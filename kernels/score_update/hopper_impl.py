@@ -41,7 +41,7 @@ REGISTERS = (96, 112)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class HopperScoreTuning:
     """What may be tuned.
 
     Attributes:
@@ -53,7 +53,7 @@ class Tuning:
     splits: int = 2
 
 
-TUNING = Tuning()
+TUNING = HopperScoreTuning()
 
 
 @gluon.jit
@@ -230,7 +230,7 @@ def part_sums(
     skip: torch.Tensor | None,
     scale_log2: float,
     every: int,
-    tuning: Tuning = TUNING,
+    tuning: HopperScoreTuning = TUNING,
 ) -> torch.Tensor:
     """Sums over a key-value head's queries, of every column that counts, in parts that are to be added up.
 

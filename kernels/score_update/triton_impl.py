@@ -35,7 +35,7 @@ ROOM = 112 * 1024
 
 
 @dataclass(frozen=True)
-class Tuning:
+class ScoreTuning:
     """What may be tuned: columns and query rows a tile, warps, stages of the pipeline over the rows, registers."""
 
     columns: int = 128
@@ -45,12 +45,12 @@ class Tuning:
     registers: int | None = None
 
 
-PREFILL = Tuning(columns=256, warps=8, registers=128)  # two programs a multiprocessor of 227 KiB
-SMALLER = Tuning()
-DECODE = Tuning(columns=64, rows=16, warps=4, stages=1)  # few rows: the keys are read once and that is the time
+PREFILL = ScoreTuning(columns=256, warps=8, registers=128)  # two programs a multiprocessor of 227 KiB
+SMALLER = ScoreTuning()
+DECODE = ScoreTuning(columns=64, rows=16, warps=4, stages=1)  # few rows: the keys are read once and that is the time
 
 
-def tuning_for(rows: int, head_dim: int, itemsize: int, together: bool = False, shared: int = 99 * 1024) -> Tuning:
+def tuning_for(rows: int, head_dim: int, itemsize: int, together: bool = False, shared: int = 99 * 1024) -> ScoreTuning:
     """What was tuned for 128 components of 16 bits, with smaller tiles where heads are larger.
 
     So that a program takes at most `shared` bytes of shared memory (compiled for sm_90); 99 KiB is what the smaller
@@ -86,13 +86,13 @@ def column_sums(
     reduction: str = "mean",
     homogeneous: bool = False,
     every: int = 1,
-    tuning: Tuning | hopper_impl.Tuning | None = None,
+    tuning: ScoreTuning | hopper_impl.HopperScoreTuning | None = None,
 ) -> torch.Tensor:
     """`reference.column_sums` on the device, without synchronisation: counts out of range cannot be refused here.
 
     Raises:
-        ValueError: also for a dtype other than float32, bfloat16 and float16, or `hopper_impl.Tuning` where that kernel
-            does not serve.
+        ValueError: also for a dtype other than float32, bfloat16 and float16, or `hopper_impl.HopperScoreTuning` where
+            that kernel does not serve.
     """
     check(query, keys, lse, before, count, beta, reduction, every)
     batch, kv_heads, columns, _ = keys.shape
@@ -116,7 +116,7 @@ def update_scores(
     reduction: str = "mean",
     skip: torch.Tensor | None = None,
     every: int = 1,
-    tuning: Tuning | hopper_impl.Tuning | None = None,
+    tuning: ScoreTuning | hopper_impl.HopperScoreTuning | None = None,
 ) -> None:
     """`reference.update_scores` on the device, in a few launches and without synchronisation.
 
@@ -145,7 +145,7 @@ def _launch(
     beta: float,
     reduction: str,
     every: int,
-    tuning: Tuning | hopper_impl.Tuning | None,
+    tuning: ScoreTuning | hopper_impl.HopperScoreTuning | None,
     skip: torch.Tensor | None = None,
 ) -> None:
     if query.dtype not in DTYPES:
@@ -160,7 +160,7 @@ def _launch(
     if keys.stride(3) != 1:
         keys = keys.contiguous()
     served = hopper_impl.serves(query, keys, out_heads, reduction)
-    if isinstance(tuning, hopper_impl.Tuning) and not served:
+    if isinstance(tuning, hopper_impl.HopperScoreTuning) and not served:
         raise ValueError(
             f"query {query.dtype} {tuple(query.shape)}, strides {query.stride()}, for {out_heads} scores a token, "
             f"reduction {reduction!r}: not for Hopper's kernel; choose another tuning"
@@ -183,7 +183,7 @@ def _launch(
     scale_log2, factor = scale * LOG2_E, 1.0 / (heads // out_heads) if reduction == "mean" else 1.0
     target = (out, entries if entries is not None else before, rows, skip if skip is not None else before)
     kinds = {"OUT_HEADS": out_heads, "FOLD": entries is not None, "SKIP": skip is not None}
-    if isinstance(tuning, hopper_impl.Tuning):
+    if isinstance(tuning, hopper_impl.HopperScoreTuning):
         parts = hopper_impl.part_sums(query, keys, bias, before, count, skip, scale_log2, every, tuning)
         _parts_kernel[(out_heads, triton.cdiv(columns, 1024), batch)](
             parts, before, count, *target, columns, out.shape[2], every, log2_beta, factor, PARTS=parts.shape[2],

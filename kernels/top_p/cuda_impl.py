@@ -39,7 +39,7 @@ up to 32 clusters a thread and groups of four heads (nvcc 13.0, sm_90); with 40,
 
 
 @dataclass(frozen=True)
-class Block:
+class SearchBlock:
     """How many clusters a block of threads holds in its registers.
 
     Attributes:
@@ -65,27 +65,27 @@ class Block:
 # groups of four clusters a thread have room for is searched by code for so many (`select.cu`). CUDA graphs have room
 # for 10,240 clusters where tokens are 131,072.
 OF_MANY = (
-    Block(256, 1),
-    Block(256, 2),
-    Block(256, 4),
-    Block(256, 8),
-    Block(256, 10),
-    Block(512, 8),
-    Block(1024, 8),
+    SearchBlock(256, 1),
+    SearchBlock(256, 2),
+    SearchBlock(256, 4),
+    SearchBlock(256, 8),
+    SearchBlock(256, 10),
+    SearchBlock(512, 8),
+    SearchBlock(1024, 8),
 )
 OF_FEW = (
-    Block(256, 1),
-    Block(256, 2),
-    Block(256, 4),
-    Block(512, 4),
-    Block(1024, 4),
-    Block(1024, 8),
+    SearchBlock(256, 1),
+    SearchBlock(256, 2),
+    SearchBlock(256, 4),
+    SearchBlock(512, 4),
+    SearchBlock(1024, 4),
+    SearchBlock(1024, 8),
 )
 BLOCKS = tuple(dict.fromkeys(OF_MANY + OF_FEW))
 MAX_CELLS = OF_MANY[-1].cells
 
 
-def block_for(width: int, blocks: int, multiprocessors: int) -> Block:
+def block_for(width: int, blocks: int, multiprocessors: int) -> SearchBlock:
     """The smallest that holds `width` clusters, at most MAX_CELLS.
 
     Args:
@@ -96,7 +96,7 @@ def block_for(width: int, blocks: int, multiprocessors: int) -> Block:
     return next(block for block in (OF_MANY if 2 * blocks > multiprocessors else OF_FEW) if block.cells >= width)
 
 
-def up_to(cells: int) -> list[Block]:
+def up_to(cells: int) -> list[SearchBlock]:
     """Blocks that selections among up to `cells` clusters come in."""
     found = {
         block
@@ -134,7 +134,7 @@ def _unusable(index: int) -> str | None:
 
 
 def compiled(
-    arch: str, heads: int, block: Block, by_count: bool = False, run: int = 1, align: int = 1, width: int = 0
+    arch: str, heads: int, block: SearchBlock, by_count: bool = False, run: int = 1, align: int = 1, width: int = 0
 ) -> Any:
     """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
 
@@ -144,7 +144,7 @@ def compiled(
     return nvrtc.compiled(SOURCE, arch, constants(heads, block, by_count, run, align, width))
 
 
-def constants(heads: int, block: Block, by_count: bool, run: int, align: int, width: int) -> dict[str, int]:
+def constants(heads: int, block: SearchBlock, by_count: bool, run: int, align: int, width: int) -> dict[str, int]:
     """Macros of `select.cu`, logits given."""
     return dict(
         GROUP=heads, THREADS=block.threads, QUADS=block.quads, BINS=BINS, BY_COUNT=int(by_count), RUN=run, ALIGN=align,
@@ -154,14 +154,14 @@ def constants(heads: int, block: Block, by_count: bool, run: int, align: int, wi
 
 @cache
 def _kernel(
-    index: int, heads: int, block: Block, by_count: bool, run: int, align: int, width: int
+    index: int, heads: int, block: SearchBlock, by_count: bool, run: int, align: int, width: int
 ) -> Callable[..., None]:
     macros = tuple(constants(heads, block, by_count, run, align, width).items())
     return nvrtc.kernel(index, SOURCE, "select_clusters", block.threads, macros)
 
 
 def _kernel_for(
-    device: torch.device, heads: int, block: Block, by_count: bool, run: int, align: int, width: int
+    device: torch.device, heads: int, block: SearchBlock, by_count: bool, run: int, align: int, width: int
 ) -> Callable[..., None]:
     return _kernel(nvrtc.index_of(device), heads, block, by_count, run if align > 1 else 1, align, width)
 

@@ -23,8 +23,8 @@ def select(
     align: int = 1,
     out: Selection | None = None,
     expansion: Expansion | None = None,
-    workspace: triton_impl.Workspace | None = None,
-    tuning: triton_impl.Tuning = triton_impl.TUNING,
+    workspace: triton_impl.TopPWorkspace | None = None,
+    tuning: triton_impl.TopPTuning = triton_impl.TUNING,
 ) -> Selection:
     """`triton_impl.select`, or the same in CUDA where that kernel runs.
 

@@ -8,8 +8,8 @@ over the clusters, and the search ends when one cluster is left between the boun
 from the bound below which the clusters together cannot matter, (1 - p) / cells: 8 to 9 rounds on normal logits of
 standard deviation 3 to 1.4.
 
-A round costs integer operations, and few clusters stay between the bounds: after `Tuning.rounds` rounds those that do
-are listed, and the other rounds go over the list. Masses lie in the first-level cache, not in registers, so that a
+A round costs integer operations, and few clusters stay between the bounds: after `TopPTuning.rounds` rounds those that
+do are listed, and the other rounds go over the list. Masses lie in the first-level cache, not in registers, so that a
 round costs what a head's clusters are, whatever the buffers have room for.
 
 Two kernels: `_search` (a program for each head, or for each group with `mean`) writes two bits a cluster; `_compact`
@@ -31,7 +31,7 @@ MAX_CELLS = (1 << 20) - 1  # lists are scanned with 20 bits for a place
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TopPTuning:
     """What is chosen by measurement.
 
     Attributes:
@@ -51,7 +51,7 @@ class Tuning:
     joint: bool = True
 
 
-TUNING = Tuning()
+TUNING = TopPTuning()
 
 
 @triton.jit
@@ -362,7 +362,7 @@ def _compact(
 
 
 @dataclass(frozen=True)
-class Workspace:
+class TopPWorkspace:
     """Buffers that `select` needs beside its output; allocate once, before a CUDA graph is captured.
 
     Attributes:
@@ -378,17 +378,17 @@ class Workspace:
     @staticmethod
     def empty(
         batch: int, kv_heads: int, group: int, cells: int, device: torch.device | str, lent: torch.Tensor | None = None
-    ) -> Workspace:
+    ) -> TopPWorkspace:
         """Buffers; those of int32 in `lent` [n] int32, memory that nobody needs while `select` runs, where it fits."""
         shape, size = (batch, kv_heads, group, cells), batch * kv_heads * group * cells
         if lent is None or lent.numel() < 2 * size:
             lent = torch.empty(2 * size, dtype=torch.int32, device=device)
         keys, few = lent[:size].view(shape), lent[size : 2 * size].view(shape)
-        return Workspace(keys, few, torch.empty(shape, dtype=torch.int8, device=device))
+        return TopPWorkspace(keys, few, torch.empty(shape, dtype=torch.int8, device=device))
 
-    def first(self, batch: int) -> Workspace:
+    def first(self, batch: int) -> TopPWorkspace:
         """Of the first `batch` requests."""
-        return Workspace(self.keys[:batch], self.few[:batch], self.levels[:batch])
+        return TopPWorkspace(self.keys[:batch], self.few[:batch], self.levels[:batch])
 
 
 def select(
@@ -403,8 +403,8 @@ def select(
     run: int = 1,
     align: int = 1,
     out: Selection | None = None,
-    workspace: Workspace | None = None,
-    tuning: Tuning = TUNING,
+    workspace: TopPWorkspace | None = None,
+    tuning: TopPTuning = TUNING,
 ) -> Selection:
     """`reference.select` on the device: fixed grids, counts and p read from tensors, no synchronisation.
 
@@ -414,7 +414,7 @@ def select(
         p: [batch, 2] float32.
         group, by_count, run, align: as in the reference.
         out, workspace: buffers to use; needed under CUDA graphs, made otherwise.
-        tuning: see `Tuning`.
+        tuning: see `TopPTuning`.
 
     Returns:
         The selection (`out` where given).
@@ -429,7 +429,7 @@ def select(
     check_memory(logits, sizes, starts, cells, p, logits.dtype)
     out = out or Selection.empty(batch, kv_heads, width, logits.device, run, align)
     check_buffers(out, run, align)
-    workspace = workspace or Workspace.empty(batch, kv_heads, heads, width, logits.device)
+    workspace = workspace or TopPWorkspace.empty(batch, kv_heads, heads, width, logits.device)
     searches = 1 if group == "mean" else heads
     block = max(1, triton.next_power_of_2(width))
     _search[(searches, batch * kv_heads)](

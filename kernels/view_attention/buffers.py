@@ -88,7 +88,7 @@ def _straight(items, kv_slots, straight, BLOCK: tl.constexpr):
 
 
 @dataclass(frozen=True)
-class Capacity:
+class PlanCapacity:
     """The largest plan that a `PlanBuffers` takes; the fields count what `Plan` calls by the same names.
 
     Attributes:
@@ -111,14 +111,14 @@ class Capacity:
             raise ValueError(f"capacity {sizes}: expected 1 to 2**31 - 1 of each")
 
     @classmethod
-    def bound(cls, rows: int, runs: int, slots: int, config: Config, group: int, kv_heads: int) -> Capacity:
+    def bound(cls, rows: int, runs: int, slots: int, config: Config, group: int, kv_heads: int) -> PlanCapacity:
         """What can never overflow for `rows` rows that see `runs` runs each, over `slots` tokens (room included)."""
         pairs, workers = rows * runs, config.workers(kv_heads)
         cuts = workers - 1  # each makes one item more, and repeats the rows of one tile
         return cls(rows, pairs + cuts, pairs + cuts * config.tile_rows(group), pairs, slots, workers)
 
     @classmethod
-    def of(cls, plan: Plan, headroom: float = 1.0) -> Capacity:
+    def of(cls, plan: Plan, headroom: float = 1.0) -> PlanCapacity:
         """What one plan needs, times `headroom`."""
         needs = {
             "rows": plan.num_rows,
@@ -132,7 +132,7 @@ class Capacity:
 
     def lacks(self, plan: Plan) -> list[str]:
         """What of a plan is too much for this capacity, in words; empty when it fits."""
-        needed = vars(Capacity.of(plan))
+        needed = vars(PlanCapacity.of(plan))
         return [f"{n} {name} of {getattr(self, name)}" for name, n in needed.items() if n > getattr(self, name)]
 
     @property
@@ -165,7 +165,7 @@ class PlanBuffers:
 
     def __init__(
         self,
-        capacity: Capacity,
+        capacity: PlanCapacity,
         *,
         heads: int,
         kv_heads: int,
@@ -266,7 +266,7 @@ class PlanBuffers:
 
         Args:
             plan: fits the capacity and was made for these heads.
-            slot_table: [n] int32, contiguous, on the buffers' device: what `RowRuns.source` points into. It is read
+            slot_table: [n] int32, contiguous, on the buffers' device: what `PlanRows.source` points into. It is read
                 once, on the current stream; later changes do not reach the plan.
 
         Raises:

@@ -172,7 +172,7 @@ def _power(size: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class RowRuns:
+class PlanRows:
     """What the query rows of one request see; made once when it starts and kept by the caller.
 
     Attributes:
@@ -298,7 +298,7 @@ class Plan:
 
 
 def plan_rows(
-    requests: Sequence[RowRuns],
+    requests: Sequence[PlanRows],
     *,
     config: Config,
     group: int,
@@ -561,7 +561,7 @@ def _check_rows(first: Ints, rows: Ints, tail_len: Ints, tail_at: Ints, room: in
     if (first[order][1:] < (first + rows)[order][:-1]).any():
         raise ValueError(
             f"rows of requests overlap (first rows {first.tolist()}, numbers {rows.tolist()}): expected disjoint rows; "
-            "put everything that a row sees into one RowRuns"
+            "put everything that a row sees into one PlanRows"
         )
     has_tail = tail_at >= 0
     if (tail_len < rows)[has_tail].any():

@@ -37,7 +37,7 @@ SINGLE_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """Heads of a layer, and its number type."""
 
     heads: int = HEADS
@@ -46,7 +46,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
 
 
-class Layer:
+class CascadeLayer:
     """One layer: the caches, the cascade's state and the lists of some requests, and the passes over them.
 
     Args:
@@ -56,7 +56,7 @@ class Layer:
         device: of everything.
     """
 
-    def __init__(self, cascade: Cascade, shape: Shape, requests: int, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, cascade: Cascade, shape: LayerShape, requests: int, device: torch.device, seed: int = 0) -> None:
         self.cascade, self.shape, self.device, self.scale = cascade, shape, device, shape.dim**-0.5
         rings = self.rings = cascade.rings
         self.generator = torch.Generator(device=device).manual_seed(seed)
@@ -161,7 +161,7 @@ def check_update(
         raise ValueError(f"stride at token {int(before[0])}: the cache update differs from its reference: not timed")
 
 
-def check_prefill(layer: Layer, strides: int, rows: int = 64) -> dict[str, float]:
+def check_prefill(layer: CascadeLayer, strides: int, rows: int = 64) -> dict[str, float]:
     """Run some strides, each step beside its reference; the largest errors.
 
     Raises:
@@ -233,10 +233,10 @@ def _seconds(work: Callable[[], None], repeats: int) -> Timing:
 
 def prefill(cascade: Cascade, tokens: int, device: torch.device, repeats: int = 2) -> list[Figure]:
     """One layer through a long prompt, against dense causal attention; what scores and updates take of a stride."""
-    shape = Shape()
+    shape = LayerShape()
     full = -(-(cascade.sinks + cascade.window) // cascade.stride) + 1
-    errors = check_prefill(Layer(cascade, shape, 1, device), full + 2)
-    layer = Layer(cascade, shape, 1, device)
+    errors = check_prefill(CascadeLayer(cascade, shape, 1, device), full + 2)
+    layer = CascadeLayer(cascade, shape, 1, device)
     strides = -(-tokens // cascade.stride)
     drawn = [[layer.draw(cascade.stride, n) for n in (shape.heads, shape.kv_heads, shape.kv_heads)] for _ in range(4)]
 
@@ -269,7 +269,7 @@ def prefill(cascade: Cascade, tokens: int, device: torch.device, repeats: int = 
 
 
 def stages(
-    layer: Layer, added: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    layer: CascadeLayer, added: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> dict[str, Timing]:
     """Each part of a stride with a full window by itself: inside a CUDA graph, with a cold L2 cache.
 
@@ -312,7 +312,7 @@ def dense_prefill(tokens: int, device: torch.device) -> Timing:
 
     In calls of `DENSE_ROWS` query rows over all keys up to their last: the same products and exponentials.
     """
-    shape, generator = Shape(), torch.Generator(device=device).manual_seed(1)
+    shape, generator = LayerShape(), torch.Generator(device=device).manual_seed(1)
 
     def draw(rows: int, heads: int) -> torch.Tensor:
         return torch.randn(rows, heads, shape.dim, generator=generator, device=device, dtype=shape.dtype)
@@ -331,8 +331,8 @@ def dense_prefill(tokens: int, device: torch.device) -> Timing:
 
 def update(cascade: Cascade, device: torch.device) -> list[Figure]:
     """Tokens into a full window: indices and new keys and values, against moving all that is kept."""
-    shape, batch = Shape(heads=UPDATE_HEADS, kv_heads=UPDATE_HEADS), UPDATE_BATCH
-    layer = Layer(cascade, shape, batch, device)
+    shape, batch = LayerShape(heads=UPDATE_HEADS, kv_heads=UPDATE_HEADS), UPDATE_BATCH
+    layer = CascadeLayer(cascade, shape, batch, device)
     strides = -(-UPDATE_TOKENS // cascade.stride)
     first = -(-(cascade.sinks + cascade.window) // cascade.stride)
     layer.skip_to(first)
@@ -395,9 +395,9 @@ def update(cascade: Cascade, device: torch.device) -> list[Figure]:
 class Decoding:
     """A batch that decodes with a full window, in the middle of a stride."""
 
-    def __init__(self, cascade: Cascade, batch: int, device: torch.device, shape: Shape | None = None) -> None:
-        self.shape = shape or Shape()
-        self.layer = Layer(cascade, self.shape, batch, device)
+    def __init__(self, cascade: Cascade, batch: int, device: torch.device, shape: LayerShape | None = None) -> None:
+        self.shape = shape or LayerShape()
+        self.layer = CascadeLayer(cascade, self.shape, batch, device)
         strides = 2 * -(-(cascade.sinks + cascade.window) // cascade.stride) + 3
         self.layer.skip_to(strides)  # so that cells are as mixed as they become
         self.seen = self.layer.rings.kept(strides * cascade.stride) + cascade.stride // 2
@@ -406,11 +406,11 @@ class Decoding:
         self.new = [self.layer.draw(batch, self.shape.kv_heads) for _ in range(2)]
         self.columns, self.fresh = self.layer.number(self.seen), self.layer.number(1)
 
-    def workspace(self, multiprocessors: int) -> decode_impl.Workspace:
+    def workspace(self, multiprocessors: int) -> decode_impl.DecodeWorkspace:
         shape, layer, batch = self.shape, self.layer, self.query.shape[0]
         width = layer.rings.entries
         shares = fast.splits(batch, shape.heads, layer.keys, layer.values, layer.rotation, width, multiprocessors)
-        return decode_impl.Workspace.empty(
+        return decode_impl.DecodeWorkspace.empty(
             batch, shape.heads, shape.kv_heads, shape.dim, width, shares, layer.device, True
         )
 

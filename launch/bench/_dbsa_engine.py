@@ -182,7 +182,7 @@ def _stitched(engine: Any) -> float:
     return float(state["sglang_ext"]["stitch_seconds"])
 
 
-class Asked:
+class AskedBatch:
     """An engine that questions are asked in closed loops.
 
     Attributes:
@@ -226,7 +226,7 @@ class Asked:
         return ids
 
 
-class Stock(Asked):
+class Stock(AskedBatch):
     """SGLang as it is: dense prefill of the pool, Fixed ICL from its cache, RetICL, zero-shot."""
 
     def __init__(self, engine: Any, args: argparse.Namespace) -> None:
@@ -259,7 +259,7 @@ class Stock(Asked):
         return dict(input_ids=ids + self.question_ids(number), sampling_params=_sampling(tokens))
 
 
-class Ours(Asked):
+class Ours(AskedBatch):
     """The plugin: block-sparse encoding, appending, answers over the selected blocks, plain requests."""
 
     def __init__(self, engine: Any, args: argparse.Namespace) -> None:
@@ -327,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang import Engine as SglangEngine
 
         engine: Any = SglangEngine(**options)
-        served: Asked = Stock(engine, args)
+        served: AskedBatch = Stock(engine, args)
     else:
         from sglang_ext import Engine
 

@@ -17,7 +17,7 @@ import torch
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, Written, hopper_impl, view_attention
 from sglang_ext.kernels.view_attention import plan as planning
-from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
+from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 from sglang_ext.kernels.view_attention.planned import attend, merge
 from sglang_ext.launch.bench._gpu import copy_bandwidth, matrix_rate, time_gpu
@@ -30,7 +30,7 @@ DECODE_AIMS = {1: None, 8: 1.25, 32: 1.4, 128: 2.5}
 
 
 @dataclass(frozen=True)
-class Request:
+class KernelRequest:
     """One request: its blocks in view order, and its own tokens.
 
     Attributes:
@@ -42,7 +42,7 @@ class Request:
     own: range
 
 
-class Pool:
+class PoolShape:
     """KV caches that hold a pool, block after block, and the own tokens of requests behind it."""
 
     def __init__(self, tokens: int, blocks: int, device: torch.device, seed: int = 0) -> None:
@@ -77,29 +77,29 @@ class Pool:
     def length(self, block: int) -> int:
         return self.bounds[block + 1] - self.bounds[block]
 
-    def request(self, chosen: int, own: int) -> Request:
+    def request(self, chosen: int, own: int) -> KernelRequest:
         """A request over the sink and `chosen` - 1 other blocks, with `own` tokens."""
         others = 1 + self.dice.choice(self.blocks - 1, chosen - 1, replace=False)
-        request = Request((0, *sorted(others.tolist())), range(self.free, self.free + own))
+        request = KernelRequest((0, *sorted(others.tolist())), range(self.free, self.free + own))
         self.free += own
         stitched = sum(map(self.length, request.blocks))
         positions = torch.arange(stitched, stitched + own, dtype=torch.int32, device=self.device)
         self.slot_pos[request.own.start : request.own.stop] = positions
         return request
 
-    def requests(self, number: int, chosen: int, own: Sequence[int] | int) -> list[Request]:
+    def requests(self, number: int, chosen: int, own: Sequence[int] | int) -> list[KernelRequest]:
         self.free = self.bounds[-1]
         sizes = [own] * number if isinstance(own, int) else own
         return [self.request(chosen, size) for size in sizes]
 
-    def runs(self, request: Request, first_row: int, rows: int) -> planning.RowRuns:
+    def runs(self, request: KernelRequest, first_row: int, rows: int) -> planning.PlanRows:
         """The request as the planner takes it."""
         seen, starts = 0, []
         for block in request.blocks:
             starts.append(seen)
             seen += self.length(block)
         deltas = [start - self.bounds[block] for start, block in zip(starts, request.blocks, strict=True)]
-        return planning.RowRuns(
+        return planning.PlanRows(
             first_row=first_row,
             num_rows=rows,
             keys=np.array([*request.blocks, -1]),
@@ -110,7 +110,7 @@ class Pool:
             tail_column=seen,
         )
 
-    def view(self, request: Request) -> tuple[View, int]:
+    def view(self, request: KernelRequest) -> tuple[View, int]:
         """The request as the reference takes it, and the position of its first own token."""
         parts = [torch.arange(self.bounds[b], self.bounds[b + 1], device=self.device) for b in request.blocks]
         slots = torch.cat(parts)
@@ -118,7 +118,7 @@ class Pool:
         ranks = torch.arange(slots.numel(), device=self.device)
         return View((Segment(slots, Ranks(ranks)), Segment(own, Written(), causal=True))), slots.numel()
 
-    def distinct_tokens(self, requests: Sequence[Request]) -> int:
+    def distinct_tokens(self, requests: Sequence[KernelRequest]) -> int:
         blocks = {block for request in requests for block in request.blocks}
         return sum(map(self.length, blocks)) + sum(len(request.own) for request in requests)
 
@@ -127,17 +127,17 @@ def _bytes(tokens: int) -> int:
     return tokens * KV_HEADS * DIM * 2 * 2
 
 
-class Planned:
+class PlannedBatch:
     """A batch planned for our kernel."""
 
-    def __init__(self, pool: Pool, requests: Sequence[Request], rows: int, config: planning.Config) -> None:
+    def __init__(self, pool: PoolShape, requests: Sequence[KernelRequest], rows: int, config: planning.Config) -> None:
         self.pool, self.requests, self.rows = pool, requests, rows
         listed = [pool.runs(request, number * rows, rows) for number, request in enumerate(requests)]
         begin = time.perf_counter()
         self.plan = planning.plan_rows(listed, config=config, group=HEADS // KV_HEADS, kv_heads=KV_HEADS)
         self.planning = time.perf_counter() - begin
         self.buffers = PlanBuffers(
-            Capacity.of(self.plan),
+            PlanCapacity.of(self.plan),
             heads=HEADS,
             kv_heads=KV_HEADS,
             value_dim=DIM,
@@ -198,7 +198,7 @@ class Planned:
         return worst
 
 
-def _shared(pool: Pool, requests: Sequence[Request], rows: int, backend: str) -> tuple[Any, torch.Tensor]:
+def _shared(pool: PoolShape, requests: Sequence[KernelRequest], rows: int, backend: str) -> tuple[Any, torch.Tensor]:
     """FlashInfer over shared blocks: one virtual request a block and one a tail; queries rotated before."""
     virtual = VirtualRequests(pool.device, backend)
     counts, tokens, slots, seen_by = [], [], [], []
@@ -224,13 +224,13 @@ def _shape() -> dict[str, Any]:
     return dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, value_dim=DIM, dtype=torch.bfloat16)
 
 
-def decode(pool: Pool, batches: Sequence[int], chosen: int, bandwidth: float) -> list[Figure]:
+def decode(pool: PoolShape, batches: Sequence[int], chosen: int, bandwidth: float) -> list[Figure]:
     """Attention of one decode layer against the bytes of the distinct blocks."""
     figures = []
     for batch in batches:
         requests = pool.requests(batch, chosen, 30)
         config = pool.config(batch * chosen / pool.blocks)
-        planned = Planned(pool, requests, 1, config)
+        planned = PlannedBatch(pool, requests, 1, config)
         error = planned.check()
         floor = _bytes(pool.distinct_tokens(requests)) / bandwidth
         ours, beside = planned.time()
@@ -253,11 +253,11 @@ def decode(pool: Pool, batches: Sequence[int], chosen: int, bandwidth: float) ->
     return figures
 
 
-def questions(pool: Pool, number: int, rows: int, chosen: int, rate: float) -> list[Figure]:
+def questions(pool: PoolShape, number: int, rows: int, chosen: int, rate: float) -> list[Figure]:
     """Prefill of questions over their stitched blocks against the tensor cores' floor."""
     requests = pool.requests(number, chosen, rows)
     per_block = number * rows * chosen / pool.blocks
-    planned = Planned(pool, requests, rows, pool.config(per_block))
+    planned = PlannedBatch(pool, requests, rows, pool.config(per_block))
     error = planned.check(3)
     pairs = sum(sum(map(pool.length, r.blocks)) * rows + rows * (rows + 1) // 2 for r in requests)
     floor = 4 * pairs * HEADS * DIM / rate
@@ -274,7 +274,7 @@ def questions(pool: Pool, number: int, rows: int, chosen: int, rate: float) -> l
     return figures
 
 
-def encoding(pool: Pool) -> list[Figure]:
+def encoding(pool: PoolShape) -> list[Figure]:
     """Block-sparse encoding as one batched prefill against dense causal prefill of the same tokens."""
     pattern = BlockSparse()
     tokens = pool.bounds[-1]
@@ -305,7 +305,7 @@ def encoding(pool: Pool) -> list[Figure]:
 
 
 def _check_encoding(
-    pool: Pool, virtual: VirtualRequests, query: torch.Tensor, out: torch.Tensor, seen: Sequence[Sequence[int]]
+    pool: PoolShape, virtual: VirtualRequests, query: torch.Tensor, out: torch.Tensor, seen: Sequence[Sequence[int]]
 ) -> None:
     out.fill_(float("nan"))
     virtual.run(query, pool.keys, pool.values, out)
@@ -333,6 +333,6 @@ def _check_encoding(
 def measure(device: torch.device, tokens: int, blocks: int, chosen: int, batches: Sequence[int]) -> list[Figure]:
     """All rows of the kernels' half."""
     bandwidth, rate = copy_bandwidth(device), matrix_rate(device)
-    pool = Pool(tokens, blocks, device)
+    pool = PoolShape(tokens, blocks, device)
     figures = [*decode(pool, batches, chosen, bandwidth), *questions(pool, 32, 24, chosen, rate), *encoding(pool)]
     return figures

@@ -52,7 +52,7 @@ taken."""
 
 
 @dataclass(frozen=True)
-class Step:
+class TurnStep:
     """One thing that an engine is asked for.
 
     Attributes:
@@ -140,13 +140,13 @@ def _about(process: Process, size: int) -> dict[str, Any]:
     return about
 
 
-def steps(args: argparse.Namespace) -> Iterator[Step]:
+def steps(args: argparse.Namespace) -> Iterator[TurnStep]:
     """All that both engines do, in order. The first of several runs of one thing is a warm-up."""
     asked = 0  # questions so far: one that was asked before would be cached
     repeats = range(args.repeats + 1)
     for repeat in repeats:
-        yield Step("stock", "prefill", keep=("prefill",) if repeat else ())
-        yield Step("ours", "encode", {"pool": POOL}, ("encode",) if repeat else (), part="")
+        yield TurnStep("stock", "prefill", keep=("prefill",) if repeat else ())
+        yield TurnStep("ours", "encode", {"pool": POOL}, ("encode",) if repeat else (), part="")
     for tokens, concurrency in itertools.product(args.label_tokens, args.concurrency):
         count = questions_a_run(args, concurrency)
         for repeat in repeats:
@@ -162,26 +162,26 @@ def steps(args: argparse.Namespace) -> Iterator[Step]:
         asked += count
     yield from _appending(args, POOL, APPENDED[0])
     if args.larger:
-        yield Step("ours", "encode", {"pool": LARGER}, ("larger",), part="", several=False)
+        yield TurnStep("ours", "encode", {"pool": LARGER}, ("larger",), part="", several=False)
         yield from _appending(args, LARGER, APPENDED[1])
-    yield Step("ours", "encode", {"pool": POOL})
+    yield TurnStep("ours", "encode", {"pool": POOL})
     # Last: a profiler that has run goes on slowing launches down.
     for name, tokens in (("stages", args.label_tokens[0]), ("decode stages", args.decode_tokens)):
         for concurrency in args.concurrency if tokens else ():
             count = max(2, concurrency)
             options = {"tokens": tokens, "concurrency": concurrency, "first": asked, "count": count}
             asked += count
-            yield Step("ours", "stages", options, (name, f"{concurrency} at a time"), part="", several=False)
+            yield TurnStep("ours", "stages", options, (name, f"{concurrency} at a time"), part="", several=False)
 
 
-def _asking(role: str, kind: str, tokens: int, concurrency: int, first: int, count: int, keep: str | None) -> Step:
+def _asking(role: str, kind: str, tokens: int, concurrency: int, first: int, count: int, keep: str | None) -> TurnStep:
     options = {"kind": kind, "tokens": tokens, "concurrency": concurrency, "first": first, "count": count}
-    return Step(role, "run", options, ("answers", str(tokens), keep, str(concurrency)) if keep else (), part="")
+    return TurnStep(role, "run", options, ("answers", str(tokens), keep, str(concurrency)) if keep else (), part="")
 
 
-def _appending(args: argparse.Namespace, pool: str, name: str) -> Iterator[Step]:
+def _appending(args: argparse.Namespace, pool: str, name: str) -> Iterator[TurnStep]:
     for repeat in range(_appends(args) + 1):
-        yield Step("ours", "append", {"pool": pool}, (name,) if repeat else (), part="")
+        yield TurnStep("ours", "append", {"pool": pool}, (name,) if repeat else (), part="")
 
 
 def _appends(args: argparse.Namespace) -> int:

@@ -22,8 +22,8 @@ from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.launch.bench._double_p_captured import Captured, Text
 from sglang_ext.launch.bench._double_p_kernels import thousands
 from sglang_ext.launch.bench._double_p_pages import Pages, QuestTopP, paged
-from sglang_ext.launch.bench._double_p_rows import Layer, layers
-from sglang_ext.launch.bench._double_p_step import Dense, Step
+from sglang_ext.launch.bench._double_p_rows import ClusteredLayer, layers
+from sglang_ext.launch.bench._double_p_step import ClusterBenchStep, DenseStep
 from sglang_ext.launch.bench._gpu import time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least
 from sglang_ext.policies.double_p import DoubleP
@@ -57,13 +57,13 @@ def least(reaches: Callable[[int], bool], most: int) -> int | None:
     return high
 
 
-class RetroInferStep(Step):
+class RetroInferStep(ClusterBenchStep):
     """RetroInfer: the first clusters by the mean share of a group, in the shares of exact ones that its authors have.
 
     The clusters, and all kernels, are Double-P's.
     """
 
-    def __init__(self, rows: Captured, batch: int, copies: Sequence[Layer]) -> None:
+    def __init__(self, rows: Captured, batch: int, copies: Sequence[ClusteredLayer]) -> None:
         super().__init__(rows, batch, copies, group="mean", by_count=True)
         self.clusters = sum(rows.plan.clusters)
         recommended = RetroInfer()
@@ -86,7 +86,7 @@ class Timed:
     Attributes:
         name: which.
         timing: seconds a layer.
-        shares: from `Step.shares`, of all rows.
+        shares: from `ClusterBenchStep.shares`, of all rows.
         notes: its budget, errors against the references, seconds by stage.
     """
 
@@ -101,13 +101,15 @@ class Timed:
         return f"{self.name}, {s['exact']:.3f} exact, 5th percentile {s['recovered_p5']:.3f} ({s['read_p5']:.3f} exact)"
 
 
-def _timed(name: str, step: Step | QuestTopP, notes: dict[str, Any]) -> Timed:
+def _timed(name: str, step: ClusterBenchStep | QuestTopP, notes: dict[str, Any]) -> Timed:
     errors, shares = step.check(), step.shares(step.batch)
     timing = time_turns(step.run, len(step.copies), step.planted.device)
     return Timed(name, timing, shares, {**notes, "errors": errors})
 
 
-def retroinfer(rows: Captured, batch: int, copies: Sequence[Layer], target: float) -> tuple[Timed, Step]:
+def retroinfer(
+    rows: Captured, batch: int, copies: Sequence[ClusteredLayer], target: float
+) -> tuple[Timed, ClusterBenchStep]:
     """RetroInfer with the least budget that reaches the target."""
     step = RetroInferStep(rows, batch, copies)
 
@@ -126,7 +128,7 @@ def retroinfer(rows: Captured, batch: int, copies: Sequence[Layer], target: floa
     return _timed("RetroInfer", step, notes), step
 
 
-def quest_top_p(rows: Captured, batch: int, copies: Sequence[Layer], target: float) -> tuple[Timed, QuestTopP]:
+def quest_top_p(rows: Captured, batch: int, copies: Sequence[ClusteredLayer], target: float) -> tuple[Timed, QuestTopP]:
     """Quest with token top-p inside its candidates: the fastest of `SHARES` that reaches the target."""
     twilight = Twilight(p=rows.config.p1)
     pages = Pages.of(rows, twilight.candidates.page)
@@ -193,8 +195,8 @@ def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     rows = Captured(length, batch, texts, config, device, cluster, dtype)
     copies = layers(rows, batch)
-    step = Step(rows, batch, copies)
-    dense = Dense(step).time()
+    step = ClusterBenchStep(rows, batch, copies)
+    dense = DenseStep(step).time()
     ours = _timed("Double-P", step, {"p": list(config.stages), "layers": len(copies)})
     target = ours.shares["recovered_p5"] - ROUNDING
     found = [method(rows, batch, copies, target) for method in (retroinfer, quest_top_p)]

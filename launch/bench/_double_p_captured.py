@@ -18,7 +18,7 @@ import torch
 
 import sglang_ext
 from sglang_ext.config import PoolOptions
-from sglang_ext.kernels.cluster_attention.buffers import Shape
+from sglang_ext.kernels.cluster_attention.buffers import HeadShape
 from sglang_ext.kernels.cluster_attention.pool import centroid_dtype, narrowed
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
@@ -179,7 +179,7 @@ class Captured(CachedRows):
         check_texts(len(texts), tokens, length, batch, layers)
         pairs, each = layers // 2, length // tokens
         group = texts[0].query.shape[1] // kv_heads
-        shape = Shape(heads=4 * group * kv_heads, kv_heads=2 * kv_heads, head_dim=dim, value_dim=dim, dtype=dtype)
+        shape = HeadShape(heads=4 * group * kv_heads, kv_heads=2 * kv_heads, head_dim=dim, value_dim=dim, dtype=dtype)
         super().__init__(length, batch, shape, config, device, cluster)
         queries = []
         for row in range(batch):

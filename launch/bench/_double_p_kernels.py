@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from sglang_ext.kernels.cluster_attention.buffers import Shape
+from sglang_ext.kernels.cluster_attention.buffers import HeadShape
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.launch.bench._double_p_rows import LEVELS, SHAPES, Planted, layers
-from sglang_ext.launch.bench._double_p_step import Dense, Step
+from sglang_ext.launch.bench._double_p_step import ClusterBenchStep, DenseStep
 from sglang_ext.launch.bench._gpu import copy_bandwidth, time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.policies.double_p import DoubleP
@@ -33,7 +33,7 @@ class Case:
         ours, dense: seconds a layer.
         dense_name: which dense attention.
         floor: seconds that the bytes take at copy bandwidth; None without a GPU.
-        shares: from `Step.shares`.
+        shares: from `ClusterBenchStep.shares`.
         notes: errors, what else was measured.
         reading: seconds of attention and merge alone; None without a GPU. What the step takes longer, scores and
             selection add.
@@ -88,18 +88,18 @@ def figures_of(case: Case) -> list[Figure]:
 
 
 def cases(
-    shape: Shape, lengths: Sequence[int], batches: Sequence[int], config: DoubleP, device: torch.device
+    shape: HeadShape, lengths: Sequence[int], batches: Sequence[int], config: DoubleP, device: torch.device
 ) -> list[Case]:
     """Every level at every length and batch."""
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
     found: list[Case] = []
     for step in _steps(shape, lengths, batches, config, device):
         planted, batch = step.planted, step.batch
-        dense_name, dense = Dense(step).time()  # as long on every level
+        dense_name, dense = DenseStep(step).time()  # as long on every level
         wide = apart = None
         if device.type == "cuda":
-            wide = Step(planted, batch, step.copies, engine_room=True)
-            apart = Step(planted, batch, step.copies, engine_room=True, joint=False)
+            wide = ClusterBenchStep(planted, batch, step.copies, engine_room=True)
+            apart = ClusterBenchStep(planted, batch, step.copies, engine_room=True, joint=False)
         for name, level in LEVELS.items():
             step.ask(level)
             errors, shares = step.check(), step.shares()
@@ -141,15 +141,15 @@ def _line(case: Case) -> str:
 
 
 def _steps(
-    shape: Shape, lengths: Sequence[int], batches: Sequence[int], config: DoubleP, device: torch.device
-) -> Iterator[Step]:
+    shape: HeadShape, lengths: Sequence[int], batches: Sequence[int], config: DoubleP, device: torch.device
+) -> Iterator[ClusterBenchStep]:
     cluster: Callable[..., Clusters] = kmeans_reference
     if device.type == "cuda":
         from sglang_ext.kernels.kmeans.fast import kmeans as cluster
     for length in lengths:
         planted = Planted(length, max(batches), shape, config, device, cluster)
         for batch in batches:
-            yield Step(planted, batch, layers(planted, batch))
+            yield ClusterBenchStep(planted, batch, layers(planted, batch))
         del planted
 
 

@@ -21,7 +21,7 @@ from sglang_ext.kernels.cluster_attention import triton_impl as attention
 from sglang_ext.kernels.top_p import Selection, fast
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
-from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, Layer, true_logits
+from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, ClusteredLayer, true_logits
 from sglang_ext.launch.bench._double_p_step import EDGE, TOLERANCE, difference, relative_error, tunings
 from sglang_ext.policies import quest
 
@@ -41,7 +41,7 @@ class PagedLayer:
     """Caches of one layer, bounds of its pages and its 4-bit keys.
 
     Attributes:
-        keys, values: as in `Layer`.
+        keys, values: as in `ClusteredLayer`.
         pool: pages as clusters; bounds stand where centroids do, and there are no mean values.
         quantised: 4-bit keys.
     """
@@ -80,7 +80,7 @@ class Pages:
         return -(-self.count // WIDTH)
 
 
-def paged(rows: CachedRows, batch: int, copies: Sequence[Layer], pages: Pages) -> list[PagedLayer]:
+def paged(rows: CachedRows, batch: int, copies: Sequence[ClusteredLayer], pages: Pages) -> list[PagedLayer]:
     """The same layers with their pages; bounds and 4-bit keys are copied where the layers were."""
     shape, device = rows.shape, rows.device
     tokens, filled = pages.end - pages.begin, pages.tiles * WIDTH
@@ -165,7 +165,7 @@ class QuestTopP:
             torch.empty(*heads, cells, dtype=torch.int32, device=device),
         )
         self._candidates = Selection.empty(*heads, cells, device)
-        self._page_search = top_p.Workspace.empty(*heads, 1, cells, device)
+        self._page_search = top_p.TopPWorkspace.empty(*heads, 1, cells, device)
         self._token_scores = (
             torch.empty(*heads, shape.group, self.room, dtype=torch.float32, device=device),
             torch.empty(*heads, self.room, dtype=torch.int32, device=device),
@@ -173,8 +173,8 @@ class QuestTopP:
             torch.empty(batch, dtype=torch.int32, device=device),
         )
         self._chosen = Selection.empty(*heads, self.room, device)
-        self._token_search = top_p.Workspace.empty(*heads, shape.group, self.room, device)
-        self._workspace = attention.Workspace.empty(
+        self._token_search = top_p.TopPWorkspace.empty(*heads, shape.group, self.room, device)
+        self._workspace = attention.ClusterWorkspace.empty(
             *heads, shape.group, shape.value_dim, self.room, self.room, device, self.tuning
         )
         self._out = (

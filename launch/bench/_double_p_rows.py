@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from sglang_ext.kernels.cluster_attention import ClusterPool
-from sglang_ext.kernels.cluster_attention.buffers import PlannedRow, Shape
+from sglang_ext.kernels.cluster_attention.buffers import HeadShape, PlannedRow
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.policies.double_p import DoubleP
 
 SHAPES = {
-    "llama-3.1-8b": Shape(heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16),
+    "llama-3.1-8b": HeadShape(heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16),
     # For trying the benchmark itself without a GPU: Triton's interpreter multiplies bfloat16 matrices wrongly.
-    "tiny": Shape(heads=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16),
+    "tiny": HeadShape(heads=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16),
 }
 WIDTH = 64
 """Clusters of a tile, as `cache.cluster_pool` has them."""
@@ -74,7 +74,7 @@ class CachedRows:
         self,
         length: int,
         batch: int,
-        shape: Shape,
+        shape: HeadShape,
         config: DoubleP,
         device: torch.device,
         cluster: Callable[..., Clusters] = kmeans_reference,
@@ -178,7 +178,7 @@ class Planted(CachedRows):
         self,
         length: int,
         batch: int,
-        shape: Shape,
+        shape: HeadShape,
         config: DoubleP,
         device: torch.device,
         cluster: Callable[..., Clusters] = kmeans_reference,
@@ -232,7 +232,7 @@ class Planted(CachedRows):
 
 
 @dataclass(frozen=True)
-class Layer:
+class ClusteredLayer:
     """Caches and clusters of one layer."""
 
     keys: torch.Tensor
@@ -240,7 +240,7 @@ class Layer:
     pool: ClusterPool
 
 
-def layers(planted: CachedRows, batch: int, touched: float = 0.08) -> list[Layer]:
+def layers(planted: CachedRows, batch: int, touched: float = 0.08) -> list[ClusteredLayer]:
     """Copies of the first `batch` rows, so many that a round over them leaves nothing of a layer in the L2 cache.
 
     Args:
@@ -257,8 +257,8 @@ def layers(planted: CachedRows, batch: int, touched: float = 0.08) -> list[Layer
     members = batch * (planted.end - planted.begin)
     pool = planted.pool
 
-    def one() -> Layer:
-        return Layer(
+    def one() -> ClusteredLayer:
+        return ClusteredLayer(
             planted.keys[:slots].clone(),
             planted.values[:slots].clone(),
             ClusterPool(
@@ -271,7 +271,7 @@ def layers(planted: CachedRows, batch: int, touched: float = 0.08) -> list[Layer
         )
 
     if count == 1 and batch == planted.batch:
-        return [Layer(planted.keys, planted.values, pool)]
+        return [ClusteredLayer(planted.keys, planted.values, pool)]
     return [one() for _ in range(count)]
 
 

@@ -11,12 +11,12 @@ import torch
 
 from sglang_ext.kernels.cluster_attention import ClusterRows, DenseTokens, joint_impl, reference
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.cluster_attention.buffers import Capacity, PlannedRow, RowBuffers
+from sglang_ext.kernels.cluster_attention.buffers import PlannedRow, RowBuffers, RowCapacity
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.top_p import Selection
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
-from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, Layer, Level, true_logits
+from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, ClusteredLayer, Level, true_logits
 from sglang_ext.launch.bench._gpu import time_turns
 from sglang_ext.launch.bench._record import Timing
 from sglang_ext.policies.double_p import DoubleP, recovered_mass
@@ -28,7 +28,7 @@ EDGE = 0.01
 """Share of the clusters by which the kernels' selection may differ from sorting: rounded masses at the threshold."""
 
 
-def tunings(device: torch.device) -> tuple[attention.Tuning, top_p.Tuning]:
+def tunings(device: torch.device) -> tuple[attention.ClusterTuning, top_p.TopPTuning]:
     """Those of `attention.readers.clusters`; small ones for Triton's interpreter."""
     if device.type == "cuda":
         from sglang_ext.attention.readers.clusters import PROGRAMS
@@ -38,21 +38,21 @@ def tunings(device: torch.device) -> tuple[attention.Tuning, top_p.Tuning]:
     return replace(attention.TUNING, programs=5, registers=None), replace(top_p.TUNING, joint=False)
 
 
-def _engine_capacity(batch: int, config: DoubleP) -> Capacity:
+def _engine_capacity(batch: int, config: DoubleP) -> RowCapacity:
     """What `attention.readers.clusters` allocates for `double_p`'s CUDA graphs of so many rows."""
     from sglang_ext.attention.readers.clusters import GRAPH_TOKENS, graph_capacity
 
     return graph_capacity(batch, GRAPH_TOKENS, config.cluster * WIDTH, over_pools=False)
 
 
-class Step:
+class ClusterBenchStep:
     """One layer of a decoding step over planted rows, through what the engine's backend calls."""
 
     def __init__(
         self,
         planted: CachedRows,
         batch: int,
-        copies: Sequence[Layer],
+        copies: Sequence[ClusteredLayer],
         engine_room: bool = False,
         *,
         group: str | None = None,
@@ -72,7 +72,7 @@ class Step:
         rows, lengths = self._rows()
         frequency = 500000.0 ** (-torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
         how, search = tunings(device)
-        capacity = Capacity.of(rows, lengths)
+        capacity = RowCapacity.of(rows, lengths)
         self.buffers = RowBuffers(
             capacity.joined(_engine_capacity(batch, planted.config)) if engine_room else capacity,
             shape,
@@ -229,10 +229,10 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error.nan_to_num(float("inf")))
 
 
-class Dense:
+class DenseStep:
     """FlashInfer's paged decode over all tokens, page size 1; plain PyTorch where there is no GPU."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: ClusterBenchStep) -> None:
         self.step, self.planted = step, step.planted
         self.out = torch.empty(
             step.batch, self.planted.shape.heads, self.planted.shape.value_dim, dtype=step.query.dtype,

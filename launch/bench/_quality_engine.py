@@ -18,8 +18,8 @@ from typing import Any
 
 from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._quality_tasks import (
-    Stream,
-    Task,
+    QualityTask,
+    StreamTask,
     by_bins,
     classification,
     digits_right,
@@ -186,7 +186,9 @@ class Asker:
     def __init__(self, engine: Any, method: Method) -> None:
         self.engine, self.method = engine, method
 
-    def ask(self, task: Task, options: Mapping[str, Any], only: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    def ask(
+        self, task: QualityTask, options: Mapping[str, Any], only: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
         """Greedy answers to a task's prompts, or to those at `only`.
 
         Raises:
@@ -202,7 +204,7 @@ class Asker:
         )
         return completed(answers)
 
-    def budgets(self, task: Task, target: Mapping[str, float]) -> dict[str, float]:
+    def budgets(self, task: QualityTask, target: Mapping[str, float]) -> dict[str, float]:
         """Options with which the method reads as much as `target` says, on a few prompts."""
         count = min(CALIBRATE, len(task.prompts))
         few = [at * len(task.prompts) // count for at in range(count)]
@@ -234,7 +236,7 @@ class Asker:
                 found[knob], got = match(reads(knob, figure, also), wanted)
         return found
 
-    def answers(self, task: Task, target: Mapping[str, float] | None) -> dict[str, Any]:
+    def answers(self, task: QualityTask, target: Mapping[str, float] | None) -> dict[str, Any]:
         """A measurement: how many answers are right, and what was read for them."""
         begin = time.perf_counter()
         if task.shared:  # once, so that not all of the first batch compute it
@@ -262,7 +264,7 @@ class Asker:
             "seconds": {"setup": calibrated - begin, "answers": time.perf_counter() - calibrated},
         }
 
-    def perplexity(self, name: str, text: Stream) -> dict[str, Any]:
+    def perplexity(self, name: str, text: StreamTask) -> dict[str, Any]:
         """A measurement: perplexity of a stream's tokens but the first."""
         begin = time.perf_counter()
         chunks = text.chunks(self.method.reads) if self.method.reads else [text.tokens]
@@ -293,9 +295,9 @@ class Asker:
         }
 
 
-def tasks(writer: Writer, settings: Mapping[str, Any], method: Method) -> dict[str, Task | Stream]:
+def tasks(writer: Writer, settings: Mapping[str, Any], method: Method) -> dict[str, QualityTask | StreamTask]:
     """The tasks of a suite by name, but those whose prompts the method cannot read."""
-    found: dict[str, Task | Stream] = {}
+    found: dict[str, QualityTask | StreamTask] = {}
     data, seed, context = settings["data"], settings["seed"], settings["context"]
     sparse_decoding, endless = settings["suite"] == "double_p", method.backend in STREAMS
     if settings["stream"] and not sparse_decoding:
@@ -344,13 +346,15 @@ def run(job: Mapping[str, Any], out: Path) -> None:
     todo = {name: task for name, task in tasks(writer, settings, method).items() if name not in job["done"]}
     if not todo:
         return
-    longest = max(settings["context"], *(t.length + t.new_tokens for t in todo.values() if isinstance(t, Task)), 0)
+    longest = max(
+        settings["context"], *(t.length + t.new_tokens for t in todo.values() if isinstance(t, QualityTask)), 0
+    )
     engine = engine_of(settings, method, min(longest, settings["context"]))
     try:
         asker = Asker(engine, method)
         with out.open("a") as lines:
             for name, task in todo.items():
-                if isinstance(task, Task):
+                if isinstance(task, QualityTask):
                     found = asker.answers(task, job["targets"].get(name))
                 else:
                     found = asker.perplexity(name, task)

@@ -28,7 +28,7 @@ DIGITS = 5
 
 
 @dataclass(frozen=True)
-class Task:
+class QualityTask:
     """Prompts with their right answers.
 
     Attributes:
@@ -69,7 +69,7 @@ class Task:
         return [answer[self.skip :] for answer in self.answers]
 
 
-def classification(writer: Writer, data: str, shots: int, queries: int, seed: int, context: int) -> Task:
+def classification(writer: Writer, data: str, shots: int, queries: int, seed: int, context: int) -> QualityTask:
     """banking77 with `shots` demonstrations a class; 0: as many as the context holds.
 
     Raises:
@@ -89,7 +89,7 @@ def classification(writer: Writer, data: str, shots: int, queries: int, seed: in
             f"banking77, {shots} demonstrations a class: {len(shown)} tokens, expected at most {room}; ask for fewer"
             " (--shots), or raise --context"
         )
-    return Task(
+    return QualityTask(
         name=f"banking77, {shots} a class",
         prompts=[[*shown, *writer.encode(text + begin)] for text, _ in asked],
         answers=[label for _, label in asked],
@@ -101,7 +101,7 @@ def classification(writer: Writer, data: str, shots: int, queries: int, seed: in
     )
 
 
-def passkeys(writer: Writer, length: int, trials: int, skip: int = 0, seed: int = 0) -> Task:
+def passkeys(writer: Writer, length: int, trials: int, skip: int = 0, seed: int = 0) -> QualityTask:
     """A key at every tenth of depth, `trials` times each, so that prompt and answer are `length` tokens together.
 
     Args:
@@ -118,7 +118,7 @@ def passkeys(writer: Writer, length: int, trials: int, skip: int = 0, seed: int 
             prompts.append(prompt)
             keys.append(key)
             cells.append(tenth)
-    return Task(f"passkey, {length} tokens", prompts, keys, new_tokens=DIGITS, skip=skip, cells=cells)
+    return QualityTask(f"passkey, {length} tokens", prompts, keys, new_tokens=DIGITS, skip=skip, cells=cells)
 
 
 def digits_right(said: str, key: str) -> float:
@@ -127,7 +127,7 @@ def digits_right(said: str, key: str) -> float:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamTask:
     """A text to be read from its beginning to its end.
 
     Attributes:
@@ -144,7 +144,7 @@ class Stream:
         return [[bos, *rest[at : at + size - 1]] for at in range(0, len(rest), size - 1)]
 
 
-def stream(writer: Writer, data: str, tokens: int, seed: int) -> Stream:
+def stream(writer: Writer, data: str, tokens: int, seed: int) -> StreamTask:
     """banking77's training texts with their labels, in random order, over again where they do not suffice."""
     rows = [(text.lower(), label) for text, label in read_rows(data, CLASSES.name, "train")]
     rng = random.Random(seed)
@@ -158,7 +158,7 @@ def stream(writer: Writer, data: str, tokens: int, seed: int) -> Stream:
                 labels += [is_label] * len(new)
             if len(ids) >= tokens:
                 break
-    return Stream(ids[:tokens], labels[:tokens])
+    return StreamTask(ids[:tokens], labels[:tokens])
 
 
 def perplexity(logprobs: Sequence[float]) -> float:

@@ -1,5 +1,5 @@
 """This module asks the reference model: a `Writer` turns demonstrations and queries into tokens with a tokenizer alone,
-and a `Reader` also has the model in transformers, which caches one prefix and answers many queries over it, either
+and a `ModelReader` also has the model in transformers, which caches one prefix and answers many queries over it, either
 constrained to labels or greedily.
 """
 
@@ -33,7 +33,7 @@ class Writer:
         return [self.tokenizer.bos_token_id, *self.encode(text)]
 
 
-class Reader(Writer):
+class ModelReader(Writer):
     """A causal language model with one cached prefix that many queries read at once."""
 
     def __init__(self, path: str | Path, device: str | None = None) -> None:

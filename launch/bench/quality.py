@@ -173,12 +173,12 @@ class Study:
 
     def _measure(self, names: Sequence[str], targets: Mapping[str, Any]) -> None:
         """Run an engine for each method, some at a time, and keep what they write as soon as they do."""
-        waiting, running = list(names), dict[str, Engine]()
+        waiting, running = list(names), dict[str, StudyEngine]()
         with tempfile.TemporaryDirectory(prefix="sglang-ext-quality-") as temporary, ended(running):
             while waiting or running:
                 while waiting and len(running) < self.args.parallel:
                     name = waiting.pop(0)
-                    running[name] = Engine(Path(temporary), name, self._job(name, targets), self._kernels(name))
+                    running[name] = StudyEngine(Path(temporary), name, self._job(name, targets), self._kernels(name))
                 time.sleep(POLL_SECONDS)
                 for name, engine in list(running.items()):
                     status = engine.process.poll()
@@ -224,7 +224,7 @@ class Study:
         )
 
 
-class Engine:
+class StudyEngine:
     """A process that measures one method, the lines that it writes, and its log."""
 
     def __init__(self, folder: Path, name: str, job: Mapping[str, Any], kernels: str) -> None:
@@ -255,7 +255,7 @@ class Engine:
 
 
 @contextmanager
-def ended(running: Mapping[str, Engine]) -> Iterator[None]:
+def ended(running: Mapping[str, StudyEngine]) -> Iterator[None]:
     """End the engines that still run when the block ends, by whatever."""
     try:
         yield

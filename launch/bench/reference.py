@@ -34,7 +34,7 @@ import torch
 
 import sglang_ext
 from sglang_ext.launch.bench._record import commit, json_file
-from sglang_ext.launch.bench._reference_reader import PREFIX, SEPARATOR, Demo, Reader, Writer
+from sglang_ext.launch.bench._reference_reader import PREFIX, SEPARATOR, Demo, ModelReader, Writer
 from sglang_ext.launch.reference.corpus import held_out_classes, read_rows
 
 MODEL = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
@@ -152,7 +152,7 @@ def demonstrations(pool: dict[str, list[str]], shots: int, seed: int) -> list[De
     return demos
 
 
-def measure_suite(reader: Reader, args: argparse.Namespace, suite: Suite) -> list[dict[str, Any]]:
+def measure_suite(reader: ModelReader, args: argparse.Namespace, suite: Suite) -> list[dict[str, Any]]:
     """Accuracy against 1, 2, 4, ... demonstrations a class and, last, as many as the context holds."""
     points: dict[int, list[dict[str, float]]] = {}
     for seed in range(args.seeds):
@@ -245,7 +245,7 @@ def passkey_prompt(reader: Writer, length: int, depth: float, rng: random.Random
     return [reader.tokenizer.bos_token_id, *filler[:at], *needle, *filler[at:room], *question], key
 
 
-def measure_passkey(reader: Reader, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_passkey(reader: ModelReader, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Exact recall of the key by length and depth."""
     results = []
     trials = args.passkey_trials * (len(args.passkey_lengths) if len(args.passkey_trials) == 1 else 1)
@@ -292,7 +292,7 @@ def machine(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def write(args: argparse.Namespace, reader: Reader, results: list[dict[str, Any]]) -> None:
+def write(args: argparse.Namespace, reader: ModelReader, results: list[dict[str, Any]]) -> None:
     """Write the JSON; called after every suite, so that a run that is cut short leaves what it measured."""
     import transformers
 
@@ -342,7 +342,7 @@ def main(args: argparse.Namespace) -> int:
     known = {s.key: s for s in SUITES}
     if set(args.suites) - set(known):
         raise ValueError(f"--suites {args.suites}; expected some of {sorted(known)}")
-    reader = Reader(args.model, args.device)
+    reader = ModelReader(args.model, args.device)
     results: list[dict[str, Any]] = []
     for name in args.suites:
         results += measure_suite(reader, args, known[name])

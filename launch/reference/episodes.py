@@ -35,7 +35,7 @@ MIX = {"real": 0.34, "topic": 0.14, "exemplar": 0.28, "synthetic": 0.14, "passke
 
 
 @dataclass
-class Row:
+class EpisodeRow:
     """One episode of ``T + 1`` tokens and what of it is a target.
 
     ``weight[p]`` is the loss weight of predicting ``tokens[p + 1]`` from position ``p``. ``label_at``, ``label_size``
@@ -75,7 +75,7 @@ class EpisodeSampler:
 
     # -- choices ------------------------------------------------------------------------------------------------
 
-    def sample(self, length: int) -> Row:
+    def sample(self, length: int) -> EpisodeRow:
         """One episode of ``length + 1`` tokens, of a kind drawn from the mix."""
         kinds = list(self.mix)
         share = np.array([self.mix[k] for k in kinds])
@@ -132,7 +132,7 @@ class EpisodeSampler:
 
     # -- whole episodes -----------------------------------------------------------------------------------------
 
-    def classification(self, length: int, kind: str, classes: int | None = None, plain: bool = False) -> Row:
+    def classification(self, length: int, kind: str, classes: int | None = None, plain: bool = False) -> EpisodeRow:
         """A row of demonstrations. ``plain``: no augmentation, random word names, default template (validation)."""
         corpus, rng = self.corpus, self.rng
         k = classes or self._class_count(length)
@@ -191,7 +191,7 @@ class EpisodeSampler:
             lm,
         )
 
-    def passkey(self, length: int, keys: int | None = None) -> Row:
+    def passkey(self, length: int, keys: int | None = None) -> EpisodeRow:
         """Numbers stated anywhere and asked for later, among filler sentences, utterances or demonstrations."""
         corpus, rng = self.corpus, self.rng
         most = max(1.0, length / 150)
@@ -294,7 +294,7 @@ def _assemble(
     scored: np.ndarray,
     lm: float,
     label_weight: float = 1.0,
-) -> Row:
+) -> EpisodeRow:
     """Lay the items out in one row of ``length + 1`` tokens and weigh the targets.
 
     The first token of a label weighs ``label_weight`` if its class occurred before, its others ``LATER_WEIGHT``
@@ -327,7 +327,7 @@ def _assemble(
     label_at = begins[:, 2] + len(head)
     shots = _earlier(y)
     inside = scored & (label_at + sizes[:, 2] <= length)
-    return Row(tokens, weight[1:].astype(np.float32), label_at[inside], sizes[inside, 2], shots[inside])
+    return EpisodeRow(tokens, weight[1:].astype(np.float32), label_at[inside], sizes[inside, 2], shots[inside])
 
 
 def _earlier(y: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import sglang_ext
 from sglang_ext.launch.reference.corpus import split_rows
-from sglang_ext.launch.reference.episodes import MIX, EpisodeSampler, Row, batch
+from sglang_ext.launch.reference.episodes import MIX, EpisodeRow, EpisodeSampler, batch
 from sglang_ext.launch.reference.model import ReferenceLlama, export
 from sglang_ext.launch.reference.tokens import Corpus
 
@@ -142,7 +142,7 @@ def head_loss(
     return (each * w).sum() / w.sum().clamp(min=1), (each.detach() * label).sum() / label.sum().clamp(min=1)
 
 
-def validation_rows(data: str, tokenizer: Path, length: int, rows: int, seed: int) -> dict[str, list[Row]]:
+def validation_rows(data: str, tokenizer: Path, length: int, rows: int, seed: int) -> dict[str, list[EpisodeRow]]:
     """Rows of held-out classes with random names, the label set fixed while the demonstrations grow."""
     _, unseen = split_rows(data)
     loaded = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
@@ -158,7 +158,7 @@ def validation_rows(data: str, tokenizer: Path, length: int, rows: int, seed: in
 
 
 @torch.no_grad()
-def accuracy(model: ReferenceLlama, rows: list[Row], device: torch.device) -> dict[str, float]:
+def accuracy(model: ReferenceLlama, rows: list[EpisodeRow], device: torch.device) -> dict[str, float]:
     """Share of labels whose every token is the most likely one, by earlier demonstrations of the class."""
     hits: dict[str, list[float]] = {f"{a}": [] for a, _ in SHOTS}
     for row in rows:

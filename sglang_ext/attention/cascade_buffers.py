@@ -84,13 +84,13 @@ class DecodeBuffers:
         """(rows, columns seen, columns settled, whether to be counted, tokens added), each [batch] int32."""
         return self._numbers[: 5 * _aligned(batch)].view(5, -1)[:, :batch].unbind()
 
-    def workspace(self, batch: int) -> decode_impl.Workspace:
+    def workspace(self, batch: int) -> decode_impl.DecodeWorkspace:
         """Room for the partial results of a batch of so many rows."""
         (heads, value_dim), shares = self._sizes, self._shares[batch]
         size = batch * heads * shares
         width = self.entries.shape[1] if self._scored else 0
         chunks = decode_impl.chunks(width) if self._scored else 0
-        return decode_impl.Workspace(
+        return decode_impl.DecodeWorkspace(
             self._parts[: size * value_dim].view(batch, heads, shares, value_dim),
             self._levels[:size].view(batch, heads, shares),
             self._logits[: batch * heads * width].view(batch, heads, width),

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from sglang_ext.cache.clusters import TokenRun
 from sglang_ext.kernels.cluster_attention import ClusterPool
 from sglang_ext.kernels.cluster_attention.pool import centroid_dtype
-from sglang_ext.kernels.kmeans import Clusters, Plan, kmeans_layers
+from sglang_ext.kernels.kmeans import ClusterPlan, Clusters, kmeans_layers
 from sglang_ext.policies.clustering import Clustering
 
 SLACK = 10
@@ -225,7 +225,7 @@ class ClusterMemory:
             begin: number of the first token.
         """
         tokens = slots.numel()
-        (count,) = Plan((tokens,), self._config.cluster, self.width).tiles
+        (count,) = ClusterPlan((tokens,), self._config.cluster, self.width).tiles
         at = self._members.take(tokens) if count <= len(self._tiles) else None
         if at is None:
             self.refused += 1
@@ -303,7 +303,7 @@ class ClusterMemory:
 
     def _fill(self, place: Place, slots: torch.Tensor) -> None:
         config, tiles = self._config, self._numbers(place.tiles)
-        plan = Plan((place.tokens,), config.cluster, self.width)
+        plan = ClusterPlan((place.tokens,), config.cluster, self.width)
         place.slots = self._copied(slots)
         options = {"iterations": config.iterations, "assignment": config.assignment}
         caches, kv_heads = list(self._caches.values()), self._pools.members.shape[1]

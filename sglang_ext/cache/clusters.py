@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from sglang_ext import compat
 from sglang_ext.compat import TreeNode
 from sglang_ext.kernels.cluster_attention.pool import centroid_dtype, narrowed
-from sglang_ext.kernels.kmeans import Plan, kmeans
+from sglang_ext.kernels.kmeans import ClusterPlan, kmeans
 from sglang_ext.policies.double_p import cluster_sizes
 
 
@@ -166,7 +166,7 @@ def cluster_run(
         centroids: type whose precision they have, of `CENTROIDS`; here they stand in the KV cache's all the same.
     """
     count = -(-slots.numel() // cluster)
-    plan = Plan((slots.numel(),), cluster, width=count)
+    plan = ClusterPlan((slots.numel(),), cluster, width=count)
     kind = torch.int16 if count <= torch.iinfo(torch.int16).max else torch.int32
     layers = {}
     for layer, (keys, values) in caches.items():

@@ -11,7 +11,7 @@ from sglang_ext.serving.layout import Layout
 
 
 @dataclass(frozen=True)
-class Run:
+class EncodingRun:
     """One encoding request: the tokens of its new blocks, and what the scheduler needs to know of them."""
 
     row: Row
@@ -29,7 +29,7 @@ def plan_runs(
     owner: str,
     run_tokens: Callable[[], int],
     row_limit: int,
-) -> Iterator[Run]:
+) -> Iterator[EncodingRun]:
     """Requests that encode `blocks` (ascending; what they attend to is resident or among them).
 
     A run holds as many blocks as fit in `run_tokens()` new tokens, asked before each, and at least one: other requests
@@ -69,7 +69,7 @@ def _row_tokens(lengths: Sequence[int], pattern: BlockSparse, blocks: Sequence[i
     return sum(lengths[block] for block in (*_context(pattern, blocks), *blocks))
 
 
-def _run(layout: Layout, pattern: BlockSparse, blocks: Sequence[int], owner: str) -> Run:
+def _run(layout: Layout, pattern: BlockSparse, blocks: Sequence[int], owner: str) -> EncodingRun:
     context = _context(pattern, blocks)
     order = {block: index for index, block in enumerate((*context, *blocks))}
     prefix = tuple(Piece(layout.blocks[block].key, 0, layout.lengths[block]) for block in context)
@@ -79,4 +79,4 @@ def _run(layout: Layout, pattern: BlockSparse, blocks: Sequence[int], owner: str
         seen = tuple((order[other], position) for other, position in starts.items() if other != block)
         new.append(NewBlock(layout.blocks[block].key, layout.lengths[block], starts[block], seen))
     token_ids = tuple(token for block in blocks for token in layout.blocks[block].token_ids)
-    return Run(Row(prefix, tuple(new), owner), token_ids)
+    return EncodingRun(Row(prefix, tuple(new), owner), token_ids)

@@ -17,7 +17,7 @@ from sglang_ext.cache import carried
 from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.serving.change import Progress
 from sglang_ext.serving.channel import Channel
-from sglang_ext.serving.encode import Run, plan_runs
+from sglang_ext.serving.encode import EncodingRun, plan_runs
 from sglang_ext.serving.errors import BlocksLost, PoolError
 from sglang_ext.serving.layout import Layout
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
@@ -227,7 +227,7 @@ class Encoder:
                 progress.blocks_done += len(run.row.new)
                 progress.tokens_done += run.new_tokens
 
-    async def _encode_run(self, run: Run) -> None:
+    async def _encode_run(self, run: EncodingRun) -> None:
         """One encoding request through SGLang's scheduler; aborted there when this task is cancelled."""
         request = carried.encode_request(ENCODING + uuid.uuid4().hex, list(run.token_ids), run.row)
         try:

@@ -23,7 +23,7 @@ SCORED_AT_ONCE = 256  # tokens of labels in one scoring request: others are sche
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedLabels:
     """The request that a prompt came in, where SGLang does not hand it on.
 
     Attributes:
@@ -35,7 +35,7 @@ class Asked:
     scored: int = 1
 
 
-ASKED: ContextVar[Asked] = ContextVar("sglang_ext_asked", default=Asked())  # noqa: B039 - it is frozen
+ASKED: ContextVar[AskedLabels] = ContextVar("sglang_ext_asked", default=AskedLabels())  # noqa: B039 - it is frozen
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ _UNFINISHED = ("queued", "in_progress")
 
 
 @dataclass
-class Answer:
+class StoredAnswer:
     """One request to /v1/responses that wants to be stored.
 
     Attributes:
@@ -51,7 +51,7 @@ class Answers:
 
     def __init__(self, most: int, owner: Callable[[], str]) -> None:
         self.most, self.owner = most, owner
-        self._kept: dict[str, Answer] = {}
+        self._kept: dict[str, StoredAnswer] = {}
         self.responses, self.messages = Responses(self), Messages(self)
 
     def __len__(self) -> int:
@@ -61,12 +61,12 @@ class Answers:
         """Whether there is room for no more, because nothing that is kept may give way."""
         return len(self._kept) >= self.most and all(answer.unfinished for answer in self._kept.values())
 
-    def find(self, id: str) -> Answer | None:
+    def find(self, id: str) -> StoredAnswer | None:
         """The answer of that id if it is the caller's; a stranger learns no more than that it is not there."""
         found = self._kept.get(id)
         return found if found is not None and found.owner == self.owner() else None
 
-    def add(self, id: str) -> Answer:
+    def add(self, id: str) -> StoredAnswer:
         """A new answer, for which the oldest that is finished gives way.
 
         Raises:
@@ -87,10 +87,10 @@ class Answers:
             )
         if len(self._kept) >= self.most:
             del self._kept[next(known for known, answer in self._kept.items() if not answer.unfinished)]
-        self._kept[id] = Answer(self.owner())
+        self._kept[id] = StoredAnswer(self.owner())
         return self._kept[id]
 
-    def shrink(self, newest: Answer) -> None:
+    def shrink(self, newest: StoredAnswer) -> None:
         """The oldest finished answers give way until the messages of all have at most `MOST_CHARACTERS`."""
         total = sum(answer.characters for answer in self._kept.values())
         for id, answer in list(self._kept.items()):

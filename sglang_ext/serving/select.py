@@ -12,7 +12,7 @@ from sglang_ext.serving.pool import Version
 
 
 @dataclass(frozen=True)
-class Selection:
+class BlockSelection:
     """What a request attends to.
 
     Attributes:
@@ -30,7 +30,7 @@ class Selection:
         return sum(piece.tokens for piece in self.pieces)
 
 
-def select_pieces(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> Selection:
+def select_pieces(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> BlockSelection:
     """The pieces of `layout` that a request with these options attends to.
 
     Raises:
@@ -41,11 +41,11 @@ def select_pieces(version: Version, layout: Layout, options: RequestOptions, que
     blocks = _blocks(version, layout, options, query)
     deleted = version.definition.deleted
     if not deleted:
-        return Selection(tuple(layout.whole[number] for number in blocks), tuple(blocks))
+        return BlockSelection(tuple(layout.whole[number] for number in blocks), tuple(blocks))
     pieces: list[Piece] = []
     for number in blocks:
         pieces.extend(_live(layout.blocks[number], deleted))
-    return Selection(tuple(pieces), tuple(blocks))
+    return BlockSelection(tuple(pieces), tuple(blocks))
 
 
 def _blocks(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> list[int]:
@@ -63,7 +63,7 @@ def _blocks(version: Version, layout: Layout, options: RequestOptions, query: st
     return select(scores, m, version.sinks, options.order)
 
 
-def _examples(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> Selection:
+def _examples(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> BlockSelection:
     if options.block_ids is not None:
         raise ValueError("block_ids with granularity 'example': name blocks, or let a retriever choose examples")
     deleted = version.definition.deleted
@@ -90,7 +90,9 @@ def _examples(version: Version, layout: Layout, options: RequestOptions, query: 
         else:
             pieces.append(Piece(block.key, start, end))
     blocks = tuple(dict.fromkeys(number for number, _ in chosen))
-    return Selection(tuple(pieces), blocks, tuple(layout.blocks[number].demonstrations[at] for number, at in chosen))
+    return BlockSelection(
+        tuple(pieces), blocks, tuple(layout.blocks[number].demonstrations[at] for number, at in chosen)
+    )
 
 
 def _live(block: Block, deleted: frozenset[str]) -> list[Piece]:

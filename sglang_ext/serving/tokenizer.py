@@ -24,7 +24,7 @@ from sglang_ext.serving import checks
 from sglang_ext.serving.access import check_reading, check_retriever, may_read
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import Ending, constrain
-from sglang_ext.serving.labels import ASKED, Asked, Prompt, check_quota, label_probabilities
+from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt, check_quota, label_probabilities
 from sglang_ext.serving.layout import Layout, encode_text
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
@@ -37,7 +37,7 @@ MAX_RETRIES = 8  # of a question whose blocks were evicted before it ran
 
 
 @dataclass(frozen=True)
-class Answer:
+class LabelAnswer:
     """How an answer is set: the white space before it and what ends it (nothing: end of sequence)."""
 
     lead: str
@@ -115,7 +115,7 @@ async def _generate(
 ) -> AsyncGenerator[Any, None]:
     service = pools_of(manager)
     client = None if getattr(obj, "background", False) else request  # nobody waits for the answer at its connection
-    ASKED.set(Asked(client, scored(obj)))
+    ASKED.set(AskedLabels(client, scored(obj)))
     await service.restored()
     # SGLang refuses an id that is in use; the lease under it is somebody else's then.
     others = set(compat.logical_rids(obj)) & set(manager.ext_leases)
@@ -308,7 +308,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         if len(own) >= manager.context_len:  # before anybody looks for blocks that go with so long a text
             raise ValueError(f"the question has {len(own)} tokens, the context {manager.context_len}: shorten it")
         # In a chat the answer is a turn of its own: nothing before it, its end is the turn's.
-        answer = Answer("", "") if chat else Answer(lead, version.definition.options.answer_end)
+        answer = LabelAnswer("", "") if chat else LabelAnswer(lead, version.definition.options.answer_end)
         await service.prepare_retriever(version, options)
         begin = time.perf_counter()
         if len(query or "") > LONG:

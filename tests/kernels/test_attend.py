@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, attend_impl, reference
-from sglang_ext.kernels.cluster_attention.triton_impl import Workspace
+from sglang_ext.kernels.cluster_attention.triton_impl import ClusterWorkspace
 from sglang_ext.kernels.top_p import Selection
 from tests.kernels import on_host, sm90
 
@@ -45,7 +45,7 @@ class World:
     dense: DenseTokens
     selection: Selection
     logits: torch.Tensor
-    workspace: Workspace
+    workspace: ClusterWorkspace
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         batch, _, heads, dim = self.query.shape
@@ -73,7 +73,9 @@ def world(
     means = torch.randn(tiles, kv_heads, WIDTH, dim, generator=gen)
     logits = torch.full((batch, kv_heads, group, cells), math.nan)
     selection = Selection.empty(batch, kv_heads, cells, "cpu")
-    workspace = Workspace.empty(batch, kv_heads, group, dim, cells, 30 * cells, DEVICE, programs=attend_impl.PROGRAMS)
+    workspace = ClusterWorkspace.empty(
+        batch, kv_heads, group, dim, cells, 30 * cells, DEVICE, programs=attend_impl.PROGRAMS
+    )
     read, averaged = (
         torch.zeros(slots, kv_heads, dtype=torch.bool),
         torch.zeros(tiles, kv_heads, WIDTH, dtype=torch.bool),
@@ -147,13 +149,13 @@ def test_tokens_and_summaries(group: int, dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("least", [1, 3, 1000])
 def test_any_number_of_programs(blocks: int, least: int) -> None:
     """Runs shorter than a row, over several rows, and one over all."""
-    tuning = attend_impl.Tuning(blocks=blocks, least=least)
+    tuning = attend_impl.AttendTuning(blocks=blocks, least=least)
     check(world([(20, 70), (0, 1), (1, 0), (2, 100)], [3, 16, 0, 65], dim=64, seed=blocks), tuning=tuning)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_units_on_their_way(stages: int) -> None:
-    tuning = attend_impl.Tuning(stages=stages, blocks=2)
+    tuning = attend_impl.AttendTuning(stages=stages, blocks=2)
     check(world([(12, 70)], [40], dim=64, kv_heads=3), tuning=tuning)
 
 
@@ -180,7 +182,7 @@ def test_as_many_blocks_as_there_is_room_for() -> None:
 
 def test_a_row_in_many_parts() -> None:
     """More than are merged side by side, and more blocks than there is to merge for."""
-    tuning = attend_impl.Tuning(least=1)
+    tuning = attend_impl.AttendTuning(least=1)
     check(world([(5, 30)], [2000], group=2, dim=64, kv_heads=1), tuning=tuning)
     check(world([(0, 0), (5, 30)], [700, 900], group=1, dim=64, kv_heads=1), tuning=tuning)
 
@@ -201,7 +203,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"keys of torch\.bfloat16, strides .*contiguous, in the query's type"):
         replace(case, keys=case.keys.transpose(0, 1).contiguous().transpose(0, 1)).run()
     with pytest.raises(ValueError, match=r"stages=3 of heads of 128: .* expected at most 49152"):
-        attend_impl.Tuning(stages=3).constants(128, 4, 8, True)
+        attend_impl.AttendTuning(stages=3).constants(128, 4, 8, True)
     with pytest.raises(ValueError, match=r"query of torch\.float32: float16 or bfloat16; use triton_impl"):
         replace(case, query=case.query.float()).run()
     with pytest.raises(ValueError, match="groups of 9 heads: at most 8"):

@@ -1,4 +1,4 @@
-"""A stride into the cascade at once against the rule one token at a time (`Stream`): equal, not close.
+"""A stride into the cascade at once against the rule one token at a time (`ReferenceStream`): equal, not close.
 
 Scores are drawn anew between strides, as attention changes them, often from few values so that ties are common. Entries
 that hold nothing and rows that take no part are poisoned before the first call.
@@ -15,7 +15,7 @@ import torch
 
 from sglang_ext.kernels.cascade_update import CascadeState, Rings, cascade_update, stride_update, token_update
 from sglang_ext.kernels.cascade_update import triton_impl as triton
-from sglang_ext.policies.cascade import Cascade, Stream
+from sglang_ext.policies.cascade import Cascade, ReferenceStream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Update = Callable[[CascadeState, torch.Tensor, torch.Tensor, torch.Tensor, Rings, bool], None]
@@ -24,7 +24,7 @@ POISON = -77777
 
 def small_tiles(state, rows, seen, count, rings, selection) -> None:
     """The Triton kernels in tiles so small that a stride takes several."""
-    triton.cascade_update(state, rows, seen, count, rings, selection, triton.Tuning(steps=4, warps=1))
+    triton.cascade_update(state, rows, seen, count, rings, selection, triton.CascadeUpdateTuning(steps=4, warps=1))
 
 
 @dataclass
@@ -33,7 +33,7 @@ class World:
 
     cascade: Cascade
     state: CascadeState
-    streams: dict[int, list[list[Stream]]]  # row -> layer -> head
+    streams: dict[int, list[list[ReferenceStream]]]  # row -> layer -> head
     rng: random.Random
     values: int | None  # scores are whole numbers below it, or any numbers
 
@@ -46,7 +46,7 @@ class World:
         for array, poison in ((state.token, POISON), (state.cell, POISON), (state.score, float("nan"))):
             array[empty] = poison
             array[:, [0, 2, 4]] = poison
-        streams = {row: [[Stream(cascade) for _ in range(heads)] for _ in range(layers)] for row in used}
+        streams = {row: [[ReferenceStream(cascade) for _ in range(heads)] for _ in range(layers)] for row in used}
         return cls(cascade, state, streams, rng, values)
 
     def draw(self) -> float:
@@ -242,6 +242,6 @@ def test_bad_input_is_refused():
         deep = Rings(0, 1, 14, 1)
         triton.cascade_update(CascadeState.empty(1, 2, 1, deep, DEVICE), one, one, one, deep)
     with pytest.raises(ValueError, match="expected a power of two"):
-        triton.cascade_update(state, one, one, one, rings, tuning=triton.Tuning(steps=12))
+        triton.cascade_update(state, one, one, one, rings, tuning=triton.CascadeUpdateTuning(steps=12))
     with pytest.raises(ValueError, match="size, cascades and stride of at least 1"):
         Rings(0, 0, 1, 1)

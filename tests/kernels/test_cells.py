@@ -1,8 +1,7 @@
 """Cells against tokens written down one by one.
 
-The definition here keeps every token's key unrotated, asks the rule (`Stream`) which tokens a head keeps, and rotates
-each to its column by complex numbers, in float64. It knows no cells or lists. Slots that hold
-nothing are NaN.
+The definition here keeps every token's key unrotated, asks the rule (`ReferenceStream`) which tokens a head keeps, and
+rotates each to its column by complex numbers, in float64. It knows no cells or lists. Slots that hold nothing are NaN.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from sglang_ext.kernels.cells import (
     triton_impl,
 )
 from sglang_ext.kernels.rope import Rope
-from sglang_ext.policies.cascade import Cascade, Stream
+from sglang_ext.policies.cascade import Cascade, ReferenceStream
 from tests.kernels import on_host, sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = decode_impl.Tuning(columns=16, warps=2, stages=1, programs=3, scores=8)
+SMALL = decode_impl.DecodeTuning(columns=16, warps=2, stages=1, programs=3, scores=8)
 CASCADE = Cascade(window=12, cascades=3, sinks=2, stride=5, beta=0.9)
 
 
@@ -59,7 +58,7 @@ class World:
     keys: torch.Tensor
     values: torch.Tensor
     raw: dict[int, tuple[torch.Tensor, torch.Tensor]]  # row -> every token's key and value, unrotated
-    streams: dict[int, list[Stream]]  # row -> lane -> what it keeps at the last stride's end
+    streams: dict[int, list[ReferenceStream]]  # row -> lane -> what it keeps at the last stride's end
     length: dict[int, int]
 
     @classmethod
@@ -87,7 +86,7 @@ class World:
         for row, length in lengths.items():
             raw = [torch.randn(length, kv_heads, d, generator=gen).to(dtype) for d in (dim, value_dim)]
             world.raw[row] = raw[0], raw[1]
-            world.streams[row] = [Stream(cascade) for _ in range(lanes)]
+            world.streams[row] = [ReferenceStream(cascade) for _ in range(lanes)]
             at = torch.tensor([row], device=DEVICE)
             for first in range(0, length, cascade.stride):
                 added = torch.tensor([first], device=DEVICE)
@@ -278,7 +277,7 @@ def check_shares(decode: Any, shares: int, lanes: int, reduction: str | None, di
     cells = random_cells(batch, columns, kv_heads, heads, dim, lanes)
     ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
     where = ints(2, 0, 1), ints(columns, 17, columns * 5 // 8), cells["rotation"], 0.1
-    workspace = decode_impl.Workspace.empty(
+    workspace = decode_impl.DecodeWorkspace.empty(
         batch, heads, kv_heads, dim, columns, shares, device, scores=reduction is not None
     )
     scores: dict[str, Any] = {}
@@ -536,8 +535,8 @@ def test_bad_input_is_refused() -> None:
         with pytest.raises(ValueError, match=r"new (keys|values) are torch\.float16, the caches torch\.float32"):
             other = [token.half() if number == n else token for n in (0, 1)]
             decode_impl.decode(token, *other, *arguments[2:])
-    with pytest.raises(ValueError, match=r"Workspace\.empty"):
-        small = decode_impl.Workspace.empty(1, 2, 2, 16, 3, 1, token.device, True)
+    with pytest.raises(ValueError, match=r"DecodeWorkspace\.empty"):
+        small = decode_impl.DecodeWorkspace.empty(1, 2, 2, 16, 3, 1, token.device, True)
         decode_impl.decode(
             token[:, :2], *arguments, score=world.state.score[1], entries=one, skip=one, fresh=one, workspace=small
         )

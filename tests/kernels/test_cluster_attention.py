@@ -21,7 +21,7 @@ from sglang_ext.kernels.cluster_attention import (
     triton_impl,
 )
 from sglang_ext.kernels.cluster_attention.pool import FLOAT8, narrowed
-from sglang_ext.kernels.kmeans import Plan
+from sglang_ext.kernels.kmeans import ClusterPlan
 from sglang_ext.kernels.kmeans.triton_impl import kmeans
 from sglang_ext.kernels.top_p import Selection
 from sglang_ext.kernels.top_p import select as select_by_sorting
@@ -39,7 +39,7 @@ TOLERANCE = {
 # The interpreter multiplies bfloat16 matrices wrongly (by their bits); the products are the same code for both halves.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 SMALL = {"programs": 7, "summaries": 16, "merge_parts": 4, "registers": None}
-TUNINGS = {"triton": triton_impl.Tuning(**SMALL), "level": triton_impl.Tuning(**SMALL, token_tile=1)}
+TUNINGS = {"triton": triton_impl.ClusterTuning(**SMALL), "level": triton_impl.ClusterTuning(**SMALL, token_tile=1)}
 WIDTH, TILE = 16, 16
 
 
@@ -214,7 +214,7 @@ def attend(
     logits, _, _ = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
     batch, _, heads, _ = w.query.shape
     kv_heads, value_dim = w.values.shape[1:]
-    workspace = triton_impl.Workspace.empty(
+    workspace = triton_impl.ClusterWorkspace.empty(
         batch, kv_heads, w.group, value_dim, w.rows.tiles.shape[1] * WIDTH, 700, DEVICE, tuning, align=selection.align
     )
     out = torch.empty(batch, heads, value_dim, dtype=dtype, device=DEVICE)
@@ -357,7 +357,7 @@ def test_without_room_for_clusters() -> None:
     w, tuning = world.to(torch.float32, DEVICE), TUNINGS["triton"]
     scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
     p = torch.ones(3, 2, device=DEVICE)
-    chosen = top_p.select(*scores, w.rows.counts, p, tuning=top_p.Tuning(joint=False))
+    chosen = top_p.select(*scores, w.rows.counts, p, tuning=top_p.TopPTuning(joint=False))
     got, _ = triton_impl.cluster_attention(
         w.query, w.keys, w.values, w.pool, w.rows, w.dense, chosen, scores[0], w.scale, tuning=tuning
     )
@@ -378,7 +378,7 @@ def test_p1_equals_p2_equals_1_is_dense(rule: str, rotations: int) -> None:
     tuning = TUNINGS["triton"]
     scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
     run, align = numbering(world)
-    chosen = top_p.select(*scores, cells, p, group=rule, run=run, align=align, tuning=top_p.Tuning(joint=False))
+    chosen = top_p.select(*scores, cells, p, group=rule, run=run, align=align, tuning=top_p.TopPTuning(joint=False))
     got, lse = triton_impl.cluster_attention(
         w.query, w.keys, w.values, w.pool, w.rows, w.dense, chosen, scores[0], w.scale, tuning=tuning
     )
@@ -435,7 +435,7 @@ def test_the_whole_step_equals_the_reference(rule: str, cut: bool) -> None:
         world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale
     )
     scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale)
-    fast = top_p.select(*scores, cells.to(DEVICE), p.to(DEVICE), group=rule, tuning=top_p.Tuning(joint=False))
+    fast = top_p.select(*scores, cells.to(DEVICE), p.to(DEVICE), group=rule, tuning=top_p.TopPTuning(joint=False))
     got, _ = triton_impl.cluster_attention(
         w.query, w.keys, w.values, w.pool, w.rows, w.dense, fast, scores[0], w.scale, tuning=TUNINGS["level"]
     )
@@ -453,7 +453,7 @@ def test_from_keys_to_output() -> None:
     directions = torch.eye(dim)[:planted] * 8
     keys[slots.long()] = directions[truth].unsqueeze(1) + torch.randn(n, kv_heads, dim, generator=gen) * 0.2
     values[slots.long()] = torch.randn(n, kv_heads, dim, generator=gen)
-    plan = Plan((88, 66), cluster=11, width=WIDTH)
+    plan = ClusterPlan((88, 66), cluster=11, width=WIDTH)
     keys, values, slots = keys.to(DEVICE), values.to(DEVICE), slots.to(DEVICE)
     pool = ClusterPool.empty(6, kv_heads, dim, dim, 500, torch.float32, DEVICE, WIDTH)
     for buffer in (pool.centroids, pool.values):
@@ -468,7 +468,7 @@ def test_from_keys_to_output() -> None:
     )
     scores = triton_impl.centroid_scores(query, pool, rows, 0.25)
     p = torch.tensor([[0.99, 0.98]], device=DEVICE)
-    chosen = top_p.select(*scores, rows.counts * WIDTH, p, tuning=top_p.Tuning(joint=False))
+    chosen = top_p.select(*scores, rows.counts * WIDTH, p, tuning=top_p.TopPTuning(joint=False))
     # Head 0 serves directions 3 and 9, head 1 directions 0, 12 and 3; the second segment's clusters are cells 16 on.
     assert chosen.exact[0, 0, :2].tolist() == [3, WIDTH + 1] and chosen.exact[0, 1, :3].tolist() == [0, 3, WIDTH + 4]
     assert chosen.counts[0, :, :4].tolist() == [[2, 22, 0, 14], [3, 33, 0, 14]]
@@ -508,7 +508,7 @@ def test_pages_by_their_bounds_in_the_same_kernels() -> None:
     ).to(torch.float32, DEVICE)  # fmt: skip
     scores = triton_impl.centroid_scores(quest.as_query(world.query), world.pool, world.rows, world.scale)
     k = torch.tensor([[6.0, 6.0]], device=DEVICE)
-    chosen = top_p.select(*scores, world.rows.counts * WIDTH, k, by_count=True, tuning=top_p.Tuning(joint=False))
+    chosen = top_p.select(*scores, world.rows.counts * WIDTH, k, by_count=True, tuning=top_p.TopPTuning(joint=False))
     got, _ = triton_impl.cluster_attention(
         world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale,
         tuning=TUNINGS["level"],
@@ -542,7 +542,7 @@ def test_refusals() -> None:
     nothing = torch.zeros(3, 2, 4 * WIDTH, dtype=torch.bool)
     logits, _, _ = triton_impl.centroid_scores(world.query, world.pool, world.rows, 1.0)
     arguments = (world.query, world.keys, world.values, world.pool, world.rows, world.dense)
-    small = triton_impl.Workspace.empty(3, 2, 4, 24, 4 * WIDTH, 600, DEVICE, TUNINGS["triton"])
+    small = triton_impl.ClusterWorkspace.empty(3, 2, 4, 24, 4 * WIDTH, 600, DEVICE, TUNINGS["triton"])
     with pytest.raises(ValueError, match="make it for this tuning"):
         triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits, 1.0, workspace=small)
     with pytest.raises(ValueError, match="expected contiguous float32"):

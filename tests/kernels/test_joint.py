@@ -158,7 +158,7 @@ def test_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("threads", "quads"), [(256, 10), (512, 8)])
 def test_rows_that_take_different_code(threads: int, quads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 4, 8 and 10 groups of four clusters a thread; there is room for one tile more than the longest row has."""
-    monkeypatch.setattr(cuda_impl, "block_for", lambda *_: cuda_impl.Block(threads, quads))
+    monkeypatch.setattr(cuda_impl, "block_for", lambda *_: cuda_impl.SearchBlock(threads, quads))
     check(world([threads * quads // 16 - 1, 20, 100], group=4, dim=64, width=64, kv_heads=1))
 
 
@@ -174,7 +174,7 @@ def test_rows_without_tiles_select_nothing() -> None:
 def test_it_compiles_for_hopper() -> None:
     pytest.importorskip("cuda.core")
     for float8 in (False, True):
-        assert joint_impl.compiled("sm_90", 4, cuda_impl.Block(256, 10), 64, 128, True, float8).code
+        assert joint_impl.compiled("sm_90", 4, cuda_impl.SearchBlock(256, 10), 64, 128, True, float8).code
 
 
 def test_refusals() -> None:

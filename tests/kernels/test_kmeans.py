@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sglang_ext.kernels.kmeans import Clusters, Plan, cuda_impl, fast, reference, triton_impl
+from sglang_ext.kernels.kmeans import ClusterPlan, Clusters, cuda_impl, fast, reference, triton_impl
 from sglang_ext.kernels.kmeans.clusters import members
 from tests.kernels import on_host
 
@@ -26,7 +26,7 @@ TOLERANCE = {
 }  # beside means of order one
 NO_CUDA = cuda_impl.refusal(torch.device(DEVICE), HALF, 64)
 needs_cuda = pytest.mark.skipif(NO_CUDA is not None and not on_host.STANDS_IN, reason=f"{NO_CUDA}; there is no g++")
-SMALL = triton_impl.Tuning(tokens=32, centroids=16, sum_clusters=16, sum_tokens=32)
+SMALL = triton_impl.KmeansTuning(tokens=32, centroids=16, sum_clusters=16, sum_tokens=32)
 
 
 def caches(
@@ -69,7 +69,7 @@ def by_definition(keys: torch.Tensor, count: int, iterations: int, assignment: s
 
 
 def check_meaning(
-    got: Clusters, plan: Plan, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, tolerance: float
+    got: Clusters, plan: ClusterPlan, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, tolerance: float
 ) -> None:
     """Lists and means say what the labels say."""
     kv_heads, width = keys.shape[1], plan.width
@@ -94,7 +94,12 @@ def check_meaning(
 
 
 def run(
-    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, plan: Plan, dtype: torch.dtype, **options: object
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    plan: ClusterPlan,
+    dtype: torch.dtype,
+    **options: object,
 ) -> Clusters:
     got = triton_impl.kmeans(
         keys.to(dtype).to(DEVICE), values.to(dtype).to(DEVICE), slots.to(DEVICE), plan, tuning=SMALL, **options
@@ -106,7 +111,7 @@ def run(
 @pytest.mark.parametrize("iterations", [1, 4])
 def test_reference_is_the_definition(iterations: int, assignment: str) -> None:
     keys, values, slots = caches(61, seed=iterations)
-    plan = Plan((41, 20), cluster=6, width=4)  # 7 and 4 clusters: 2 tiles and 1
+    plan = ClusterPlan((41, 20), cluster=6, width=4)  # 7 and 4 clusters: 2 tiles and 1
     got = reference.kmeans(keys, values, slots, plan, iterations=iterations, assignment=assignment)
     for head in range(2):
         first = by_definition(keys[slots[:41].long(), head], 7, iterations, assignment)
@@ -119,7 +124,7 @@ def test_reference_is_the_definition(iterations: int, assignment: str) -> None:
 @pytest.mark.parametrize("assignment", ["inner", "l2"])
 def test_planted_clusters_are_found(assignment: str, dtype: torch.dtype) -> None:
     keys, values, slots = caches(90, planted=9, seed=3)
-    plan = Plan((90,), cluster=10, width=16)
+    plan = ClusterPlan((90,), cluster=10, width=16)
     got = run(keys, values, slots, plan, dtype, iterations=3, assignment=assignment)
     want = (torch.arange(90) * 9 // 90).int()
     assert torch.equal(got.labels, want.expand(2, -1))
@@ -132,7 +137,7 @@ def test_kernel_is_the_definition_where_no_two_scores_are_close(assignment: str)
     """Two segments, the second without a full tile of tokens; float32 against double precision."""
     keys, values, slots = caches(109, dim=20, seed=12)
     keys = keys.float().double()
-    plan = Plan((70, 39), cluster=4, width=16)
+    plan = ClusterPlan((70, 39), cluster=4, width=16)
     got = run(keys, values, slots, plan, torch.float32, iterations=2, assignment=assignment)
     for head in range(2):
         want = by_definition(keys[slots[:70].long(), head], 18, 2, assignment)
@@ -146,7 +151,7 @@ def test_equal_keys_leave_clusters_empty(kind: str) -> None:
     """All keys alike: all go to the first cluster; the others are empty, and zero."""
     keys, values, slots = caches(37, seed=4)
     keys[slots.long()] = 0.75
-    plan = Plan((37,), cluster=2, width=16)  # 19 clusters: more than one tile of centroids
+    plan = ClusterPlan((37,), cluster=2, width=16)  # 19 clusters: more than one tile of centroids
     if kind == "reference":
         got = reference.kmeans(keys, values, slots, plan, iterations=2)
     else:
@@ -167,7 +172,7 @@ def test_a_cluster_that_lost_its_tokens_stays_and_wins_them_back(kind: str, iter
     line = torch.tensor([2.0, 1.0, 3.0, 0.5, -3.5, -3.0], dtype=torch.float64)
     keys = line.view(-1, 1, 1).clone()
     values, slots = torch.ones(6, 1, 2, dtype=torch.float64), torch.arange(6, dtype=torch.int32)
-    plan = Plan((6,), cluster=2, width=16)
+    plan = ClusterPlan((6,), cluster=2, width=16)
     if kind == "reference":
         got = reference.kmeans(keys, values, slots, plan, iterations=iterations)
         nearest = reference.kmeans(keys, values, slots, plan, iterations=iterations, assignment="l2")
@@ -180,12 +185,12 @@ def test_a_cluster_that_lost_its_tokens_stays_and_wins_them_back(kind: str, iter
 
 def test_segments_are_clustered_on_their_own_and_alike_in_every_run() -> None:
     keys, values, slots = caches(83, seed=7)
-    whole = run(keys, values, slots, Plan((50, 33), 8, 16), torch.float32, iterations=2)
-    again = run(keys, values, slots, Plan((50, 33), 8, 16), torch.float32, iterations=2)
+    whole = run(keys, values, slots, ClusterPlan((50, 33), 8, 16), torch.float32, iterations=2)
+    again = run(keys, values, slots, ClusterPlan((50, 33), 8, 16), torch.float32, iterations=2)
     for name, tensor in vars(whole).items():
         assert torch.equal(tensor, getattr(again, name)), name
-    first = run(keys, values, slots[:50].contiguous(), Plan((50,), 8, 16), torch.float32, iterations=2)
-    second = run(keys, values, slots[50:].contiguous(), Plan((33,), 8, 16), torch.float32, iterations=2)
+    first = run(keys, values, slots[:50].contiguous(), ClusterPlan((50,), 8, 16), torch.float32, iterations=2)
+    second = run(keys, values, slots[50:].contiguous(), ClusterPlan((33,), 8, 16), torch.float32, iterations=2)
     assert torch.equal(whole.centroids, torch.cat([first.centroids, second.centroids]))
     assert torch.equal(whole.labels, torch.cat([first.labels, second.labels + 16], dim=1))
     assert torch.equal(whole.order, torch.cat([first.order, second.order + 50], dim=1))
@@ -195,7 +200,7 @@ def test_layers_are_clustered_on_their_own() -> None:
     """Three layers in one call, two segments each, beside one after the other."""
     layers = [caches(47, dim=12, seed=20 + layer) for layer in range(3)]
     keys, values = ([each[at][each[2].long()].float().to(DEVICE) for each in layers] for at in (0, 1))
-    plan, here = Plan((30, 17), 5, 16), torch.arange(47, dtype=torch.int32, device=DEVICE)
+    plan, here = ClusterPlan((30, 17), 5, 16), torch.arange(47, dtype=torch.int32, device=DEVICE)
     for module, options in ((triton_impl, {"tuning": SMALL}), (reference, {})):
         if module is reference:  # on a GPU its sums differ from run to run
             keys, values, here = [x.cpu() for x in keys], [x.cpu() for x in values], here.cpu()
@@ -232,9 +237,9 @@ def cuda() -> Iterator[None]:
 def test_sums_in_cuda(dim: int, assignment: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same clusters as with Triton's sums where no two scores are close, means of exactly their tokens; segments
     longer than what a block looks through at once, components of very different sizes, and empty clusters."""
-    plan = Plan((4100, 900, 3), cluster=16, width=32)
+    plan = ClusterPlan((4100, 900, 3), cluster=16, width=32)
     if DEVICE == "cpu":
-        plan = Plan((330, 90, 3), cluster=16, width=32)
+        plan = ClusterPlan((330, 90, 3), cluster=16, width=32)
         monkeypatch.setattr(cuda_impl, "CHUNK", 128)
     keys, values, slots = caches(plan.tokens, kv_heads=3, dim=dim, value_dim=64, seed=dim)
     keys *= torch.logspace(-2, 1, dim, dtype=torch.float64)  # as channels of real keys differ
@@ -270,7 +275,7 @@ def test_sums_in_cuda(dim: int, assignment: str, dtype: torch.dtype, monkeypatch
 @pytest.mark.usefixtures("cuda")
 def test_sums_of_layers_in_cuda() -> None:
     """Three layers and two segments in one call are what each layer is alone, to the bit."""
-    plan = Plan((500, 200) if DEVICE == "cuda" else (90, 40), 16, 32)
+    plan = ClusterPlan((500, 200) if DEVICE == "cuda" else (90, 40), 16, 32)
     layers = [caches(plan.tokens, kv_heads=3, dim=128, value_dim=64, seed=layer) for layer in range(3)]
     keys, values = ([each[at][each[2].long()].to(HALF).to(DEVICE) for each in layers] for at in (0, 1))
     here = torch.arange(plan.tokens, dtype=torch.int32, device=DEVICE)
@@ -296,31 +301,31 @@ def test_where_sums_in_cuda_are_refused() -> None:
 
 
 def test_plan() -> None:
-    plan = Plan((8192, 17, 1), cluster=16, width=64)
+    plan = ClusterPlan((8192, 17, 1), cluster=16, width=64)
     assert plan.tokens == 8210 and plan.clusters == (512, 2, 1) and plan.tiles == (8, 1, 1)
     with pytest.raises(ValueError, match="expected at least one, each of at least one token"):
-        Plan((5, 0))
+        ClusterPlan((5, 0))
     with pytest.raises(ValueError, match="cluster=0"):
-        Plan((5,), cluster=0)
+        ClusterPlan((5,), cluster=0)
 
 
 def test_refusals() -> None:
     keys, values, slots = caches(10)
     for module in (reference, triton_impl):
         with pytest.raises(ValueError, match="for a plan of 11 tokens"):
-            module.kmeans(keys, values, slots, Plan((11,)))
+            module.kmeans(keys, values, slots, ClusterPlan((11,)))
         with pytest.raises(ValueError, match="iterations=0"):
-            module.kmeans(keys, values, slots, Plan((10,)), iterations=0)
+            module.kmeans(keys, values, slots, ClusterPlan((10,)), iterations=0)
         with pytest.raises(ValueError, match="assignment='cosine'"):
-            module.kmeans(keys, values, slots, Plan((10,)), assignment="cosine")
+            module.kmeans(keys, values, slots, ClusterPlan((10,)), assignment="cosine")
         with pytest.raises(ValueError, match="the same slots and heads"):
-            module.kmeans(keys, values[:, :1], slots, Plan((10,)))
+            module.kmeans(keys, values[:, :1], slots, ClusterPlan((10,)))
         with pytest.raises(ValueError, match="2 layers of keys, 1 of values"):
-            module.kmeans_layers([keys, keys], [values], slots, Plan((10,)))
+            module.kmeans_layers([keys, keys], [values], slots, ClusterPlan((10,)))
         with pytest.raises(ValueError, match="caches of one shape and type"):
-            module.kmeans_layers([keys, keys.float()], [values, values], slots, Plan((10,)))
+            module.kmeans_layers([keys, keys.float()], [values, values], slots, ClusterPlan((10,)))
     part = torch.zeros(10 * 2 * 12 + 1)[1:].view(10, 2, 12)
     with pytest.raises(ValueError, match="no multiple of 16"):
-        triton_impl.kmeans(part, part, slots, Plan((10,)))
+        triton_impl.kmeans(part, part, slots, ClusterPlan((10,)))
     with pytest.raises(ValueError, match="expected contiguous tensors"):
-        triton_impl.kmeans(keys.transpose(0, 1), values.transpose(0, 1), slots, Plan((10,)))
+        triton_impl.kmeans(keys.transpose(0, 1), values.transpose(0, 1), slots, ClusterPlan((10,)))

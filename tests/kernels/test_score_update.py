@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 # Beside the largest sum. Half precision: the inputs are the same numbers in both, products are added in float32.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, HALF: 2e-6}
-SMALL = triton.Tuning(columns=32, rows=16, warps=2, stages=1)
+SMALL = triton.ScoreTuning(columns=32, rows=16, warps=2, stages=1)
 SCALE = 0.3
 
 
@@ -278,7 +278,7 @@ def test_hopper_column_sums(dtype, heads, kv_heads, head_dim, before, count, spl
     lse = torch.nn.functional.pad(lse, (0, 0, 0, more), value=float("nan"))
     assert hopper.serves(query, keys, kv_heads, "mean")
     want = case.expected(0.99, "mean", kv_heads)
-    for tuning in (hopper.Tuning(splits=splits), hopper.Tuning(stages=2, splits=1)):
+    for tuning in (hopper.HopperScoreTuning(splits=splits), hopper.HopperScoreTuning(stages=2, splits=1)):
         got = triton.column_sums(query, keys, lse, before, count, scale=SCALE, beta=0.99, tuning=tuning)
         assert (got.cpu().double() - want).abs().max() <= HOPPER_TOLERANCE * want.max(), tuning
     options = {"scale": SCALE, "beta": 0.9, "tuning": hopper.TUNING}

@@ -27,10 +27,10 @@ BOTH_RULES = [(kind, rule) for kind in PORTABLE for rule in ("union", "mean")] +
     pytest.param("cuda", "union", marks=needs_cuda)
 ]
 UNIT = 2.0**-30  # the kernel's unit of mass
-SEPARATE = triton_impl.Tuning(
+SEPARATE = triton_impl.TopPTuning(
     joint=False, chunk=32, compact_chunk=16
 )  # the interpreter runs a joint reduction element by element
-LONG = triton_impl.Tuning(joint=False, chunk=128, rounds=0, compact_chunk=32)
+LONG = triton_impl.TopPTuning(joint=False, chunk=128, rounds=0, compact_chunk=32)
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def run(case: Case, kind: str, **options: Any) -> Selection:
         got = poisoned(case, options.get("run", 1), options.get("align", 1))
         with on_host.top_p():
             return cuda_impl.select(*arguments, out=got, **options)
-    tuning = {"separate": SEPARATE, "long": LONG, "joint": triton_impl.Tuning()}[kind]
-    workspace = triton_impl.Workspace.empty(*case.logits.shape, DEVICE)
+    tuning = {"separate": SEPARATE, "long": LONG, "joint": triton_impl.TopPTuning()}[kind]
+    workspace = triton_impl.TopPWorkspace.empty(*case.logits.shape, DEVICE)
     workspace.levels.fill_(77)
     workspace.keys.fill_(10**9)
     got = poisoned(case, options.get("run", 1), options.get("align", 1))
@@ -254,7 +254,7 @@ def test_the_kernel_s_sets_are_minimal(seed: int) -> None:
     sizes = torch.ones(1, 1, n, dtype=torch.int32, device=DEVICE)
     p = torch.tensor([[0.95, 0.7]], device=DEVICE)
     cells = torch.tensor([n], dtype=torch.int32, device=DEVICE)
-    got = triton_impl.select(logits, sizes, sizes, cells, p, tuning=triton_impl.Tuning(joint=False))
+    got = triton_impl.select(logits, sizes, sizes, cells, p, tuning=triton_impl.TopPTuning(joint=False))
     mass = torch.softmax(logits.double().flatten(), 0).cpu()
     n_exact, _, n_approx, *_ = got.counts[0, 0].tolist()
     exact = got.exact[0, 0, :n_exact].long().cpu()
@@ -372,13 +372,13 @@ def test_cuda_compiles_for_hopper(
 ) -> None:
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.core")
-    assert cuda_impl.compiled("sm_90", heads, cuda_impl.Block(*block), by_count, run, align, width).code
+    assert cuda_impl.compiled("sm_90", heads, cuda_impl.SearchBlock(*block), by_count, run, align, width).code
 
 
 @needs_cuda
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("block", cuda_impl.BLOCKS, ids=lambda block: f"{block.threads}x{block.quads}")
-def test_every_block_selects_the_same(block: cuda_impl.Block, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_selects_the_same(block: cuda_impl.SearchBlock, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(4, [1000, 611, 3], 3.0, 9)
     arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
     monkeypatch.setattr(cuda_impl, "block_for", lambda *_: block)
@@ -480,7 +480,7 @@ def test_blocks() -> None:
             assert block in cuda_impl.up_to(width)
         assert blocks[-1].cells == cuda_impl.MAX_CELLS
     assert (cuda_impl.block_for(8192, 32, 132).threads, cuda_impl.block_for(8192, 256, 132).threads) == (512, 256)
-    assert cuda_impl.up_to(1025) == [cuda_impl.Block(256, 1), cuda_impl.Block(256, 2)]
+    assert cuda_impl.up_to(1025) == [cuda_impl.SearchBlock(256, 1), cuda_impl.SearchBlock(256, 2)]
     assert set(cuda_impl.up_to(cuda_impl.MAX_CELLS)) == set(cuda_impl.BLOCKS)
 
 

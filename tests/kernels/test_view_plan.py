@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Config, Plan, RowRuns, choose, deal, plan_rows, split
+from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Config, Plan, PlanRows, choose, deal, plan_rows, split
 
 SMALL = Config(block_m=16, block_n=16, num_programs=10, min_split=32)
 TABLE = np.random.default_rng(0).permutation(100_000)
@@ -23,15 +23,15 @@ def request(
     runs: list[tuple[int, int, int, int]],
     own: tuple[int, ...] = (),
     tail_column: int = 0,
-) -> RowRuns:
+) -> PlanRows:
     """From (key, tokens, delta, source) of each run."""
     keys, lengths, deltas, source = np.array(runs, dtype=np.int64).reshape(-1, 4).T
-    return RowRuns(
+    return PlanRows(
         first_row, num_rows, keys, lengths.astype(np.int32), deltas.astype(np.int32), source, own, tail_column
     )
 
 
-def some_batch(seed: int, decode: bool = False) -> list[RowRuns]:
+def some_batch(seed: int, decode: bool = False) -> list[PlanRows]:
     """Shared blocks, runs of one request alone, empty runs, tails of none to three runs, gaps between rows."""
     rng = np.random.default_rng(seed)
     blocks = [(k, int(rng.integers(1, 70)), 100 * k) for k in range(8)]
@@ -55,7 +55,7 @@ def some_batch(seed: int, decode: bool = False) -> list[RowRuns]:
     return requests
 
 
-def wanted(requests: list[RowRuns]) -> dict[int, Counter[tuple[int, int]]]:
+def wanted(requests: list[PlanRows]) -> dict[int, Counter[tuple[int, int]]]:
     """Row -> how often it sees (slot, delta), from the definition."""
     seen: dict[int, Counter[tuple[int, int]]] = {}
     for r in requests:
@@ -289,7 +289,7 @@ def test_config_refuses(wrong: dict[str, int]) -> None:
         Config(block_m=64, groups=1, heads_each=2).workers(3)
 
 
-def good(**changes: object) -> Callable[[], RowRuns]:
+def good(**changes: object) -> Callable[[], PlanRows]:
     fields = {
         "first_row": 0,
         "num_rows": 1,
@@ -299,7 +299,7 @@ def good(**changes: object) -> Callable[[], RowRuns]:
         "source": np.array([0, 9]),
         "own": (1,),
     }
-    return lambda: RowRuns(**{**fields, **changes})  # type: ignore[arg-type]
+    return lambda: PlanRows(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def good(**changes: object) -> Callable[[], RowRuns]:
         (good(num_rows=5), "a tail of 4 tokens for 5 rows"),
     ],
 )
-def test_refuses_runs_that_make_no_sense(make: Callable[[], RowRuns], message: str) -> None:
+def test_refuses_runs_that_make_no_sense(make: Callable[[], PlanRows], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -337,7 +337,7 @@ def test_refuses_runs_that_make_no_sense(make: Callable[[], RowRuns], message: s
         ([good()()], {"group": 17}, "17 query heads"),
     ],
 )
-def test_refuses_batches_that_make_no_sense(requests: list[RowRuns], options: dict[str, object], message: str) -> None:
+def test_refuses_batches_that_make_no_sense(requests: list[PlanRows], options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_rows(requests, **{"config": SMALL, "group": 1, "kv_heads": 1, **options})  # type: ignore[arg-type]
 

@@ -16,8 +16,8 @@ import torch
 
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, view_attention
-from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
-from sglang_ext.kernels.view_attention.plan import Config, Plan, RowRuns, choose, plan_rows
+from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
+from sglang_ext.kernels.view_attention.plan import Config, Plan, PlanRows, choose, plan_rows
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
 from tests.kernels import sm90
 
@@ -91,19 +91,19 @@ class World:
         return slots
 
     def table(self) -> torch.Tensor:
-        """Every request's slots, one after the other: what `RowRuns.source` points into."""
+        """Every request's slots, one after the other: what `PlanRows.source` points into."""
         columns = [slot for asked in self.requests for piece in asked.pieces for slot in piece.slots]
         columns += [slot for asked in self.requests for slot in asked.own]
         return torch.tensor(columns, dtype=torch.int32, device=DEVICE)
 
-    def runs(self) -> list[RowRuns]:
+    def runs(self) -> list[PlanRows]:
         found, row, at = [], 0, 0
         own_at = sum(len(piece.slots) for asked in self.requests for piece in asked.pieces)
         for number, asked in enumerate(self.requests):
             lengths = [len(piece.slots) for piece in asked.pieces] + [len(asked.own)]
             source = [*(at + np.cumsum([0, *lengths[:-1]]))[:-1], own_at]
             found.append(
-                RowRuns(
+                PlanRows(
                     first_row=row,
                     num_rows=asked.rows,
                     keys=np.array([*(piece.key for piece in asked.pieces), -1 - number]),
@@ -125,7 +125,7 @@ class World:
 
     def buffers(self, plan: Plan, padding: int = 0, part_dtype: torch.dtype = torch.float32) -> PlanBuffers:
         """Just large enough, and poisoned."""
-        capacity = Capacity(
+        capacity = PlanCapacity(
             rows=plan.num_rows + padding,
             items=len(plan.items),
             entries=len(plan.entry_row),
@@ -460,7 +460,7 @@ def test_bound_of_capacity_holds() -> None:
         world = batch(World(size=1500, seed=seed), requests=1 + seed, blocks=6, chosen=3)
         config = replace(SMALL, num_programs=2 + 9 * seed)
         plan = world.plan(config, room=3)
-        bound = Capacity.bound(1 + seed, 4, plan.num_slots, config, 2, 2)
+        bound = PlanCapacity.bound(1 + seed, 4, plan.num_slots, config, 2, 2)
         buffers = PlanBuffers(bound, heads=4, kv_heads=2, value_dim=16, rope=world.rope)
         buffers.load(plan, world.table())
 

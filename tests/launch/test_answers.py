@@ -11,7 +11,7 @@ import pytest
 from sglang_ext.launch import answers, cli, demo, demo_methods
 from sglang_ext.launch.answers import FailedAnswers, completed, counted, failure
 from sglang_ext.launch.bench import _cascade_engine, _dbsa_engine, _double_p_engine, _quality_engine
-from sglang_ext.launch.bench._quality_tasks import Task
+from sglang_ext.launch.bench._quality_tasks import QualityTask
 from sglang_ext.launch.client import ServerError
 
 META = {"prompt_tokens": 4, "cached_tokens": 2, "completion_tokens": 1}
@@ -63,7 +63,7 @@ class Engine:
 def test_no_benchmark_measures_failed_answers() -> None:
     """Each place where a benchmark asks an engine."""
     two = Engine(ABORTED, GOOD)
-    task = Task("t", [[1], [2]], ["red", "red"], 1, str.strip, 1)
+    task = QualityTask("t", [[1], [2]], ["red", "red"], 1, str.strip, 1)
     method = SimpleNamespace(options={}, reports=False)
     served = _double_p_engine.Served(two, [[1], [2]])
     for measured in (

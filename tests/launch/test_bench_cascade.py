@@ -24,21 +24,21 @@ from sglang_ext.policies.cascade import Cascade
 
 CPU = torch.device("cpu")
 CASCADE = Cascade(window=12, cascades=3, sinks=2, stride=5)
-Shape = bench.Shape
+Shape = bench.LayerShape
 SHAPE = Shape(4, 2, 16, torch.float32)
 gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
 
 @gpu
 def test_a_prefill_is_checked_step_by_step() -> None:
-    worst = bench.check_prefill(bench.Layer(CASCADE, SHAPE, 1, CPU), 6, rows=5)
+    worst = bench.check_prefill(bench.CascadeLayer(CASCADE, SHAPE, 1, CPU), 6, rows=5)
     assert worst.keys() == {"window", "attention", "scores"} and max(worst.values()) < 1e-4
 
 
 @gpu
 @pytest.mark.parametrize("broken", ["window", "lists", "attention", "scores"])
 def test_what_is_wrong_is_not_timed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = bench.Layer(CASCADE, SHAPE, 1, CPU)
+    layer = bench.CascadeLayer(CASCADE, SHAPE, 1, CPU)
     if broken == "window":
         monkeypatch.setattr(layer, "prepare", lambda *_: [part.fill_(1.0) for part in layer.window])
     elif broken == "lists":

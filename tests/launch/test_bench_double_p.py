@@ -31,9 +31,9 @@ def planted(length: int = 2000, batch: int = 2) -> rows_of.Planted:
 
 
 @pytest.fixture(scope="module")
-def step() -> steps.Step:
+def step() -> steps.ClusterBenchStep:
     keys = planted()
-    return steps.Step(keys, 2, rows_of.layers(keys, 2))
+    return steps.ClusterBenchStep(keys, 2, rows_of.layers(keys, 2))
 
 
 def test_kmeans_finds_the_planted_clusters() -> None:
@@ -59,7 +59,7 @@ def test_queries_have_their_level() -> None:
             assert float(x[head][:, filled[head]].std()) == pytest.approx(level.deviation, rel=0.15)
 
 
-def test_shares_are_what_sorting_keeps(step: steps.Step) -> None:
+def test_shares_are_what_sorting_keeps(step: steps.ClusterBenchStep) -> None:
     """Exact tokens, approximated clusters and recovered mass against the policy's equations."""
     step.ask(rows_of.LEVELS["middle"])
     keys, found = step.planted, step.shares()
@@ -85,7 +85,7 @@ def test_shares_are_what_sorting_keeps(step: steps.Step) -> None:
     assert found["recovered_least"] == pytest.approx(float(recovered.min()), abs=2e-3)
 
 
-def test_floor_counts_what_must_be_read(step: steps.Step) -> None:
+def test_floor_counts_what_must_be_read(step: steps.ClusterBenchStep) -> None:
     step.ask(rows_of.LEVELS["flat"])
     step.run()
     counts = step.buffers.chosen(2)[0].counts.long().sum((0, 1))
@@ -93,14 +93,14 @@ def test_floor_counts_what_must_be_read(step: steps.Step) -> None:
     assert step.floor_bytes() == vectors * TINY.head_dim * 2
 
 
-def test_right_kernels_pass(step: steps.Step) -> None:
+def test_right_kernels_pass(step: steps.ClusterBenchStep) -> None:
     errors = step.check()
     assert set(errors) == {"logits", "selection", "output"} and max(errors.values()) < 5e-3
 
 
-def test_buffers_wider_than_the_rows_pass(step: steps.Step, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_wider_than_the_rows_pass(step: steps.ClusterBenchStep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_ext.attention.readers.clusters.GRAPH_TOKENS", 5000)
-    wide = steps.Step(step.planted, 2, step.copies, engine_room=True)
+    wide = steps.ClusterBenchStep(step.planted, 2, step.copies, engine_room=True)
     errors = wide.check()
     assert wide.buffers.chosen(2)[1].shape[-1] > step.buffers.chosen(2)[1].shape[-1] and max(errors.values()) < 5e-3
 
@@ -117,7 +117,7 @@ def wide() -> Any:
 def test_scores_and_selection_in_one_kernel_pass(wide: Any) -> None:
     """In CUDA, on this CPU where there is no GPU: as right, and the same sets within rounding."""
     keys, copies = wide
-    two, one = (steps.Step(keys, 2, copies, joint=joint) for joint in (False, True))
+    two, one = (steps.ClusterBenchStep(keys, 2, copies, joint=joint) for joint in (False, True))
     with on_host.top_p():
         errors = one.check()
         assert max(errors.values()) < 5e-3
@@ -139,7 +139,7 @@ def test_scores_and_selection_in_one_kernel_pass(wide: Any) -> None:
 def test_attention_and_merge_in_one_kernel_pass(wide: Any) -> None:
     """Likewise, after a selection that wrote out its lists."""
     keys, copies = wide
-    two, one = (steps.Step(keys, 2, copies, fused=fused) for fused in (False, True))
+    two, one = (steps.ClusterBenchStep(keys, 2, copies, fused=fused) for fused in (False, True))
     called = []
     real = attend_impl.cluster_attention
     with pytest.MonkeyPatch.context() as patch, on_host.top_p(), on_host.cuda(attend_impl):
@@ -160,7 +160,7 @@ def test_attention_and_merge_in_one_kernel_pass(wide: Any) -> None:
     ],
 )
 def test_wrong_kernels_are_not_timed(
-    step: steps.Step, monkeypatch: pytest.MonkeyPatch, name: str, module: Any, broken: str
+    step: steps.ClusterBenchStep, monkeypatch: pytest.MonkeyPatch, name: str, module: Any, broken: str
 ) -> None:
     right = getattr(module, broken)
 
@@ -223,7 +223,7 @@ def test_what_is_aimed_at(batch: int, length: int, exact: float, approx: float, 
 def test_reading_again_is_what_the_step_read() -> None:
     """What is taken for the attention of a step, without scores and selection, is its attention."""
     keys = planted()
-    step = steps.Step(keys, 2, rows_of.layers(keys, 2))
+    step = steps.ClusterBenchStep(keys, 2, rows_of.layers(keys, 2))
     want = step.run()
     torch.testing.assert_close(step.read_again(), want, rtol=0, atol=0)
 

@@ -106,7 +106,7 @@ def test_retroinfer_keeps_what_the_policy_keeps(rows: captured.Captured) -> None
 def test_retroinfer_at_equal_mass(short: list[captured.Text]) -> None:
     rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
     copies = rows_of.layers(rows, 1)
-    target = steps.Step(rows, 1, copies).shares()["recovered_p5"]
+    target = steps.ClusterBenchStep(rows, 1, copies).shares()["recovered_p5"]
     timed, step = baselines.retroinfer(rows, 1, copies, target)
     assert isinstance(step, baselines.RetroInferStep)
     assert timed.shares["recovered_p5"] >= target
@@ -196,7 +196,7 @@ def test_quest_at_equal_mass(short: list[captured.Text], monkeypatch: pytest.Mon
     rows = captured.Captured(SHORT, 1, short, CONFIG, DEVICE, dtype=torch.float16)
     monkeypatch.setattr(baselines, "SHARES", (0.3, 0.99))
     copies = rows_of.layers(rows, 1)
-    target = steps.Step(rows, 1, copies).shares(1)["recovered_p5"]
+    target = steps.ClusterBenchStep(rows, 1, copies).shares(1)["recovered_p5"]
     timed, step = baselines.quest_top_p(rows, 1, copies, target)
     assert timed.shares["recovered_p5"] >= target and step.p == 0.99
     tried = timed.notes["tried"]

@@ -88,7 +88,7 @@ def test_rows_are_tiled_as_said(texts: list[captured.Text]) -> None:
 
 def test_the_kernels_run_on_them(texts: list[captured.Text]) -> None:
     rows = captured.Captured(LENGTH, 2, texts, CONFIG, DEVICE, dtype=torch.float16)
-    step = steps.Step(rows, 2, rows_of.layers(rows, 2))
+    step = steps.ClusterBenchStep(rows, 2, rows_of.layers(rows, 2))
     step.check()
     assert 0 < step.shares()["exact"] < 0.9
 

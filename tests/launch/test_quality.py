@@ -105,7 +105,7 @@ def test_a_stream_says_which_tokens_are_labels(writer: Writer, data: str) -> Non
 
 @pytest.mark.parametrize("size", [7, 100, 1000])
 def test_chunks_hold_every_token_once(size: int) -> None:
-    text = tasks.Stream(list(range(100)), [False] * 100)
+    text = tasks.StreamTask(list(range(100)), [False] * 100)
     chunks = text.chunks(size)
     assert all(chunk[0] == 0 and len(chunk) <= size for chunk in chunks)
     assert [token for chunk in chunks for token in chunk[1:]] == list(range(1, 100))
@@ -162,7 +162,7 @@ class Reads:
 
 
 def test_two_budgets_are_set_one_after_the_other() -> None:
-    task = tasks.Task("t", [[1]] * 20, ["x"] * 20, new_tokens=2)
+    task = tasks.QualityTask("t", [[1]] * 20, ["x"] * 20, new_tokens=2)
     method = engine.double_p_methods()["retroinfer"]
     found = engine.Asker(reads := Reads(), method).budgets(task, {"exact": 0.25, "kept": 0.45})
     assert found["exact"] == pytest.approx(0.2, rel=0.05) and found["approx"] == pytest.approx(0.25, rel=0.12)
@@ -182,7 +182,7 @@ class TopP(Reads):
 
 
 def test_p_is_raised_only_where_no_budget_suffices() -> None:
-    task, method = tasks.Task("t", [[1]] * 20, ["x"] * 20, new_tokens=2), engine.double_p_methods()["twilight"]
+    task, method = tasks.QualityTask("t", [[1]] * 20, ["x"] * 20, new_tokens=2), engine.double_p_methods()["twilight"]
     found = engine.Asker(TopP(), method).budgets(task, {"kept": 0.15})
     assert found == {"budget": pytest.approx(0.15, rel=0.03)}
     found = engine.Asker(TopP(), method).budgets(task, {"kept": 0.5})
@@ -239,7 +239,7 @@ def test_cascades_are_held_to_streaming_llm_past_the_window() -> None:
     settings = {"suite": "cascade", "window": 1024}
     methods = engine.cascade_methods(1024, 512, 64, 16384)
     # What dense attention reads of a stream at once leaves room for the token of the answer.
-    text = tasks.Stream(list(range(40_000)), [False] * 40_000)
+    text = tasks.StreamTask(list(range(40_000)), [False] * 40_000)
     assert max(map(len, text.chunks(methods["dense"].reads))) == 16384 - engine.ANSWERED
     found = [
         measured("streaming_llm", [0.0, 1.0]),
@@ -322,7 +322,7 @@ def test_kernels_answer_beside_the_measured_steps_on_a_gpu(
 
 
 def test_half_a_line_waits_for_the_other_half(tmp_path: Path) -> None:
-    process = quality.Engine.__new__(quality.Engine)
+    process = quality.StudyEngine.__new__(quality.StudyEngine)
     process.out, process._read = tmp_path / "lines", 0
     assert process.lines() == []
     process.out.write_bytes(b'{"a": 1}\n{"b"')

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from sglang_ext.kernels.kmeans import Plan, kmeans
+from sglang_ext.kernels.kmeans import ClusterPlan, kmeans
 from tests.oracle import models, oracle
 
 Keys = list[torch.Tensor]
@@ -122,7 +122,7 @@ class Oracle:
             source = k[:, run.begin : run.end] if run.keys is None else run.keys[layer]
             cache = source.transpose(0, 1).float().contiguous()
             tokens = run.end - run.begin
-            plan = Plan((tokens,), self.config.cluster, width=-(-tokens // self.config.cluster))
+            plan = ClusterPlan((tokens,), self.config.cluster, width=-(-tokens // self.config.cluster))
             found = kmeans(cache, cache, torch.arange(tokens), plan, iterations=self.config.iterations)
             self._labels[layer, number] = found.labels
         return self._labels[layer, number]

@@ -136,3 +136,12 @@ def test_what_is_wrong_would_be_found(tmp_path: Path) -> None:
         "def hidden():\n    from sglang_ext.attention import policy\n"
     )
     assert set(_ours("compat", file)) == {"attention.policy"}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    found: dict[str, set[Path]] = {}
+    for path in set(map(Path.resolve, modules().values())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, set()).add(path)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

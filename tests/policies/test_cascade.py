@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from sglang_ext.policies.cascade import Cascade, Stream
+from sglang_ext.policies.cascade import Cascade, ReferenceStream
 
 
-def tokens(stream: Stream) -> list[int]:
+def tokens(stream: ReferenceStream) -> list[int]:
     return [k.token for k in stream.kept()]
 
 
@@ -18,7 +18,7 @@ def test_one_cascade_is_streaming_llm():
     """Sinks and the last W tokens, whatever the scores are; cells are reused in order."""
     rng = random.Random(0)
     for window, sinks, stride in ((1, 0, 1), (7, 3, 4), (16, 5, 16), (9, 0, 20)):
-        stream = Stream(Cascade(window=window, cascades=1, sinks=sinks, stride=stride))
+        stream = ReferenceStream(Cascade(window=window, cascades=1, sinks=sinks, stride=stride))
         for seen in range(1, 6 * (window + sinks)):
             stream.add([rng.random()])
             wanted = [t for t in range(seen) if t < sinks or t >= seen - window]
@@ -29,7 +29,7 @@ def test_one_cascade_is_streaming_llm():
 def test_without_selection_every_second_token_goes_on():
     """Figure 4 (top): what sub-cache i keeps lies 2^i tokens apart, and the span is eq. 4's."""
     cascade = Cascade(window=4 * 8, cascades=4, sinks=2, stride=8, selection=False)
-    stream = Stream(cascade)
+    stream = ReferenceStream(cascade)
     stream.add([0.0] * 5000)
     for i, sub_cache in enumerate(stream.sub_caches):
         numbers = [k.token for k in sub_cache]
@@ -47,7 +47,7 @@ def test_the_better_attended_of_two_stays_and_a_tie_is_the_later_tokens():
         ((9, 8, 6, 7, 5, 4), [1, 3, 4, 5]),
         ((9, 8, 7, 7, 5, 4), [1, 3, 4, 5]),  # tie: the incoming token
     ):
-        stream = Stream(cascade)
+        stream = ReferenceStream(cascade)
         stream.add(scores)
         assert tokens(stream) == kept
         assert stream.dropped == [0, 5 - kept[1]]
@@ -58,7 +58,7 @@ def test_kept_tokens_are_in_order_and_none_is_lost_uncounted():
     for _ in range(50):
         cascades = rng.randint(1, 5)
         size, sinks, stride = rng.randint(1, 9), rng.randint(0, 6), rng.randint(1, 12)
-        stream = Stream(Cascade(window=size * cascades, cascades=cascades, sinks=sinks, stride=stride))
+        stream = ReferenceStream(Cascade(window=size * cascades, cascades=cascades, sinks=sinks, stride=stride))
         stream.add([rng.randrange(4) for _ in range(rng.randint(1, 300))])
         now = tokens(stream)
         assert now == sorted(now) and now[:sinks] == list(range(min(sinks, stream.seen)))

@@ -5,8 +5,8 @@
 `kernels/score_update` and `kernels/cascade_update`. After some strides the rest comes token by token, as in decoding.
 
 *All at once*: one forward over the whole sequence without a cache. Each layer's attention is written from the rules:
-for every stride and head it looks up which tokens the rule (`Stream`) has kept, masks the others, and rotates each key
-to the place at which the query sees it.
+for every stride and head it looks up which tokens the rule (`ReferenceStream`) has kept, masks the others, and rotates
+each key to the place at which the query sees it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from sglang_ext.kernels.cascade_update import CascadeState, cascade_update
 from sglang_ext.kernels.score_update import update_scores
-from sglang_ext.policies.cascade import Cascade, Stream, decay
+from sglang_ext.policies.cascade import Cascade, ReferenceStream, decay
 from tests.oracle import models, oracle
 
 LENGTH, DECODED = 167, 37
@@ -142,7 +142,7 @@ class AllAtOnce:
         out = torch.empty_like(query)
         kept = []
         for lane in lanes:
-            stream, scores = Stream(cascade), torch.zeros(length, dtype=torch.float64)
+            stream, scores = ReferenceStream(cascade), torch.zeros(length, dtype=torch.float64)
             for begin in range(0, length, cascade.stride):
                 end = min(begin + cascade.stride, length)
                 old = [k.token for k in stream.kept()]

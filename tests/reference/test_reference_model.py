@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 import sglang_ext
 from sglang_ext.launch.bench import reference as bench
-from sglang_ext.launch.bench._reference_reader import Demo, Reader
+from sglang_ext.launch.bench._reference_reader import Demo, ModelReader
 from sglang_ext.launch.reference import corpus as corpora
 from sglang_ext.launch.reference.episodes import MIX, EpisodeSampler, batch
 from sglang_ext.launch.reference.model import ReferenceLlama
@@ -57,14 +57,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def reader() -> Reader:
-    return Reader(ASSETS, "cpu")
+def reader() -> ModelReader:
+    return ModelReader(ASSETS, "cpu")
 
 
 # -- the files ----------------------------------------------------------------------------------------------------
 
 
-def test_size_and_configuration(reader: Reader) -> None:
+def test_size_and_configuration(reader: ModelReader) -> None:
     size = (ASSETS / "model.safetensors").stat().st_size
     assert size <= 15_000_000, f"{size} bytes of weights; at most 15 MB may ship"
     config = reader.model.config
@@ -77,13 +77,13 @@ def test_size_and_configuration(reader: Reader) -> None:
     assert not (set(json.loads((ASSETS / "config.json").read_text())) & {"rope_scaling", "auto_map"})
 
 
-def test_weights_are_trained_and_finite(reader: Reader) -> None:
+def test_weights_are_trained_and_finite(reader: ModelReader) -> None:
     for name, value in reader.model.named_parameters():
         assert torch.isfinite(value).all(), name
     assert reader.model.model.layers[0].input_layernorm.weight.float().std() > 1e-3  # ones before training
 
 
-def test_training_model_is_the_exported_model(reader: Reader) -> None:
+def test_training_model_is_the_exported_model(reader: ModelReader) -> None:
     own = ReferenceLlama(json.loads((ASSETS / "config.json").read_text()))
     state = {k: v for k, v in reader.model.state_dict().items() if k != "lm_head.weight"}
     own.load_state_dict(state)
@@ -93,7 +93,7 @@ def test_training_model_is_the_exported_model(reader: Reader) -> None:
     assert difference < 1e-3, difference
 
 
-def test_tokenizer(reader: Reader) -> None:
+def test_tokenizer(reader: ModelReader) -> None:
     text = "what's my balance? 12345\nLabel: card_arrival\n\nÜber naïve 東京\nLabel:"
     ids = reader.encode(text)
     assert reader.tokenizer.decode(ids) == text
@@ -238,7 +238,7 @@ def _invented(seed: int, classes: int, shots: int, queries: int) -> tuple[list[D
     return demos, [(say(c), names[c]) for c in (rng.randrange(classes) for _ in range(queries))], names
 
 
-def test_learns_invented_classes_from_the_context(reader: Reader) -> None:
+def test_learns_invented_classes_from_the_context(reader: ModelReader) -> None:
     demos, queries, names = _invented(0, classes=10, shots=8, queries=60)
     texts = [text for text, _ in queries]
     answers = reader.classify(demos, texts, names)
@@ -252,7 +252,7 @@ def test_learns_invented_classes_from_the_context(reader: Reader) -> None:
     assert follow >= 0.75, f"{follow:.2f} right after the names were exchanged"
 
 
-def test_recalls_a_passkey(reader: Reader) -> None:
+def test_recalls_a_passkey(reader: ModelReader) -> None:
     rng = random.Random(1)
     for depth in (0.05, 0.5, 0.9):
         prompt, key = bench.passkey_prompt(reader, 2048, depth, rng)
@@ -261,13 +261,13 @@ def test_recalls_a_passkey(reader: Reader) -> None:
         assert reader.tokenizer.decode(out[0]).strip() == key
 
 
-def test_constrained_answers_with_labels_that_are_prefixes(reader: Reader) -> None:
+def test_constrained_answers_with_labels_that_are_prefixes(reader: ModelReader) -> None:
     demos = [("play some jazz", "red"), ("set an alarm", "red fox")] * 6
     answers = reader.classify(demos, ["play some jazz", "set an alarm"], ["red", "red fox"])
     assert answers == ["red", "red fox"]
 
 
-def test_queries_do_not_see_each_other(reader: Reader) -> None:
+def test_queries_do_not_see_each_other(reader: ModelReader) -> None:
     demos, queries, names = _invented(2, classes=5, shots=3, queries=7)
     texts = [text for text, _ in queries]
     together = reader.classify(demos, texts, names, group=7)

@@ -30,7 +30,7 @@ from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, Load
 from sglang_ext.cache.cluster_pool import ClusterMemory, tiles_of
 from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, Capacity, PlannedRow, RowBuffers, Shape
+from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, HeadShape, PlannedRow, RowBuffers, RowCapacity
 from sglang_ext.kernels.kmeans import kmeans_layers
 from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p import triton_impl as top_p
@@ -55,9 +55,9 @@ PROGRAMS = 2
 """Programs of attention on each multiprocessor."""
 
 
-def graph_capacity(rows: int, tokens: int, tile: int, over_pools: bool) -> Capacity:
+def graph_capacity(rows: int, tokens: int, tile: int, over_pools: bool) -> RowCapacity:
     """Room of the CUDA graphs for `rows` rows of up to `tokens` tokens, in tiles of `tile`."""
-    return Capacity(
+    return RowCapacity(
         rows=rows,
         tiles=tiles_of(tokens, tile),
         tokens=tokens,
@@ -94,9 +94,9 @@ class ClusterStep:
         return any(note is not None for note in self.notes)
 
     @property
-    def capacity(self) -> Capacity:
+    def capacity(self) -> RowCapacity:
         """What the step needs."""
-        return Capacity.of(self.rows, self.seq_lens)
+        return RowCapacity.of(self.rows, self.seq_lens)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
             from sglang_ext.kernels.kmeans.fast import kmeans_layers as cluster
         self.memory = ClusterMemory(dict(self.model.caches()), policy.config, cluster)
         policy.keep_in(self.memory)
-        self._shape = Shape(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.dtype)
+        self._shape = HeadShape(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.dtype)
         self._tuning = replace(
             attention.TUNING,
             programs=PROGRAMS * shape.num_sms,
@@ -192,7 +192,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
 
     # ---- buffers ----
 
-    def _rows_for(self, capacity: Capacity, tuning: attention.Tuning | None = None) -> RowBuffers:
+    def _rows_for(self, capacity: RowCapacity, tuning: attention.ClusterTuning | None = None) -> RowBuffers:
         return RowBuffers(
             capacity,
             self._shape,
@@ -214,7 +214,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         if buffers is None or not self._goes_on(buffers, rows, seq_lens):
             if buffers is None or not buffers.capacity.holds(step.capacity):
                 # Never for a graph: `fits` was asked before.
-                grown = Capacity.of(rows, [n + ROOM for n in seq_lens], headroom=HEADROOM)
+                grown = RowCapacity.of(rows, [n + ROOM for n in seq_lens], headroom=HEADROOM)
                 if buffers is not None:
                     grown = grown.joined(buffers.capacity)
                 buffers = self._eager = self._rows_for(grown)
@@ -290,7 +290,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         keys, values = caches[layer]
         query = keys.new_zeros(1, shape.heads, shape.head_dim)
         for tuning in tunings:
-            rows = self._eager = self._rows_for(Capacity.of([one], [ROOM]), tuning)
+            rows = self._eager = self._rows_for(RowCapacity.of([one], [ROOM]), tuning)
             rows.load([one], [1], table.view(-1))
             rows.advance(step, step)
             rows.attend(query, keys, values, self.memory.layers[layer], shape.scale)

@@ -22,7 +22,7 @@ from sglang_ext.attention.readers.prefill import Prefill, Prefills
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
 from sglang_ext.kernels.view_attention import plan as planning
-from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
+from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
 from sglang_ext.kernels.view_attention.plan import Config, Plan
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
 
@@ -85,7 +85,7 @@ class PlannedDecodes(DecodeGraphs[DecodeStep, LoadedPlan]):
     def __init__(self, planner: Planner, memory: PlanMemory) -> None:
         self.planner, self.memory = planner, memory
         self.graph_sizes: list[int] = []
-        self._kept: dict[int, tuple[Request, planning.RowRuns]] = {}  # what decoding requests see
+        self._kept: dict[int, tuple[Request, planning.PlanRows]] = {}  # what decoding requests see
         self._last: Planned | None = None
         self._graph: PlanBuffers | None = None
 
@@ -108,7 +108,7 @@ class PlannedDecodes(DecodeGraphs[DecodeStep, LoadedPlan]):
         )
         return Planned(requests, plan, seq_lens)
 
-    def _rows(self, rows: BatchRows) -> planning.RowRuns:
+    def _rows(self, rows: BatchRows) -> planning.PlanRows:
         """What a decoding request sees: kept, because only its length changes."""
         known = self._kept.get(rows.request.slot)
         if known is None or known[0] is not rows.request:
@@ -167,7 +167,7 @@ class PlannedDecodes(DecodeGraphs[DecodeStep, LoadedPlan]):
     def allocate(self, rows: int) -> None:
         shape, slots = self.planner.shape, self.planner.model.slots + rows * ROOM
         bounds = [
-            Capacity.bound(rows, GRAPH_RUNS, slots, config, shape.group, shape.kv_heads)
+            PlanCapacity.bound(rows, GRAPH_RUNS, slots, config, shape.group, shape.kv_heads)
             for config in {self.config(size) for size in range(1, rows + 1)}
         ]
         self._graph = self.memory.allocate(largest(bounds), share=self.memory.first)

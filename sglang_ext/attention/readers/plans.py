@@ -15,7 +15,7 @@ from sglang_ext.attention.model import Model
 from sglang_ext.attention.policy import Policy, Request, RowRuns
 from sglang_ext.attention.step import BatchRows
 from sglang_ext.kernels.view_attention import plan as planning
-from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
+from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
 from sglang_ext.kernels.view_attention.plan import Config, Plan
 
 ROOM = 64
@@ -60,7 +60,7 @@ class Planner:
         runs = self.policy.runs(rows.request, rows.begin, rows.end)
         return runs if runs is not None else [RowRuns(rows.begin, rows.end, (), tail=0)]
 
-    def rows(self, request: Request, seen: RowRuns, first: int) -> planning.RowRuns:
+    def rows(self, request: Request, seen: RowRuns, first: int) -> planning.PlanRows:
         """What rows see, as kernels are told: runs of the flattened table of slots.
 
         Args:
@@ -71,7 +71,7 @@ class Planner:
         base = request.slot * self.model.table.shape[1]
         runs = [run for run in seen.runs if run.tokens]
         keys = [self._key((request.slot, run.column) if run.key is None else run.key) for run in runs]
-        return planning.RowRuns(
+        return planning.PlanRows(
             first_row=first,
             num_rows=seen.end - seen.begin,
             keys=np.array([*keys, -1]),
@@ -104,7 +104,7 @@ class Planner:
 
     def plan(
         self,
-        rows: Sequence[planning.RowRuns],
+        rows: Sequence[planning.PlanRows],
         config: Config,
         first_rows: npt.ArrayLike | None = None,
         seq_lens: npt.ArrayLike | None = None,
@@ -135,7 +135,7 @@ class PlanMemory:
         shape = planner.shape
         # Cutting a list's items repeats the rows of at most one tile a worker.
         repeated = max(c.workers(shape.kv_heads) * c.tile_rows(shape.group) for c in planner.configs())
-        self._grown = [self.allocate(Capacity(1, 1, SLICE_ENTRIES + repeated, 1, 1, 1), share=None)]
+        self._grown = [self.allocate(PlanCapacity(1, 1, SLICE_ENTRIES + repeated, 1, 1, 1), share=None)]
 
     @property
     def first(self) -> PlanBuffers:
@@ -145,7 +145,7 @@ class PlanMemory:
     def entries(self) -> int:
         return len(self._grown[0].part)
 
-    def allocate(self, capacity: Capacity, share: PlanBuffers | None) -> PlanBuffers:
+    def allocate(self, capacity: PlanCapacity, share: PlanBuffers | None) -> PlanBuffers:
         """New buffers, over the partial outputs of `share` where those are enough."""
         shape = self._planner.shape
         return PlanBuffers(
@@ -166,7 +166,7 @@ class PlanMemory:
         The lists of a prefill run one after the other, so all use the first one's partial outputs.
         """
         if len(self._grown) <= number or self._grown[number].capacity.lacks(plan):
-            share, capacity = self._grown[0], Capacity.of(plan, headroom=1.25)
+            share, capacity = self._grown[0], PlanCapacity.of(plan, headroom=1.25)
             if number < len(self._grown):  # one kind of plan has more rows, another more workers: hold both
                 capacity = largest((capacity, self._grown[number].capacity))
             lent = len(share.part)
@@ -181,9 +181,11 @@ class PlanMemory:
         buffers.load(plan, self._slots)
 
 
-def largest(capacities: Sequence[Capacity]) -> Capacity:
+def largest(capacities: Sequence[PlanCapacity]) -> PlanCapacity:
     """Room for whatever fits into one of them."""
-    return Capacity(**{name: max(getattr(c, name) for c in capacities) for name in Capacity.__dataclass_fields__})
+    return PlanCapacity(
+        **{name: max(getattr(c, name) for c in capacities) for name in PlanCapacity.__dataclass_fields__}
+    )
 
 
 def parts(seen: RowRuns) -> list[RowRuns]:
@@ -193,9 +195,9 @@ def parts(seen: RowRuns) -> list[RowRuns]:
     return [replace(seen, begin=low, end=high) for low, high in pairwise(bounds)]
 
 
-def slices(requests: Sequence[planning.RowRuns]) -> list[tuple[int, list[planning.RowRuns]]]:
+def slices(requests: Sequence[planning.PlanRows]) -> list[tuple[int, list[planning.PlanRows]]]:
     """Cut a batch, in row order, into work lists of bounded size: (first row, requests) of each."""
-    found: list[tuple[int, list[planning.RowRuns]]] = []
+    found: list[tuple[int, list[planning.PlanRows]]] = []
     size = SLICE_ENTRIES
     for request in requests:
         entries = request.num_rows * len(request.keys)
@@ -207,18 +209,18 @@ def slices(requests: Sequence[planning.RowRuns]) -> list[tuple[int, list[plannin
     return found
 
 
-def entries_of(requests: Sequence[planning.RowRuns]) -> int:
+def entries_of(requests: Sequence[planning.PlanRows]) -> int:
     """Partial outputs of a work list that is cut nowhere."""
     return sum(request.num_rows * len(request.keys) for request in requests)
 
 
-def rows_of(requests: Sequence[planning.RowRuns]) -> torch.Tensor:
+def rows_of(requests: Sequence[planning.PlanRows]) -> torch.Tensor:
     """[rows] int64 on the host, the numbers of their rows in the batch."""
     rows = [np.arange(request.first_row, request.first_row + request.num_rows) for request in requests]
     return torch.from_numpy(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64))
 
 
-def rows_per_run(requests: Sequence[planning.RowRuns]) -> float:
+def rows_per_run(requests: Sequence[planning.PlanRows]) -> float:
     """Mean number of query rows that read one run, weighted by its tokens: what tile sizes are chosen by."""
     rows: dict[int, int] = {}
     tokens: dict[int, int] = {}

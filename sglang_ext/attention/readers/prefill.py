@@ -25,7 +25,7 @@ from sglang_ext.attention.readers.reader import PrefillGraphs
 from sglang_ext.attention.step import Batch, BatchRows, LayerCall, LoadedT
 from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
 from sglang_ext.kernels.view_attention import plan as planning
-from sglang_ext.kernels.view_attention.buffers import Capacity, PlanBuffers
+from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 from sglang_ext.kernels.view_attention.plan import Config
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
@@ -125,7 +125,7 @@ class Prefills(PrefillGraphs[Any]):
             graph_rows: rows of the CUDA graph with attention inside that may serve it; None where there is none.
         """
         dense: list[tuple[BatchRows, RowRuns]] = []
-        listed: list[planning.RowRuns] = []
+        listed: list[planning.PlanRows] = []
         for rows in batch.rows:
             for seen in self.planner.seen(rows):
                 rotated = any(run.delta for run in seen.runs)
@@ -141,7 +141,7 @@ class Prefills(PrefillGraphs[Any]):
         return found
 
     def _plan_lists(
-        self, listed: Sequence[planning.RowRuns], dense: Sequence[tuple[BatchRows, RowRuns]], total: int
+        self, listed: Sequence[planning.PlanRows], dense: Sequence[tuple[BatchRows, RowRuns]], total: int
     ) -> Prefill:
         lists = []
         config = self.planner.config(plans.rows_per_run(listed))
@@ -207,7 +207,7 @@ class Prefills(PrefillGraphs[Any]):
         if not sizes:
             return
         workers = max(self.question_config(size).workers(self.planner.shape.kv_heads) for size in sizes)
-        capacity = Capacity(
+        capacity = PlanCapacity(
             rows=max(sizes),
             items=plans.SLICE_ENTRIES + workers,
             entries=self.memory.entries,
@@ -228,7 +228,7 @@ class Prefills(PrefillGraphs[Any]):
         self.memory.fill(self._question, self.planner.plan([], self.question_config(size)))
         return Prefill(size, None, ((0, size, self._question),), in_graph=True)
 
-    def _plan_question(self, listed: Sequence[planning.RowRuns], total: int, size: int | None) -> Prefill | None:
+    def _plan_question(self, listed: Sequence[planning.PlanRows], total: int, size: int | None) -> Prefill | None:
         """The plan of a prefill whose attention is inside its CUDA graph; None where it cannot be."""
         buffers = self._question
         if size is None or buffers is None or plans.entries_of(listed) > plans.SLICE_ENTRIES:
@@ -251,7 +251,7 @@ class Prefills(PrefillGraphs[Any]):
         keys, values = caches[min(caches)]
         query = keys.new_zeros(1, shape.heads, shape.head_dim)
         none = np.zeros(1, dtype=np.int64)
-        seen = planning.RowRuns(first_row=0, num_rows=1, keys=none - 1, lengths=none + 1, deltas=none, source=none)
+        seen = planning.PlanRows(first_row=0, num_rows=1, keys=none - 1, lengths=none + 1, deltas=none, source=none)
         for config in self.planner.configs():
             buffers = self.memory.load(self.planner.plan([seen], config), 1)
             view_attention_plan(query, buffers, keys, values, shape.scale)

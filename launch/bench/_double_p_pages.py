@@ -267,7 +267,7 @@ class QuestTopP:
         return errors
 
     def shares(self, sampled: int = 4) -> dict[str, float]:
-        """As `Step.shares`; nothing is approximated, and `candidates` is the budget's share of the pages."""
+        """As `ClusterBenchStep.shares`; nothing is approximated, `candidates` is the budget's share of the pages."""
         self.run()
         rows, pages = self.planted, self.pages
         mass, exact = [], []

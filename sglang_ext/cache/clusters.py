@@ -177,7 +177,7 @@ def cluster_run(
 
 
 class ClusterStore:
-    """The runs of every tree node; follows the nodes as `cache.radix.NodeHooks`.
+    """The runs of every tree node; follows the nodes as `cache.stitch.NodeHooks`.
 
     Attributes:
         computed: runs that were ever clustered.

@@ -1,4 +1,4 @@
-"""SGLang's names and fields that a new SGLang version is known or likely to move, in one file.
+"""SGLang's names and fields that a new SGLang version is known or likely to move, in one package.
 
 The cache, the scheduler hooks and the backend are written against SGLang's classes and read their fields directly.
 

@@ -110,17 +110,21 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
 
 KILLED = "SIGKILL (sent by hand, or by the kernel for want of memory: its log says which)"
 DEATHS = {
-    "an exception in the scheduler": (fail, f"the scheduler ended: RuntimeError: {failing.REASON}"),
-    "kill -9 of the scheduler": (kill("scheduler", signal.SIGKILL), f"the scheduler ended: {KILLED}"),
-    "a crash of the scheduler": (kill("scheduler", signal.SIGSEGV), "the scheduler ended: SIGSEGV"),
-    "kill -9 of the detokenizer": (kill("detokenizer", signal.SIGKILL), f"the detokenizer ended: {KILLED}"),
+    "an exception in the scheduler": (fail, {f"the scheduler ended: RuntimeError: {failing.REASON}"}),
+    "kill -9 of the scheduler": (kill("scheduler", signal.SIGKILL), {f"the scheduler ended: {KILLED}"}),
+    # Python prints all stacks in the handler of the signal, and seldom aborts there: the process ends by that then.
+    "a crash of the scheduler": (
+        kill("scheduler", signal.SIGSEGV),
+        {"the scheduler ended: SIGSEGV", "the scheduler ended: SIGABRT"},
+    ),
+    "kill -9 of the detokenizer": (kill("detokenizer", signal.SIGKILL), {f"the detokenizer ended: {KILLED}"}),
 }
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("death", DEATHS)
 def test_the_server_ends_with_a_reason_and_comes_back_with_its_pools(kept: Kept, death: str) -> None:
-    how, reason = DEATHS[death]
+    how, reasons = DEATHS[death]
     server = kept.server
     kept.revive()
     assert kept.ask() == kept.answer  # also what the server before this one answered
@@ -137,7 +141,8 @@ def test_the_server_ends_with_a_reason_and_comes_back_with_its_pools(kept: Kept,
     seconds = time.monotonic() - begin
     assert seconds < LEAVES_IN, f"{seconds:.1f} s"
     assert status == 1
-    assert server.log().splitlines()[-1] == f"sglang_ext: {reason}; the server stops (exit status 1)"
+    last = {f"sglang_ext: {reason}; the server stops (exit status 1)" for reason in reasons}
+    assert server.log().splitlines()[-1] in last
     _, alive = psutil.wait_procs(processes, timeout=2)
     assert not alive, alive
     assert not listens(server.port)

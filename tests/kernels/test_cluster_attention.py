@@ -556,7 +556,7 @@ COMPILE = """
 import torch
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, triton_impl as attention
 from sglang_ext.kernels.cluster_attention import buffers
-from sglang_ext.kernels.kmeans import Plan, triton_impl as kmeans
+from sglang_ext.kernels.kmeans import ClusterPlan, triton_impl as kmeans
 from sglang_ext.kernels.rope import Rope, triton_impl as rope
 from sglang_ext.kernels.top_p import triton_impl as top_p
 from tests.kernels.sm90 import compiled, stand_in
@@ -583,7 +583,7 @@ for rotated, group in ((False, "union"), (True, "mean")):
     cache = torch.zeros(16, heads, dim, dtype=half)
     attention.cluster_attention(query, cache, cache, pool, rows, dense, chosen, scores[0], 0.1)
 cache = torch.zeros(8192, heads, dim, dtype=half)
-kmeans.kmeans(cache, cache, ints(8192), Plan((8192,)), iterations=2)
+kmeans.kmeans(cache, cache, ints(8192), ClusterPlan((8192,)), iterations=2)
 table = Rope(torch.zeros(64))
 rope.angle_tables(ints(12), table, torch.zeros(12, 64), torch.zeros(12, 64))
 rope.rotate_queries(query[:3, 0], torch.zeros(12, 64), torch.zeros(12, 64), ints(3), table, query[:3])

@@ -93,7 +93,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         "time_gpu": time_gpu,
         "_seconds": seconds,
         "copy_bandwidth": lambda _: 1e9,
-        "Shape": lambda heads=4, kv_heads=2: Shape(heads, kv_heads, 16, torch.float32),
+        "LayerShape": lambda heads=4, kv_heads=2: Shape(heads, kv_heads, 16, torch.float32),
         "UPDATE_BATCH": 2,
         "UPDATE_HEADS": 2,
         "UPDATE_TOKENS": 10,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from sglang_ext.retrievers.base import Scores, check_query, check_texts
 from sglang_ext.retrievers.passages import passages
@@ -22,7 +22,7 @@ class TextEncoder(Protocol):
     Long texts are cut into passages for one with `max_seq_length` (tokens) and a Hugging Face `tokenizer`.
     """
 
-    def encode(self, sentences: list[str], *, show_progress_bar: bool) -> Any:
+    def encode(self, sentences: list[str], *, show_progress_bar: bool) -> ArrayLike:
         """Embeddings, float [sentences, dimension]."""
         ...
 

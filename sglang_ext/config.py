@@ -8,13 +8,14 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sglang_ext.policies.clustering import CHOICES
 from sglang_ext.policies.dbsa import PATTERNS, POSITIONS, BlockSparse
 from sglang_ext.retrievers.registry import RETRIEVERS
+from sglang_ext.types import JsonObject, Options
 
 ATTENTION_BACKEND = "dbsa"
 RADIX_CACHE_BACKEND = "sglang_ext"
@@ -77,7 +78,7 @@ def unknown_names(found: Iterable[str], known: Collection[str], what: str) -> Va
     return ValueError(f"{what}: unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}{hint}")
 
 
-def typed(cls: type, values: Mapping[str, Any], what: str) -> dict[str, Any]:
+def typed(cls: type, values: Options, what: str) -> JsonObject:
     """`values` checked against the dataclass `cls`: unknown names, wrong types and lone surrogates are errors."""
     fields = {each.name: each for each in dataclasses.fields(cls)}
     problem = unknown_names(values, fields, what)
@@ -107,7 +108,7 @@ def options_in(variable: str, cls: type[OptionsT]) -> OptionsT:
     return cls(**typed(cls, json_object(os.environ.get(variable) or "{}", variable), variable))
 
 
-def json_object(text: str, what: str) -> dict[str, Any]:
+def json_object(text: str, what: str) -> JsonObject:
     """The JSON object that an operator wrote as `what`, or ValueError."""
     try:
         values = json.loads(text)
@@ -181,7 +182,7 @@ class PoolOptions:
         return BlockSparse(self.pattern, self.sink_blocks, self.previous_blocks, self.positions)
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> PoolOptions:
+    def parse(cls, values: Options) -> PoolOptions:
         """Options from JSON-like values; ValueError names an unknown option, a wrong type or a wrong value."""
         return cls(**typed(cls, values, "pool options"))
 
@@ -254,7 +255,7 @@ class RequestOptions:
             raise ValueError(f"{' and '.join(given)} given: expected at most one of ratio, blocks and block_ids")
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> RequestOptions:
+    def parse(cls, values: Options) -> RequestOptions:
         """Options from `custom_params`; ValueError names an unknown option, a wrong type or a wrong value."""
         values = typed(cls, values, "custom_params")
         if values.get("block_ids") is not None:

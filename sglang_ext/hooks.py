@@ -5,7 +5,8 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from sglang_ext.names import Passed
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Hook:
     kind: str
     ours: str
 
-    def load(self) -> Callable[..., Any]:
+    def load(self) -> Callable[..., Passed]:
         return pkgutil.resolve_name(self.ours)
 
 

@@ -8,13 +8,13 @@ the server are SGLang's own. It stands aside as soon as a CUDA device exists.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import psutil
 import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_ext.names import ServerArgs
 from sglang_ext.quiet import leave_out_gpu_warnings
 
 ATTENTION_BACKEND = "torch_native"
@@ -28,7 +28,7 @@ class TorchCpuPlatform(SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
 
-    def apply_server_args_defaults(self, server_args: Any) -> None:
+    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
         """Settings for a machine that is also used for other things; values the user gave stay."""
         server_args.device = "cpu"
         if server_args.sampling_backend is None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_ext.config import json_object, options_in, typed
+from sglang_ext.types import Options
 
 SETTINGS_ENV = "SGLANG_EXT_SETTINGS"
 """Environment variable of the server: a JSON object with fields of `ServerSettings`."""
@@ -72,7 +71,7 @@ def server_settings() -> ServerSettings:
     return options_in(SETTINGS_ENV, ServerSettings)
 
 
-def settings_with(values: Mapping[str, Any]) -> str:
+def settings_with(values: Options) -> str:
     """What `SETTINGS_ENV` is to hold: `values` in place of what it holds already.
 
     Raises:

@@ -15,16 +15,23 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+import fastapi
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Send
 
 from sglang_ext import compat
 from sglang_ext.config import PoolOptions
+from sglang_ext.names import Passed, RequestInput, ServerArgs, TokenizerManager
 from sglang_ext.retrievers.dense import MODEL_VARIABLE
 from sglang_ext.serving.errors import PoolError
+from sglang_ext.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
-_ASGI = Callable[..., Awaitable[None]]
+_Scope: TypeAlias = dict[str, Any]
+"""An ASGI scope; `compat.key_opens` takes nothing wider."""
 
 _shown: ContextVar[str | None] = ContextVar("sglang_ext_shown_key", default=None)
 """The bearer token of the HTTP request that is being served; tasks that it starts inherit it."""
@@ -62,18 +69,18 @@ def same(given: str, expected: str) -> bool:
 # ---- the rule ----
 
 
-def may_see_definitions(manager: Any) -> bool:
+def may_see_definitions(manager: TokenizerManager) -> bool:
     """Whether the caller at hand may see pools' definitions; an engine in one's own process has no other callers."""
     keys: Keys | None = getattr(manager, "ext_keys", None)
     return keys is None or keys.opens_definitions(_shown.get())
 
 
-def may_read(manager: Any, pool: PoolOptions) -> bool:
+def may_read(manager: TokenizerManager, pool: PoolOptions) -> bool:
     """Whether the caller at hand may be given the texts of a pool word by word."""
     return pool.readable or may_see_definitions(manager)
 
 
-def check_retriever(manager: Any, retriever: str) -> None:
+def check_retriever(manager: TokenizerManager, retriever: str) -> None:
     """Refuse a retriever whose model the operator did not choose, to a caller who may not see definitions.
 
     Loading one takes memory, and reads any folder and any model of a hub.
@@ -91,7 +98,7 @@ def check_retriever(manager: Any, retriever: str) -> None:
         )
 
 
-def check_reading(manager: Any, obj: Any, name: str, pool: PoolOptions) -> None:
+def check_reading(manager: TokenizerManager, obj: RequestInput, name: str, pool: PoolOptions) -> None:
     """Refuse a request whose answer would show the tokens of a pool's blocks to a caller who may not read them.
 
     Raises:
@@ -106,7 +113,7 @@ def check_reading(manager: Any, obj: Any, name: str, pool: PoolOptions) -> None:
         )
 
 
-def owner_of_answers(manager: Any) -> str:
+def owner_of_answers(manager: TokenizerManager) -> str:
     """Names whose stored answers the caller at hand may read: a hash of the key it has shown, where there are keys."""
     keys: Keys | None = getattr(manager, "ext_keys", None)
     shown = _shown.get()
@@ -118,7 +125,9 @@ def owner_of_answers(manager: Any) -> str:
 # ---- what a client ends ----
 
 
-def around_dispatch(original: Callable[[Any, Any], None], manager: Any, message: Any) -> None:
+def around_dispatch(
+    original: Callable[[TokenizerManager, Passed], None], manager: TokenizerManager, message: Passed
+) -> None:
     """AROUND TokenizerManager._dispatch_to_scheduler: who chose a short id for its request ends no others with it.
 
     Schedulers end every request whose id begins with that of one to be ended. Where others' do, this one runs to its
@@ -132,7 +141,7 @@ def around_dispatch(original: Callable[[Any, Any], None], manager: Any, message:
     original(manager, message)
 
 
-def ids_beginning_with(manager: Any, rid: str) -> list[str]:
+def ids_beginning_with(manager: TokenizerManager, rid: str) -> list[str]:
     """Ids of other requests under way that begin with `rid`; those of its own parallel answers do not count."""
     parents = getattr(manager, "child_rid_to_logical_rid", {})
     return [
@@ -154,7 +163,7 @@ def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     return None
 
 
-def around_decide_request_auth(original: Callable[..., Any], **request: Any) -> Any:
+def around_decide_request_auth(original: Callable[..., Passed], **request: Passed) -> Passed:
     """AROUND decide_request_auth: a header that is not ASCII holds no key, where SGLang would answer with a 500."""
     header = request["authorization_header"]
     return original(**{**request, "authorization_header": header if header and header.isascii() else None})
@@ -168,10 +177,10 @@ class CallerMiddleware:
     is `scope["path"]`.
     """
 
-    def __init__(self, app: _ASGI, keys: Keys, routes: Any) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, routes: fastapi.FastAPI) -> None:
         self.app, self.keys, self.routes = app, keys, routes
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: _Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         shown = bearer_token(scope["headers"])
@@ -183,13 +192,13 @@ class CallerMiddleware:
         finally:
             _shown.reset(before)
 
-    def _allowed(self, scope: dict[str, Any], shown: str | None) -> bool:
+    def _allowed(self, scope: _Scope, shown: str | None) -> bool:
         if not (self.keys.api or self.keys.admin):
             return True
         return compat.key_opens(self.routes, scope, shown, self.keys.api, self.keys.admin)
 
 
-async def _refuse(scope: dict[str, Any], receive: Any, send: Any) -> None:
+async def _refuse(scope: _Scope, receive: Receive, send: Send) -> None:
     from fastapi.responses import JSONResponse
 
     if scope["type"] == "websocket":
@@ -198,7 +207,7 @@ async def _refuse(scope: dict[str, Any], receive: Any, send: Any) -> None:
         await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
 
 
-def guard(app: Any, manager: Any, server_args: Any) -> None:
+def guard(app: fastapi.FastAPI, manager: TokenizerManager, server_args: ServerArgs) -> None:
     """Have `app` note who asks, and show of the server what the caller may see; before SGLang adds its own check.
 
     Raises:
@@ -207,24 +216,24 @@ def guard(app: Any, manager: Any, server_args: Any) -> None:
     manager.ext_keys = Keys(server_args.api_key or None, server_args.admin_api_key or None)
     app.add_middleware(CallerMiddleware, keys=manager.ext_keys, routes=app)
     for path in _INFO_ROUTES:
-        route = next((each for each in app.router.routes if getattr(each, "path", None) == path), None)
+        route = next((each for each in app.router.routes if isinstance(each, APIRoute) and each.path == path), None)
         if route is None:
             raise RuntimeError(f"this SGLang has no route {path}: sglang_ext hides the server's keys there")
         app.router.routes.remove(route)
-        app.add_api_route(path, _without_secrets(route.endpoint), methods=sorted(route.methods))
+        app.add_api_route(path, _without_secrets(route.endpoint), methods=sorted(route.methods or ()))
 
 
-def _without_secrets(endpoint: Callable[[], Awaitable[dict[str, Any]]]) -> Callable[[], Awaitable[dict[str, Any]]]:
+def _without_secrets(endpoint: Callable[[], Awaitable[JsonObject]]) -> Callable[[], Awaitable[JsonObject]]:
     @functools.wraps(endpoint)
-    async def server_info() -> dict[str, Any]:
+    async def server_info() -> JsonObject:
         return hide_secrets(await endpoint())
 
     return server_info
 
 
-def hide_secrets(info: dict[str, Any]) -> dict[str, Any]:
+def hide_secrets(info: JsonObject) -> JsonObject:
     """What /server_info answers, with the server's keys left out wherever SGLang puts its arguments."""
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name, value in info.items():
         if name == "internal_states":
             value = [hide_secrets(state) for state in value]

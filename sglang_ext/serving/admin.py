@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.cache.radix import BlockRadixCache
+from sglang_ext.names import Scheduler
 from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
 from sglang_ext.serving.metrics import SchedulerMetrics
 from sglang_ext.serving.modes import mode_of
 from sglang_ext.serving.tree import CHUNK_MARGIN, chunked_left, free_tokens
+from sglang_ext.types import JsonObject
 
 
 class Admin:
     """Operations on the blocks of one scheduler. Each takes and returns JSON-like values."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
 
     @property
@@ -35,7 +36,7 @@ class Admin:
         show_metrics(self.scheduler)
         return ExtAdminReqOutput(payload=json.dumps(result))
 
-    def op_state(self) -> dict[str, Any]:
+    def op_state(self) -> JsonObject:
         """Capacity in tokens, and what is held."""
         cache, scheduler = self.cache, self.scheduler
         return {
@@ -47,7 +48,7 @@ class Admin:
             "bytes_per_token": compat.kv_bytes_per_token(scheduler),
         }
 
-    def op_hold(self, owner: str, keys: list[str]) -> dict[str, Any]:
+    def op_hold(self, owner: str, keys: list[str]) -> JsonObject:
         """Hold those of `keys` that are resident; says which are missing, or that it must be asked again (`busy`).
 
         A prompt that is being prefilled in chunks was admitted with the room that evictable blocks leave. Holding them
@@ -64,13 +65,13 @@ class Admin:
         self.cache.hold(owner, there)
         return {"missing": [key for key in keys if key in absent]}
 
-    def op_release(self, owner: str, keys: list[str] | None = None, drop: bool = False) -> dict[str, Any]:
+    def op_release(self, owner: str, keys: list[str] | None = None, drop: bool = False) -> JsonObject:
         """Let go of an owner's blocks; with `drop`, free at once those that nobody else holds or uses."""
         held = [key for key, owners in self.cache.owners.items() if owner in owners] if keys is None else keys
         self.cache.release(owner, held)
         return {"freed_tokens": self.cache.drop(held) if drop else 0}
 
-    def op_blocks(self, keys: list[str]) -> dict[str, Any]:
+    def op_blocks(self, keys: list[str]) -> JsonObject:
         """Residency and hits of blocks."""
         return {
             "resident": [key in self.cache.blocks for key in keys],
@@ -78,7 +79,7 @@ class Admin:
         }
 
 
-def show_metrics(scheduler: Any) -> None:
+def show_metrics(scheduler: Scheduler) -> None:
     """Bring the gauges on /metrics up to date, where metrics are enabled."""
     if not compat.metrics_enabled(scheduler):
         return

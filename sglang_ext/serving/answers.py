@@ -10,15 +10,21 @@ import functools
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_ext.attention.sparse import REPORT
 from sglang_ext.cache import carried
+from sglang_ext.names import OpenAIAnswer, OpenAIHandler, OpenAIRequest, RequestInput
+from sglang_ext.types import Json, JsonObject, Options
+
+if TYPE_CHECKING:
+    import fastapi
+    from pydantic import BaseModel
 
 FIELD = "sglang_ext"
 
 
-def extra_of(meta: Mapping[str, Any]) -> dict[str, Any] | None:
+def extra_of(meta: Options) -> JsonObject | None:
     """What an answer's `meta_info` says that SGLang's own answers do not; None for nothing."""
     found = dict(meta.get(FIELD) or {})
     if any(meta.get(REPORT) or ()):
@@ -26,13 +32,15 @@ def extra_of(meta: Mapping[str, Any]) -> dict[str, Any] | None:
     return found or None
 
 
-def noting(answers: AsyncGenerator[Any, None], obj: Any) -> AsyncGenerator[Any, None]:
+def noting(answers: AsyncGenerator[Json, None], obj: RequestInput) -> AsyncGenerator[Json, None]:
     """SGLang's answers to `obj`; whoever asked for notes (`carried.take_notes`) finds the extras of each there."""
     notes = carried.notes_of(obj)
     return answers if notes is None else _noting(answers, notes)
 
 
-async def _noting(answers: AsyncGenerator[Any, None], notes: dict[int, Any]) -> AsyncGenerator[Any, None]:
+async def _noting(
+    answers: AsyncGenerator[Json, None], notes: dict[int, JsonObject | None]
+) -> AsyncGenerator[Json, None]:
     async with aclosing(answers):
         async for out in answers:
             for place, item in enumerate(out if isinstance(out, list) else [out]):
@@ -43,7 +51,13 @@ async def _noting(answers: AsyncGenerator[Any, None], notes: dict[int, Any]) -> 
 # ---- answers as objects ----
 
 
-def around_build_response(original: Callable[..., Any], handler: Any, request: Any, ret: Any, created: int) -> Any:
+def around_build_response(
+    original: Callable[..., OpenAIAnswer],
+    handler: OpenAIHandler,
+    request: OpenAIRequest,
+    ret: JsonObject | list[JsonObject],
+    created: int,
+) -> OpenAIAnswer:
     """AROUND _build_completion_response and _build_chat_response: each choice says what its answer used."""
     response = original(handler, request, ret, created)
     extras = [extra_of(item["meta_info"]) for item in (ret if isinstance(ret, list) else [ret])]
@@ -55,25 +69,26 @@ def around_build_response(original: Callable[..., Any], handler: Any, request: A
     return kind.model_construct(**{**dict(response), "choices": choices})
 
 
-def with_extra(answer: Any, extra: Any) -> Any:
+def with_extra(answer: BaseModel, extra: JsonObject) -> BaseModel:
     """A pydantic model's fields, and `sglang_ext`."""
-    return _extended(answer.__class__).model_construct(**dict(answer), **{FIELD: extra})
+    added: JsonObject = {FIELD: extra}
+    return _extended(answer.__class__).model_construct(**dict(answer), **added)
 
 
 @functools.cache
-def _extended(kind: Any) -> Any:
+def _extended(kind: type[BaseModel]) -> type[BaseModel]:
     from pydantic import create_model
 
-    fields: dict[str, Any] = {FIELD: (dict[str, Any] | None, None)}
+    fields: Options = {FIELD: (JsonObject | None, None)}
     return create_model(kind.__name__, __base__=kind, **fields)
 
 
 @functools.cache
-def _any_choices(kind: Any, choice: Any) -> Any:
+def _any_choices(kind: type[BaseModel], choice: type[BaseModel]) -> type[BaseModel]:
     """`kind`, whose choices are written out with all their fields, those of `_extended` among them."""
     from pydantic import SerializeAsAny, create_model
 
-    return create_model(kind.__name__, __base__=kind, choices=(list[SerializeAsAny[choice]], ...))
+    return create_model(kind.__name__, __base__=kind, choices=(list[SerializeAsAny[choice]], ...))  # type: ignore[valid-type]
 
 
 # ---- streams ----
@@ -81,23 +96,25 @@ def _any_choices(kind: Any, choice: Any) -> Any:
 
 def around_stream(
     original: Callable[..., AsyncGenerator[str, None]],
-    handler: Any,
-    adapted_request: Any,
-    request: Any,
-    raw_request: Any,
+    handler: OpenAIHandler,
+    adapted_request: RequestInput,
+    request: OpenAIRequest,
+    raw_request: fastapi.Request,
 ) -> AsyncGenerator[str, None]:
     """AROUND _generate_completion_stream and _generate_chat_stream: the chunk that ends a choice says what it used."""
     return _stream(original(handler, adapted_request, request, raw_request), carried.take_notes(adapted_request))
 
 
-async def _stream(chunks: AsyncGenerator[str, None], notes: Mapping[int, Any]) -> AsyncGenerator[str, None]:
+async def _stream(
+    chunks: AsyncGenerator[str, None], notes: Mapping[int, JsonObject | None]
+) -> AsyncGenerator[str, None]:
     async with aclosing(chunks):
         async for chunk in chunks:
             yield last_chunk(chunk, notes) if any(notes.values()) and '"finish_reason":"' in chunk else chunk
 
 
 async def with_last(
-    events: AsyncGenerator[str, None], kind: str, add: Callable[[dict[str, Any]], None]
+    events: AsyncGenerator[str, None], kind: str, add: Callable[[JsonObject], None]
 ) -> AsyncGenerator[str, None]:
     """A stream of typed events: `add` changes the data of the event `kind`, which ends the answer."""
     begin = f"event: {kind}\ndata: "
@@ -110,7 +127,7 @@ async def with_last(
             yield event
 
 
-def last_chunk(chunk: str, notes: Mapping[int, Any]) -> str:
+def last_chunk(chunk: str, notes: Mapping[int, JsonObject | None]) -> str:
     """A chunk of a stream whose choices end, with what their answers used."""
     data = json.loads(chunk.removeprefix("data: "))
     for choice in data.get("choices", ()):

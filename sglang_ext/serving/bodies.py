@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import fastapi
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_ext.serving.errors import error_response
 from sglang_ext.settings import ServerSettings
@@ -23,19 +23,19 @@ class BodyLimit:
     A client that sends its body too slowly gets 408, and one whose body finds no memory beside those of others 429.
     """
 
-    def __init__(self, app: Any, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app = app
         self.settings = settings
         self._arriving = 0  # bytes of bodies whose requests have not been answered
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         body = _Body(self, scope, receive)
         answered = False
 
-        async def answer(message: Any) -> None:
+        async def answer(message: Message) -> None:
             nonlocal answered
             answered = True
             await send(message)
@@ -76,7 +76,7 @@ class _Body:
         taken: how much of it counts among the bodies that are in memory.
     """
 
-    def __init__(self, guard: BodyLimit, scope: Any, receive: Any) -> None:
+    def __init__(self, guard: BodyLimit, scope: Scope, receive: Receive) -> None:
         self._guard, self._receive = guard, receive
         self._limit, self._flag = guard.limit(scope["path"])
         self._seconds = guard.settings.max_body_seconds
@@ -90,7 +90,7 @@ class _Body:
         if self._announced.isdigit() and int(self._announced) > self._limit:
             raise self._too_large(f"{int(self._announced)} bytes")
 
-    async def receive(self) -> Any:
+    async def receive(self) -> Message:
         """The next ASGI message; _Refused where the body has become too large, or comes too late."""
         if self._complete:
             return await self._receive()

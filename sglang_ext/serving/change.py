@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_ext.serving.errors import PoolError
 
@@ -49,10 +48,10 @@ class Change:
 
     def start(
         self,
-        work: Coroutine[Any, Any, None],
+        work: Awaitable[None],
         settle: Callable[[], Awaitable[None]],
         explain: Callable[[BaseException], PoolError],
-    ) -> Coroutine[Any, Any, None]:
+    ) -> Coroutine[None, None, None]:
         """Begin the work; returns what sees it to its end, to be run as a task of its own that nobody cancels.
 
         Args:

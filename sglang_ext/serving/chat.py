@@ -10,21 +10,28 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Literal, overload
 
 from jinja2 import TemplateError
 
 from sglang_ext.config import RequestOptions
+from sglang_ext.names import OpenAIHandler, OpenAIRequest, Passed, TemplateManager, Tokenizer, TokenizerManager
 from sglang_ext.serving.access import may_read
 from sglang_ext.serving.layout import encode_text
 from sglang_ext.serving.requests import CHAT_KEY, check_characters
 from sglang_ext.serving.texts import characters
 from sglang_ext.serving.tokenizer import pools_of
+from sglang_ext.types import Json, JsonObject
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionMessageParam
 
 _MARK = "\ue000sglang-ext-demonstrations\ue000"  # private-use characters: no one's text
 
 
-def around_process_messages(original: Callable[..., Any], handler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def around_process_messages(
+    original: Callable[..., Passed], handler: OpenAIHandler, request: OpenAIRequest, *args: Passed, **kwargs: Passed
+) -> Passed:
     """AROUND OpenAIServingChat._process_messages: a chat request with a pool brings its own tokens.
 
     What is too long for the model anyway is refused before it is rendered.
@@ -41,7 +48,7 @@ def around_process_messages(original: Callable[..., Any], handler: Any, request:
     return original(handler, request, *args, **kwargs)
 
 
-def check_template_kwargs(tokenizer: Any, given: Any) -> None:
+def check_template_kwargs(tokenizer: Tokenizer | None, given: JsonObject | None) -> None:
     """Refuse variables that are no variables of the model's chat template but arguments of what renders it.
 
     A template of a client's own is a program: it may run for ever, and show what it is given to render.
@@ -60,25 +67,27 @@ def check_template_kwargs(tokenizer: Any, given: Any) -> None:
         )
 
 
-def around_build_sampling_params(original: Callable[..., Any], handler: Any, request: Any) -> Any:
+def around_build_sampling_params(
+    original: Callable[..., Passed], handler: OpenAIHandler, request: OpenAIRequest
+) -> Passed:
     """AROUND OpenAIServingCompletion._build_sampling_params: see `label_temperature`."""
     if isinstance(request.custom_params, dict) and "pool" in request.custom_params:
         label_temperature(request)
     return original(handler, request)
 
 
-def label_temperature(request: Any) -> None:
+def label_temperature(request: OpenAIRequest) -> None:
     """A label is the most likely one unless the request names a temperature, as on /generate; OpenAI's default is 1."""
     if wants_labels(request.custom_params) and "temperature" not in request.model_fields_set:
         request.temperature = 0.0
 
 
-def wants_labels(custom: dict[str, Any]) -> bool:
+def wants_labels(custom: JsonObject) -> bool:
     """Whether the answer must be one of the pool's labels."""
     return custom.get("constrain") == "labels"
 
 
-def compose_chat(manager: Any, templates: Any, request: Any) -> None:
+def compose_chat(manager: TokenizerManager, templates: TemplateManager, request: OpenAIRequest) -> None:
     """Replace the messages of `request` by token ids, and note the header for `serving.tokenizer.compose`.
 
     Raises:
@@ -139,7 +148,21 @@ def compose_chat(manager: Any, templates: Any, request: Any) -> None:
     request.custom_params = {**request.custom_params, "query": options.query or question, CHAT_KEY: name}
 
 
-def rendered(tokenizer: Any, messages: list[dict[str, str]], tokenize: bool = False, **variables: Any) -> Any:
+@overload
+def rendered(
+    tokenizer: Tokenizer, messages: list[dict[str, str]], tokenize: Literal[False] = False, **variables: Json
+) -> str: ...
+
+
+@overload
+def rendered(
+    tokenizer: Tokenizer, messages: list[dict[str, str]], tokenize: Literal[True], **variables: Json
+) -> list[int]: ...
+
+
+def rendered(
+    tokenizer: Tokenizer, messages: list[dict[str, str]], tokenize: bool = False, **variables: Json
+) -> str | list[int]:
     """The text of a chat, or its token ids; ValueError, without the template's own words, where it refuses the chat."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=tokenize, return_dict=False, **variables)
@@ -150,7 +173,7 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]], tokenize: bool = Fa
         ) from None
 
 
-def _characters(message: Any) -> int:
+def _characters(message: ChatCompletionMessageParam) -> int:
     """Characters of what is rendered of a message, of all its parts; an image in the message is no text."""
     content = message.content
     parts = [getattr(part, "text", None) for part in content] if isinstance(content, list) else content
@@ -158,7 +181,7 @@ def _characters(message: Any) -> int:
     return characters([parts, beside])
 
 
-def _plain(message: Any) -> dict[str, str]:
+def _plain(message: ChatCompletionMessageParam) -> dict[str, str]:
     """A message as role and text."""
     data = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
     content = data.get("content")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from sglang_ext.attention.choice import captures
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
+from sglang_ext.names import ServerArgs
 from sglang_ext.systems.options import without_options
 from sglang_ext.systems.registry import system_of, systems
+from sglang_ext.types import Json
 
 # (argument, is it set to something views do not serve?, what to do)
-_REFUSED: tuple[tuple[str, Any, str], ...] = (
+_REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("page_size", lambda v: v not in (None, 1), "set --page-size 1"),
     ("speculative_algorithm", bool, "leave out --speculative-algorithm"),
     ("enable_hierarchical_cache", bool, "leave out --enable-hierarchical-cache"),
@@ -36,7 +38,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("enable_two_batch_overlap", bool, "leave out --enable-two-batch-overlap: it cuts batches after they are planned"),
 )
 
-_REFUSED_STREAMS: tuple[tuple[str, Any, str], ...] = (
+_REFUSED_STREAMS: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("tp_size", lambda v: v > 1, "set --tp-size 1"),
     ("dcp_size", lambda v: v > 1, "leave out --dcp-size"),
     ("enable_mixed_chunk", bool, "leave out --enable-mixed-chunk"),
@@ -49,18 +51,18 @@ _REFUSED_STREAMS: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-def is_active(server_args: Any) -> bool:
+def is_active(server_args: ServerArgs) -> bool:
     """Whether this server was asked to use one of our attention backends."""
     return system_of(server_args) is not None
 
 
-def serves_streams(server_args: Any) -> bool:
+def serves_streams(server_args: ServerArgs) -> bool:
     """Whether every request of this server is a stream (`attention.policy.StreamPolicy`)."""
     system = system_of(server_args)
     return system is not None and system.streams
 
 
-def refusals(server_args: Any) -> list[str]:
+def refusals(server_args: ServerArgs) -> list[str]:
     """What in `server_args` our backend does not serve, each with what to change; empty when all is well."""
     problems = []
     streams = serves_streams(server_args)
@@ -84,7 +86,7 @@ def refusals(server_args: Any) -> list[str]:
     return problems
 
 
-def before_server_args(server_args: Any) -> None:
+def before_server_args(server_args: ServerArgs) -> None:
     """BEFORE ServerArgs.__post_init__: what our backend needs, before SGLang works out what follows from it."""
     system = system_of(server_args)
     if system is None:
@@ -111,7 +113,7 @@ def _share_cores() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) - 1)))
 
 
-def after_server_args(_result: Any, server_args: Any) -> None:
+def after_server_args(_result: None, server_args: ServerArgs) -> None:
     """AFTER ServerArgs.__post_init__: refuse what is not supported.
 
     Raises:

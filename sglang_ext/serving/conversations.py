@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+
+import fastapi
 
 from sglang_ext import compat
 from sglang_ext.attention.policy import CONVERSATION_KEY_BYTES
+from sglang_ext.names import RequestInput, TokenizerManager
 from sglang_ext.serving.tokenizer import pools_of
+from sglang_ext.types import Json, JsonObject
 
 
 def around_generate_request(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
-) -> AsyncGenerator[Any, None]:
+    original: Callable[..., AsyncGenerator[Json, None]],
+    manager: TokenizerManager,
+    obj: RequestInput,
+    request: fastapi.Request | None = None,
+) -> AsyncGenerator[Json, None]:
     """AROUND TokenizerManager.generate_request: turns of conversations are sent and answered with their keys."""
     system = manager.ext_system
     if system is None or not system.streams or pools_of(manager).settings.open_conversations:
@@ -29,8 +35,11 @@ def around_generate_request(
 
 
 async def _generate(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
-) -> AsyncGenerator[Any, None]:
+    original: Callable[..., AsyncGenerator[Json, None]],
+    manager: TokenizerManager,
+    obj: RequestInput,
+    request: fastapi.Request | None,
+) -> AsyncGenerator[Json, None]:
     params = _listed(obj.sampling_params)  # SGLang lists them once a prompt later on
     async for out in original(manager, obj, request):
         for place, item in enumerate(out if isinstance(out, list) else [out]):
@@ -41,7 +50,7 @@ async def _generate(
         yield out
 
 
-def with_keys(params: Any) -> Any:
+def with_keys(params: Json) -> Json:
     """Sampling parameters of one prompt or of a list of them, with a key in each first turn that brings none."""
     if isinstance(params, list):
         return [with_keys(each) for each in params]
@@ -52,17 +61,17 @@ def with_keys(params: Any) -> Any:
     return {**params, "custom_params": {**custom, "conversation_key": key}}
 
 
-def key_of(params: Any) -> str | None:
+def key_of(params: Json) -> str | None:
     """The key of the conversation that a prompt's sampling parameters name."""
     custom = _custom(params)
     return custom.get("conversation_key") if "conversation" in custom else None
 
 
-def _listed(params: Any) -> list[Any]:
+def _listed(params: Json) -> list[Json]:
     return params if isinstance(params, list) else [params]
 
 
-def _custom(params: Any) -> dict[str, Any]:
+def _custom(params: Json) -> JsonObject:
     """The custom_params in sampling parameters; none where they are not what they should be, which is refused later."""
     custom = params.get("custom_params") if isinstance(params, dict) else None
     return custom if isinstance(custom, dict) else {}

@@ -8,13 +8,13 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import fastapi
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import INTERNAL
+from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.change import Progress
 from sglang_ext.serving.channel import Channel
 from sglang_ext.serving.encode import EncodingRun, plan_runs
@@ -45,7 +45,7 @@ class Encoder:
 
     def __init__(
         self,
-        manager: Any,
+        manager: TokenizerManager,
         channel: Channel,
         served: Callable[[], Iterable[Version]],
         reencoded: Callable[[str, int], None],

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
 
 from sglang_ext.config import ATTENTION_BACKEND, POLICY_ENV, RADIX_CACHE_BACKEND
+from sglang_ext.names import Passed
 from sglang_ext.serving.submitted import Submitted
 from sglang_ext.serving.tokenizer import pools_of
 from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, settings_with
+from sglang_ext.types import Json, JsonObject, Options
+
+T = TypeVar("T")
 
 
-def server_defaults() -> dict[str, Any]:
+def server_defaults() -> dict[str, str]:
     """Arguments that make a server one of ours; what follows from them is set by `serving.checks`.
 
     The radix cache is among them so that another attention backend is refused, not served without pools.
@@ -25,7 +29,7 @@ def server_defaults() -> dict[str, Any]:
 
 
 @contextmanager
-def _in_environment(policy: Mapping[str, Any] | None, settings: Mapping[str, Any] | None) -> Iterator[None]:
+def _in_environment(policy: Options | None, settings: Options | None) -> Iterator[None]:
     """The environment from which an engine's processes read their options; what is not given stays as it is."""
     given: dict[str, str] = {}
     if policy is not None:
@@ -56,9 +60,9 @@ class Engine(SglangEngine):
     def __init__(
         self,
         pool_dir: str | os.PathLike[str] | None = None,
-        policy: Mapping[str, Any] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        policy: Options | None = None,
+        settings: Options | None = None,
+        **kwargs: Passed,
     ) -> None:
         if pool_dir is not None:
             os.environ[POOL_DIR_ENV] = os.fspath(pool_dir)
@@ -71,38 +75,38 @@ class Engine(SglangEngine):
         self._pools = pools_of(self.tokenizer_manager)
         self._run(self._pools.restored())
 
-    def _run(self, work: Any) -> Any:
+    def _run(self, work: Awaitable[T]) -> T:
         return self.loop.run_until_complete(work)
 
-    def create_pool(self, name: str, demonstrations: Iterable[Any], **options: Any) -> dict[str, Any]:
+    def create_pool(self, name: str, demonstrations: Iterable[Options], **options: Json) -> JsonObject:
         """Encode demonstrations (objects with `input` and `output`) into the pool `name`, replacing it if it is there.
 
         Options are those of `sglang_ext.config.PoolOptions`. Returns the pool's description.
         """
         return self._run(self._pools.put(name, demonstrations, options))
 
-    def append(self, name: str, demonstrations: Iterable[Any]) -> dict[str, Any]:
+    def append(self, name: str, demonstrations: Iterable[Options]) -> JsonObject:
         """Add demonstrations to a pool; only the new blocks are encoded."""
         return self._run(self._pools.append(name, demonstrations))
 
-    def delete(self, name: str, demonstration_id: str | None = None, purge: bool = False) -> dict[str, Any]:
+    def delete(self, name: str, demonstration_id: str | None = None, purge: bool = False) -> JsonObject:
         """Delete a pool, or one demonstration: at once for retrieval, with `purge` from every block it reached."""
         if demonstration_id is None:
             return self._run(self._pools.delete(name))
         return self._run(self._pools.delete_demonstration(name, demonstration_id, purge))
 
-    def pools(self) -> list[dict[str, Any]]:
+    def pools(self) -> list[JsonObject]:
         """A line for each pool."""
         return self._pools.list()
 
-    def pool(self, name: str, tokens: bool = False) -> dict[str, Any]:
+    def pool(self, name: str, tokens: bool = False) -> JsonObject:
         """One pool with its blocks; with `tokens`, each block's token ids and the span of each demonstration."""
         return self._run(self._pools.info(name, tokens))
 
-    def cancel(self, name: str) -> dict[str, Any]:
+    def cancel(self, name: str) -> JsonObject:
         """Stop the encoding under way."""
         return self._run(self._pools.cancel(name))
 
-    def plan_pool(self, demonstrations: Iterable[Any], **options: Any) -> dict[str, Any]:
+    def plan_pool(self, demonstrations: Iterable[Options], **options: Json) -> JsonObject:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit."""
         return self._run(self._pools.plan(lambda: Submitted(demonstrations, options)))

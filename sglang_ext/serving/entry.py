@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import Any
 
+import fastapi
+
+from sglang_ext.names import RequestInput, TokenizerManager
 from sglang_ext.serving import conversations, options, texts, tokenizer
+from sglang_ext.types import Json
 
 
 def around_generate_request(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
-) -> AsyncGenerator[Any, None]:
+    original: Callable[..., AsyncGenerator[Json, None]],
+    manager: TokenizerManager,
+    obj: RequestInput,
+    request: fastapi.Request | None = None,
+) -> AsyncGenerator[Json, None]:
     """AROUND TokenizerManager.generate_request: looked at, given the key of its conversation, then over its pool.
 
     One hook, so that the order stands here: SGLang warns of several, whose order is that of their registration.

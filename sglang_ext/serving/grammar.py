@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import xgrammar
 
+from sglang_ext.names import Tokenizer
 from sglang_ext.serving.layout import encode_texts
+from sglang_ext.types import JsonObject
 
 MOST_CHARACTERS = 1_000_000  # of a pool's labels together: their grammar is compiled in seconds
 
@@ -77,7 +78,7 @@ def _common(first: str, last: str) -> str:
     return first[:length]
 
 
-def constrain(params: dict[str, Any], labels: tuple[str, ...], lead: str, end: str, backend: str | None) -> str:
+def constrain(params: JsonObject, labels: tuple[str, ...], lead: str, end: str, backend: str | None) -> str:
     """Set SGLang's sampling parameters so that the answer is one of `labels`; greedy unless a temperature is given.
 
     Args:
@@ -128,7 +129,7 @@ class Ending:
         self._text = ""
         self._shown = 0
 
-    def whole(self, text: str, reason: dict[str, Any] | None) -> str:
+    def whole(self, text: str, reason: JsonObject | None) -> str:
         """What is shown of all the text so far; what may yet turn out to be the end is held back.
 
         Args:
@@ -141,7 +142,7 @@ class Ending:
         by_grammar = reason.get("type") == "stop" and not isinstance(reason.get("matched"), str)
         return text.removesuffix(self.end) if by_grammar else text
 
-    def part(self, text: str, reason: dict[str, Any] | None) -> str:
+    def part(self, text: str, reason: JsonObject | None) -> str:
         """What is shown anew when `text` follows the parts so far."""
         self._text += text
         shown = self.whole(self._text, reason)
@@ -159,7 +160,9 @@ class LabelCheck:
         backend: the server's grammar backend; what others than xgrammar can spell is not looked at.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int] | None, backend: str | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Iterable[int] | None, backend: str | None
+    ) -> None:
         self.tokenizer, self.vocab_size, self.backend = tokenizer, vocab_size, backend
         self.stop_ids = sorted(stop_ids) if stop_ids else None
         added = getattr(tokenizer, "added_tokens_decoder", {})

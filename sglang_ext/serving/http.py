@@ -5,26 +5,32 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import fastapi
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from sglang_ext.config import RequestOptions, check_name
+from sglang_ext.names import Passed, ServerArgs, TokenizerManager
 from sglang_ext.serving import access, checks, routes
 from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
+from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.submitted import Source, query_flag, read_body, refuse_query
 from sglang_ext.serving.tokenizer import pools_of
+from sglang_ext.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Handler = Callable[[fastapi.Request], Awaitable[fastapi.Response]]
 
 
-def before_setup_and_run_http_server(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> Any:
+def before_setup_and_run_http_server(
+    server_args: ServerArgs, tokenizer_manager: TokenizerManager, *args: Passed, **kwargs: Passed
+) -> tuple[tuple[Passed, ...], dict[str, Passed]] | None:
     """BEFORE _setup_and_run_http_server: add our routes, and encode the pools of --pool-dir once the server is up."""
     if not checks.is_active(server_args):
         return None
@@ -51,14 +57,14 @@ def before_setup_and_run_http_server(server_args: Any, tokenizer_manager: Any, *
     return (server_args, tokenizer_manager, *args), kwargs
 
 
-def add_routes(app: fastapi.FastAPI, manager: Any) -> None:
+def add_routes(app: fastapi.FastAPI, manager: TokenizerManager) -> None:
     """The routes of /v1/pools on `app`."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    def route(method: str, path: str, *query: str) -> Callable[[Callable[..., Awaitable[Any]]], None]:
+    def route(method: str, path: str, *query: str) -> Callable[[_Handler], None]:
         """Add a route that takes the query parameters named `query`; those of a body are looked at with it."""
 
-        def add(handler: Callable[..., Awaitable[Any]]) -> None:
+        def add(handler: _Handler) -> None:
             async def guarded(request: fastapi.Request) -> fastapi.Response:
                 try:
                     if method not in ("PUT", "POST"):
@@ -74,7 +80,7 @@ def add_routes(app: fastapi.FastAPI, manager: Any) -> None:
 
         return add
 
-    def service() -> Any:
+    def service() -> PoolService:
         return pools_of(manager)
 
     @route("GET", "/v1/pools")
@@ -119,7 +125,7 @@ def add_routes(app: fastapi.FastAPI, manager: Any) -> None:
         return _changed(await while_connected(request, work))
 
 
-def _changed(info: dict[str, Any]) -> JSONResponse:
+def _changed(info: JsonObject) -> JSONResponse:
     return JSONResponse(info, status_code=202 if info["status"] == "encoding" else 200)
 
 
@@ -133,7 +139,7 @@ async def _source(request: fastapi.Request) -> Source:
     return lambda: read_body(raw, kind, query)
 
 
-async def while_connected(request: fastapi.Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: fastapi.Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client goes away; the request's body was read.
 
     Raises:

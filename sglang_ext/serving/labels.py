@@ -7,17 +7,20 @@ import math
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+
+import fastapi
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import INTERNAL, Row
+from sglang_ext.names import Tokenizer, TokenizerManager
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import LabelCheck
 from sglang_ext.serving.label_tree import Branches, LabelTokens, branches, cut
 from sglang_ext.serving.layout import encode_texts
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.serving.pool import Definition
+from sglang_ext.types import JsonObject, Options
 
 SCORED_AT_ONCE = 256  # tokens of labels in one scoring request: others are scheduled between two
 
@@ -31,7 +34,7 @@ class AskedLabels:
         scored: how many of its prompts want the probabilities of labels.
     """
 
-    client: Any = None
+    client: fastapi.Request | None = None
     scored: int = 1
 
 
@@ -55,7 +58,7 @@ class Prompt:
     priority: int | None = None
 
 
-def label_tokens(tokenizer: Any, labels: tuple[str, ...], lead: str, end: str) -> LabelTokens:
+def label_tokens(tokenizer: Tokenizer, labels: tuple[str, ...], lead: str, end: str) -> LabelTokens:
     """Tokens of every label with the white space before it and what ends an answer.
 
     A label that begins another does not take the other's probability: it is scored with its end, too, which is the
@@ -99,7 +102,7 @@ def check_quota(labels: int, needed: int, limit: int, pool: str) -> None:
 
 
 async def label_probabilities(
-    manager: Any, labels: tuple[str, ...], tokens: LabelTokens, prompt: Prompt, state: dict[str, Any]
+    manager: TokenizerManager, labels: tuple[str, ...], tokens: LabelTokens, prompt: Prompt, state: Options
 ) -> dict[str, float]:
     """Share of each label among all labels, from the log-probability of its whole text after the prompt.
 
@@ -131,7 +134,7 @@ class ClientGone(PoolError):
         super().__init__("the client hung up while its labels were scored", 499)
 
 
-def _most(tokens: LabelTokens, prompt: Prompt, state: dict[str, Any]) -> int:
+def _most(tokens: LabelTokens, prompt: Prompt, state: Options) -> int:
     """Tokens of one scoring request's tree; a branch repeats a token, so the row may have twice as many.
 
     At least twice the longest label, so that what the labels share is computed again for few of them.
@@ -144,7 +147,7 @@ def _most(tokens: LabelTokens, prompt: Prompt, state: dict[str, Any]) -> int:
 
 
 async def _score(
-    manager: Any, client: Any, group: list[tuple[int, ...]], prompt: Prompt
+    manager: TokenizerManager, client: fastapi.Request | None, group: list[tuple[int, ...]], prompt: Prompt
 ) -> dict[tuple[int, ...], float]:
     """Sum of the natural-log probabilities of each sequence of `group` after the prompt; aborted when cancelled."""
     own = len(prompt.own) - 1  # every first branch begins with the last one
@@ -169,7 +172,7 @@ async def _score(
     raise RuntimeError("the scoring request gave no answer")
 
 
-def _values(out: dict[str, Any], found: Branches) -> list[float]:
+def _values(out: JsonObject, found: Branches) -> list[float]:
     """The log-probability of each column of the branches; PoolError (503) where the request was aborted."""
     meta = out["meta_info"]
     reason = meta.get("finish_reason") or {}

@@ -11,14 +11,14 @@ the scheduler's loop, and ends the request there. Until then its slots are its o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from sglang_ext import compat
+from sglang_ext.names import Passed, Req, ScheduleBatch, Scheduler
 from sglang_ext.serving.modes import mode_of
 from sglang_ext.serving.tree import steps_saved
 
 
-def around_update_running_batch(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
+def around_update_running_batch(original: Callable[..., Passed], scheduler: Scheduler, batch: ScheduleBatch) -> Passed:
     """AROUND Scheduler.update_running_batch: the next decoding step goes without those that end before it."""
     if mode_of(scheduler.tree_cache).ends_early:
         pending = compat.pending_requests(scheduler)
@@ -32,7 +32,7 @@ def around_update_running_batch(original: Callable[..., Any], scheduler: Any, ba
     return original(scheduler, batch)
 
 
-def _ends(req: Any) -> bool:
+def _ends(req: Req) -> bool:
     """Whether the token that is on the way is the request's last by its length."""
     limit = req.sampling_params.max_new_tokens
     return not req.finished() and limit is not None and len(req.output_ids) + 1 >= limit

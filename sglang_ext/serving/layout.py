@@ -9,13 +9,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sglang_ext.cache.rows import Piece
 from sglang_ext.config import PoolOptions, check_text
+from sglang_ext.names import Tokenizer
 from sglang_ext.policies.dbsa import block_identities
 from sglang_ext.retrievers.grouping import group
 from sglang_ext.serving.errors import PoolError
+from sglang_ext.types import Json, Options
+
+if TYPE_CHECKING:
+    import tokenizers
 
 MOST_CHARACTERS = 1 << 20  # of one text of a demonstration: a tokenizer takes some hundred bytes for each
 READ_AHEAD = 1 << 20  # characters that are tokenized before the first of them are taken
@@ -33,7 +38,7 @@ class Demonstration:
 
 
 def parse_demonstrations(
-    items: Iterable[Any], taken: Collection[str] = (), most: int | None = None
+    items: Iterable[Json], taken: Collection[str] = (), most: int | None = None
 ) -> list[Demonstration]:
     """Demonstrations from JSON-like objects; those without an id get `d0`, `d1`, ...; a number as id becomes its text.
 
@@ -71,7 +76,7 @@ def parse_demonstrations(
     return result
 
 
-def _fields(item: Any, number: int) -> tuple[str, str, str | None]:
+def _fields(item: Json, number: int) -> tuple[str, str, str | None]:
     """(input, output, id) of one demonstration; None for an id that is not given."""
     if not isinstance(item, Mapping):
         raise ValueError(f"demonstration {number} is a {type(item).__name__}: expected an object with input and output")
@@ -96,12 +101,12 @@ def _fields(item: Any, number: int) -> tuple[str, str, str | None]:
     return text, label, name
 
 
-def _shown(item: Mapping[str, Any]) -> str:
+def _shown(item: Options) -> str:
     """The beginning of an item, for an error."""
     return reprlib.repr(dict(item))[:200]
 
 
-def parse_jsonl(text: str) -> list[Any]:
+def parse_jsonl(text: str) -> list[Json]:
     """Objects of a JSON-lines text; ValueError names the line that is not JSON."""
     items = []
     # Not splitlines(): it also cuts at U+2028 and others, which JSON strings may hold as they are.
@@ -161,7 +166,7 @@ class Layout:
         return [token for piece in pieces for token in named[piece.key][piece.start : piece.end]]
 
 
-def bos(tokenizer: Any) -> tuple[int, ...]:
+def bos(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens a prompt of this tokenizer begins with: (BOS,), or nothing where it adds none."""
     ids = tokenizer("", add_special_tokens=True)["input_ids"]
     if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]:
@@ -169,7 +174,9 @@ def bos(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def encode_texts(tokenizer: Any, texts: Sequence[str], take: Callable[[Any], T], offsets: bool = False) -> Iterator[T]:
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], take: Callable[[tokenizers.Encoding], T], offsets: bool = False
+) -> Iterator[T]:
     """What `take` takes of the `tokenizers.Encoding` of each text, in order, without special tokens.
 
     In threads: SGLang turns the library's own parallelism off for its whole process. An encoding takes some hundred
@@ -211,7 +218,7 @@ def _parts(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
         yield part
 
 
-def encode_text(tokenizer: Any, text: str) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokens of one text, without special tokens: what calling the tokenizer gives, in half the time.
 
     Raises:
@@ -221,7 +228,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _backend(tokenizer: Any) -> Any:
+def _backend(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """The `tokenizers.Tokenizer` of a fast tokenizer, whatever the last call of it asked for."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
@@ -238,7 +245,7 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def group_demonstrations(
-    demonstrations: Sequence[Demonstration], options: PoolOptions, tokenizer: Any, limit: int | None = None
+    demonstrations: Sequence[Demonstration], options: PoolOptions, tokenizer: Tokenizer, limit: int | None = None
 ) -> list[list[str]]:
     """Ids of the demonstrations of each block.
 
@@ -265,7 +272,7 @@ def lay_out(
     groups: Sequence[Sequence[str]],
     demonstrations: Mapping[str, Demonstration],
     options: PoolOptions,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     header: Sequence[int],
     model: str,
     known: Sequence[Block] = (),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from sglang_ext.config import PoolOptions
+from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.channel import Channel
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import LabelCheck
@@ -15,6 +15,7 @@ from sglang_ext.serving.layout import Layout, bos, group_demonstrations, lay_out
 from sglang_ext.serving.plan import beyond_context
 from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Version
 from sglang_ext.serving.workers import Workers
+from sglang_ext.types import Json
 
 
 class Layouts:
@@ -27,17 +28,17 @@ class Layouts:
         most: demonstrations of a pool.
     """
 
-    def __init__(self, manager: Any, workers: Workers, channel: Channel, most: int) -> None:
+    def __init__(self, manager: TokenizerManager, workers: Workers, channel: Channel, most: int) -> None:
         self.manager, self._workers, self._channel, self._most = manager, workers, channel, most
         self._label_check: LabelCheck | None = None
 
-    def define(self, demonstrations: Iterable[Any], options: PoolOptions, limit: int) -> Definition:
+    def define(self, demonstrations: Iterable[Json], options: PoolOptions, limit: int) -> Definition:
         """A new pool of demonstrations in blocks. Takes up to seconds: for `Workers.apart`."""
         items = parse_demonstrations(demonstrations, most=self._most)
         groups = group_demonstrations(items, options, self._workers.tokenizer(), limit)
         return Definition(options, {item.id: item for item in items}, tuple(map(tuple, groups)))
 
-    def grown(self, definition: Definition, demonstrations: Iterable[Any], limit: int) -> Definition:
+    def grown(self, definition: Definition, demonstrations: Iterable[Json], limit: int) -> Definition:
         """A pool's definition with demonstrations added in blocks of their own; likewise."""
         most = self._most - len(definition.demonstrations)
         items = parse_demonstrations(demonstrations, taken=definition.demonstrations, most=most)

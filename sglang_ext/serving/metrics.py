@@ -8,9 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge, Histogram
+
+M = TypeVar("M", "Counter", "Gauge", "Histogram")
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
+
+
+class _Metrics(NamedTuple):
+    requests: Counter
+    stitched: Counter
+    reencoded: Counter
+    retrieval: Histogram
+    encoding: Counter
+    tokens: Gauge
+    blocks: Gauge
 
 
 class TokenizerMetrics:
@@ -27,39 +42,39 @@ class TokenizerMetrics:
         self._sizes: dict[str, tuple[int, int]] = {}  # pool -> its tokens and blocks
 
     @cached_property
-    def _metrics(self) -> dict[str, Any]:
+    def _metrics(self) -> _Metrics:
         from prometheus_client import Counter, Gauge, Histogram
 
         labels = ["model_name", "pool"] if self.by_pool else ["model_name"]
-        return {
-            "requests": Counter("sglang_ext:pool_requests", "Requests answered over a pool.", labels),
-            "stitched": Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
-            "reencoded": Counter("sglang_ext:reencoded_blocks", "Evicted blocks that were encoded again.", labels),
-            "retrieval": Histogram(
+        return _Metrics(
+            requests=Counter("sglang_ext:pool_requests", "Requests answered over a pool.", labels),
+            stitched=Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
+            reencoded=Counter("sglang_ext:reencoded_blocks", "Evicted blocks that were encoded again.", labels),
+            retrieval=Histogram(
                 "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
             ),
-            "encoding": Counter("sglang_ext:encoding_seconds", "Time spent creating and changing pools.", labels),
-            "tokens": Gauge(
+            encoding=Counter("sglang_ext:encoding_seconds", "Time spent creating and changing pools.", labels),
+            tokens=Gauge(
                 "sglang_ext:pool_tokens", "Tokens in the blocks of pools.", labels, multiprocess_mode="mostrecent"
             ),
-            "blocks": Gauge("sglang_ext:pool_blocks", "Blocks of pools.", labels, multiprocess_mode="mostrecent"),
-        }
+            blocks=Gauge("sglang_ext:pool_blocks", "Blocks of pools.", labels, multiprocess_mode="mostrecent"),
+        )
 
-    def _of(self, name: str, pool: str) -> Any:
+    def _of(self, metric: M, pool: str) -> M:
         labels = {"model_name": self.model, "pool": pool} if self.by_pool else {"model_name": self.model}
-        return self._metrics[name].labels(**labels)
+        return metric.labels(**labels)
 
     def answered(self, pool: str, stitched: int, seconds: float) -> None:
         """A request was composed over `pool`."""
         if self.enabled:
-            self._of("requests", pool).inc()
-            self._of("stitched", pool).inc(stitched)
-            self._of("retrieval", pool).observe(seconds)
+            self._of(self._metrics.requests, pool).inc()
+            self._of(self._metrics.stitched, pool).inc(stitched)
+            self._of(self._metrics.retrieval, pool).observe(seconds)
 
     def reencoded(self, pool: str, blocks: int) -> None:
         """Blocks of `pool` were missing and are encoded again."""
         if self.enabled:
-            self._of("reencoded", pool).inc(blocks)
+            self._of(self._metrics.reencoded, pool).inc(blocks)
 
     def changed(self, pool: str, tokens: int, blocks: int, seconds: float) -> None:
         """A pool is ready, after `seconds`; zero tokens and blocks when it was deleted."""
@@ -70,9 +85,9 @@ class TokenizerMetrics:
             tokens, blocks = (sum(size[place] for size in self._sizes.values()) for place in (0, 1))
         if not self._sizes[pool][1]:
             del self._sizes[pool]
-        self._of("tokens", pool).set(tokens)
-        self._of("blocks", pool).set(blocks)
-        self._of("encoding", pool).inc(seconds)
+        self._of(self._metrics.tokens, pool).set(tokens)
+        self._of(self._metrics.blocks, pool).set(blocks)
+        self._of(self._metrics.encoding, pool).inc(seconds)
 
 
 class SchedulerMetrics:
@@ -80,7 +95,7 @@ class SchedulerMetrics:
 
     def __init__(self, model: str) -> None:
         self.model = model
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, Gauge] = {}
 
     def show(self, values: Mapping[str, float]) -> None:
         """Set every gauge to its current value."""

@@ -7,26 +7,34 @@ line of a stream has the last of the text, which SGLang leaves out.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import fastapi
 import orjson
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
+from sglang_ext.names import Handler, OllamaRequest, Passed, RequestInput, TemplateManager, TokenizerManager
 from sglang_ext.serving.answers import FIELD, extra_of, with_extra
 from sglang_ext.serving.chat import compose_chat, rendered, wants_labels
 from sglang_ext.serving.errors import error_response
 from sglang_ext.serving.requests import check_characters
 from sglang_ext.serving.routes import CUSTOM, check_custom, custom_of, ours
 from sglang_ext.serving.texts import beside, characters, is_long
+from sglang_ext.types import JsonObject
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.ollama.protocol import OllamaMessage
 
 
-async def around_handle(original: Callable[..., Awaitable[Any]], handler: Any, request: Any, raw_request: Any) -> Any:
+async def around_handle(
+    original: Callable[..., Awaitable[Passed]], handler: Handler, request: OllamaRequest, raw_request: fastapi.Request
+) -> Passed:
     """AROUND OllamaServing.handle_chat and handle_generate: see the module."""
     manager = handler.tokenizer_manager
     if not ours(manager):
@@ -39,7 +47,7 @@ async def around_handle(original: Callable[..., Awaitable[Any]], handler: Any, r
         return error_response(str(error), 400)
 
 
-async def _served(handler: Any, request: Any, raw_request: Any) -> _Served:
+async def _served(handler: Handler, request: OllamaRequest, raw_request: fastapi.Request) -> _Served:
     """A handler for one request.
 
     Raises:
@@ -59,7 +67,7 @@ async def _served(handler: Any, request: Any, raw_request: Any) -> _Served:
         check_characters(characters([message.content for message in messages]), handler.tokenizer_manager.context_len)
         templates = raw_request.app.state.openai_serving_chat.template_manager
 
-        def render(own: Any) -> tuple[dict[str, Any], list[int]]:
+        def render(own: Handler) -> tuple[JsonObject, list[int]]:
             return _rendered(own.tokenizer_manager, templates, messages, custom)
 
         long = is_long(handler.tokenizer_manager, [message.content for message in messages])
@@ -67,7 +75,9 @@ async def _served(handler: Any, request: Any, raw_request: Any) -> _Served:
     return _Served(handler, custom, ids)
 
 
-def _rendered(manager: Any, templates: Any, messages: Any, custom: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+def _rendered(
+    manager: TokenizerManager, templates: TemplateManager, messages: list[OllamaMessage], custom: JsonObject
+) -> tuple[JsonObject, list[int]]:
     """(options, token ids of its own) of a chat."""
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
@@ -82,19 +92,19 @@ def _rendered(manager: Any, templates: Any, messages: Any, custom: dict[str, Any
 class _Served:
     """SGLang's handler, for one request with options, whose chat was rendered before."""
 
-    def __init__(self, handler: Any, custom: dict[str, Any], ids: list[int]) -> None:
+    def __init__(self, handler: Handler, custom: JsonObject, ids: list[int]) -> None:
         self._handler, self._custom = handler, custom
         self.tokenizer_manager = SimpleNamespace(
             served_model_name=handler.tokenizer_manager.served_model_name,
             tokenizer=SimpleNamespace(apply_chat_template=lambda *_args, **_kwargs: ids),
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Passed:
         return getattr(self._handler, name)
 
-    def _convert_options_to_sampling_params(self, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _convert_options_to_sampling_params(self, options: JsonObject | None = None) -> JsonObject:
         given = options or {}
-        params: dict[str, Any] = self._handler._convert_options_to_sampling_params(given)
+        params: JsonObject = self._handler._convert_options_to_sampling_params(given)
         if "num_predict" not in given:
             params["max_new_tokens"] = None
         if "seed" in params:
@@ -105,24 +115,28 @@ class _Served:
                 params.setdefault("temperature", 0.0)
         return params
 
-    async def _generate_chat_response(self, request: Any, *args: Any) -> Any:
+    async def _generate_chat_response(self, request: RequestInput, *args: Passed) -> BaseModel:
         notes = carried.take_notes(request)
         return _noted(await self._handler._generate_chat_response(request, *args), notes)
 
-    async def _generate_generate_response(self, request: Any, *args: Any) -> Any:
+    async def _generate_generate_response(self, request: RequestInput, *args: Passed) -> BaseModel:
         notes = carried.take_notes(request)
         return _noted(await self._handler._generate_generate_response(request, *args), notes)
 
-    async def _stream_chat_response(self, request: Any, raw_request: Any, model: str) -> Any:
+    async def _stream_chat_response(
+        self, request: RequestInput, raw_request: fastapi.Request, model: str
+    ) -> StreamingResponse:
         return self._streamed(
             request, raw_request, model, lambda text: {"message": {"role": "assistant", "content": text}}
         )
 
-    async def _stream_generate_response(self, request: Any, raw_request: Any, model: str) -> Any:
+    async def _stream_generate_response(
+        self, request: RequestInput, raw_request: fastapi.Request, model: str
+    ) -> StreamingResponse:
         return self._streamed(request, raw_request, model, lambda text: {"response": text})
 
     def _streamed(
-        self, request: Any, raw_request: Any, model: str, said: Callable[[str], dict[str, Any]]
+        self, request: RequestInput, raw_request: fastapi.Request, model: str, said: Callable[[str], JsonObject]
     ) -> StreamingResponse:
         """A line of JSON for each part of an answer; the last one is `done`, and says what the answer used."""
         manager = self._handler.tokenizer_manager
@@ -146,22 +160,22 @@ class _Served:
         return StreamingResponse(lines(), media_type="application/x-ndjson", background=ended)
 
 
-def _noted(answer: Any, notes: dict[int, Any]) -> Any:
+def _noted(answer: BaseModel, notes: Mapping[int, JsonObject | None]) -> BaseModel:
     extra = notes.get(0)
     return with_extra(answer, extra) if extra else answer
 
 
-async def _begun(answer: Any) -> Any:
+async def _begun(answer: Passed) -> Passed:
     """An answer; of a stream the first part is waited for, so that a refusal has its own status."""
     if not isinstance(answer, StreamingResponse):
         return answer
-    parts: Any = answer.body_iterator
+    parts: Passed = answer.body_iterator
     try:
         first = await anext(aiter(parts))
     except StopAsyncIteration:
         return answer
 
-    async def rest() -> AsyncIterator[Any]:
+    async def rest() -> AsyncIterator[bytes]:
         async with aclosing(parts):
             yield first
             async for part in parts:

@@ -6,21 +6,22 @@ What is looked at is said in `serving.requests`; here are SGLang's places where 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
 
 import fastapi
 from pydantic import BaseModel
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.cache import carried
+from sglang_ext.names import OpenAIHandler, OpenAIRequest, Passed, RequestInput, TokenizerManager
 from sglang_ext.serving.answers import noting
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.requests import check, check_characters, check_ids, facts_of
 from sglang_ext.serving.texts import LONG, characters, is_long, run_beside
 from sglang_ext.systems.registry import system_of
+from sglang_ext.types import Json
 
 
-def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
+def after_init(_result: None, manager: TokenizerManager, *_args: Passed, **_kwargs: Passed) -> None:
     """AFTER TokenizerManager.__init__: the policy of the server, and what it can serve, when it is one of ours.
 
     Runs after the hooks that give the manager its pools and a stream's context.
@@ -32,8 +33,11 @@ def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def around_generate_request(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
-) -> AsyncGenerator[Any, None]:
+    original: Callable[..., AsyncGenerator[Json, None]],
+    manager: TokenizerManager,
+    obj: RequestInput,
+    request: fastapi.Request | None = None,
+) -> AsyncGenerator[Json, None]:
     """AROUND TokenizerManager.generate_request: all that is wrong with a request is said before anything is sent.
 
     Raises:
@@ -55,12 +59,12 @@ def around_generate_request(
     return noting(original(manager, obj, request), obj)
 
 
-def in_answer(obj: Any, request: Any) -> bool:
+def in_answer(obj: RequestInput, request: fastapi.Request) -> bool:
     """Whether an answer to this request has begun when it is looked at: /generate streams tell errors as an event."""
     return bool(getattr(obj, "stream", False)) and request.url.path in ("/generate", "/vertex_generate")
 
 
-def _check(manager: Any, obj: Any) -> None:
+def _check(manager: TokenizerManager, obj: RequestInput) -> None:
     if isinstance(obj, GenerateReqInput):
         taken = [rid for rid in check(obj, manager.ext_facts) if rid in manager.rid_to_state]
         if taken:
@@ -71,7 +75,9 @@ def _check(manager: Any, obj: Any) -> None:
         )
 
 
-async def around_open_session(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
+async def around_open_session(
+    original: Callable[..., Passed], manager: TokenizerManager, obj: Passed, request: Passed = None
+) -> Passed:
     """AROUND TokenizerControlMixin.open_session: sessions go on from prefixes that our caches do not keep for them."""
     if manager.ext_facts is not None:
         raise ValueError(
@@ -82,8 +88,12 @@ async def around_open_session(original: Callable[..., Any], manager: Any, obj: A
 
 
 async def around_tokenize(
-    original: Callable[..., Any], handler: Any, adapted_request: Any, request: Any, raw_request: Any
-) -> Any:
+    original: Callable[..., Passed],
+    handler: OpenAIHandler,
+    adapted_request: Passed,
+    request: OpenAIRequest,
+    raw_request: fastapi.Request,
+) -> Passed:
     """AROUND OpenAIServingTokenize._handle_non_streaming_request: long texts are bounded, and tokenized in a thread."""
     facts = getattr(handler.tokenizer_manager, "ext_facts", None)
     if facts is not None:
@@ -94,8 +104,12 @@ async def around_tokenize(
 
 
 async def around_detokenize(
-    original: Callable[..., Any], handler: Any, adapted_request: Any, request: Any, raw_request: Any
-) -> Any:
+    original: Callable[..., Passed],
+    handler: OpenAIHandler,
+    adapted_request: Passed,
+    request: OpenAIRequest,
+    raw_request: fastapi.Request,
+) -> Passed:
     """AROUND OpenAIServingDetokenize._handle_non_streaming_request: ids that the tokenizer cannot hold are refused.
 
     Many are decoded in a thread.
@@ -111,7 +125,7 @@ async def around_detokenize(
     return await run_beside(handler, lambda own: _written(original(own, adapted_request, request, raw_request)))
 
 
-async def _written(answering: Awaitable[Any]) -> Any:
+async def _written(answering: Awaitable[Passed]) -> Passed:
     """The answer as a response with its bytes: FastAPI would visit each of its tokens, on the event loop."""
     answer = await answering
     if not isinstance(answer, BaseModel):
@@ -120,8 +134,12 @@ async def _written(answering: Awaitable[Any]) -> Any:
 
 
 async def around_score(
-    original: Callable[..., Any], handler: Any, adapted_request: Any, request: Any, raw_request: Any
-) -> Any:
+    original: Callable[..., Passed],
+    handler: OpenAIHandler,
+    adapted_request: Passed,
+    request: OpenAIRequest,
+    raw_request: fastapi.Request,
+) -> Passed:
     """AROUND OpenAIServingScore._handle_non_streaming_request: SGLang finds late that there is nothing to score."""
     if getattr(handler.tokenizer_manager, "ext_facts", None) is not None and not request.label_token_ids:
         return handler.create_error_response("label_token_ids is empty: name at least one token to score")

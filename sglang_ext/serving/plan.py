@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_ext.config import PoolOptions
 from sglang_ext.serving.layout import Layout
+from sglang_ext.types import JsonObject, Options
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ROOM_FOR_REQUESTS = 128  # tokens that pools leave free, so that a question always fits
 COUNTED_TIMES, COUNTED_AT_LEAST = 4, 1 << 18  # tokens of a pool that are counted before it is refused: see countable
@@ -14,7 +17,7 @@ COUNTED_TIMES, COUNTED_AT_LEAST = 4, 1 << 18  # tokens of a pool that are counte
 _DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 
-def kv_bytes_per_token(config: Any, dtype: str = "auto", tp_size: int = 1) -> int:
+def kv_bytes_per_token(config: PretrainedConfig, dtype: str = "auto", tp_size: int = 1) -> int:
     """Bytes of keys and values of one token on one rank: layers x KV heads x head_dim x 2 x bytes of a number.
 
     Args:
@@ -60,7 +63,7 @@ def beyond_context(layout: Layout, options: PoolOptions, limit: int) -> str | No
 
 def describe(
     layout: Layout, options: PoolOptions, bytes_per_token: int, context: int, total_tokens: int | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """The plan of a pool.
 
     Args:
@@ -71,7 +74,7 @@ def describe(
         `demonstrations`, `blocks`, `tokens`, `tokens_per_block`, `bytes`, `problem` (why it cannot be put, or None),
         and with a known size `capacity_tokens` and `fits`, how many such pools fit in an empty cache.
     """
-    plan: dict[str, Any] = {
+    plan: JsonObject = {
         "demonstrations": sum(len(block.demonstrations) for block in layout.blocks),
         "blocks": len(layout.blocks),
         "tokens": layout.tokens,
@@ -85,6 +88,6 @@ def describe(
     return plan
 
 
-def countable(state: Mapping[str, Any]) -> int:
+def countable(state: Options) -> int:
     """How many tokens of a pool are counted before it is refused: enough to say how much too large most are."""
     return max(int(state["total_tokens"]) * COUNTED_TIMES, COUNTED_AT_LEAST)

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from sglang_ext.cache.rows import POOL_OWNER
 from sglang_ext.config import PoolOptions, RequestOptions
@@ -15,6 +14,7 @@ from sglang_ext.retrievers import registry
 from sglang_ext.retrievers.base import Retriever
 from sglang_ext.serving.label_tree import LabelTokens
 from sglang_ext.serving.layout import Demonstration, Layout, parse_demonstrations
+from sglang_ext.types import JsonObject, Options
 
 COMPLETION, CHAT = "completion", "chat"
 
@@ -86,7 +86,7 @@ class Definition:
         item = self.demonstrations[id]
         return self.options.render(item.input, item.output)
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> JsonObject:
         """JSON-like; `load` reads it back."""
         return {
             "options": vars(self.options).copy(),
@@ -98,7 +98,7 @@ class Definition:
         }
 
     @classmethod
-    def load(cls, data: Mapping[str, Any]) -> Definition:
+    def load(cls, data: Options) -> Definition:
         """What `dump` gave.
 
         Raises:

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
+from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.access import may_see_definitions
 from sglang_ext.serving.change import PREPARING, Change, Progress
 from sglang_ext.serving.channel import Channel
@@ -25,6 +25,7 @@ from sglang_ext.serving.submitted import Source, Submitted
 from sglang_ext.serving.workers import Workers
 from sglang_ext.settings import server_settings
 from sglang_ext.systems.registry import systems
+from sglang_ext.types import Json, JsonObject, Options
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ Define = Callable[[int], tuple[Definition, bool]]
 class PoolService:
     """All pools of a server. Its methods run on the tokenizer manager's event loop."""
 
-    def __init__(self, manager: Any, directory: str | None = None) -> None:
+    def __init__(self, manager: TokenizerManager, directory: str | None = None) -> None:
         self.manager = manager
         self.settings = server_settings()
         self.pools: dict[str, Pool] = {}
@@ -88,33 +89,31 @@ class PoolService:
             raise PoolError(f"pool {name!r} is still being encoded; wait until GET /v1/pools/{name} says ready", 409)
         return pool.current
 
-    async def info(self, name: str, tokens: bool = False) -> dict[str, Any]:
+    async def info(self, name: str, tokens: bool = False) -> JsonObject:
         """What is in a pool: options, labels, blocks with their demonstrations, residency and hits."""
         return await self._info(self.get(name), tokens)
 
-    async def _info(self, pool: Pool, tokens: bool = False) -> dict[str, Any]:
+    async def _info(self, pool: Pool, tokens: bool = False) -> JsonObject:
         info, version = self._summary(pool), pool.current
         if version is not None:
             keys = [block.key for block in version.layouts[COMPLETION].blocks]
             info["blocks"] = blocks_of(version, await self.channel.ask("blocks", keys=keys), tokens)
         return info
 
-    def _summary(self, pool: Pool) -> dict[str, Any]:
+    def _summary(self, pool: Pool) -> JsonObject:
         return summary(pool, self.channel.bytes_per_token)
 
-    def list(self) -> list[dict[str, Any]]:
+    def list(self) -> list[JsonObject]:
         """A line for each pool."""
         return [self._summary(self.pools[name]) for name in sorted(self.pools)]
 
     # ---- changing ----
 
-    async def put(
-        self, name: str, demonstrations: Iterable[Any], options: Mapping[str, Any], wait: bool = True
-    ) -> dict[str, Any]:
+    async def put(self, name: str, demonstrations: Iterable[Json], options: Options, wait: bool = True) -> JsonObject:
         """Create or replace a pool. Until the new blocks are encoded, requests are served from the old version."""
         return await self.put_from(name, lambda: Submitted(demonstrations, options, wait))
 
-    async def put_from(self, name: str, source: Source) -> dict[str, Any]:
+    async def put_from(self, name: str, source: Source) -> JsonObject:
         """`put` of what `source` reads, away from the event loop."""
         check_name(name)
         self._refuse_streams()
@@ -126,11 +125,11 @@ class PoolService:
 
         return await self._change(name, define)
 
-    async def append(self, name: str, demonstrations: Iterable[Any], wait: bool = True) -> dict[str, Any]:
+    async def append(self, name: str, demonstrations: Iterable[Json], wait: bool = True) -> JsonObject:
         """Add demonstrations as new blocks; the blocks there are stay as they are."""
         return await self.append_from(name, lambda: Submitted(demonstrations, {}, wait))
 
-    async def append_from(self, name: str, source: Source) -> dict[str, Any]:
+    async def append_from(self, name: str, source: Source) -> JsonObject:
         """`append` of what `source` reads, away from the event loop."""
         definition = self.version(name).definition
 
@@ -143,7 +142,7 @@ class PoolService:
 
         return await self._change(name, define)
 
-    async def delete_demonstration(self, name: str, id: str, purge: bool = False, wait: bool = True) -> dict[str, Any]:
+    async def delete_demonstration(self, name: str, id: str, purge: bool = False, wait: bool = True) -> JsonObject:
         """Leave a demonstration out of retrieval and views at once; with `purge`, encode again all it reached."""
         definition = self.version(name).definition
         if id not in definition.demonstrations:
@@ -162,7 +161,7 @@ class PoolService:
 
         return await self._change(name, define)
 
-    async def delete(self, name: str) -> dict[str, Any]:
+    async def delete(self, name: str) -> JsonObject:
         """Delete a pool. Requests in flight finish on it; its blocks are freed after the last one."""
         pool = self.get(name)
         if pool.deletion is None:
@@ -190,7 +189,7 @@ class PoolService:
         finally:
             pool.deletion = None
 
-    async def cancel(self, name: str) -> dict[str, Any]:
+    async def cancel(self, name: str) -> JsonObject:
         """Stop the encoding under way; the pool stays as it was before, and vanishes if it never was ready."""
         pool = self.get(name)
         if pool.change is not None:
@@ -198,14 +197,14 @@ class PoolService:
             await pool.change.ended()
         return self._summary(pool)
 
-    async def plan(self, source: Source) -> dict[str, Any]:
+    async def plan(self, source: Source) -> JsonObject:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit in an empty KV cache."""
         self._refuse_streams()
         with self._turn():
             state = await self.channel.ask("state")
             return await self.workers.read(self._plan, source, state)
 
-    def _plan(self, source: Source, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _plan(self, source: Source, state: Options) -> JsonObject:
         submitted = source()
         parsed = PoolOptions.parse(submitted.options)
         definition = self.layouts.define(submitted.demonstrations, parsed, countable(state))
@@ -252,7 +251,7 @@ class PoolService:
         finally:
             self._turns -= 1
 
-    async def _change(self, name: str, define: Define) -> dict[str, Any]:
+    async def _change(self, name: str, define: Define) -> JsonObject:
         """Make what `define` defines the pool's next version: lay out, check, encode, store, switch over."""
         self._refuse_busy(name)
         place = contextlib.ExitStack()

@@ -15,19 +15,22 @@ from __future__ import annotations
 import copy
 import functools
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from sglang_ext.cache.rows import INTERNAL, WIRE_KEY
 from sglang_ext.config import RequestOptions, check_text, unknown_names
+from sglang_ext.names import RequestInput, TokenizerManager
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.sampling import check_id, check_sampling
+from sglang_ext.types import Json, Options
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
     from sglang_ext.attention.policy import Policy
+    from sglang_ext.settings import ServerSettings
 
 CHAT_KEY = "_chat_header"  # in custom_params, set by serving.chat: names the tokens before the first user message
 
@@ -102,7 +105,7 @@ class Facts:
     default_max_new_tokens: int
 
 
-def facts_of(manager: Any, policy: Policy, settings: Any) -> Facts:
+def facts_of(manager: TokenizerManager, policy: Policy, settings: ServerSettings) -> Facts:
     """What the server of a TokenizerManager can serve."""
     return Facts(
         vocabulary=manager.model_config.vocab_size,
@@ -118,7 +121,7 @@ def facts_of(manager: Any, policy: Policy, settings: Any) -> Facts:
 # ---- a request ----
 
 
-def check(request: Any, facts: Facts) -> list[str]:
+def check(request: RequestInput, facts: Facts) -> list[str]:
     """Look at a GenerateReqInput as it came, whose fields get the types that they are annotated with.
 
     Returns:
@@ -139,7 +142,7 @@ def check(request: Any, facts: Facts) -> list[str]:
     return [prompt.rid for prompt in prompts]
 
 
-def check_sizes(request: Any, facts: Facts) -> None:
+def check_sizes(request: RequestInput, facts: Facts) -> None:
     """PoolError for lists that are so long that to look at what is in them would hold everybody up."""
     params = request.sampling_params
     listed = params if isinstance(params, list) else [params]
@@ -155,12 +158,12 @@ def check_sizes(request: Any, facts: Facts) -> None:
             _check_size("input_ids", ids, facts.context)
 
 
-def _check_size(name: str, value: Any, most: int) -> None:
+def _check_size(name: str, value: Json, most: int) -> None:
     if isinstance(value, (list, dict)) and len(value) > most:
         raise PoolError(f"{name} has {len(value)} entries; expected at most {most}", 413 if most == MAX_LISTED else 400)
 
 
-def check_count(request: Any, params: Sequence[Mapping[str, Any] | None], most: int) -> None:
+def check_count(request: RequestInput, params: Sequence[Options | None], most: int) -> None:
     """PoolError where a request asks for too many answers: its prompts, times `n`."""
     copies = max([(item or {}).get("n") or 1 for item in params], default=1)
     asked = count_prompts(request) * copies
@@ -172,7 +175,7 @@ def check_count(request: Any, params: Sequence[Mapping[str, Any] | None], most: 
         )
 
 
-def count_prompts(request: Any) -> int:
+def count_prompts(request: RequestInput) -> int:
     """How many prompts a GenerateReqInput has, normalised or not."""
     prompts = next((value for value in (request.text, request.input_ids) if value is not None), "")
     batch = isinstance(prompts, list) and (prompts is request.text or isinstance((prompts or [0])[0], list))
@@ -189,7 +192,7 @@ def check_characters(characters: int, context: int) -> None:
         )
 
 
-def check_prompt(prompt: Any, facts: Facts) -> None:
+def check_prompt(prompt: RequestInput, facts: Facts) -> None:
     """One prompt of a normalised request."""
     _check_sent(prompt)
     if prompt.input_ids is not None:
@@ -209,7 +212,7 @@ def check_prompt(prompt: Any, facts: Facts) -> None:
     check_options(prompt, facts.policy)
 
 
-def check_ids(ids: Any, vocabulary: int) -> None:
+def check_ids(ids: Json, vocabulary: int) -> None:
     """Token ids that the model has an embedding for, at least one."""
     if not isinstance(ids, (list, range)) or not all(isinstance(id, int) for id in ids[:1]):
         raise ValueError(f"input_ids={reprlib.repr(ids)}: expected a list of whole numbers for each prompt")
@@ -220,7 +223,7 @@ def check_ids(ids: Any, vocabulary: int) -> None:
         raise ValueError(f"input_ids {strange[:4]}: the model's vocabulary has ids 0 to {vocabulary - 1}")
 
 
-def check_logprobs(prompt: Any, vocabulary: int) -> None:
+def check_logprobs(prompt: RequestInput, vocabulary: int) -> None:
     """What a prompt asks of log-probabilities."""
     start, top = prompt.logprob_start_len, prompt.top_logprobs_num
     if start is not None and start < -1:
@@ -233,7 +236,7 @@ def check_logprobs(prompt: Any, vocabulary: int) -> None:
         check_id(id, vocabulary, "token_ids_logprob")
 
 
-def check_options(prompt: Any, policy: Policy) -> None:
+def check_options(prompt: RequestInput, policy: Policy) -> None:
     """The options in `custom_params`: of the server's policy, and of pools where the request names one."""
     custom = (prompt.sampling_params or {}).get("custom_params")
     if not custom:
@@ -257,7 +260,7 @@ def check_options(prompt: Any, policy: Policy) -> None:
 # ---- a prompt's tokens ----
 
 
-def check_tokens(prompt: Any, ids: Any, total: int, facts: Facts) -> None:
+def check_tokens(prompt: RequestInput, ids: Json, total: int, facts: Facts) -> None:
     """What a prompt has become; a request without a limit of its own gets the server's.
 
     Args:
@@ -291,19 +294,19 @@ def check_tokens(prompt: Any, ids: Any, total: int, facts: Facts) -> None:
 
 
 @functools.cache
-def _adapters() -> dict[str, tuple[Any, TypeAdapter[Any]]]:
+def _adapters() -> dict[str, tuple[Json, TypeAdapter[Json]]]:
     """(default, what checks the type) of every field of a GenerateReqInput."""
-    from pydantic import TypeAdapter
+    from pydantic import ConfigDict, TypeAdapter
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     hints = get_type_hints(GenerateReqInput, include_extras=True)
-    config: Any = {"arbitrary_types_allowed": True}
+    config = ConfigDict(arbitrary_types_allowed=True)
     return {
         field.name: (field.default, TypeAdapter(hints[field.name], config=config)) for field in fields(GenerateReqInput)
     }
 
 
-def _check_fields(request: Any) -> None:
+def _check_fields(request: RequestInput) -> None:
     """Names, types, texts and sizes of numbers; each value takes the type of its field."""
     from pydantic import ValidationError
 
@@ -322,7 +325,7 @@ def _check_fields(request: Any) -> None:
             _check_values(value, name)
 
 
-def _check_values(value: Any, what: str) -> None:
+def _check_values(value: Json, what: str) -> None:
     """Text that UTF-8 can spell and whole numbers of 64 bits, however deep: nothing else can be sent on."""
     if isinstance(value, str):
         check_text(value, what)
@@ -338,7 +341,7 @@ def _check_values(value: Any, what: str) -> None:
             _check_values(item, f"{what}[{reprlib.repr(key)}]")
 
 
-def _prompts(request: Any) -> list[Any]:
+def _prompts(request: RequestInput) -> list[RequestInput]:
     """The prompts of a request, each with what the request says of it, as SGLang deals it out."""
     copied = copy.copy(request)
     try:
@@ -361,7 +364,7 @@ def _sent_types() -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name in SERVED - {"input_ids", "sampling_params"}}
 
 
-def _check_sent(prompt: Any) -> None:
+def _check_sent(prompt: RequestInput) -> None:
     """A field that may be a list beside a batch has one value for one prompt."""
     import msgspec
 
@@ -376,7 +379,7 @@ def _check_sent(prompt: Any) -> None:
 # ---- sampling parameters ----
 
 
-def _flat(value: Any) -> list[Any]:
+def _flat(value: Json) -> list[Json]:
     if isinstance(value, list):
         return [leaf for item in value for leaf in _flat(item)]
     return [value]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from sglang_ext.names import OpenAIAnswer, OpenAIHandler, Passed, TokenizerManager
 from sglang_ext.serving.access import owner_of_answers
 from sglang_ext.serving.errors import PoolError
+from sglang_ext.types import Json
 
 _OWN_ID = re.compile(r"resp_[0-9a-f]{32}")  # SGLang's: a random UUID
 MOST_CHARACTERS = 1 << 26  # of the messages of all answers that are kept
@@ -31,8 +32,8 @@ class StoredAnswer:
     """
 
     owner: str
-    response: Any = None
-    messages: Any = None
+    response: OpenAIAnswer | None = None
+    messages: list[Json] | None = None
     characters: int = 0
 
     @property
@@ -107,12 +108,12 @@ class Responses:
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
 
-    def get(self, id: str) -> Any:
+    def get(self, id: str) -> OpenAIAnswer | None:
         """The caller's response of that id, or None."""
         found = self._answers.find(id)
         return None if found is None else found.response
 
-    def __setitem__(self, id: str, response: Any) -> None:
+    def __setitem__(self, id: str, response: OpenAIAnswer) -> None:
         found = self._answers.find(id)
         if found is None and response.status not in _UNFINISHED and self._answers.full():
             return  # it gave way while it was generated, and those that are left must not
@@ -125,7 +126,7 @@ class Messages:
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
 
-    def __getitem__(self, id: str) -> Any:
+    def __getitem__(self, id: str) -> list[Json]:
         found = self._answers.find(id)
         if found is None or found.messages is None:
             raise ValueError(
@@ -133,13 +134,15 @@ class Messages:
             )
         return found.messages
 
-    def __setitem__(self, id: str, messages: Any) -> None:
+    def __setitem__(self, id: str, messages: list[Json]) -> None:
         answer = self._answers.add(id)
         answer.messages, answer.characters = messages, len(repr(messages))
         self._answers.shrink(answer)
 
 
-def after_init(_result: Any, handler: Any, tokenizer_manager: Any, *_args: Any, **_kwargs: Any) -> None:
+def after_init(
+    _result: None, handler: OpenAIHandler, tokenizer_manager: TokenizerManager, *_args: Passed, **_kwargs: Passed
+) -> None:
     """AFTER OpenAIServingResponses.__init__: answers are kept by number and by owner, on servers of ours."""
     service = getattr(tokenizer_manager, "ext_pools", None)
     if service is None:

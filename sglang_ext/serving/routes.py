@@ -10,21 +10,33 @@ import functools
 import sys
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
-from typing import Any
 
 import fastapi
+from pydantic import BaseModel
 from starlette.datastructures import QueryParams
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_ext.cache import carried
+from sglang_ext.names import (
+    AnthropicRequest,
+    Handler,
+    OpenAIAnswer,
+    OpenAIHandler,
+    OpenAIRequest,
+    Passed,
+    RequestInput,
+    TokenizerManager,
+)
 from sglang_ext.serving.answers import FIELD, extra_of, with_extra, with_last
 from sglang_ext.serving.chat import wants_labels
 from sglang_ext.serving.errors import error_response
 from sglang_ext.serving.texts import is_long, run_beside
+from sglang_ext.types import Json, JsonObject
 
 CUSTOM = "custom_params"
 
 
-async def custom_of(raw_request: Any) -> dict[str, Any] | None:
+async def custom_of(raw_request: fastapi.Request | None) -> JsonObject | None:
     """The custom_params beside what SGLang reads of a body.
 
     Raises:
@@ -34,14 +46,14 @@ async def custom_of(raw_request: Any) -> dict[str, Any] | None:
     return check_custom(body.get(CUSTOM) if isinstance(body, dict) else None)
 
 
-def check_custom(custom: Any) -> dict[str, Any] | None:
+def check_custom(custom: Json) -> JsonObject | None:
     """`custom` if it is an object or nothing, else ValueError."""
     if custom is not None and not isinstance(custom, dict):
         raise ValueError(f"custom_params is a {type(custom).__name__}; expected an object of options")
     return custom
 
 
-def ours(manager: Any) -> bool:
+def ours(manager: TokenizerManager) -> bool:
     """Whether this is a server of ours."""
     return getattr(manager, "ext_facts", None) is not None
 
@@ -58,11 +70,11 @@ def guard(app: fastapi.FastAPI) -> None:
 class QueryOptions:
     """ASGI middleware: options in the query of a request that has them in its body are refused, and not overlooked."""
 
-    def __init__(self, app: Any, options: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, options: Collection[str]) -> None:
         self.app = app
         self.options = frozenset(options) | {CUSTOM}
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] in ("POST", "PUT") and not scope["path"].startswith("/v1/pools"):
             found = sorted(self.options.intersection(QueryParams(scope["query_string"])))
             if found:
@@ -92,14 +104,14 @@ def while_reading(error: Exception) -> bool:
 
 
 @functools.cache
-def _responses_request() -> Any:
+def _responses_request() -> type[BaseModel]:
     from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 
     class OptionsRequest(ResponsesRequest):  # type: ignore[misc]
-        custom_params: dict[str, Any] | None = None
+        custom_params: JsonObject | None = None
 
-        def to_sampling_params(self, default_max_tokens: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            params: dict[str, Any] = super().to_sampling_params(default_max_tokens, *args, **kwargs)
+        def to_sampling_params(self, default_max_tokens: int, *args: Passed, **kwargs: Passed) -> JsonObject:
+            params: JsonObject = super().to_sampling_params(default_max_tokens, *args, **kwargs)
             # SGLang takes two tokens off what was asked for, and fills the context where nothing was.
             asked = self.max_output_tokens
             params["max_new_tokens"] = None if asked is None else min(asked, default_max_tokens - 2)
@@ -113,8 +125,11 @@ def _responses_request() -> Any:
 
 
 async def around_create_responses(
-    original: Callable[..., Awaitable[Any]], handler: Any, request: Any, raw_request: Any = None
-) -> Any:
+    original: Callable[..., Awaitable[Passed]],
+    handler: OpenAIHandler,
+    request: OpenAIRequest,
+    raw_request: fastapi.Request | None = None,
+) -> Passed:
     """AROUND OpenAIServingResponses.create_responses: the request brings its options and its own limit along."""
     if not ours(handler.tokenizer_manager):
         return await original(handler, request, raw_request)
@@ -131,14 +146,18 @@ async def around_create_responses(
 
 
 async def around_make_request(
-    original: Callable[..., Awaitable[Any]], handler: Any, request: Any, previous: Any, *args: Any
-) -> Any:
+    original: Callable[..., Awaitable[Passed]],
+    handler: OpenAIHandler,
+    request: OpenAIRequest,
+    previous: OpenAIAnswer | None,
+    *args: Passed,
+) -> Passed:
     """AROUND OpenAIServingResponses._make_request: a request over a pool is rendered as a chat over it.
 
     A long one is rendered in a thread, and so is each that goes on from an answer, however long that was.
     """
 
-    async def make(handler: Any) -> Any:
+    async def make(handler: OpenAIHandler) -> Passed:
         return await original(handler, request, previous, *args)
 
     try:
@@ -154,24 +173,24 @@ async def around_make_request(
         raise fastapi.HTTPException(getattr(error, "status_code", 400), str(error)) from error
 
 
-def _over_pool(handler: Any, request: Any) -> Any:
+def _over_pool(handler: OpenAIHandler, request: OpenAIRequest) -> OpenAIHandler:
     return _OverPool(handler, request) if _names_pool(request) else handler
 
 
-def _names_pool(request: Any) -> bool:
+def _names_pool(request: OpenAIRequest) -> bool:
     return "pool" in (getattr(request, CUSTOM, None) or {})
 
 
 class _OverPool:
     """A handler of /v1/responses whose chat requests have the options of one request."""
 
-    def __init__(self, handler: Any, request: Any) -> None:
+    def __init__(self, handler: OpenAIHandler, request: OpenAIRequest) -> None:
         self._handler, self._request = handler, request
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Passed:
         return getattr(self._handler, name)
 
-    def _process_messages(self, chat: Any, is_multimodal: bool) -> Any:
+    def _process_messages(self, chat: OpenAIRequest, is_multimodal: bool) -> Passed:
         chat.custom_params = dict(self._request.custom_params)
         processed = self._handler._process_messages(chat, is_multimodal)
         self._request.custom_params = chat.custom_params  # which name the chat's header now
@@ -179,16 +198,16 @@ class _OverPool:
 
 
 async def around_full_response(
-    original: Callable[..., Awaitable[Any]],
-    handler: Any,
-    request: Any,
-    sampling_params: Any,
-    results: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    original: Callable[..., Awaitable[Passed]],
+    handler: OpenAIHandler,
+    request: OpenAIRequest,
+    sampling_params: JsonObject,
+    results: AsyncIterator[Passed],
+    *args: Passed,
+    **kwargs: Passed,
+) -> Passed:
     """AROUND OpenAIServingResponses.responses_full_generator: the answer says what it used, a stored one too."""
-    notes: dict[str, Any] = {}
+    notes: JsonObject = {}
     response = await original(handler, request, sampling_params, _noted(results, notes), *args, **kwargs)
     if not notes or not hasattr(response, "output"):
         return response
@@ -197,17 +216,17 @@ async def around_full_response(
 
 def around_response_stream(
     original: Callable[..., AsyncGenerator[str, None]],
-    handler: Any,
-    request: Any,
-    sampling_params: Any,
-    results: Any,
-    *args: Any,
-    **kwargs: Any,
+    handler: OpenAIHandler,
+    request: OpenAIRequest,
+    sampling_params: JsonObject,
+    results: AsyncIterator[Passed],
+    *args: Passed,
+    **kwargs: Passed,
 ) -> AsyncGenerator[str, None]:
     """AROUND the generators of OpenAIServingResponses' streams: the event that ends one says what the answer used."""
-    notes: dict[str, Any] = {}
+    notes: JsonObject = {}
 
-    def add(data: dict[str, Any]) -> None:
+    def add(data: JsonObject) -> None:
         if notes:
             data["response"][FIELD] = notes
             kept = handler.response_store.get(data["response"]["id"])
@@ -218,7 +237,7 @@ def around_response_stream(
     return with_last(events, "response.completed", add)
 
 
-async def _noted(results: AsyncIterator[Any], notes: dict[str, Any]) -> AsyncGenerator[Any, None]:
+async def _noted(results: AsyncIterator[Passed], notes: JsonObject) -> AsyncGenerator[Passed, None]:
     """SGLang's results of one answer; `notes` takes what the answer used."""
     async for each in results:
         last = each if isinstance(each, dict) else getattr(each, "last_output", None)
@@ -227,7 +246,7 @@ async def _noted(results: AsyncIterator[Any], notes: dict[str, Any]) -> AsyncGen
         yield each
 
 
-def _stored(handler: Any, before: Any, after: Any) -> Any:
+def _stored(handler: OpenAIHandler, before: OpenAIAnswer, after: OpenAIAnswer) -> OpenAIAnswer:
     """`after`, which is read by its id from now on, if `before` was."""
     if handler.response_store.get(before.id) is before:
         handler.response_store[before.id] = after
@@ -238,17 +257,20 @@ def _stored(handler: Any, before: Any, after: Any) -> Any:
 
 
 @functools.cache
-def _messages_request() -> Any:
+def _messages_request() -> type[BaseModel]:
     from pydantic import create_model
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
-    fields: dict[str, Any] = {CUSTOM: (dict[str, Any] | None, None)}
+    fields: JsonObject = {CUSTOM: (JsonObject | None, None)}
     return create_model("OptionsRequest", __base__=AnthropicMessagesRequest, **fields)
 
 
 async def around_handle_messages(
-    original: Callable[..., Awaitable[Any]], handler: Any, request: Any, raw_request: Any
-) -> Any:
+    original: Callable[..., Awaitable[Passed]],
+    handler: Handler,
+    request: AnthropicRequest,
+    raw_request: fastapi.Request,
+) -> Passed:
     """AROUND AnthropicServing.handle_messages: the request brings its options along."""
     if not ours(handler.openai_serving_chat.tokenizer_manager):
         return await original(handler, request, raw_request)
@@ -262,7 +284,9 @@ async def around_handle_messages(
     return await original(handler, request, raw_request)
 
 
-def around_convert_messages(original: Callable[..., Any], handler: Any, request: Any) -> Any:
+def around_convert_messages(
+    original: Callable[..., OpenAIRequest], handler: Handler, request: AnthropicRequest
+) -> OpenAIRequest:
     """AROUND AnthropicServing._convert_to_chat_completion_request: a chat request with the request's options."""
     chat, custom = original(handler, request), getattr(request, CUSTOM, None)
     if custom:
@@ -273,11 +297,11 @@ def around_convert_messages(original: Callable[..., Any], handler: Any, request:
 
 
 def around_message_stream(
-    original: Callable[..., AsyncGenerator[str, None]], handler: Any, adapted_request: Any, *args: Any
+    original: Callable[..., AsyncGenerator[str, None]], handler: Handler, adapted_request: RequestInput, *args: Passed
 ) -> AsyncGenerator[str, None]:
     """AROUND AnthropicServing._generate_anthropic_stream: the event with the reason of its end says what was used."""
 
-    def add(data: dict[str, Any]) -> None:
+    def add(data: JsonObject) -> None:
         # The chat stream inside took notes of this request.
         extra = next((found for found in (carried.notes_of(adapted_request) or {}).values() if found), None)
         if extra:
@@ -286,7 +310,7 @@ def around_message_stream(
     return with_last(original(handler, adapted_request, *args), "message_delta", add)
 
 
-def around_convert_answer(original: Callable[..., Any], handler: Any, response: Any) -> Any:
+def around_convert_answer(original: Callable[..., Passed], handler: Handler, response: OpenAIAnswer) -> Passed:
     """AROUND AnthropicServing._convert_response: the answer says what it used."""
     extra = next((found for choice in response.choices if (found := getattr(choice, FIELD, None))), None)
     answer = original(handler, response)
@@ -294,14 +318,14 @@ def around_convert_answer(original: Callable[..., Any], handler: Any, response: 
 
 
 def around_messages_error(
-    original: Callable[..., Any],
-    handler: Any,
+    original: Callable[..., Passed],
+    handler: Handler,
     status_code: int,
     error_type: str,
     message: str,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: Passed,
+    **kwargs: Passed,
+) -> Passed:
     """AROUND AnthropicServing._error_response: what is wrong with a request is said with its own status.
 
     SGLang answers every exception with 500 while it makes a chat request ready; a ValueError is the client's there, as

@@ -6,12 +6,13 @@ import functools
 import json
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
 from sglang_ext.config import unknown_names
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.stop_regex import check_stop_regex
+from sglang_ext.types import Json, Options
 
 GRAMMARS = ("regex", "json_schema", "ebnf", "structural_tag")
 INT32 = 1 << 31
@@ -35,7 +36,7 @@ def _sampling_types() -> dict[str, Any]:
     return {name: hints[name] for name in SamplingParams.__struct_fields__ if name not in own}
 
 
-def check_sampling(params: Mapping[str, Any], vocabulary: int) -> None:
+def check_sampling(params: Options, vocabulary: int) -> None:
     """One `sampling_params`: names, types, and what SGLang's own `verify` leaves to the schedulers.
 
     Raises:
@@ -69,23 +70,23 @@ def check_id(id: int, vocabulary: int, what: str) -> None:
         raise ValueError(f"{what}: token id {id}: the model's vocabulary has ids 0 to {vocabulary - 1}")
 
 
-def _between(name: str, low: float, high: float) -> Callable[[Any, int], None]:
-    def look(value: Any, _vocabulary: int) -> None:
+def _between(name: str, low: float, high: float) -> Callable[[float, int], None]:
+    def look(value: float, _vocabulary: int) -> None:
         if not low <= value <= high:  # NaN is neither
             raise ValueError(f"{name}={value}: expected {low} to {high}")
 
     return look
 
 
-def _finite(name: str) -> Callable[[Any, int], None]:
-    def look(value: Any, _vocabulary: int) -> None:
+def _finite(name: str) -> Callable[[float, int], None]:
+    def look(value: float, _vocabulary: int) -> None:
         if not math.isfinite(value):
             raise ValueError(f"{name}={value}: expected a finite number")
 
     return look
 
 
-def _check_stop_ids(value: Any, vocabulary: int) -> None:
+def _check_stop_ids(value: Iterable[int], vocabulary: int) -> None:
     for id in value:
         check_id(id, vocabulary, "stop_token_ids")
 
@@ -113,7 +114,7 @@ def _check_stop_regex(value: str | list[str], vocabulary: int) -> None:
     check_stop_regex([value] if isinstance(value, str) else value)
 
 
-def _grammar(name: str) -> Callable[[Any, int], None]:
+def _grammar(name: str) -> Callable[[str, int], None]:
     def look(value: str, _vocabulary: int) -> None:
         if len(value) > MAX_GRAMMAR_CHARACTERS:
             raise PoolError(f"{name} has {len(value)} characters; expected at most {MAX_GRAMMAR_CHARACTERS}", 413)
@@ -132,7 +133,7 @@ def _check_json(name: str, text: str) -> None:
         raise ValueError(f"{name} is nested too deeply: expected at most {MAX_SCHEMA_DEPTH} levels")
 
 
-def _depth(value: Any, most: int) -> int:
+def _depth(value: Json, most: int) -> int:
     """Levels of lists and objects; not counted beyond `most` + 1."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     if inner is None or most < 0:
@@ -140,7 +141,7 @@ def _depth(value: Any, most: int) -> int:
     return 1 + max((_depth(item, most - 1) for item in inner), default=0)
 
 
-_SAMPLING_RULES: dict[str, Callable[[Any, int], None]] = {
+_SAMPLING_RULES: dict[str, Callable[[Json, int], None]] = {
     "temperature": _finite("temperature"),
     "top_k": _between("top_k", -1, INT32 - 1),
     "n": _between("n", 1, INT32 - 1),

@@ -6,35 +6,45 @@ Every decision follows from messages that all tensor-parallel ranks receive in t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.attention.backend import view_backend
 from sglang_ext.cache import carried
+from sglang_ext.names import (
+    ForwardBatch,
+    ModelRunner,
+    Passed,
+    PrefillAdder,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    TokenizedInput,
+)
 from sglang_ext.serving.admin import Admin, show_metrics
 from sglang_ext.serving.messages import ExtAdminReqInput
 from sglang_ext.serving.modes import mode_of
+from sglang_ext.types import JsonObject
 
 # ---- requests ----
 
 
-def before_handle_generate_request(scheduler: Any, message: Any) -> None:
+def before_handle_generate_request(scheduler: Scheduler, message: TokenizedInput) -> None:
     """BEFORE Scheduler.handle_generate_request: what the message leaves out takes its place in it."""
     mode_of(scheduler.tree_cache).received(scheduler, message)
 
 
-def after_req_init(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
+def after_req_init(_result: None, req: Req, *_args: Passed, **_kwargs: Passed) -> None:
     """AFTER Req.__init__: the row of the request, from its sampling parameters."""
     carried.set_request_row(req, carried.sent_row(req))
 
 
-def after_set_finish_with_abort(_result: Any, req: Any, *_args: Any, **_kwargs: Any) -> None:
+def after_set_finish_with_abort(_result: None, req: Req, *_args: Passed, **_kwargs: Passed) -> None:
     """AFTER Req.set_finish_with_abort: what is left of the request is one plain token."""
     carried.set_request_row(req, None)
     compat.keep_first_abort(req)
 
 
-def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:
+def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Scheduler, req: Req) -> None:
     """AROUND Scheduler.init_req_max_new_tokens: how much a request may generate, and whether it can ever run."""
     mode = mode_of(scheduler.tree_cache)
     if mode.ours:
@@ -46,18 +56,22 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Any
 
 
 def around_add_one_req(
-    original: Callable[..., Any], adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None
-) -> Any:
+    original: Callable[..., Passed],
+    adder: PrefillAdder,
+    req: Req,
+    has_chunked_req: bool,
+    truncation_align_size: int | None,
+) -> Passed:
     """AROUND PrefillAdder.add_one_req."""
     return mode_of(adder.tree_cache).add(original, adder, req, has_chunked_req, truncation_align_size)
 
 
-def around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+def around_add_chunked_req(original: Callable[..., Passed], adder: PrefillAdder, req: Req) -> Passed:
     """AROUND PrefillAdder.add_chunked_req."""
     return mode_of(adder.tree_cache).add_chunk(original, adder, req)
 
 
-def around_running_offset(original: Callable[..., float], adder: Any, req: Any) -> float:
+def around_running_offset(original: Callable[..., float], adder: PrefillAdder, req: Req) -> float:
     """AROUND PrefillAdder._get_running_request_total_token_offset."""
     return mode_of(adder.tree_cache).offset(original, adder, req)
 
@@ -65,17 +79,19 @@ def around_running_offset(original: Callable[..., float], adder: Any, req: Any) 
 # ---- slots ----
 
 
-def around_alloc_for_extend(original: Callable[..., Any], batch: Any) -> Any:
+def around_alloc_for_extend(original: Callable[..., Passed], batch: ScheduleBatch) -> Passed:
     """AROUND alloc_for_extend."""
     return mode_of(batch.tree_cache).slots_for_extend(original, batch)
 
 
-def around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+def around_alloc_for_decode(original: Callable[..., Passed], batch: ScheduleBatch, token_per_req: int) -> Passed:
     """AROUND alloc_for_decode."""
     return mode_of(batch.tree_cache).slots_for_decode(original, batch, token_per_req)
 
 
-def around_check_decode_mem(original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:
+def around_check_decode_mem(
+    original: Callable[..., bool], batch: ScheduleBatch, *args: Passed, **kwargs: Passed
+) -> bool:
     """AROUND ScheduleBatch.check_decode_mem."""
     return mode_of(batch.tree_cache).decode_fits(original, batch, *args, **kwargs)
 
@@ -83,14 +99,14 @@ def around_check_decode_mem(original: Callable[..., bool], batch: Any, *args: An
 # ---- admin ----
 
 
-def after_init_request_dispatcher(_result: Any, scheduler: Any) -> None:
+def after_init_request_dispatcher(_result: None, scheduler: Scheduler) -> None:
     """AFTER Scheduler.init_request_dispatcher: our messages."""
     compat.add_dispatch(scheduler._request_dispatcher, ExtAdminReqInput, Admin(scheduler).handle)
 
 
-def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
+def after_get_internal_state(result: Passed, scheduler: Scheduler, *_args: Passed) -> Passed:
     """AFTER Scheduler.get_internal_state: our counters, and what serves the views, in /server_info."""
-    counters = mode_of(scheduler.tree_cache).stats(scheduler)
+    counters: JsonObject = mode_of(scheduler.tree_cache).stats(scheduler)
     if counters:
         backend = view_backend(scheduler.tp_worker.model_runner)
         if backend is not None:
@@ -103,7 +119,9 @@ def after_get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
 # ---- forward batches ----
 
 
-def after_forward_batch_init_new(result: Any, _cls: Any, batch: Any, model_runner: Any, **_kwargs: Any) -> None:
+def after_forward_batch_init_new(
+    result: ForwardBatch, _cls: type, batch: ScheduleBatch, model_runner: ModelRunner, **_kwargs: Passed
+) -> None:
     """AFTER ForwardBatch.init_new: rows and positions for the attention backend."""
     backend = view_backend(model_runner)
     if backend is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
+from sglang_ext.names import Passed, TokenizerManager
 from sglang_ext.serving.access import may_see_definitions
 from sglang_ext.serving.pools import PoolService
+from sglang_ext.types import JsonObject
 
 
-async def around_flush_cache(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+async def around_flush_cache(
+    original: Callable[..., Awaitable[Passed]], manager: TokenizerManager, *args: Passed, **kwargs: Passed
+) -> Passed:
     """AROUND TokenizerManager.flush_cache: blocks are looked up again before they are used."""
     service: PoolService | None = getattr(manager, "ext_pools", None)
     if service is not None:
@@ -20,7 +23,9 @@ async def around_flush_cache(original: Callable[..., Any], manager: Any, *args: 
     return result
 
 
-async def around_get_internal_state(original: Callable[..., Any], manager: Any) -> Any:
+async def around_get_internal_state(
+    original: Callable[..., Awaitable[list[JsonObject]]], manager: TokenizerManager
+) -> list[JsonObject]:
     """AROUND TokenizerManager.get_internal_state: pools and counters beside the schedulers' in /server_info."""
     states = await original(manager)
     service: PoolService | None = getattr(manager, "ext_pools", None)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_ext.serving.change import Change, Progress
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.pool import COMPLETION, Version
+from sglang_ext.types import JsonObject, Options
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +58,9 @@ class Made:
     version: Version | None = None
 
 
-def summary(pool: Pool, bytes_per_token: int) -> dict[str, Any]:
+def summary(pool: Pool, bytes_per_token: int) -> JsonObject:
     """A line on a pool: how it stands, its options, its labels and what it takes."""
-    info: dict[str, Any] = {
+    info: JsonObject = {
         "name": pool.name,
         "version": pool.current.number if pool.current else 0,
         "status": pool.status,
@@ -88,7 +87,7 @@ def summary(pool: Pool, bytes_per_token: int) -> dict[str, Any]:
     return info
 
 
-def blocks_of(version: Version, state: Mapping[str, Any], tokens: bool) -> list[dict[str, Any]]:
+def blocks_of(version: Version, state: Options, tokens: bool) -> list[JsonObject]:
     """What users are told of a version's blocks.
 
     Args:

@@ -63,7 +63,7 @@ def _shown(number: int) -> str:
     return str(number) if number < 10**9 else "any number of"
 
 
-def _bounds(parsed: Any, pattern: str) -> tuple[int, int]:
+def _bounds(parsed: parser.SubPattern, pattern: str) -> tuple[int, int]:
     """(characters of the longest match, ways of matching at one place), both capped."""
     characters, ways = 0, 1
     for code, value in parsed:
@@ -72,7 +72,7 @@ def _bounds(parsed: Any, pattern: str) -> tuple[int, int]:
     return characters, ways
 
 
-def _item(code: Any, value: Any, pattern: str) -> tuple[int, int]:
+def _item(code: int, value: Any, pattern: str) -> tuple[int, int]:
     if code in _SINGLE:
         return 1, 1
     if code == codes.AT:

@@ -11,10 +11,10 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sglang_ext.config import check_name
 from sglang_ext.serving.pool import Definition
+from sglang_ext.types import JsonObject
 
 FORMAT = 1
 ASIDE = ".damaged"  # how the names of files end that were set aside
@@ -30,7 +30,7 @@ class Stored:
     """
 
     version: int
-    definition: dict[str, Any]
+    definition: JsonObject
 
 
 class PoolStore:
@@ -44,7 +44,7 @@ class PoolStore:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
 
-    def save(self, name: str, version: int, definition: dict[str, Any]) -> None:
+    def save(self, name: str, version: int, definition: JsonObject) -> None:
         """Write or replace the definition of pool `name`, whose version has that number."""
         text = json.dumps({"format": FORMAT, "name": name, "version": version, **definition}, ensure_ascii=False)
         handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=f".{name}.", suffix=".tmp")

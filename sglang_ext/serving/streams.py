@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -12,19 +11,29 @@ from sglang_ext.cache import carried
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.cache.streams import MAX_TOKENS
 from sglang_ext.compat import AddReqResult
+from sglang_ext.names import (
+    Passed,
+    PrefillAdder,
+    PrefixCache,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    TokenizedInput,
+    TokenizerManager,
+)
 from sglang_ext.serving.checks import serves_streams
-from sglang_ext.serving.mode import Mode
+from sglang_ext.serving.mode import Mode, SlotsAndRows
 
 # ---- lengths ----
 
 
-def after_init_tokenizer(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
+def after_init_tokenizer(_result: None, manager: TokenizerManager, *_args: Passed, **_kwargs: Passed) -> None:
     """AFTER TokenizerManager.__init__: prompts may be longer than the model's context."""
     if serves_streams(manager.server_args):
         manager.context_len = MAX_TOKENS
 
 
-def after_init_model_worker(_result: Any, scheduler: Any) -> None:
+def after_init_model_worker(_result: None, scheduler: Scheduler) -> None:
     """AFTER Scheduler.init_model_worker: prompts may be longer than the context and the KV pool."""
     if serves_streams(scheduler.server_args):
         scheduler.max_req_len, scheduler.max_req_input_len = MAX_TOKENS, MAX_TOKENS - 1
@@ -38,7 +47,7 @@ class StreamMode(Mode):
 
     ours = True
 
-    def received(self, scheduler: Any, message: Any) -> None:
+    def received(self, scheduler: Scheduler, message: TokenizedInput) -> None:
         """A turn begins with the last token of the answer before it.
 
         It finds the conversation only with its key. Whether it may go on is looked at when it is about to run
@@ -49,7 +58,7 @@ class StreamMode(Mode):
             turn = scheduler.tree_cache.conversation(options)
             carried.set_sent_turn(message, turn, turn.last if turn else None)
 
-    def limit(self, original: Callable[..., None], scheduler: Any, req: Any) -> None:
+    def limit(self, original: Callable[..., None], scheduler: Scheduler, req: Req) -> None:
         """An answer's length is not limited by the KV pool.
 
         A request that asks for no limit gets the model's context, as behind an empty prompt.
@@ -62,14 +71,19 @@ class StreamMode(Mode):
         params.max_new_tokens = max(0, min(wanted, limit, most - before - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
 
-    def takes_turns(self, chunked: Any) -> bool:
+    def takes_turns(self, chunked: Req) -> bool:
         return True
 
     # ---- admission ----
 
     def add(
-        self, original: Callable[..., Any], adder: Any, req: Any, has_chunked_req: bool, alignment: int | None
-    ) -> Any:
+        self,
+        original: Callable[..., AddReqResult],
+        adder: PrefillAdder,
+        req: Req,
+        has_chunked_req: bool,
+        alignment: int | None,
+    ) -> AddReqResult:
         """A request runs when its reservation fits."""
         cache = adder.tree_cache
         if not req.full_untruncated_fill_ids:  # it would wait for ever, and everybody behind it
@@ -90,39 +104,41 @@ class StreamMode(Mode):
             adder.new_chunked_req = req
         return adder.budget_state()
 
-    def add_chunk(self, original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    def add_chunk(self, original: Callable[..., Req | None], adder: PrefillAdder, req: Req) -> Req | None:
         """The next chunk of a stream, which has its slots already."""
         begin, stop, end = _chunk(adder, req)
         _add(adder, req, begin, stop)
         return req if stop < end else None
 
-    def offset(self, original: Callable[..., float], adder: Any, req: Any) -> float:
+    def offset(self, original: Callable[..., float], adder: PrefillAdder, req: Req) -> float:
         """A running stream takes no more slots."""
         return 0
 
     # ---- slots ----
 
-    def slots_for_extend(self, original: Callable[..., Any], batch: Any) -> Any:
+    def slots_for_extend(self, original: Callable[..., SlotsAndRows], batch: ScheduleBatch) -> SlotsAndRows:
         """New requests get all their slots, and the tokens of the batch none of their own."""
         rows = torch.tensor(compat.request_rows(batch), dtype=torch.int64)
         for req in batch.reqs:
             batch.tree_cache.reserve(req)
         return _nowhere(batch, batch.extend_num_tokens), rows.to(batch.device, non_blocking=True), rows
 
-    def slots_for_decode(self, original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+    def slots_for_decode(
+        self, original: Callable[..., torch.Tensor], batch: ScheduleBatch, token_per_req: int
+    ) -> torch.Tensor:
         """Likewise."""
         return _nowhere(batch, len(batch.reqs) * token_per_req)
 
-    def decode_fits(self, original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:
+    def decode_fits(self, original: Callable[..., bool], batch: ScheduleBatch, *args: Passed, **kwargs: Passed) -> bool:
         """Streams have all their slots already."""
         return True
 
     # ---- for operators ----
 
-    def blocks(self, cache: Any) -> BlockRadixCache:
+    def blocks(self, cache: PrefixCache) -> BlockRadixCache:
         raise ValueError("every request of this server is a stream: serve pools with another --attention-backend")
 
-    def stats(self, scheduler: Any) -> dict[str, Any]:
+    def stats(self, scheduler: Scheduler) -> dict[str, float]:
         cache = scheduler.tree_cache
         named = [each for each in cache.conversations.values() if each.whole is None]
         ended = [each for each in cache.conversations.values() if each.whole is not None]
@@ -136,7 +152,7 @@ class StreamMode(Mode):
         }
 
 
-def _chunk(adder: Any, req: Any) -> tuple[int, int, int]:
+def _chunk(adder: PrefillAdder, req: Req) -> tuple[int, int, int]:
     """(first token, where this chunk ends, where the prompt ends)."""
     begin, end = len(req.prefix_indices), len(req.full_untruncated_fill_ids)
     room = adder.rem_chunk_tokens
@@ -145,7 +161,7 @@ def _chunk(adder: Any, req: Any) -> tuple[int, int, int]:
     return begin, adder.tree_cache.cut(req, begin, begin + max(room, 0)), end
 
 
-def _add(adder: Any, req: Any, begin: int, stop: int) -> None:
+def _add(adder: PrefillAdder, req: Req, begin: int, stop: int) -> None:
     """Put the tokens [begin, stop) of a request into the batch."""
     slots = adder.tree_cache.need(req)
     total, current = adder.rem_total_token_offset + slots, adder.cur_rem_token_offset + slots
@@ -156,6 +172,6 @@ def _add(adder: Any, req: Any, begin: int, stop: int) -> None:
     adder.rem_total_token_offset, adder.cur_rem_token_offset = total, current  # slots, not tokens
 
 
-def _nowhere(batch: Any, tokens: int) -> torch.Tensor:
+def _nowhere(batch: ScheduleBatch, tokens: int) -> torch.Tensor:
     """SGLang's padding slot for each token: the policy knows where they go, head by head."""
     return torch.zeros(tokens, dtype=torch.int64, device=batch.device)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 import orjson
 
 from sglang_ext.config import PoolOptions, unknown_names
 from sglang_ext.serving.layout import parse_jsonl
+from sglang_ext.types import Json, Options
 
 JSONL = ("application/jsonl", "application/x-ndjson", "application/x-jsonlines")
 
@@ -23,8 +23,8 @@ class Submitted:
         wait: whether who submitted them waits until they are encoded.
     """
 
-    demonstrations: Iterable[Any]
-    options: Mapping[str, Any]
+    demonstrations: Iterable[Json]
+    options: Options
     wait: bool = True
 
 
@@ -66,7 +66,7 @@ def _text(raw: bytes) -> str:
         raise ValueError(f"the body is not UTF-8 ({error.reason} at byte {error.start})") from error
 
 
-def _json(raw: bytes) -> Any:
+def _json(raw: bytes) -> Json:
     try:
         return orjson.loads(raw.removeprefix(b"\xef\xbb\xbf"))
     except orjson.JSONDecodeError as error:
@@ -92,7 +92,7 @@ def query_flag(query: Mapping[str, str], name: str, default: bool) -> bool:
     return value.lower() in ("true", "1")
 
 
-def query_option(name: str, text: str) -> Any:
+def query_option(name: str, text: str) -> Json:
     """An option of a pool from a query string, in the type it has in PoolOptions."""
     kinds = {field.name: str(field.type) for field in fields(PoolOptions)}
     kind = kinds.get(name, "str")

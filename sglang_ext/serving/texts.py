@@ -13,11 +13,28 @@ import copy
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sglang_ext import compat
+from sglang_ext.names import (
+    AnthropicRequest,
+    Handler,
+    OpenAIHandler,
+    OpenAIRequest,
+    Passed,
+    RequestInput,
+    Tokenizer,
+    TokenizerManager,
+)
+from sglang_ext.types import Json
+
+if TYPE_CHECKING:
+    import fastapi
+
+    from sglang_ext.serving.pools import PoolService
 
 T = TypeVar("T")
+H = TypeVar("H")  # a handler of routes
 
 LONG = 1 << 14  # characters that take so long, some 10 ms, that others must not wait for them
 
@@ -34,8 +51,8 @@ class Converted:
         error: what it raised instead, or None.
     """
 
-    request: Any
-    made: Any = None
+    request: OpenAIRequest
+    made: Passed = None
     error: Exception | None = None
 
 
@@ -45,7 +62,7 @@ RECEIVED: contextvars.ContextVar[float | None] = contextvars.ContextVar("sglang_
 CONVERTED: contextvars.ContextVar[Converted | None] = contextvars.ContextVar("sglang_ext_converted", default=None)
 
 
-def characters(value: Any, most: float = math.inf) -> int:
+def characters(value: Json, most: float = math.inf) -> int:
     """Characters of all texts in a value of a request: a text, a list, an object, a model, or nothing.
 
     Each element counts one, at least: it is looked at, and rendered where it is rendered. Counting ends beyond `most`.
@@ -65,32 +82,32 @@ def characters(value: Any, most: float = math.inf) -> int:
     return found
 
 
-def is_long(manager: Any, *values: Any) -> bool:
+def is_long(manager: TokenizerManager, *values: Json) -> bool:
     """Whether a server of ours must not handle these values of a request on its event loop."""
     return getattr(manager, "ext_pools", None) is not None and characters(values, LONG) > LONG
 
 
-async def beside(handler: Any, work: Callable[[Any], T]) -> T:
+async def beside(handler: H, work: Callable[[H], T]) -> T:
     """`work(copy of handler)` in a thread; the copy has a tokenizer of its own, and `work` the caller's context."""
     context = contextvars.copy_context()
 
-    def run(tokenizer: Any) -> T:
+    def run(tokenizer: Tokenizer) -> T:
         return context.run(work, _with_tokenizer(handler, tokenizer))
 
     return await _pools(handler).workers.with_tokenizer(run)
 
 
-async def run_beside(handler: Any, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+async def run_beside(handler: H, work: Callable[[H], Coroutine[None, None, T]]) -> T:
     """The same of a coroutine which, as SGLang wrote it, waits for nothing of the server's event loop."""
     return await beside(handler, lambda own: asyncio.run(work(own)))
 
 
-def _pools(handler: Any) -> Any:
+def _pools(handler: Handler) -> PoolService:
     manager = getattr(handler, "tokenizer_manager", None)
     return (manager or handler.openai_serving_chat.tokenizer_manager).ext_pools
 
 
-def _with_tokenizer(handler: Any, tokenizer: Any) -> Any:
+def _with_tokenizer(handler: Handler, tokenizer: Tokenizer) -> Handler:
     own = copy.copy(handler)
     if hasattr(own, "tokenizer_manager"):
         own.tokenizer_manager = copy.copy(own.tokenizer_manager)
@@ -106,8 +123,11 @@ def _with_tokenizer(handler: Any, tokenizer: Any) -> Any:
 
 
 async def around_tokenize_texts(
-    original: Callable[..., Any], manager: Any, texts: str | list[Any], is_cross_encoder: bool = False
-) -> Any:
+    original: Callable[..., Passed],
+    manager: TokenizerManager,
+    texts: str | list[str | list[str]],
+    is_cross_encoder: bool = False,
+) -> Passed:
     """AROUND TokenizerManager._tokenize_texts: the same tokens, with a tokenizer of our own where a text is long.
 
     Returns:
@@ -122,21 +142,27 @@ async def around_tokenize_texts(
 # ---- chats ----
 
 
-async def around_handle_chat(original: Callable[..., Any], handler: Any, request: Any, raw_request: Any) -> Any:
+async def around_handle_chat(
+    original: Callable[..., Passed], handler: OpenAIHandler, request: OpenAIRequest, raw_request: fastapi.Request
+) -> Passed:
     """AROUND OpenAIServingChat.handle_request: a long chat is converted before SGLang asks for it."""
     await _convert(handler, request, raw_request)
     return await original(handler, request, raw_request)
 
 
 async def around_handle_message(
-    original: Callable[..., Any], handler: Any, chat_request: Any, request: Any, raw_request: Any
-) -> Any:
+    original: Callable[..., Passed],
+    handler: Handler,
+    chat_request: OpenAIRequest,
+    request: AnthropicRequest,
+    raw_request: fastapi.Request,
+) -> Passed:
     """AROUND AnthropicServing._handle_streaming and _handle_non_streaming: the same."""
     await _convert(handler.openai_serving_chat, chat_request, raw_request)
     return await original(handler, chat_request, request, raw_request)
 
 
-async def _convert(handler: Any, request: Any, raw_request: Any) -> None:
+async def _convert(handler: OpenAIHandler, request: OpenAIRequest, raw_request: fastapi.Request) -> None:
     if not is_long(handler.tokenizer_manager, request):
         return
     RECEIVED.set(compat.monotonic_time())
@@ -149,7 +175,12 @@ async def _convert(handler: Any, request: Any, raw_request: Any) -> None:
         CONVERTED.set(Converted(request, error=error))
 
 
-def around_convert_chat(original: Callable[..., Any], handler: Any, request: Any, raw_request: Any = None) -> Any:
+def around_convert_chat(
+    original: Callable[..., Passed],
+    handler: OpenAIHandler,
+    request: OpenAIRequest,
+    raw_request: fastapi.Request | None = None,
+) -> Passed:
     """AROUND OpenAIServingChat._convert_to_internal_request: what a thread has made of this request is returned."""
     found = CONVERTED.get()
     if found is None or found.request is not request:
@@ -160,14 +191,16 @@ def around_convert_chat(original: Callable[..., Any], handler: Any, request: Any
     return found.made
 
 
-def keep_time(obj: Any) -> None:
+def keep_time(obj: RequestInput) -> None:
     """Have a request's waiting for the thread count in its times."""
     received = RECEIVED.get()
     if received is not None and getattr(obj, "received_time", None):
         obj.received_time = min(obj.received_time, received)
 
 
-async def around_count_tokens(original: Callable[..., Any], handler: Any, request: Any, raw_request: Any) -> Any:
+async def around_count_tokens(
+    original: Callable[..., Passed], handler: Handler, request: AnthropicRequest, raw_request: fastapi.Request
+) -> Passed:
     """AROUND AnthropicServing.handle_count_tokens: a long chat is counted in the thread."""
     if not is_long(handler.openai_serving_chat.tokenizer_manager, request):
         return await original(handler, request, raw_request)

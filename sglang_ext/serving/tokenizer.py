@@ -12,14 +12,15 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import fastapi
+from starlette.requests import Request
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import REQUEST_OWNER, WIRE_KEY, Row
 from sglang_ext.config import RequestOptions
+from sglang_ext.names import Passed, RequestInput, RequestState, TokenizerManager
 from sglang_ext.serving import checks
 from sglang_ext.serving.access import check_reading, check_retriever, may_read
 from sglang_ext.serving.errors import PoolError
@@ -32,16 +33,11 @@ from sglang_ext.serving.requests import CHAT_KEY, check_characters, check_tokens
 from sglang_ext.serving.select import select_pieces
 from sglang_ext.serving.texts import LONG
 from sglang_ext.settings import POOL_DIR_ENV
+from sglang_ext.types import Json, JsonObject
 
+Generate = Callable[..., AsyncGenerator[Json, None]]  # yields an answer, or a list of those to a batch
+Client = Request | None  # None: the offline engine
 MAX_RETRIES = 8  # of a question whose blocks were evicted before it ran
-
-
-@dataclass(frozen=True)
-class LabelAnswer:
-    """How an answer is set: the white space before it and what ends it (nothing: end of sequence)."""
-
-    lead: str
-    end: str
 
 
 @dataclass
@@ -54,7 +50,7 @@ class Lease:
     """
 
     version: Version
-    meta: dict[str, Any]
+    meta: JsonObject
     options: RequestOptions
     layout: Layout
     row: Row
@@ -68,7 +64,7 @@ class Lease:
         return [*self.layout.tokens_of(self.row.prefix), *self.own]
 
 
-def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
+def after_init(_result: None, manager: TokenizerManager, *_args: Passed, **_kwargs: Passed) -> None:
     """AFTER TokenizerManager.__init__: the server's pools, when one of our backends was chosen."""
     manager.ext_pools = None
     manager.ext_leases = {}
@@ -77,7 +73,7 @@ def after_init(_result: Any, manager: Any, *_args: Any, **_kwargs: Any) -> None:
         manager.ext_pools = PoolService(manager, os.environ.get(POOL_DIR_ENV) or None)
 
 
-def pools_of(manager: Any) -> PoolService:
+def pools_of(manager: TokenizerManager) -> PoolService:
     """The server's pools, or an error that says how to start a server that has them."""
     service: PoolService | None = getattr(manager, "ext_pools", None)
     if service is None:
@@ -88,22 +84,22 @@ def pools_of(manager: Any) -> PoolService:
     return service
 
 
-def custom_params(obj: Any) -> list[dict[str, Any]]:
+def custom_params(obj: RequestInput) -> list[JsonObject]:
     """The custom_params of every prompt of a request, empty ones left out."""
     params = getattr(obj, "sampling_params", None)
     listed = params if isinstance(params, list) else [params]
     return [item for item in ((each or {}).get("custom_params") for each in listed) if isinstance(item, dict) and item]
 
 
-def scored(obj: Any) -> int:
+def scored(obj: RequestInput) -> int:
     """How many prompts of a request want the probabilities of labels."""
     wanted = sum(bool(custom.get("label_probs")) for custom in custom_params(obj))
     return wanted if isinstance(obj.sampling_params, list) else wanted * count_prompts(obj)
 
 
 def around_generate_request(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
-) -> AsyncGenerator[Any, None]:
+    original: Generate, manager: TokenizerManager, obj: RequestInput, request: Client = None
+) -> AsyncGenerator[Json, None]:
     """AROUND TokenizerManager.generate_request: leases end with the request, answers say what they used."""
     if any("pool" in custom for custom in custom_params(obj)):
         return _generate(original, manager, obj, request)
@@ -111,8 +107,8 @@ def around_generate_request(
 
 
 async def _generate(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
-) -> AsyncGenerator[Any, None]:
+    original: Generate, manager: TokenizerManager, obj: RequestInput, request: Client
+) -> AsyncGenerator[Json, None]:
     service = pools_of(manager)
     client = None if getattr(obj, "background", False) else request  # nobody waits for the answer at its connection
     ASKED.set(AskedLabels(client, scored(obj)))
@@ -159,8 +155,8 @@ async def _generate(
 
 
 async def _answers(
-    service: PoolService, original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
-) -> AsyncGenerator[Any, None]:
+    service: PoolService, original: Generate, manager: TokenizerManager, obj: RequestInput, request: Client
+) -> AsyncGenerator[Json, None]:
     """SGLang's answers with what they used of the pool; blocks that were missing raise in a stream too."""
     async for out in original(manager, obj, request):
         for item in out if isinstance(out, list) else [out]:
@@ -171,7 +167,7 @@ async def _answers(
         yield out
 
 
-def _end_leases(service: PoolService, manager: Any, obj: Any, others: set[str]) -> list[str]:
+def _end_leases(service: PoolService, manager: TokenizerManager, obj: RequestInput, others: set[str]) -> list[str]:
     """End the leases of a request's prompts; returns the names under which they held blocks, to be released."""
     mine = [rid for rid in compat.logical_rids(obj) if rid not in others]
     ended = [lease for lease in (manager.ext_leases.pop(rid, None) for rid in mine) if lease is not None]
@@ -181,8 +177,8 @@ def _end_leases(service: PoolService, manager: Any, obj: Any, others: set[str]) 
 
 
 def around_wait_one_response(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
-) -> AsyncGenerator[Any, None]:
+    original: Generate, manager: TokenizerManager, obj: RequestInput, request: Client = None
+) -> AsyncGenerator[Json, None]:
     """AROUND TokenizerManager._wait_one_response: an answer may come before it is waited for.
 
     SGLang looks up a request's state when it begins to wait, which in a batch is after the last prompt was tokenized,
@@ -193,8 +189,8 @@ def around_wait_one_response(
 
 
 async def _wait(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any, state: Any
-) -> AsyncGenerator[Any, None]:
+    original: Generate, manager: TokenizerManager, obj: RequestInput, request: Client, state: RequestState | None
+) -> AsyncGenerator[Json, None]:
     early = state is not None and obj.rid not in manager.rid_to_state
     if early:
         manager.rid_to_state[obj.rid] = state
@@ -207,7 +203,7 @@ async def _wait(
             manager.rid_to_state.pop(obj.rid, None)
 
 
-def _refuse_aborted(manager: Any, rid: str, state: Any, out: dict[str, Any]) -> None:
+def _refuse_aborted(manager: TokenizerManager, rid: str, state: RequestState | None, out: JsonObject) -> None:
     """PoolError (400) where the grammar ended an answer: SGLang says so in a field, beside an empty text.
 
     An abort that somebody asked for, and one that says why by its status, stay as SGLang has them.
@@ -225,7 +221,7 @@ def _refuse_aborted(manager: Any, rid: str, state: Any, out: dict[str, Any]) -> 
     raise PoolError(f"the answer could not be constrained to the labels of pool {lease.version.name!r}: {why}")
 
 
-def _annotate(manager: Any, obj: Any, leases: dict[str, Lease], out: Any) -> None:
+def _annotate(manager: TokenizerManager, obj: RequestInput, leases: dict[str, Lease], out: Json) -> None:
     """Put meta_info["sglang_ext"] into every answer of `out`, and take off its text what is no part of a label."""
     rids = compat.logical_rids(obj)
     for place, item in enumerate(out if isinstance(out, list) else [out]):
@@ -241,7 +237,9 @@ def _annotate(manager: Any, obj: Any, leases: dict[str, Lease], out: Any) -> Non
         item["meta_info"]["sglang_ext"] = dict(lease.meta)
 
 
-async def around_tokenize_one_request(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
+async def around_tokenize_one_request(
+    original: Callable[..., Passed], manager: TokenizerManager, obj: RequestInput
+) -> Passed:
     """AROUND TokenizerManager._tokenize_one_request: the prompt becomes stitched blocks and own tokens."""
     params = getattr(obj, "sampling_params", None) or {}
     custom = params.get("custom_params")
@@ -260,7 +258,9 @@ async def around_tokenize_one_request(original: Callable[..., Any], manager: Any
     return await original(manager, obj)
 
 
-def around_validate_one_request(original: Callable[..., None], manager: Any, obj: Any, input_ids: Any) -> None:
+def around_validate_one_request(
+    original: Callable[..., None], manager: TokenizerManager, obj: RequestInput, input_ids: list[int]
+) -> None:
     """AROUND TokenizerManager._validate_one_request: the blocks' tokens count against the model's context.
 
     Raises:
@@ -280,7 +280,7 @@ def around_validate_one_request(original: Callable[..., None], manager: Any, obj
     original(manager, obj, range(total))  # only its length is looked at
 
 
-async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
+async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObject) -> Lease:
     """Retrieve, and rewrite `obj` in place: its own token ids, constraint, and what the schedulers need to know.
 
     Raises:
@@ -307,8 +307,8 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         tokenization = time.perf_counter() - begin
         if len(own) >= manager.context_len:  # before anybody looks for blocks that go with so long a text
             raise ValueError(f"the question has {len(own)} tokens, the context {manager.context_len}: shorten it")
-        # In a chat the answer is a turn of its own: nothing before it, its end is the turn's.
-        answer = LabelAnswer("", "") if chat else LabelAnswer(lead, version.definition.options.answer_end)
+        # (white space before the answer, what ends it): in a chat it is a turn of its own, and its end is the turn's.
+        answer = ("", "") if chat else (lead, version.definition.options.answer_end)
         await service.prepare_retriever(version, options)
         begin = time.perf_counter()
         if len(query or "") > LONG:
@@ -320,7 +320,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         if options.label_probs:
             quota = service.settings.max_label_tokens
             check_quota(len(labels), len(labels), quota, version.name)
-            tokens = await service.layouts.label_tokens(version, answer.lead, answer.end)
+            tokens = await service.layouts.label_tokens(version, *answer)
             check_quota(len(labels), tokens.tree_tokens, quota, version.name)
         owner = REQUEST_OWNER + obj.rid
         holds = None if version.definition.options.pinned else owner  # let go of, however far `ensure` comes
@@ -345,7 +345,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
         end = ""
         params["custom_params"] = {WIRE_KEY: row.dump(), **passed_on}
         if options.constrain == "labels":
-            end = constrain(params, labels, answer.lead, answer.end, manager.server_args.grammar_backend)
+            end = constrain(params, labels, *answer, manager.server_args.grammar_backend)
             if params.get("no_stop_trim"):
                 end = ""
         obj.sampling_params = params
@@ -377,7 +377,7 @@ async def compose(manager: Any, obj: Any, custom: dict[str, Any]) -> Lease:
 
 
 async def _own_tokens(
-    manager: Any, obj: Any, version: Version, options: RequestOptions
+    manager: TokenizerManager, obj: RequestInput, version: Version, options: RequestOptions
 ) -> tuple[list[int], str, str | None]:
     """(the request's own tokens, the white space its answer starts with, the text to retrieve with)."""
     definition = version.definition

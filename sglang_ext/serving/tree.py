@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.attention.backend import view_backend
@@ -12,6 +11,7 @@ from sglang_ext.cache import carried
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.cache.rows import INTERNAL, Row
 from sglang_ext.cache.stitch import MissingBlocks
+from sglang_ext.names import Passed, PrefixCache, Req, ScheduleBatch, Scheduler, TokenizedInput
 from sglang_ext.serving.mode import Mode
 
 CHUNK_MARGIN = 64  # tokens that requests which run beside a chunked prompt generate until it is through
@@ -22,7 +22,7 @@ class TreeMode(Mode):
 
     ours = ends_early = True
 
-    def received(self, scheduler: Any, message: Any) -> None:
+    def received(self, scheduler: Scheduler, message: TokenizedInput) -> None:
         """The tokens of a row's prefix take their place before the request's own.
 
         They are not sent (cache.rows). Where a block is missing the request stays short, and is refused with 503 as
@@ -33,7 +33,7 @@ class TreeMode(Mode):
             with contextlib.suppress(MissingBlocks):
                 message.input_ids = scheduler.tree_cache.stitched_ids(row, message.input_ids)
 
-    def limit(self, original: Callable[..., None], scheduler: Any, req: Any) -> None:
+    def limit(self, original: Callable[..., None], scheduler: Scheduler, req: Req) -> None:
         """Admit what can run, refuse with numbers what never can."""
         original(scheduler, req)
         cache, row = scheduler.tree_cache, carried.request_row(req)
@@ -47,16 +47,16 @@ class TreeMode(Mode):
         if row is None or not row.encodes:
             fit(scheduler, req, row)
 
-    def takes_turns(self, chunked: Any) -> bool:
+    def takes_turns(self, chunked: Req) -> bool:
         """An encoding may be of any length, a question fits the context."""
         row = carried.request_row(chunked)
         return row is not None and bool(row.new)
 
-    def room_beside(self, scheduler: Any, running: int) -> int | None:
+    def room_beside(self, scheduler: Scheduler, running: int) -> int | None:
         left = chunked_left(scheduler)
         return free_tokens(scheduler) - left - running * (2 + -(-left // scheduler.chunked_prefill_size)) - CHUNK_MARGIN
 
-    def make_room(self, scheduler: Any) -> None:
+    def make_room(self, scheduler: Scheduler) -> None:
         """Let the first waiting request run, or end it: blocks that were held since it was admitted leave it no room.
 
         What pools hold stays, and the request's answer is capped by what is left. What other requests hold for
@@ -68,18 +68,18 @@ class TreeMode(Mode):
         if row is None or not row.encodes:
             fit(scheduler, first, row)
 
-    def decode_fits(self, original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:
+    def decode_fits(self, original: Callable[..., bool], batch: ScheduleBatch, *args: Passed, **kwargs: Passed) -> bool:
         """Waiting requests let go of blocks before a running one is retracted."""
         if original(batch, *args, **kwargs):
             return True
         batch.tree_cache.release_requests(keep=[req.rid for req in batch.reqs])
         return original(batch, *args, **kwargs)
 
-    def blocks(self, cache: Any) -> BlockRadixCache:
+    def blocks(self, cache: PrefixCache) -> BlockRadixCache:
         found: BlockRadixCache = cache
         return found
 
-    def stats(self, scheduler: Any) -> dict[str, Any]:
+    def stats(self, scheduler: Scheduler) -> dict[str, float]:
         cache, backend = scheduler.tree_cache, view_backend(scheduler.tp_worker.model_runner)
         return {
             "blocks_resident": len(cache.blocks),
@@ -93,7 +93,7 @@ class TreeMode(Mode):
         }
 
 
-def fit(scheduler: Any, req: Any, row: Row | None) -> None:
+def fit(scheduler: Scheduler, req: Req, row: Row | None) -> None:
     """Cap what a request may generate by the KV cache it can ever have; end it, with numbers, when it has none."""
     cache = scheduler.tree_cache
     # What pools hold never leaves: it is not there for this request. What requests hold is waited for.
@@ -118,17 +118,17 @@ def fit(scheduler: Any, req: Any, row: Row | None) -> None:
         params.min_new_tokens = min(params.min_new_tokens, limit)
 
 
-def chunked_left(scheduler: Any) -> int:
+def chunked_left(scheduler: Scheduler) -> int:
     """Tokens that the prompt which is prefilled in chunks has yet to compute."""
     chunked = scheduler.chunked_req
     return len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices)
 
 
-def free_tokens(scheduler: Any) -> int:
+def free_tokens(scheduler: Scheduler) -> int:
     """KV slots that are free or can be evicted."""
     return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
 
 
-def steps_saved(scheduler: Any) -> int:
+def steps_saved(scheduler: Scheduler) -> int:
     """How many steps of single requests were not run (`last_step`)."""
     return int(getattr(scheduler, "ext_steps_saved", 0))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
+from sglang_ext.compat import NextBatchPlan
+from sglang_ext.names import Req, ScheduleBatch, Scheduler
 from sglang_ext.serving.modes import mode_of
 
 
@@ -23,7 +24,9 @@ class Turn(Enum):
     CHUNK = auto()
 
 
-def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+def around_get_new_batch_prefill(
+    original: Callable[..., NextBatchPlan], scheduler: Scheduler, running_batch: ScheduleBatch
+) -> NextBatchPlan:
     """AROUND Scheduler.get_new_batch_prefill: between two chunks of an encoding or of a stream others have their turns.
 
     SGLang lets prefill win every time, and the prompt that it has begun before others; a pool of many chunks would stop
@@ -40,7 +43,7 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, r
         if turn is Turn.DECODE:
             scheduler.ext_turn = Turn.CHUNK
             if not running_batch.is_empty() and not running_batch.is_prefill_only:
-                return compat.NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+                return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         scheduler.ext_turn = Turn.ADMIT
     plan = original(scheduler, running_batch)
     if plan.batch_to_run is None and _stuck(scheduler, plan.running_batch):
@@ -50,7 +53,9 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, r
     return plan
 
 
-def _admit(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any | None:
+def _admit(
+    original: Callable[..., NextBatchPlan], scheduler: Scheduler, running_batch: ScheduleBatch
+) -> NextBatchPlan | None:
     """A batch of waiting requests, while a long prompt waits for its next chunk; None where there is none.
 
     SGLang cuts one prompt at a time: only requests that together fit one chunk are shown to it.
@@ -60,7 +65,9 @@ def _admit(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> 
         return _of(first, original, scheduler, running_batch) if first else None
 
 
-def _of(first: list[Any], original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any | None:
+def _of(
+    first: list[Req], original: Callable[..., NextBatchPlan], scheduler: Scheduler, running_batch: ScheduleBatch
+) -> NextBatchPlan | None:
     """A batch that SGLang makes of some of the waiting requests, with no prompt in chunks."""
     chunked, queue = scheduler.chunked_req, scheduler.waiting_queue
     scheduler.chunked_req, scheduler.waiting_queue = None, first
@@ -76,7 +83,7 @@ def _of(first: list[Any], original: Callable[..., Any], scheduler: Any, running_
     return plan if plan.batch_to_run is not None else None
 
 
-def _fitting(scheduler: Any, running: int) -> list[Any]:
+def _fitting(scheduler: Scheduler, running: int) -> list[Req]:
     """Waiting requests that fit one chunk, and leave the long prompt the room that it was admitted with.
 
     Args:
@@ -103,13 +110,13 @@ def _fitting(scheduler: Any, running: int) -> list[Any]:
     return found
 
 
-def _takes_turns(scheduler: Any) -> bool:
+def _takes_turns(scheduler: Scheduler) -> bool:
     """Whether the prompt that is prefilled in chunks may be so long that running requests must not wait for it."""
     chunked = scheduler.chunked_req
     return chunked is not None and mode_of(scheduler.tree_cache).takes_turns(chunked)
 
 
-def _stuck(scheduler: Any, running_batch: Any) -> bool:
+def _stuck(scheduler: Scheduler, running_batch: ScheduleBatch) -> bool:
     """Whether requests wait, none runs, and so nothing will become free by itself."""
     return (
         mode_of(scheduler.tree_cache).ours

@@ -16,11 +16,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
-from typing import Any, NoReturn
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
+from sglang_ext.names import Passed, Scheduler, ServerArgs
 from sglang_ext.serving import checks
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import SignalHandler
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +45,9 @@ _MAX_REASON = 500
 # ---- in a process that fails ----
 
 
-def around_scheduler_work(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def around_scheduler_work(
+    original: Callable[..., Passed], scheduler: Scheduler, *args: Passed, **kwargs: Passed
+) -> Passed:
     """AROUND Scheduler.__init__ and Scheduler.run_event_loop: what ends them is written down for the main process."""
     try:
         return original(scheduler, *args, **kwargs)
@@ -108,7 +116,7 @@ class Watch:
 
     def __init__(
         self,
-        processes: Iterable[tuple[str, Any]],
+        processes: Iterable[tuple[str, BaseProcess]],
         words: Words,
         stopped: Callable[[], bool],
         dump: Callable[[], None],
@@ -223,13 +231,13 @@ def _say_last(line: str) -> None:
 _words: list[Words] = []  # one a process: an Engine that follows another goes on with it
 
 
-def fail_to_start(*_signal: object) -> NoReturn:
+def fail_to_start(*_signal: int | FrameType | None) -> NoReturn:
     """On SIGQUIT of a scheduler that fails before the server is up."""
     reasons = list(_words[0].read().values())
     leave(f"the scheduler ended: {reasons[-1]}" if reasons else "a process failed, for the reason above", lambda: None)
 
 
-def after_set_envs_and_config(result: Any, server_args: Any) -> Any:
+def after_set_envs_and_config(result: Passed, server_args: ServerArgs) -> Passed:
     """AFTER engine._set_envs_and_config: before the processes start, say where they write why they end."""
     if not checks.is_active(server_args):
         return result
@@ -244,7 +252,7 @@ def after_set_envs_and_config(result: Any, server_args: Any) -> Any:
     return result
 
 
-def after_launch_subprocesses(result: Any, *_args: Any, **_kwargs: Any) -> Any:
+def after_launch_subprocesses(result: Passed, *_args: Passed, **_kwargs: Passed) -> Passed:
     """AFTER Engine._launch_subprocesses: watch what was started."""
     manager, watchdog = result[0], result[4]
     if manager is None or watchdog is None or not checks.is_active(manager.server_args):
@@ -261,7 +269,9 @@ def after_launch_subprocesses(result: Any, *_args: Any, **_kwargs: Any) -> Any:
     return result
 
 
-def around_running_phase_sigquit_handler(original: Callable[..., Any], handler: Any, *args: Any) -> Any:
+def around_running_phase_sigquit_handler(
+    original: Callable[..., Passed], handler: SignalHandler, *args: Passed
+) -> Passed:
     """AROUND SignalHandler.running_phase_sigquit_handler: the watch knows which process failed, and why."""
     watch = getattr(handler.tokenizer_manager, _WATCH, None)
     if watch is None:

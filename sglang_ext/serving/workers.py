@@ -6,8 +6,9 @@ import asyncio
 import copy
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from sglang_ext.names import Passed, Tokenizer, TokenizerManager
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.memory import give_back
 
@@ -21,38 +22,38 @@ class Workers:
     second.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: TokenizerManager) -> None:
         tokenizer = getattr(manager, "tokenizer", None)
-        self._own_tokenizer: Any = copy.deepcopy(tokenizer)
+        self._own_tokenizer: Tokenizer | None = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, "sglang-ext-layout")
-        self._request_tokenizer: Any = copy.deepcopy(tokenizer)
+        self._request_tokenizer: Tokenizer | None = copy.deepcopy(tokenizer)
         self._request_thread = ThreadPoolExecutor(1, "sglang-ext-requests")
-        self.tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Passed]] = set()
 
-    async def apart(self, work: Callable[..., T], *args: Any) -> T:
+    async def apart(self, work: Callable[..., T], *args: Passed) -> T:
         """Tokenizing and grouping a pool takes up to seconds: done in a thread (one: tokenizers are not shared)."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    async def read(self, work: Callable[..., T], *args: Any) -> T:
+    async def read(self, work: Callable[..., T], *args: Passed) -> T:
         """`apart`, of work that reads what a client submitted; the memory that it took and freed is given back."""
         try:
             return await self.apart(work, *args)
         finally:
             self._thread.submit(give_back)
 
-    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
+    async def with_tokenizer(self, work: Callable[[Tokenizer], T]) -> T:
         """What `work` makes of a text that is too long for the event loop, beside the thread that prepares pools."""
         self.tokenizer()  # or an error
         return await self.beside(work, self._request_tokenizer)
 
-    async def beside(self, work: Callable[..., T], *args: Any) -> T:
+    async def beside(self, work: Callable[..., T], *args: Passed) -> T:
         """Work of a request that takes too long for the event loop, in a thread of its own."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._request_thread, work, *args)
         finally:
             self._request_thread.submit(give_back)
 
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer of the thread that prepares pools.
 
         Raises:
@@ -62,7 +63,7 @@ class Workers:
             raise PoolError("the server runs with --skip-tokenizer-init: pools are text and need the tokenizer")
         return self._own_tokenizer
 
-    def background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def background(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """Work that goes on whoever waits for it; the loop keeps only weak references to tasks."""
         task = asyncio.ensure_future(work)
         self.tasks.add(task)

@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
+
+from sglang_ext.names import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang_ext.attention.policy import Policy
 
 ENTRY_POINTS = "sglang_ext.systems"
 
@@ -51,7 +56,7 @@ class System:
             return self.kernels
         return self.reader or (STREAMS if self.streams else VIEWS)
 
-    def make_policy(self) -> Any:
+    def make_policy(self) -> Policy:
         """A new policy, with the options that the server was started with."""
         return pkgutil.resolve_name(self.policy)()
 
@@ -89,6 +94,6 @@ def systems() -> Mapping[str, System]:
     return MappingProxyType(found)
 
 
-def system_of(server_args: Any) -> System | None:
+def system_of(server_args: ServerArgs) -> System | None:
     """The system of a server; None where its attention backend is none of ours."""
     return systems().get(server_args.attention_backend)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from sglang_ext.types import JsonObject
 
 SHOWN = 5  # reasons that a message names
 
-AnswersT = TypeVar("AnswersT")
+AnswersT = TypeVar("AnswersT", JsonObject, list[JsonObject])
 
 
 class FailedAnswers(RuntimeError):
     """Answers without which a measurement means nothing; says how many failed, and why."""
 
 
-def failure(answer: Mapping[str, Any]) -> str | None:
+def failure(answer: JsonObject) -> str | None:
     """Why an answer of /generate or of `Engine.generate` is none; None for one that ended as it should."""
     if "error" in answer:
         error = answer["error"]
@@ -41,7 +43,7 @@ def completed(answers: AnswersT) -> AnswersT:
     Raises:
         FailedAnswers: some did.
     """
-    listed: list[Any] = answers if isinstance(answers, list) else [answers]
+    listed: list[JsonObject] = answers if isinstance(answers, list) else [answers]
     reasons = [reason for reason in map(failure, listed) if reason is not None]
     if reasons:
         raise FailedAnswers(f"{len(reasons)} of {len(listed)} answers failed: {counted(reasons)}")

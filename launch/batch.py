@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
 from sglang_ext.launch import early
@@ -30,6 +30,11 @@ from sglang_ext.launch.pool import read_demonstrations
 from sglang_ext.launch.serve import REFERENCE_MODEL, add_pool_dir, given_flags, load_plugin
 from sglang_ext.retrievers import registry
 from sglang_ext.settings import ServerSettings, settings_with
+from sglang_ext.types import JsonObject, Options
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Engine
+
 
 PASSES_ON = True
 
@@ -46,7 +51,7 @@ class Question:
     """One line of IN: what to ask the engine, or what is wrong with the line."""
 
     id: str | int
-    request: dict[str, Any] | None = None
+    request: JsonObject | None = None
     error: str | None = None
 
 
@@ -76,9 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def read_questions(
-    text: str, sampling: Mapping[str, Any], custom: Mapping[str, Any], needs_pool: bool = False
-) -> list[Question]:
+def read_questions(text: str, sampling: Options, custom: Options, needs_pool: bool = False) -> list[Question]:
     """The questions of IN; a line that cannot be asked becomes a question with an error.
 
     Args:
@@ -102,9 +105,7 @@ def read_questions(
     return questions
 
 
-def _question(
-    line: str, number: int, sampling: Mapping[str, Any], custom: Mapping[str, Any], needs_pool: bool
-) -> Question:
+def _question(line: str, number: int, sampling: Options, custom: Options, needs_pool: bool) -> Question:
     try:
         item = json.loads(line)
     except json.JSONDecodeError as error:
@@ -123,7 +124,7 @@ def _question(
     return Question(id, request)
 
 
-def _request(item: Mapping[str, Any], sampling: Mapping[str, Any], custom: Mapping[str, Any]) -> dict[str, Any]:
+def _request(item: JsonObject, sampling: Options, custom: Options) -> JsonObject:
     """Arguments of `Engine.async_generate`."""
     unknown = sorted(set(item) - _KNOWN)
     if unknown:
@@ -220,7 +221,7 @@ def _replaced(path: Path, data: bytes) -> IO[bytes]:
 
 
 async def answer_all(
-    engine: Any, questions: Sequence[Question], file: IO[bytes], concurrency: int, answered: Callable[[], Any]
+    engine: Engine, questions: Sequence[Question], file: IO[bytes], concurrency: int, answered: Callable[[], None]
 ) -> list[str]:
     """Ask every question, at most `concurrency` at a time, and append each answer as it comes.
 
@@ -253,7 +254,7 @@ async def answer_all(
     return reasons
 
 
-async def _record(engine: Any, question: Question) -> dict[str, Any]:
+async def _record(engine: Engine, question: Question) -> JsonObject:
     """The line of OUT that answers one question. What is wrong with the question itself is its answer; all else ends
     the run."""
     from fastapi import HTTPException
@@ -297,7 +298,7 @@ def pool_files(given_pools: Sequence[str], pool_dir: str | None) -> dict[str, st
     return pools
 
 
-def _check(args: argparse.Namespace, pools: Mapping[str, str | None]) -> dict[str, Any]:
+def _check(args: argparse.Namespace, pools: Mapping[str, str | None]) -> JsonObject:
     """custom_params of every request; ValueError for options that contradict each other."""
     custom = given(args, RequestOptions, skip=("pool",))
     if args.concurrency < 1:
@@ -322,7 +323,7 @@ def main(args: argparse.Namespace) -> int:
     pools = pool_files(args.pool, args.pool_dir)
     custom = _check(args, pools)
     demonstrations = {name: read_demonstrations(file) for name, file in pools.items() if file is not None}
-    sampling: dict[str, Any] = {"temperature": args.temperature}
+    sampling: JsonObject = {"temperature": args.temperature}
     if args.max_new_tokens is not None:
         sampling["max_new_tokens"] = args.max_new_tokens
     questions = read_questions(
@@ -350,7 +351,7 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+def _engine_arguments(args: argparse.Namespace) -> JsonObject:
     arguments = given_flags(args.rest) if args.rest else {}
     if args.model is not None and "model_path" in arguments:
         raise ValueError(f"two models, {args.model} and --model-path {arguments['model_path']}: give one")
@@ -360,9 +361,9 @@ def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def _run(
     args: argparse.Namespace,
-    arguments: Mapping[str, Any],
+    arguments: Options,
     left: Sequence[Question],
-    demonstrations: Mapping[str, Any],
+    demonstrations: Mapping[str, list[JsonObject]],
     file: IO[bytes],
     total: int,
 ) -> list[str]:

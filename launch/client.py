@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import quote, urlsplit
 
 import requests
+
+from sglang_ext.types import Json, JsonObject, Options
 
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0  # between looks at a pool whose change has not begun yet
@@ -41,7 +42,7 @@ class PoolClient:
         if api_key:
             self.session.headers["Authorization"] = f"Bearer {api_key}"
 
-    def call(self, method: str, path: str, body: Any = None, **query: bool) -> Any:
+    def call(self, method: str, path: str, body: JsonObject | None = None, **query: bool) -> Json:
         """One request; JSON in, JSON out."""
         params = {name: str(value).lower() for name, value in query.items()}
         try:
@@ -54,55 +55,57 @@ class PoolClient:
             raise ServerError(_message(response, path))
         return response.json()
 
-    def pools(self) -> list[dict[str, Any]]:
+    def pools(self) -> list[JsonObject]:
         """A line for each pool."""
-        answer: list[dict[str, Any]] = self.call("GET", "/v1/pools")["pools"]
+        answer: list[JsonObject] = self.call("GET", "/v1/pools")["pools"]
         return answer
 
-    def pool(self, name: str, tokens: bool = False) -> dict[str, Any]:
+    def pool(self, name: str, tokens: bool = False) -> JsonObject:
         """One pool with its blocks."""
-        answer: dict[str, Any] = self.call("GET", _path(name), tokens=tokens)
+        answer: JsonObject = self.call("GET", _path(name), tokens=tokens)
         return answer
 
     def put(
-        self, name: str, demonstrations: Sequence[Any], options: Mapping[str, Any], watch: Callable[[Any], None]
-    ) -> dict[str, Any]:
+        self, name: str, demonstrations: Sequence[JsonObject], options: Options, watch: Callable[[JsonObject], None]
+    ) -> JsonObject:
         """Create or replace a pool; `watch` sees its description again and again until it is ready."""
         body = {"demonstrations": demonstrations, "wait": False, **options}
         with self._looking_on(name, watch):
             begun = self.call("PUT", _path(name), body)
         return self._finished(name, begun, watch)
 
-    def append(self, name: str, demonstrations: Sequence[Any], watch: Callable[[Any], None]) -> dict[str, Any]:
+    def append(
+        self, name: str, demonstrations: Sequence[JsonObject], watch: Callable[[JsonObject], None]
+    ) -> JsonObject:
         """Add demonstrations to a pool; waits like `put`."""
         body = {"demonstrations": demonstrations, "wait": False}
         with self._looking_on(name, watch):
             begun = self.call("POST", _path(name, "demonstrations"), body)
         return self._finished(name, begun, watch)
 
-    def delete(self, name: str) -> dict[str, Any]:
+    def delete(self, name: str) -> JsonObject:
         """Delete a pool."""
-        answer: dict[str, Any] = self.call("DELETE", _path(name))
+        answer: JsonObject = self.call("DELETE", _path(name))
         return answer
 
-    def delete_demonstration(self, name: str, id: str, purge: bool, watch: Callable[[Any], None]) -> dict[str, Any]:
+    def delete_demonstration(self, name: str, id: str, purge: bool, watch: Callable[[JsonObject], None]) -> JsonObject:
         """Take a demonstration out of retrieval, or with `purge` out of every block; waits like `put`."""
         with self._looking_on(name, watch):
             begun = self.call("DELETE", _path(name, "demonstrations", id), purge=purge, wait=False)
         return self._finished(name, begun, watch)
 
-    def cancel(self, name: str) -> dict[str, Any]:
+    def cancel(self, name: str) -> JsonObject:
         """Stop the encoding under way."""
-        answer: dict[str, Any] = self.call("POST", _path(name, "cancel"))
+        answer: JsonObject = self.call("POST", _path(name, "cancel"))
         return answer
 
-    def plan(self, demonstrations: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    def plan(self, demonstrations: Sequence[JsonObject], options: Options) -> JsonObject:
         """What a pool would take on that server, and how many such pools fit."""
-        answer: dict[str, Any] = self.call("POST", "/v1/pools/plan", {"demonstrations": demonstrations, **options})
+        answer: JsonObject = self.call("POST", "/v1/pools/plan", {"demonstrations": demonstrations, **options})
         return answer
 
     @contextmanager
-    def _looking_on(self, name: str, watch: Callable[[Any], None]) -> Iterator[None]:
+    def _looking_on(self, name: str, watch: Callable[[JsonObject], None]) -> Iterator[None]:
         """Let `watch` see the pool while a request waits for its turn, or for its text to be read and tokenized."""
         over = threading.Event()
         other = PoolClient(self.url)  # a session serves one thread
@@ -123,7 +126,7 @@ class PoolClient:
         finally:
             over.set()
 
-    def _finished(self, name: str, info: dict[str, Any], watch: Callable[[Any], None]) -> dict[str, Any]:
+    def _finished(self, name: str, info: JsonObject, watch: Callable[[JsonObject], None]) -> JsonObject:
         """Wait until the change that `info` describes is over.
 
         Raises:

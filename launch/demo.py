@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_ext.launch import demo_data
 from sglang_ext.launch.answers import counted
@@ -31,6 +31,11 @@ from sglang_ext.launch.demo_data import DemoTask, Example
 from sglang_ext.launch.demo_methods import Bench, MethodRow
 from sglang_ext.launch.demo_server import served
 from sglang_ext.launch.serve import REFERENCE_MODEL
+from sglang_ext.types import JsonObject
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Tokenizer
+
 
 Log = Callable[[str], None]
 
@@ -38,7 +43,7 @@ Log = Callable[[str], None]
 # ---- the task -------------------------------------------------------------------------------------------------------
 
 
-def fill(candidates: Sequence[Example], tokenizer: Any, pool_tokens: int) -> list[Example]:
+def fill(candidates: Sequence[Example], tokenizer: Tokenizer, pool_tokens: int) -> list[Example]:
     """The first candidates that fit in `pool_tokens` tokens together; at least one.
 
     Raises:
@@ -59,7 +64,7 @@ def fill(candidates: Sequence[Example], tokenizer: Any, pool_tokens: int) -> lis
     return chosen
 
 
-def make_task(data: str | None, queries: int, pool_tokens: int, seed: int, tokenizer: Any) -> DemoTask:
+def make_task(data: str | None, queries: int, pool_tokens: int, seed: int, tokenizer: Tokenizer) -> DemoTask:
     """The generated task, or one from a JSON-lines file split by `seed`.
 
     Queries whose label no demonstration shows are left out and counted.
@@ -150,7 +155,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--ratio {args.ratio}: expected a share of the pool's blocks, above 0 and at most 1")
 
 
-def run(args: argparse.Namespace, log: Log) -> dict[str, Any]:
+def run(args: argparse.Namespace, log: Log) -> JsonObject:
     """Run the demo; returns what `--json` writes."""
     from transformers import AutoTokenizer
 
@@ -189,7 +194,7 @@ def run(args: argparse.Namespace, log: Log) -> dict[str, Any]:
     }
 
 
-def describe(result: dict[str, Any]) -> str:
+def describe(result: JsonObject) -> str:
     """The table with what one must know to read it."""
     left_out = f" ({result['left_out']} more left out: no demonstration has their label)" if result["left_out"] else ""
     return (

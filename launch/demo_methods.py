@@ -9,16 +9,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_ext.launch.answers import completed, counted, failure
 from sglang_ext.launch.client import ServerError
 from sglang_ext.launch.demo_data import DemoTask
 from sglang_ext.launch.demo_server import Server
+from sglang_ext.types import JsonObject
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Tokenizer
+
 
 POOL = "demo"
 
-Ask = Callable[[str, str], tuple[dict[str, Any], list[int]]]  # (question, cache key) -> (answer, blocks selected)
+Ask = Callable[[str, str], tuple[JsonObject, list[int]]]  # (question, cache key) -> (answer, blocks selected)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Bench:
     """
 
     def __init__(
-        self, server: Server, task: DemoTask, tokenizer: Any, ratio: float, block_size: int, concurrency: int
+        self, server: Server, task: DemoTask, tokenizer: Tokenizer, ratio: float, block_size: int, concurrency: int
     ) -> None:
         from sglang_ext.config import PoolOptions
         from sglang_ext.serving.grammar import label_grammar
@@ -93,19 +98,19 @@ class Bench:
     def _query_ids(self, query: str) -> list[int]:
         return self._ids(self.options.render_query(query)[0])
 
-    def _dense(self, prefix: list[int], query: str, extra_key: str | None) -> dict[str, Any]:
+    def _dense(self, prefix: list[int], query: str, extra_key: str | None) -> JsonObject:
         """A plain request of stock SGLang; with an `extra_key` of its own nothing of it is cached."""
         sampling = {"temperature": 0.0, "max_new_tokens": self.new_tokens, "ebnf": self.grammar, "stop": [self.end]}
-        body: dict[str, Any] = {"input_ids": prefix + self._query_ids(query), "sampling_params": sampling}
+        body: JsonObject = {"input_ids": prefix + self._query_ids(query), "sampling_params": sampling}
         if extra_key is not None:
             body["extra_key"] = extra_key
-        answer: dict[str, Any] = self.server.call("POST", "/generate", body)
+        answer: JsonObject = self.server.call("POST", "/generate", body)
         return answer
 
     def dbsa(self) -> MethodRow:
         """A share of the blocks, retrieved and stitched by the server."""
 
-        def ask(query: str, _key: str) -> tuple[dict[str, Any], list[int]]:
+        def ask(query: str, _key: str) -> tuple[JsonObject, list[int]]:
             custom = {"pool": POOL, "ratio": self.ratio, "constrain": "labels"}
             sampling = {"temperature": 0.0, "max_new_tokens": self.new_tokens, "custom_params": custom}
             answer = self.server.call("POST", "/generate", {"text": query, "sampling_params": sampling})
@@ -139,7 +144,7 @@ class Bench:
         indexing = time.perf_counter() - begin
         chosen = budget(self.ratio, None, total=len(self.blocks), sinks=sinks)
 
-        def ask(query: str, key: str) -> tuple[dict[str, Any], list[int]]:
+        def ask(query: str, key: str) -> tuple[JsonObject, list[int]]:
             blocks = [int(block) for block in select(retriever.score(query), chosen, sinks, "pool")]
             prefix = [token for block in blocks for token in self.blocks[block]]
             return self._dense(prefix, query, key), blocks
@@ -190,7 +195,7 @@ class Bench:
         )
 
 
-def _answered(ask: Ask, query: str, key: str) -> tuple[dict[str, Any], list[int]]:
+def _answered(ask: Ask, query: str, key: str) -> tuple[JsonObject, list[int]]:
     """What `ask` gives; where the server refuses, that as its answer."""
     try:
         return ask(query, key)

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO
 
 import requests
 
 from sglang_ext.launch.client import PoolClient, ServerError
+from sglang_ext.types import Json, JsonObject
 
 START_SECONDS = 600.0  # for the server; a model of many gigabytes takes minutes to load
 
@@ -30,7 +31,7 @@ class Server:
         self.url = url
         self._local = threading.local()
 
-    def call(self, method: str, path: str, body: Any = None) -> Any:
+    def call(self, method: str, path: str, body: JsonObject | None = None) -> Json:
         """One request; JSON in, JSON out. Raises ServerError with the server's own words."""
         if not hasattr(self._local, "client"):
             self._local.client = PoolClient(self.url)
@@ -106,7 +107,7 @@ def _tail(log: IO[str]) -> str:
     return "".join(log.readlines()[-40:])
 
 
-def _stop(process: subprocess.Popen[Any]) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
     """End the server and its workers: they are one process group."""
     for sign, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 10)):
         try:

@@ -20,17 +20,17 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from sglang_ext.config import CHOICES, DEFAULT_RATIO, NAMES, PoolOptions, RequestOptions
 from sglang_ext.launch.options import described
 from sglang_ext.settings import ServerSettings
 from sglang_ext.systems.registry import ours
+from sglang_ext.types import Json
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTDATED = 1  # the exit status of --check
 
-STANDS_FOR: Mapping[tuple[type, str], Any] = {(RequestOptions, "ratio"): DEFAULT_RATIO}
+STANDS_FOR: Mapping[tuple[type, str], float] = {(RequestOptions, "ratio"): DEFAULT_RATIO}
 """What a field that is None stands for, where that is a value."""
 
 _TYPES = {
@@ -55,7 +55,7 @@ def documents(root: Path = ROOT) -> list[Path]:
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
-def own_fields_first(cls: type) -> Iterator[dataclasses.Field[Any]]:
+def own_fields_first(cls: type) -> Iterator[dataclasses.Field[Json]]:
     """The fields of a dataclass: those that it names itself, then those of its bases, each once."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for each in cls.__mro__:
@@ -69,12 +69,12 @@ def helps(cls: type) -> dict[str, str]:
     return {name: words for each in reversed(cls.__mro__) for name, words in described(each).items()}
 
 
-def choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+def choices(field: dataclasses.Field[Json]) -> tuple[str, ...]:
     """The values that a field takes; none where any of its type will do."""
     return tuple(field.metadata.get(CHOICES, ()))
 
 
-def kind(field: dataclasses.Field[Any]) -> str:
+def kind(field: dataclasses.Field[Json]) -> str:
     """The type of a field, or its choices, in words."""
     if choices(field):
         return ", ".join(f"`{choice}`" for choice in choices(field))
@@ -83,7 +83,7 @@ def kind(field: dataclasses.Field[Any]) -> str:
     return _TYPES[str(field.type).split("|")[0].strip()]
 
 
-def default(cls: type, field: dataclasses.Field[Any]) -> str:
+def default(cls: type, field: dataclasses.Field[Json]) -> str:
     """The default of a field: as JSON spells it, but for choices, which stand without quotation marks."""
     value = STANDS_FOR.get((cls, field.name), field.default)
     if value is dataclasses.MISSING:

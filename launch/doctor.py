@@ -9,13 +9,13 @@ import platform
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any
 
 from sglang_ext import plugin
 from sglang_ext.config import POLICY_ENV, json_object
 from sglang_ext.launch.output import size, table
 from sglang_ext.launch.serve import REFERENCE_MODEL
 from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, settings_with
+from sglang_ext.types import JsonObject
 
 PLUGIN, PLATFORM = "sglang_ext", "sglang_ext_cpu"  # names of our entry points
 _GROUPS = {PLUGIN: "sglang.srt.plugins", PLATFORM: "sglang.srt.platforms"}
@@ -83,7 +83,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def devices() -> list[dict[str, Any]]:
+def devices() -> list[dict[str, str | int]]:
     """GPUs that torch sees, with their memory in bytes."""
     import torch
 
@@ -139,7 +139,7 @@ def model_problems() -> list[str]:
     return [f"{file} is missing: install the package again" for file in files if not file.is_file()]
 
 
-def active() -> dict[str, Any]:
+def active() -> JsonObject:
     """What SGLang has registered once its plugins are loaded: platform, attention and radix cache backends."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import registered_radix_cache_backends
@@ -159,7 +159,7 @@ def active() -> dict[str, Any]:
     }
 
 
-def backend_problems(found: dict[str, Any], gpu: bool) -> list[str]:
+def backend_problems(found: JsonObject, gpu: bool) -> list[str]:
     """What is missing among what SGLang has registered and wrapped."""
     from sglang_ext.config import RADIX_CACHE_BACKEND
     from sglang_ext.systems.registry import systems
@@ -187,13 +187,13 @@ def refused() -> list[dict[str, str]]:
     ]
 
 
-def examine(quick: bool = False) -> dict[str, Any]:
+def examine(quick: bool = False) -> JsonObject:
     """Everything; `problems` lists what keeps pools from being served.
 
     Args:
         quick: only what needs neither SGLang nor torch: GPUs, hooks and what SGLang registers are left out.
     """
-    report: dict[str, Any] = {"versions": versions()}
+    report: JsonObject = {"versions": versions()}
     report["environment"] = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     report["embedded_model"] = str(REFERENCE_MODEL)
     found = report["versions"]["sglang"]
@@ -217,7 +217,7 @@ def examine(quick: bool = False) -> dict[str, Any]:
     return report
 
 
-def describe(report: dict[str, Any]) -> str:
+def describe(report: JsonObject) -> str:
     """The report for people."""
     parts = ["versions", table(("package", "version"), list(report["versions"].items())), ""]
     if "gpus" not in report:

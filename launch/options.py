@@ -7,9 +7,9 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Collection
-from typing import Any
 
 from sglang_ext.config import CHOICES, NAMES
+from sglang_ext.types import Json, JsonObject, Options
 
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 
@@ -24,7 +24,12 @@ def numbers(value: str) -> list[int]:
     return [int(part) for part in value.split(",")]
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {"str": text, "int": int, "float": float, "tuple[int, ...]": numbers}
+_TYPES: dict[str, Callable[[str], str | int | float | list[int]]] = {
+    "str": text,
+    "int": int,
+    "float": float,
+    "tuple[int, ...]": numbers,
+}
 _SHOWN = {"text": "TEXT", "int": "N", "float": "X", "numbers": "N,N,..."}
 
 
@@ -49,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, title: str, skip: Coll
             group.add_argument(flag(field.name), default=argparse.SUPPRESS, **_argument(field, helps))
 
 
-def _argument(field: dataclasses.Field[Any], helps: dict[str, str]) -> dict[str, Any]:
+def _argument(field: dataclasses.Field[Json], helps: dict[str, str]) -> Options:
     """How argparse is told of a field: its type, its choices and its help."""
     kind = str(field.type).split("|")[0].strip()
     words = helps.get(field.name, "").rstrip(".")
@@ -66,7 +71,7 @@ def _argument(field: dataclasses.Field[Any], helps: dict[str, str]) -> dict[str,
     return {"type": convert, "metavar": _SHOWN[convert.__name__], "help": words}
 
 
-def given(args: argparse.Namespace, cls: type, skip: Collection[str] = ()) -> dict[str, Any]:
+def given(args: argparse.Namespace, cls: type, skip: Collection[str] = ()) -> JsonObject:
     """The options of `cls` that the user gave, by name."""
     names = [field.name for field in dataclasses.fields(cls) if field.name not in skip]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}

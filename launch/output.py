@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+
+from sglang_ext.types import JsonObject
+
+Cell = str | int | float | None  # of a table
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     """Aligned columns; a column whose values are all numbers is set to the right."""
     cells = [[str(value) for value in row] for row in rows]
     widths = [max(len(line[column]) for line in [list(header), *cells]) for column in range(len(header))]
@@ -43,7 +46,10 @@ TICK_SECONDS = 0.5
 LINE_SECONDS = (1.0, 10.0)  # the first line where stderr is no terminal, and each further one
 
 _SENT = "sent to the server"
-_PHASES = {"waiting": "waiting for its turn", "preparing": "demonstrations are read and tokenized"}  # of the server
+_PHASES: dict[str | None, str] = {  # of the server
+    "waiting": "waiting for its turn",
+    "preparing": "demonstrations are read and tokenized",
+}
 
 
 class _Bar:
@@ -53,9 +59,9 @@ class _Bar:
         from tqdm import tqdm
 
         self.name = name
-        self.bar: Any = tqdm(desc=f"{name}: {_SENT}", unit=" tokens", file=sys.stderr)
+        self.bar = tqdm(desc=f"{name}: {_SENT}", unit=" tokens", file=sys.stderr)
 
-    def watch(self, info: Any) -> None:
+    def watch(self, info: JsonObject) -> None:
         progress = info.get("progress")
         if not progress:
             self.bar.set_description_str(f"{self.name}: {_PHASES.get(info.get('phase'), _SENT)}")
@@ -80,7 +86,7 @@ class _Lines:
         self.begin = time.monotonic()
         self.due = LINE_SECONDS[0]
 
-    def watch(self, info: Any) -> None:
+    def watch(self, info: JsonObject) -> None:
         progress = info.get("progress")
         if not progress:
             self.doing = _PHASES.get(info.get("phase"), _SENT)
@@ -101,7 +107,7 @@ class _Lines:
 
 
 @contextmanager
-def encoding_bar(name: str) -> Iterator[Callable[[Any], None]]:
+def encoding_bar(name: str) -> Iterator[Callable[[JsonObject], None]]:
     """What a change of a pool is at, from the first second on, also while the server has not answered yet.
 
     On a terminal this is a bar over the pool's tokens, with the time so far. Elsewhere it is a line after a second, and

@@ -12,12 +12,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from sglang_ext.config import PoolOptions, check_name
 from sglang_ext.launch.client import PoolClient
 from sglang_ext.launch.options import add_flags, given
-from sglang_ext.launch.output import encoding_bar, size, table
+from sglang_ext.launch.output import Cell, encoding_bar, size, table
+from sglang_ext.types import JsonObject
 
 URL = "http://127.0.0.1:30000"
 API_KEY_ENV = "SGLANG_EXT_API_KEY"
@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     return status
 
 
-def read_demonstrations(file: str) -> list[Any]:
+def read_demonstrations(file: str) -> list[JsonObject]:
     """The demonstrations of a JSON-lines file, checked.
 
     Raises:
@@ -108,7 +108,7 @@ def _client(args: argparse.Namespace) -> PoolClient:
     return PoolClient(args.url, args.api_key or os.environ.get(API_KEY_ENV))
 
 
-def _print_json(value: Any) -> int:
+def _print_json(value: JsonObject | list[JsonObject]) -> int:
     print(json.dumps(value, ensure_ascii=False, indent=1))
     return 0
 
@@ -116,7 +116,7 @@ def _print_json(value: Any) -> int:
 _SUMMARY = ("name", "version", "status", "demonstrations", "blocks", "tokens", "memory", "setup (s)")
 
 
-def _summary(pool: dict[str, Any]) -> list[Any]:
+def _summary(pool: JsonObject) -> list[Cell]:
     status = pool["status"]
     progress = pool.get("progress")
     if status == "encoding" and progress and progress["tokens"]:
@@ -127,14 +127,14 @@ def _summary(pool: dict[str, Any]) -> list[Any]:
     return [pool["name"], pool["version"], status, *counts, size(pool.get("bytes", 0)), pool["setup_seconds"]]
 
 
-def _report(args: argparse.Namespace, info: dict[str, Any]) -> int:
+def _report(args: argparse.Namespace, info: JsonObject) -> int:
     if args.json:
         return _print_json(info)
     print(table(_SUMMARY, [_summary(info)]))
     return 0
 
 
-def _watched(args: argparse.Namespace, change: Callable[[PoolClient, Callable[[Any], None]], dict[str, Any]]) -> int:
+def _watched(args: argparse.Namespace, change: Callable[[PoolClient, Callable[[JsonObject], None]], JsonObject]) -> int:
     """Make a change and wait for it under a progress bar."""
     client = _client(args)
     try:
@@ -231,7 +231,7 @@ def _shortened(ids: list[str]) -> str:
     return " ".join(ids) if len(ids) <= 4 else f"{ids[0]} {ids[1]} ... {ids[-1]}"
 
 
-def offline_plan(args: argparse.Namespace, items: list[Any]) -> dict[str, Any]:
+def offline_plan(args: argparse.Namespace, items: list[JsonObject]) -> JsonObject:
     """The plan by the model's tokenizer and configuration alone (`sglang_ext.serving.plan.describe`)."""
     # Not SGLang's own loaders: its import alone takes longer than everything here.
     from transformers import AutoConfig, AutoTokenizer

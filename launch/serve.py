@@ -13,13 +13,13 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import sglang_ext
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.launch import early
 from sglang_ext.launch.options import add_flags, given
 from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, ServerSettings, settings_with
+from sglang_ext.types import JsonObject, Options
 
 PASSES_ON = True
 REFERENCE_MODEL = Path(sglang_ext.__file__).parent / "assets" / "reference"
@@ -58,7 +58,7 @@ def load_plugin() -> None:
         raise ValueError("SGLang did not load the plugin sglang_ext; sglang-ext doctor says why")
 
 
-def given_flags(argv: Sequence[str]) -> dict[str, Any]:
+def given_flags(argv: Sequence[str]) -> JsonObject:
     """The SGLang arguments that a command line sets, by their names in ServerArgs; defaults are left out.
 
     Raises:
@@ -83,7 +83,7 @@ def given_flags(argv: Sequence[str]) -> dict[str, Any]:
     return vars(found)
 
 
-def as_flags(arguments: dict[str, Any]) -> list[str]:
+def as_flags(arguments: Options) -> list[str]:
     """SGLang arguments as a command line."""
     line: list[str] = []
     for name, value in arguments.items():

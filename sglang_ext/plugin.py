@@ -10,11 +10,26 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sglang_ext.config import RADIX_CACHE_BACKEND
 from sglang_ext.hooks import HOOKS, Hook
+from sglang_ext.names import ModelRunner, Passed
 from sglang_ext.systems.registry import System, system_of, systems
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from torch import Tensor
+
+    from sglang_ext.attention.backend import ViewBackend
+    from sglang_ext.cache.radix import BlockRadixCache
+    from sglang_ext.cache.streams import StreamCache
+
+    _LogProbs: TypeAlias = tuple[list[Tensor | list[float] | list[list[float]]], Passed]
+    """(those of each request, the tokens that they are of)."""
 
 SUPPORTED_SGLANG = ("0.5.16", "0.5.18")  # at least, below
 
@@ -117,13 +132,13 @@ class _BackendFactory:
 
     system: System
 
-    def __call__(self, model_runner: Any) -> Any:
+    def __call__(self, model_runner: ModelRunner) -> ViewBackend:
         from sglang_ext.attention.select import make_backend
 
         return make_backend(model_runner, self.system)
 
 
-def _build_radix_cache(context: Any) -> Any:
+def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRadixCache:
     from sglang_ext.attention.backend import view_backend
     from sglang_ext.cache.radix import BlockRadixCache
     from sglang_ext.cache.streams import StreamCache
@@ -154,7 +169,7 @@ def around_support_triton(original: Callable[[str], bool], backend: str) -> bool
     return original("torch_native" if not torch.cuda.is_available() and backend in systems() else backend)
 
 
-def around_allocate_token_bitmask(original: Callable[[int, int], Any], vocab_size: int, batch_size: int) -> Any:
+def around_allocate_token_bitmask(original: Callable[[int, int], Tensor], vocab_size: int, batch_size: int) -> Tensor:
     """AROUND xgrammar's _allocate_token_bitmask: it pins memory for a GPU, which fails where there is none."""
     import torch
 
@@ -165,7 +180,7 @@ def around_allocate_token_bitmask(original: Callable[[int, int], Any], vocab_siz
     return xgrammar.allocate_token_bitmask(batch_size, vocab_size)
 
 
-def around_apply_vocab_mask(original: Callable[..., None], grammar: Any, logits: Any, vocab_mask: Any) -> None:
+def around_apply_vocab_mask(original: Callable[..., None], grammar: Passed, logits: Tensor, vocab_mask: Tensor) -> None:
     """AROUND XGrammarGrammar.apply_vocab_mask: SGLang masks on accelerators only, xgrammar on the CPU too."""
     if logits.device.type != "cpu":
         return original(grammar, logits, vocab_mask)
@@ -174,7 +189,7 @@ def around_apply_vocab_mask(original: Callable[..., None], grammar: Any, logits:
     xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
 
 
-def after_get_token_ids_logprobs(result: Any, logprobs: Any, *_args: Any, **_kwargs: Any) -> Any:
+def after_get_token_ids_logprobs(result: _LogProbs, logprobs: Tensor, *_args: Passed, **_kwargs: Passed) -> _LogProbs:
     """AFTER get_token_ids_logprobs_raw: what a batch's requests without `token_ids_logprob` get is a tensor, too.
 
     SGLang has an empty list for them, and ends when it converts the batch's tensors to lists.
@@ -188,7 +203,12 @@ def after_get_token_ids_logprobs(result: Any, logprobs: Any, *_args: Any, **_kwa
 
 
 def around_pynccl_init(
-    original: Callable[..., None], communicator: Any, group: Any, device: Any, *args: Any, **kwargs: Any
+    original: Callable[..., None],
+    communicator: PyNcclCommunicator,
+    group: Passed,
+    device: int | str | torch.device,
+    *args: Passed,
+    **kwargs: Passed,
 ) -> None:
     """AROUND PyNcclCommunicator.__init__: NCCL's library is installed without a GPU too, and cannot serve the CPU."""
     if str(device) != "cpu":
@@ -196,20 +216,18 @@ def around_pynccl_init(
     communicator.group, communicator.available, communicator.disabled = group, False, True
 
 
-def after_compute_cell_size(result: int, _configurator: Any, kvc: Any, num_layers: int) -> int:
+def after_compute_cell_size(result: int, _configurator: Passed, kvc: KVCacheConfigurator, num_layers: int) -> int:
     """AFTER _compute_cell_size: a policy's own bytes a token count in SGLang's memory budget."""
     from sglang.srt.runtime_context import get_parallel
 
     from sglang_ext.attention.choice import kernels
+    from sglang_ext.cache.budget import KVShape
 
     system = system_of(kvc.server_args)
     if system is None:
         return result
     config = kvc.model_config
-    return result + system.make_policy().extra_bytes_per_token(
-        layers=num_layers,
-        kv_heads=config.get_num_kv_heads(get_parallel().attn_tp_size),
-        head_dim=config.head_dim,
-        itemsize=kvc.kv_cache_dtype.itemsize,
-        kernels=kernels(system, kvc.server_args.dtype) != "torch",
-    )
+    kv_heads = config.get_num_kv_heads(get_parallel().attn_tp_size)
+    shape = KVShape(num_layers, kv_heads, config.head_dim, config.v_head_dim, kvc.kv_cache_dtype.itemsize)
+    in_kernels = kernels(system, kvc.server_args.dtype) != "torch"
+    return result + system.make_policy().extra_bytes_per_token(shape, in_kernels)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.kernels.top_p.selection import Selection
+from sglang_ext.kernels.top_p.types import Selection
 
 
 @dataclass(frozen=True)

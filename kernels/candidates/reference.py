@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.candidates.quantised import QuantisedKeys, check
-from sglang_ext.kernels.top_p.selection import Selection
+from sglang_ext.kernels.top_p.types import Selection
 
 
 def token_scores(

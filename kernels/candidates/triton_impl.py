@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.kernels.candidates.quantised import QuantisedKeys, check
-from sglang_ext.kernels.top_p.selection import Selection
+from sglang_ext.kernels.top_p.types import Selection
 
 BLOCK = 128
 """Tokens of a program."""

@@ -16,9 +16,18 @@ from typing import Any
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.cells.decode_impl import COLUMNS, LOG2_E, MAX_SPLITS, DecodeWorkspace, check
-from sglang_ext.kernels.cells.lists import Rotation
-from sglang_ext.kernels.cells.triton_impl import rows_of
+from sglang_ext.kernels.cells.lists import Rotation, rows_of
+from sglang_ext.kernels.cells.types import (
+    COLUMNS,
+    LOG2_E,
+    MAX_SPLITS,
+    Cells,
+    CountedScores,
+    DecodeWorkspace,
+    NewTokens,
+    check_decode,
+    check_dtypes,
+)
 
 SOURCE = "cells/decode.cu"
 DIMS = (64, 128)
@@ -168,23 +177,14 @@ def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning
 
 
 def decode(
-    query: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slot: torch.Tensor,
+    tokens: NewTokens,
+    cells: Cells,
     rows: torch.Tensor,
     seen: torch.Tensor,
     rotation: Rotation,
     scale: float,
     *,
-    score: torch.Tensor | None = None,
-    entries: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    fresh: torch.Tensor | None = None,
-    beta: float = 0.0,
-    reduction: str = "mean",
+    scores: CountedScores | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     tuning: CudaDecodeTuning = TUNING,
@@ -200,7 +200,10 @@ def decode(
         ValueError: as `decode_impl.decode`; what `refusal` says; tokens or slots that do not begin at multiples of 16
             bytes; more blocks that wait for each other than run at once.
     """
-    scored = check(query, new_keys, new_values, keys, values, slot, rows, seen, (score, entries, skip, fresh))
+    check_decode(tokens, cells, rows, seen)
+    check_dtypes(tokens, cells)
+    query, new_keys, new_values = tokens.query, tokens.keys, tokens.values
+    keys, values, slot, scored = cells.keys, cells.values, cells.slot, scores is not None
     batch, heads, dim = query.shape
     kv_heads, (lanes, width), device = keys.shape[1], slot.shape[1:], query.device
     reason = refusal(device, keys.dtype, dim, values.shape[2], heads // kv_heads, rotation)
@@ -213,8 +216,8 @@ def decode(
     out = query.new_empty(batch, heads, dim) if out is None else out
     if out.shape != (batch, heads, dim) or out.dtype != query.dtype or not out.is_contiguous():
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}: expected contiguous {query.dtype} {query.shape}")
-    if score is not None and score.dtype != torch.float32:
-        raise ValueError(f"score is {score.dtype}: expected float32")
+    if scores is not None and scores.score.dtype != torch.float32:
+        raise ValueError(f"score is {scores.score.dtype}: expected float32")
     strides = rows_of(query, new_keys, new_values, keys, values)
     index = nvrtc.index_of(device)
     processors = nvrtc.multiprocessors(index)
@@ -235,15 +238,13 @@ def decode(
     each = rows_at_once(batch, kv_heads, sets, shares, processors, tuning)
     if not each:
         raise ValueError(f"{shares} shares of a row do not run at once: take fewer, or decode_impl.decode")
-    variant = Variant(
-        dim, heads // kv_heads, kv_heads, lanes, scored, reduction == "max", query.dtype == torch.bfloat16, tuning
-    )
-    unused = seen
+    counted = workspace.unscored(seen) if scores is None else scores
+    maximum, bfloat16 = counted.reduction == "max", query.dtype == torch.bfloat16
+    variant = Variant(dim, heads // kv_heads, kv_heads, lanes, scored, maximum, bfloat16, tuning)
     # int32 already in an engine
     rows, seen, skip, fresh, entries = (
-        (unused if x is None else x).to(torch.int32) for x in (rows, seen, skip, fresh, entries)
+        x.to(torch.int32) for x in (rows, seen, counted.skip, counted.fresh, counted.entries)
     )
-    kept = workspace.logits if score is None else score
     staying = min(1.0, KEPT / (2 * each * heads * max(1, width)))
     launch, waits = _kernel(index, variant), _waits(kv_heads, sets, shares)
     for first in range(0, batch, each):
@@ -253,12 +254,12 @@ def decode(
         own = slice(0, row_of.shape[0])
         tensors = (
             query[of], new_keys[of], new_values[of], keys, values, slot, row_of, seen[of], skip[of], fresh[of],
-            entries[of], rotation.phase, kept, workspace.parts[own], workspace.part_lse[own], workspace.logits[own],
-            workspace.tops[own], workspace.arrived[own], out[of],
+            entries[of], rotation.phase, counted.score, workspace.parts[own], workspace.part_lse[own],
+            workspace.logits[own], workspace.tops[own], workspace.arrived[own], out[of],
         )  # fmt: skip
         launch(
             (shares, kv_heads, row_of.shape[0]), *(x.data_ptr() for x in tensors),
             *(ctypes.c_int64(stride) for stride in strides), ctypes.c_int32(width), ctypes.c_float(scale * LOG2_E),
-            ctypes.c_float(beta), ctypes.c_float(staying), cooperative=waits,
+            ctypes.c_float(counted.beta), ctypes.c_float(staying), cooperative=waits,
         )  # fmt: skip
     return out

@@ -12,19 +12,24 @@ have them compiled anew while serving.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.cells.lists import Rotation
-from sglang_ext.kernels.cells.reference import check_decode
-from sglang_ext.kernels.cells.triton_impl import _cos_sin, _pairs, padded, rows_of
-
-LOG2_E = math.log2(math.e)
+from sglang_ext.kernels.cells.lists import Rotation, rows_of
+from sglang_ext.kernels.cells.triton_impl import _cos_sin, _pairs, padded
+from sglang_ext.kernels.cells.types import (
+    LOG2_E,
+    MAX_SPLITS,
+    Cells,
+    CountedScores,
+    DecodeWorkspace,
+    NewTokens,
+    check_decode,
+    check_dtypes,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,6 @@ class DecodeTuning:
 
 
 TUNING = DecodeTuning()
-MAX_SPLITS = 128
 
 
 def tuning_for(head_dim: int, value_dim: int, itemsize: int) -> DecodeTuning:
@@ -65,100 +69,6 @@ def splits(batch: int, kv_heads: int, entries: int, multiprocessors: int, tuning
     """
     wanted = multiprocessors * tuning.programs // (batch * kv_heads)
     return max(1, min(wanted, MAX_SPLITS, entries // (2 * tuning.columns)))
-
-
-COLUMNS = 16
-"""That CUDA's kernel sees together, and has the largest logit of."""
-
-
-def chunks(entries: int) -> int:
-    """Of so many columns, the new token in one of its own; `decode.cu` counts alike."""
-    return entries // COLUMNS + 2
-
-
-@dataclass(frozen=True)
-class DecodeWorkspace:
-    """Buffers of `decode`, shared by all layers; allocate once, before a CUDA graph is captured.
-
-    Attributes:
-        parts: [batch, heads, splits, value_dim] float32, each share's output.
-        part_lse: [batch, heads, splits] float32, its log-sum-exp to base 2.
-        logits: [batch, heads, entries] float32, to base 2; empty where no scores are kept. CUDA's kernel keeps them in
-            the first half of it, as float16, those of a column's heads side by side.
-        tops: [batch, heads, `chunks(entries)`] float32, what CUDA's are below; empty likewise.
-        arrived: [batch, kv_heads, 2] int32, zeros before a launch and after it; CUDA's blocks wait by them.
-    """
-
-    parts: torch.Tensor
-    part_lse: torch.Tensor
-    logits: torch.Tensor
-    tops: torch.Tensor
-    arrived: torch.Tensor
-
-    @classmethod
-    def empty(
-        cls,
-        batch: int,
-        heads: int,
-        kv_heads: int,
-        value_dim: int,
-        entries: int,
-        shares: int,
-        device: torch.device,
-        scores: bool,
-    ) -> DecodeWorkspace:
-        """Room for `shares` (`splits`) shares of up to `entries` columns."""
-        make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
-        return cls(
-            make(batch, heads, shares, value_dim),
-            make(batch, heads, shares),
-            make(batch, heads, entries if scores else 0),
-            make(batch, heads, chunks(entries) if scores else 0),
-            torch.zeros(batch, kv_heads, 2, dtype=torch.int32, device=device),
-        )
-
-    def check(self, batch: int, heads: int, value_dim: int, entries: int, scores: bool) -> int:
-        """How many shares there is room for.
-
-        Raises:
-            ValueError: it was made for something else.
-        """
-        shares = self.parts.shape[2]
-        if self.parts.shape != (batch, heads, shares, value_dim) or (
-            scores
-            and (self.logits.shape, self.tops.shape) != ((batch, heads, entries), (batch, heads, chunks(entries)))
-        ):
-            raise ValueError(
-                f"workspace {tuple(self.parts.shape)} with logits {tuple(self.logits.shape)}: make it for "
-                f"{batch} rows of {heads} heads and {entries} columns with DecodeWorkspace.empty"
-            )
-        return shares
-
-
-def check(
-    query: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slot: torch.Tensor,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
-    scores: Sequence[torch.Tensor | None],
-) -> bool:
-    """Whether scores are kept: `score`, `entries`, `skip` and `fresh` are there.
-
-    Raises:
-        ValueError: `reference.check_decode`; tensors of another type than the caches; some of `scores` and not all.
-    """
-    check_decode(query, new_keys, new_values, keys, values, slot, rows, seen)
-    given = [x is not None for x in scores]
-    if any(given) != all(given):
-        raise ValueError("some of score, entries, skip and fresh: expected all of them, or none where no score is kept")
-    for name, tensor in (("query is", query), ("new keys are", new_keys), ("new values are", new_values)):
-        if tensor.dtype != keys.dtype:
-            raise ValueError(f"{name} {tensor.dtype}, the caches {keys.dtype}: expected one type")
-    return all(given)
 
 
 @triton.jit(do_not_specialize=["splits"])  # it is another one for every size of a batch
@@ -330,23 +240,14 @@ def _join_kernel(
 
 
 def decode(
-    query: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slot: torch.Tensor,
+    tokens: NewTokens,
+    cells: Cells,
     rows: torch.Tensor,
     seen: torch.Tensor,
     rotation: Rotation,
     scale: float,
     *,
-    score: torch.Tensor | None = None,
-    entries: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    fresh: torch.Tensor | None = None,
-    beta: float = 0.0,
-    reduction: str = "mean",
+    scores: CountedScores | None = None,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     tuning: DecodeTuning | None = None,
@@ -359,13 +260,14 @@ def decode(
         tuning: tile sizes; `tuning_for` the heads when None.
 
     Raises:
-        ValueError: also for new tokens or queries in another type than the caches, and for some but not all of what
-            scores need.
+        ValueError: also for new tokens or queries in another type than the caches.
     """
-    scored = check(query, new_keys, new_values, keys, values, slot, rows, seen, (score, entries, skip, fresh))
+    check_decode(tokens, cells, rows, seen)
+    check_dtypes(tokens, cells)
+    query, keys, values, scored = tokens.query, cells.keys, cells.values, scores is not None
     batch, heads, dim = query.shape
     kv_heads, value_dim, half = keys.shape[1], values.shape[2], rotation.phase.numel()
-    lanes, width = slot.shape[1:]
+    lanes, width = cells.slot.shape[1:]
     tuning = tuning or tuning_for(dim, value_dim, keys.element_size())
     if workspace is None:
         device = query.device
@@ -374,11 +276,11 @@ def decode(
         workspace = DecodeWorkspace.empty(batch, heads, kv_heads, value_dim, width, shares, device, scored)
     shares = workspace.check(batch, heads, value_dim, width, scored)
     out = query.new_empty(batch, heads, value_dim) if out is None else out
-    unused = rows
+    counted = workspace.unscored(rows) if scores is None else scores
     _share_kernel[(shares, kv_heads, batch)](
-        query, new_keys, new_values, keys, values, slot, rows, seen, skip if skip is not None else unused,
-        fresh if fresh is not None else unused, rotation.phase, workspace.parts, workspace.part_lse, workspace.logits,
-        shares, scale * LOG2_E, *rows_of(query, new_keys, new_values, keys, values),
+        query, tokens.keys, tokens.values, keys, values, cells.slot, rows, seen, counted.skip, counted.fresh,
+        rotation.phase, workspace.parts, workspace.part_lse, workspace.logits, shares, scale * LOG2_E,
+        *rows_of(query, tokens.keys, tokens.values, keys, values),
         LANES=lanes, ENTRIES=width, KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim,
         VALUE_DIM=value_dim, HALF=half, NEOX=rotation.rope.neox, FAST=keys.is_cuda, TILE=tuning.columns,
         QUERIES=padded(heads // kv_heads), PAIRS=padded(half), REST=padded(dim - 2 * half),
@@ -386,11 +288,10 @@ def decode(
     )  # fmt: skip
     tiles = triton.cdiv(width, tuning.scores) * lanes if scored else 0
     _join_kernel[(heads + tiles, batch)](
-        workspace.parts, workspace.part_lse, workspace.logits, out,
-        score if score is not None else workspace.logits, entries if entries is not None else unused, rows, seen,
-        skip if skip is not None else unused, fresh if fresh is not None else unused, shares, beta,
+        workspace.parts, workspace.part_lse, workspace.logits, out, counted.score, counted.entries, rows, seen,
+        counted.skip, counted.fresh, shares, counted.beta,
         LANES=lanes, ENTRIES=width, HEADS=heads, VALUE_DIM=value_dim,
         PARTS=triton.next_power_of_2(shares), VALUES=triton.next_power_of_2(value_dim), BLOCK=tuning.scores,
-        SCORES=scored, MAXIMUM=reduction == "max", num_warps=4,
+        SCORES=scored, MAXIMUM=counted.reduction == "max", num_warps=4,
     )  # fmt: skip
     return out

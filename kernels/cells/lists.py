@@ -49,6 +49,20 @@ class Rotation:
         return cls(rope, torch.where(parts < 2**31, parts, parts - 2**32).to(torch.int32).to(rope.inv_freq.device))
 
 
+def rows_of(*tensors: torch.Tensor) -> list[int]:
+    """Elements from row to row of [rows, heads, size] tensors.
+
+    Raises:
+        ValueError: the heads of a row do not lie side by side.
+    """
+    for tensor in tensors:
+        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
+            raise ValueError(
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}: expected the heads of a row one after the other"
+            )
+    return [tensor.stride(0) for tensor in tensors]
+
+
 def check_cells(slot: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Raise ValueError where lists of one layer do not fit its caches.
 

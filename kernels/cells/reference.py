@@ -12,8 +12,10 @@ import torch
 
 from sglang_ext.kernels.cascade_update import CascadeState, Rings
 from sglang_ext.kernels.cells.lists import Rotation, check_cells
+from sglang_ext.kernels.cells.types import Cells, CountedScores, NewTokens, check_decode
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.kernels.score_update.reference import update_scores
+from sglang_ext.kernels.score_update.types import CountedQueries, KeptScores
 
 ROWS = 256
 """Query rows that `attend` computes at a time."""
@@ -181,100 +183,56 @@ def attend(
 
 
 def decode(
-    query: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slot: torch.Tensor,
+    tokens: NewTokens,
+    cells: Cells,
     rows: torch.Tensor,
     seen: torch.Tensor,
     rotation: Rotation,
     scale: float,
     *,
-    score: torch.Tensor | None = None,
-    entries: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    fresh: torch.Tensor | None = None,
-    beta: float = 0.0,
-    reduction: str = "mean",
+    scores: CountedScores | None = None,
 ) -> torch.Tensor:
     """One new token of each request: stored in its cell, attended from, and counted in the scores.
 
     Args:
-        query: [batch, heads, head_dim], rotated at column seen - 1.
-        new_keys, new_values: [batch, kv_heads, head_dim or value_dim], likewise.
-        keys, values: [slots, kv_heads, ...], the layer's caches.
-        slot: [rows of the state, lanes, entries] int32, the layer's lists.
+        tokens: the new tokens, each in column seen - 1.
+        cells: the layer's, to be written.
         rows: [batch] integer, the requests' rows of the state; different ones.
         seen: [batch] integer, columns that a request sees, the new token's the last; 0 for a row that is padding.
         rotation: the model's.
         scale: factor of the logits.
-        score: [rows of the state, lanes, entries] float32, the layer's in `CascadeState`; None where nobody reads it.
-        entries: [batch, entries] int32, as for `list_columns`.
-        skip: [batch] integer, first columns whose scores stay as they are (`Rings.settled`).
-        fresh: [batch] integer, 1, or 0 for a query that was counted before.
-        beta, reduction: as for `score_update`.
+        scores: the layer's, to be written; None where nobody reads them.
 
     Returns:
         [batch, heads, value_dim] in query's dtype; zeros for padding.
     """
-    check_decode(query, new_keys, new_values, keys, values, slot, rows, seen)
+    check_decode(tokens, cells, rows, seen)
+    query, keys, values = tokens.query, cells.keys, cells.values
     out = query.new_zeros(*query.shape[:2], values.shape[-1])
     kv_heads, wide = keys.shape[1], torch.promote_types(query.dtype, torch.float32)
     for b, (row, columns) in enumerate(zip(rows.tolist(), seen.tolist(), strict=True)):
         if columns == 0:
             continue
-        store(new_keys[b : b + 1], new_values[b : b + 1], slot[row], rotation, columns - 1, keys, values)
-        at, head = _cells(slot[row, :, :columns], kv_heads)
+        one, slot = slice(b, b + 1), cells.slot[row]
+        store(tokens.keys[one], tokens.values[one], slot, rotation, columns - 1, keys, values)
+        at, head = _cells(slot[:, :columns], kv_heads)
         rotated = rotate(keys[at, head].to(wide), torch.arange(columns, device=at.device), rotation.rope)
         found, lse = attend(
-            query[b : b + 1].to(wide), rotated.transpose(0, 1), values[at, head].to(wide).transpose(0, 1), scale
+            query[one].to(wide), rotated.transpose(0, 1), values[at, head].to(wide).transpose(0, 1), scale
         )
         out[b] = found[0].to(query.dtype)
-        if score is not None and entries is not None and fresh is not None and skip is not None:
-            number = rows.new_full((1,), columns - 1)
+        if scores is not None:
             update_scores(
-                score,
-                entries[b : b + 1, :columns].contiguous(),
-                rows[b : b + 1],
-                query[b : b + 1].unsqueeze(0).to(wide),
-                rotated.unsqueeze(0),
-                lse.unsqueeze(0),
-                number,
-                fresh[b : b + 1],
-                scale=scale,
-                beta=beta,
-                reduction=reduction,
-                skip=skip[b : b + 1],
+                KeptScores(scores.score, scores.entries[one, :columns].contiguous(), rows[one], scores.skip[one]),
+                CountedQueries(
+                    query[one].unsqueeze(0).to(wide),
+                    rotated.unsqueeze(0),
+                    lse.unsqueeze(0),
+                    rows.new_full((1,), columns - 1),
+                    scores.fresh[one],
+                    scale,
+                ),
+                beta=scores.beta,
+                reduction=scores.reduction,
             )
     return out
-
-
-def check_decode(
-    query: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slot: torch.Tensor,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
-) -> None:
-    """Raise ValueError where shapes or dtypes do not fit; values on the device are not looked at."""
-    check_cells(slot, keys, values)
-    batch, kv_heads, head_dim, value_dim = query.shape[0], keys.shape[1], keys.shape[2], values.shape[2]
-    if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % kv_heads:
-        raise ValueError(
-            f"query {tuple(query.shape)}: expected [batch, heads, {head_dim}] with a multiple of {kv_heads} heads"
-        )
-    if new_keys.shape != (batch, kv_heads, head_dim) or new_values.shape != (batch, kv_heads, value_dim):
-        raise ValueError(
-            f"new keys {tuple(new_keys.shape)}, new values {tuple(new_values.shape)}: expected "
-            f"{(batch, kv_heads, head_dim)} and {(batch, kv_heads, value_dim)}"
-        )
-    if slot.dim() != 3:
-        raise ValueError(f"slot {tuple(slot.shape)}: expected one layer's, [rows, lanes, entries]")
-    for name, tensor in (("rows", rows), ("seen", seen)):
-        if tensor.shape != (batch,) or tensor.is_floating_point():
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected integers, {(batch,)}")

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.kernels.cascade_update import CascadeState, Rings
-from sglang_ext.kernels.cells.lists import Rotation, check_cells
+from sglang_ext.kernels.cells.lists import Rotation, check_cells, rows_of
 from sglang_ext.kernels.cells.reference import check_lists, check_pair
 
 COLUMNS = 1024
@@ -194,20 +194,6 @@ def list_columns(
         state.cell, slot, rows, entries.contiguous(), slots, batch, lanes, num_rows, slots.stride(0), slots.shape[1],
         ENTRIES=rings.entries, BLOCK=COLUMNS, num_warps=4,
     )  # fmt: skip
-
-
-def rows_of(*tensors: torch.Tensor) -> list[int]:
-    """Elements from row to row of [rows, heads, size] tensors.
-
-    Raises:
-        ValueError: the heads of a row do not lie side by side.
-    """
-    for tensor in tensors:
-        if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
-            raise ValueError(
-                f"{tuple(tensor.shape)} with strides {tensor.stride()}: expected the heads of a row one after the other"
-            )
-    return [tensor.stride(0) for tensor in tensors]
 
 
 def gather(

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens, check
-from sglang_ext.kernels.cluster_attention.triton_impl import ClusterWorkspace
-from sglang_ext.kernels.top_p.selection import Selection, check_types
+from sglang_ext.kernels.cluster_attention.pool import ClusterPool, check
+from sglang_ext.kernels.cluster_attention.types import ClusterReads, ClusterWorkspace
+from sglang_ext.kernels.top_p.checks import check_types
 
 SOURCE = "cluster_attention/attend.cu"
 DIMS = (64, 128)
@@ -143,10 +143,7 @@ def cluster_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     pool: ClusterPool,
-    rows: ClusterRows,
-    dense: DenseTokens,
-    selection: Selection,
-    logits: torch.Tensor,
+    reads: ClusterReads,
     scale: float,
     *,
     out: tuple[torch.Tensor, torch.Tensor],
@@ -158,9 +155,7 @@ def cluster_attention(
     Args:
         query: [batch, 1, heads, head_dim], each request's contiguous, in the caches' dtype.
         key_cache, value_cache: [num_slots, kv_heads, head_dim] contiguous.
-        pool, rows, dense, scale: as in the reference; integers int32, contiguous.
-        selection: that is expanded into this very workspace.
-        logits: [batch, kv_heads, group, cells] float32 contiguous.
+        pool, reads, scale: as in the reference, contiguous; the selection is expanded into this very workspace.
         out: (output [batch, heads, head_dim], log-sum-exp [batch, heads] float32) to write to.
         workspace: with `PROGRAMS` places for parts beside those of the rows; with fewer, as many blocks are launched.
         tuning: see `AttendTuning`.
@@ -171,6 +166,7 @@ def cluster_attention(
     Raises:
         ValueError: as in the reference; what `refusal` says; buffers of other shapes or types, or not contiguous.
     """
+    rows, dense, selection, logits = reads.rows, reads.dense, reads.selection, reads.logits
     check(query, pool, rows, dense)
     reason = refusal(query.device, query, key_cache, value_cache, pool)
     if reason:

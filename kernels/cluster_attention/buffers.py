@@ -8,9 +8,7 @@ is loaded when the batch changes; a step in between only appends its newest slot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +18,36 @@ import triton.language as tl
 
 from sglang_ext.kernels.cluster_attention import attend_impl, joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens
+from sglang_ext.kernels.cluster_attention.pool import ClusterPool
+from sglang_ext.kernels.cluster_attention.rows import COPY, TILE, PlannedRow, RowCapacity
+from sglang_ext.kernels.cluster_attention.types import (
+    TUNING,
+    ClusterReads,
+    ClusterRows,
+    ClusterTuning,
+    ClusterWorkspace,
+    DenseTokens,
+    HeadShape,
+    aligned,
+)
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.rope.triton_impl import angle_tables, rotate_queries
-from sglang_ext.kernels.top_p import Expansion, Selection, fast
-from sglang_ext.kernels.top_p import triton_impl as top_p
-
-COPY = 1024
-"""Slots that one program copies."""
+from sglang_ext.kernels.top_p import dispatch
+from sglang_ext.kernels.top_p.types import TUNING as SEARCH
+from sglang_ext.kernels.top_p.types import (
+    UNION,
+    WITHOUT_GAPS,
+    Expansion,
+    Numbering,
+    SearchedClusters,
+    Selection,
+    SetRule,
+    TopPTuning,
+    TopPWorkspace,
+)
 
 STAGING = 3
 """Batches that may be on their way to the device at once."""
-
-TILE = 64
-"""Tokens of a tile of work; tokens of one tile are read with one rotation of the query."""
 
 
 @triton.jit
@@ -59,133 +73,36 @@ def _advance(seq_lens, new_slots, rows, tail, base, counts, dense, batch, most, 
     tl.store(dense + row.to(tl.int64) * most + count - 1, slot, mask=inside)
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedRow:
-    """What one decoding row reads; valid while nothing but its length changes.
-
-    Attributes:
-        tiles, sized: [n] int32 tiles of centroids, and of their sizes and starts (`ClusterRows`).
-        rotations: [n] int32, the rotation of each tile: an index into `deltas`.
-        deltas: positions by which keys are seen away from where they were written; the first is 0.
-        spans: (first entry of the slot table, tokens, index into `deltas`) of the exact tokens, but for the last span.
-        tail: (entry of the slot table, column) where the last span begins: the request's own newest tokens, which are
-            not rotated.
-        p: (p1, p2); with `RowBuffers.by_count` the numbers of clusters that are kept, and exact.
-        tokens: clustered tokens.
-    """
-
-    tiles: npt.NDArray[np.int32]
-    sized: npt.NDArray[np.int32]
-    rotations: npt.NDArray[np.int32]
-    deltas: tuple[int, ...]
-    spans: tuple[tuple[int, int, int], ...]
-    tail: tuple[int, int]
-    p: tuple[float, float]
-    tokens: int
-
-    @cached_property
-    def layout(self) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...], int]:
-        """(copies (source, place, tokens), (first place, rotation) of each rotation's tokens, place of the tail)."""
-        copies: list[tuple[int, int, int]] = []
-        rotations: list[tuple[int, int]] = []
-        place = 0
-        # The tail is last, and not rotated.
-        for rotation in sorted({rotation for *_, rotation in self.spans} | {0}, reverse=True):
-            place = -(-place // TILE) * TILE
-            rotations.append((place, rotation))
-            for source, tokens, which in self.spans:
-                if which == rotation:
-                    copies.append((source, place, tokens))
-                    place += tokens
-        return tuple(copies), tuple(rotations), place
-
-    def dense(self, seq_len: int) -> int:
-        """Exact tokens at a sequence length, the filling of tiles counted."""
-        return self.layout[2] + seq_len - self.tail[1]
-
-
-@dataclass(frozen=True)
-class RowCapacity:
-    """The largest batch that `RowBuffers` take.
-
-    Attributes:
-        rows: rows, padding of CUDA graphs included.
-        tiles: cluster tiles of a row.
-        tokens: clustered tokens of a row.
-        dense: exact tokens of a row outside its clusters' lists, the filling of tiles counted.
-        rotations: rotations of a row's query.
-        copies: spans of exact tokens of the batch, long ones cut.
-    """
-
-    rows: int
-    tiles: int
-    tokens: int
-    dense: int
-    rotations: int
-    copies: int
-
-    def __post_init__(self) -> None:
-        if min(vars(self).values()) < 1:
-            raise ValueError(f"capacity {vars(self)}: expected at least 1 of each")
-
-    @classmethod
-    def of(cls, rows: Sequence[PlannedRow], seq_lens: Sequence[int], headroom: float = 1.0) -> RowCapacity:
-        """What a batch needs, times `headroom`."""
-        copies = sum(
-            -(-tokens // COPY)
-            for row, seq_len in zip(rows, seq_lens, strict=True)
-            for tokens in (*(n for _, n, _ in row.spans), seq_len - row.tail[1])
-        )
-        needs = {
-            "rows": len(rows),
-            "tiles": max((len(row.tiles) for row in rows), default=0),
-            "tokens": max((row.tokens for row in rows), default=0),
-            "dense": max((row.dense(n) for row, n in zip(rows, seq_lens, strict=True)), default=0),
-            "rotations": max((len(row.deltas) for row in rows), default=0),
-            "copies": copies,
-        }
-        return cls(**{name: max(1, int(n * headroom)) for name, n in needs.items()})
-
-    def holds(self, other: RowCapacity) -> bool:
-        """Whether a batch that needs `other` fits."""
-        return all(getattr(self, name) >= n for name, n in vars(other).items())
-
-    def joined(self, other: RowCapacity) -> RowCapacity:
-        """Room for either."""
-        return RowCapacity(**{name: max(getattr(self, name), n) for name, n in vars(other).items()})
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Sizes of the attention: heads of queries and of keys, components, and the queries' type."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """The first rows of the buffers: what a batch of a size, or the CUDA graph for it, works on."""
+    """The first rows of the buffers: what a batch of a size, or the CUDA graph for it, works on.
 
-    clusters: ClusterRows
+    Attributes:
+        rows: the clusters.
+        dense: the tokens outside the clusters.
+        p: [batch, 2] float32 (p1, p2), or numbers of clusters.
+        rotations: [batch] int32 rotations of each row's query.
+        cos, sin: [batch * rotations, rotary_dim / 2] float32 tables of them.
+        rotated: [batch, rotations, heads, head_dim] the query in each; empty where there is one.
+        scores: (logits, sizes, starts) of the clusters, as of `centroid_scores`.
+        searched: these sizes and starts, to be searched.
+        selection: what the search finds.
+        search, workspace: buffers of the search, and of attention.
+        lse: [batch, heads] float32 log-sum-exps.
+    """
+
+    rows: ClusterRows
     dense: DenseTokens
-    cells: torch.Tensor
     p: torch.Tensor
     rotations: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     rotated: torch.Tensor
     scores: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    searched: SearchedClusters
     selection: Selection
-    search: top_p.TopPWorkspace
-    workspace: attention.ClusterWorkspace
+    search: TopPWorkspace
+    workspace: ClusterWorkspace
     lse: torch.Tensor
 
 
@@ -198,7 +115,7 @@ class RowBuffers:
     Attributes:
         capacity: the largest batch.
         width: clusters of a tile.
-        by_count: rows keep numbers of clusters (RetroInfer) instead of shares of the mass.
+        rule: which clusters a row keeps; by count, rows keep numbers of clusters instead of shares of the mass.
 
     Raises:
         ValueError: a device without Triton.
@@ -211,10 +128,9 @@ class RowBuffers:
         rope: Rope,
         width: int,
         *,
-        group_rule: str = "union",
-        by_count: bool = False,
-        tuning: attention.ClusterTuning = attention.TUNING,
-        search: top_p.TopPTuning = top_p.TUNING,
+        rule: SetRule = UNION,
+        tuning: ClusterTuning = TUNING,
+        search: TopPTuning = SEARCH,
     ) -> None:
         device = rope.inv_freq.device
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -222,8 +138,8 @@ class RowBuffers:
                 f"device {device}: expected CUDA; elsewhere Triton runs only with TRITON_INTERPRET=1 set before it is "
                 "imported"
             )
-        self.capacity, self.shape, self.rope, self.width, self.group_rule = capacity, shape, rope, width, group_rule
-        self.by_count, self.tuning, self.search = by_count, tuning, search
+        self.capacity, self.shape, self.rope, self.width = capacity, shape, rope, width
+        self.rule, self.tuning, self.search = rule, tuning, search
         self.rows = 0
         c = capacity
         self._dense_tiles = -(-c.dense // TILE)
@@ -267,23 +183,24 @@ class RowBuffers:
         self._logits = torch.zeros(c.rows, kv_heads, shape.group, cells, dtype=torch.float32, device=device)
         self._sizes = torch.zeros(c.rows, kv_heads, cells, dtype=torch.int32, device=device)
         self._starts = torch.zeros_like(self._sizes)
-        run, self._align = (width, attention.aligned(TILE)) if c.rotations > 1 else (1, 1)
-        self._selection = Selection.empty(c.rows, kv_heads, cells, device, run, self._align)
-        self._workspace = attention.ClusterWorkspace.empty(
+        self._numbering = Numbering(width, aligned(TILE)) if c.rotations > 1 else WITHOUT_GAPS
+        align = self._numbering.align
+        self._selection = Selection.empty(c.rows, kv_heads, cells, device, self._numbering)
+        self._workspace = ClusterWorkspace.empty(
             c.rows,
             kv_heads,
             shape.group,
             shape.value_dim,
             cells,
-            c.tokens + c.tiles * (self._align - 1),
+            c.tokens + c.tiles * (align - 1),
             device,
             tuning,
-            align=self._align,
+            align=align,
             programs=attend_impl.PROGRAMS if tuning.fused else 0,
         )
         # Slots are written out after the search.
         lent = self._workspace.slots.view(-1)
-        self._search = top_p.TopPWorkspace.empty(c.rows, kv_heads, shape.group, cells, device, lent)
+        self._search = TopPWorkspace.empty(c.rows, kv_heads, shape.group, cells, device, lent)
         self._lse = torch.zeros(c.rows, shape.heads, dtype=torch.float32, device=device)
         self._parts: dict[int, _Part] = {}
         self._expanded = False
@@ -292,12 +209,7 @@ class RowBuffers:
     def device(self) -> torch.device:
         return self._packed.device
 
-    def load(
-        self,
-        rows: Sequence[PlannedRow],
-        seq_lens: Sequence[int],
-        table: torch.Tensor,
-    ) -> None:
+    def load(self, rows: Sequence[PlannedRow], seq_lens: Sequence[int], table: torch.Tensor) -> None:
         """Bring a batch to the device: one asynchronous copy, then its exact tokens' slots and its angles.
 
         Args:
@@ -383,16 +295,17 @@ class RowBuffers:
             if c.rotations > 1:
                 rotation = tiles["rotation"]
                 dense_rotation = s["dense_rotation"].view(c.rows, self._dense_tiles)[:batch]
+            sizes, starts = self._sizes[:batch], self._starts[:batch]
             self._parts[batch] = _Part(
-                clusters=ClusterRows(tiles["tiles"], s["counts"][:batch], rotation, tiles["sized"]),
+                rows=ClusterRows(tiles["tiles"], s["counts"][:batch], rotation, tiles["sized"]),
                 dense=DenseTokens(self._dense[:batch], s["dense_counts"][:batch], dense_rotation, TILE),
-                cells=s["cells"][:batch],
                 p=s["p"].view(torch.float32).view(c.rows, 2)[:batch],
                 rotations=s["rotations"][:batch],
                 cos=self._cos[: batch * c.rotations],
                 sin=self._sin[: batch * c.rotations],
                 rotated=self._rotated[:batch],
-                scores=(self._logits[:batch], self._sizes[:batch], self._starts[:batch]),
+                scores=(self._logits[:batch], sizes, starts),
+                searched=SearchedClusters(sizes, starts, s["cells"][:batch]),
                 selection=self._selection.of(slice(batch)),
                 search=self._search.first(batch),
                 workspace=self._workspace.first(batch * self.shape.kv_heads),
@@ -421,22 +334,21 @@ class RowBuffers:
         if self.capacity.rotations > 1:
             rotated = rotate_queries(query, part.cos, part.sin, part.rotations, self.rope, part.rotated)
         expansion: Expansion | None = None
-        if self._align == 1:
+        if self._numbering.align == 1:
             expansion = Expansion(
-                pool.members, part.clusters.tiles, self.width, part.workspace.slots, part.workspace.summaries
+                pool.members, part.rows.tiles, self.width, part.workspace.slots, part.workspace.summaries
             )
-        joint = self.tuning.joint and joint_impl.refusal(rotated, pool, part.clusters, group=self.group_rule) is None
+        joint = self.tuning.joint and joint_impl.refusal(rotated, pool, part.rows, group=self.rule.group) is None
         if joint and expansion is not None:
             selection = joint_impl.score_and_select(
-                rotated, pool, part.clusters, part.cells, part.p, scale, logits=part.scores[0], out=part.selection,
-                expansion=expansion, group=self.group_rule, by_count=self.by_count,
+                rotated, pool, part.rows, part.searched.cells, part.p, scale, logits=part.scores[0],
+                out=part.selection, expansion=expansion, rule=self.rule,
             )  # fmt: skip
         else:
-            attention.centroid_scores(rotated, pool, part.clusters, scale, out=part.scores, tuning=self.tuning)
-            selection = fast.select(
-                *part.scores, part.cells, part.p, group=self.group_rule, by_count=self.by_count,
-                run=part.selection.run, align=self._align, out=part.selection, expansion=expansion,
-                workspace=part.search, tuning=self.search,
+            attention.centroid_scores(rotated, pool, part.rows, scale, out=part.scores, tuning=self.tuning)
+            selection = dispatch.select(
+                part.scores[0], part.searched, part.p, rule=self.rule, numbering=self._numbering, out=part.selection,
+                expansion=expansion, workspace=part.search, tuning=self.search,
             )  # fmt: skip
         self._expanded = selection.expanded
         return self._read(part, selection, rotated, keys, values, pool, scale)
@@ -452,35 +364,27 @@ class RowBuffers:
             As that one did.
         """
         part = self._part(query.shape[0])
-        selection = replace(part.selection, expanded=self._expanded)
+        selection = part.selection.said_expanded(self._expanded)
         return self._read(part, selection, query.unsqueeze(1), keys, values, pool, scale)
 
     def _read(
-        self,
-        part: _Part,
-        selection: Selection,
-        rotated: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        pool: ClusterPool,
-        scale: float,
-    ) -> torch.Tensor:
+        self, part: _Part, selection: Selection, rotated: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+        pool: ClusterPool, scale: float,
+    ) -> torch.Tensor:  # fmt: skip
         out = rotated.new_empty(rotated.shape[0], self.shape.heads, self.shape.value_dim)
-        given = rotated, keys, values, pool, part.clusters, part.dense, selection, part.scores[0], scale
-        to: dict[str, Any] = {"out": (out, part.lse), "workspace": part.workspace}
-        if (
-            self.tuning.fused
-            and selection.expanded
-            and attend_impl.refusal(rotated.device, rotated, keys, values, pool) is None
-        ):
-            attend_impl.cluster_attention(*given, **to)
+        to, workspace = (out, part.lse), part.workspace
+        reads = ClusterReads(part.rows, part.dense, selection, part.scores[0])
+        given = rotated, keys, values, pool, reads, scale
+        fused = self.tuning.fused and selection.expanded
+        if fused and attend_impl.refusal(rotated.device, rotated, keys, values, pool) is None:
+            attend_impl.cluster_attention(*given, out=to, workspace=workspace)
         else:
-            attention.cluster_attention(*given, **to, tuning=self.tuning)
+            attention.cluster_attention(*given, out=to, workspace=workspace, tuning=self.tuning)
         return out
 
     def clusters(self, batch: int) -> ClusterRows:
         """What the first rows read: the buffers themselves."""
-        return self._part(batch).clusters
+        return self._part(batch).rows
 
     def chosen(self, batch: int) -> tuple[Selection, torch.Tensor]:
         """What the last `attend` of so many rows chose: (selection, logits [batch, kv_heads, group, cells] float32).

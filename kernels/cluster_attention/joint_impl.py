@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.cluster_attention.pool import FLOAT8, ClusterPool, ClusterRows, check
+from sglang_ext.kernels.cluster_attention.pool import FLOAT8, ClusterPool, check
+from sglang_ext.kernels.cluster_attention.types import ClusterRows
 from sglang_ext.kernels.top_p import cuda_impl
-from sglang_ext.kernels.top_p.selection import Expansion, Selection, check_buffers, check_expansion, check_types
+from sglang_ext.kernels.top_p.checks import check_buffers, check_expansion, check_types
+from sglang_ext.kernels.top_p.types import UNION, WITHOUT_GAPS, Expansion, Selection, SetRule
 
 DIMS = (64, 128)
 
@@ -123,8 +124,7 @@ def score_and_select(
     logits: torch.Tensor,
     out: Selection,
     expansion: Expansion,
-    group: str = "union",
-    by_count: bool = False,
+    rule: SetRule = UNION,
 ) -> Selection:
     """`reference.centroid_scores`, then `top_p.reference.select` on what it gave, on the device.
 
@@ -136,9 +136,9 @@ def score_and_select(
         cells: [batch] int32 clusters of each request, `rows.counts` times the tiles' width.
         p: [batch, 2] float32.
         logits: [batch, kv_heads, group, most tiles * width] float32 to write to; nothing is from a request's count on.
-        out: buffers for the selection, with align 1.
+        out: buffers for the selection, of tokens numbered without gaps.
         expansion: what is written out with it, over `rows.tiles`.
-        group, by_count: as for `select`; `group` is "union".
+        rule: as for `select`; `rule.group` is "union".
 
     Returns:
         `out`, expanded.
@@ -147,7 +147,7 @@ def score_and_select(
         ValueError: what `refusal` says; parts that do not fit each other, are of other types or not contiguous.
     """
     check(query, pool, rows)
-    reason = refusal(query, pool, rows, group=group)
+    reason = refusal(query, pool, rows, group=rule.group)
     if reason:
         raise ValueError(f"{reason}; use triton_impl.centroid_scores and top_p's select")
     batch, _, heads, dim = query.shape
@@ -155,8 +155,8 @@ def score_and_select(
     shape = (batch, kv_heads, heads // kv_heads, tiles * width)
     if tuple(logits.shape) != shape:
         raise ValueError(f"logits of shape {tuple(logits.shape)}: expected {shape}")
-    check_buffers(out, 1, 1)
-    check_expansion(expansion, batch, kv_heads, tiles * width, 1)
+    check_buffers(out, WITHOUT_GAPS)
+    check_expansion(expansion, batch, kv_heads, tiles * width, WITHOUT_GAPS)
     if expansion.width != width or expansion.tiles.data_ptr() != rows.tiles.data_ptr():
         raise ValueError(f"an expansion over other tiles, of {expansion.width}: expected the rows', of {width}")
     sized = rows.tiles if rows.sized is None else rows.sized
@@ -173,7 +173,7 @@ def score_and_select(
         index = nvrtc.index_of(query.device)
         block = cuda_impl.block_for(tiles * width, heads * batch, nvrtc.multiprocessors(index))
         kind = width, dim, query.dtype == torch.bfloat16, pool.centroids.dtype == FLOAT8
-        kernel = _kernel(index, heads // kv_heads, block, by_count, *kind)
+        kernel = _kernel(index, heads // kv_heads, block, rule.by_count, *kind)
         given = (query, pool.centroids, sized)
         tensors = (
             logits, pool.sizes, pool.starts, cells, p, out.counts, out.exact, out.prefix, out.shift, out.approx,
@@ -185,4 +185,4 @@ def score_and_select(
             ctypes.c_int64(expansion.slots.shape[1]), ctypes.c_int32(tiles), ctypes.c_int32(kv_heads),
             ctypes.c_int32(tiles * width),
         )  # fmt: skip
-    return replace(out, expanded=True)
+    return out.said_expanded(True)

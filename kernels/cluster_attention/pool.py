@@ -1,4 +1,4 @@
-"""Where clusters are kept, and which of them a request reads.
+"""Where clusters are kept.
 
 Clusters live in tiles of `width` clusters, as tokens live in pages: a prefix node owns whole tiles, a request is a list
 of tiles, and any number of requests list the same tile. A cluster's *cell* is its number in the request's list,
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_ext.kernels.cluster_attention.types import ClusterRows, DenseTokens
 from sglang_ext.kernels.kmeans.clusters import Clusters
 
 FLOAT8 = torch.float8_e4m3fn
@@ -127,42 +128,6 @@ class ClusterPool:
         self.sizes[..., places, :, :] = clusters.sizes
         self.starts[..., places, :, :] = clusters.starts + begin
         self.members[..., begin:end] = slots.int()[clusters.order.long()]
-
-
-@dataclass(frozen=True)
-class ClusterRows:
-    """The clusters that each request of a batch reads; equal for all layers.
-
-    Attributes:
-        tiles: [batch, most tiles] int32 tiles of the pool.
-        counts: [batch] int32 tiles of each request; 0 for one that has no clusters.
-        rotation: [batch, most tiles] int32: which of the query's rotations reads the tile; None: the only one.
-        sized: [batch, most tiles] int32 tiles of the pool's `sizes` and `starts`, where a request has a piece of a
-            tile's tokens only; None: those of `tiles`.
-    """
-
-    tiles: torch.Tensor
-    counts: torch.Tensor
-    rotation: torch.Tensor | None = None
-    sized: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class DenseTokens:
-    """Tokens that every head reads exactly: sinks, the window, new tokens, or all tokens of a dense request.
-
-    Attributes:
-        slots: [batch, most tokens] int32 KV slots, in any order; -1 is skipped.
-        counts: [batch] int32 entries of each request, skipped ones counted.
-        rotation: [batch, ceil(most tokens / tile)] int32: which of the query's rotations reads each run of `tile`
-            entries; None: the only one.
-        tile: t above; also the tokens of a tile of attention's work.
-    """
-
-    slots: torch.Tensor
-    counts: torch.Tensor
-    rotation: torch.Tensor | None = None
-    tile: int = 64
 
 
 def check(query: torch.Tensor, pool: ClusterPool, rows: ClusterRows, dense: DenseTokens | None = None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_ext.kernels.cluster_attention.pool import ClusterPool, ClusterRows, DenseTokens, check
-from sglang_ext.kernels.top_p.selection import Selection
+from sglang_ext.kernels.cluster_attention.pool import ClusterPool, check
+from sglang_ext.kernels.cluster_attention.types import ClusterReads, ClusterRows
 
 
 def centroid_scores(
@@ -53,10 +53,7 @@ def cluster_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     pool: ClusterPool,
-    rows: ClusterRows,
-    dense: DenseTokens,
-    selection: Selection,
-    logits: torch.Tensor,
+    reads: ClusterReads,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One softmax over exact tokens and centroid summaries (equations 8 and 9).
@@ -65,10 +62,8 @@ def cluster_attention(
         query: [batch, rotations, heads, head_dim].
         key_cache: [num_slots, kv_heads, head_dim].
         value_cache: [num_slots, kv_heads, value_dim].
-        pool, rows: the clusters.
-        dense: tokens outside the clusters, always exact.
-        selection: which clusters are exact and which approximated.
-        logits: [batch, kv_heads, group, cells] from `centroid_scores`.
+        pool: the clusters of this layer.
+        reads: what is read of them, and beside them.
         scale: factor of the logits.
 
     Returns:
@@ -78,6 +73,7 @@ def cluster_attention(
     Raises:
         ValueError: parts that do not fit each other.
     """
+    rows, dense, selection, logits = reads.rows, reads.dense, reads.selection, reads.logits
     check(query, pool, rows, dense)
     batch, _, heads, dim = query.shape
     kv_heads, width = pool.centroids.shape[1:3]

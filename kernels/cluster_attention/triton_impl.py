@@ -13,59 +13,20 @@ A summary costs its mean value and the logit that `_scores` wrote: centroids are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.cluster_attention.pool import FLOAT8, ClusterPool, ClusterRows, DenseTokens, check
-from sglang_ext.kernels.top_p.selection import Selection
-
-
-@dataclass(frozen=True)
-class ClusterTuning:
-    """What is chosen by measurement.
-
-    Attributes:
-        programs: programs of `_attend`; two for each of an H200's 132 multiprocessors, as their loads leave room for.
-        expanding: programs of `_expand` for each row.
-        summaries: centroid summaries of a tile.
-        token_tile: what a tile of tokens costs, in tiles of summaries.
-        warps, stages: of `_attend`.
-        registers: the most a thread of `_attend` may use, for more programs on a multiprocessor; None: the compiler's.
-        score_warps, score_stages: of `_scores`.
-        score_tiles: cluster tiles that one program of `_scores` reads.
-        merge_parts: parts that `_merge` reads at once.
-        joint: scores and selection in one kernel (`joint_impl`) where that runs: 2 to 6 us less of a step on an H200.
-        fused: attention and merge in one CUDA kernel (`attend_impl`) where that runs: 4 to 16 us less of a step of
-            eight rows of 64K or 128K tokens on an H200, 5 to 7 us of one row's.
-    """
-
-    programs: int = 264
-    expanding: int = 8
-    summaries: int = 32
-    token_tile: int = 1
-    warps: int = 4
-    stages: int = 6
-    registers: int | None = None
-    score_warps: int = 4
-    score_stages: int = 4
-    score_tiles: int = 4
-    merge_parts: int = 16
-    joint: bool = True
-    fused: bool = True
-
-
-TUNING = ClusterTuning()
-
-PARTS_OF_TILE = 4
-"""Parts of a tile that may each be read with a rotation of its own."""
-
-
-def aligned(tile: int) -> int:
-    """`align` of the selections for tiles of so many tokens, where the query comes in several rotations."""
-    return max(1, tile // PARTS_OF_TILE)
+from sglang_ext.kernels.cluster_attention.pool import FLOAT8, ClusterPool, check
+from sglang_ext.kernels.cluster_attention.types import (
+    PARTS_OF_TILE,
+    TUNING,
+    ClusterReads,
+    ClusterRows,
+    ClusterTuning,
+    ClusterWorkspace,
+    aligned,
+)
 
 
 @triton.jit
@@ -386,83 +347,12 @@ def _merge(
     tl.store(lse + row * GROUP + g + tl.arange(0, 1), natural)
 
 
-@dataclass(frozen=True)
-class ClusterWorkspace:
-    """Buffers of `cluster_attention`, shared by all layers; allocate once, before a CUDA graph is captured.
-
-    Attributes:
-        parts: [programs + batch * kv_heads, group, value_dim] float32; means of what a program saw of a row.
-        part_lse: [programs + batch * kv_heads, group] float32, to base 2.
-        slots: [batch * kv_heads, tokens] int32 KV slots of a row's exact tokens.
-        rotations: [batch * kv_heads, tokens / ALIGN] int32, which of the query's rotations reads each ALIGN of them;
-            empty where there is one.
-        summaries: [batch * kv_heads, cells] int32 rows of the pool's mean values.
-        arrived: [batch * kv_heads, 2] int32 zeros, and zeros again after every launch of `attend_impl`: its blocks that
-            have come to the end of a row, and those that have seen that all have.
-    """
-
-    parts: torch.Tensor
-    part_lse: torch.Tensor
-    slots: torch.Tensor
-    rotations: torch.Tensor
-    summaries: torch.Tensor
-    arrived: torch.Tensor
-
-    @staticmethod
-    def empty(
-        batch: int,
-        kv_heads: int,
-        group: int,
-        value_dim: int,
-        cells: int,
-        tokens: int,
-        device: torch.device | str,
-        tuning: ClusterTuning = TUNING,
-        *,
-        align: int = 1,
-        programs: int = 0,
-    ) -> ClusterWorkspace:
-        """Buffers for `batch` requests of at most `cells` clusters with `tokens` tokens.
-
-        Args:
-            batch, kv_heads, group, value_dim: sizes.
-            cells: the most clusters of a request, empty ones counted.
-            tokens: the most clustered tokens of a request; with `align`, the most numbers of them.
-            device: of the buffers.
-            tuning: that `cluster_attention` will be called with.
-            align: of the selections: more than 1 where the query comes in more than one rotation.
-            programs: of another kernel that is to find room here (`attend_impl.PROGRAMS`).
-        """
-        rows, tokens = batch * kv_heads, -(-max(1, tokens) // align) * align
-        places = max(tuning.programs, programs) + rows
-
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        return ClusterWorkspace(
-            torch.empty(places, group, value_dim, dtype=torch.float32, device=device),
-            torch.empty(places, group, dtype=torch.float32, device=device),
-            ints(rows, tokens),
-            ints(rows, tokens // align if align > 1 else 0),
-            ints(rows, max(1, cells)),
-            ints(rows, 2),
-        )
-
-    def first(self, rows: int) -> ClusterWorkspace:
-        """Of the first `rows` rows (batch * kv_heads)."""
-        of_rows = (self.slots[:rows], self.rotations[:rows], self.summaries[:rows], self.arrived[:rows])
-        return ClusterWorkspace(self.parts, self.part_lse, *of_rows)
-
-
 def cluster_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     pool: ClusterPool,
-    rows: ClusterRows,
-    dense: DenseTokens,
-    selection: Selection,
-    logits: torch.Tensor,
+    reads: ClusterReads,
     scale: float,
     *,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -473,12 +363,11 @@ def cluster_attention(
 
     Args:
         query: [batch, rotations, heads, head_dim], each request's contiguous, in the caches' dtype. With several
-            rotations, the selection is made with `run` the clusters of a tile and `align` = `aligned(dense.tile)`.
+            rotations, the selection is numbered with `run` the clusters of a tile and `align` = `aligned(dense.tile)`.
         key_cache: [num_slots, kv_heads, head_dim] contiguous.
         value_cache: [num_slots, kv_heads, value_dim] contiguous.
-        pool, rows, dense, selection, scale: as in the reference; integers int32, contiguous. A selection that is
-            `expanded` has filled this very workspace.
-        logits: [batch, kv_heads, group, cells] float32 contiguous.
+        pool, reads, scale: as in the reference, contiguous. A selection that is `expanded` has filled this very
+            workspace.
         out: (output [batch, heads, value_dim], log-sum-exp [batch, heads] float32) to write to.
         workspace: made for this tuning; needed under CUDA graphs, made otherwise.
         tuning: see `ClusterTuning`.
@@ -489,6 +378,7 @@ def cluster_attention(
     Raises:
         ValueError: as in the reference; tensors that are not contiguous or of mixed dtypes.
     """
+    rows, dense, selection, logits = reads.rows, reads.dense, reads.selection, reads.logits
     check(query, pool, rows, dense)
     for tensor in (pool.values, key_cache, value_cache):
         _check_dtype(query, tensor)
@@ -506,9 +396,10 @@ def cluster_attention(
     cells, align = rows.tiles.shape[1] * width, aligned(dense.tile) if rotations > 1 else 1
     if rotations > 1 and align == 1:
         raise ValueError(f"tiles of {dense.tile} tokens for {rotations} rotations: expected at least 8")
-    if align > 1 and (selection.run, selection.align) != (width, align):
+    numbering = selection.numbering
+    if align > 1 and (numbering.run, numbering.align) != (width, align):
         raise ValueError(
-            f"a selection with run={selection.run}, align={selection.align}: expected run={width} and align={align} "
+            f"a selection with run={numbering.run}, align={numbering.align}: expected run={width} and align={align} "
             "where the query has several rotations"
         )
     if selection.expanded and (workspace is None or align > 1):

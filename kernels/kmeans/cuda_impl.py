@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.kmeans.triton_impl import Sums
+from sglang_ext.kernels.kmeans.types import Sums
 
 SOURCE = "kmeans/sums.cu"
 DIMS = (64, 128, 256)

@@ -5,86 +5,24 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.score_update import reference
-from sglang_ext.kernels.score_update.reference import check
+from sglang_ext.kernels.score_update.types import CountedQueries, KeptScores
 
-__all__ = ["check", "column_sums", "update_scores"]
+__all__ = ["CountedQueries", "KeptScores", "column_sums", "update_scores"]
 
 
 def column_sums(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    lse: torch.Tensor,
-    before: torch.Tensor,
-    count: torch.Tensor,
-    *,
-    scale: float,
-    beta: float,
-    reduction: str = "mean",
-    homogeneous: bool = False,
-    every: int = 1,
+    queries: CountedQueries, *, beta: float, reduction: str = "mean", homogeneous: bool = False
 ) -> torch.Tensor:
     """`reference.column_sums` (see there), by the Triton kernel where the keys live on a GPU."""
-    if keys.is_cuda:
-        from sglang_ext.kernels.score_update.triton_impl import column_sums as fast
-
-        return fast(
-            query,
-            keys,
-            lse,
-            before,
-            count,
-            scale=scale,
-            beta=beta,
-            reduction=reduction,
-            homogeneous=homogeneous,
-            every=every,
-        )
-    return reference.column_sums(
-        query,
-        keys,
-        lse,
-        before,
-        count,
-        scale=scale,
-        beta=beta,
-        reduction=reduction,
-        homogeneous=homogeneous,
-        every=every,
-    )
+    sums = reference.column_sums
+    if queries.keys.is_cuda:
+        from sglang_ext.kernels.score_update.triton_impl import column_sums as sums
+    return sums(queries, beta=beta, reduction=reduction, homogeneous=homogeneous)
 
 
-def update_scores(
-    score: torch.Tensor,
-    entries: torch.Tensor,
-    rows: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    lse: torch.Tensor,
-    before: torch.Tensor,
-    count: torch.Tensor,
-    *,
-    scale: float,
-    beta: float,
-    reduction: str = "mean",
-    skip: torch.Tensor | None = None,
-    every: int = 1,
-) -> None:
+def update_scores(scores: KeptScores, queries: CountedQueries, *, beta: float, reduction: str = "mean") -> None:
     """`reference.update_scores` (see there), by Triton kernels where the scores live on a GPU."""
     update = reference.update_scores
-    if score.is_cuda:
+    if scores.score.is_cuda:
         from sglang_ext.kernels.score_update.triton_impl import update_scores as update
-    update(
-        score,
-        entries,
-        rows,
-        query,
-        keys,
-        lse,
-        before,
-        count,
-        scale=scale,
-        beta=beta,
-        reduction=reduction,
-        skip=skip,
-        every=every,
-    )
+    update(scores, queries, beta=beta, reduction=reduction)

@@ -201,8 +201,7 @@ def serves(query: torch.Tensor, keys: torch.Tensor, heads: int, reduction: str) 
     """Whether the kernel takes such sums: a Hopper GPU, half precision, long runs of queries, a mean over a group.
 
     Args:
-        query: as for `column_sums`.
-        keys: likewise.
+        query, keys: as in `CountedQueries`.
         heads: scores a token.
         reduction: of the query heads that share one.
     """
@@ -235,7 +234,8 @@ def part_sums(
     """Sums over a key-value head's queries, of every column that counts, in parts that are to be added up.
 
     Args:
-        query, keys, before, count, skip, every: as for `update_scores`, where `serves` says yes.
+        query, keys, before, count, every: as in `CountedQueries`, where `serves` says yes.
+        skip: as in `KeptScores`.
         bias: [batch, heads, width] float32, log2 of each query's weight less its log-sum-exp; -inf where there is none.
         scale_log2: factor of the logits, times log2(e).
         tuning: what may be tuned.

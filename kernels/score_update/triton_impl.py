@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.kernels.score_update import hopper_impl
-from sglang_ext.kernels.score_update.reference import check, check_target
+from sglang_ext.kernels.score_update.types import CountedQueries, KeptScores, check, check_target
 
 LOG2_E = math.log2(math.e)
 BIASES = 128
@@ -67,7 +67,8 @@ def tuning_for(rows: int, head_dim: int, itemsize: int, together: bool = False, 
 @cache
 def _shared(device: torch.device) -> int:
     """Bytes of shared memory that a program may have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin"))  # noqa: B009  (PyTorch's stubs lack it)
 
 
 def _padded(head_dim: int) -> int:
@@ -75,17 +76,11 @@ def _padded(head_dim: int) -> int:
 
 
 def column_sums(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    lse: torch.Tensor,
-    before: torch.Tensor,
-    count: torch.Tensor,
+    queries: CountedQueries,
     *,
-    scale: float,
     beta: float,
     reduction: str = "mean",
     homogeneous: bool = False,
-    every: int = 1,
     tuning: ScoreTuning | hopper_impl.HopperScoreTuning | None = None,
 ) -> torch.Tensor:
     """`reference.column_sums` on the device, without synchronisation: counts out of range cannot be refused here.
@@ -94,28 +89,19 @@ def column_sums(
         ValueError: also for a dtype other than float32, bfloat16 and float16, or `hopper_impl.HopperScoreTuning` where
             that kernel does not serve.
     """
-    check(query, keys, lse, before, count, beta, reduction, every)
-    batch, kv_heads, columns, _ = keys.shape
-    out = lse.new_empty(batch, 1 if homogeneous else kv_heads, columns)
-    _launch(out, None, before, query, keys, lse, before, count, scale, beta, reduction, every, tuning)
+    check(queries, beta, reduction)
+    batch, kv_heads, columns, _ = queries.keys.shape
+    out = queries.lse.new_empty(batch, 1 if homogeneous else kv_heads, columns)
+    _launch(out, None, queries, beta, reduction, tuning)
     return out
 
 
 def update_scores(
-    score: torch.Tensor,
-    entries: torch.Tensor,
-    rows: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    lse: torch.Tensor,
-    before: torch.Tensor,
-    count: torch.Tensor,
+    scores: KeptScores,
+    queries: CountedQueries,
     *,
-    scale: float,
     beta: float,
     reduction: str = "mean",
-    skip: torch.Tensor | None = None,
-    every: int = 1,
     tuning: ScoreTuning | hopper_impl.HopperScoreTuning | None = None,
 ) -> None:
     """`reference.update_scores` on the device, in a few launches and without synchronisation.
@@ -123,31 +109,24 @@ def update_scores(
     Raises:
         ValueError: also for a dtype other than float32, bfloat16 and float16, or scores that are not float32.
     """
-    check(query, keys, lse, before, count, beta, reduction, every)
-    check_target(score, entries, rows, keys, skip)
-    if score.dtype != torch.float32:
-        raise ValueError(f"score is {score.dtype}: expected float32 on the GPU")
-    _launch(
-        score, entries.contiguous(), rows, query, keys, lse, before, count, scale, beta, reduction, every, tuning, skip
-    )
+    check(queries, beta, reduction)
+    check_target(scores, queries.keys)
+    if scores.score.dtype != torch.float32:
+        raise ValueError(f"score is {scores.score.dtype}: expected float32 on the GPU")
+    _launch(scores.score, scores, queries, beta, reduction, tuning)
 
 
 def _launch(
     out: torch.Tensor,
-    entries: torch.Tensor | None,
-    rows: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    lse: torch.Tensor,
-    before: torch.Tensor,
-    count: torch.Tensor,
-    scale: float,
+    scores: KeptScores | None,
+    queries: CountedQueries,
     beta: float,
     reduction: str,
-    every: int,
     tuning: ScoreTuning | hopper_impl.HopperScoreTuning | None,
-    skip: torch.Tensor | None = None,
 ) -> None:
+    """Sums into `out`; or, where `scores` are given, added to them, with `out` their tensor."""
+    query, keys, lse, before, count = queries.query, queries.keys, queries.lse, queries.before, queries.count
+    skip = None if scores is None else scores.skip
     if query.dtype not in DTYPES:
         raise ValueError(f"query is {query.dtype}: expected one of {DTYPES}; take the reference for float64")
     batch, most, heads, head_dim = query.shape
@@ -180,19 +159,21 @@ def _launch(
         lse, count, bias, width, *lse.stride()[:2], math.log2(1 - beta), log2_beta,
         HEADS=heads, BLOCK_HEADS=triton.next_power_of_2(heads), BLOCK=BIASES, num_warps=4,
     )  # fmt: skip
-    scale_log2, factor = scale * LOG2_E, 1.0 / (heads // out_heads) if reduction == "mean" else 1.0
-    target = (out, entries if entries is not None else before, rows, skip if skip is not None else before)
-    kinds = {"OUT_HEADS": out_heads, "FOLD": entries is not None, "SKIP": skip is not None}
+    scale_log2, factor = queries.scale * LOG2_E, 1.0 / (heads // out_heads) if reduction == "mean" else 1.0
+    unread = before  # kernels take addresses; they read no entries, rows or skipped columns without FOLD and SKIP
+    entries, rows = (unread, unread) if scores is None else (scores.entries.contiguous(), scores.rows)
+    target = (out, entries, rows, unread if skip is None else skip)
+    kinds = {"OUT_HEADS": out_heads, "FOLD": scores is not None, "SKIP": skip is not None}
     if isinstance(tuning, hopper_impl.HopperScoreTuning):
-        parts = hopper_impl.part_sums(query, keys, bias, before, count, skip, scale_log2, every, tuning)
+        parts = hopper_impl.part_sums(query, keys, bias, before, count, skip, scale_log2, queries.every, tuning)
         _parts_kernel[(out_heads, triton.cdiv(columns, 1024), batch)](
-            parts, before, count, *target, columns, out.shape[2], every, log2_beta, factor, PARTS=parts.shape[2],
-            BLOCK=1024, num_warps=4, **kinds,
+            parts, before, count, *target, columns, out.shape[2], queries.every, log2_beta, factor,
+            PARTS=parts.shape[2], BLOCK=1024, num_warps=4, **kinds,
         )  # fmt: skip
         return
     _columns_kernel[(out_heads, triton.cdiv(columns, tuning.columns), batch)](
         query, keys, bias, before, count, *target, columns, out.shape[2], scale_log2, log2_beta, factor,
-        *query.stride()[:3], *keys.stride()[:3], width, every,
+        *query.stride()[:3], *keys.stride()[:3], width, queries.every,
         GROUP=heads // kv_heads, KV_HEADS=kv_heads // out_heads, HEAD_DIM=head_dim, BLOCK_D=_padded(head_dim),
         COLUMNS=tuning.columns, ROWS=tuning.rows, MAXIMUM=reduction == "max", num_warps=tuning.warps,
         num_stages=tuning.stages, maxnreg=tuning.registers, **kinds,

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.top_p.selection import (
+from sglang_ext.kernels.top_p.checks import check, check_buffers, check_expansion, check_memory
+from sglang_ext.kernels.top_p.types import (
+    UNION,
+    WITHOUT_GAPS,
     Expansion,
+    Numbering,
+    SearchedClusters,
     Selection,
-    check,
-    check_buffers,
-    check_expansion,
-    check_memory,
+    SetRule,
 )
 
 SOURCE = "top_p/select.cu"
@@ -108,7 +110,7 @@ def up_to(cells: int) -> list[SearchBlock]:
 
 
 def refusal(
-    device: torch.device, heads: int, width: int, *, group: str = "union", run: int = 1, align: int = 1
+    device: torch.device, heads: int, width: int, *, group: str = "union", numbering: Numbering = WITHOUT_GAPS
 ) -> str | None:
     """Why the kernel cannot select among `width` clusters for groups of `heads`, or None where it can."""
     if device.type != "cuda":
@@ -117,8 +119,8 @@ def refusal(
         return f"group={group!r}: it searches for each head"
     if heads > MAX_GROUP:
         return f"groups of {heads} heads: at most {MAX_GROUP}"
-    if align > 1 and not 4 <= run <= 1024:
-        return f"runs of {run} clusters: 4 to 1,024"
+    if numbering.align > 1 and not 4 <= numbering.run <= 1024:
+        return f"runs of {numbering.run} clusters: 4 to 1,024"
     if width > MAX_CELLS:
         return f"{width} clusters of a request: at most {MAX_CELLS}"
     return _unusable(nvrtc.index_of(device))
@@ -161,40 +163,37 @@ def _kernel(
 
 
 def _kernel_for(
-    device: torch.device, heads: int, block: SearchBlock, by_count: bool, run: int, align: int, width: int
+    device: torch.device, heads: int, block: SearchBlock, by_count: bool, numbering: Numbering, width: int
 ) -> Callable[..., None]:
-    return _kernel(nvrtc.index_of(device), heads, block, by_count, run if align > 1 else 1, align, width)
+    run = numbering.run if numbering.align > 1 else 1
+    return _kernel(nvrtc.index_of(device), heads, block, by_count, run, numbering.align, width)
 
 
-def warm_up(device: torch.device, heads: int, cells: int, run: int, align: int, width: int = 0) -> None:
+def warm_up(device: torch.device, heads: int, cells: int, numbering: Numbering, width: int = 0) -> None:
     """Compile what selections among up to `cells` clusters will need, where the kernel runs at all.
 
     Args:
-        device, heads, run, align: of the selections.
+        device, heads, numbering: of the selections.
         cells: the most clusters.
         width: of the tiles of an `Expansion`; 0: none is asked for.
     """
-    blocks = [block for block in up_to(cells) if refusal(device, heads, block.cells, run=run, align=align) is None]
+    blocks = [block for block in up_to(cells) if refusal(device, heads, block.cells, numbering=numbering) is None]
     if not blocks:
         return
-    run = run if align > 1 else 1
-    macros = [constants(heads, block, False, run, align, width) for block in blocks]
+    run = numbering.run if numbering.align > 1 else 1
+    macros = [constants(heads, block, False, run, numbering.align, width) for block in blocks]
     nvrtc.compile_ahead(nvrtc.index_of(device), [(SOURCE, each) for each in macros])
     for block in blocks:
-        _kernel_for(device, heads, block, False, run, align, width)
+        _kernel_for(device, heads, block, False, numbering, width)
 
 
 def select(
     logits: torch.Tensor,
-    sizes: torch.Tensor,
-    starts: torch.Tensor,
-    cells: torch.Tensor,
+    clusters: SearchedClusters,
     p: torch.Tensor,
     *,
-    group: str = "union",
-    by_count: bool = False,
-    run: int = 1,
-    align: int = 1,
+    rule: SetRule = UNION,
+    numbering: Numbering = WITHOUT_GAPS,
     out: Selection | None = None,
     expansion: Expansion | None = None,
 ) -> Selection:
@@ -202,9 +201,9 @@ def select(
 
     Args:
         logits: as in the reference, contiguous float32 on a CUDA device.
-        sizes, starts, cells: as in the reference, contiguous int32.
+        clusters: as in the reference, contiguous.
         p: [batch, 2] float32.
-        group, by_count, run, align: as in the reference; `group` is "union".
+        rule, numbering: as in the reference; `rule.group` is "union".
         out: buffers to use; needed under CUDA graphs, made otherwise. Before one is captured, `warm_up` or call once.
         expansion: what is written out with it; None: nothing.
 
@@ -214,19 +213,19 @@ def select(
     Raises:
         ValueError: as in the reference; what `refusal` says; tensors of other types or not contiguous.
     """
-    check(logits, sizes, starts, cells, p, group)
+    check(logits, clusters, p, rule)
     batch, kv_heads, heads, width = logits.shape
-    reason = refusal(logits.device, heads, width, group=group, run=run, align=align)
+    reason = refusal(logits.device, heads, width, group=rule.group, numbering=numbering)
     if reason:
         raise ValueError(f"{reason}; use triton_impl.select")
-    check_memory(logits, sizes, starts, cells, p, torch.float32)
-    out = out or Selection.empty(batch, kv_heads, width, logits.device, run, align)
-    check_buffers(out, run, align)
-    check_expansion(expansion, batch, kv_heads, width, align)
+    check_memory(logits, clusters, p, torch.float32)
+    out = out or Selection.empty(batch, kv_heads, width, logits.device, numbering)
+    check_buffers(out, numbering)
+    check_expansion(expansion, batch, kv_heads, width, numbering)
     if batch:
         index, wide = nvrtc.index_of(logits.device), 0 if expansion is None else expansion.width
         block = block_for(width, heads * batch * kv_heads, nvrtc.multiprocessors(index))
-        kernel = _kernel_for(logits.device, heads, block, by_count, run, align, wide)
+        kernel = _kernel_for(logits.device, heads, block, rule.by_count, numbering, wide)
         nothing = out.counts  # never looked at
         written = (nothing,) * 4
         most: tuple[int, int, int] = (0, 0, 0)
@@ -234,10 +233,11 @@ def select(
             written = (expansion.members, expansion.tiles, expansion.slots, expansion.summaries)
             most = (expansion.members.shape[1], expansion.slots.shape[1], expansion.tiles.shape[1])
         tensors = (
-            logits, sizes, starts, cells, p, out.counts, out.exact, out.prefix, out.shift, out.approx, *written
+            logits, clusters.sizes, clusters.starts, clusters.cells, p, out.counts, out.exact, out.prefix, out.shift,
+            out.approx, *written,
         )  # fmt: skip
         kernel(
             (heads, batch * kv_heads), *(x.data_ptr() for x in tensors), ctypes.c_int64(most[0]),
             ctypes.c_int64(most[1]), ctypes.c_int32(most[2]), ctypes.c_int32(kv_heads), ctypes.c_int32(width),
         )  # fmt: skip
-    return replace(out, expanded=expansion is not None)
+    return out.said_expanded(expansion is not None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers
+from sglang_ext.kernels.top_p.checks import check, check_buffers
+from sglang_ext.kernels.top_p.types import UNION, WITHOUT_GAPS, Numbering, SearchedClusters, Selection, SetRule
 
 
 def top_p_mask(mass: torch.Tensor, p: torch.Tensor | float) -> torch.Tensor:
@@ -32,30 +33,21 @@ def top_p_mask(mass: torch.Tensor, p: torch.Tensor | float) -> torch.Tensor:
 
 def select(
     logits: torch.Tensor,
-    sizes: torch.Tensor,
-    starts: torch.Tensor,
-    cells: torch.Tensor,
+    clusters: SearchedClusters,
     p: torch.Tensor,
     *,
-    group: str = "union",
-    by_count: bool = False,
-    run: int = 1,
-    align: int = 1,
+    rule: SetRule = UNION,
+    numbering: Numbering = WITHOUT_GAPS,
 ) -> Selection:
     """Both stages of top-p for every request and key-value head (Double-P, sections 4.2 and 4.3).
 
     Args:
         logits: [batch, kv_heads, group, cells] log of the estimated mass of each cluster (equation 5), -inf where the
-            cluster is empty; entries from `cells[b]` on are not read.
-        sizes: [batch, kv_heads, cells] int32 tokens of each cluster. -n: n tokens of a cut cluster, whose logit is
-            -inf: it is exact whatever p says, and has no mass.
-        starts: [batch, kv_heads, cells] int32 index of each cluster's first token in the list of members.
-        cells: [batch] int32, how many entries of each request are clusters.
-        p: [batch, 2] (p1, p2), or with `by_count` the numbers of clusters (RetroInfer: stage 1 and exact).
-        group: `union`: a cluster is in a set if it is in any head's set. `mean`: one set for the group by the mean of
-            the heads' probabilities.
-        by_count: sets of a given number of clusters instead of a given mass.
-        run, align: the tokens of each `run` clusters (a power of two) begin at a multiple of `align`, see `Selection`.
+            cluster is empty.
+        clusters: what the logits are of.
+        p: [batch, 2] (p1, p2), or with `rule.by_count` the numbers of clusters (RetroInfer: stage 1 and exact).
+        rule: which clusters are in a set.
+        numbering: of the exact clusters' tokens.
 
     Returns:
         The selection; exact = the second set, approx = the first set without the second.
@@ -63,17 +55,19 @@ def select(
     Raises:
         ValueError: shapes that do not fit, or an unknown group rule.
     """
-    check(logits, sizes, starts, cells, p, group)
+    check(logits, clusters, p, rule)
+    sizes, starts, cells = clusters.sizes, clusters.starts, clusters.cells
+    run, align = numbering.run, numbering.align
     batch, kv_heads, _, width = logits.shape
-    out = Selection.empty(batch, kv_heads, width, logits.device, run, align)
-    check_buffers(out, run, align)
+    out = Selection.empty(batch, kv_heads, width, logits.device, numbering)
+    check_buffers(out, numbering)
     for b in range(batch):
         n = int(cells[b])
         probability = torch.softmax(logits[b, ..., :n].to(torch.promote_types(logits.dtype, torch.float32)), -1)
         probability = torch.nan_to_num(probability)  # a head without a single token: no mass anywhere
-        if group == "mean":
+        if rule.group == "mean":
             probability = probability.mean(1, keepdim=True)
-        kept, exact = (_taken(probability, logits[b, ..., :n], p[b, stage], by_count).any(1) for stage in (0, 1))
+        kept, exact = (_taken(probability, logits[b, ..., :n], p[b, stage], rule.by_count).any(1) for stage in (0, 1))
         approx = kept & ~exact
         for h in range(kv_heads):
             chosen, rest = (exact[h] | (sizes[b, h, :n] < 0)).nonzero().flatten(), approx[h].nonzero().flatten()

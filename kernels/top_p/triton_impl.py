@@ -19,39 +19,24 @@ counts. One kernel whose last program of a group compacts was slower on an H200.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.top_p.selection import Selection, check, check_buffers, check_memory
+from sglang_ext.kernels.top_p.checks import check, check_buffers, check_memory
+from sglang_ext.kernels.top_p.types import (
+    TUNING,
+    UNION,
+    WITHOUT_GAPS,
+    Numbering,
+    SearchedClusters,
+    Selection,
+    SetRule,
+    TopPTuning,
+    TopPWorkspace,
+)
 
 MAX_CELLS = (1 << 20) - 1  # lists are scanned with 20 bits for a place
-
-
-@dataclass(frozen=True)
-class TopPTuning:
-    """What is chosen by measurement.
-
-    Attributes:
-        chunk: clusters of a head that a search program takes at once.
-        warps: of `_search`.
-        rounds: rounds over all clusters, before those between the bounds are listed.
-        compact_chunk: clusters of a program of `_compact`.
-        compact_warps: of `_compact`.
-        joint: one reduction for the sums of a round, instead of one each.
-    """
-
-    chunk: int = 512
-    warps: int = 4
-    rounds: int = 2
-    compact_chunk: int = 2048
-    compact_warps: int = 8
-    joint: bool = True
-
-
-TUNING = TopPTuning()
 
 
 @triton.jit
@@ -361,47 +346,13 @@ def _compact(
             tl.store(counts + row * 5 + 4, extent)
 
 
-@dataclass(frozen=True)
-class TopPWorkspace:
-    """Buffers that `select` needs beside its output; allocate once, before a CUDA graph is captured.
-
-    Attributes:
-        keys: [batch, kv_heads, group, cells] int32.
-        few: [batch, kv_heads, group, cells] int32.
-        levels: [batch, kv_heads, group, cells] int8.
-    """
-
-    keys: torch.Tensor
-    few: torch.Tensor
-    levels: torch.Tensor
-
-    @staticmethod
-    def empty(
-        batch: int, kv_heads: int, group: int, cells: int, device: torch.device | str, lent: torch.Tensor | None = None
-    ) -> TopPWorkspace:
-        """Buffers; those of int32 in `lent` [n] int32, memory that nobody needs while `select` runs, where it fits."""
-        shape, size = (batch, kv_heads, group, cells), batch * kv_heads * group * cells
-        if lent is None or lent.numel() < 2 * size:
-            lent = torch.empty(2 * size, dtype=torch.int32, device=device)
-        keys, few = lent[:size].view(shape), lent[size : 2 * size].view(shape)
-        return TopPWorkspace(keys, few, torch.empty(shape, dtype=torch.int8, device=device))
-
-    def first(self, batch: int) -> TopPWorkspace:
-        """Of the first `batch` requests."""
-        return TopPWorkspace(self.keys[:batch], self.few[:batch], self.levels[:batch])
-
-
 def select(
     logits: torch.Tensor,
-    sizes: torch.Tensor,
-    starts: torch.Tensor,
-    cells: torch.Tensor,
+    clusters: SearchedClusters,
     p: torch.Tensor,
     *,
-    group: str = "union",
-    by_count: bool = False,
-    run: int = 1,
-    align: int = 1,
+    rule: SetRule = UNION,
+    numbering: Numbering = WITHOUT_GAPS,
     out: Selection | None = None,
     workspace: TopPWorkspace | None = None,
     tuning: TopPTuning = TUNING,
@@ -410,9 +361,9 @@ def select(
 
     Args:
         logits: as in the reference, any floating dtype, contiguous; searched in float32.
-        sizes, starts, cells: as in the reference, contiguous int32.
+        clusters: as in the reference, contiguous.
         p: [batch, 2] float32.
-        group, by_count, run, align: as in the reference.
+        rule, numbering: as in the reference.
         out, workspace: buffers to use; needed under CUDA graphs, made otherwise.
         tuning: see `TopPTuning`.
 
@@ -422,24 +373,25 @@ def select(
     Raises:
         ValueError: as in the reference; more than MAX_CELLS clusters; tensors that are not contiguous.
     """
-    check(logits, sizes, starts, cells, p, group)
+    check(logits, clusters, p, rule)
     batch, kv_heads, heads, width = logits.shape
     if width > MAX_CELLS:
         raise ValueError(f"{width} clusters of a request: expected at most {MAX_CELLS}; use larger clusters")
-    check_memory(logits, sizes, starts, cells, p, logits.dtype)
-    out = out or Selection.empty(batch, kv_heads, width, logits.device, run, align)
-    check_buffers(out, run, align)
+    check_memory(logits, clusters, p, logits.dtype)
+    out = out or Selection.empty(batch, kv_heads, width, logits.device, numbering)
+    check_buffers(out, numbering)
     workspace = workspace or TopPWorkspace.empty(batch, kv_heads, heads, width, logits.device)
-    searches = 1 if group == "mean" else heads
+    searches = 1 if rule.group == "mean" else heads
     block = max(1, triton.next_power_of_2(width))
     _search[(searches, batch * kv_heads)](
-        logits, cells, p, workspace.keys, workspace.few, workspace.levels, kv_heads, width,
-        GROUP=heads, SEARCHES=searches, BY_COUNT=by_count, CHUNK=min(block, tuning.chunk), ROUNDS=tuning.rounds,
+        logits, clusters.cells, p, workspace.keys, workspace.few, workspace.levels, kv_heads, width,
+        GROUP=heads, SEARCHES=searches, BY_COUNT=rule.by_count, CHUNK=min(block, tuning.chunk), ROUNDS=tuning.rounds,
         JOINT=tuning.joint, num_warps=tuning.warps,
     )  # fmt: skip
-    listed = max(min(block, tuning.compact_chunk), run)
+    listed = max(min(block, tuning.compact_chunk), numbering.run)
     _compact[(max(1, triton.cdiv(width, listed)), batch * kv_heads)](
-        workspace.levels, sizes, starts, cells, out.counts, out.exact, out.prefix, out.shift, out.approx, kv_heads,
-        width, SEARCHES=searches, BLOCK=listed, RUN=run, ALIGN=align, num_warps=tuning.compact_warps,
+        workspace.levels, clusters.sizes, clusters.starts, clusters.cells, out.counts, out.exact, out.prefix, out.shift,
+        out.approx, kv_heads, width, SEARCHES=searches, BLOCK=listed, RUN=numbering.run, ALIGN=numbering.align,
+        num_warps=tuning.compact_warps,
     )  # fmt: skip
     return out

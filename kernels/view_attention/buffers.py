@@ -18,7 +18,8 @@ import triton.language as tl
 
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.rope.triton_impl import angle_tables
-from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Config, Plan
+from sglang_ext.kernels.view_attention.config import Config
+from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Plan
 
 STAGING = 3
 """Plans that may be on their way to the device at once."""

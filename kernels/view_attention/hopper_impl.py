@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sglang_ext.kernels.hopper import TILES, is_hopper
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, copies_tiles
-from sglang_ext.kernels.view_attention.plan import Config
+from sglang_ext.kernels.view_attention.config import Config
 from sglang_ext.kernels.view_attention.triton_impl import LOG2_E, _pairs
 
 SQUARE = "square tiles of keys: on an H200, Triton 3.6.0 made wrong results of them"

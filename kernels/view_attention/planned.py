@@ -6,7 +6,7 @@ import torch
 
 from sglang_ext.kernels.view_attention import triton_impl
 from sglang_ext.kernels.view_attention.buffers import DTYPES, PlanBuffers
-from sglang_ext.kernels.view_attention.plan import Config
+from sglang_ext.kernels.view_attention.config import Config
 
 
 def view_attention_plan(

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, copies_tiles
-from sglang_ext.kernels.view_attention.plan import Config
+from sglang_ext.kernels.view_attention.config import Config
 
 LOG2_E = 1.4426950408889634
 """The kernels' exponentials are powers of two."""

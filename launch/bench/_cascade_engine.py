@@ -20,14 +20,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_ext.attention.policy import CONVERSATION_KEY_BYTES
 from sglang_ext.launch.answers import completed
 from sglang_ext.policies.cascade import Cascade
+from sglang_ext.types import Json, JsonObject
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Engine
+
 
 ROLES = ("ours", "stock")
-PARTS: dict[str, Any] = {"conversation": "parts", "conversation_key": secrets.token_urlsafe(CONVERSATION_KEY_BYTES)}
+PARTS: JsonObject = {"conversation": "parts", "conversation_key": secrets.token_urlsafe(CONVERSATION_KEY_BYTES)}
 """The conversation that is measured, begun anew with a key of its own."""
 TOKENS = (50, 380)
 """Random tokens are drawn from here: inside every vocabulary."""
@@ -40,13 +45,13 @@ def drawn(tokens: int, seed: int) -> list[int]:
     return dice.choices(range(*TOKENS), k=tokens)
 
 
-def timed(engine: Any, tokens: Sequence[int], new_tokens: int = 1, **custom: Any) -> float:
+def timed(engine: Engine, tokens: Sequence[int], new_tokens: int = 1, **custom: Json) -> float:
     """Seconds until a prompt is answered.
 
     Raises:
         RuntimeError: the answer failed, or has another length, so that something else was measured.
     """
-    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    params: JsonObject = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     if custom:
         params["custom_params"] = custom
     begin = time.perf_counter()
@@ -57,7 +62,7 @@ def timed(engine: Any, tokens: Sequence[int], new_tokens: int = 1, **custom: Any
     return seconds
 
 
-def decoding(engine: Any, steps: int, repeats: int, prompt: Sequence[int], **custom: Any) -> list[float]:
+def decoding(engine: Engine, steps: int, repeats: int, prompt: Sequence[int], **custom: Json) -> list[float]:
     """Seconds a decoding step, from answers of steps + 1 tokens and of one to the same prompt."""
     timed(engine, prompt, 1, **custom)
     found = []
@@ -67,7 +72,7 @@ def decoding(engine: Any, steps: int, repeats: int, prompt: Sequence[int], **cus
     return found
 
 
-def parts(engine: Any, total: int, part: int, **custom: Any) -> list[float]:
+def parts(engine: Engine, total: int, part: int, **custom: Json) -> list[float]:
     """Seconds of each part of one long stream, with the policy's settings in `custom`."""
     found = []
     for number in range(total // part):
@@ -77,7 +82,7 @@ def parts(engine: Any, total: int, part: int, **custom: Any) -> list[float]:
     return found
 
 
-def ours(args: argparse.Namespace, cascade: Cascade, common: dict[str, Any]) -> dict[str, Any]:
+def ours(args: argparse.Namespace, cascade: Cascade, common: JsonObject) -> JsonObject:
     from sglang_ext import Engine
 
     policy = {name: getattr(cascade, name) for name in ("window", "cascades", "sinks", "stride")}
@@ -90,9 +95,9 @@ def ours(args: argparse.Namespace, cascade: Cascade, common: dict[str, Any]) -> 
     )
     state = engine.get_server_info()["internal_states"][0]["sglang_ext"]
     timed(engine, drawn(cascade.slots + 2 * cascade.stride, 0), 3)  # compiles what was not warmed up
-    found: dict[str, Any] = {"attention_backend": state["attention_backend"]}
+    found: JsonObject = {"attention_backend": state["attention_backend"]}
     found["parts"] = parts(engine, args.tokens, args.part)
-    goes_on: dict[str, Any] = {**PARTS, "continue": True}
+    goes_on: JsonObject = {**PARTS, "continue": True}
     timed(engine, drawn(max(1, cascade.stride // 2 - 1), 7), **goes_on)  # to the middle of a stride
     found["decode"] = decoding(engine, args.decode_tokens, args.repeats, [60], **goes_on)
     found["whole"] = [timed(engine, drawn(args.tokens, 1 + n)) for n in range(args.repeats)]
@@ -103,7 +108,7 @@ def ours(args: argparse.Namespace, cascade: Cascade, common: dict[str, Any]) -> 
     return found
 
 
-def stock(args: argparse.Namespace, cascade: Cascade, common: dict[str, Any]) -> dict[str, Any]:
+def stock(args: argparse.Namespace, cascade: Cascade, common: JsonObject) -> JsonObject:
     """SGLang as it is: dense prefill of one part, decoding over as many tokens as a cascade keeps."""
     from sglang import Engine
 

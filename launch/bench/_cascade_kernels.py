@@ -7,26 +7,39 @@ decoding with a full window. Nothing is timed before its output was compared wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.kernels.cascade_update import CascadeState, stride_update
+from sglang_ext.kernels.cascade_update import CascadeState
 from sglang_ext.kernels.cascade_update import cascade_update as update_anywhere
-from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
-from sglang_ext.kernels.cells import Rotation, decode_impl, empty_lists, fast, flashinfer_impl, reference, triton_impl
-from sglang_ext.kernels.rope import Rope
-from sglang_ext.kernels.score_update.reference import update_scores as exact_scores
-from sglang_ext.kernels.score_update.triton_impl import update_scores
+from sglang_ext.kernels.cells import (
+    Cells,
+    CountedScores,
+    DecodeWorkspace,
+    NewTokens,
+    dispatch,
+    flashinfer_impl,
+    reference,
+    triton_impl,
+)
+from sglang_ext.launch.bench._cascade_layer import (
+    TOLERANCE,
+    CascadeLayer,
+    LayerShape,
+    PromptLayer,
+    check_prefill,
+    check_update,
+)
 from sglang_ext.launch.bench._gpu import copy_bandwidth, time_gpu, time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.policies.cascade import Cascade
 
-HEADS, KV_HEADS, DIM = 32, 8, 128
-TOLERANCE = 2e-2  # bfloat16, of the largest value of the reference
-SCORE_TOLERANCE = 1e-3  # of the largest score: keys are the same numbers in both, products are added in float32
+if TYPE_CHECKING:
+    from sglang_ext.names import Passed
+
+
 DENSE_ROWS = 65536
 """Query rows of one call of the dense baseline: a whole prompt's have more components than 32 bits count."""
 UPDATE_BATCH, UPDATE_HEADS, UPDATE_TOKENS = 8, 32, 16384
@@ -34,188 +47,6 @@ TURNS = 5
 """Times that decoding and dense decoding are measured, one after the other: a GPU is not as fast at any time."""
 SINGLE_TOKENS = 64
 """Tokens that the baseline of one token at a time is measured on; every one costs it the same."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Heads of a layer, and its number type."""
-
-    heads: int = HEADS
-    kv_heads: int = KV_HEADS
-    dim: int = DIM
-    dtype: torch.dtype = torch.bfloat16
-
-
-class CascadeLayer:
-    """One layer: the caches, the cascade's state and the lists of some requests, and the passes over them.
-
-    Args:
-        cascade: the settings.
-        shape: of the layer.
-        requests: how many, each in a row of the state of its own.
-        device: of everything.
-    """
-
-    def __init__(self, cascade: Cascade, shape: LayerShape, requests: int, device: torch.device, seed: int = 0) -> None:
-        self.cascade, self.shape, self.device, self.scale = cascade, shape, device, shape.dim**-0.5
-        rings = self.rings = cascade.rings
-        self.generator = torch.Generator(device=device).manual_seed(seed)
-        self.state = CascadeState.empty(1, requests, cascade.lanes(shape.kv_heads), rings, device)
-        self.lists = empty_lists(self.state)
-        frequency = 500000.0 ** (-torch.arange(0, shape.dim, 2, dtype=torch.float64) / shape.dim)
-        self.rotation = Rotation.of(Rope(frequency.float().to(device)))
-        self.rows = torch.arange(requests, dtype=torch.int32, device=device)
-        self.slots = torch.arange(requests * rings.entries, dtype=torch.int32, device=device).view(requests, -1)
-        self.keys, self.values = (self.draw(self.slots.numel(), shape.kv_heads) for _ in range(2))
-        self.window = [torch.empty_like(self.keys[: rings.entries]) for _ in range(2)]
-        self.entries = torch.empty(0)
-
-    def draw(self, *size: int) -> torch.Tensor:
-        """Random numbers [*size, head_dim] of the layer's type."""
-        drawn = torch.randn(*size, self.shape.dim, generator=self.generator, device=self.device)
-        return drawn.to(self.shape.dtype)
-
-    def number(self, value: int) -> torch.Tensor:
-        """One number a request, made on the device: copies from the host would wait for it."""
-        return torch.full((self.rows.numel(),), value, dtype=torch.int32, device=self.device)
-
-    def add(self, before: int) -> None:
-        """Add the stride that began with token `before` to the sub-caches."""
-        stride = self.number(self.rings.stride)
-        cascade_update(self.state, self.rows, self.number(before), stride, self.rings, self.cascade.selection)
-
-    def list(self, added: int) -> None:
-        """Write down what the stride sees that begins with token `added`."""
-        now = self.number(added)
-        self.entries = triton_impl.columns(self.rings, now, now + self.rings.stride, self.rings.entries)
-        triton_impl.list_columns(self.lists, self.state, self.rows, self.entries, self.slots, self.rings)
-
-    def skip_to(self, strides: int) -> None:
-        """Let so many strides pass by with random scores: indices alone, from the beginning."""
-        for number in range(strides):
-            self.list(number * self.rings.stride)
-            self.state.score.uniform_(generator=self.generator)
-            self.add(number * self.rings.stride)
-        self.list(strides * self.rings.stride)
-
-    def prepare(self, kept: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """The window and the stride's own keys and values behind it; the latter into their cells, too."""
-        slot = self.lists[0, 0]
-        triton_impl.gather(self.keys, self.values, slot, self.rotation, kept, *self.window)
-        triton_impl.store(keys, values, slot, self.rotation, kept, self.keys, self.values, *self.window)
-
-    def attend(self, kept: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the stride over [window | itself, causal]."""
-        seen = kept + query.shape[0]
-        fast = flashinfer_impl.serves(self.shape.dim, self.shape.dtype, self.device)
-        attend = flashinfer_impl.attend if fast else reference.attend
-        return attend(query, self.window[0][:seen], self.window[1][:seen], self.scale)
-
-    def score(self, added: int, query: torch.Tensor, lse: torch.Tensor, **more: Any) -> None:
-        """Count the stride's queries in the scores."""
-        kept, counted = self.rings.kept(added), self.cascade.counted(added, added + query.shape[0])
-        seen = kept + query.shape[0]
-        update_scores(
-            self.state.score[0],
-            self.entries[:1, :seen],
-            self.rows[:1],
-            query[counted.start - added :: counted.step].unsqueeze(0),
-            self.window[0][:seen].transpose(0, 1).unsqueeze(0),
-            lse[counted.start - added :: counted.step].unsqueeze(0),
-            self.number(kept + counted.start - added)[:1],
-            self.number(len(counted))[:1],
-            scale=self.scale,
-            beta=self.cascade.decay,
-            reduction=self.cascade.head_reduction,
-            skip=self.number(self.rings.settled(added))[:1],
-            every=counted.step,
-            **more,
-        )
-
-    def stride(self, added: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """A whole stride of one request: tokens [added, added + rows) attended to, scored and kept."""
-        if added:
-            self.add(added - self.rings.stride)
-        self.list(added)
-        kept = self.rings.kept(added)
-        self.prepare(kept, keys, values)
-        out, lse = self.attend(kept, query)
-        if self.cascade.keeps_scores:
-            self.score(added, query, lse)
-        return out
-
-
-def check_update(
-    update: Callable[[], None], state: CascadeState, rows: torch.Tensor, before: torch.Tensor, cascade: Cascade
-) -> None:
-    """Run `update`, which is to add the stride that began with token `before`, beside its reference.
-
-    Raises:
-        ValueError: an index or a score differs; nothing is timed then.
-    """
-    wanted = CascadeState(*(array.clone() for array in vars(state).values()))
-    update()
-    count = torch.full_like(before, cascade.rings.stride)
-    stride_update(wanted, rows, before, count, cascade.rings, cascade.selection)
-    if not all(torch.equal(a, b) for a, b in zip(vars(state).values(), vars(wanted).values(), strict=True)):
-        raise ValueError(f"stride at token {int(before[0])}: the cache update differs from its reference: not timed")
-
-
-def check_prefill(layer: CascadeLayer, strides: int, rows: int = 64) -> dict[str, float]:
-    """Run some strides, each step beside its reference; the largest errors.
-
-    Raises:
-        ValueError: one is larger than the tolerance, or an index differs; nothing is timed then.
-    """
-    rings, shape, worst = layer.rings, layer.shape, {"window": 0.0, "attention": 0.0, "scores": 0.0}
-
-    def note(name: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-        error = float(((got.double() - wanted.double()).abs().max() / wanted.abs().max()).nan_to_num(float("inf")))
-        worst[name] = max(worst[name], error)
-        if error > tolerance:
-            raise ValueError(f"{name}: wrong by {error:.2g} of the largest value (at most {tolerance}): not timed")
-
-    for number in range(strides):
-        added = number * rings.stride
-        kept = rings.kept(added)
-        seen = kept + rings.stride
-        query, keys, values = (layer.draw(rings.stride, n) for n in (shape.heads, shape.kv_heads, shape.kv_heads))
-        if number:
-            last = added - rings.stride
-            check_update(partial(layer.add, last), layer.state, layer.rows, layer.number(last), layer.cascade)
-        layer.list(added)
-        wanted = empty_lists(layer.state)
-        reference.list_columns(wanted, layer.state, layer.rows, layer.entries, layer.slots, rings)
-        now = layer.number(added)
-        if not (
-            torch.equal(layer.entries, rings.columns(now, now + rings.stride, rings.entries))
-            and torch.equal(layer.lists, wanted)
-        ):
-            raise ValueError(f"stride {number}: the lists differ from their reference: not timed")
-        layer.prepare(kept, keys, values)
-        expected = [torch.empty_like(part) for part in layer.window]
-        reference.gather(layer.keys, layer.values, wanted[0, 0], layer.rotation, seen, *expected)
-        for part, whole in zip(layer.window, expected, strict=True):
-            note("window", part[:seen], whole[:seen], TOLERANCE)
-        out, lse = layer.attend(kept, query)
-        exact_keys, exact_values = (part[:seen].double() for part in expected)
-        own, levels = reference.attend(query[-rows:].double(), exact_keys, exact_values, layer.scale)
-        note("attention", out[-rows:], own, TOLERANCE)
-        note("attention", lse[-rows:], levels, TOLERANCE)
-        score = layer.state.score[0, :1, :1].clone()
-        layer.score(added, query, lse)
-        group = shape.heads // shape.kv_heads
-        counted, every = layer.cascade.counted(added, added + rings.stride), layer.cascade.score_every
-        some = slice(counted.start - added, None, every)
-        arguments = query[None, some, :group].float(), layer.window[0][:seen, :1].transpose(0, 1)[None].float()
-        exact_scores(
-            score, layer.entries[:1, :seen].contiguous(), layer.rows[:1], *arguments,
-            lse[None, some, :group].contiguous(), layer.number(kept + counted.start - added)[:1],
-            layer.number(len(counted))[:1], scale=layer.scale, beta=layer.cascade.decay,
-            skip=layer.number(rings.settled(added))[:1], every=every,
-        )  # fmt: skip
-        note("scores", layer.state.score[0, :1, :1], score, SCORE_TOLERANCE)
-    return worst
 
 
 def _seconds(work: Callable[[], None], repeats: int) -> Timing:
@@ -240,13 +71,16 @@ def prefill(cascade: Cascade, tokens: int, device: torch.device, repeats: int = 
     strides = -(-tokens // cascade.stride)
     drawn = [[layer.draw(cascade.stride, n) for n in (shape.heads, shape.kv_heads, shape.kv_heads)] for _ in range(4)]
 
+    prompt = PromptLayer(cascade, shape, device)
+
     def whole(count: int = strides) -> None:
-        layer.state.reset(layer.rows, layer.rings)
+        prompt.begin()
         for number in range(count):
-            layer.stride(number * cascade.stride, *drawn[number % 4])
+            prompt.stride(number * cascade.stride, *drawn[number % 4])
 
     whole(full + 1)  # compiles
     ours = _seconds(whole, repeats)
+    layer.skip_to(strides - 1)
     parts = stages(layer, (strides - 1) * cascade.stride, *drawn[0])
     dense = dense_prefill(strides * cascade.stride, device)
     # The update goes over all layers at once in an engine; here it bears its launches alone.
@@ -402,40 +236,35 @@ class Decoding:
         self.layer.skip_to(strides)  # so that cells are as mixed as they become
         self.seen = self.layer.rings.kept(strides * cascade.stride) + cascade.stride // 2
         self.skip = self.layer.number(self.layer.rings.settled(strides * cascade.stride))
-        self.query = self.layer.draw(batch, self.shape.heads)
-        self.new = [self.layer.draw(batch, self.shape.kv_heads) for _ in range(2)]
+        query = self.layer.draw(batch, self.shape.heads)
+        self.tokens = NewTokens(query, *(self.layer.draw(batch, self.shape.kv_heads) for _ in range(2)))
         self.columns, self.fresh = self.layer.number(self.seen), self.layer.number(1)
 
-    def workspace(self, multiprocessors: int) -> decode_impl.DecodeWorkspace:
-        shape, layer, batch = self.shape, self.layer, self.query.shape[0]
+    def workspace(self, multiprocessors: int) -> DecodeWorkspace:
+        shape, layer, batch = self.shape, self.layer, self.tokens.query.shape[0]
         width = layer.rings.entries
-        shares = fast.splits(batch, shape.heads, layer.keys, layer.values, layer.rotation, width, multiprocessors)
-        return decode_impl.DecodeWorkspace.empty(
-            batch, shape.heads, shape.kv_heads, shape.dim, width, shares, layer.device, True
+        shares = dispatch.splits(batch, shape.heads, layer.keys, layer.values, layer.rotation, width, multiprocessors)
+        return DecodeWorkspace.empty(batch, shape.heads, shape.kv_heads, shape.dim, width, shares, layer.device, True)
+
+    def scores(self) -> CountedScores:
+        layer = self.layer
+        return CountedScores(
+            score=layer.state.score[0],
+            entries=layer.entries,
+            skip=self.skip,
+            fresh=self.fresh,
+            beta=layer.cascade.decay,
+            reduction=layer.cascade.head_reduction,
         )
 
-    def scores(self) -> dict[str, Any]:
-        layer = self.layer
-        return {
-            "score": layer.state.score[0],
-            "entries": layer.entries,
-            "skip": self.skip,
-            "fresh": self.fresh,
-            "beta": layer.cascade.decay,
-            "reduction": layer.cascade.head_reduction,
-        }
-
     def run(
-        self, decode: Callable[..., torch.Tensor], keys: torch.Tensor, values: torch.Tensor, **more: Any
+        self, decode: Callable[..., torch.Tensor], keys: torch.Tensor, values: torch.Tensor, **more: Passed
     ) -> torch.Tensor:
         """`decode` of the new tokens over some caches."""
         layer = self.layer
         return decode(
-            self.query,
-            *self.new,
-            keys,
-            values,
-            layer.lists[0],
+            self.tokens,
+            Cells(keys, values, layer.lists[0]),
             layer.rows,
             self.columns,
             layer.rotation,
@@ -443,7 +272,7 @@ class Decoding:
             **more,
         )
 
-    def check(self, **more: Any) -> dict[str, float]:
+    def check(self, **more: Passed) -> dict[str, float]:
         """Errors beside the reference: (output, scores).
 
         Raises:
@@ -452,10 +281,10 @@ class Decoding:
         layer = self.layer
         before = layer.state.score.clone()
         layer.state.score.zero_()  # what one query adds is small beside scores
-        got = self.run(fast.decode, layer.keys, layer.values, **self.scores(), **more)
+        got = self.run(dispatch.decode, layer.keys, layer.values, scores=self.scores(), **more)
         scored = layer.state.score.clone()
         layer.state.score.zero_()
-        wanted = self.run(reference.decode, layer.keys, layer.values, **self.scores())
+        wanted = self.run(reference.decode, layer.keys, layer.values, scores=self.scores())
         errors = {
             "output": float((got - wanted).abs().max() / wanted.abs().max()),
             "scores": float((scored - layer.state.score).abs().max() / layer.state.score.max()),
@@ -470,7 +299,8 @@ def dense_decode(decoding: Decoding) -> dict[str, Callable[..., None]]:
     """FlashInfer's paged decoding of as many tokens, with and without tensor cores: functions of (keys, values)."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-    layer, shape, batch = decoding.layer, decoding.shape, decoding.query.shape[0]
+    query = decoding.tokens.query
+    layer, shape, batch = decoding.layer, decoding.shape, query.shape[0]
     found: dict[str, Callable[..., None]] = {}
     for name, cores in (("tensor cores", True), ("CUDA cores", False)):
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=layer.device)
@@ -490,8 +320,10 @@ def dense_decode(decoding: Decoding) -> dict[str, Callable[..., None]]:
             sm_scale=layer.scale,
         )
 
-        def run(keys: torch.Tensor, values: torch.Tensor, wrapper: Any = wrapper) -> None:
-            wrapper.run(decoding.query, (keys.unsqueeze(1), values.unsqueeze(1)))
+        def run(
+            keys: torch.Tensor, values: torch.Tensor, wrapper: BatchDecodeWithPagedKVCacheWrapper = wrapper
+        ) -> None:
+            wrapper.run(query, (keys.unsqueeze(1), values.unsqueeze(1)))
 
         found[name] = run
     return found
@@ -507,10 +339,10 @@ def decode(cascade: Cascade, batches: Sequence[int], device: torch.device, bandw
         workspace = decoding.workspace(multiprocessors)
         errors = decoding.check(workspace=workspace)
 
-        def work(keys: torch.Tensor, values: torch.Tensor, decoding: Any = decoding, **more: Any) -> None:
-            decoding.run(fast.decode, keys, values, **more)
+        def work(keys: torch.Tensor, values: torch.Tensor, decoding: Decoding = decoding, **more: Passed) -> None:
+            decoding.run(dispatch.decode, keys, values, **more)
 
-        scored = {"workspace": workspace, **decoding.scores()}
+        scored = {"workspace": workspace, "scores": decoding.scores()}
         plain = {"workspace": workspace}
         bare = time_gpu(lambda k, v, work=work, more=plain: work(k, v, **more), layer.keys, layer.values)
         rivals = {"ours": lambda k, v, work=work, more=scored: work(k, v, **more), **dense_decode(decoding)}

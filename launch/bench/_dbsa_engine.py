@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +25,11 @@ from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._stages import profiled
 from sglang_ext.launch.bench._turns import serve
 from sglang_ext.launch.demo_data import INTENTS, sentence
+from sglang_ext.types import Json, JsonObject
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Engine
+
 
 HOST_STAGES = ("retrieval", "tokenization")
 TOKENIZER = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
@@ -116,10 +121,10 @@ def demonstrations(tokens: int, seed: int = 0) -> list[dict[str, str]]:
 class Loop:
     """A closed loop of questions: `concurrency` of them are always under way."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def run(self, requests: Sequence[dict[str, Any]], concurrency: int) -> dict[str, Any]:
+    def run(self, requests: Sequence[JsonObject], concurrency: int) -> JsonObject:
         """Seconds of all, and of one (quantiles); of retrieval and tokenization where pools are asked.
 
         With the fewest tokens of a prompt that were cached (`cached`).
@@ -129,12 +134,12 @@ class Loop:
         """
         host: dict[str, float] = {}
         cached: list[int] = []
-        answers: list[dict[str, Any]] = []
+        answers: list[JsonObject] = []
 
         async def everything() -> list[float]:
             gate = asyncio.Semaphore(concurrency)
 
-            async def one(request: dict[str, Any]) -> float:
+            async def one(request: JsonObject) -> float:
                 async with gate:
                     begin = time.perf_counter()
                     answer = await self.engine.async_generate(**request)
@@ -165,19 +170,19 @@ def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": float(np.percentile(seconds, q)) for q in (10, 50, 90, 99)}
 
 
-def stages(loop: Loop, requests: Sequence[dict[str, Any]], concurrency: int) -> dict[str, float]:
+def stages(loop: Loop, requests: Sequence[JsonObject], concurrency: int) -> dict[str, float]:
     """Seconds a request by stage, of one profiled round of questions that were not asked before.
 
     What the host does happens beside the GPU's work, so that the parts add up to more than `wall`.
     """
-    result: dict[str, Any] = {}
+    result: JsonObject = {}
     before = _stitched(loop.engine)
     gpu = profiled(loop.engine, lambda: result.update(loop.run(requests, concurrency)))
     found = {**result["host"], "stitch": _stitched(loop.engine) - before, **gpu, "wall": result["seconds"]}
     return {name: seconds / len(requests) for name, seconds in found.items()}
 
 
-def _stitched(engine: Any) -> float:
+def _stitched(engine: Engine) -> float:
     state = engine.get_server_info()["internal_states"][0]
     return float(state["sglang_ext"]["stitch_seconds"])
 
@@ -189,19 +194,19 @@ class AskedBatch:
         made: kind of a request -> what makes one of a question's number and the tokens of its answer.
     """
 
-    made: Mapping[str, Callable[[int, int], dict[str, Any]]]
+    made: Mapping[str, Callable[[int, int], JsonObject]]
 
-    def __init__(self, engine: Any, model: Path) -> None:
+    def __init__(self, engine: Engine, model: Path) -> None:
         from transformers import AutoTokenizer
 
         self.engine, self.loop = engine, Loop(engine)
         self.tokenizer = AutoTokenizer.from_pretrained(str(model))
 
-    def run(self, kind: str, tokens: int, concurrency: int, first: int, count: int) -> dict[str, Any]:
+    def run(self, kind: str, tokens: int, concurrency: int, first: int, count: int) -> JsonObject:
         """`Loop.run` of `count` requests of one kind, about the questions from number `first` on."""
         return self.loop.run(self._requests(kind, tokens, first, count), concurrency)
 
-    def _requests(self, kind: str, tokens: int, first: int, count: int) -> list[dict[str, Any]]:
+    def _requests(self, kind: str, tokens: int, first: int, count: int) -> list[JsonObject]:
         return [self.made[kind](number, tokens) for number in range(first, first + count)]
 
     @cached_property
@@ -213,7 +218,7 @@ class AskedBatch:
         """Tokens of a question as the pool's default template renders it."""
         return self._ids(OPTIONS.render_query(self.questions[number % len(self.questions)])[0])
 
-    def plain(self, number: int, tokens: int) -> dict[str, Any]:
+    def plain(self, number: int, tokens: int) -> JsonObject:
         """A question alone."""
         return dict(input_ids=[7 + number % 50, *self.question_ids(number)], sampling_params=_sampling(tokens))
 
@@ -229,7 +234,7 @@ class AskedBatch:
 class Stock(AskedBatch):
     """SGLang as it is: dense prefill of the pool, Fixed ICL from its cache, RetICL, zero-shot."""
 
-    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
+    def __init__(self, engine: Engine, args: argparse.Namespace) -> None:
         super().__init__(engine, args.model)
         self.pool = [self._ids(text_of(demo)) for demo in demonstrations(args.tokens)]
         self.whole = [token for ids in self.pool for token in ids]
@@ -237,23 +242,23 @@ class Stock(AskedBatch):
         self.dice = random.Random(0)
         self.made = {"zero-shot": self.plain, "fixed": self.fixed, "retrieval": self.retrieval}
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> JsonObject:
         """Tokens of the pool, of the KV cache, and of a question on average."""
         few = [len(self.question_ids(number)) for number in range(1000)]
         return {"tokens": len(self.whole), "question_tokens": sum(few) / len(few), "capacity": self.capacity()}
 
-    def prefill(self) -> dict[str, Any]:
+    def prefill(self) -> JsonObject:
         """Seconds of prefilling the whole pool into an empty cache, where it stays."""
         empty(self.engine)
         begin = time.perf_counter()
         completed(self.engine.generate(input_ids=self.whole, sampling_params=_sampling(1)))
         return {"seconds": time.perf_counter() - begin}
 
-    def fixed(self, number: int, tokens: int) -> dict[str, Any]:
+    def fixed(self, number: int, tokens: int) -> JsonObject:
         """A question behind the whole pool."""
         return dict(input_ids=self.whole + self.question_ids(number), sampling_params=_sampling(tokens))
 
-    def retrieval(self, number: int, tokens: int) -> dict[str, Any]:
+    def retrieval(self, number: int, tokens: int) -> JsonObject:
         """A question behind demonstrations of its own, in an order of its own."""
         ids = [token for demo in self.dice.sample(self.pool, self.retrieved) for token in demo]
         return dict(input_ids=ids + self.question_ids(number), sampling_params=_sampling(tokens))
@@ -262,7 +267,7 @@ class Stock(AskedBatch):
 class Ours(AskedBatch):
     """The plugin: block-sparse encoding, appending, answers over the selected blocks, plain requests."""
 
-    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
+    def __init__(self, engine: Engine, args: argparse.Namespace) -> None:
         super().__init__(engine, args.model)
         self.options = {"block_size": args.block_size}
         self.demonstrations = {POOL: demonstrations(args.tokens)}
@@ -272,12 +277,12 @@ class Ours(AskedBatch):
         self.appended = 0
         self.made = {"zero-shot": self.plain, "dbsa": self.selected, "all blocks": self.everything}
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> JsonObject:
         """What serves it, and tokens of the KV cache."""
         state = self.engine.get_server_info()["internal_states"][0]["sglang_ext"]
         return {"attention_backend": state["attention_backend"], "capacity": self.capacity()}
 
-    def encode(self, pool: str) -> dict[str, Any]:
+    def encode(self, pool: str) -> JsonObject:
         """Seconds of making a pool in an empty cache, from which the others are gone; its tokens and blocks."""
         for other in self.engine.pools():
             self.engine.delete(other["name"])
@@ -286,7 +291,7 @@ class Ours(AskedBatch):
         info = self.engine.create_pool(pool, self.demonstrations[pool], **self.options)
         return {"seconds": time.perf_counter() - begin, "tokens": info["tokens"], "blocks": info["num_blocks"]}
 
-    def append(self, pool: str) -> dict[str, Any]:
+    def append(self, pool: str) -> JsonObject:
         """Seconds of appending one block of demonstrations, each time another one; of them, of holding and encoding."""
         self.appended += 1
         more = examples(self.options["block_size"], 20_000_000 + 1_000_000 * self.appended)
@@ -294,19 +299,19 @@ class Ours(AskedBatch):
         info = self.engine.append(pool, more)
         return {"seconds": time.perf_counter() - begin, "encoding": info["setup_seconds"]}
 
-    def selected(self, number: int, tokens: int) -> dict[str, Any]:
+    def selected(self, number: int, tokens: int) -> JsonObject:
         """A question over the blocks that are selected for it."""
         return self._over(number, tokens, self.ratio)
 
-    def everything(self, number: int, tokens: int) -> dict[str, Any]:
+    def everything(self, number: int, tokens: int) -> JsonObject:
         """A question over all blocks."""
         return self._over(number, tokens, 1.0)
 
-    def stages(self, tokens: int, concurrency: int, first: int, count: int) -> dict[str, Any]:
+    def stages(self, tokens: int, concurrency: int, first: int, count: int) -> JsonObject:
         """`stages` of questions over the blocks that are selected for them."""
         return stages(self.loop, self._requests("dbsa", tokens, first, count), concurrency)
 
-    def _over(self, number: int, tokens: int, ratio: float) -> dict[str, Any]:
+    def _over(self, number: int, tokens: int, ratio: float) -> JsonObject:
         question = self.questions[number % len(self.questions)]
         return dict(prompt=question, sampling_params=_sampling(tokens, pool=POOL, ratio=ratio))
 
@@ -326,19 +331,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.role == "stock":
         from sglang import Engine as SglangEngine
 
-        engine: Any = SglangEngine(**options)
+        engine: Engine = SglangEngine(**options)
         served: AskedBatch = Stock(engine, args)
     else:
-        from sglang_ext import Engine
+        from sglang_ext import Engine as OurEngine
 
-        engine = Engine(**options)
+        engine = OurEngine(**options)
         served = Ours(engine, args)
     serve(served, args.replies)
     engine.shutdown()
     return 0
 
 
-def empty(engine: Any) -> None:
+def empty(engine: Engine) -> None:
     """Flush the KV cache. SGLang refuses while the last step of an answered request is still under way.
 
     Raises:
@@ -351,8 +356,8 @@ def empty(engine: Any) -> None:
     raise RuntimeError("the engine's cache could not be flushed: requests are pending")
 
 
-def _sampling(tokens: int, **custom: Any) -> dict[str, Any]:
-    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+def _sampling(tokens: int, **custom: Json) -> JsonObject:
+    params: JsonObject = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return {**params, **({"custom_params": custom} if custom else {})}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +17,13 @@ from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, Written, hopper_impl, view_attention
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
+from sglang_ext.kernels.view_attention.config import Config, choose
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 from sglang_ext.kernels.view_attention.planned import attend, merge
 from sglang_ext.launch.bench._gpu import copy_bandwidth, matrix_rate, time_gpu
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.policies.dbsa import BlockSparse
+from sglang_ext.types import JsonObject, Options
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 TOLERANCE = 2e-2  # bfloat16, of the largest value of the reference
@@ -69,10 +70,10 @@ class PoolShape:
     def blocks(self) -> int:
         return len(self.bounds) - 1
 
-    def config(self, rows_per_run: float) -> planning.Config:
+    def config(self, rows_per_run: float) -> Config:
         hopper = hopper_impl.serves(HEADS, KV_HEADS, DIM, DIM, self.keys.dtype, self.device)
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return planning.choose(rows_per_run, HEADS // KV_HEADS, DIM, num_sms=sms, kv_heads=KV_HEADS, hopper=hopper)
+        return choose(rows_per_run, HEADS // KV_HEADS, DIM, num_sms=sms, kv_heads=KV_HEADS, hopper=hopper)
 
     def length(self, block: int) -> int:
         return self.bounds[block + 1] - self.bounds[block]
@@ -130,7 +131,7 @@ def _bytes(tokens: int) -> int:
 class PlannedBatch:
     """A batch planned for our kernel."""
 
-    def __init__(self, pool: PoolShape, requests: Sequence[KernelRequest], rows: int, config: planning.Config) -> None:
+    def __init__(self, pool: PoolShape, requests: Sequence[KernelRequest], rows: int, config: Config) -> None:
         self.pool, self.requests, self.rows = pool, requests, rows
         listed = [pool.runs(request, number * rows, rows) for number, request in enumerate(requests)]
         begin = time.perf_counter()
@@ -198,7 +199,9 @@ class PlannedBatch:
         return worst
 
 
-def _shared(pool: PoolShape, requests: Sequence[KernelRequest], rows: int, backend: str) -> tuple[Any, torch.Tensor]:
+def _shared(
+    pool: PoolShape, requests: Sequence[KernelRequest], rows: int, backend: str
+) -> tuple[VirtualRequests, torch.Tensor]:
     """FlashInfer over shared blocks: one virtual request a block and one a tail; queries rotated before."""
     virtual = VirtualRequests(pool.device, backend)
     counts, tokens, slots, seen_by = [], [], [], []
@@ -220,7 +223,7 @@ def _shared(pool: PoolShape, requests: Sequence[KernelRequest], rows: int, backe
     return virtual, torch.tensor(seen_by, device=pool.device)
 
 
-def _shape() -> dict[str, Any]:
+def _shape() -> Options:
     return dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, value_dim=DIM, dtype=torch.bfloat16)
 
 
@@ -263,7 +266,7 @@ def questions(pool: PoolShape, number: int, rows: int, chosen: int, rate: float)
     floor = 4 * pairs * HEADS * DIM / rate
     ours, beside = planned.time()
     name = f"question prefill, one layer, {number} questions of {rows} tokens, {chosen} of {pool.blocks} blocks"
-    notes: dict[str, Any] = {"error": error, "config": vars(planned.plan.config)}
+    notes: JsonObject = {"error": error, "config": vars(planned.plan.config)}
     notes |= {f"{name}_ms": timing.median * 1e3 for name, timing in beside.items()}
     figures = [at_most(name, ours, floor, "tensor-core rate of a large matrix product", 1.5, notes=notes)]
     for backend in ("fa2", "fa3"):

@@ -10,11 +10,10 @@ import argparse
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from sglang_ext.launch.bench import _dbsa_engine
 from sglang_ext.launch.bench._dbsa_engine import LARGER, POOL, SHAPES, write_model
 from sglang_ext.launch.bench._turns import STOCK, Process, say
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
+from sglang_ext.types import JsonObject, Options
 
 ROLES = ("stock", "ours")
 IN_TURNS, APART = "in turns", "one engine after the other"
@@ -66,12 +66,12 @@ class TurnStep:
 
     role: str
     do: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     keep: tuple[str, ...] = ()
     part: str = "seconds"
     several: bool = True
 
-    def run(self, process: Process, found: dict[str, Any]) -> None:
+    def run(self, process: Process, found: JsonObject) -> None:
         """Have it done, and keep the answer in `found`."""
         answer = process.ask(self.do, **self.options)
         words = [self.role, self.do, *(f"{name} {value}" for name, value in self.options.items())]
@@ -89,14 +89,14 @@ class TurnStep:
             found[last] = value
 
 
-def engines(args: argparse.Namespace) -> dict[str, Any]:
+def engines(args: argparse.Namespace) -> JsonObject:
     """Measure both engines: {"stock": ..., "ours": ..., "order": ..., "memory": ...}.
 
     Raises:
         RuntimeError: one of them failed (its output is above), or has less KV cache than it needs.
     """
     sizes = capacities(args)
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "stock": {"backend": args.stock_backend},
         "ours": {"stages": {}, "decode stages": {}},
         "order": APART if args.apart else IN_TURNS,
@@ -128,7 +128,7 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _about(process: Process, size: int) -> dict[str, Any]:
+def _about(process: Process, size: int) -> JsonObject:
     """What an engine says of itself; RuntimeError when its KV cache is too small."""
     about = process.ask("about")
     say(f"{process.name}: started, {about['capacity']} tokens of KV cache")
@@ -215,7 +215,7 @@ def capacities(args: argparse.Namespace) -> dict[str, int]:
     return {role: _given(args, role).get("max_total_tokens", size + DEMONSTRATION) for role, size in computed.items()}
 
 
-def _given(args: argparse.Namespace, role: str) -> dict[str, Any]:
+def _given(args: argparse.Namespace, role: str) -> JsonObject:
     """An engine's arguments of `--engine`: those of both, and its own, which stand under its role."""
     return {name: value for name, value in args.engine.items() if name not in ROLES} | args.engine.get(role, {})
 
@@ -228,7 +228,7 @@ def _token_bytes(args: argparse.Namespace) -> int:
 
 def _words(role: str, model: Path, args: argparse.Namespace, size: int) -> tuple[list[str], dict[str, str]]:
     """(arguments, environment) of a process."""
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "max_total_tokens": size,
         "max_running_requests": max(args.concurrency),
         **({"mem_fraction_static": STATIC} if torch.cuda.is_available() else {}),

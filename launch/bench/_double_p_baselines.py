@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
+from sglang_ext.kernels.top_p import SetRule
 from sglang_ext.launch.bench._double_p_captured import Captured, Text
 from sglang_ext.launch.bench._double_p_kernels import thousands
 from sglang_ext.launch.bench._double_p_pages import Pages, QuestTopP, paged
@@ -29,6 +29,7 @@ from sglang_ext.launch.bench._record import Figure, Timing, at_least
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.policies.retroinfer import RetroInfer
 from sglang_ext.policies.twilight import Twilight
+from sglang_ext.types import JsonObject
 
 AIMS = {"RetroInfer": 1.3, "Quest+top-p": 1.5}
 """How many times faster than each Double-P is to be."""
@@ -64,7 +65,7 @@ class RetroInferStep(ClusterBenchStep):
     """
 
     def __init__(self, rows: Captured, batch: int, copies: Sequence[ClusteredLayer]) -> None:
-        super().__init__(rows, batch, copies, group="mean", by_count=True)
+        super().__init__(rows, batch, copies, rule=SetRule("mean", by_count=True))
         self.clusters = sum(rows.plan.clusters)
         recommended = RetroInfer()
         self.share = recommended.exact + recommended.approx
@@ -93,7 +94,7 @@ class Timed:
     name: str
     timing: Timing
     shares: dict[str, float]
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: JsonObject = field(default_factory=dict)
 
     @property
     def words(self) -> str:
@@ -101,7 +102,7 @@ class Timed:
         return f"{self.name}, {s['exact']:.3f} exact, 5th percentile {s['recovered_p5']:.3f} ({s['read_p5']:.3f} exact)"
 
 
-def _timed(name: str, step: ClusterBenchStep | QuestTopP, notes: dict[str, Any]) -> Timed:
+def _timed(name: str, step: ClusterBenchStep | QuestTopP, notes: JsonObject) -> Timed:
     errors, shares = step.check(), step.shares(step.batch)
     timing = time_turns(step.run, len(step.copies), step.planted.device)
     return Timed(name, timing, shares, {**notes, "errors": errors})
@@ -190,7 +191,7 @@ def measure(device: torch.device, texts: Sequence[Text], config: DoubleP, length
     """
     cluster: Callable[..., Clusters] = kmeans_reference
     if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.fast import kmeans as cluster
+        from sglang_ext.kernels.kmeans.dispatch import kmeans as cluster
     # Triton's interpreter multiplies bfloat16 matrices wrongly.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     rows = Captured(length, batch, texts, config, device, cluster, dtype)

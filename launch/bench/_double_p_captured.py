@@ -12,14 +12,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 import sglang_ext
 from sglang_ext.config import PoolOptions
-from sglang_ext.kernels.cluster_attention.buffers import HeadShape
 from sglang_ext.kernels.cluster_attention.pool import centroid_dtype, narrowed
+from sglang_ext.kernels.cluster_attention.types import HeadShape
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, Level
@@ -28,9 +28,15 @@ from sglang_ext.launch.demo_data import INTENTS, sentence
 from sglang_ext.policies import double_p, quest, retroinfer, twilight
 from sglang_ext.policies.double_p import DoubleP
 
+if TYPE_CHECKING:
+    from sglang_ext.names import Tokenizer
+
+
 MODEL = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
+Selecting = DoubleP | retroinfer.RetroInfer | quest.Quest | twilight.Twilight | Literal["exact"]
+"""A method; "exact" is Double-P with the clusters' true masses."""
 GRID = tuple(x / 100 for x in range(50, 101, 2))
 """Shares of the attention at which the distribution of what is recovered is drawn."""
 
@@ -49,7 +55,7 @@ class Text:
     query: torch.Tensor
 
 
-def prompt(tokenizer: Any, length: int, seed: int) -> list[int]:
+def prompt(tokenizer: Tokenizer, length: int, seed: int) -> list[int]:
     """Exactly `length` tokens: demonstrations and a question; with an odd seed it asks for a passkey among them."""
     dice, template = random.Random(seed), PoolOptions()
     labels = list(INTENTS)
@@ -100,8 +106,8 @@ def capture(device: torch.device, count: int, length: int, saved: Path | None = 
             )
         return texts[:count]
     tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
-    model: Any = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32)
-    model = model.to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32)
+    torch.nn.Module.to(model, device).eval()
     if length > model.config.max_position_embeddings:
         raise ValueError(
             f"texts of {length} tokens: expected at most {model.config.max_position_embeddings}, the model's context"
@@ -219,7 +225,7 @@ class Recovered:
         return float((self.mass < p).double().mean())
 
 
-def methods(config: DoubleP) -> dict[str, Any]:
+def methods(config: DoubleP) -> dict[str, Selecting]:
     """Double-P and the baselines with the budgets that their authors recommend."""
     return {
         f"Double-P ({config.p1:g}, {config.p2:g})": config,
@@ -232,7 +238,7 @@ def methods(config: DoubleP) -> dict[str, Any]:
 
 
 def kept_tokens(
-    method: Any, query: torch.Tensor, keys: torch.Tensor, labels: torch.Tensor, config: DoubleP
+    method: Selecting, query: torch.Tensor, keys: torch.Tensor, labels: torch.Tensor, config: DoubleP
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which middle tokens of one layer a method reads: (exact, by centroid), each [kv_heads, tokens] bool.
 
@@ -267,7 +273,10 @@ def kept_tokens(
 
 
 def recovered(
-    texts: Sequence[Text], chosen: dict[str, Any], config: DoubleP, cluster: Callable[..., Clusters] = kmeans_reference
+    texts: Sequence[Text],
+    chosen: dict[str, Selecting],
+    config: DoubleP,
+    cluster: Callable[..., Clusters] = kmeans_reference,
 ) -> dict[str, Recovered]:
     """What each method recovers of every text's last step, all layers; selections in float32, by the policies."""
     parts: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in chosen}
@@ -342,7 +351,7 @@ def measure(
     """All rows of recovered mass, their distributions, and the texts that they are about."""
     cluster: Callable[..., Clusters] = kmeans_reference
     if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.fast import kmeans as cluster
+        from sglang_ext.kernels.kmeans.dispatch import kmeans as cluster
     texts = capture(device, count, length, saved)
     found = recovered(texts, methods(config), config, cluster)
     return figures_of(found, config.p1, length, count), curve_of(found, length), texts

@@ -14,10 +14,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +29,12 @@ from sglang_ext.launch.bench._double_p_rows import LEVELS
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.launch.bench._turns import STOCK, Process, say, serve
 from sglang_ext.policies.double_p import DoubleP
+from sglang_ext.types import JsonObject
+
+if TYPE_CHECKING:
+    from sglang_ext.cache.cluster_pool import PooledRun
+    from sglang_ext.names import Engine
+
 
 SHORT = 16
 """Output tokens of the run whose time is taken off, with all that does not belong to a step."""
@@ -43,10 +49,10 @@ TIME_AIM = {"flat": None, "middle": 2.4, "peaked": 2.4}
 class Served:
     """An engine and its prompts: what a process of this half does."""
 
-    def __init__(self, engine: Any, prompts: Sequence[list[int]]) -> None:
+    def __init__(self, engine: Engine, prompts: Sequence[list[int]]) -> None:
         self.engine, self.prompts = engine, prompts
 
-    def prefill(self) -> dict[str, Any]:
+    def prefill(self) -> JsonObject:
         """Seconds of each prompt, one after the other, each with one token of answer."""
         times = []
         for ids in self.prompts:
@@ -55,7 +61,7 @@ class Served:
             times.append(time.perf_counter() - begin)
         return {"seconds": times}
 
-    def decode(self, tokens: int) -> dict[str, Any]:
+    def decode(self, tokens: int) -> JsonObject:
         """Seconds of answers of so many tokens to all prompts at once, and what of the prompts was cached."""
         begin = time.perf_counter()
         answers = self.engine.generate(input_ids=list(self.prompts), sampling_params=_sampling(tokens))
@@ -63,19 +69,19 @@ class Served:
         completed(answers)
         return {"seconds": seconds, "cached": [answer["meta_info"]["cached_tokens"] for answer in answers]}
 
-    def weights(self, folder: str, flush: bool) -> dict[str, Any]:
+    def weights(self, folder: str, flush: bool) -> JsonObject:
         from sglang_ext import compat
 
         compat.load_weights(self.engine, folder, flush=flush)
         return {}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """What the plugin says of itself in /server_info; empty for stock SGLang."""
-        found: dict[str, Any] = self.engine.get_server_info()["internal_states"][0].get("sglang_ext", {})
+        found: JsonObject = self.engine.get_server_info()["internal_states"][0].get("sglang_ext", {})
         return found
 
 
-def _sampling(tokens: int) -> dict[str, Any]:
+def _sampling(tokens: int) -> JsonObject:
     return {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
 
 
@@ -92,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = DoubleP(**args.config)
     prompts = [prompt_ids(args.length, args.vocabulary, config, seed) for seed in range(args.rows)]
     if args.ours:
-        from sglang_ext import Engine
+        from sglang_ext import Engine as OurEngine
 
-        engine: Any = Engine(policy=args.config, **args.options)
+        engine: Engine = OurEngine(policy=args.config, **args.options)
     else:
         from sglang import Engine as SglangEngine
 
@@ -112,7 +118,7 @@ def measure(
     device: torch.device,
     args: argparse.Namespace,
     config: DoubleP,
-) -> tuple[list[Figure], dict[str, Any]]:
+) -> tuple[list[Figure], JsonObject]:
     """All rows of the engine's half, and what they were made of.
 
     Args:
@@ -120,7 +126,7 @@ def measure(
         args: of `launch.bench.double_p`.
         config: of the policy.
     """
-    raw: dict[str, Any] = {"clustering": clustering(device, args, config)}
+    raw: JsonObject = {"clustering": clustering(device, args, config)}
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engines' now
@@ -128,7 +134,7 @@ def measure(
     return compare(raw), raw
 
 
-def clustering(device: torch.device, args: argparse.Namespace, config: DoubleP) -> dict[str, Any]:
+def clustering(device: torch.device, args: argparse.Namespace, config: DoubleP) -> JsonObject:
     """Seconds of clustering one prompt's keys in all layers and heads, by what does it in the engine; and memory.
 
     Keys are normal(0, 1): k-means runs a fixed number of rounds, whatever the keys are.
@@ -140,7 +146,7 @@ def clustering(device: torch.device, args: argparse.Namespace, config: DoubleP) 
     count = args.layers or shape["num_hidden_layers"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.fast import kmeans_layers as cluster
+        from sglang_ext.kernels.kmeans.dispatch import kmeans_layers as cluster
     size = (args.engine_length, shape["num_key_value_heads"], shape["head_dim"])
 
     def cache() -> torch.Tensor:
@@ -152,12 +158,16 @@ def clustering(device: torch.device, args: argparse.Namespace, config: DoubleP) 
     begin, end = config.clustered(args.engine_length)
     segments = config.due(begin, end, True)
     times = []
-    runs: list[Any] = []
+    runs: list[PooledRun] = []
     for _ in range(args.repeats + 1):
         runs.clear()  # the memory has room for one prompt
         _wait(device)
         start = time.perf_counter()
-        runs += [memory.make(slots[low:high], low) for low, high in segments]
+        for low, high in segments:
+            run = memory.make(slots[low:high], low)
+            if run is None:
+                raise ValueError(f"no room for the clusters of tokens [{low}, {high}): expected room for one prompt's")
+            runs.append(run)
         memory.settle()
         _wait(device)
         times.append(time.perf_counter() - start)
@@ -179,12 +189,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> dict[str, Any]:
+def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> JsonObject:
     """Prefill every prompt once in both engines, then decode over them from the cache.
 
     One engine after the other, or, where the memory is enough for both (`--together`), in turns.
     """
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "rows": args.engine_batch,
         "length": args.engine_length,
         "tokens": args.decode_tokens,
@@ -241,7 +251,7 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
     return found
 
 
-def _turn(process: Process, tokens: int) -> dict[str, Any]:
+def _turn(process: Process, tokens: int) -> JsonObject:
     short, long = (process.ask("decode", tokens=count) for count in (SHORT, SHORT + tokens))
     seconds = (long["seconds"] - short["seconds"]) / tokens
     say(f"{process.name}: {seconds * 1e3:.3f} ms a token")
@@ -267,7 +277,7 @@ def _words(
 ) -> tuple[list[str], dict[str, str]]:
     """(arguments, environment) of a process."""
     runs = (args.repeats + 2) * (2 * SHORT + args.decode_tokens) * len(args.levels)
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "model_path": str(model),
         "load_format": "dummy",
         "log_level": "warning",
@@ -293,7 +303,7 @@ def _words(
     return words, STOCK
 
 
-def compare(raw: Mapping[str, Any]) -> list[Figure]:
+def compare(raw: JsonObject) -> list[Figure]:
     """Rows from what was measured.
 
     Raises:
@@ -336,7 +346,7 @@ def compare(raw: Mapping[str, Any]) -> list[Figure]:
     return figures
 
 
-def _check_cached(runs: Sequence[Mapping[str, Any]], length: int) -> None:
+def _check_cached(runs: Sequence[JsonObject], length: int) -> None:
     for run in runs:
         for part in ("short", "long"):
             if min(run[part]["cached"]) < length - 1:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from sglang_ext.kernels.cluster_attention.buffers import HeadShape
+from sglang_ext.kernels.cluster_attention.types import HeadShape
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.launch.bench._double_p_rows import LEVELS, SHAPES, Planted, layers
@@ -22,6 +21,7 @@ from sglang_ext.launch.bench._double_p_step import ClusterBenchStep, DenseStep
 from sglang_ext.launch.bench._gpu import copy_bandwidth, time_turns
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.policies.double_p import DoubleP
+from sglang_ext.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Case:
     dense_name: str
     floor: float | None
     shares: dict[str, float]
-    notes: dict[str, Any]
+    notes: JsonObject
     reading: Timing | None
 
     @property
@@ -145,7 +145,7 @@ def _steps(
 ) -> Iterator[ClusterBenchStep]:
     cluster: Callable[..., Clusters] = kmeans_reference
     if device.type == "cuda":
-        from sglang_ext.kernels.kmeans.fast import kmeans as cluster
+        from sglang_ext.kernels.kmeans.dispatch import kmeans as cluster
     for length in lengths:
         planted = Planted(length, max(batches), shape, config, device, cluster)
         for batch in batches:

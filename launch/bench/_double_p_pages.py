@@ -16,11 +16,12 @@ import torch
 
 from sglang_ext.kernels.candidates import QuantisedKeys, token_scores
 from sglang_ext.kernels.candidates import triton_impl as candidates
-from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens
+from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterReads, ClusterRows, DenseTokens
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.top_p import Selection, fast
+from sglang_ext.kernels.cluster_attention.types import ClusterWorkspace
+from sglang_ext.kernels.top_p import SearchedClusters, Selection, SetRule, dispatch
 from sglang_ext.kernels.top_p import select as select_by_sorting
-from sglang_ext.kernels.top_p import triton_impl as top_p
+from sglang_ext.kernels.top_p.types import TopPWorkspace
 from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, ClusteredLayer, true_logits
 from sglang_ext.launch.bench._double_p_step import EDGE, TOLERANCE, difference, relative_error, tunings
 from sglang_ext.policies import quest
@@ -31,6 +32,9 @@ ORDER = 64.0
 EXPANDING = 64
 """Programs that write a row's slots out: lists of single tokens are sixteen times as long as lists of clusters."""
 
+
+BEST_PAGES = SetRule(by_count=True)
+"""Candidates are so many pages, by the best score of a group: its heads are one here."""
 
 TOKEN_EDGE = 0.03
 """As `EDGE`: of up to 65,000 single tokens the rounded masses, each of a unit of 2^-30, sum up to more."""
@@ -133,7 +137,7 @@ class QuestTopP:
         if not 0 < budget <= pages.count:
             raise ValueError(f"{budget} pages of {pages.count}: expected at least one and at most all")
         self.planted, self.batch, self.copies, self.pages = rows, batch, copies, pages
-        self.budget, self.p, self.group = budget, p, rows.config.group
+        self.budget, self.p, self.rule = budget, p, SetRule(rows.config.group)
         shape, device = rows.shape, rows.device
         how, self.search = tunings(device)
         self.tuning = replace(how, expanding=EXPANDING if device.type == "cuda" else how.expanding)
@@ -144,7 +148,6 @@ class QuestTopP:
         every = torch.arange(batch * pages.tiles, dtype=torch.int32, device=device).view(batch, pages.tiles)
         self.clusters = ClusterRows(every, ints(pages.tiles).flatten())
         cells = pages.tiles * WIDTH
-        self.page_cells = ints(cells).flatten()
         self.page_budget = ints(0, budget).float()
         # Tokens of the candidates, as many as tiles hold; and so many that every budget runs the same compiled kernels.
         least = self.search.chunk if device.type == "cuda" else 1
@@ -160,21 +163,23 @@ class QuestTopP:
         self._bounds = torch.empty(batch, shape.heads, 2 * shape.head_dim, dtype=shape.dtype, device=device)
         self._page_logits = torch.empty(*heads, shape.group, cells, dtype=torch.float32, device=device)
         self._best = torch.empty(*heads, 1, cells, dtype=torch.float32, device=device)
-        self._page_places = (
+        self._page_clusters = SearchedClusters(
             torch.empty(*heads, cells, dtype=torch.int32, device=device),
             torch.empty(*heads, cells, dtype=torch.int32, device=device),
+            ints(cells).flatten(),
         )
         self._candidates = Selection.empty(*heads, cells, device)
-        self._page_search = top_p.TopPWorkspace.empty(*heads, 1, cells, device)
+        self._page_search = TopPWorkspace.empty(*heads, 1, cells, device)
         self._token_scores = (
             torch.empty(*heads, shape.group, self.room, dtype=torch.float32, device=device),
             torch.empty(*heads, self.room, dtype=torch.int32, device=device),
             torch.empty(*heads, self.room, dtype=torch.int32, device=device),
             torch.empty(batch, dtype=torch.int32, device=device),
         )
+        self._token_clusters = SearchedClusters(*self._token_scores[1:])
         self._chosen = Selection.empty(*heads, self.room, device)
-        self._token_search = top_p.TopPWorkspace.empty(*heads, shape.group, self.room, device)
-        self._workspace = attention.ClusterWorkspace.empty(
+        self._token_search = TopPWorkspace.empty(*heads, shape.group, self.room, device)
+        self._workspace = ClusterWorkspace.empty(
             *heads, shape.group, shape.value_dim, self.room, self.room, device, self.tuning
         )
         self._out = (
@@ -187,25 +192,26 @@ class QuestTopP:
         layer, scale = self.copies[turn], self.planted.scale
         bounds = candidates.bounds_query(self.query, self._bounds).unsqueeze(1)
         attention.centroid_scores(
-            bounds, layer.pool, self.clusters, scale / ORDER, out=(self._page_logits, *self._page_places),
-            tuning=self.tuning,
+            bounds, layer.pool, self.clusters, scale / ORDER,
+            out=(self._page_logits, self._page_clusters.sizes, self._page_clusters.starts), tuning=self.tuning,
         )  # fmt: skip
         torch.amax(self._page_logits, 2, keepdim=True, out=self._best)
-        fast.select(
-            self._best, *self._page_places, self.page_cells, self.page_budget, by_count=True, out=self._candidates,
+        dispatch.select(
+            self._best, self._page_clusters, self.page_budget, rule=BEST_PAGES, out=self._candidates,
             workspace=self._page_search, tuning=self.search,
         )  # fmt: skip
-        logits, sizes, starts, counts = candidates.token_scores(
+        logits, *_ = candidates.token_scores(
             self.query, layer.quantised, layer.pool.members, self._candidates, self.pages.page, self.room, scale,
             out=self._token_scores,
         )  # fmt: skip
-        fast.select(
-            logits, sizes, starts, counts, self.token_p, group=self.group, out=self._chosen,
-            workspace=self._token_search, tuning=self.search,
+        dispatch.select(
+            logits, self._token_clusters, self.token_p, rule=self.rule, out=self._chosen, workspace=self._token_search,
+            tuning=self.search,
         )  # fmt: skip
         attention.cluster_attention(
-            self.query.unsqueeze(1), layer.keys, layer.values, layer.pool, self.tokens, self.dense, self._chosen,
-            logits, scale, out=self._out, workspace=self._workspace, tuning=self.tuning,
+            self.query.unsqueeze(1), layer.keys, layer.values, layer.pool,
+            ClusterReads(self.tokens, self.dense, self._chosen, logits), scale, out=self._out,
+            workspace=self._workspace, tuning=self.tuning,
         )  # fmt: skip
         return self._out[0]
 
@@ -237,11 +243,10 @@ class QuestTopP:
         scores = quest.page_scores(grouped, *quest.page_bounds(keys[:, pages.begin : pages.end], pages.page))
         best = self._best[last, :, 0, : pages.count] - math.log(pages.page)  # all pages are of one size
         errors = {"page scores": relative_error(best, scores.amax(1) * rows.scale / ORDER)}
-        cells = self.page_cells[last:].cpu()
-        page_sizes, page_starts = (x[last:] for x in self._page_places)
-        sorted_pages = select_by_sorting(
-            self._best[last:].double(), page_sizes, page_starts, cells, self.page_budget[last:].double(), by_count=True
-        )
+        cells = self._page_clusters.cells[last:].cpu()
+        in_pages = SearchedClusters(self._page_clusters.sizes[last:], self._page_clusters.starts[last:], cells)
+        page_budget = self.page_budget[last:].double()
+        sorted_pages = select_by_sorting(self._best[last:].double(), in_pages, page_budget, rule=BEST_PAGES)
         candidate = self._candidates.of(slice(last, last + 1))
         errors["pages"] = difference(candidate, sorted_pages, int(cells))
         queried, members = self.query[last:].double(), layer.pool.members
@@ -252,7 +257,8 @@ class QuestTopP:
         wrong = n != int(wanted[3]) or bool((starts[..., :n] != wanted[2][..., :n]).any())
         errors["places"] = float(wrong)
         p = self.token_p[last:].double()
-        sorted_tokens = select_by_sorting(logits.double(), sizes, starts, counts, p, group=self.group)
+        in_tokens = SearchedClusters(sizes, starts, counts)
+        sorted_tokens = select_by_sorting(logits.double(), in_tokens, p, rule=self.rule)
         errors["tokens"] = difference(self._chosen.of(slice(last, last + 1)), sorted_tokens, self.room)
         x = torch.einsum("hgd,hnd->hgn", grouped, keys) * rows.scale
         nothing = x[..., :0], values[:, :0]

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from sglang_ext.kernels.cluster_attention import ClusterPool
-from sglang_ext.kernels.cluster_attention.buffers import HeadShape, PlannedRow
+from sglang_ext.kernels.cluster_attention.rows import PlannedRow
+from sglang_ext.kernels.cluster_attention.types import HeadShape
 from sglang_ext.kernels.kmeans import Clusters
 from sglang_ext.kernels.kmeans import kmeans as kmeans_reference
 from sglang_ext.policies.double_p import DoubleP

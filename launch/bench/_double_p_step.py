@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_ext.kernels.cluster_attention import ClusterRows, DenseTokens, joint_impl, reference
-from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.cluster_attention.buffers import PlannedRow, RowBuffers, RowCapacity
+from sglang_ext.kernels.cluster_attention import ClusterReads, ClusterRows, DenseTokens, joint_impl, reference
+from sglang_ext.kernels.cluster_attention.buffers import RowBuffers
+from sglang_ext.kernels.cluster_attention.rows import PlannedRow, RowCapacity
+from sglang_ext.kernels.cluster_attention.types import TUNING, ClusterTuning
 from sglang_ext.kernels.rope import Rope
-from sglang_ext.kernels.top_p import Selection
+from sglang_ext.kernels.top_p import SearchedClusters, Selection, SetRule
 from sglang_ext.kernels.top_p import select as select_by_sorting
-from sglang_ext.kernels.top_p import triton_impl as top_p
+from sglang_ext.kernels.top_p.types import TUNING as SEARCH
+from sglang_ext.kernels.top_p.types import TopPTuning
 from sglang_ext.launch.bench._double_p_rows import WIDTH, CachedRows, ClusteredLayer, Level, true_logits
 from sglang_ext.launch.bench._gpu import time_turns
 from sglang_ext.launch.bench._record import Timing
@@ -28,14 +29,14 @@ EDGE = 0.01
 """Share of the clusters by which the kernels' selection may differ from sorting: rounded masses at the threshold."""
 
 
-def tunings(device: torch.device) -> tuple[attention.ClusterTuning, top_p.TopPTuning]:
+def tunings(device: torch.device) -> tuple[ClusterTuning, TopPTuning]:
     """Those of `attention.readers.clusters`; small ones for Triton's interpreter."""
     if device.type == "cuda":
         from sglang_ext.attention.readers.clusters import PROGRAMS
 
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        return replace(attention.TUNING, programs=PROGRAMS * sms), top_p.TUNING
-    return replace(attention.TUNING, programs=5, registers=None), replace(top_p.TUNING, joint=False)
+        return replace(TUNING, programs=PROGRAMS * sms), SEARCH
+    return replace(TUNING, programs=5, registers=None), replace(SEARCH, joint=False)
 
 
 def _engine_capacity(batch: int, config: DoubleP) -> RowCapacity:
@@ -55,19 +56,18 @@ class ClusterBenchStep:
         copies: Sequence[ClusteredLayer],
         engine_room: bool = False,
         *,
-        group: str | None = None,
-        by_count: bool = False,
+        rule: SetRule | None = None,
         joint: bool = True,
-        fused: bool = attention.TUNING.fused,
+        fused: bool = TUNING.fused,
     ) -> None:
         """Args: as named; engine_room: buffers as large as the engine's for CUDA graphs, not as the batch needs.
 
-        group: how the heads of a group share a set (default: the configuration's); by_count: rows keep numbers of
-        clusters, which `keep` tells; joint: scores and selection in one kernel, where that runs (`joint_refused`);
-        fused: attention and merge likewise.
+        rule: which clusters a row keeps (default: the configuration's); where it counts clusters, `keep` tells how
+        many; joint: scores and selection in one kernel, where that runs (`joint_refused`); fused: attention and merge
+        likewise.
         """
         self.planted, self.batch, self.copies = planted, batch, copies
-        self.group, self.by_count, self.stages = group or planted.config.group, by_count, planted.config.stages
+        self.rule, self.stages = rule or SetRule(planted.config.group), planted.config.stages
         device, shape = planted.device, planted.shape
         rows, lengths = self._rows()
         frequency = 500000.0 ** (-torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
@@ -78,8 +78,7 @@ class ClusterBenchStep:
             shape,
             Rope(frequency.float().to(device)),
             WIDTH,
-            group_rule=self.group,
-            by_count=by_count,
+            rule=self.rule,
             tuning=replace(how, joint=joint, fused=fused),
             search=search,
         )
@@ -143,13 +142,11 @@ class ClusterBenchStep:
         errors = {"logits": relative_error(logits[filled], expected[filled])}
         cells = torch.tensor([planted.tiles * WIDTH], dtype=torch.int32, device=device)
         p = torch.tensor([self.stages], dtype=torch.float64, device=device)
-        sorted_out = select_by_sorting(
-            logits.double(), sizes, starts, cells, p, group=self.group, by_count=self.by_count
-        )
+        clusters = SearchedClusters(sizes, starts, cells)
+        sorted_out = select_by_sorting(logits.double(), clusters, p, rule=self.rule)
         errors["selection"] = difference(chosen, sorted_out, int(cells))
-        wanted, _ = reference.cluster_attention(
-            rotated, layer.keys, layer.values, layer.pool, rows, dense, chosen, logits, planted.scale
-        )
+        reads = ClusterReads(rows, dense, chosen, logits)
+        wanted, _ = reference.cluster_attention(rotated, layer.keys, layer.values, layer.pool, reads, planted.scale)
         errors["output"] = relative_error(out[last : last + 1], wanted)
         for name, most in (("logits", TOLERANCE), ("selection", EDGE), ("output", TOLERANCE)):
             if not errors[name] <= most:
@@ -159,7 +156,7 @@ class ClusterBenchStep:
     def joint_refused(self) -> str | None:
         """Why scores and selection are not one kernel here, or None where they are."""
         rotated, pool = self.query.unsqueeze(1), self.copies[0].pool
-        return joint_impl.refusal(rotated, pool, self.buffers.clusters(self.batch), group=self.group)
+        return joint_impl.refusal(rotated, pool, self.buffers.clusters(self.batch), group=self.rule.group)
 
     def shares(self, sampled: int = 4) -> dict[str, float]:
         """What the last run kept, means over rows and key-value heads, and the true attention that it recovered.
@@ -239,7 +236,7 @@ class DenseStep:
             device=self.planted.device,
         )  # fmt: skip
 
-    def _flashinfer(self) -> Callable[[int], Any]:
+    def _flashinfer(self) -> Callable[[int], None]:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         step, planted, shape, device = self.step, self.planted, self.planted.shape, self.planted.device
@@ -268,7 +265,7 @@ class DenseStep:
             out = torch.einsum("hgt,thd->hgd", weights, layer.values[part].float())
             self.out[row] = out.reshape(shape.heads, -1).to(self.out.dtype)
 
-    def check(self, run: Callable[[int], Any]) -> None:
+    def check(self, run: Callable[[int], None]) -> None:
         self.out.fill_(float("nan"))
         run(0)
         last = self.step.batch - 1
@@ -284,6 +281,6 @@ class DenseStep:
         device = self.planted.device
         gpu = device.type == "cuda"
         name = "dense FlashInfer" if gpu else "dense PyTorch, no GPU"
-        run: Callable[[int], Any] = self._flashinfer() if gpu else self._plain
+        run: Callable[[int], None] = self._flashinfer() if gpu else self._plain
         self.check(run)
         return name, time_turns(run, len(self.step.copies), device)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from sglang_ext.launch.bench._record import Timing
+
+Launched = torch.Tensor | tuple[torch.Tensor, ...] | None  # what timed work may return
 
 
 def require_gpu() -> torch.device:
@@ -18,7 +19,9 @@ def require_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def time_gpu(work: Callable[..., Any], *arguments: Any, graph: bool = True, milliseconds: int = 200) -> Timing:
+def time_gpu(
+    work: Callable[..., Launched], *arguments: torch.Tensor, graph: bool = True, milliseconds: int = 200
+) -> Timing:
     """Seconds of one call of `work(*arguments)`.
 
     Args:
@@ -41,7 +44,7 @@ def time_gpu(work: Callable[..., Any], *arguments: Any, graph: bool = True, mill
 
 
 def time_turns(
-    work: Callable[[int], Any], turns: int, device: torch.device, *, calls: int = 10, milliseconds: int = 200
+    work: Callable[[int], Launched], turns: int, device: torch.device, *, calls: int = 10, milliseconds: int = 200
 ) -> Timing:
     """Seconds of one call of `work`, inside a CUDA graph that calls it on each of `turns` sets of data in turn.
 
@@ -76,7 +79,7 @@ def time_turns(
     return Timing.of(seconds(1) / calls for _ in range(max(10, int(milliseconds * 1e-3 / one))))
 
 
-def _captured(work: Callable[[int], Any], turns: int, calls: int) -> torch.cuda.CUDAGraph:
+def _captured(work: Callable[[int], Launched], turns: int, calls: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compile and allocate before the capture

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._quality_tasks import (
@@ -28,6 +28,11 @@ from sglang_ext.launch.bench._quality_tasks import (
     stream,
 )
 from sglang_ext.launch.bench._reference_reader import Writer
+from sglang_ext.types import JsonObject, Options
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Engine
+
 
 REPORT = "attention_report"  # of `sglang_ext.attention.sparse`
 SHARES = ("exact", "kept", "approximated_clusters", "recovered")
@@ -55,8 +60,8 @@ class Method:
 
     title: str
     backend: str
-    policy: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    policy: Options = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     knobs: Mapping[str, str] = field(default_factory=dict)
     reads: int = 0
     kernels: str = ""
@@ -149,7 +154,7 @@ def nearer_one(p: float, way: float) -> float:
     return 1 - (1 - p) * 1e-6**way
 
 
-def attention(reports: Sequence[Sequence[Any]]) -> dict[str, Any]:
+def attention(reports: Sequence[Sequence[Mapping[str, Sequence[float]] | None]]) -> JsonObject:
     """Means over answers, decoding steps and layers of what `attention_report` says.
 
     Args:
@@ -164,7 +169,7 @@ def attention(reports: Sequence[Sequence[Any]]) -> dict[str, Any]:
     dense = sum(len(report[1:]) for report in reports) - len(steps)
     if not steps:
         return {**dict.fromkeys(SHARES, 1.0), "recovered_p5": 1.0, "recovered_least": 1.0, "dense_steps": dense}
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name in SHARES:
         values = [value for step in steps for value in step.get(name, ())]
         if values:
@@ -183,12 +188,10 @@ def attention(reports: Sequence[Sequence[Any]]) -> dict[str, Any]:
 class Asker:
     """One engine and one method."""
 
-    def __init__(self, engine: Any, method: Method) -> None:
+    def __init__(self, engine: Engine, method: Method) -> None:
         self.engine, self.method = engine, method
 
-    def ask(
-        self, task: QualityTask, options: Mapping[str, Any], only: Sequence[int] | None = None
-    ) -> list[dict[str, Any]]:
+    def ask(self, task: QualityTask, options: Options, only: Sequence[int] | None = None) -> list[JsonObject]:
         """Greedy answers to a task's prompts, or to those at `only`.
 
         Raises:
@@ -196,10 +199,10 @@ class Asker:
         """
         chosen = range(len(task.prompts)) if only is None else only
         own = {**self.method.options, **options, **({REPORT: True} if self.method.reports else {})}
-        params: dict[str, Any] = {"temperature": 0, "max_new_tokens": task.new_tokens, "custom_params": own or None}
+        params: JsonObject = {"temperature": 0, "max_new_tokens": task.new_tokens, "custom_params": own or None}
         params |= {"ebnf": task.grammar} if task.grammar else {"ignore_eos": True}
         params |= {"stop": [task.stop]} if task.stop else {}
-        answers: list[dict[str, Any]] = self.engine.generate(
+        answers: list[JsonObject] = self.engine.generate(
             input_ids=[task.prompts[at] for at in chosen], sampling_params=[params] * len(chosen)
         )
         return completed(answers)
@@ -236,7 +239,7 @@ class Asker:
                 found[knob], got = match(reads(knob, figure, also), wanted)
         return found
 
-    def answers(self, task: QualityTask, target: Mapping[str, float] | None) -> dict[str, Any]:
+    def answers(self, task: QualityTask, target: Mapping[str, float] | None) -> JsonObject:
         """A measurement: how many answers are right, and what was read for them."""
         begin = time.perf_counter()
         if task.shared:  # once, so that not all of the first batch compute it
@@ -264,7 +267,7 @@ class Asker:
             "seconds": {"setup": calibrated - begin, "answers": time.perf_counter() - calibrated},
         }
 
-    def perplexity(self, name: str, text: StreamTask) -> dict[str, Any]:
+    def perplexity(self, name: str, text: StreamTask) -> JsonObject:
         """A measurement: perplexity of a stream's tokens but the first."""
         begin = time.perf_counter()
         chunks = text.chunks(self.method.reads) if self.method.reads else [text.tokens]
@@ -295,7 +298,7 @@ class Asker:
         }
 
 
-def tasks(writer: Writer, settings: Mapping[str, Any], method: Method) -> dict[str, QualityTask | StreamTask]:
+def tasks(writer: Writer, settings: Options, method: Method) -> dict[str, QualityTask | StreamTask]:
     """The tasks of a suite by name, but those whose prompts the method cannot read."""
     found: dict[str, QualityTask | StreamTask] = {}
     data, seed, context = settings["data"], settings["seed"], settings["context"]
@@ -313,7 +316,7 @@ def tasks(writer: Writer, settings: Mapping[str, Any], method: Method) -> dict[s
     return found
 
 
-def engine_of(settings: Mapping[str, Any], method: Method, longest: int) -> Any:
+def engine_of(settings: Options, method: Method, longest: int) -> Engine:
     """An engine whose pool holds as many requests at a time as the settings say, or more."""
     import torch
 
@@ -324,7 +327,7 @@ def engine_of(settings: Mapping[str, Any], method: Method, longest: int) -> Any:
     row = sum(method.policy[name] for name in ("sinks", "window", "stride")) if streams else longest
     on_gpu = torch.cuda.is_available()
     rows = settings["concurrency"] if streams else max(settings["concurrency"] + 1, GPU_ROWS if on_gpu else 0)
-    arguments: dict[str, Any] = {
+    arguments: JsonObject = {
         "model_path": settings["model"],
         "attention_backend": method.backend,
         "policy": dict(method.policy) or None,
@@ -339,7 +342,7 @@ def engine_of(settings: Mapping[str, Any], method: Method, longest: int) -> Any:
     return Engine(**{**arguments, **settings["engine"]})
 
 
-def run(job: Mapping[str, Any], out: Path) -> None:
+def run(job: JsonObject, out: Path) -> None:
     """Measure one method on the tasks of a job, each written when it is done."""
     settings, method = job["settings"], Method(**job["method"])
     writer = Writer(settings["model"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from sglang_ext.launch.bench._quality_engine import Method
 from sglang_ext.launch.bench._record import Curve, Figure, Timing
+from sglang_ext.types import JsonObject, Options
 
 Z = 1.2816  # 80% of a normal distribution lie within so many standard deviations
 POINT = 0.01
@@ -32,9 +32,7 @@ def selects(method: Method) -> bool:
     return bool(method.policy.get("selection"))
 
 
-def figures(
-    settings: Mapping[str, Any], methods: Mapping[str, Method], measured: Sequence[Mapping[str, Any]]
-) -> list[Figure]:
+def figures(settings: Options, methods: Mapping[str, Method], measured: Sequence[JsonObject]) -> list[Figure]:
     """A row for each method and task beside the suite's baseline, tasks in the order in which they were measured."""
     rows: list[Figure] = []
     baseline = BASELINE[settings["suite"]]
@@ -48,14 +46,14 @@ def figures(
 
 
 def _answers(
-    settings: Mapping[str, Any],
+    settings: Options,
     name: str,
     methods: Mapping[str, Method],
-    mine: Mapping[str, Any],
-    theirs: Mapping[str, Any] | None,
+    mine: JsonObject,
+    theirs: JsonObject | None,
 ) -> list[Figure]:
     """Shares of answers, or of a passkey's digits, that are right."""
-    notes: dict[str, Any] = {"prompts": len(mine["scores"]), "all_right": mine["accuracy"], "options": mine["options"]}
+    notes: JsonObject = {"prompts": len(mine["scores"]), "all_right": mine["accuracy"], "options": mine["options"]}
     words = "digits right" if mine["digits"] is not None else "answers right"
     title = f"{mine['task']}, {methods[name].title}: {words}"
     if mine["attention"]:
@@ -81,11 +79,11 @@ def _answers(
 
 
 def _perplexities(
-    settings: Mapping[str, Any],
+    settings: Options,
     name: str,
     methods: Mapping[str, Method],
-    mine: Mapping[str, Any],
-    theirs: Mapping[str, Any] | None,
+    mine: JsonObject,
+    theirs: JsonObject | None,
 ) -> list[Figure]:
     """Perplexity of all tokens and of the labels; spreads are over the parts of the stream."""
     rows = []
@@ -110,12 +108,10 @@ def _spread(value: float, bins: Sequence[float]) -> Timing:
     return Timing(value, of_bins.low, of_bins.high, of_bins.samples)
 
 
-def curves(
-    settings: Mapping[str, Any], methods: Mapping[str, Method], measured: Sequence[Mapping[str, Any]]
-) -> list[Curve]:
+def curves(settings: Options, methods: Mapping[str, Method], measured: Sequence[JsonObject]) -> list[Curve]:
     """What is plotted: right answers and what was read against the length of the row, perplexity along a stream."""
 
-    def lines(figure: Any, begins: str) -> dict[str, list[tuple[float, float]]]:
+    def lines(figure: Callable[[JsonObject], float | None], begins: str) -> dict[str, list[tuple[float, float]]]:
         found: dict[str, list[tuple[float, float]]] = {}
         for name in methods:
             points = [

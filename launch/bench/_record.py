@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+from sglang_ext.types import Json, JsonObject
 
 FEW = 5
 """Samples from which a spread is shown."""
@@ -84,7 +85,7 @@ class Figure:
     met: bool | None = None
     floor: float | None = None
     floor_of: str = ""
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: JsonObject = field(default_factory=dict)
     unit: str = "ms"
 
 
@@ -105,13 +106,13 @@ class Curve:
     doubling: bool = False
 
 
-def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Any) -> Figure:
+def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Json) -> Figure:
     """A row whose ratio is how many times faster than the baseline ours is."""
     return _faster(name, ours, baseline, theirs, theirs.median / ours.median, aim, **more)
 
 
 def in_turns(
-    name: str, ours: Sequence[float], baseline: str, theirs: Sequence[float], aim: float | None, **more: Any
+    name: str, ours: Sequence[float], baseline: str, theirs: Sequence[float], aim: float | None, **more: Json
 ) -> Figure:
     """`at_least` of times measured in turns: the ratio is the median of the pairs' ratios.
 
@@ -132,24 +133,24 @@ def in_turns(
 
 
 def _faster(
-    name: str, ours: Timing, baseline: str, theirs: Timing, ratio: float, aim: float | None, **more: Any
+    name: str, ours: Timing, baseline: str, theirs: Timing, ratio: float, aim: float | None, **more: Json
 ) -> Figure:
     text, met = ("", None) if aim is None else (f"at least {aim:.3g}x", ratio >= aim)
     return Figure(name, ours, baseline, theirs, ratio, text, met, **more)
 
 
-def at_most(name: str, ours: Timing, floor: float, floor_of: str, aim: float | None, **more: Any) -> Figure:
+def at_most(name: str, ours: Timing, floor: float, floor_of: str, aim: float | None, **more: Json) -> Figure:
     """A row whose ratio is how many times the floor ours takes."""
     ratio = ours.median / floor
     text, met = ("", None) if aim is None else (f"at most {aim:.3g}x", ratio <= aim)
     return Figure(name, ours, floor_of, None, ratio, text, met, floor=floor, floor_of=floor_of, **more)
 
 
-def machine() -> dict[str, Any]:
+def machine() -> JsonObject:
     """The GPU (or processor), its driver, and the versions of what does the work."""
     import torch
 
-    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
+    found: JsonObject = {"python": platform.python_version(), "system": platform.platform()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         found |= {
@@ -230,7 +231,7 @@ def command_line(words: Sequence[str]) -> str:
     return "sglang-ext " + shlex.join(kept)
 
 
-def save(path: Path, figures: Sequence[Figure], curves: Sequence[Curve] = (), **more: Any) -> None:
+def save(path: Path, figures: Sequence[Figure], curves: Sequence[Curve] = (), **more: Json) -> None:
     """Write rows, curves, the machine, the commit and the command that made them."""
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

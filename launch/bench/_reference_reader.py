@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 PREFIX, SEPARATOR = "\nLabel:", "\n\n"
 Demo = tuple[str, str]  # (text, label)
@@ -43,12 +46,12 @@ class ModelReader(Writer):
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         # bfloat16 matrix products are slow on most CPUs, and float32 is what the CPU engine serves
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa")
-        self.model.to(self.device).eval()  # type: ignore[arg-type]
+        self.model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa")
+        torch.nn.Module.to(self.model, self.device).eval()
         self.context = self.model.config.max_position_embeddings
 
     @torch.no_grad()
-    def prefill(self, tokens: list[int]) -> Any:
+    def prefill(self, tokens: list[int]) -> DynamicCache:
         """The key-value cache of a prefix."""
         from transformers import DynamicCache
 
@@ -57,7 +60,9 @@ class ModelReader(Writer):
         return cache
 
     @torch.no_grad()
-    def _extend(self, cache: Any, prefix: int, owner: list[int], rows: list[tuple[int, int, int]]) -> torch.Tensor:
+    def _extend(
+        self, cache: DynamicCache, prefix: int, owner: list[int], rows: list[tuple[int, int, int]]
+    ) -> torch.Tensor:
         """Append tokens to the cache and return their logits (rows, V).
 
         Args:

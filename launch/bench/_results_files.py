@@ -12,12 +12,15 @@ import re
 import textwrap
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from sglang_ext.launch.bench._record import UNITS, Curve, Figure, Timing
+from sglang_ext.types import Json, JsonObject
 
 # What the heading calls a package: what the record calls it.
 VERSIONS = {"sglang": "sglang", "torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
+
+KindT = TypeVar("KindT")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Results:
     date: datetime.date
     commit: str
     command: str
-    machine: dict[str, Any]
+    machine: JsonObject
     figures: tuple[Figure, ...]
     curves: tuple[Curve, ...] = ()
 
@@ -94,7 +97,7 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: got bytes that are not UTF-8, expected text: {error}") from error
 
 
-def _results(path: Path, record: dict[str, Any]) -> Results:
+def _results(path: Path, record: JsonObject) -> Results:
     date = _of(record, "date", str)
     try:
         day = datetime.datetime.fromisoformat(date).date()
@@ -119,7 +122,7 @@ def _results(path: Path, record: dict[str, Any]) -> Results:
     )
 
 
-def curve_of(value: Any, where: str) -> Curve:
+def curve_of(value: Json, where: str) -> Curve:
     """Curves of a results file; `where` names them in errors.
 
     Raises:
@@ -139,7 +142,7 @@ def curve_of(value: Any, where: str) -> Curve:
     return Curve(found["title"], found["x"], found["y"], series, found["doubling"])
 
 
-def figure_of(row: Any, where: str) -> Figure:
+def figure_of(row: Json, where: str) -> Figure:
     """A row of a results file as the `Figure` it was; `where` names it in errors.
 
     Raises:
@@ -162,14 +165,14 @@ def figure_of(row: Any, where: str) -> Figure:
     return Figure(**found)
 
 
-def _timing(value: Any, where: str) -> Timing:
+def _timing(value: Json, where: str) -> Timing:
     found = _fields(Timing, value, where)
     for key in ("median", "low", "high", "samples"):
         _number(found[key], f"{where}, {key}")
     return Timing(**found)
 
 
-def _fields(kind: type[Figure] | type[Timing] | type[Curve], value: Any, where: str) -> dict[str, Any]:
+def _fields(kind: type[Figure] | type[Timing] | type[Curve], value: Json, where: str) -> JsonObject:
     """The fields of a dataclass in a JSON object; those that have a default may be absent."""
     given = dict(_typed(value, dict, where))
     if unknown := given.keys() - {field.name for field in fields(kind)}:
@@ -184,20 +187,20 @@ def _fields(kind: type[Figure] | type[Timing] | type[Curve], value: Any, where: 
     return given
 
 
-def _of(record: dict[str, Any], key: str, kind: type) -> Any:
+def _of(record: JsonObject, key: str, kind: type[KindT]) -> KindT:
     if key not in record:
         raise ValueError(f"got no {key}, expected one")
     return _typed(record[key], kind, key)
 
 
-def _typed(value: Any, kind: type, where: str) -> Any:
+def _typed(value: Json, kind: type[KindT], where: str) -> KindT:
     if not isinstance(value, kind):
         names = {dict: "an object", list: "a list", str: "a string", bool: "true, false or null"}
         raise ValueError(f"{where}: got {textwrap.shorten(repr(value), 60)}, expected {names[kind]}")
     return value
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: Json, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{where}: got {textwrap.shorten(repr(value), 60)}, expected a finite number")
     return value

@@ -12,7 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from sglang_ext.types import JsonObject
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Engine
+
 
 GPU_STAGES = (
     ("rotation", ("_rotate",)),
@@ -32,7 +38,7 @@ def stage_of(kernel: str) -> str:
     return next((stage for stage, parts in GPU_STAGES if any(part in kernel for part in parts)), REST)
 
 
-def gpu_stages(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def gpu_stages(events: Iterable[JsonObject]) -> dict[str, float]:
     """Seconds of each stage of a trace's events, of none (`IDLE`: the GPU waits for the host) and of all (`span`).
 
     Kernels that run at one time count once, for the one that began first. Empty when there are no GPU events.
@@ -49,7 +55,7 @@ def gpu_stages(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {**{name: micro * 1e-6 for name, micro in found.items()}, "span": (until - begin) * 1e-6}
 
 
-def profiled(engine: Any, work: Callable[[], Any]) -> dict[str, float]:
+def profiled(engine: Engine, work: Callable[[], None]) -> dict[str, float]:
     """`gpu_stages` of what `work` has the engine do.
 
     Raises:
@@ -64,13 +70,13 @@ def profiled(engine: Any, work: Callable[[], Any]) -> dict[str, float]:
         return gpu_stages(_events(Path(folder)))
 
 
-def _events(folder: Path) -> list[dict[str, Any]]:
+def _events(folder: Path) -> list[JsonObject]:
     """Events of the trace that appears in `folder`: one file a rank, the first of them."""
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         for path in sorted(folder.rglob("*.json.gz")):
             try:
-                events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+                events: list[JsonObject] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
                 return events
             except (EOFError, OSError, ValueError):
                 break  # still being written

@@ -14,7 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.types import Json, JsonObject
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Passed
+
 
 STOP_SECONDS = 60.0
 """Longest that an engine may take to end."""
@@ -47,7 +53,7 @@ class Process:
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: Passed) -> None:
         self.stop()
 
     def wait(self) -> None:
@@ -60,15 +66,15 @@ class Process:
             self._answer()
             self._ready = True
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> JsonObject:
         line = self._replies.readline()
         if not line:
             self.stop()
             raise RuntimeError(f"the {self.name} engine failed; its output is above")
-        found: dict[str, Any] = json.loads(line)
+        found: JsonObject = json.loads(line)
         return found
 
-    def ask(self, what: str, **options: Any) -> dict[str, Any]:
+    def ask(self, what: str, **options: Json) -> JsonObject:
         """Have it do one of the methods of what it serves.
 
         Raises:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,6 +34,7 @@ from sglang_ext.launch.bench._double_p_rows import LEVELS
 from sglang_ext.launch.bench._record import Figure, Timing, in_turns, json_file, save, table
 from sglang_ext.launch.bench._turns import Process, say
 from sglang_ext.policies.double_p import DoubleP
+from sglang_ext.types import Json, JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results" / "beside.json"
 HERE = Path(sglang_ext.__file__).resolve().parents[1]
@@ -165,12 +165,12 @@ def row(name: str, found: Mapping[str, Sequence[float]]) -> Figure:
     return dataclasses.replace(figure, aim=aim, met=met)
 
 
-def _words(**options: Any) -> list[str]:
+def _words(**options: Json) -> list[str]:
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
     return [text for name, value in texts.items() for text in (f"--{name.replace('_', '-')}", value)]
 
 
-def _common(args: argparse.Namespace) -> dict[str, Any]:
+def _common(args: argparse.Namespace) -> JsonObject:
     gpu = {"mem_fraction_static": 0.95} if torch.cuda.is_available() else {}
     return {**gpu, **args.engine}
 

@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._cascade_engine import ROLES
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, results_folder, save, table
 from sglang_ext.policies.cascade import Cascade
+from sglang_ext.types import Json, JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results"
 HALVES = ("kernels", "engine")
@@ -88,20 +88,20 @@ def stride_updates(args: argparse.Namespace, cascade: Cascade) -> float:
     return stride_update_seconds(cascade, layers, kv_heads, device).median
 
 
-def finish(path: Path, figures: list[Figure], commit: str, **more: Any) -> None:
+def finish(path: Path, figures: list[Figure], commit: str, **more: Json) -> None:
     """Keep the rows of one half, and print them."""
     save(path, figures, commit=commit, **more)
     print(table(figures))
     print(f"written: {path}", flush=True)
 
 
-def engines(args: argparse.Namespace) -> dict[str, Any]:
+def engines(args: argparse.Namespace) -> JsonObject:
     """Run both engines, one after the other: {"ours": ..., "stock": ...}.
 
     Raises:
         RuntimeError: one of them failed; its output is above.
     """
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
         folder = Path(temporary)
         write_model(folder / "model", args.shape, max(131_072, args.part + args.slots))
@@ -126,7 +126,7 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def compare(raw: dict[str, Any], args: argparse.Namespace, cascade: Cascade) -> list[Figure]:
+def compare(raw: JsonObject, args: argparse.Namespace, cascade: Cascade) -> list[Figure]:
     """Rows from what the two engines measured."""
     ours, stock = raw["ours"], raw["stock"]
     sizes = f"window {cascade.window}, {cascade.cascades} cascades, stride {cascade.stride}, pool of {args.slots} slots"

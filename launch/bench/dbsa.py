@@ -17,13 +17,13 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench import _stages
 from sglang_ext.launch.bench._dbsa_engine import SHAPES
 from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, IN_TURNS, engines
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, in_turns, json_file, save, table
+from sglang_ext.types import Json, JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results" / "dbsa.json"
 HALVES = ("kernels", "engine")
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     figures: list[Figure] = []
-    raw: dict[str, Any] = {}
+    raw: JsonObject = {}
     if args.only != "engine":
         from sglang_ext.launch.bench._dbsa_kernels import measure
         from sglang_ext.launch.bench._gpu import require_gpu
@@ -117,7 +117,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
+def compare(raw: JsonObject, concurrency: Sequence[int]) -> list[Figure]:
     """Rows from what the two engines measured.
 
     Raises:
@@ -129,7 +129,7 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
     dense = [seconds * ours["tokens"] / stock["tokens"] for seconds in stock["prefill"]]
 
     def faster(
-        name: str, mine: list[float], baseline: str, theirs: list[float], aim: float | None, **more: Any
+        name: str, mine: list[float], baseline: str, theirs: list[float], aim: float | None, **more: Json
     ) -> Figure:
         if order == IN_TURNS:
             return in_turns(name, mine, baseline, theirs, aim, **more)
@@ -189,12 +189,12 @@ def compare(raw: dict[str, Any], concurrency: Sequence[int]) -> list[Figure]:
     return figures
 
 
-def _per_request(runs: Sequence[dict[str, Any]]) -> list[float]:
+def _per_request(runs: Sequence[JsonObject]) -> list[float]:
     """Seconds a request that a closed loop takes: the reciprocal of requests a second, of each run."""
     return [run["seconds"] / run["requests"] for run in runs]
 
 
-def _check_cached(runs: Sequence[dict[str, Any]], tokens: int) -> None:
+def _check_cached(runs: Sequence[JsonObject], tokens: int) -> None:
     for run in runs:
         if run.get("cached", tokens) < tokens:
             raise ValueError(

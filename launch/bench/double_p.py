@@ -19,13 +19,13 @@ import argparse
 import gc
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._record import Curve, Figure, json_file, save, table
 from sglang_ext.policies.double_p import DoubleP
+from sglang_ext.types import JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results" / "double_p.json"
 LEVELS = ("flat", "middle", "peaked")
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     if args.only in (None, "captured"):  # not after an hour
         captured.check_texts(args.texts, args.text_length, args.captured_length, args.captured_batch)
     figures: list[Figure] = []
-    more: dict[str, Any] = {}
+    more: JsonObject = {}
     if args.only in (None, "kernels"):
         figures += kernels.measure(device, args.shape, args.lengths, args.batches, config)
     curves: list[Curve] = []

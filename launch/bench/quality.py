@@ -26,15 +26,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
-from sglang_ext.launch.bench._record import command_line, json_file, save, table
+from sglang_ext.launch.bench._record import Figure, command_line, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
+from sglang_ext.types import JsonObject, Options
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SUITES = ("double_p", "cascade")
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def methods_of(settings: Mapping[str, Any]) -> dict[str, Method]:
+def methods_of(settings: Options) -> dict[str, Method]:
     """The methods of a suite, by name."""
     if settings["suite"] == "double_p":
         return double_p_methods()
@@ -116,7 +116,7 @@ class Study:
             default = [args.window * times for times in (1, 2, 4, 8, 16)]
         lengths = default if args.passkey is None else args.passkey
         context = args.context or json.loads((Path(args.model) / "config.json").read_text())["max_position_embeddings"]
-        self.settings: dict[str, Any] = {
+        self.settings: JsonObject = {
             **{name: getattr(args, name) for name in SETTINGS},
             "passkey": lengths,
             "context": context,
@@ -133,13 +133,13 @@ class Study:
                 " to do it alike; expected --kernels torch, where double_p-kernels answers with kernels beside them"
             )
         self.failed: list[str] = []
-        self.measured: list[dict[str, Any]] = []
+        self.measured: list[JsonObject] = []
         self.commands: list[str] = []
         self.recorded = dict(self.settings)
         if self.out.exists() and not args.anew:
             self.measured = self._known(json.loads(self.out.read_text()))
 
-    def _known(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _known(self, record: JsonObject) -> list[JsonObject]:
         """The measurements of a file; with --passkey, --shots or --stream some more may be asked for."""
         known = record.get("settings", {})
         if other := [name for name in SETTINGS if name not in TASKS and known.get(name) != self.settings[name]]:
@@ -171,7 +171,7 @@ class Study:
                 )
             self._measure(bound, targets)
 
-    def _measure(self, names: Sequence[str], targets: Mapping[str, Any]) -> None:
+    def _measure(self, names: Sequence[str], targets: Mapping[str, Mapping[str, float]]) -> None:
         """Run an engine for each method, some at a time, and keep what they write as soon as they do."""
         waiting, running = list(names), dict[str, StudyEngine]()
         with tempfile.TemporaryDirectory(prefix="sglang-ext-quality-") as temporary, ended(running):
@@ -196,7 +196,7 @@ class Study:
     def _kernels(self, name: str) -> str:
         return self.methods[name].kernels or str(self.args.kernels)
 
-    def _job(self, name: str, targets: Mapping[str, Any]) -> dict[str, Any]:
+    def _job(self, name: str, targets: Mapping[str, Mapping[str, float]]) -> JsonObject:
         args = self.args
         own = {"data": args.data, "model": args.model, "concurrency": args.concurrency, "engine": args.engine}
         return {
@@ -207,7 +207,7 @@ class Study:
             "done": [each["task"] for each in self.measured if each["method"] == name],
         }
 
-    def figures(self) -> list[Any]:
+    def figures(self) -> list[Figure]:
         """Rows of what is measured so far."""
         return figures(self.settings, self.methods, self.measured)
 
@@ -227,7 +227,7 @@ class Study:
 class StudyEngine:
     """A process that measures one method, the lines that it writes, and its log."""
 
-    def __init__(self, folder: Path, name: str, job: Mapping[str, Any], kernels: str) -> None:
+    def __init__(self, folder: Path, name: str, job: JsonObject, kernels: str) -> None:
         self.out, self.log = folder / f"{name}.jsonl", folder / f"{name}.log"
         path = folder / f"{name}.json"
         path.write_text(json.dumps(job))
@@ -238,7 +238,7 @@ class StudyEngine:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         self._read = 0
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[JsonObject]:
         """Measurements that were completed since the last call."""
         if not self.out.exists():
             return []
@@ -270,7 +270,7 @@ def ended(running: Mapping[str, StudyEngine]) -> Iterator[None]:
                 engine.process.wait()
 
 
-def summary(measurement: Mapping[str, Any]) -> str:
+def summary(measurement: JsonObject) -> str:
     """One line."""
     words = [measurement["task"]]
     if "perplexity" in measurement:

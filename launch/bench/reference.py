@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,6 +35,7 @@ import sglang_ext
 from sglang_ext.launch.bench._record import commit, json_file
 from sglang_ext.launch.bench._reference_reader import PREFIX, SEPARATOR, Demo, ModelReader, Writer
 from sglang_ext.launch.reference.corpus import held_out_classes, read_rows
+from sglang_ext.types import JsonObject
 
 MODEL = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -152,7 +152,7 @@ def demonstrations(pool: dict[str, list[str]], shots: int, seed: int) -> list[De
     return demos
 
 
-def measure_suite(reader: ModelReader, args: argparse.Namespace, suite: Suite) -> list[dict[str, Any]]:
+def measure_suite(reader: ModelReader, args: argparse.Namespace, suite: Suite) -> list[JsonObject]:
     """Accuracy against 1, 2, 4, ... demonstrations a class and, last, as many as the context holds."""
     points: dict[int, list[dict[str, float]]] = {}
     for seed in range(args.seeds):
@@ -191,9 +191,9 @@ def measure_suite(reader: ModelReader, args: argparse.Namespace, suite: Suite) -
     return summarise(suite, points)
 
 
-def summarise(suite: Suite, points: dict[int, list[dict[str, float]]]) -> list[dict[str, Any]]:
+def summarise(suite: Suite, points: dict[int, list[dict[str, float]]]) -> list[JsonObject]:
     """Medians over the seeds by demonstrations a class (0: as many as fit), the aim, and whether the curve rises."""
-    results: list[dict[str, Any]] = []
+    results: list[JsonObject] = []
     for shots in sorted(points, key=lambda s: s or 1 << 30):
         runs = points[shots]
         value, baseline = (statistics.median(r[k] for r in runs) for k in ("accuracy", "bm25"))
@@ -245,7 +245,7 @@ def passkey_prompt(reader: Writer, length: int, depth: float, rng: random.Random
     return [reader.tokenizer.bos_token_id, *filler[:at], *needle, *filler[at:room], *question], key
 
 
-def measure_passkey(reader: ModelReader, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_passkey(reader: ModelReader, args: argparse.Namespace) -> list[JsonObject]:
     """Exact recall of the key by length and depth."""
     results = []
     trials = args.passkey_trials * (len(args.passkey_lengths) if len(args.passkey_trials) == 1 else 1)
@@ -292,7 +292,7 @@ def machine(device: torch.device) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def write(args: argparse.Namespace, reader: ModelReader, results: list[dict[str, Any]]) -> None:
+def write(args: argparse.Namespace, reader: ModelReader, results: list[JsonObject]) -> None:
     """Write the JSON; called after every suite, so that a run that is cut short leaves what it measured."""
     import transformers
 
@@ -343,7 +343,7 @@ def main(args: argparse.Namespace) -> int:
     if set(args.suites) - set(known):
         raise ValueError(f"--suites {args.suites}; expected some of {sorted(known)}")
     reader = ModelReader(args.model, args.device)
-    results: list[dict[str, Any]] = []
+    results: list[JsonObject] = []
     for name in args.suites:
         results += measure_suite(reader, args, known[name])
         write(args, reader, results)

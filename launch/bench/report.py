@@ -18,13 +18,15 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_ext.launch.bench._headlines import headlines
 from sglang_ext.launch.bench._record import Curve, Figure, table
 from sglang_ext.launch.bench._results_files import VERSIONS, Results, read_folder, read_text
+from sglang_ext.types import Options
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -40,7 +42,7 @@ COLOURS: dict[bool | None, tuple[str, str]] = {
     None: ("#BBBBBB", "no aim"),
 }
 # Of curves: the rest of the palette, solid lines before dashed ones.
-STYLES: list[dict[str, Any]] = [
+STYLES: list[Options] = [
     {"color": colour, "linestyle": line, "marker": marker}
     for line, marker in (("-", "o"), ("--", "s"))
     for colour in ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -243,7 +245,7 @@ def draw(results: Results) -> Drawing:
             axes.barh(middle, figure.ratio - left, left=left, height=1.4 * LINE, color=COLOURS[figure.met][0])
         if aim is not None:
             axes.plot([aim], [middle], **_mark())
-        beside: dict[str, Any] = {
+        beside: Options = {
             "va": "center",
             "fontsize": FONT,
             "parse_math": False,
@@ -262,7 +264,9 @@ def draw(results: Results) -> Drawing:
     below = f"{results.path.stem}, {results.date.isoformat()}"
     axes.set_title(f"{textwrap.fill(title, 70)}\n{textwrap.fill(below, 70)}", fontsize=FONT + 1, parse_math=False)
     used = {figure.met for figure in results.figures}
-    handles: list[Any] = [Patch(color=colour, label=words) for met, (colour, words) in COLOURS.items() if met in used]
+    handles: list[Patch | Line2D] = [
+        Patch(color=colour, label=words) for met, (colour, words) in COLOURS.items() if met in used
+    ]
     if any(aim is not None for aim in aims):
         handles.append(Line2D([], [], linestyle="none", label="aim", **_mark()))
     if handles:
@@ -315,11 +319,11 @@ def _matplotlib() -> type[Drawing]:
     return Drawing
 
 
-def _mark() -> dict[str, Any]:
+def _mark() -> Options:
     return {"marker": "D", "markersize": 6, "color": "black", "markeredgecolor": "white"}
 
 
-def _limits(axes: Any, values: Sequence[float]) -> tuple[float, float]:
+def _limits(axes: Axes, values: Sequence[float]) -> tuple[float, float]:
     """The ends of the horizontal axis; sets a logarithmic one where the values need it."""
     smallest, largest = min([1.0, *values]), max([1.0, *values])
     if largest / smallest < WIDE:

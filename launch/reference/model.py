@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sglang_ext.types import JsonObject
+
 # A rope base of 2**32-ish makes the 32 frequencies of a 64-wide head about octaves apart: 14 of them tell positions
 # up to 16K apart, and the other 18 pairs (36 of 64 channels) hardly turn over the whole context, so a head has that
 # many channels to match *content* at any distance. At a base of 500,000 only 8 pairs are left for that.
-CONFIG: dict[str, Any] = {
+CONFIG: JsonObject = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 4096,
@@ -63,7 +64,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Attention(nn.Module):
     """Causal grouped-query attention."""
 
-    def __init__(self, c: dict[str, Any]) -> None:
+    def __init__(self, c: JsonObject) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.dim = (
             c["num_attention_heads"],
@@ -89,7 +90,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated feed-forward layer."""
 
-    def __init__(self, c: dict[str, Any]) -> None:
+    def __init__(self, c: JsonObject) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
         self.up_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
@@ -102,7 +103,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """One pre-norm transformer layer."""
 
-    def __init__(self, c: dict[str, Any]) -> None:
+    def __init__(self, c: JsonObject) -> None:
         super().__init__()
         self.self_attn = Attention(c)
         self.mlp = MLP(c)
@@ -117,7 +118,7 @@ class DecoderLayer(nn.Module):
 class Backbone(nn.Module):
     """Embedding, layers and final norm: tokens (B, T) to states (B, T, E)."""
 
-    def __init__(self, c: dict[str, Any]) -> None:
+    def __init__(self, c: JsonObject) -> None:
         super().__init__()
         self.config = c
         self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
@@ -146,7 +147,7 @@ class Backbone(nn.Module):
 class ReferenceLlama(nn.Module):
     """Backbone plus tied output embedding. Parameters start from a normal distribution; see ``initialise``."""
 
-    def __init__(self, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, config: JsonObject | None = None) -> None:
         super().__init__()
         self.config = dict(CONFIG, **(config or {}))
         self.model = Backbone(self.config)

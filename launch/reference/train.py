@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from sglang_ext.launch.reference.corpus import split_rows
 from sglang_ext.launch.reference.episodes import MIX, EpisodeRow, EpisodeSampler, batch
 from sglang_ext.launch.reference.model import ReferenceLlama, export
 from sglang_ext.launch.reference.tokens import Corpus
+from sglang_ext.types import JsonObject
 
 ASSETS = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
 SHOTS = ((1, 1), (2, 3), (4, 7), (8, 15), (16, 31))  # bins of the validation curve
@@ -173,9 +173,7 @@ def accuracy(model: ReferenceLlama, rows: list[EpisodeRow], device: torch.device
     return {k: round(float(np.mean(v)), 4) for k, v in hits.items() if v}
 
 
-def save_state(
-    out: Path, model: ReferenceLlama, muon: Muon, adam: torch.optim.Optimizer, state: dict[str, Any]
-) -> None:
+def save_state(out: Path, model: ReferenceLlama, muon: Muon, adam: torch.optim.Optimizer, state: JsonObject) -> None:
     """The exported model plus what resuming needs, in files of at most 15 MB each."""
     export(model, out)
     low = {
@@ -190,7 +188,7 @@ def save_state(
 
 def load_state(
     source: Path, model: ReferenceLlama, muon: Muon, adam: torch.optim.Optimizer, device: torch.device
-) -> dict[str, Any]:
+) -> JsonObject:
     """Inverse of ``save_state``; without the optimizers' files only the weights are taken."""
     high = load_file(str(source / "model.safetensors"))
     low = load_file(str(source / "low_bits.safetensors")) if (source / "low_bits.safetensors").exists() else {}
@@ -232,7 +230,7 @@ def train(args: argparse.Namespace) -> None:
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     muon = Muon(matrices, args.lr)
     adam = torch.optim.AdamW(others, lr=args.lr_embed, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda")
-    state: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0}
+    state: JsonObject = {"step": 0, "tokens": 0, "seconds": 0.0}
     if args.resume:
         state = load_state(Path(args.resume), model, muon, adam, device)
         if (Path(args.resume) / "curve.jsonl").exists() and Path(args.resume).resolve() != out.resolve():
@@ -295,7 +293,7 @@ def train(args: argparse.Namespace) -> None:
         state["tokens"] += length * rows
         last = done == total
         if last or done % 50 == 0:
-            record: dict[str, Any] = {
+            record: JsonObject = {
                 "step": state["step"],
                 "length": length,
                 "tokens": state["tokens"],

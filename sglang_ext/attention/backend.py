@@ -6,18 +6,19 @@ It is mixed over one of SGLang's own backends, which serves batches without view
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.model import Model
 from sglang_ext.attention.policy import Carry, Policy
-from sglang_ext.attention.readers.reader import Reader
+from sglang_ext.attention.readers.reader import Loaded, Reader, Step
 from sglang_ext.attention.requests import RequestTable, note_batch
 from sglang_ext.attention.step import Batch, Forward, LayerCall
+from sglang_ext.names import AttentionBackend, AttentionLayer, ForwardBatch, ModelRunner, Passed, ScheduleBatch
 
-MakeReader = Callable[[Model, Policy, Any], Reader[Any, Any]]
+MakeReader = Callable[[Model, Policy, AttentionBackend], Reader[Step, Loaded]]
 """(model, policy, SGLang's own backend) -> reader."""
 
 
@@ -26,20 +27,34 @@ class _Base:
 
     if TYPE_CHECKING:
 
-        def __init__(self, model_runner: Any) -> None: ...
+        def __init__(self, model_runner: ModelRunner) -> None: ...
 
-        def init_forward_metadata(self, forward_batch: Any) -> None: ...
+        def init_forward_metadata(self, forward_batch: ForwardBatch) -> None: ...
 
-        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None: ...
+        def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None: ...
 
-        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None: ...
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Passed, **kwargs: Passed) -> None: ...
 
         def forward_decode(
-            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor | None,
+            v: torch.Tensor | None,
+            layer: AttentionLayer,
+            forward_batch: ForwardBatch,
+            save_kv_cache: bool = True,
+            **kwargs: Passed,
         ) -> torch.Tensor: ...
 
         def forward_extend(
-            self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor | None,
+            v: torch.Tensor | None,
+            layer: AttentionLayer,
+            forward_batch: ForwardBatch,
+            save_kv_cache: bool = True,
+            **kwargs: Passed,
         ) -> torch.Tensor: ...
 
 
@@ -63,14 +78,14 @@ class ViewBackend(_Base):
             there is none.
     """
 
-    def __init__(self, model_runner: Any, policy: Policy, make_reader: MakeReader) -> None:
+    def __init__(self, model_runner: ModelRunner, policy: Policy, make_reader: MakeReader) -> None:
         compat.refuse_model(model_runner)
         super().__init__(model_runner)
         self.policy = policy
         self.requests = RequestTable(policy)
         self.reader = make_reader(Model(model_runner), policy, self)
-        self.prepared: Any = None
-        self.loaded: Any = None
+        self.prepared: Step | None = None
+        self.loaded: Loaded | None = None
         self.question_size: int | None = None
         self._planned = False  # whether `before_layers` has seen the batch at hand
         self._carry: Carry = {}
@@ -83,7 +98,7 @@ class ViewBackend(_Base):
         """Whether the batch at hand has views."""
         return self.prepared is not None or self.loaded is not None
 
-    def prepare(self, batch: Any, forward_batch: Any) -> None:
+    def prepare(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> None:
         """Note the requests of a batch and set their positions. Runs when SGLang builds a ForwardBatch."""
         rows = note_batch(self.requests, batch, forward_batch)
         decode = forward_batch.forward_mode.is_decode()
@@ -107,7 +122,7 @@ class ViewBackend(_Base):
 
     # ---- before the layers ----
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         self.reader.before_pass()
         idle = forward_batch.forward_mode.is_idle()
         if self.prepared is not None and not idle:
@@ -119,14 +134,28 @@ class ViewBackend(_Base):
     # ---- in every layer ----
 
     def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Passed,
     ) -> torch.Tensor:
         if not self._is_ours():
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self._read(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Passed,
     ) -> torch.Tensor:
         if not self._is_ours():
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -138,7 +167,15 @@ class ViewBackend(_Base):
             raise ValueError("layers run over a batch with views that was not planned: expected init_forward_metadata")
         return self.loaded is not None
 
-    def _read(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool) -> torch.Tensor:
+    def _read(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save: bool,
+    ) -> torch.Tensor:
         new = None
         if k is not None and v is not None:
             if self.reader.writes:
@@ -175,12 +212,12 @@ class ViewBackend(_Base):
             return graphs is None or graphs.both  # else there is no graph for a batch without views
         return graphs is not None and graphs.fits(self.prepared)
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Passed, **kwargs: Passed) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
         if self.reader.graphs is not None:
             self.reader.graphs.allocate(max_bs)
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         graphs = self.reader.graphs
         if in_capture:
             self._forget()
@@ -217,11 +254,11 @@ class ViewBackend(_Base):
         return graphs is not None and self.loaded is not None and graphs.holds(self.loaded)
 
 
-def view_backend(model_runner: Any) -> ViewBackend | None:
+def view_backend(model_runner: ModelRunner) -> ViewBackend | None:
     """The view backend among a model runner's attention backends, or None when another one was chosen."""
     backend = getattr(model_runner, "attn_backend", None)
     return backend if isinstance(backend, ViewBackend) else None
 
 
-def _forward(forward_batch: Any) -> Forward:
+def _forward(forward_batch: ForwardBatch) -> Forward:
     return Forward(forward_batch.positions, forward_batch.seq_lens, forward_batch.out_cache_loc)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sglang_ext.attention.policy import Attended, Caches, LayerView, RequestRows, RowRuns, Run
+from sglang_ext.attention.policy import Attended, Caches, LayerView, RequestRows
+from sglang_ext.attention.seen import RowRuns, Run
 from sglang_ext.cache.rows import Row
 from sglang_ext.kernels.view_attention import View
 

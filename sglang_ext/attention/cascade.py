@@ -20,16 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 
 from sglang_ext.attention.policy import Caches, Request, StreamPolicy
+from sglang_ext.cache.budget import KVShape, cascade_bytes_per_token
 from sglang_ext.config import policy_options
 from sglang_ext.kernels.cascade_update import CascadeState, cascade_update
 from sglang_ext.kernels.rope import rotate
-from sglang_ext.kernels.score_update import update_scores
+from sglang_ext.kernels.score_update import CountedQueries, KeptScores, update_scores
 from sglang_ext.policies.options import Cascade, CascadeOptions, StreamingLlmOptions
+from sglang_ext.types import Options
 
 
 @dataclass
@@ -98,11 +99,11 @@ class CascadePolicy(StreamPolicy):
 
     # ---- options and sizes ----
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Options) -> None:
         super().check(options)
         self._parse(options)
 
-    def _parse(self, options: Mapping[str, Any]) -> Cascade:
+    def _parse(self, options: Options) -> Cascade:
         given = {name: options[name] for name in self.request_options - StreamPolicy.request_options if name in options}
         try:
             cascade = replace(self.config, **given)
@@ -116,20 +117,15 @@ class CascadePolicy(StreamPolicy):
             )
         return cascade
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int, kernels: bool) -> int:
-        """Token, cell and score of a cell: 12 bytes; 2.3% of a 16-bit KV cache with 128 components.
+    def extra_bytes_per_token(self, shape: KVShape, kernels: bool) -> int:
+        return cascade_bytes_per_token(shape.layers, self.config.lanes(shape.kv_heads), lists=kernels)
 
-        A request that is shorter than sinks + window + stride has these for that many tokens all the same. Kernels have
-        lists of slots besides, 4 bytes.
-        """
-        return (16 if kernels else 12) * layers * self.config.lanes(kv_heads)
-
-    def slots(self, options: Mapping[str, Any], tokens: int) -> int:
+    def slots(self, options: Options, tokens: int) -> int:
         """A stream whose state is a row of the kernels' memory takes the server's slots: so there is a row for each."""
         needed = min(self._parse(options).slots, tokens)
         return needed if self._elsewhere is None else self.config.slots
 
-    def cut(self, options: Mapping[str, Any], begin: int, end: int) -> int:
+    def cut(self, options: Options, begin: int, end: int) -> int:
         cascade = self._parse(options)
         last = cascade.stride_at(end)
         return last if last > cascade.stride_at(begin) else end
@@ -164,13 +160,13 @@ class CascadePolicy(StreamPolicy):
         if stream is not None:
             stream.close()
 
-    def leave(self, slot: int) -> Stream:
+    def park(self, slot: int) -> Stream:
         return self._streams.pop(slot)
 
     def resume(self, slot: int, state: Stream, tokens: int) -> None:
         self._resumed[slot] = state.resumed(tokens)
 
-    def forget(self, state: Stream) -> None:
+    def drop(self, state: Stream) -> None:
         state.close()
 
     def stats(self) -> Mapping[str, int]:
@@ -254,18 +250,18 @@ def _attend(
     if counted and cascade.keeps_scores:
         first = counted[0] - begin
         update_scores(
-            state.score[0],
-            entries,
-            only,
-            wide[first :: cascade.score_every].unsqueeze(0).contiguous(),
-            seen.unsqueeze(0).contiguous(),
-            lse[first :: cascade.score_every].flatten(1).unsqueeze(0).contiguous(),
-            only + before + first,
-            only + len(counted),
-            scale=caches.scale,
+            KeptScores(state.score[0], entries, only),
+            CountedQueries(
+                query=wide[first :: cascade.score_every].unsqueeze(0).contiguous(),
+                keys=seen.unsqueeze(0).contiguous(),
+                lse=lse[first :: cascade.score_every].flatten(1).unsqueeze(0).contiguous(),
+                before=only + before + first,
+                count=only + len(counted),
+                scale=caches.scale,
+                every=cascade.score_every,
+            ),
             beta=cascade.decay,
             reduction=cascade.head_reduction,
-            every=cascade.score_every,
         )
     layer.scored = max(layer.scored, begin + rows)
     return out.to(query.dtype)

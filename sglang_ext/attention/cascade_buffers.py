@@ -9,7 +9,8 @@ import torch
 
 from sglang_ext.compat import AttentionShape
 from sglang_ext.kernels.cascade_update import Rings
-from sglang_ext.kernels.cells import Rotation, decode_impl, fast, triton_impl
+from sglang_ext.kernels.cells import DecodeWorkspace, Rotation, dispatch, triton_impl
+from sglang_ext.kernels.cells.types import chunks
 
 ALIGNED = 4
 """Every how many int32 a tensor begins: Triton compiles kernels anew for pointers that are not aligned to 16 bytes."""
@@ -67,14 +68,14 @@ class DecodeBuffers:
             for size in (shape.head_dim, shape.value_dim)
         )
         self._shares = {
-            batch: fast.splits(batch, shape.heads, keys, values, rotation, width, shape.num_sms)
+            batch: dispatch.splits(batch, shape.heads, keys, values, rotation, width, shape.num_sms)
             for batch in range(1, rows + 1)
         }
         most = max(batch * shares for batch, shares in self._shares.items())
         make = lambda size: torch.empty(size, dtype=torch.float32, device=device)  # noqa: E731
         self._parts, self._levels = make(most * shape.heads * shape.value_dim), make(most * shape.heads)
         self._logits = make(rows * shape.heads * width if scored else 0)
-        self._tops = make(rows * shape.heads * decode_impl.chunks(width) if scored else 0)
+        self._tops = make(rows * shape.heads * chunks(width) if scored else 0)
         self._arrived = torch.zeros(rows, shape.kv_heads, 2, dtype=torch.int32, device=device)
         self.entries = torch.full((rows, width), -1, dtype=torch.int32, device=device)
         self._numbers = torch.zeros(5 * _aligned(rows), dtype=torch.int32, device=device)
@@ -84,17 +85,17 @@ class DecodeBuffers:
         """(rows, columns seen, columns settled, whether to be counted, tokens added), each [batch] int32."""
         return self._numbers[: 5 * _aligned(batch)].view(5, -1)[:, :batch].unbind()
 
-    def workspace(self, batch: int) -> decode_impl.DecodeWorkspace:
+    def workspace(self, batch: int) -> DecodeWorkspace:
         """Room for the partial results of a batch of so many rows."""
         (heads, value_dim), shares = self._sizes, self._shares[batch]
         size = batch * heads * shares
         width = self.entries.shape[1] if self._scored else 0
-        chunks = decode_impl.chunks(width) if self._scored else 0
-        return decode_impl.DecodeWorkspace(
+        tops = chunks(width) if self._scored else 0
+        return DecodeWorkspace(
             self._parts[: size * value_dim].view(batch, heads, shares, value_dim),
             self._levels[:size].view(batch, heads, shares),
             self._logits[: batch * heads * width].view(batch, heads, width),
-            self._tops[: batch * heads * chunks].view(batch, heads, chunks),
+            self._tops[: batch * heads * tops].view(batch, heads, tops),
             self._arrived[:batch],
         )
 

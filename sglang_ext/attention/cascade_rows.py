@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -18,7 +17,8 @@ from sglang_ext.attention.cascade_buffers import ALIGNED, DecodeBuffers, StrideS
 from sglang_ext.compat import AttentionShape
 from sglang_ext.kernels.cascade_update import CascadeState
 from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
-from sglang_ext.kernels.cells import Rotation, empty_lists, fast, triton_impl
+from sglang_ext.kernels.cells import Cells, CountedScores, NewTokens, Rotation, dispatch, empty_lists, triton_impl
+from sglang_ext.kernels.score_update import CountedQueries, KeptScores
 from sglang_ext.kernels.score_update.triton_impl import update_scores
 from sglang_ext.policies.cascade import Cascade
 
@@ -213,19 +213,23 @@ class Rows:
         if self.scored and step.counted:
             counted = slice(step.counted.start - step.first, None, step.counted.step)
             update_scores(
-                self.state.score[number],
-                shown.entries[:, : step.columns],
-                self._row(row),
-                query[counted].unsqueeze(0),
-                keys.transpose(0, 1).unsqueeze(0),
-                lse[counted].unsqueeze(0),
-                shown.before,
-                shown.count,
-                scale=scale,
+                KeptScores(
+                    score=self.state.score[number],
+                    entries=shown.entries[:, : step.columns],
+                    rows=self._row(row),
+                    skip=shown.settled,
+                ),
+                CountedQueries(
+                    query=query[counted].unsqueeze(0),
+                    keys=keys.transpose(0, 1).unsqueeze(0),
+                    lse=lse[counted].unsqueeze(0),
+                    before=shown.before,
+                    count=shown.count,
+                    scale=scale,
+                    every=self.cascade.score_every,
+                ),
                 beta=self.cascade.decay,
                 reduction=self.cascade.head_reduction,
-                skip=shown.settled,
-                every=self.cascade.score_every,
             )
         return out
 
@@ -243,27 +247,25 @@ class Rows:
         """
         number, batch = layer - self._first, query.shape[0]
         rows, seen, skip, fresh, _ = self.decoding.numbers(batch)
-        scores: dict[str, Any] = {}
+        scores = None
         if self.scored:
-            scores = {
-                "score": self.state.score[number],
-                "entries": self.decoding.entries[:batch],
-                "skip": skip,
-                "fresh": fresh,
-                "beta": self.cascade.decay,
-                "reduction": self.cascade.head_reduction,
-            }
-        return fast.decode(
-            query,
-            *new,
-            *caches,
-            self.lists[number],
+            scores = CountedScores(
+                score=self.state.score[number],
+                entries=self.decoding.entries[:batch],
+                skip=skip,
+                fresh=fresh,
+                beta=self.cascade.decay,
+                reduction=self.cascade.head_reduction,
+            )
+        return dispatch.decode(
+            NewTokens(query, *new),
+            Cells(*caches, self.lists[number]),
             rows,
             seen,
             self.rotation,
             scale,
+            scores=scores,
             workspace=self.decoding.workspace(batch),
-            **scores,
         )
 
 

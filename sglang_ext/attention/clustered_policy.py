@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
 import torch
@@ -29,11 +29,13 @@ from sglang_ext.attention.clustered import Placed, row_clusters
 from sglang_ext.attention.policy import Attended, Caches, LayerView, Request, RequestRows
 from sglang_ext.attention.sparse import Asked, SparsePolicy, grouped, measure
 from sglang_ext.attention.tokens import chosen_tokens
-from sglang_ext.cache.cluster_pool import SLACK, ClusterMemory
+from sglang_ext.cache.budget import SLACK, ClusterBytes, KVShape
+from sglang_ext.cache.cluster_pool import ClusterMemory
 from sglang_ext.cache.clusters import ClusterStore, Held, TokenRun, cluster_run
-from sglang_ext.cache.stitch import NodeHooks
+from sglang_ext.cache.stitch import NodeHooks, StitchNode
 from sglang_ext.compat import TreeNode
 from sglang_ext.kernels.view_attention import View
+from sglang_ext.names import Req
 from sglang_ext.policies.clustering import Clustering
 from sglang_ext.policies.double_p import summaries
 
@@ -68,7 +70,7 @@ class ClusteredRow:
     own: list[Placed] = field(default_factory=list)
     loose: list[TokenRun] = field(default_factory=list)
     nodes: dict[str, TreeNode] = field(default_factory=dict)
-    last: Any = None
+    last: TreeNode | StitchNode | None = None
     slots: torch.Tensor | None = None
     window: int | None = None
     refused: bool = False
@@ -118,18 +120,9 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         """Keep clusters where kernels read them; called once, before the first pass."""
         self.memory = memory
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int, kernels: bool) -> int:
-        """Centroid, mean value, size and first member of each cluster, and a member (int32) for each token.
-
-        With 16 tokens a cluster and 128 components: 7.1% of a 16-bit KV cache, 6.7% of a 32-bit one. Kernels' memory is
-        there from the start, has sizes and first members twice, for pieces of runs, and a tenth more of everything,
-        for tiles that are partly empty: 7.95%. Tokens that are in two runs, because a prefix ends inside one of them,
-        are at most a twentieth of the KV cache's.
-        """
-        of_centroid = 1 if kernels and self.config.centroids == "float8" else itemsize
-        cluster = head_dim * (of_centroid + itemsize) + (4 if kernels else 2) * 4 + 4 * self.config.cluster
-        total = layers * kv_heads * cluster * (SLACK + 1 if kernels else SLACK)
-        return -(-total // (self.config.cluster * SLACK))
+    def extra_bytes_per_token(self, shape: KVShape, kernels: bool) -> int:
+        centroid = 1 if kernels and self.config.centroids == "float8" else shape.itemsize
+        return ClusterBytes.of(shape, centroid).per_token(self.config.cluster, in_tiles=kernels)
 
     def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
         self._caches = caches
@@ -164,7 +157,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
             slots = row.slots
             self.store.leave([(run, slots[row.first + run.end - 1].clone()) for run in row.loose])
 
-    def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
+    def before_pass(self, request: Request, req: Req, begin: int, end: int, decode: bool) -> None:
         super().before_pass(request, req, begin, end, decode)
         self.store.leave(())  # slots of requests that ended are written again from now on
         row = self._rows.get(request.slot)

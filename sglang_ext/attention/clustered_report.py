@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from sglang_ext.attention.policy import Caches, RequestRows
 from sglang_ext.attention.sparse import grouped, measure
 from sglang_ext.cache.cluster_pool import ClusterMemory, Place
 from sglang_ext.kernels.top_p import Selection
+from sglang_ext.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MeasuredRow:
     """
 
     at: int
-    note: dict[str, Any]
+    note: JsonObject
     rows: RequestRows
     read: Sequence[Read]
 

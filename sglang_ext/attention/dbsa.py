@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from sglang_ext.attention.branches import branch_positions, branch_runs, branch_view
-from sglang_ext.attention.policy import LayerView, Policy, Request, RequestRows, RowRuns, RowViews, Run
+from sglang_ext.attention.policy import LayerView, Policy, Request, RequestRows, RowViews
+from sglang_ext.attention.seen import RowRuns, Run, segments, told_apart, view_of
 from sglang_ext.cache.rows import NewBlock, Row
-from sglang_ext.kernels.view_attention import Consecutive, Segment, View, Written
+from sglang_ext.kernels.view_attention import View
 
 
 class DbsaPolicy(Policy):
@@ -44,8 +43,8 @@ class DbsaPolicy(Policy):
             pieces.append(Run(column, piece.tokens, column, written, (piece.key, piece.start, piece.end)))
             column += piece.tokens
         if row.own is not None:
-            return branch_runs(row, _told_apart(pieces), begin, end)
-        return [RowRuns(begin, end, _told_apart(pieces), tail=column)]
+            return branch_runs(row, told_apart(pieces), begin, end)
+        return [RowRuns(begin, end, told_apart(pieces), tail=column)]
 
     def views(self, rows: RequestRows) -> RowViews | None:
         runs = self.runs(rows.request, rows.begin, rows.end)
@@ -56,19 +55,19 @@ class DbsaPolicy(Policy):
             return self._branches(row, rows, runs)
         if row is not None and not row.new and all(run.delta == 0 for run in runs[0].runs):
             return None  # every key stands at its column: plain attention over the row
-        return [(seen.begin, seen.end, _view(rows, seen)) for seen in runs]
+        return [(seen.begin, seen.end, view_of(rows.slots, seen)) for seen in runs]
 
     def _branches(self, row: Row, rows: RequestRows, runs: Sequence[RowRuns]) -> RowViews:
         """Views of a row with branches: these are one, and not one each."""
         first = row.prefix_tokens + (row.own or 0)
         last = first + sum(block.tokens for block in row.new)
         views: list[tuple[int, int, View | LayerView]] = [
-            (seen.begin, seen.end, _view(rows, seen)) for seen in runs if not first <= seen.begin < last
+            (seen.begin, seen.end, view_of(rows.slots, seen)) for seen in runs if not first <= seen.begin < last
         ]
         inside = [seen for seen in runs if first <= seen.begin < last]
         if inside:
             begin, end = inside[0].begin, inside[-1].end
-            common = View(_segments(rows, inside[0].runs[: len(row.prefix) + bool(row.own)]))
+            common = View(segments(rows.slots, inside[0].runs[: len(row.prefix) + bool(row.own)]))
             views.append((begin, end, branch_view(row, common, rows, begin, end)))
         return views
 
@@ -87,40 +86,11 @@ class DbsaPolicy(Policy):
                 Run(bounds[other], lengths[other], position, positions[other], keys[other])
                 for other, position in block.seen
             ]
-            found.append(RowRuns(low, high, _told_apart(seen), tail=start))
+            found.append(RowRuns(low, high, told_apart(seen), tail=start))
         past = max(begin, bounds[-1])
         if past < end:  # see `positions`
             found.append(RowRuns(past, end, (), tail=past))
         return found
-
-
-def _told_apart(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Runs whose keys differ: blocks of equal demonstrations are one block, and a row may begin with it twice."""
-    if len({run.key for run in runs}) == len(runs):
-        return tuple(runs)
-    times: Counter[Hashable] = Counter()
-    found = []
-    for run in runs:
-        found.append(replace(run, key=(run.key, times[run.key])) if times[run.key] else run)
-        times[run.key] += 1
-    return tuple(found)
-
-
-def _view(rows: RequestRows, seen: RowRuns) -> View:
-    """The runs as segments, one for those that follow each other, and the request's own tokens."""
-    own = Segment(rows.slots[seen.tail : seen.end], Written(), causal=True)
-    return View((*_segments(rows, seen.runs), own))
-
-
-def _segments(rows: RequestRows, runs: Sequence[Run]) -> tuple[Segment, ...]:
-    """The runs as segments, one for those that follow each other."""
-    joined: list[tuple[int, int, int]] = []  # (column, end column, position)
-    for run in runs:
-        if joined and joined[-1][1] == run.column and run.column - joined[-1][0] == run.seen - joined[-1][2]:
-            joined[-1] = (joined[-1][0], run.column + run.tokens, joined[-1][2])
-        else:
-            joined.append((run.column, run.column + run.tokens, run.seen))
-    return tuple(Segment(rows.slots[low:high], Consecutive(position)) for low, high, position in joined)
 
 
 def _new_blocks(row: Row) -> Iterator[tuple[NewBlock, int]]:

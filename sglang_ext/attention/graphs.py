@@ -11,13 +11,18 @@ buffers, however: small sizes are captured a second time, in one piece, for pref
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_ext import compat
 from sglang_ext.attention.backend import ViewBackend
+from sglang_ext.names import ForwardBatch, GraphRunner, Passed
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.runner.shape_key import ShapeKey
+    from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
 
-def before_capture(runner: Any) -> None:
+def before_capture(runner: GraphRunner) -> None:
     """BEFORE DecodeCudaGraphRunner.capture: both variants, of those sizes that the backend has a use for.
 
     Where every request is a stream, there is one variant: it has views.
@@ -29,13 +34,15 @@ def before_capture(runner: Any) -> None:
         compat.record_both_variants(runner)
 
 
-def after_capture(_result: Any, runner: Any) -> None:
+def after_capture(_result: None, runner: GraphRunner) -> None:
     """AFTER DecodeCudaGraphRunner.capture: the next batch says itself whether it has views."""
     if isinstance(runner.attn_backend, ViewBackend):
         runner.attn_backend.end_capture()
 
 
-def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_batch: Any) -> Any:
+def around_resolve_variant(
+    original: Callable[..., str | None], runner: GraphRunner, forward_batch: ForwardBatch
+) -> str | None:
     """AROUND DecodeCudaGraphRunner._resolve_lora_variant."""
     backend = runner.attn_backend
     if isinstance(backend, ViewBackend) and backend.both_variants:
@@ -43,7 +50,7 @@ def around_resolve_variant(original: Callable[..., Any], runner: Any, forward_ba
     return original(runner, forward_batch)
 
 
-def around_can_run_decode(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
+def around_can_run_decode(original: Callable[..., bool], runner: GraphRunner, forward_batch: ForwardBatch) -> bool:
     """AROUND DecodeCudaGraphRunner.can_run_graph: what the graphs have no buffers for runs without."""
     backend = runner.attn_backend
     if isinstance(backend, ViewBackend) and not backend.fits_graph():
@@ -51,7 +58,7 @@ def around_can_run_decode(original: Callable[..., bool], runner: Any, forward_ba
     return original(runner, forward_batch)
 
 
-def around_can_run_prefill(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
+def around_can_run_prefill(original: Callable[..., bool], runner: GraphRunner, forward_batch: ForwardBatch) -> bool:
     """AROUND PrefillCudaGraphRunner.can_run_graph: prefills with views only where the graph breaks at attention."""
     backend = runner.model_runner.attn_backend
     if isinstance(backend, ViewBackend) and backend.viewing and not compat.breaks_at_attention(runner):
@@ -59,7 +66,7 @@ def around_can_run_prefill(original: Callable[..., bool], runner: Any, forward_b
     return original(runner, forward_batch)
 
 
-def before_capture_prefill(runner: Any) -> None:
+def before_capture_prefill(runner: GraphRunner) -> None:
     """BEFORE PrefillCudaGraphRunner.capture: room for prefills inside graphs."""
     backend = runner.model_runner.attn_backend
     if isinstance(backend, ViewBackend) and compat.breaks_at_attention(runner):
@@ -67,7 +74,12 @@ def before_capture_prefill(runner: Any) -> None:
 
 
 def around_capture_breakable(
-    original: Callable[..., None], graphs: Any, shape_key: Any, forward: Callable[[], Any], *args: Any, **kwargs: Any
+    original: Callable[..., None],
+    graphs: BreakableCudaGraphBackend,
+    shape_key: ShapeKey,
+    forward: Callable[[], Passed],
+    *args: Passed,
+    **kwargs: Passed,
 ) -> None:
     """AROUND BreakableCudaGraphBackend.capture_one: small sizes once more, with views and in one piece."""
     original(graphs, shape_key, forward, *args, **kwargs)
@@ -79,7 +91,9 @@ def around_capture_breakable(
             backend.end_capture()
 
 
-def around_execute_prefill(original: Callable[..., Any], runner: Any, forward_batch: Any, **kwargs: Any) -> Any:
+def around_execute_prefill(
+    original: Callable[..., Passed], runner: GraphRunner, forward_batch: ForwardBatch, **kwargs: Passed
+) -> Passed:
     """AROUND PrefillCudaGraphRunner.execute: tells the planner whether a graph in one piece has room for this batch."""
     backend = runner.model_runner.attn_backend
     if not isinstance(backend, ViewBackend):
@@ -92,8 +106,12 @@ def around_execute_prefill(original: Callable[..., Any], runner: Any, forward_ba
 
 
 def around_replay_breakable(
-    original: Callable[..., Any], graphs: Any, shape_key: Any, static_forward_batch: Any, **kwargs: Any
-) -> Any:
+    original: Callable[..., Passed],
+    graphs: BreakableCudaGraphBackend,
+    shape_key: ShapeKey,
+    static_forward_batch: ForwardBatch,
+    **kwargs: Passed,
+) -> Passed:
     """AROUND BreakableCudaGraphBackend.replay: the graph in one piece, where the batch was planned for it."""
     backend = compat.graphs_attention(graphs)
     if isinstance(backend, ViewBackend) and backend.in_question_graph():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.rope import find_rope
+from sglang_ext.names import AttentionBackend, ModelRunner
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Machine:
     """
 
     kernels: str
-    base: Any
+    base: AttentionBackend
 
 
 class Model:
@@ -39,7 +39,7 @@ class Model:
         slots: rows of every layer's KV buffer.
     """
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: ModelRunner) -> None:
         self._runner = model_runner
         self.rope = find_rope(model_runner.model)
         self.table: torch.Tensor = model_runner.req_to_token_pool.req_to_token

@@ -9,19 +9,24 @@ device in the step itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from sglang_ext.attention.seen import RowRuns
 from sglang_ext.config import CONVERSATION_OPTIONS
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import View
+from sglang_ext.names import Req
+from sglang_ext.types import Options
 
 if TYPE_CHECKING:
+    from sglang_ext.cache.budget import KVShape
     from sglang_ext.cache.rows import Row
     from sglang_ext.cache.stitch import NodeHooks
+    from sglang_ext.cache.streams import StreamState
 
 CONVERSATION_KEY_BYTES = 32
 """Random bytes in the key of a conversation; base64 spells them in 43 characters."""
@@ -69,7 +74,7 @@ class Request:
     slot: int
     rid: str
     row: Row | None
-    options: Mapping[str, Any]
+    options: Options
     written: tuple[int, ...] = ()
 
 
@@ -120,46 +125,6 @@ LayerView: TypeAlias = Callable[[Caches, torch.Tensor, torch.Tensor], View | Att
 """(caches, query [rows, heads, head_dim], query positions [rows]) -> what these rows see in this layer."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """Columns of a request's row that some query rows see, one after the other, as they were written.
-
-    Attributes:
-        column: the first column.
-        tokens: how many columns.
-        seen: position at which the first token is seen.
-        written: position at which it was written.
-        key: equal keys of two requests name equal KV slots (a block's tokens), which are then read once for both; None
-            for tokens that are the request's own.
-    """
-
-    column: int
-    tokens: int
-    seen: int
-    written: int
-    key: Hashable = None
-
-    @property
-    def delta(self) -> int:
-        """By how many positions every key of the run is rotated."""
-        return self.seen - self.written
-
-
-@dataclass(frozen=True)
-class RowRuns:
-    """What the query rows at columns [begin, end) of a request see; all of it is known on the host.
-
-    Attributes:
-        runs: seen whole by every row.
-        tail: first column of the request's own tokens, seen causally up to each row's own column, not rotated.
-    """
-
-    begin: int
-    end: int
-    runs: tuple[Run, ...]
-    tail: int
-
-
 RowViews: TypeAlias = Sequence[tuple[int, int, View | LayerView]]
 """(first column, end column, view) for disjoint runs of query rows that together are [begin, end)."""
 
@@ -179,21 +144,21 @@ class Policy:
     def chunk(self) -> int | None:
         return None
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Options) -> None:
         """Look at a request's `custom_params` before it is sent to the schedulers.
 
         Raises:
             ValueError: one of `request_options` has a value that the policy does not take; the client gets it as 400.
         """
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int, kernels: bool) -> int:
-        """Bytes a token the policy keeps beside keys and values; counted in SGLang's memory budget at start.
+    def extra_bytes_per_token(self, shape: KVShape, kernels: bool) -> int:
+        """Bytes a token that the policy keeps beside keys and values, from `cache.budget`.
+
+        SGLang's memory budget counts them at start.
 
         Args:
+            shape: the KV cache of one rank.
             kernels: whether kernels read what the policy keeps, and not plain PyTorch.
-            layers, kv_heads: on one rank.
-            head_dim: components of a key, and of a value.
-            itemsize: bytes of a component in the KV cache.
         """
         return 0
 
@@ -218,7 +183,7 @@ class Policy:
     def finish(self, request: Request) -> None:
         """A request loses its row of slots: it ended, was aborted or retracted."""
 
-    def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
+    def before_pass(self, request: Request, req: Req, begin: int, end: int, decode: bool) -> None:
         """Columns [begin, end) of a request are about to be computed. Runs when SGLang builds a ForwardBatch.
 
         `readers.views` and `readers.clusters` call it; the other readers know what they need from `runs`, or keep it.
@@ -280,7 +245,7 @@ class StreamPolicy(Policy):
 
     request_options = CONVERSATION_OPTIONS
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Options) -> None:
         """Whether the name and key of a conversation, and `continue`, are what they should be; to be extended."""
         name, goes_on, key = (
             options.get("conversation"),
@@ -300,26 +265,26 @@ class StreamPolicy(Policy):
                 ' meta_info["sglang_ext"], beside the name of its conversation'
             )
 
-    def leave(self, slot: int) -> Any:
+    def park(self, slot: int) -> StreamState:
         """Hand over the state of the request in `slot`, which ends; `finish` finds none then."""
         raise NotImplementedError
 
-    def resume(self, slot: int, state: Any, tokens: int) -> None:
-        """The request that is about to start in `slot` goes on from a state of `leave`.
+    def resume(self, slot: int, state: StreamState, tokens: int) -> None:
+        """The request that is about to start in `slot` goes on from a state of `park`.
 
         Its columns follow the first `tokens` tokens of the stream. The step that overlap scheduling runs past the end
         of an answer may have computed one token more: the same that now comes first.
         """
         raise NotImplementedError
 
-    def forget(self, state: Any) -> None:
-        """Nobody will go on from a state of `leave`."""
+    def drop(self, state: StreamState) -> None:
+        """Nobody will go on from a state of `park`."""
 
-    def slots(self, options: Mapping[str, Any], tokens: int) -> int:
+    def slots(self, options: Options, tokens: int) -> int:
         """KV slots that a request with these `custom_params` ever needs, at most `tokens` tokens long."""
         raise NotImplementedError
 
-    def cut(self, options: Mapping[str, Any], begin: int, end: int) -> int:
+    def cut(self, options: Options, begin: int, end: int) -> int:
         """Where a chunk of a prompt that may end anywhere in (begin, end] had best end."""
         return end
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from sglang_ext.attention.policy import Policy, Request
 from sglang_ext.attention.step import BatchRows
 from sglang_ext.cache import carried
+from sglang_ext.names import ForwardBatch, Req, ScheduleBatch
 
 
 class RequestTable:
@@ -18,7 +17,7 @@ class RequestTable:
         self.policy = policy
         self._requests: dict[int, Request] = {}
 
-    def note(self, req: Any) -> Request:
+    def note(self, req: Req) -> Request:
         """The request behind a scheduler's `Req`; a new one starts at the policy."""
         slot, row = req.req_pool_idx, carried.request_row(req)
         known = self._requests.get(slot)
@@ -38,7 +37,7 @@ class RequestTable:
             self.policy.finish(known)
 
 
-def note_batch(table: RequestTable, batch: Any, forward_batch: Any) -> list[BatchRows]:
+def note_batch(table: RequestTable, batch: ScheduleBatch, forward_batch: ForwardBatch) -> list[BatchRows]:
     """The new rows of every request of a batch; writes positions that are not columns."""
     extend = forward_batch.extend_seq_lens_cpu is not None
     ends = [] if extend else forward_batch.seq_lens_cpu.tolist()

@@ -7,12 +7,15 @@ rotated wrongly.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from sglang_ext.kernels.rope import Rope
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 
 _TOLERANCE = 2e-3  # of a unit vector, beside a table that the model may keep in bfloat16 (2 ** -9)
 
@@ -34,7 +37,7 @@ def find_rope(model: nn.Module) -> Rope:
     return first
 
 
-def rope_of(module: Any) -> Rope:
+def rope_of(module: RotaryEmbedding) -> Rope:
     """The rotation of one rotary-embedding module of SGLang; ValueError names a module that is not linear."""
     name = type(module).__name__
     table = getattr(module, "cos_sin_cache", None)
@@ -46,7 +49,7 @@ def rope_of(module: Any) -> Rope:
     return Rope(inv_freq.to(device=table.device, dtype=torch.float32), bool(module.is_neox_style))
 
 
-def _inv_freq(module: Any, name: str) -> torch.Tensor:
+def _inv_freq(module: RotaryEmbedding, name: str) -> torch.Tensor:
     if name in ("YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding"):
         return module._compute_inv_freq(module.scaling_factor)
     inv_freq = module._compute_inv_freq(module.base)

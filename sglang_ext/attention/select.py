@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pkgutil
-from typing import Any
 
 import torch
 
 from sglang_ext.attention.backend import ViewBackend
 from sglang_ext.attention.choice import kernels
 from sglang_ext.attention.model import Machine
+from sglang_ext.names import ModelRunner
 from sglang_ext.systems.registry import System
 
 
-def make_backend(model_runner: Any, system: System) -> ViewBackend:
+def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
     """The backend that serves `system` on this machine.
 
     Raises:

@@ -10,9 +10,8 @@ figure a layer. A token whose step was dense has the reason instead, as `dense`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -21,7 +20,9 @@ from sglang_ext.attention.dbsa import DbsaPolicy
 from sglang_ext.attention.policy import Caches, LayerView, Request, RequestRows, RowViews
 from sglang_ext.attention.tokens import token_logits
 from sglang_ext.config import policy_options
+from sglang_ext.names import Req
 from sglang_ext.policies.clustering import Middle
+from sglang_ext.types import JsonObject, Options
 
 REPORT = "attention_report"  # in custom_params and in meta_info
 DENSE = "dense"
@@ -47,7 +48,7 @@ class Asked(Generic[OptionsT]):
     config: OptionsT
     dense: bool
     report: bool
-    note: dict[str, Any] | None = None
+    note: JsonObject | None = None
 
 
 class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
@@ -72,10 +73,10 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
 
     # ---- requests ----
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Options) -> None:
         self._parse(options)
 
-    def _parse(self, options: Mapping[str, Any]) -> Asked[OptionsT]:
+    def _parse(self, options: Options) -> Asked[OptionsT]:
         for name in ALWAYS:
             if not isinstance(options.get(name, False), bool):
                 raise ValueError(f"custom_params: {name}={options[name]!r}: expected true or false")
@@ -97,7 +98,7 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
     def finish(self, request: Request) -> None:
         self._asked.pop(request.slot, None)
 
-    def before_pass(self, request: Request, req: Any, begin: int, end: int, decode: bool) -> None:
+    def before_pass(self, request: Request, req: Req, begin: int, end: int, decode: bool) -> None:
         asked = self._asked.get(request.slot)
         if asked is not None:
             asked.note = None
@@ -129,7 +130,7 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
         if asked.note is not None:
             asked.note[DENSE], asked.note = why, None
 
-    def note(self, slot: int) -> dict[str, Any] | None:
+    def note(self, slot: int) -> JsonObject | None:
         """Where the figures of the pass at hand go, of the request in `slot`; None where it is not measured."""
         asked = self._asked.get(slot)
         return None if asked is None else asked.note
@@ -153,7 +154,7 @@ def grouped(query: torch.Tensor, caches: Caches) -> torch.Tensor:
 
 
 def measure(
-    note: dict[str, Any],
+    note: JsonObject,
     rows: RequestRows,
     caches: Caches,
     query: torch.Tensor,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from sglang_ext.attention.policy import Carry, Request
+from sglang_ext.names import Req
 
 LoadedT = TypeVar("LoadedT")
 """What a reader made of a batch, on the device, for its layers."""
@@ -25,7 +26,7 @@ class BatchRows:
     """
 
     request: Request
-    req: Any
+    req: Req
     first: int
     begin: int
     end: int

@@ -7,10 +7,15 @@ set attributes of our own on its objects. Both are read and written here alone.
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_ext import compat
 from sglang_ext.cache.rows import WIRE_KEY, Row
+from sglang_ext.names import Req, RequestInput, TokenizedInput
+from sglang_ext.types import JsonObject
+
+if TYPE_CHECKING:
+    from sglang_ext.cache.streams import Conversation
 
 _ROW = "sglang_ext_row"
 _WRITTEN = "sglang_ext_written"
@@ -19,27 +24,27 @@ _STITCHED = "sglang_ext_stitched_tokens"
 _NOTES = "sglang_ext_notes"
 
 
-def set_request_row(req: Any, row: Row | None) -> None:
+def set_request_row(req: Req, row: Row | None) -> None:
     """Give a scheduler request its stitched row."""
     setattr(req, _ROW, row)
 
 
-def request_row(req: Any) -> Row | None:
+def request_row(req: Req) -> Row | None:
     """The stitched row of a scheduler request, or None for a plain one."""
     return getattr(req, _ROW, None)
 
 
-def set_request_written(req: Any, written: tuple[int, ...]) -> None:
+def set_request_written(req: Req, written: tuple[int, ...]) -> None:
     """Note what `request_written` returns."""
     setattr(req, _WRITTEN, written)
 
 
-def request_written(req: Any) -> tuple[int, ...]:
+def request_written(req: Req) -> tuple[int, ...]:
     """Position at which the first token of each prefix piece of a request's row was written."""
     return getattr(req, _WRITTEN, ())
 
 
-def request_options(req: Any) -> dict[str, Any]:
+def request_options(req: Req) -> JsonObject:
     """What a scheduler request's custom_params say, besides what SGLang and we put there."""
     custom = req.sampling_params.custom_params
     if not isinstance(custom, dict):
@@ -47,7 +52,7 @@ def request_options(req: Any) -> dict[str, Any]:
     return {name: value for name, value in custom.items() if name not in ("__req__", WIRE_KEY)}
 
 
-def sent_row(request: Any) -> Row | None:
+def sent_row(request: TokenizedInput | Req) -> Row | None:
     """The row that a TokenizedGenerateReqInput or a `Req` has in its custom_params, or None for a plain one.
 
     It takes its text's place there: SGLang hands the same custom_params from the one to the other.
@@ -59,20 +64,20 @@ def sent_row(request: Any) -> Row | None:
     return sent if isinstance(sent, Row) else None
 
 
-def sent_turn(req: Any) -> Any:
+def sent_turn(req: Req) -> Conversation | None:
     """What `set_sent_turn` put into the message of a scheduler request, or None."""
     custom = req.sampling_params.custom_params
     return custom.get(WIRE_KEY) if isinstance(custom, dict) else None
 
 
-def set_sent_turn(message: Any, turn: Any, last: int | None) -> None:
+def set_sent_turn(message: TokenizedInput, turn: Conversation | None, last: int | None) -> None:
     """Have a TokenizedGenerateReqInput, which is no `Req` yet, go on from a turn, beginning with the token `last`."""
     message.sampling_params.custom_params[WIRE_KEY] = turn
     if last is not None:
         message.input_ids = array("q", [last]) + message.input_ids
 
 
-def encode_request(rid: str, token_ids: list[int], row: Row) -> Any:
+def encode_request(rid: str, token_ids: list[int], row: Row) -> RequestInput:
     """A request that only writes keys and values, of `token_ids` behind the row's prefix: nothing is generated."""
     request = compat.GenerateReqInput(
         rid=rid,
@@ -87,7 +92,7 @@ def encode_request(rid: str, token_ids: list[int], row: Row) -> Any:
 
 def score_request(
     rid: str, token_ids: list[int], row: Row, first: int, extra_key: str | None, priority: int | None
-) -> Any:
+) -> RequestInput:
     """An `encode_request` that returns the log-probability of every token of its row behind column `first`."""
     request = encode_request(rid, token_ids, row)
     request.return_logprob, request.logprob_start_len = True, first
@@ -95,28 +100,28 @@ def score_request(
     return request
 
 
-def is_internal(request: Any) -> bool:
+def is_internal(request: RequestInput) -> bool:
     """Whether `encode_request` made this request; unlike its id, nothing a client sends can say so."""
     return getattr(request, _INTERNAL, False)
 
 
-def set_stitched_tokens(request: Any, tokens: int) -> None:
+def set_stitched_tokens(request: RequestInput, tokens: int) -> None:
     """Note what `stitched_tokens` returns."""
     setattr(request, _STITCHED, tokens)
 
 
-def stitched_tokens(request: Any) -> int:
+def stitched_tokens(request: RequestInput) -> int:
     """How many tokens of blocks the scheduler will put in front of a GenerateReqInput's own."""
     return getattr(request, _STITCHED, 0)
 
 
-def take_notes(request: Any) -> dict[int, Any]:
+def take_notes(request: RequestInput) -> dict[int, JsonObject | None]:
     """Have `serving.answers` note here, by the number of the choice, what each answer to a GenerateReqInput used."""
-    notes: dict[int, Any] = {}
+    notes: dict[int, JsonObject | None] = {}
     setattr(request, _NOTES, notes)
     return notes
 
 
-def notes_of(request: Any) -> dict[int, Any] | None:
+def notes_of(request: RequestInput) -> dict[int, JsonObject | None] | None:
     """Where the answers to a GenerateReqInput are to be noted; None where nobody asked."""
     return getattr(request, _NOTES, None)

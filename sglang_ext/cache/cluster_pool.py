@@ -23,18 +23,12 @@ from functools import partial
 import torch
 from torch.nn.functional import pad
 
+from sglang_ext.cache.budget import SLACK, ClusterBytes, KVShape
 from sglang_ext.cache.clusters import TokenRun
 from sglang_ext.kernels.cluster_attention import ClusterPool
 from sglang_ext.kernels.cluster_attention.pool import centroid_dtype
 from sglang_ext.kernels.kmeans import ClusterPlan, Clusters, kmeans_layers
 from sglang_ext.policies.clustering import Clustering
-
-SLACK = 10
-"""One tile in so many is there for what runs leave empty of their last tiles.
-
-Of plain rows those that end just behind a segment leave the most: 8,188 and 1,025 tokens take 8 and 2 tiles and fill 9.
-Where more is left, by small blocks, the last ones find no room and are read densely.
-"""
 
 SPARE = 16
 """Tiles beside."""
@@ -198,14 +192,13 @@ class ClusterMemory:
         )
         self._lookup = torch.zeros(slots, dtype=torch.int32, device=device)
         self.layers = {layer: self._pools.layers(at) for at, layer in enumerate(caches)}
-        vectors = head_dim * of_centroids.itemsize + value_dim * values.element_size()
-        self._tile_bytes = count * kv_heads * width * (vectors + 8)
-        self._member_bytes = count * kv_heads * 4
+        shape = KVShape(count, kv_heads, head_dim, value_dim, values.element_size())
+        self._bytes = ClusterBytes.of(shape, of_centroids.itemsize)
         self._jobs: list[Callable[[], None]] = []
         self.refused = 0
 
     def bytes_of(self, tiles: int, members: int) -> int:
-        return tiles * self._tile_bytes + members * self._member_bytes
+        return tiles * self.width * self._bytes.cluster + members * self._bytes.member
 
     def stats(self) -> dict[str, int]:
         """For /server_info."""

@@ -11,7 +11,7 @@ import secrets
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +27,10 @@ from sglang_ext.compat import (
     RadixKey,
     TreeNode,
 )
+from sglang_ext.names import Passed, Req
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, DecLockRefResult, IncLockRefResult
 
 # Namespaces of the tree. Users choose `extra_key` freely, and must not reach a block with it.
 _SECRET = secrets.token_hex(8)
@@ -45,7 +49,7 @@ class BlockRadixCache(RadixCache):
             same tokens. Under overlap scheduling the request may have decoded a step by then, from the freed ones.
     """
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Passed) -> None:
         self.hooks: list[NodeHooks] = []
         self.on_release: list[Callable[[int], None]] = []
         self.on_rewrite: list[Callable[[int], None]] = []
@@ -182,7 +186,7 @@ class BlockRadixCache(RadixCache):
 
     # ---- node life ----
 
-    def _insert_helper(self, node: TreeNode, key: RadixKey, *args: Any, **kwargs: Any) -> tuple[int, TreeNode]:
+    def _insert_helper(self, node: TreeNode, key: RadixKey, *args: Passed, **kwargs: Passed) -> tuple[int, TreeNode]:
         total = len(key)
         prefix_len, last = super()._insert_helper(node, key, *args, **kwargs)
         if prefix_len < total:
@@ -208,7 +212,7 @@ class BlockRadixCache(RadixCache):
 
     # ---- locks ----
 
-    def inc_lock_ref(self, node: Any) -> Any:
+    def inc_lock_ref(self, node: TreeNode | StitchNode) -> IncLockRefResult:
         if not isinstance(node, StitchNode):
             return super().inc_lock_ref(node)
         result = super().inc_lock_ref(node.tail)
@@ -219,7 +223,7 @@ class BlockRadixCache(RadixCache):
                 result.delta += super().inc_lock_ref(member).delta
         return result
 
-    def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
+    def dec_lock_ref(self, node: TreeNode | StitchNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
         if not isinstance(node, StitchNode):
             return super().dec_lock_ref(node, params)
         result = super().dec_lock_ref(node.tail)
@@ -249,7 +253,7 @@ class BlockRadixCache(RadixCache):
         finally:
             self.stitch_seconds += compat.now() - begin
 
-    def _match_row(self, row: Row, key: RadixKey, req: Any) -> MatchResult:
+    def _match_row(self, row: Row, key: RadixKey, req: Req) -> MatchResult:
         """The stitched prefix, then what is known of the request's own tokens (or of the blocks it encodes)."""
         absent = self.missing(piece.key for piece in row.prefix)
         if absent:
@@ -290,7 +294,7 @@ class BlockRadixCache(RadixCache):
             device_indices=indices, last_device_node=stitch, last_host_node=stitch, best_match_node=stitch
         )
 
-    def _hold_new(self, req: Any, row: Row, key: str) -> None:
+    def _hold_new(self, req: Req, row: Row, key: str) -> None:
         """Hold a block for the owner that had it encoded, unless the owner gave up and has let go already."""
         if not compat.is_aborted(req):
             self.hold(row.owner, [key])
@@ -298,7 +302,7 @@ class BlockRadixCache(RadixCache):
     def _own_key(self, row: Row, own_ids: array[int], extra_key: str | None) -> RadixKey:
         return RadixKey(own_ids, f"{_SECRET}:{row.namespace(extra_key)}")
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         row = carried.request_row(req)
         if row is None or self.disable:
             super().cache_unfinished_req(req, chunked=chunked)
@@ -315,7 +319,7 @@ class BlockRadixCache(RadixCache):
         req.cache_protected_len = protected
         req.last_node = node
 
-    def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         for released in self.on_release:
             released(req.req_pool_idx)
         row = carried.request_row(req)
@@ -333,7 +337,7 @@ class BlockRadixCache(RadixCache):
             self.release(REQUEST_OWNER + req.rid, [piece.key for piece in row.prefix])
 
     def _store(
-        self, req: Any, row: Row, own_ids: array[int], slots: torch.Tensor, chunked: bool
+        self, req: Req, row: Row, own_ids: array[int], slots: torch.Tensor, chunked: bool
     ) -> tuple[int, StitchNode]:
         """Give the tree what the request has computed beyond its protected prefix: `own_ids` follow the row's prefix.
 
@@ -381,7 +385,7 @@ class BlockRadixCache(RadixCache):
         return begin, StitchNode(dict.fromkeys(members), self.root_node)
 
     def _replace(
-        self, req: Any, slots: torch.Tensor, begin: int, end: int, values: torch.Tensor, values_at: int
+        self, req: Req, slots: torch.Tensor, begin: int, end: int, values: torch.Tensor, values_at: int
     ) -> None:
         """Free the request's slots [begin, end) and put the tree's in their place; values[0] is token `values_at`."""
         if begin < end:

@@ -13,7 +13,8 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+
+from sglang_ext.types import JsonObject
 
 WIRE_KEY = "sglang_ext"
 INTERNAL = "sglang-ext-"  # how the ids of the server's own requests begin (encoding, scoring of labels)
@@ -104,7 +105,7 @@ class Row:
 
     @classmethod
     def load(cls, text: str) -> Row:
-        data: dict[str, Any] = json.loads(text)
+        data: JsonObject = json.loads(text)
         return cls(
             prefix=tuple(Piece(key, start, end) for key, start, end in data["prefix"]),
             new=tuple(

@@ -21,17 +21,22 @@ from array import array
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from secrets import compare_digest
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
-from sglang_ext.compat import ChunkCache
+from sglang_ext.compat import ChunkCache, MatchPrefixParams, MatchResult, RadixKey
 from sglang_ext.config import CONVERSATION_OPTIONS
+from sglang_ext.names import Passed, Req
+from sglang_ext.types import JsonObject, Options
 
 MAX_TOKENS = 2**31 - 2**24
 """Tokens of a stream, prompt and answer: their numbers are int32, and those of a stride lie ahead of the last."""
+
+StreamState: TypeAlias = Any
+"""What a policy keeps of a stream between two requests; only the policy knows what it is."""
 
 
 @dataclass(eq=False)
@@ -53,8 +58,8 @@ class Conversation:
     slots: torch.Tensor
     tokens: int
     last: int | None
-    options: dict[str, Any]
-    state: Any
+    options: JsonObject
+    state: StreamState
     whole: array[int] | None = None
     key: str | None = None
     secret: str | None = None
@@ -65,20 +70,20 @@ class StreamStates(Protocol):
 
     request_options: frozenset[str]
 
-    def slots(self, options: Mapping[str, Any], tokens: int) -> int:
+    def slots(self, options: Options, tokens: int) -> int:
         """KV slots that a stream of up to so many tokens needs."""
 
-    def cut(self, options: Mapping[str, Any], begin: int, end: int) -> int:
+    def cut(self, options: Options, begin: int, end: int) -> int:
         """Where a chunk of a prompt that may end anywhere in (begin, end] had best end."""
 
-    def leave(self, slot: int) -> Any:
+    def park(self, slot: int) -> StreamState:
         """Hand over the state of the request in `slot`, which ends."""
 
-    def resume(self, slot: int, state: Any, tokens: int) -> None:
-        """The request that is about to start in `slot` goes on from a state of `leave`."""
+    def resume(self, slot: int, state: StreamState, tokens: int) -> None:
+        """The request that is about to start in `slot` goes on from a state of `park`."""
 
-    def forget(self, state: Any) -> None:
-        """Nobody will go on from a state of `leave`."""
+    def drop(self, state: StreamState) -> None:
+        """Nobody will go on from a state of `park`."""
 
     def stats(self) -> Mapping[str, int]:
         """Counters."""
@@ -101,13 +106,13 @@ class StreamCache(ChunkCache):
         open_conversations: whoever knows a conversation's name may go on from it and begin it anew.
     """
 
-    def __init__(self, params: Any, policy: StreamStates, open_conversations: bool = False) -> None:
+    def __init__(self, params: Passed, policy: StreamStates, open_conversations: bool = False) -> None:
         super().__init__(params)
         self.policy, self.most_tokens, self.open_conversations = policy, MAX_TOKENS, open_conversations
         self.on_release: list[Callable[[int], None]] = []
         self.reserved: dict[int, int] = {}
         self.conversations: dict[Hashable, Conversation] = {}
-        self._found: weakref.WeakKeyDictionary[Any, Conversation] = weakref.WeakKeyDictionary()  # request -> its prefix
+        self._found: weakref.WeakKeyDictionary[Req, Conversation] = weakref.WeakKeyDictionary()  # request -> its prefix
         self._claimed: dict[str, Conversation] = {}  # by the id of a request in the batch that is being made
         self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
         self._under_way: dict[str, tuple[str, str | None]] = {}  # id of a turn -> name and key of its conversation
@@ -115,25 +120,25 @@ class StreamCache(ChunkCache):
 
     def reset(self) -> None:
         for turn in (*self.conversations.values(), *self._claimed.values()):
-            self.policy.forget(turn.state)
+            self.policy.drop(turn.state)
         for kept in (self.reserved, self.conversations, self._claimed, self._before, self._under_way):
             kept.clear()
 
     # ---- conversations ----
 
-    def conversation(self, options: Mapping[str, Any]) -> Conversation | None:
+    def conversation(self, options: Options) -> Conversation | None:
         """The conversation that a request names and has the key of, where its last turn has ended."""
         kept = self.conversations.get(options["conversation"])
         return kept if kept is not None and self._opens(options, kept.secret) else None
 
-    def _opens(self, options: Mapping[str, Any], secret: str | None) -> bool:
+    def _opens(self, options: Options, secret: str | None) -> bool:
         """Whether a request with these `custom_params` has the key of a conversation."""
         if self.open_conversations:
             return True
         given = options.get("conversation_key")
         return isinstance(given, str) and secret is not None and compare_digest(given.encode(), secret.encode())
 
-    def _taken(self, options: Mapping[str, Any]) -> bool:
+    def _taken(self, options: Options) -> bool:
         """Whether the name that a first turn would begin belongs to somebody else."""
         name = options.get("conversation")
         if name is None:
@@ -142,7 +147,7 @@ class StreamCache(ChunkCache):
         holders = [secret for held, secret in self._under_way.values() if held == name]
         return not all(self._opens(options, secret) for secret in (*holders, *([kept.secret] if kept else [])))
 
-    def match_prefix(self, params: Any) -> Any:
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """A stream that is a prefix; a turn that cannot go on is refused: its answer would be another."""
         req = params.req
         options = {} if req is None else carried.request_options(req)
@@ -172,7 +177,7 @@ class StreamCache(ChunkCache):
         self._found[req] = longest
         return found._replace(device_indices=self._length.expand(longest.tokens))
 
-    def _longest(self, key: Any, options: dict[str, Any]) -> Conversation | None:
+    def _longest(self, key: RadixKey, options: JsonObject) -> Conversation | None:
         """The longest stream without a name that a prompt begins with; settings of its own find none."""
         if self._settings(options):
             return None
@@ -186,12 +191,12 @@ class StreamCache(ChunkCache):
                 longest = kept
         return longest
 
-    def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _settings(self, options: JsonObject) -> JsonObject:
         """What of the options cannot change from turn to turn."""
         names = self.policy.request_options - CONVERSATION_OPTIONS
         return {name: value for name, value in options.items() if name in names}
 
-    def _turn(self, req: Any) -> Conversation | None:
+    def _turn(self, req: Req) -> Conversation | None:
         """What a request goes on from; None for one that begins."""
         if compat.is_aborted(req):
             return None
@@ -201,7 +206,7 @@ class StreamCache(ChunkCache):
             sent = found
         return claimed or (sent if any(kept is sent for kept in self.conversations.values()) else None)
 
-    def claim(self, req: Any) -> None:
+    def claim(self, req: Req) -> None:
         """A request comes into the next batch: what it goes on from gives way to nobody any more."""
         options = carried.request_options(req)
         if options.get("conversation") is not None and not compat.is_aborted(req):
@@ -211,7 +216,7 @@ class StreamCache(ChunkCache):
             del self.conversations[next(name for name, kept in self.conversations.items() if kept is turn)]
             self._claimed[req.rid] = turn
 
-    def make_room(self, slots: int, req: Any) -> bool:
+    def make_room(self, slots: int, req: Req) -> bool:
         """Let streams go until there are so many slots more; none, and False, when that would not suffice."""
         own = self._turn(req)
         others = {name: len(kept.slots) for name in self._order() if (kept := self.conversations[name]) is not own}
@@ -232,12 +237,12 @@ class StreamCache(ChunkCache):
         """Forget a conversation, if it is there."""
         kept = self.conversations.pop(name, None)
         if kept is not None:
-            self.policy.forget(kept.state)
+            self.policy.drop(kept.state)
             self.token_to_kv_pool_allocator.free(kept.slots)
 
     # ---- slots ----
 
-    def need(self, req: Any) -> int:
+    def need(self, req: Req) -> int:
         """KV slots that a request has to be given before it runs; none when it has them."""
         if req.kv is not None:
             return 0
@@ -247,11 +252,11 @@ class StreamCache(ChunkCache):
         slots = self.policy.slots(carried.request_options(req), tokens + _before(turn))
         return max(0, slots - len(turn.slots)) if turn else slots
 
-    def cut(self, req: Any, begin: int, end: int) -> int:
+    def cut(self, req: Req, begin: int, end: int) -> int:
         """Where a chunk [begin, end) of a prompt, or a shorter one, had best end."""
         return self.policy.cut(carried.request_options(req), begin, end)
 
-    def reserve(self, req: Any) -> None:
+    def reserve(self, req: Req) -> None:
         """Give a request that has a row its KV slots, unless it has them.
 
         Raises:
@@ -273,10 +278,10 @@ class StreamCache(ChunkCache):
         self.reserved[req.req_pool_idx] = len(slots)
         compat.set_reserved(req, len(slots))
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         req.prefix_indices = self._length.expand(req.extend_range.end)
 
-    def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         self._under_way.pop(req.rid, None)
         slot = req.req_pool_idx
         before, count = self._before.pop(slot), self.reserved.pop(slot)
@@ -294,7 +299,7 @@ class StreamCache(ChunkCache):
         compat.set_released(req, kv_len_to_handle)
 
     def _keep(
-        self, name: Hashable, req: Any, before: int, slots: torch.Tensor, whole: array[int] | None = None
+        self, name: Hashable, req: Req, before: int, slots: torch.Tensor, whole: array[int] | None = None
     ) -> torch.Tensor:
         """Keep a request's stream; returns slots that it does not need, all where conversations have all the room."""
         options = carried.request_options(req)
@@ -308,7 +313,7 @@ class StreamCache(ChunkCache):
             if whole is not None and self.conversations[first].whole is None:
                 return slots
             self.drop(first)
-        state, last = self.policy.leave(req.req_pool_idx), req.output_ids[-1] if answer else None
+        state, last = self.policy.park(req.req_pool_idx), req.output_ids[-1] if answer else None
         secret = options.get("conversation_key")
         kept = Conversation(slots[:held], tokens, last, options, state, whole, req.extra_key, secret)
         self.conversations[name] = kept

@@ -86,7 +86,7 @@ class AtticPolicy(StreamPolicy):
     def finish(self, request: Request) -> None:
         self._running.pop(request.slot, None)
 
-    def leave(self, slot: int) -> Attic:
+    def park(self, slot: int) -> Attic:
         attic = self._running.pop(slot)
         self._idle.add(attic)
         return attic
@@ -96,7 +96,7 @@ class AtticPolicy(StreamPolicy):
         state.offset = tokens
         self._running[slot] = state
 
-    def forget(self, state: Attic) -> None:
+    def drop(self, state: Attic) -> None:
         self._idle.remove(state)
 
     def stats(self) -> Mapping[str, int]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+import torch
 
 from tests.e2e.server import Server
 from tests.files.recorder import FOLDER_ENV, ROOT_ENV
@@ -50,6 +51,8 @@ def count(system: str, folder: Path) -> dict[str, set[str]]:
     """File -> functions entered in it, of one request to a server of `system` that has answered others before."""
     shutil.copy(Path(__file__).with_name("recorder.py"), folder / "sitecustomize.py")
     env = {FOLDER_ENV: str(folder), ROOT_ENV: str(ROOT), "SGLANG_EXT_KERNELS": "triton"}
+    if not torch.cuda.is_available():
+        env["TRITON_INTERPRET"] = "1"
     env["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     if system in POLICIES:
         env["SGLANG_EXT_POLICY"] = json.dumps(POLICIES[system])

@@ -15,8 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, attend_impl, reference
-from sglang_ext.kernels.cluster_attention.triton_impl import ClusterWorkspace
+from sglang_ext.kernels.cluster_attention import (
+    ClusterPool,
+    ClusterReads,
+    ClusterRows,
+    DenseTokens,
+    attend_impl,
+    reference,
+)
+from sglang_ext.kernels.cluster_attention.types import ClusterWorkspace
 from sglang_ext.kernels.top_p import Selection
 from tests.kernels import on_host, sm90
 
@@ -51,8 +58,12 @@ class World:
         batch, _, heads, dim = self.query.shape
         out = self.query.new_full((batch, heads, dim), math.nan)
         lse = torch.full((batch, heads), math.nan, device=DEVICE)
-        given = self.query, self.keys, self.values, self.pool, self.rows, self.dense, self.selection, self.logits, SCALE
+        given = self.query, self.keys, self.values, self.pool, self.reads, SCALE
         return attend_impl.cluster_attention(*given, out=(out, lse), workspace=self.workspace, **options)
+
+    @property
+    def reads(self) -> ClusterReads:
+        return ClusterReads(self.rows, self.dense, self.selection, self.logits)
 
 
 def world(
@@ -128,7 +139,7 @@ def check(case: World, **options: Any) -> None:
     w = case
     pool = replace(w.pool, centroids=w.pool.centroids.double(), values=w.pool.values.double())
     want, levels = reference.cluster_attention(
-        w.query.double(), w.keys.double(), w.values.double(), pool, w.rows, w.dense, w.selection, w.logits, SCALE
+        w.query.double(), w.keys.double(), w.values.double(), pool, w.reads, SCALE
     )
     for _ in range(2):  # counters are zero again
         out, lse = case.run(**options)

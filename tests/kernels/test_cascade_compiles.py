@@ -13,9 +13,10 @@ COMPILE = """
 import torch
 from sglang_ext.kernels import score_update
 from sglang_ext.kernels.cascade_update import CascadeState, triton_impl as cascade
-from sglang_ext.kernels.cells import Rotation, decode_impl, empty_lists, triton_impl as cells
+from sglang_ext.kernels.cells import (Cells, CountedScores, NewTokens, Rotation, decode_impl, empty_lists,
+                                      triton_impl as cells)
 from sglang_ext.kernels.rope import Rope
-from sglang_ext.kernels.score_update import triton_impl as scores
+from sglang_ext.kernels.score_update import CountedQueries, KeptScores, triton_impl as scores
 from sglang_ext.policies.cascade import Cascade
 from tests.kernels.sm90 import compiled, stand_in
 
@@ -38,12 +39,14 @@ cache, window = (torch.zeros(rings.entries, 8, 128, dtype=half) for _ in range(2
 cells.gather(cache, cache, lists[0, 0], rotation, 4096, window, window)
 cells.store(window[:1024], window[:1024], lists[0, 0], rotation, 64, cache, cache, window, window)
 query = torch.zeros(1, 1024, 32, 128, dtype=half)
-scores.update_scores(state.score[0], entries, row, query, window.transpose(0, 1)[None], torch.zeros(1, 1024, 32), zero,
-                     zero, scale=0.1, beta=0.9999, skip=zero)
+kept = KeptScores(state.score[0], entries, row, zero)
+counted = CountedScores(state.score[0], entries, zero, zero, beta=0.9999)
+levels = torch.zeros(1, 1024, 32)
+scores.update_scores(kept, CountedQueries(query, window.transpose(0, 1)[None], levels, zero, zero, 0.1), beta=0.9999)
 assert "wgmma" in compiled["score_update_columns_kernel"].asm["ptx"]
 token = window[:1]
-decode_impl.decode(query[:, 0], token, token, cache, cache, lists[0], row, zero, rotation, 0.1,
-                   score=state.score[0], entries=entries, skip=zero, fresh=zero, beta=0.9999)
+decode_impl.decode(NewTokens(query[:, 0], token, token), Cells(cache, cache, lists[0]), row, zero, rotation, 0.1,
+                   scores=counted)
 assert all(text in compiled["cells_share_kernel"].asm["ptx"] for text in ("mma.sync", "cos.approx", "cp.async"))
 assert len(compiled) == 10, compiled
 
@@ -54,13 +57,14 @@ for dim, dtype in ((64, half), (128, half), (192, half), (256, half), (64, torch
     cache = torch.zeros(rings.entries, 8, dim, dtype=dtype)
     query, token = torch.zeros(1, 1024, 32, dim, dtype=dtype), cache[:1]
     cells.gather(cache, cache, lists[0, 0], rotation, 4096, cache, cache)
-    decode_impl.decode(query[:, 0], token, token, cache, cache, lists[0], row, zero, rotation, 0.1,
-                       score=state.score[0], entries=entries, skip=zero, fresh=zero, beta=0.9999)
+    decode_impl.decode(NewTokens(query[:, 0], token, token), Cells(cache, cache, lists[0]), row, zero, rotation, 0.1,
+                       scores=counted)
+    keys = cache.transpose(0, 1)[None]
     for rows in (16, 1024):
-        scores.update_scores(state.score[0], entries, row, query[:, :rows], cache.transpose(0, 1)[None],
-                             torch.zeros(1, rows, 32), zero, zero, scale=0.1, beta=0.9999, skip=zero)
-    scores.update_scores(state.score[0, :, :1].contiguous(), entries, row, query, cache.transpose(0, 1)[None],
-                         torch.zeros(1, 1024, 32), zero, zero, scale=0.1, beta=0.9999, reduction="max", skip=zero)
+        scores.update_scores(kept, CountedQueries(query[:, :rows], keys, torch.zeros(1, rows, 32), zero, zero, 0.1),
+                             beta=0.9999)
+    scores.update_scores(KeptScores(state.score[0, :, :1].contiguous(), entries, row, zero),
+                         CountedQueries(query, keys, levels, zero, zero, 0.1), beta=0.9999, reduction="max")
 """
 
 

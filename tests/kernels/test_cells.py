@@ -18,11 +18,15 @@ import torch
 from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
 from sglang_ext.kernels.cells import (
+    Cells,
+    CountedScores,
+    DecodeWorkspace,
+    NewTokens,
     Rotation,
     cuda_impl,
     decode_impl,
+    dispatch,
     empty_lists,
-    fast,
     flashinfer_impl,
     reference,
     triton_impl,
@@ -250,7 +254,7 @@ def test_decode_in_cuda(
     launched: list[int],
 ) -> None:  # fmt: skip
     shape = {"dims": (dim, dim, dim), "kv_heads": kv_heads, "dtype": dtype, "heads": heads}
-    check_decode(fast.decode, {}, reduction, shape, group)
+    check_decode(dispatch.decode, {}, reduction, shape, group)
     assert launched
 
 
@@ -264,7 +268,8 @@ def random_cells(batch: int, columns: int, kv_heads: int, heads: int, dim: int, 
     caches = draw(batch * columns + 5, kv_heads, dim), draw(batch * columns + 5, kv_heads, dim)
     rotation = Rotation.of(Rope((1e4 ** -torch.arange(0, 1, 2 / dim)).to(DEVICE)))
     return {
-        "given": (*tokens, *caches, slot.transpose(0, 1).int().contiguous().to(DEVICE)),
+        "tokens": NewTokens(*tokens),
+        "cells": Cells(*caches, slot.transpose(0, 1).int().contiguous().to(DEVICE)),
         "rotation": rotation,
         "score": torch.zeros(batch, lanes, columns, device=DEVICE),
         "entries": entries,
@@ -274,29 +279,32 @@ def random_cells(batch: int, columns: int, kv_heads: int, heads: int, dim: int, 
 def check_shares(decode: Any, shares: int, lanes: int, reduction: str | None, dim: int, columns: int) -> None:
     """Many chunks a warp, some without any, in as many shares as one likes; a row that is not counted."""
     kv_heads, heads, batch, device = 2, 8, 3, torch.device(DEVICE)
-    cells = random_cells(batch, columns, kv_heads, heads, dim, lanes)
+    drawn = random_cells(batch, columns, kv_heads, heads, dim, lanes)
+    tokens, cells = drawn["tokens"], drawn["cells"]
     ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
-    where = ints(2, 0, 1), ints(columns, 17, columns * 5 // 8), cells["rotation"], 0.1
-    workspace = decode_impl.DecodeWorkspace.empty(
+    where = ints(2, 0, 1), ints(columns, 17, columns * 5 // 8), drawn["rotation"], 0.1
+    workspace = DecodeWorkspace.empty(
         batch, heads, kv_heads, dim, columns, shares, device, scores=reduction is not None
     )
-    scores: dict[str, Any] = {}
-    if reduction is not None:
-        scores = {"entries": cells["entries"], "skip": ints(7, 17, 0), "fresh": ints(1, 1, 0)}
-        scores |= {"beta": 0.5, "reduction": reduction}
-    kept = [cells["score"].clone() if scores else None for _ in range(2)]
-    query, *rest = cells["given"]
-    wanted = reference.decode(query, *(x.clone() for x in rest), *where, score=kept[0], **scores)
+
+    def scores() -> CountedScores | None:
+        if reduction is None:
+            return None
+        return CountedScores(drawn["score"].clone(), drawn["entries"], ints(7, 17, 0), ints(1, 1, 0), 0.5, reduction)
+
+    expected = scores()
+    copied = Cells(cells.keys.clone(), cells.values.clone(), cells.slot.clone())
+    wanted = reference.decode(tokens, copied, *where, scores=expected)
     for _ in range(2):
         for tensor in (workspace.parts, workspace.part_lse, workspace.logits, workspace.tops):
             tensor.fill_(float("nan"))
-        kept[1] = cells["score"].clone() if scores else None
-        got = decode(query, *rest, *where, score=kept[1], workspace=workspace, **scores)
+        kept = scores()
+        got = decode(tokens, cells, *where, scores=kept, workspace=workspace)
         assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
         assert not workspace.arrived.any()
-        if kept[0] is not None and kept[1] is not None:
-            assert (kept[1] - kept[0]).abs().max() <= 2e-2 * kept[0].max() > 0
-            assert kept[0][2].any() and not kept[0][1].any()
+        if expected is not None and kept is not None:
+            assert (kept.score - expected.score).abs().max() <= 2e-2 * expected.score.max() > 0
+            assert expected.score[2].any() and not expected.score[1].any()
 
 
 SHARES = [(1, 2, "mean"), (3, 2, "max"), (3, 1, "mean"), (5, 1, "max"), (4, 2, None)]
@@ -384,12 +392,13 @@ def test_more_rows_than_run_at_once(lanes: int, launched: list[int]) -> None:
     ints = lambda value: torch.full((batch,), value, dtype=torch.int32, device=DEVICE)  # noqa: E731
     entries = torch.arange(columns, dtype=torch.int32, device=DEVICE).expand(batch, -1).contiguous()
     rows, score = torch.arange(batch, device=DEVICE), torch.zeros(batch, lanes, columns, device=DEVICE)
-    given = draw(batch, 16, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim)
-    arguments = slot.expand(-1, lanes, -1).contiguous(), rows, ints(columns), rotation, 0.1
-    options = {"entries": entries, "skip": ints(3), "fresh": ints(1), "beta": 0.5}
+    tokens = NewTokens(draw(batch, 16, dim), draw(batch, kv_heads, dim), draw(batch, kv_heads, dim))
+    slot = slot.expand(-1, lanes, -1).contiguous()
     scores, outs = [score.clone(), score.clone()], []
-    for decode, kept in zip((reference.decode, fast.decode), scores, strict=True):
-        outs.append(decode(*given, *(c.clone() for c in caches), *arguments, score=kept, **options))
+    for decode, kept in zip((reference.decode, dispatch.decode), scores, strict=True):
+        cells = Cells(*(c.clone() for c in caches), slot)
+        counted = CountedScores(kept, entries, ints(3), ints(1), 0.5)
+        outs.append(decode(tokens, cells, rows, ints(columns), rotation, 0.1, scores=counted))
     assert (outs[0] - outs[1]).abs().max() <= 2e-2 * outs[0].abs().max()
     assert (scores[0] - scores[1]).abs().max() <= 2e-2 * scores[0].max() > 0
     assert launched
@@ -443,13 +452,12 @@ def check_decode(
     score = world.state.score[1]
     before = score.cpu().clone()
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)  # noqa: E731
-    scores: dict[str, Any] = {}
+    scores = None
     if reduction is not None:
-        scores = {"score": score, "entries": entries.to(DEVICE), "skip": ints(skip), "fresh": ints(fresh)}
-        scores |= {"beta": 0.9, "reduction": reduction}
+        scores = CountedScores(score, entries.to(DEVICE), ints(skip), ints(fresh), 0.9, reduction)
     out = decode(
-        query.to(DEVICE), *(t.to(DEVICE) for t in new), world.keys, world.values, world.lists[1],
-        ints(rows), ints(seen), Rotation.of(world.rope), 0.4, **scores, **more,
+        NewTokens(query.to(DEVICE), *(t.to(DEVICE) for t in new)), Cells(world.keys, world.values, world.lists[1]),
+        ints(rows), ints(seen), Rotation.of(world.rope), 0.4, scores=scores, **more,
     )  # fmt: skip
     wanted = before.double().clone()
     for b, row in enumerate(rows):
@@ -519,27 +527,25 @@ def test_bad_input_is_refused() -> None:
     slot, rotation = world.lists[1], Rotation.of(world.rope)
     one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     token = torch.zeros(1, 2, 16, device=DEVICE)
+    shown = Cells(world.keys, world.values, slot)
+    arguments = shown, one, one, rotation, 1.0
     for decode in (reference.decode, decode_impl.decode):
-        arguments = (token, token, world.keys, world.values, slot, one, one, rotation, 1.0)
         with pytest.raises(ValueError, match="expected \\[batch, heads, 16\\] with a multiple of 2"):
-            decode(token[:, :1], *arguments)
+            decode(NewTokens(token[:, :1], token, token), *arguments)
         with pytest.raises(ValueError, match=r"rows is torch\.float32"):
-            decode(token, *arguments[:5], one.float(), *arguments[6:])
+            decode(NewTokens(token, token, token), shown, one.float(), *arguments[2:])
         with pytest.raises(ValueError, match="new keys"):
-            decode(token, token[..., :8], *arguments[1:])
-    with pytest.raises(ValueError, match="all of them, or none"):
-        decode_impl.decode(token, *arguments, fresh=one)
+            decode(NewTokens(token, token[..., :8], token), *arguments)
     with pytest.raises(ValueError, match="expected one type"):
-        decode_impl.decode(token.half(), *arguments)
+        decode_impl.decode(NewTokens(token.half(), token, token), *arguments)
     for number in (0, 1):
         with pytest.raises(ValueError, match=r"new (keys|values) are torch\.float16, the caches torch\.float32"):
             other = [token.half() if number == n else token for n in (0, 1)]
-            decode_impl.decode(token, *other, *arguments[2:])
+            decode_impl.decode(NewTokens(token, *other), *arguments)
     with pytest.raises(ValueError, match=r"DecodeWorkspace\.empty"):
-        small = decode_impl.DecodeWorkspace.empty(1, 2, 2, 16, 3, 1, token.device, True)
-        decode_impl.decode(
-            token[:, :2], *arguments, score=world.state.score[1], entries=one, skip=one, fresh=one, workspace=small
-        )
+        small = DecodeWorkspace.empty(1, 2, 2, 16, 3, 1, token.device, True)
+        scores = CountedScores(world.state.score[1], one, one, one, 0.0)
+        decode_impl.decode(NewTokens(token, token, token), *arguments, scores=scores, workspace=small)
     for module in (reference, triton_impl):
         for window in ((token, None), (None, token)):
             with pytest.raises(ValueError, match="one of out_keys and out_values: expected both"):

@@ -15,17 +15,20 @@ import torch
 
 from sglang_ext.kernels.cluster_attention import (
     ClusterPool,
+    ClusterReads,
     ClusterRows,
     DenseTokens,
     reference,
     triton_impl,
 )
 from sglang_ext.kernels.cluster_attention.pool import FLOAT8, narrowed
+from sglang_ext.kernels.cluster_attention.types import TUNING, ClusterTuning, ClusterWorkspace, aligned
 from sglang_ext.kernels.kmeans import ClusterPlan
 from sglang_ext.kernels.kmeans.triton_impl import kmeans
-from sglang_ext.kernels.top_p import Selection
+from sglang_ext.kernels.top_p import Numbering, SearchedClusters, Selection, SetRule
 from sglang_ext.kernels.top_p import select as select_by_sorting
 from sglang_ext.kernels.top_p import triton_impl as top_p
+from sglang_ext.kernels.top_p.types import WITHOUT_GAPS, TopPTuning
 from sglang_ext.policies import quest
 from tests.kernels import sm90
 
@@ -39,8 +42,9 @@ TOLERANCE = {
 # The interpreter multiplies bfloat16 matrices wrongly (by their bits); the products are the same code for both halves.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 SMALL = {"programs": 7, "summaries": 16, "merge_parts": 4, "registers": None}
-TUNINGS = {"triton": triton_impl.ClusterTuning(**SMALL), "level": triton_impl.ClusterTuning(**SMALL, token_tile=1)}
+TUNINGS = {"triton": ClusterTuning(**SMALL), "level": ClusterTuning(**SMALL, token_tile=1)}
 WIDTH, TILE = 16, 16
+SEPARATE = TopPTuning(joint=False)  # the interpreter runs a joint reduction element by element
 
 
 @dataclass
@@ -58,6 +62,13 @@ class World:
     @property
     def group(self) -> int:
         return self.query.shape[2] // self.keys.shape[1]
+
+    def reading(
+        self, selection: Selection, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ClusterPool, ClusterReads, float]:
+        """What `cluster_attention` is given."""
+        reads = ClusterReads(self.rows, self.dense, selection, logits)
+        return self.query, self.keys, self.values, self.pool, reads, self.scale
 
     def to(self, dtype: torch.dtype, device: str) -> World:
         def move(x: torch.Tensor | int | None) -> torch.Tensor | int | None:
@@ -170,16 +181,17 @@ def expected(world: World, exact: torch.Tensor, approx: torch.Tensor) -> tuple[t
     return out, lse
 
 
-def numbering(world: World) -> tuple[int, int]:
-    """`run` and `align` of a selection: with rotations, the tokens of a cluster tile begin at a part of a tile."""
-    return (WIDTH, triton_impl.aligned(TILE)) if world.query.shape[1] > 1 else (1, 1)
+def numbering(world: World) -> Numbering:
+    """That of a selection: with rotations, the tokens of a cluster tile begin at a part of a tile."""
+    return Numbering(WIDTH, aligned(TILE)) if world.query.shape[1] > 1 else WITHOUT_GAPS
 
 
 def lists(world: World, exact: torch.Tensor, approx: torch.Tensor) -> Selection:
     """The selection that says these sets, written out one token at a time; stale entries name nothing valid."""
     batch, kv_heads, cells = exact.shape
-    run, align = numbering(world)
-    got = Selection.empty(batch, kv_heads, cells, "cpu", run, align)
+    numbers = numbering(world)
+    run, align = numbers.run, numbers.align
+    got = Selection.empty(batch, kv_heads, cells, "cpu", numbers)
     for buffer in (got.exact, got.prefix, got.shift, got.approx):
         buffer.fill_(-(10**6))
     for b in range(batch):
@@ -206,27 +218,23 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if kind == "reference":
         logits, _, _ = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
-        return reference.cluster_attention(
-            world.query, world.keys, world.values, world.pool, world.rows, world.dense, selection, logits, world.scale
-        )
+        return reference.cluster_attention(*world.reading(selection, logits))
     w, tuning = world.to(dtype, DEVICE), TUNINGS[kind]
     selection = replace(selection, **{k: v.to(DEVICE) for k, v in vars(selection).items() if torch.is_tensor(v)})
     logits, _, _ = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
     batch, _, heads, _ = w.query.shape
     kv_heads, value_dim = w.values.shape[1:]
-    workspace = triton_impl.ClusterWorkspace.empty(
-        batch, kv_heads, w.group, value_dim, w.rows.tiles.shape[1] * WIDTH, 700, DEVICE, tuning, align=selection.align
-    )
+    workspace = ClusterWorkspace.empty(
+        batch, kv_heads, w.group, value_dim, w.rows.tiles.shape[1] * WIDTH, 700, DEVICE, tuning,
+        align=selection.numbering.align,
+    )  # fmt: skip
     out = torch.empty(batch, heads, value_dim, dtype=dtype, device=DEVICE)
     lse = torch.empty(batch, heads, device=DEVICE)
     for buffer in (out, lse, workspace.parts, workspace.part_lse):
         buffer.fill_(math.nan)
     for buffer in (workspace.slots, workspace.rotations, workspace.summaries):
         buffer.fill_(10**6)
-    triton_impl.cluster_attention(
-        w.query, w.keys, w.values, w.pool, w.rows, w.dense, selection, logits, w.scale,
-        out=(out, lse), workspace=workspace, tuning=tuning,
-    )  # fmt: skip
+    triton_impl.cluster_attention(*w.reading(selection, logits), out=(out, lse), workspace=workspace, tuning=tuning)
     return out.double().cpu(), lse.double().cpu()
 
 
@@ -257,7 +265,7 @@ def test_scores(group: int, rotations: int, kind: str) -> None:
             torch.full((3, 2, cells), -7, dtype=torch.int32, device=DEVICE),
             torch.full((3, 2, cells), -7, dtype=torch.int32, device=DEVICE),
         )
-        got = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, out=out, tuning=triton_impl.TUNING)
+        got = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, out=out, tuning=TUNING)
         logits, sizes, starts = (x.cpu() for x in got)
         tolerance = TOLERANCE[torch.float32]
     for b in range(3):
@@ -355,12 +363,10 @@ def test_without_room_for_clusters() -> None:
     none = torch.zeros(3, 2, 0, dtype=torch.bool)
     want, _ = expected(world, none, none)
     w, tuning = world.to(torch.float32, DEVICE), TUNINGS["triton"]
-    scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
+    logits, sizes, starts = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
     p = torch.ones(3, 2, device=DEVICE)
-    chosen = top_p.select(*scores, w.rows.counts, p, tuning=top_p.TopPTuning(joint=False))
-    got, _ = triton_impl.cluster_attention(
-        w.query, w.keys, w.values, w.pool, w.rows, w.dense, chosen, scores[0], w.scale, tuning=tuning
-    )
+    chosen = top_p.select(logits, SearchedClusters(sizes, starts, w.rows.counts), p, tuning=SEPARATE)
+    got, _ = triton_impl.cluster_attention(*w.reading(chosen, logits), tuning=tuning)
     torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=TOLERANCE[torch.float32])
 
 
@@ -376,12 +382,10 @@ def test_p1_equals_p2_equals_1_is_dense(rule: str, rotations: int) -> None:
     p = torch.ones(3, 2, device=DEVICE)
     cells = w.rows.counts * WIDTH
     tuning = TUNINGS["triton"]
-    scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
-    run, align = numbering(world)
-    chosen = top_p.select(*scores, cells, p, group=rule, run=run, align=align, tuning=top_p.TopPTuning(joint=False))
-    got, lse = triton_impl.cluster_attention(
-        w.query, w.keys, w.values, w.pool, w.rows, w.dense, chosen, scores[0], w.scale, tuning=tuning
-    )
+    logits, sizes, starts = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale, tuning=tuning)
+    clusters, numbers = SearchedClusters(sizes, starts, cells), numbering(world)
+    chosen = top_p.select(logits, clusters, p, rule=SetRule(rule), numbering=numbers, tuning=SEPARATE)
+    got, lse = triton_impl.cluster_attention(*w.reading(chosen, logits), tuning=tuning)
     torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=0, atol=1e-5)
 
@@ -404,11 +408,9 @@ def test_cut_clusters_are_read_token_by_token() -> None:
     """All clusters of the piece left out: its cut ones remain, as tokens."""
     world = cut_world(make_world(group=2, seed=4))
     none = torch.zeros(3, 2)
-    scores = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
-    chosen = select_by_sorting(*scores, world.rows.counts * WIDTH, none)
-    got, _ = reference.cluster_attention(
-        world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale
-    )
+    logits, sizes, starts = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
+    chosen = select_by_sorting(logits, SearchedClusters(sizes, starts, world.rows.counts * WIDTH), none)
+    got, _ = reference.cluster_attention(*world.reading(chosen, logits))
     own = world.dense.slots[1, : int(world.dense.counts[1])]
     for head in range(4):
         slots = own[own >= 0].tolist()
@@ -428,17 +430,14 @@ def test_the_whole_step_equals_the_reference(rule: str, cut: bool) -> None:
     w = world.to(torch.float32, DEVICE)
     p = torch.tensor([[0.9, 0.5], [0.95, 0.7], [0.5, 0.5]])
     cells = world.rows.counts * WIDTH
-    scores = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
-    chosen = select_by_sorting(*scores, cells, p, group=rule)
+    logits, sizes, starts = reference.centroid_scores(world.query, world.pool, world.rows, world.scale)
+    chosen = select_by_sorting(logits, SearchedClusters(sizes, starts, cells), p, rule=SetRule(rule))
     assert chosen.counts[:2, :, [0, 2]].min() > 0  # both kinds in every row that has clusters
-    want, _ = reference.cluster_attention(
-        world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale
-    )
-    scores = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale)
-    fast = top_p.select(*scores, cells.to(DEVICE), p.to(DEVICE), group=rule, tuning=top_p.TopPTuning(joint=False))
-    got, _ = triton_impl.cluster_attention(
-        w.query, w.keys, w.values, w.pool, w.rows, w.dense, fast, scores[0], w.scale, tuning=TUNINGS["level"]
-    )
+    want, _ = reference.cluster_attention(*world.reading(chosen, logits))
+    logits, sizes, starts = triton_impl.centroid_scores(w.query, w.pool, w.rows, w.scale)
+    clusters = SearchedClusters(sizes, starts, cells.to(DEVICE))
+    fast = top_p.select(logits, clusters, p.to(DEVICE), rule=SetRule(rule), tuning=SEPARATE)
+    got, _ = triton_impl.cluster_attention(*w.reading(fast, logits), tuning=TUNINGS["level"])
     torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=TOLERANCE[torch.float32])
 
 
@@ -466,15 +465,14 @@ def test_from_keys_to_output() -> None:
     nothing = DenseTokens(
         torch.full((1, 1), -1, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     )
-    scores = triton_impl.centroid_scores(query, pool, rows, 0.25)
+    logits, sizes, starts = triton_impl.centroid_scores(query, pool, rows, 0.25)
     p = torch.tensor([[0.99, 0.98]], device=DEVICE)
-    chosen = top_p.select(*scores, rows.counts * WIDTH, p, tuning=top_p.TopPTuning(joint=False))
+    chosen = top_p.select(logits, SearchedClusters(sizes, starts, rows.counts * WIDTH), p, tuning=SEPARATE)
     # Head 0 serves directions 3 and 9, head 1 directions 0, 12 and 3; the second segment's clusters are cells 16 on.
     assert chosen.exact[0, 0, :2].tolist() == [3, WIDTH + 1] and chosen.exact[0, 1, :3].tolist() == [0, 3, WIDTH + 4]
     assert chosen.counts[0, :, :4].tolist() == [[2, 22, 0, 14], [3, 33, 0, 14]]
-    got, _ = triton_impl.cluster_attention(
-        query, keys, values, pool, rows, nothing, chosen, scores[0], 0.25, tuning=TUNINGS["level"]
-    )
+    reads = ClusterReads(rows, nothing, chosen, logits)
+    got, _ = triton_impl.cluster_attention(query, keys, values, pool, reads, 0.25, tuning=TUNINGS["level"])
     own = slots.long()
     x = torch.einsum("hgd,nhd->hgn", query.view(2, 2, dim), keys[own]) * 0.25
     dense = torch.einsum("hgn,nhd->hgd", torch.softmax(x, -1), values[own]).reshape(1, 4, dim)
@@ -506,13 +504,12 @@ def test_pages_by_their_bounds_in_the_same_kernels() -> None:
         ClusterRows(torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)),
         DenseTokens(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)), 0.3,
     ).to(torch.float32, DEVICE)  # fmt: skip
-    scores = triton_impl.centroid_scores(quest.as_query(world.query), world.pool, world.rows, world.scale)
+    asked = quest.as_query(world.query)
+    logits, sizes, starts = triton_impl.centroid_scores(asked, world.pool, world.rows, world.scale)
     k = torch.tensor([[6.0, 6.0]], device=DEVICE)
-    chosen = top_p.select(*scores, world.rows.counts * WIDTH, k, by_count=True, tuning=top_p.TopPTuning(joint=False))
-    got, _ = triton_impl.cluster_attention(
-        world.query, world.keys, world.values, world.pool, world.rows, world.dense, chosen, scores[0], world.scale,
-        tuning=TUNINGS["level"],
-    )  # fmt: skip
+    clusters = SearchedClusters(sizes, starts, world.rows.counts * WIDTH)
+    chosen = top_p.select(logits, clusters, k, rule=SetRule(by_count=True), tuning=SEPARATE)
+    got, _ = triton_impl.cluster_attention(*world.reading(chosen, logits), tuning=TUNINGS["level"])
     want = torch.zeros(kv_heads, dim)
     for h in range(kv_heads):
         q = query[h, 0]
@@ -541,24 +538,26 @@ def test_refusals() -> None:
         triton_impl.centroid_scores(world.query.bfloat16(), world.pool, world.rows, 1.0)
     nothing = torch.zeros(3, 2, 4 * WIDTH, dtype=torch.bool)
     logits, _, _ = triton_impl.centroid_scores(world.query, world.pool, world.rows, 1.0)
-    arguments = (world.query, world.keys, world.values, world.pool, world.rows, world.dense)
-    small = triton_impl.ClusterWorkspace.empty(3, 2, 4, 24, 4 * WIDTH, 600, DEVICE, TUNINGS["triton"])
+    world = replace(world, scale=1.0)
+    none = lists(world, nothing, nothing)
+    small = ClusterWorkspace.empty(3, 2, 4, 24, 4 * WIDTH, 600, DEVICE, TUNINGS["triton"])
     with pytest.raises(ValueError, match="make it for this tuning"):
-        triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits, 1.0, workspace=small)
+        triton_impl.cluster_attention(*world.reading(none, logits), workspace=small)
     with pytest.raises(ValueError, match="expected contiguous float32"):
-        triton_impl.cluster_attention(*arguments, lists(world, nothing, nothing), logits.double(), 1.0)
-    expanded = replace(lists(world, nothing, nothing), expanded=True)
+        triton_impl.cluster_attention(*world.reading(none, logits.double()))
+    expanded = replace(none, expanded=True)
     with pytest.raises(ValueError, match="expected the workspace that was filled with it"):
-        triton_impl.cluster_attention(*arguments, expanded, logits, 1.0)
+        triton_impl.cluster_attention(*world.reading(expanded, logits))
 
 
 COMPILE = """
 import torch
-from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, DenseTokens, triton_impl as attention
-from sglang_ext.kernels.cluster_attention import buffers
+from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterReads, ClusterRows, DenseTokens
+from sglang_ext.kernels.cluster_attention import buffers, triton_impl as attention
+from sglang_ext.kernels.cluster_attention.types import aligned
 from sglang_ext.kernels.kmeans import ClusterPlan, triton_impl as kmeans
 from sglang_ext.kernels.rope import Rope, triton_impl as rope
-from sglang_ext.kernels.top_p import triton_impl as top_p
+from sglang_ext.kernels.top_p import Numbering, SearchedClusters, SetRule, triton_impl as top_p
 from tests.kernels.sm90 import compiled, stand_in
 
 stand_in(attention, "_scores", "_expand", "_attend", "_merge")
@@ -577,11 +576,12 @@ for rotated, group in ((False, "union"), (True, "mean")):
     lists = (ints(batch, 64), ints(batch, 64)) if rotated else (None, None)
     rows = ClusterRows(ints(batch, 64), ints(batch), *lists)
     dense = DenseTokens(ints(batch, 1024), ints(batch), ints(batch, 16) if rotated else None)
-    scores = attention.centroid_scores(query, pool, rows, 0.1)
-    run, align = (64, attention.aligned(64)) if rotated else (1, 1)
-    chosen = top_p.select(*scores, ints(batch), torch.zeros(batch, 2), group=group, run=run, align=align)
+    logits, sizes, starts = attention.centroid_scores(query, pool, rows, 0.1)
+    numbering = Numbering(64, aligned(64)) if rotated else Numbering()
+    clusters = SearchedClusters(sizes, starts, ints(batch))
+    chosen = top_p.select(logits, clusters, torch.zeros(batch, 2), rule=SetRule(group), numbering=numbering)
     cache = torch.zeros(16, heads, dim, dtype=half)
-    attention.cluster_attention(query, cache, cache, pool, rows, dense, chosen, scores[0], 0.1)
+    attention.cluster_attention(query, cache, cache, pool, ClusterReads(rows, dense, chosen, logits), 0.1)
 cache = torch.zeros(8192, heads, dim, dtype=half)
 kmeans.kmeans(cache, cache, ints(8192), ClusterPlan((8192,)), iterations=2)
 table = Rope(torch.zeros(64))

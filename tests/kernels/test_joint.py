@@ -15,7 +15,7 @@ import torch
 
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, joint_impl, reference
 from sglang_ext.kernels.cluster_attention.pool import FLOAT8, narrowed
-from sglang_ext.kernels.top_p import Expansion, Selection, cuda_impl
+from sglang_ext.kernels.top_p import Expansion, SearchedClusters, Selection, SetRule, cuda_impl
 from tests.kernels import on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,7 +108,8 @@ def check(case: World, of_largest: bool = False, **options: Any) -> None:
     assert kept
     garbage = [torch.full_like(x, GARBAGE) for x in (case.expansion.slots, case.expansion.summaries)]
     expansion = replace(case.expansion, slots=garbage[0], summaries=garbage[1])
-    want = cuda_impl.select(case.logits, sizes, starts, case.cells, case.p, expansion=expansion, **options)
+    clusters = SearchedClusters(sizes, starts, case.cells)
+    want = cuda_impl.select(case.logits, clusters, case.p, expansion=expansion, **options)
     assert torch.equal(got.counts, want.counts) and got.counts[..., 0].any()
     for name, which in (("exact", 0), ("prefix", 0), ("shift", 0), ("approx", 2)):
         mine, theirs = getattr(got, name), getattr(want, name)
@@ -146,7 +147,7 @@ def test_centroids_of_float8(group: int, dim: int, dtype: torch.dtype) -> None:
 def test_numbers_of_clusters() -> None:
     case = world([6, 3], group=2, dim=64)
     case.p[:] = torch.tensor([[40.0, 7.0], [500.0, 3.0]])
-    check(case, by_count=True)
+    check(case, rule=SetRule(by_count=True))
 
 
 @pytest.mark.parametrize("block", [0, 4, 7])
@@ -193,7 +194,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=words):
             replace(case, **{name: value}).run()
     with pytest.raises(ValueError, match="group='mean'"):
-        case.run(group="mean")
+        case.run(rule=SetRule("mean"))
     rotated = replace(case.rows, rotation=torch.zeros_like(case.rows.tiles))
     with pytest.raises(ValueError, match="2 rotations"):
         replace(case, query=case.query.repeat(1, 2, 1, 1), rows=rotated).run()

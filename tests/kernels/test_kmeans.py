@@ -13,6 +13,7 @@ import torch
 
 from sglang_ext.kernels.kmeans import ClusterPlan, Clusters, cuda_impl, fast, reference, triton_impl
 from sglang_ext.kernels.kmeans.clusters import members
+from sglang_ext.kernels.kmeans.types import KmeansTuning
 from tests.kernels import on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +27,7 @@ TOLERANCE = {
 }  # beside means of order one
 NO_CUDA = cuda_impl.refusal(torch.device(DEVICE), HALF, 64)
 needs_cuda = pytest.mark.skipif(NO_CUDA is not None and not on_host.STANDS_IN, reason=f"{NO_CUDA}; there is no g++")
-SMALL = triton_impl.KmeansTuning(tokens=32, centroids=16, sum_clusters=16, sum_tokens=32)
+SMALL = KmeansTuning(tokens=32, centroids=16, sum_clusters=16, sum_tokens=32)
 
 
 def caches(

@@ -15,8 +15,8 @@ import torch
 
 from sglang_ext.kernels import score_update
 from sglang_ext.kernels.cascade_update import CascadeState
+from sglang_ext.kernels.score_update import CountedQueries, KeptScores, reference
 from sglang_ext.kernels.score_update import hopper_impl as hopper
-from sglang_ext.kernels.score_update import reference
 from sglang_ext.kernels.score_update import triton_impl as triton
 from sglang_ext.policies.cascade import Cascade, decay
 from tests.kernels import sm90
@@ -68,6 +68,9 @@ class Case:
     def tensors(self):
         return [t.to(DEVICE) for t in (self.query, self.keys, self.lse, self.before, self.count)]
 
+    def queries(self, scale=SCALE, every=1):
+        return CountedQueries(*self.tensors(), scale, every)
+
 
 IMPLEMENTATIONS = [
     pytest.param(reference, torch.float64, {}, id="reference-float64"),
@@ -84,9 +87,7 @@ IMPLEMENTATIONS = [
 def test_column_sums(module, dtype, more, reduction, homogeneous):
     case = Case(dtype)
     for beta in (0.9999, 0.8, 0.0):
-        got = module.column_sums(
-            *case.tensors(), scale=SCALE, beta=beta, reduction=reduction, homogeneous=homogeneous, **more
-        )
+        got = module.column_sums(case.queries(), beta=beta, reduction=reduction, homogeneous=homogeneous, **more)
         want = case.expected(beta, reduction, 1 if homogeneous else 2)
         assert got.shape == want.shape and got.dtype == case.lse.dtype
         # Relative to the largest: with beta 0.9999 all are tiny.
@@ -99,7 +100,7 @@ def test_column_sums(module, dtype, more, reduction, homogeneous):
 def test_other_sizes(module, sizes):
     heads, kv_heads, head_dim, before, count = sizes
     case = Case(torch.float32, heads, kv_heads, head_dim, before, count, seed=3)
-    got = module.column_sums(*case.tensors(), scale=SCALE, beta=0.9)
+    got = module.column_sums(case.queries(), beta=0.9)
     want = case.expected(0.9, "mean", kv_heads)
     assert (got.cpu().double() - want).abs().max() <= TOLERANCE[torch.float32] * want.max()
 
@@ -114,14 +115,14 @@ def test_rows_some_columns_apart(module, dtype, more, every, reduction):
     counted = torch.tensor([len(range(first, c, every)) for c in case.count.tolist()], dtype=torch.int32)
     query, keys, lse, before, _ = case.tensors()
     case.attention = [a[first::every] for a in case.attention]
-    got = module.column_sums(
-        query[:, first::every], keys, lse[:, first::every], before + first, counted.to(DEVICE),
-        scale=SCALE, beta=0.9, reduction=reduction, every=every, **more,
-    )  # fmt: skip
+    queries = CountedQueries(
+        query[:, first::every], keys, lse[:, first::every], before + first, counted.to(DEVICE), SCALE, every
+    )
+    got = module.column_sums(queries, beta=0.9, reduction=reduction, **more)
     want = case.expected(0.9, reduction, 2)
     assert (got.cpu().double() - want).abs().max() <= TOLERANCE[dtype] * want.max()
     with pytest.raises(ValueError, match="every=0"):
-        module.column_sums(*case.tensors(), scale=SCALE, beta=0.9, every=0)
+        module.column_sums(case.queries(every=0), beta=0.9)
 
 
 @pytest.mark.parametrize("heads_kept", [2, 1])
@@ -142,9 +143,8 @@ def test_update_scores_touches_what_is_seen_and_nothing_else(module, dtype, more
         want[row][:, place[b, :seen].long()] = after[b, :, :seen]
         place[b, seen:] = -1
     score = start.to(DEVICE, copy=True)
-    module.update_scores(
-        score, place.to(DEVICE), rows.to(DEVICE), *case.tensors(), scale=SCALE, beta=beta, reduction="max", **more
-    )
+    scores = KeptScores(score, place.to(DEVICE), rows.to(DEVICE))
+    module.update_scores(scores, case.queries(), beta=beta, reduction="max", **more)
     assert (score.cpu().double() - want).abs().max() <= 2e-6
     untouched = want == start.double()
     assert torch.equal(score.cpu()[untouched], start[untouched])
@@ -164,29 +164,30 @@ def test_skipped_columns_keep_their_scores(module, heads_kept):
         end = int(case.before[b] + case.count[b])
         want[b, :, end:] = start[b, :, end:].double()
     place = torch.arange(columns, dtype=torch.int32, device=DEVICE).repeat(batch, 1)
-    score, rows, more = start.to(DEVICE, copy=True), torch.arange(batch, device=DEVICE), {"skip": torch.tensor(skip)}
-    more |= {"tuning": SMALL} if module is triton else {}
-    more["skip"] = more["skip"].to(DEVICE)
-    module.update_scores(score, place, rows, *case.tensors(), scale=SCALE, beta=0.9, **more)
+    score, rows = start.to(DEVICE, copy=True), torch.arange(batch, device=DEVICE)
+    more = {"tuning": SMALL} if module is triton else {}
+    skipped = torch.tensor(skip, device=DEVICE)
+    module.update_scores(KeptScores(score, place, rows, skipped), case.queries(), beta=0.9, **more)
     assert (score.cpu().double() - want).abs().max() <= 2e-6
     assert torch.equal(score[2], start[2].to(DEVICE)) and not torch.equal(score[0], start[0].to(DEVICE))
     with pytest.raises(ValueError, match=r"skip is torch\.float32"):
-        module.update_scores(score, place, rows, *case.tensors(), scale=1.0, beta=0.9, skip=more["skip"].float())
+        module.update_scores(KeptScores(score, place, rows, skipped.float()), case.queries(1.0), beta=0.9)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max"])
 def test_one_run_of_queries_equals_runs_of_one(reduction):
     """In float64; and the token that is scored first is one of the run's own."""
     case = Case(torch.float64, before=(11,), count=(9,))
-    options = {"scale": SCALE, "beta": 0.9, "reduction": reduction}
+    options = {"beta": 0.9, "reduction": reduction}
     place = torch.arange(case.keys.shape[2], dtype=torch.int32)[None]
     together, single = (torch.zeros(1, 2, case.keys.shape[2], dtype=torch.float64) for _ in range(2))
     row = torch.tensor([0])
     query, keys, lse, before, count = case.query, case.keys, case.lse, case.before, case.count
-    reference.update_scores(together, place, row, query, keys, lse, before, count, **options)
+    run = CountedQueries(query, keys, lse, before, count, SCALE)
+    reference.update_scores(KeptScores(together, place, row), run, **options)
     for t in range(9):
-        one = (query[:, t : t + 1], keys, lse[:, t : t + 1], before + t, torch.ones_like(count))
-        reference.update_scores(single, place, row, *one, **options)
+        one = CountedQueries(query[:, t : t + 1], keys, lse[:, t : t + 1], before + t, torch.ones_like(count), SCALE)
+        reference.update_scores(KeptScores(single, place, row), one, **options)
     assert (together - single).abs().max() <= 1e-14
     assert together[0, 0, 19] > 0  # the last token of the run, seen by itself alone
 
@@ -212,7 +213,8 @@ def test_scores_land_in_the_cascade():
         :, :, : rings.entries
     ]
     rows = torch.tensor([2, 0], device=DEVICE)
-    score_update.update_scores(state.score[0], place.to(DEVICE), rows, *tensors, scale=SCALE, beta=0.5)
+    scores = KeptScores(state.score[0], place.to(DEVICE), rows)
+    score_update.update_scores(scores, CountedQueries(*tensors, SCALE), beta=0.5)
     want = case.expected(0.5, "mean", 2)
     for b, (row, kept, new) in enumerate(((2, 4, 3), (0, 14, 2))):
         touched = state.score[0, row].cpu()
@@ -226,32 +228,31 @@ def test_scores_land_in_the_cascade():
 def test_bad_input_is_refused():
     case = Case(torch.float32, before=(3,), count=(2,))
     query, keys, lse, before, count = case.tensors()
-    options = {"scale": 1.0, "beta": 0.9}
+    of = lambda *tensors: CountedQueries(*tensors, scale=1.0)  # noqa: E731
+    good = of(query, keys, lse, before, count)
     for module in (reference, triton):
         with pytest.raises(ValueError, match="expected a multiple"):
-            module.column_sums(query[:, :, :5], keys, lse[:, :, :5], before, count, **options)
+            module.column_sums(of(query[:, :, :5], keys, lse[:, :, :5], before, count), beta=0.9)
         with pytest.raises(ValueError, match=r"query is torch\.bfloat16, keys are torch\.float32"):
-            module.column_sums(query.bfloat16(), keys, lse, before, count, **options)
+            module.column_sums(of(query.bfloat16(), keys, lse, before, count), beta=0.9)
         with pytest.raises(ValueError, match=r"lse is torch\.float16"):
-            module.column_sums(query, keys, lse.half(), before, count, **options)
+            module.column_sums(of(query, keys, lse.half(), before, count), beta=0.9)
         with pytest.raises(ValueError, match="beta=1"):
-            module.column_sums(query, keys, lse, before, count, scale=1.0, beta=1)
+            module.column_sums(good, beta=1)
         with pytest.raises(ValueError, match="'median'"):
-            module.column_sums(query, keys, lse, before, count, reduction="median", **options)
+            module.column_sums(good, reduction="median", beta=0.9)
         with pytest.raises(ValueError, match=r"before is torch\.float32"):
-            module.column_sums(query, keys, lse, before.float(), count, **options)
+            module.column_sums(of(query, keys, lse, before.float(), count), beta=0.9)
         entries = torch.zeros(1, keys.shape[2], dtype=torch.int32, device=DEVICE)
         row = torch.zeros(1, dtype=torch.long, device=DEVICE)
         with pytest.raises(ValueError, match=r"score is .*\(1, 3, 9\)"):
-            score = torch.zeros(1, 3, 9, device=DEVICE)
-            module.update_scores(score, entries, row, query, keys, lse, before, count, **options)
+            module.update_scores(KeptScores(torch.zeros(1, 3, 9, device=DEVICE), entries, row), good, beta=0.9)
         with pytest.raises(ValueError, match=r"entries is torch\.int64"):
-            score = torch.zeros(1, 2, 9, device=DEVICE)
-            module.update_scores(score, entries.long(), row, query, keys, lse, before, count, **options)
+            module.update_scores(KeptScores(torch.zeros(1, 2, 9, device=DEVICE), entries.long(), row), good, beta=0.9)
     with pytest.raises(ValueError, match="expected both in"):
-        reference.column_sums(query, keys, lse, before + 90, count, **options)
+        reference.column_sums(of(query, keys, lse, before + 90, count), beta=0.9)
     with pytest.raises(ValueError, match="take the reference for float64"):
-        triton.column_sums(query.double(), keys.double(), lse.double(), before, count, **options)
+        triton.column_sums(of(query.double(), keys.double(), lse.double(), before, count), beta=0.9)
 
 
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
@@ -278,14 +279,15 @@ def test_hopper_column_sums(dtype, heads, kv_heads, head_dim, before, count, spl
     lse = torch.nn.functional.pad(lse, (0, 0, 0, more), value=float("nan"))
     assert hopper.serves(query, keys, kv_heads, "mean")
     want = case.expected(0.99, "mean", kv_heads)
+    queries = CountedQueries(query, keys, lse, before, count, SCALE)
     for tuning in (hopper.HopperScoreTuning(splits=splits), hopper.HopperScoreTuning(stages=2, splits=1)):
-        got = triton.column_sums(query, keys, lse, before, count, scale=SCALE, beta=0.99, tuning=tuning)
+        got = triton.column_sums(queries, beta=0.99, tuning=tuning)
         assert (got.cpu().double() - want).abs().max() <= HOPPER_TOLERANCE * want.max(), tuning
-    options = {"scale": SCALE, "beta": 0.9, "tuning": hopper.TUNING}
+    short = CountedQueries(query[:, :9], keys, lse[:, :9], before, count, SCALE)
     with pytest.raises(ValueError, match="not for Hopper's kernel"):
-        triton.column_sums(query[:, :9], keys, lse[:, :9], before, count, **options)
+        triton.column_sums(short, beta=0.9, tuning=hopper.TUNING)
     with pytest.raises(ValueError, match="not for Hopper's kernel"):
-        triton.column_sums(query, keys, lse, before, count, reduction="max", **options)
+        triton.column_sums(queries, beta=0.9, reduction="max", tuning=hopper.TUNING)
 
 
 @pytest.mark.skipif(not HOPPER, reason="a kernel for Hopper, which no interpreter runs")
@@ -304,15 +306,17 @@ def test_hopper_updates_scores(every):
     for tuning in (None, triton.SMALLER):
         score = start.to(DEVICE, copy=True)
         triton.update_scores(
-            score, place.to(DEVICE), rows, query, keys, lse, before + every - 1, counted, scale=SCALE, beta=0.999,
-            skip=skip.to(DEVICE), every=every, tuning=tuning,
-        )  # fmt: skip
+            KeptScores(score, place.to(DEVICE), rows, skip.to(DEVICE)),
+            CountedQueries(query, keys, lse, before + every - 1, counted, SCALE, every),
+            beta=0.999,
+            tuning=tuning,
+        )
         scores.append(score.cpu())
     exact = start.clone()
+    on_cpu = (t.cpu() for t in (query.float(), keys.float(), lse, before + every - 1, counted))
     reference.update_scores(
-        exact, place, rows.cpu(), *(t.float().cpu() for t in (query, keys)), lse.cpu(), before.cpu() + every - 1,
-        counted.cpu(), scale=SCALE, beta=0.999, skip=skip, every=every,
-    )  # fmt: skip
+        KeptScores(exact, place, rows.cpu(), skip), CountedQueries(*on_cpu, SCALE, every), beta=0.999
+    )
     for score in scores:
         assert (score - exact).abs().max() <= HOPPER_TOLERANCE * exact.max()
         assert torch.equal(score == start, exact == start)

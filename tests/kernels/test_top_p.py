@@ -14,7 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.kernels.top_p import Expansion, Selection, cuda_impl, fast, reference, top_p_mask, triton_impl
+from sglang_ext.kernels.top_p import (
+    Expansion,
+    Numbering,
+    SearchedClusters,
+    Selection,
+    SetRule,
+    cuda_impl,
+    dispatch,
+    reference,
+    top_p_mask,
+    triton_impl,
+)
+from sglang_ext.kernels.top_p.types import WITHOUT_GAPS, TopPTuning, TopPWorkspace
 from tests.kernels import on_host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,10 +39,10 @@ BOTH_RULES = [(kind, rule) for kind in PORTABLE for rule in ("union", "mean")] +
     pytest.param("cuda", "union", marks=needs_cuda)
 ]
 UNIT = 2.0**-30  # the kernel's unit of mass
-SEPARATE = triton_impl.TopPTuning(
+SEPARATE = TopPTuning(
     joint=False, chunk=32, compact_chunk=16
 )  # the interpreter runs a joint reduction element by element
-LONG = triton_impl.TopPTuning(joint=False, chunk=128, rounds=0, compact_chunk=32)
+LONG = TopPTuning(joint=False, chunk=128, rounds=0, compact_chunk=32)
 
 
 @pytest.fixture
@@ -66,6 +78,12 @@ class Case:
     cells: torch.Tensor
     p: torch.Tensor
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, SearchedClusters, torch.Tensor]:
+        """What `select` is given, on the device."""
+        of_clusters = (x.to(DEVICE) for x in (self.sizes, self.starts, self.cells))
+        return self.logits.to(DEVICE), SearchedClusters(*of_clusters), self.p.to(DEVICE)
+
 
 def make_case(group: int, cells: list[int], spread: float, seed: int, p: list[list[float]] | None = None) -> Case:
     """Clusters of 0 to 40 tokens, one of 300; the most massive one is not the first."""
@@ -83,27 +101,27 @@ def make_case(group: int, cells: list[int], spread: float, seed: int, p: list[li
     return Case(logits, sizes, starts, torch.tensor(cells, dtype=torch.int32), shared)
 
 
-def poisoned(case: Case, run: int, align: int) -> Selection:
+def poisoned(case: Case, numbering: Numbering) -> Selection:
     batch, kv_heads, _, width = case.logits.shape
-    out = Selection.empty(batch, kv_heads, width, DEVICE, run, align)
+    out = Selection.empty(batch, kv_heads, width, DEVICE, numbering)
     for buffer in (out.counts, out.exact, out.prefix, out.shift, out.approx):
         buffer.fill_(-(10**6))
     return out
 
 
 def run(case: Case, kind: str, **options: Any) -> Selection:
-    arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
+    arguments = case.arguments
     if kind == "reference":
         return reference.select(*arguments, **options)
     if kind == "cuda":
-        got = poisoned(case, options.get("run", 1), options.get("align", 1))
+        got = poisoned(case, options.get("numbering", WITHOUT_GAPS))
         with on_host.top_p():
             return cuda_impl.select(*arguments, out=got, **options)
-    tuning = {"separate": SEPARATE, "long": LONG, "joint": triton_impl.TopPTuning()}[kind]
-    workspace = triton_impl.TopPWorkspace.empty(*case.logits.shape, DEVICE)
+    tuning = {"separate": SEPARATE, "long": LONG, "joint": TopPTuning()}[kind]
+    workspace = TopPWorkspace.empty(*case.logits.shape, DEVICE)
     workspace.levels.fill_(77)
     workspace.keys.fill_(10**9)
-    got = poisoned(case, options.get("run", 1), options.get("align", 1))
+    got = poisoned(case, options.get("numbering", WITHOUT_GAPS))
     workspace.few.fill_(10**9)
     triton_impl.select(*arguments, out=got, workspace=workspace, tuning=tuning, **options)
     return got
@@ -134,14 +152,15 @@ def check_lists(case: Case, got: Selection, b: int, h: int, exact: set[int], app
     assert got.approx[b, h, :n_approx].tolist() == sorted(approx)
     assert filled == int((case.sizes[b, h, : int(case.cells[b])] > 0).sum())
     prefix, shift = got.prefix[b, h].tolist(), got.shift[b, h].tolist()
+    run, align = got.numbering.run, got.numbering.align
     number = 0
     for place, c in enumerate(chosen):
-        if place and c // got.run != chosen[place - 1] // got.run:
-            number = -(-number // got.align) * got.align
+        if place and c // run != chosen[place - 1] // run:
+            number = -(-number // align) * align
         assert prefix[place] == number and number + shift[place] == case.starts[b, h, c]
         number += int(case.sizes[b, h, c])
     assert tokens == int(case.sizes[b, h, chosen].sum())
-    assert numbers == -(-number // got.align) * got.align
+    assert numbers == -(-number // align) * align
 
 
 @pytest.mark.parametrize(("kind", "rule"), BOTH_RULES)
@@ -152,9 +171,8 @@ def test_cut_clusters_are_exact_and_have_no_mass(rule: str, kind: str) -> None:
     cut[1, :, :3] = case.sizes[1, :, :3] > 0  # nothing but cut ones
     logits = case.logits.masked_fill(cut.unsqueeze(2), -math.inf)
     there = Case(logits, torch.where(cut, 0, case.sizes), case.starts, case.cells, case.p)
-    got = run(
-        Case(logits, torch.where(cut, -case.sizes, case.sizes), case.starts, case.cells, case.p), kind, group=rule
-    )
+    having = Case(logits, torch.where(cut, -case.sizes, case.sizes), case.starts, case.cells, case.p)
+    got = run(having, kind, rule=SetRule(rule))
     for b in range(3):
         for h in range(2):
             exact, approx = expected_sets(there, b, h, rule)
@@ -167,7 +185,7 @@ def test_cut_clusters_are_exact_and_have_no_mass(rule: str, kind: str) -> None:
 @pytest.mark.parametrize(("group", "spread"), [(1, 3.0), (4, 0.3), (3, 8.0)], ids=["one", "flat", "peaked"])
 def test_sets_and_lists(group: int, spread: float, rule: str, kind: str) -> None:
     case = make_case(group, [61, 17], spread, seed=group)
-    got = run(case, kind, group=rule)
+    got = run(case, kind, rule=SetRule(rule))
     kept = 0
     for b in range(2):
         for h in range(2):
@@ -181,7 +199,7 @@ def test_sets_and_lists(group: int, spread: float, rule: str, kind: str) -> None
 @pytest.mark.parametrize(("length", "align"), [(4, 8), (16, 3)])
 def test_numbers_of_tokens_begin_anew(length: int, align: int, kind: str) -> None:
     case = make_case(2, [61, 17], 2.0, seed=6)
-    got = run(case, kind, run=length, align=align)
+    got = run(case, kind, numbering=Numbering(length, align))
     gaps = 0
     for b in range(2):
         for h in range(2):
@@ -200,7 +218,7 @@ def test_joint_reduction_is_the_same() -> None:
 @pytest.mark.parametrize(("kind", "rule"), BOTH_RULES)
 def test_numbers_of_clusters(rule: str, kind: str) -> None:
     case = make_case(3, [50, 9], 40.0, seed=8, p=[[20.0, 3.0], [100.0, 0.0]])  # most masses underflow
-    got = run(case, kind, group=rule, by_count=True)
+    got = run(case, kind, rule=SetRule(rule, by_count=True))
     for b in range(2):
         for h in range(2):
             check_lists(case, got, b, h, *expected_sets(case, b, h, rule, by_count=True))
@@ -254,7 +272,7 @@ def test_the_kernel_s_sets_are_minimal(seed: int) -> None:
     sizes = torch.ones(1, 1, n, dtype=torch.int32, device=DEVICE)
     p = torch.tensor([[0.95, 0.7]], device=DEVICE)
     cells = torch.tensor([n], dtype=torch.int32, device=DEVICE)
-    got = triton_impl.select(logits, sizes, sizes, cells, p, tuning=triton_impl.TopPTuning(joint=False))
+    got = triton_impl.select(logits, SearchedClusters(sizes, sizes, cells), p, tuning=TopPTuning(joint=False))
     mass = torch.softmax(logits.double().flatten(), 0).cpu()
     n_exact, _, n_approx, *_ = got.counts[0, 0].tolist()
     exact = got.exact[0, 0, :n_exact].long().cpu()
@@ -283,7 +301,6 @@ def test_mask_by_hand() -> None:
 
 def test_refusals() -> None:
     case = make_case(2, [10], 1.0, seed=0)
-    good = {name: getattr(case, name) for name in ("logits", "sizes", "starts", "cells", "p")}
     for name, bad, message in (
         ("logits", case.logits[0], "expected \\[batch, kv_heads, group, cells\\]"),
         ("sizes", case.sizes[:, :1], "sizes of shape"),
@@ -291,14 +308,14 @@ def test_refusals() -> None:
     ):
         for module in (reference, triton_impl):
             with pytest.raises(ValueError, match=message):
-                module.select(**{**good, name: bad})
+                module.select(*replace(case, **{name: bad}).arguments)
     with pytest.raises(ValueError, match="group='median'"):
-        reference.select(**good, group="median")
+        reference.select(*case.arguments, rule=SetRule("median"))
     with pytest.raises(ValueError, match=r"expected contiguous torch\.int32"):
-        triton_impl.select(**{**good, "sizes": case.sizes.long()})
+        triton_impl.select(*replace(case, sizes=case.sizes.long()).arguments)
     wide = torch.zeros(1, 1, triton_impl.MAX_CELLS + 1)
     with pytest.raises(ValueError, match="expected at most 1048575"):
-        triton_impl.select(wide.unsqueeze(1), wide.int(), wide.int(), case.cells, case.p)
+        triton_impl.select(*Case(wide.unsqueeze(1), wide.int(), wide.int(), case.cells, case.p).arguments)
 
 
 def lists(got: Selection, b: int, h: int) -> tuple[list[int], list[int]]:
@@ -334,9 +351,10 @@ def test_cuda_at_full_size(n: int, spread: float, many: bool, monkeypatch: pytes
     sizes = torch.randint(1, 40, (batch, kv_heads, n + 3), generator=gen, dtype=torch.int32).to(DEVICE)
     cells = torch.tensor([n, n, n // 2], dtype=torch.int32, device=DEVICE)
     p = torch.tensor([[0.95, 0.7], [0.5, 0.5], [0.99, 0.01]], device=DEVICE)
-    got = cuda_impl.select(logits, sizes, sizes, cells, p, run=32, align=16)
-    again = cuda_impl.select(logits, sizes, sizes, cells, p, run=32, align=16)
-    alone = [cuda_impl.select(logits[:, :, g : g + 1].contiguous(), sizes, sizes, cells, p) for g in range(group)]
+    clusters, numbering = SearchedClusters(sizes, sizes, cells), Numbering(32, 16)
+    got = cuda_impl.select(logits, clusters, p, numbering=numbering)
+    again = cuda_impl.select(logits, clusters, p, numbering=numbering)
+    alone = [cuda_impl.select(logits[:, :, g : g + 1].contiguous(), clusters, p) for g in range(group)]
     for b in range(batch):
         count = int(cells[b])
         for h in range(kv_heads):
@@ -379,14 +397,11 @@ def test_cuda_compiles_for_hopper(
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("block", cuda_impl.BLOCKS, ids=lambda block: f"{block.threads}x{block.quads}")
 def test_every_block_selects_the_same(block: cuda_impl.SearchBlock, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(4, [1000, 611, 3], 3.0, 9)
-    arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
     monkeypatch.setattr(cuda_impl, "block_for", lambda *_: block)
     for by_count in (False, True):
         p = [[300.0, 40.0], [9.0, 0.0], [5.0, 1.0]] if by_count else None
         case = make_case(4, [1000, 611, 3], 3.0, 9, p)
-        arguments[-1] = case.p.to(DEVICE)
-        got = cuda_impl.select(*arguments, by_count=by_count)
+        got = cuda_impl.select(*case.arguments, rule=SetRule(by_count=by_count))
         for b, h in itertools.product(range(3), range(2)):
             exact, approx = expected_sets(case, b, h, "union", by_count)
             check_lists(case, got, b, h, exact, approx)
@@ -429,8 +444,9 @@ def test_cuda_writes_out_what_the_lists_stand_for(
         slots=ints(batch * kv_heads, 40 * cells + 7),
         summaries=ints(batch * kv_heads, cells),
     )
-    got = fast.select(logits, sizes, starts, counts, p, expansion=expansion)
-    plain = cuda_impl.select(logits, sizes, starts, counts, p)
+    clusters = SearchedClusters(sizes, starts, counts)
+    got = dispatch.select(logits, clusters, p, expansion=expansion)
+    plain = cuda_impl.select(logits, clusters, p)
     assert got.expanded and not plain.expanded and torch.equal(got.counts, plain.counts)
     for row in range(batch * kv_heads):
         b, h = row // kv_heads, row % kv_heads
@@ -452,7 +468,6 @@ def test_cuda_writes_out_what_the_lists_stand_for(
 @pytest.mark.usefixtures("cuda")
 def test_expansions_that_do_not_fit() -> None:
     case = make_case(2, [11], 1.0, 1)
-    arguments = [getattr(case, name).to(DEVICE) for name in ("logits", "sizes", "starts", "cells", "p")]
     cells = case.logits.shape[-1]
 
     def ints(*shape: int) -> torch.Tensor:
@@ -466,9 +481,9 @@ def test_expansions_that_do_not_fit() -> None:
         ("slots", ints(2, 9).long(), "contiguous int32"),
     ):
         with pytest.raises(ValueError, match=words):
-            cuda_impl.select(*arguments, expansion=replace(good, **{name: value}))
+            cuda_impl.select(*case.arguments, expansion=replace(good, **{name: value}))
     with pytest.raises(ValueError, match="align=8"):
-        cuda_impl.select(*arguments, expansion=good, run=4, align=8)
+        cuda_impl.select(*case.arguments, expansion=good, numbering=Numbering(4, 8))
 
 
 def test_blocks() -> None:
@@ -487,10 +502,10 @@ def test_blocks() -> None:
 def test_where_cuda_is_refused() -> None:
     assert "CUDA" in str(cuda_impl.refusal(torch.device("cpu"), 4, 100))
     case = make_case(2, [9], 1.0, 1)
-    arguments = [getattr(case, name) for name in ("logits", "sizes", "starts", "cells", "p")]
+    on_cpu = SearchedClusters(case.sizes, case.starts, case.cells)
     with pytest.raises(ValueError, match="triton_impl"):
-        cuda_impl.select(*arguments)
-    got = fast.select(*(x.to(DEVICE) for x in arguments), tuning=SEPARATE)
+        cuda_impl.select(case.logits, on_cpu, case.p)
+    got = dispatch.select(*case.arguments, tuning=SEPARATE)
     for h in range(2):
         check_lists(case, got, 0, h, *expected_sets(case, 0, h, "union"))
 
@@ -501,7 +516,7 @@ def test_cuda_refuses_what_it_cannot_do() -> None:
     for heads, width, options in (
         (9, 10, {}),
         (4, 10, {"group": "mean"}),
-        (4, 10, {"run": 2, "align": 8}),
+        (4, 10, {"numbering": Numbering(2, 8)}),
         (4, 60_000, {}),
     ):
         assert cuda_impl.refusal(torch.device(DEVICE), heads, width, **options)

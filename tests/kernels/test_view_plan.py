@@ -11,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Config, Plan, PlanRows, choose, deal, plan_rows, split
+from sglang_ext.kernels.view_attention.config import Config, choose
+from sglang_ext.kernels.view_attention.plan import COPY_TOKENS, Plan, PlanRows, deal, plan_rows, split
 
 SMALL = Config(block_m=16, block_n=16, num_programs=10, min_split=32)
 TABLE = np.random.default_rng(0).permutation(100_000)

@@ -17,7 +17,8 @@ import torch
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, view_attention
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
-from sglang_ext.kernels.view_attention.plan import Config, Plan, PlanRows, choose, plan_rows
+from sglang_ext.kernels.view_attention.config import Config, choose
+from sglang_ext.kernels.view_attention.plan import Plan, PlanRows, plan_rows
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
 from tests.kernels import sm90
 
@@ -527,7 +528,7 @@ from sglang_ext.kernels.rope import triton_impl as angles
 from sglang_ext.kernels.view_attention import buffers as upkeep
 from sglang_ext.kernels.view_attention import hopper_impl as hopper
 from sglang_ext.kernels.view_attention import triton_impl as kernels
-from sglang_ext.kernels.view_attention.plan import choose
+from sglang_ext.kernels.view_attention.config import choose
 from tests.kernels import sm90
 
 TYPES = {"query": "*bf16", "key_cache": "*bf16", "value_cache": "*bf16", "out": "*bf16", "source": "*i64",

@@ -55,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
                 tensor.copy_(getattr(found, name))
         return out
 
-    monkeypatch.setattr(pages_of.fast, "select", select)
+    monkeypatch.setattr(pages_of.dispatch, "select", select)
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 7, 12, 13])
@@ -168,7 +168,7 @@ def test_pages_are_chosen_and_cut_as_the_policies_do(rows: captured.Captured) ->
     [
         ("page scores", pages_of.attention, "centroid_scores"),
         ("token scores", pages_of.candidates, "token_scores"),
-        ("tokens", pages_of.fast, "select"),
+        ("tokens", pages_of.dispatch, "select"),
         ("output", pages_of.attention, "cluster_attention"),
     ],
 )
@@ -181,7 +181,7 @@ def test_wrong_kernels_are_not_timed(
 
     def wrong(*args: Any, **options: Any) -> Any:
         if broken == "select":
-            return right(*args[:-1], args[-1] * (1.0 if "by_count" in options else 0.7), **options)
+            return right(*args[:-1], args[-1] * (1.0 if options["rule"].by_count else 0.7), **options)
         found = right(*args, **options)
         found[0][..., :3] += 0.5 * found[0][torch.isfinite(found[0])].abs().max()
         return found

@@ -18,6 +18,7 @@ from sglang_ext.attention.cascade_rows import KEPT, OwnRows, Rows, RowStream
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.attention.readers import cells
 from sglang_ext.attention.readers.cells import CellReader, warm_up
+from sglang_ext.cache.budget import KVShape
 from sglang_ext.compat import AttentionShape
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.cells import Rotation, reference
@@ -152,7 +153,7 @@ def test_a_turn_goes_on_with_a_token_that_was_computed(twins: Twins) -> None:
     twins.decode({1: 24})
     twins.decode({1: 25})  # past the end
     for tokens, end in ((25, 3), (28, 1)):
-        state = twins.policy.leave(1)
+        state = twins.policy.park(1)
         twins.policy.resume(1, state, tokens)
         twins.policy.start(Request(1, "next", None, {}, ()))
         twins.streams[1] = twins.streams[1].resumed(tokens)
@@ -230,21 +231,21 @@ def test_rows_are_given_back(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RuntimeError, match="3 streams run and there is no row"):
         rows.begin()
     policy.finish(Request(1, "", None, {}, ()))
-    state = policy.leave(2)
+    state = policy.park(2)
     policy.finish(Request(2, "", None, {}, ()))
     assert len(rows.free) == 1
     policy.resume(4, state, 7)
     policy.start(Request(4, "", None, {}, ()))
     assert policy.stream(4).offset == 7 and len(rows.free) == 1
-    policy.forget(policy.leave(4))
+    policy.drop(policy.park(4))
     policy.finish(Request(0, "", None, {}, ()))
     assert sorted(rows.free) == [0, 1, 2]
     with pytest.raises(ValueError, match="kernels keep this stream"):
         policy.start(Request(0, "", None, {}, ()))
         policy.attend(Request(0, "", None, {}, ()), None, None, 0, None, None, None)  # type: ignore[arg-type]
-    sizes = {"layers": 3, "kv_heads": 2, "head_dim": 8, "itemsize": 2}
-    assert policy.extra_bytes_per_token(**sizes, kernels=True) == 16 * 3 * 2
-    assert policy.extra_bytes_per_token(**sizes, kernels=False) == 12 * 3 * 2
+    shape = KVShape(3, 2, 8, 8, 2)
+    assert policy.extra_bytes_per_token(shape, kernels=True) == 16 * 3 * 2
+    assert policy.extra_bytes_per_token(shape, kernels=False) == 12 * 3 * 2
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,7 @@ def test_all_variants_of_a_prompts_kernels_are_compiled(twins: Twins, monkeypatc
     monkeypatch.setattr(cells, "warm_up", lambda _: [steps[0], steps[-1]])
     reader._warm_up()
     assert [name for name, _ in ran] == ["cascade_update", "cascade_update", "update_scores"] * 2
-    assert [arguments[3].shape[1] for name, arguments in ran if name == "update_scores"] == [1, 34]
+    assert [arguments[1].query.shape[1] for name, arguments in ran if name == "update_scores"] == [1, 34]
     assert all(bool(cache[1:].isnan().all()) and not bool(cache[0].any()) for cache in caches)  # the padding slot
     assert reader.rows.free == [0]
 

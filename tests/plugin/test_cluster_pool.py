@@ -12,6 +12,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.cache import cluster_pool
+from sglang_ext.cache.budget import ClusterBytes, KVShape
 from sglang_ext.cache.cluster_pool import ClusterMemory, Cut, PooledRun, Ranges
 from sglang_ext.cache.clusters import ClusteredRun, cluster_run
 from sglang_ext.kernels.kmeans import Clusters, kmeans_layers
@@ -65,6 +66,19 @@ def test_centroids_of_float8(caches: Any) -> None:
             assert torch.equal(centroids[:, head].flatten(0, 1)[filled], own.centroids[head, own.sizes[head] > 0])
     with pytest.raises(ValueError, match="centroids='int8': expected one of same, float8"):
         replace(CONFIG, centroids="int8")
+
+
+@pytest.mark.parametrize("centroids", ["same", "float8"])
+def test_what_is_allocated_is_what_the_memory_budget_was_told(centroids: str) -> None:
+    """But for `SPARE` tiles and pieces, whose share of a large cache is nothing."""
+    config, tokens = replace(CONFIG, centroids=centroids), 64_000
+    keys, values = torch.zeros(tokens, KV_HEADS, DIM), torch.zeros(tokens, KV_HEADS, 2 * DIM)
+    memory = ClusterMemory({0: (keys, values)}, config)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in vars(memory.layers[0]).values())
+    itemsize = 1 if centroids == "float8" else 4
+    said = ClusterBytes.of(KVShape(1, KV_HEADS, DIM, 2 * DIM, 4), itemsize)
+    spare = cluster_pool.SPARE * memory.width * (said.cluster + said.piece)
+    assert -(-(held - spare) // tokens) == said.per_token(config.cluster, in_tiles=True)
 
 
 def same(caches: Any, slots: torch.Tensor) -> ClusteredRun:

@@ -18,6 +18,7 @@ from sglang_ext import compat
 from sglang_ext.attention.clustered import Placed, row_clusters
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.policy import Caches
+from sglang_ext.cache.budget import KVShape
 from sglang_ext.cache.clusters import ClusteredRun, ClusterStore, TokenRun, cluster_run
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.config import POLICY_ENV
@@ -318,15 +319,15 @@ def test_wrong_server_options_are_refused(options: pytest.MonkeyPatch, text: str
 def test_summaries_take_at_most_8_percent_of_what_they_summarise(options: pytest.MonkeyPatch) -> None:
     policy = DoublePPolicy()
     for itemsize, most in ((2, 0.0715), (4, 0.0675)):
-        extra = policy.extra_bytes_per_token(layers=3, kv_heads=2, head_dim=128, itemsize=itemsize, kernels=False)
+        extra = policy.extra_bytes_per_token(KVShape(3, 2, 128, 128, itemsize), kernels=False)
         assert extra / (3 * 2 * 2 * 128 * itemsize) < most
-    sizes = {"layers": 32, "kv_heads": 8, "head_dim": 128, "itemsize": 2, "kernels": True}
-    same = policy.extra_bytes_per_token(**sizes)
+    shape = KVShape(32, 8, 128, 128, 2)
+    same = policy.extra_bytes_per_token(shape, kernels=True)
     assert 0.079 < same / (32 * 8 * 2 * 128 * 2) < 0.08, "and the room for tiles that are partly empty"
     options.setenv(POLICY_ENV, '{"centroids": "float8"}')
-    few = DoublePPolicy().extra_bytes_per_token(**sizes)
+    few = DoublePPolicy().extra_bytes_per_token(shape, kernels=True)
     assert same - few == pytest.approx(32 * 8 * 128 / 16 * 1.1, abs=1)  # a tenth more than there are clusters
     keys, values = (torch.randn(SLOTS, 2, 128) for _ in range(2))
     made = cluster_run({0: (keys, values)}, torch.arange(160), 0, cluster=16, iterations=1, assignment="inner")
-    extra = policy.extra_bytes_per_token(layers=1, kv_heads=2, head_dim=128, itemsize=4, kernels=False)
+    extra = policy.extra_bytes_per_token(KVShape(1, 2, 128, 128, 4), kernels=False)
     assert made.bytes <= 160 * extra

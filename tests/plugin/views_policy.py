@@ -15,6 +15,7 @@ import torch
 
 from sglang_ext.attention.dbsa import DbsaPolicy
 from sglang_ext.attention.policy import Caches, RequestRows, RowViews
+from sglang_ext.cache.budget import KVShape
 from sglang_ext.kernels.view_attention import Consecutive, Ranks, Segment, SharedDistance, View, Written
 from sglang_ext.systems.registry import System
 
@@ -29,8 +30,8 @@ class ViewsPolicy(DbsaPolicy):
     def __init__(self) -> None:
         self.folder = Path(os.environ[FOLDER_ENV])
 
-    def extra_bytes_per_token(self, *, layers: int, kv_heads: int, head_dim: int, itemsize: int, kernels: bool) -> int:
-        self._log("budget", layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    def extra_bytes_per_token(self, shape: KVShape, kernels: bool) -> int:
+        self._log("budget", layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
         return int(os.environ[BYTES_ENV])
 
     def views(self, rows: RequestRows) -> RowViews | None:

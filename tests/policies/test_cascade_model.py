@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, DynamicCache
 
 from sglang_ext.kernels.cascade_update import CascadeState, cascade_update
-from sglang_ext.kernels.score_update import update_scores
+from sglang_ext.kernels.score_update import CountedQueries, KeptScores, update_scores
 from sglang_ext.policies.cascade import Cascade, ReferenceStream, decay
 from tests.oracle import models, oracle
 
@@ -93,15 +93,15 @@ class InStrides:
         logits = torch.einsum("thgd,hcd->thgc", grouped, keys) * head_dim**-0.5
         lse = logits.masked_fill(~allowed[:, None, None], float("-inf")).logsumexp(-1).flatten(1)
         update_scores(
-            self.state.score[layer],
-            columns[:, : len(shown)],
-            torch.tensor([1]),
-            query[None].contiguous(),
-            keys[None],
-            lse[None],
-            torch.tensor([before]),
-            torch.tensor([rows]),
-            scale=head_dim**-0.5,
+            KeptScores(self.state.score[layer], columns[:, : len(shown)], torch.tensor([1])),
+            CountedQueries(
+                query[None].contiguous(),
+                keys[None],
+                lse[None],
+                torch.tensor([before]),
+                torch.tensor([rows]),
+                scale=head_dim**-0.5,
+            ),
             beta=self.cascade.beta,
             reduction=self.cascade.head_reduction,
         )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -176,7 +175,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
                 out[one] = home.decode(call.layer, call.query[one], new, call.caches, call.scale)
         return out
 
-    def stats(self) -> Mapping[str, Any]:
+    def stats(self) -> Mapping[str, Mapping[str, float]]:
         return {"view_prefills": dict(self.prefills), "decoding_steps": dict(self.decoding_steps)}
 
     # ---- CUDA graphs ----

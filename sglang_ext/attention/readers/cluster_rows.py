@@ -9,9 +9,10 @@ import numpy as np
 
 from sglang_ext.attention.clustered import Placed
 from sglang_ext.attention.clustered_report import Read
-from sglang_ext.attention.policy import Request, RowRuns
+from sglang_ext.attention.policy import Request
+from sglang_ext.attention.seen import RowRuns
 from sglang_ext.cache.cluster_pool import Cut, PooledRun
-from sglang_ext.kernels.cluster_attention.buffers import PlannedRow
+from sglang_ext.kernels.cluster_attention.rows import PlannedRow
 
 
 @dataclass

@@ -10,9 +10,8 @@ the device in every layer. A step in between only appends its newest slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +28,14 @@ from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
 from sglang_ext.cache.cluster_pool import ClusterMemory, tiles_of
 from sglang_ext.kernels.cluster_attention import joint_impl
-from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.cluster_attention.buffers import COPY, TILE, HeadShape, PlannedRow, RowBuffers, RowCapacity
-from sglang_ext.kernels.kmeans import kmeans_layers
+from sglang_ext.kernels.cluster_attention.buffers import RowBuffers
+from sglang_ext.kernels.cluster_attention.rows import COPY, TILE, PlannedRow, RowCapacity
+from sglang_ext.kernels.cluster_attention.types import TUNING, ClusterTuning, HeadShape, aligned
+from sglang_ext.kernels.kmeans import Clusters, kmeans_layers
 from sglang_ext.kernels.top_p import cuda_impl
-from sglang_ext.kernels.top_p import triton_impl as top_p
+from sglang_ext.kernels.top_p.types import TUNING as SEARCH
+from sglang_ext.kernels.top_p.types import WITHOUT_GAPS, Numbering, SetRule
+from sglang_ext.types import JsonObject
 
 GRAPH_TOKENS = 131072
 """Tokens of a row for which buffers of CUDA graphs have room; a batch with a longer one decodes without a graph."""
@@ -79,7 +81,7 @@ class ClusterStep:
 
     batch: Batch
     known: tuple[KnownRow, ...]
-    notes: tuple[dict[str, Any] | None, ...]
+    notes: tuple[JsonObject | None, ...]
 
     @property
     def rows(self) -> list[PlannedRow]:
@@ -144,19 +146,16 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
     def __init__(self, planner: Planner, policy: DoublePPolicy) -> None:
         self.planner, self.model, self.policy = planner, planner.model, policy
         device, shape = self.model.device, planner.shape
-        cluster: Any = kmeans_layers
+        cluster: Callable[..., Clusters] = kmeans_layers
         if device.type == "cuda":
-            from sglang_ext.kernels.kmeans.fast import kmeans_layers as cluster
+            from sglang_ext.kernels.kmeans.dispatch import kmeans_layers as cluster
         self.memory = ClusterMemory(dict(self.model.caches()), policy.config, cluster)
         policy.keep_in(self.memory)
         self._shape = HeadShape(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.dtype)
-        self._tuning = replace(
-            attention.TUNING,
-            programs=PROGRAMS * shape.num_sms,
-            registers=attention.TUNING.registers if device.type == "cuda" else None,
-        )
+        registers = TUNING.registers if device.type == "cuda" else None
+        self._tuning = replace(TUNING, programs=PROGRAMS * shape.num_sms, registers=registers)
         # Triton's interpreter reduces several numbers at once element by element, one number by NumPy.
-        self._search = replace(top_p.TUNING, joint=top_p.TUNING.joint and device.type == "cuda")
+        self._search = replace(SEARCH, joint=SEARCH.joint and device.type == "cuda")
         self._known: dict[int, KnownRow] = {}
         self._eager: RowBuffers | None = None
         self._graph: RowBuffers | None = None
@@ -192,13 +191,13 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
 
     # ---- buffers ----
 
-    def _rows_for(self, capacity: RowCapacity, tuning: attention.ClusterTuning | None = None) -> RowBuffers:
+    def _rows_for(self, capacity: RowCapacity, tuning: ClusterTuning | None = None) -> RowBuffers:
         return RowBuffers(
             capacity,
             self._shape,
             self.model.rope,
             self.memory.width,
-            group_rule=self.policy.config.group,
+            rule=SetRule(self.policy.config.group),
             tuning=tuning or self._tuning,
             search=self._search,
         )
@@ -298,8 +297,8 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
             # Longer rows come in other kernels, and those that see blocks from several distances.
             clusters = query.unsqueeze(1), self.memory.layers[layer], rows.clusters(1)
             if not (self._tuning.joint and joint_impl.warm_up(*clusters, cells)):
-                cuda_impl.warm_up(device, self._shape.group, cells, 1, 1, width)
-            cuda_impl.warm_up(device, self._shape.group, cells, width, attention.aligned(TILE))
+                cuda_impl.warm_up(device, self._shape.group, cells, WITHOUT_GAPS, width)
+            cuda_impl.warm_up(device, self._shape.group, cells, Numbering(width, aligned(TILE)))
 
     def selected(self) -> dict[str, float]:
         """What the last layer of the last decoding step over clusters read, for /server_info; waits for the device.
@@ -396,5 +395,5 @@ class ClusterReader(Reader[Batch | ClusterStep, Prefill | LoadedRows]):
         self.decodes.rewritten(slot)
         self.policy.rewritten(slot, self.model.table[slot])
 
-    def stats(self) -> Mapping[str, Any]:
+    def stats(self) -> Mapping[str, Mapping[str, float]]:
         return {"view_prefills": dict(self.prefills.ran), "last_selection": self.decodes.selected()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,8 @@ from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
-from sglang_ext.kernels.view_attention.plan import Config, Plan
+from sglang_ext.kernels.view_attention.config import Config
+from sglang_ext.kernels.view_attention.plan import Plan
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
 
 GRAPH_RUNS = 96
@@ -226,5 +226,5 @@ class PlannedReader(Reader[Batch | DecodeStep, Prefill | LoadedPlan]):
     def rewritten(self, slot: int) -> None:
         self.decodes.rewritten(slot)
 
-    def stats(self) -> Mapping[str, Any]:
+    def stats(self) -> Mapping[str, Mapping[str, float]]:
         return {"view_prefills": dict(self.prefills.ran)}

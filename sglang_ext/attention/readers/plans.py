@@ -1,4 +1,4 @@
-"""From what rows see (`policy.RowRuns`) to the work lists of the kernels, and the buffers that hold them."""
+"""From what rows see (`attention.seen`) to the work lists of the kernels, and the buffers that hold them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.model import Model
-from sglang_ext.attention.policy import Policy, Request, RowRuns
+from sglang_ext.attention.policy import Policy, Request
+from sglang_ext.attention.seen import RowRuns
 from sglang_ext.attention.step import BatchRows
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
-from sglang_ext.kernels.view_attention.plan import Config, Plan
+from sglang_ext.kernels.view_attention.config import Config, choose
+from sglang_ext.kernels.view_attention.plan import Plan
 
 ROOM = 64
 """Tokens by which decoding requests may grow before a batch that stays the same is planned, or loaded, again."""
@@ -87,7 +89,7 @@ class Planner:
 
     def config(self, rows_per_run: float) -> Config:
         """How the kernel is cut where so many query rows see a run, in the mean."""
-        return planning.choose(
+        return choose(
             rows_per_run,
             self.shape.group,
             self.shape.head_dim,

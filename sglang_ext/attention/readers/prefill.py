@@ -11,23 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.model import Machine, Model
-from sglang_ext.attention.policy import RowRuns
 from sglang_ext.attention.readers import plans
 from sglang_ext.attention.readers.plans import PlanMemory, Planner
-from sglang_ext.attention.readers.reader import PrefillGraphs
+from sglang_ext.attention.readers.reader import Loaded, PrefillGraphs
+from sglang_ext.attention.seen import RowRuns
 from sglang_ext.attention.step import Batch, BatchRows, LayerCall, LoadedT
 from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
+from sglang_ext.kernels.view_attention.config import Config
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
-from sglang_ext.kernels.view_attention.plan import Config
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
 
 DENSE_ROWS = 256
@@ -96,7 +95,7 @@ def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
     return VirtualRequests(model.device, "auto", machine.base.workspace_buffer)
 
 
-class Prefills(PrefillGraphs[Any]):
+class Prefills(PrefillGraphs[Loaded]):
     """Plans prefills with views.
 
     Args:
@@ -239,7 +238,7 @@ class Prefills(PrefillGraphs[Any]):
         self.memory.fill(buffers, plan)
         return Prefill(total, None, ((0, size, buffers),), in_graph=True)
 
-    def holds(self, step: Any) -> bool:
+    def holds(self, step: Loaded) -> bool:
         return isinstance(step, Prefill) and step.in_graph
 
     # ---- warm-up ----

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -17,6 +17,10 @@ from sglang_ext.attention.step import Batch, Forward, LayerCall, LoadedT
 
 StepT = TypeVar("StepT")
 """A batch, and what a reader knows of it on the host."""
+
+Step: TypeAlias = Any
+Loaded: TypeAlias = Any
+"""`StepT` and `LoadedT` of whichever reader it is: what one call of it returns is handed on to the next."""
 
 
 class DecodeGraphs(ABC, Generic[StepT, LoadedT]):
@@ -76,8 +80,8 @@ class Reader(ABC, Generic[StepT, LoadedT]):
     """
 
     writes: bool = False
-    graphs: DecodeGraphs[Any, Any] | None = None
-    prefill_graphs: PrefillGraphs[Any] | None = None
+    graphs: DecodeGraphs[Step, Loaded] | None = None
+    prefill_graphs: PrefillGraphs[Loaded] | None = None
 
     @abstractmethod
     def step(self, batch: Batch) -> StepT | None:
@@ -120,6 +124,6 @@ class Reader(ABC, Generic[StepT, LoadedT]):
         """The row of the request in `slot` may name other KV slots now: what was copied from it no longer holds."""
         return
 
-    def stats(self) -> Mapping[str, Any]:
+    def stats(self) -> Mapping[str, Mapping[str, float]]:
         """What ran, for /server_info; may wait for the device."""
         return {"view_prefills": {}}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cells import cuda_impl, decode_impl
 from sglang_ext.kernels.cells.lists import Rotation
+from sglang_ext.kernels.cells.types import Cells, CountedScores, DecodeWorkspace, NewTokens
 
 
 def splits(
@@ -39,27 +37,28 @@ def splits(
 
 
 def decode(
-    query: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slot: torch.Tensor,
+    tokens: NewTokens,
+    cells: Cells,
     rows: torch.Tensor,
     seen: torch.Tensor,
     rotation: Rotation,
     scale: float,
-    **options: Any,
+    *,
+    scores: CountedScores | None = None,
+    out: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
     """`cuda_impl.decode` where it runs, or `decode_impl.decode`."""
-    chosen: Callable[..., torch.Tensor] = decode_impl.decode
-    if _refusal(query.shape[1], keys, values, rotation) is None:
-        processors, workspace = nvrtc.multiprocessors(nvrtc.index_of(query.device)), options.get("workspace")
-        lanes = keys.shape[1] if options.get("score") is None else slot.shape[1]
+    batch, heads, kv_heads = tokens.query.shape[0], tokens.query.shape[1], cells.keys.shape[1]
+    if _refusal(heads, cells.keys, cells.values, rotation) is None:
+        processors = nvrtc.multiprocessors(nvrtc.index_of(tokens.query.device))
+        lanes = kv_heads if scores is None else cells.slot.shape[1]
         shares = 1 if workspace is None else workspace.parts.shape[2]
-        if cuda_impl.rows_at_once(query.shape[0], keys.shape[1], lanes, shares, processors):
-            chosen = cuda_impl.decode
-    return chosen(query, new_keys, new_values, keys, values, slot, rows, seen, rotation, scale, **options)
+        if cuda_impl.rows_at_once(batch, kv_heads, lanes, shares, processors):
+            return cuda_impl.decode(
+                tokens, cells, rows, seen, rotation, scale, scores=scores, out=out, workspace=workspace
+            )
+    return decode_impl.decode(tokens, cells, rows, seen, rotation, scale, scores=scores, out=out, workspace=workspace)
 
 
 def _refusal(heads: int, keys: torch.Tensor, values: torch.Tensor, rotation: Rotation) -> str | None:

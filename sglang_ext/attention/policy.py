@@ -211,21 +211,6 @@ class Policy:
         """What the query rows see, or None for SGLang's own dense causal attention."""
         return None
 
-    def observe(
-        self,
-        caches: Caches,
-        rows: RequestRows,
-        query: torch.Tensor,
-        query_pos: torch.Tensor,
-        view: View,
-        lse: torch.Tensor,
-    ) -> None:
-        """Called after each layer's attention over `view`; lse is [rows, heads] float32, for scores.
-
-        Overlap scheduling computes one step more than a request keeps: what is seen in one step may change a policy's
-        state from the next call of `views` on, which that step never has.
-        """
-
 
 class StreamPolicy(Policy):
     """Base class: every request is a stream, which keeps a bounded set of KV slots however long it grows.
@@ -237,7 +222,7 @@ class StreamPolicy(Policy):
     - `attend` writes keys and values itself, to cells (slot, key-value head): heads may keep different tokens.
     - Nothing is shared: prefixes of earlier requests are not found again, and there are no pools (`cache.streams`).
 
-    `views`, `runs`, `observe`, `before_pass` and `node_hooks` are not asked. Columns of
+    `views`, `runs`, `before_pass` and `node_hooks` are not asked. Columns of
     a pass are tokens of the stream here. Wherever a prompt is cut into chunks, its answer must be the same.
 
     A stream may outlive its request: a *conversation* is a stream that the next request, its next turn, goes on from.

@@ -338,16 +338,6 @@ def test_positions_from_the_slot_table(served) -> None:
         served.engine.delete("p")
 
 
-def test_every_layer_is_observed(served) -> None:
-    served.kind("distance")
-    before = len(served.log("observe"))
-    prompt = prompts(10)[1]
-    served.generate([prompt])
-    seen = served.log("observe")[before:]
-    assert sum(line["rows"] for line in seen) >= len(prompt) + NEW_TOKENS - 1
-    assert all(line["finite"] and line["heads"] == 4 for line in seen)
-
-
 def test_a_policys_bytes_count_in_the_memory_budget(served) -> None:
     """The pool is the budget over (keys and values + the policy's bytes); without them it would reach the cap."""
     total = served.engine.get_server_info()["max_total_num_tokens"]

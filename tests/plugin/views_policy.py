@@ -115,10 +115,6 @@ class ViewsPolicy(DbsaPolicy):
 
         return [(rows.begin, rows.end, view)]
 
-    def observe(self, caches, rows, query, query_pos, view, lse) -> None:
-        if caches.layer == 0:
-            self._log("observe", rows=len(query), heads=lse.shape[1], finite=bool(lse.isfinite().all()))
-
     # ---- tree nodes
 
     def node_hooks(self) -> Sequence[object]:

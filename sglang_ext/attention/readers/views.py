@@ -41,12 +41,12 @@ class ViewStep:
     Attributes:
         batch: the requests.
         positions: [rows] int64 of the query rows.
-        seen: of each request, its rows and their views, or what SGLang's own attention is told of a plain one.
+        seen: of each request, the views of its rows, or what SGLang's own attention is told of a plain one.
     """
 
     batch: Batch
     positions: torch.Tensor
-    seen: tuple[tuple[RequestRows, RowViews] | PlainRow, ...]
+    seen: tuple[RowViews | PlainRow, ...]
 
 
 class ViewReader(Reader[Batch, ViewStep]):
@@ -73,12 +73,12 @@ class ViewReader(Reader[Batch, ViewStep]):
         seen = tuple(self._seen(rows, step.decode) for rows in step.rows)
         return None if all(isinstance(each, PlainRow) for each in seen) else ViewStep(step, forward.positions, seen)
 
-    def _seen(self, rows: BatchRows, decode: bool) -> tuple[RequestRows, RowViews] | PlainRow:
+    def _seen(self, rows: BatchRows, decode: bool) -> RowViews | PlainRow:
         slots = self.model.table[rows.request.slot, : rows.end]
         found = RequestRows(rows.request, slots, rows.begin, self.slot_pos, decode)
         views = self.policy.views(found)
         if views is not None:
-            return found, views
+            return views
         numbers = (rows.request.slot, rows.end, rows.begin, rows.end - rows.begin)
         return PlainRow(*(torch.tensor([number], device=slots.device) for number in numbers))
 
@@ -92,13 +92,13 @@ class ViewReader(Reader[Batch, ViewStep]):
             if isinstance(seen, PlainRow):
                 self._plain(seen, slice(rows.first, rows.first + rows.end - rows.begin), call, out)
             else:
-                for begin, end, view in seen[1]:
+                for begin, end, view in seen:
                     part = slice(rows.first + begin - rows.begin, rows.first + end - rows.begin)
-                    out[part] = self._view(seen[0], view, caches, call.query[part], call.loaded.positions[part])
+                    out[part] = self._view(view, caches, call.query[part], call.loaded.positions[part])
         return out
 
     def _view(
-        self, rows: RequestRows, view: View | LayerView, caches: Caches, query: torch.Tensor, positions: torch.Tensor
+        self, view: View | LayerView, caches: Caches, query: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         chosen = view(caches, query, positions) if callable(view) else view
         attended = chosen if isinstance(chosen, Attended) else Attended(chosen)
@@ -107,8 +107,7 @@ class ViewReader(Reader[Batch, ViewStep]):
         )
         if attended.parts:
             outs, lses = zip((out, lse), *attended.parts, strict=True)
-            out, lse = merge_states(torch.stack(outs), torch.stack(lses))
-        self.policy.observe(caches, rows, query, positions, attended.view, lse)
+            out, _ = merge_states(torch.stack(outs), torch.stack(lses))
         return out
 
     def _plain(self, row: PlainRow, part: slice, call: LayerCall[ViewStep], out: torch.Tensor) -> None:

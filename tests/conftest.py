@@ -44,10 +44,12 @@ SLOW = (
     "kernels/test_joint.py",
     "kernels/test_top_p.py::test_cuda",
     "kernels/test_view_triton.py",
+    "launch/test_bench_beside.py::test_a_checkout",
     "launch/test_bench_cascade.py::test_rows",
     "launch/test_bench_dbsa.py::test_both_engines",
     "launch/test_bench_double_p_baselines.py",
     "launch/test_quality.py::test_a_method_in_an_engine",
+    "oracle/test_ltri.py",
 )
 """How the names of tests begin that take half a minute and more, or whose file does: `make test` leaves them out."""
 

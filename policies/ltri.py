@@ -1,0 +1,313 @@
+"""Ltri-LLM: what is remembered of a block that leaves the window, and how it is found again (Tang et al., 2024).
+
+A block's tokens attend to each other in triangles of the attention map, which are its semantic spans. Each span is
+remembered by the keys of its most attended tokens. A later chunk has spans likewise, whose queries are compared with
+these keys; layers that have a retrieval head vote for blocks, and the best blocks come back.
+
+The functions follow section 3 of the paper in order. A *tile* is a block's attention to itself, [heads, tokens, tokens]
+with rows that attend to columns, 0 above the diagonal; a span is (first token, end token), numbers in its tile. All
+tensors of a call are on one device, float32 or float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.policies.ltri_options import Ltri
+
+Span = tuple[int, int]
+
+
+# ---- 3.2: spans ----
+
+
+def above_threshold(tile: torch.Tensor, theta: float) -> torch.Tensor:
+    """The attention of equation 5, summed over heads: what exceeds each head's threshold, and what falls short of it.
+
+    Args:
+        tile: [heads, tokens, tokens].
+        theta: share of a head's entries on and below the diagonal that are to lie below its threshold.
+
+    Returns:
+        [tokens, tokens], 0 above the diagonal.
+    """
+    lower = torch.ones_like(tile[0], dtype=torch.bool).tril()
+    thresholds = tile[:, lower].quantile(theta, dim=1)
+    return torch.where(lower, tile - thresholds[:, None, None], 0).sum(0)
+
+
+def span_scores(summed: torch.Tensor) -> torch.Tensor:
+    """Equations 4 and 5: the score of every span [x, y], the sum of the triangle between its tokens.
+
+    Args:
+        summed: [tokens, tokens] attention less thresholds, 0 above the diagonal: so the triangle is all that lies in
+            rows up to y and columns from x on, which is one cumulative sum.
+
+    Returns:
+        [tokens, tokens]: row y, column x; -inf where y < x.
+    """
+    scores = summed.cumsum(0).flip(1).cumsum(1).flip(1)
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+
+
+def candidates(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Appendix E: the best span of every anti-diagonal x + y, of equals the shortest.
+
+    Args:
+        scores: [tokens, tokens] of `span_scores`.
+
+    Returns:
+        (first tokens, end tokens, scores), each [2 tokens - 1], in the order of their middles.
+    """
+    tokens = scores.shape[0]
+    middle = torch.arange(2 * tokens - 1, device=scores.device).unsqueeze(1)
+    first = torch.arange(tokens, device=scores.device).unsqueeze(0)
+    last = middle - first
+    valid = (first <= last) & (last < tokens)
+    skewed = scores[last.clamp(0, tokens - 1), first.expand_as(last)].masked_fill(~valid, float("-inf"))
+    best = skewed.amax(1)
+    begin = torch.where(valid & (skewed == best.unsqueeze(1)), first, -1).amax(1)
+    return begin, middle.squeeze(1) - begin + 1, best
+
+
+def suppress(
+    begin: torch.Tensor, end: torch.Tensor, scores: torch.Tensor, phi: float, count: int, boxes: bool = False
+) -> list[int]:
+    """Non-maximum suppression: the best spans of which no two overlap by more than `phi`.
+
+    Args:
+        begin, end: [candidates] first and end tokens.
+        scores: [candidates]; of equal ones the first comes first.
+        phi: largest intersection over union.
+        count: most spans that are kept.
+        boxes: compare squares of the attention map, not intervals.
+
+    Returns:
+        Numbers of the candidates that are kept, best first.
+    """
+    length, power = end - begin, 2 if boxes else 1
+    kept: list[int] = []
+    open_ = torch.ones_like(scores, dtype=torch.bool)
+    for number in scores.sort(descending=True, stable=True).indices.tolist():
+        if not open_[number]:
+            continue
+        kept.append(number)
+        if len(kept) == count:
+            break
+        common = (torch.minimum(end, end[number]) - torch.maximum(begin, begin[number])).clamp(min=0) ** power
+        union = length**power + length[number] ** power - common
+        open_ &= common / union <= phi
+    return kept
+
+
+def spans_of(tile: torch.Tensor, settings: Ltri) -> list[Span]:
+    """The spans of a tile, from its first tokens to its last; all of it where nothing stands out.
+
+    Args:
+        tile: [heads, tokens, tokens]; NaN counts as no attention.
+        settings: `theta`, `phi`, `spans` and `boxes`.
+    """
+    begin, end, scores = candidates(span_scores(above_threshold(tile.nan_to_num(), settings.theta)))
+    some = scores > 0
+    begin, end, scores = begin[some], end[some], scores[some]
+    kept = suppress(begin, end, scores, settings.phi, settings.spans, settings.boxes)
+    return sorted((int(begin[number]), int(end[number])) for number in kept) or [(0, tile.shape[-1])]
+
+
+# ---- 3.3: index vectors ----
+
+
+def mass_ratio(summed: torch.Tensor, span: Span, neighbours: str) -> float:
+    """r_a of section 3.3.2: the mass of a span's triangle over that of its neighbours in the block, at most 1.
+
+    Args:
+        summed: [tokens, tokens] attention summed over heads, thresholds not taken off.
+        span: the span.
+        neighbours: `row`, `col` or `rowcol` (figure 5).
+
+    Returns:
+        1 also where there are no neighbours, or where they have no mass: then nobody knows the span.
+    """
+    low, high = span
+    beside = 0.0
+    if "row" in neighbours:
+        beside += float(summed[low:high, :low].sum())
+    if "col" in neighbours:
+        beside += float(summed[high:, low:high].sum())
+    own = float(summed[low:high, low:high].sum())
+    return 1.0 if beside <= 0 else min(1.0, max(0.0, own / beside))
+
+
+def vector_count(tokens: int, ratio: float, rate: float, most: int) -> int:
+    """Equation 7: how many index vectors a span of so many tokens gets; at least one.
+
+    Args:
+        tokens: of the span.
+        ratio: `mass_ratio`.
+        rate: λ.
+        most: the largest number.
+    """
+    return max(1, min(int(tokens * math.exp(-rate * (1 - ratio))), most, tokens))
+
+
+def picked(received: torch.Tensor, span: Span, count: int) -> list[int]:
+    """The tokens of a span that stand for it: those with the most attention (equation 6), of equals the first.
+
+    Args:
+        received: [tokens] attention that each token of the tile has received from all rows and heads so far.
+        span: the span.
+        count: how many.
+
+    Returns:
+        Their numbers in the tile, ascending.
+    """
+    low, high = span
+    order = received[low:high].sort(descending=True, stable=True).indices[:count]
+    return sorted((order + low).tolist())
+
+
+def index_tokens(tile: torch.Tensor, received: torch.Tensor, settings: Ltri, layer: int) -> list[list[int]]:
+    """The tokens whose keys (of a block) or queries (of a chunk) are index vectors, span by span.
+
+    Args:
+        tile: [heads, tokens, tokens].
+        received: [tokens], as for `picked`.
+        settings: of the method.
+        layer: number of the layer, for its λ.
+    """
+    summed, most = tile.nan_to_num().sum(0), settings.vectors // settings.spans
+    found = []
+    for span in spans_of(tile, settings):
+        ratio = mass_ratio(summed, span, settings.ratio)
+        count = vector_count(span[1] - span[0], ratio, settings.rate_of(layer), most)
+        found.append(picked(received.nan_to_num(), span, count))
+    return found
+
+
+# ---- 3.4: similarity ----
+
+
+@dataclass(frozen=True)
+class SpanVectors:
+    """Index vectors of some spans.
+
+    Attributes:
+        vectors: [spans, most, head_dim]; what is beyond a span's number is not looked at.
+        counts: [spans] int64, vectors of each span.
+    """
+
+    vectors: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[torch.Tensor]) -> SpanVectors:
+        """From [vectors, head_dim] of each span."""
+        counts = torch.tensor([len(span) for span in spans], device=spans[0].device)
+        return cls(torch.nn.utils.rnn.pad_sequence(list(spans), batch_first=True), counts)
+
+    @property
+    def used(self) -> torch.Tensor:
+        """[spans, most] bool, which of the vectors there are."""
+        return torch.arange(self.vectors.shape[1], device=self.counts.device) < self.counts.unsqueeze(1)
+
+    def folded(self) -> torch.Tensor:
+        """[spans, head_dim]: the sum of each span's vectors, which is all that the similarity `sum` needs."""
+        return torch.where(self.used.unsqueeze(-1), self.vectors, 0).sum(1)
+
+
+def similarity(query: SpanVectors, memory: SpanVectors, kind: str) -> torch.Tensor:
+    """Equation 8 and its two alternatives.
+
+    Args:
+        query: spans of the chunk.
+        memory: spans of the blocks that may be retrieved.
+        kind: `sum`, `max` or `mass`.
+
+    Returns:
+        [spans of the chunk, spans of the memory].
+    """
+    if kind == "sum":
+        return query.folded() @ memory.folded().T
+    products = torch.einsum("qnd,smd->qnsm", query.vectors, memory.vectors)
+    products = products.masked_fill(~memory.used, float("-inf"))
+    if kind == "max":
+        return products.masked_fill(~query.used[:, :, None, None], float("-inf")).amax((1, 3))
+    scaled = products * query.vectors.shape[-1] ** -0.5
+    weights = scaled.flatten(2).softmax(-1).view_as(scaled).sum(-1)  # [query spans, vectors, memory spans]
+    return torch.where(query.used.unsqueeze(-1), weights, 0).sum(1)
+
+
+def block_scores(similarities: torch.Tensor, block_of: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Equation 9: the score of a block is the largest of its spans'.
+
+    Args:
+        similarities: [spans of the chunk, spans of the memory].
+        block_of: [spans of the memory] int64, the block of each span.
+        blocks: how many there are; each has a span.
+
+    Returns:
+        [blocks].
+    """
+    best = similarities.amax(0)
+    return best.new_full((blocks,), float("-inf")).scatter_reduce_(0, block_of, best, "amax")
+
+
+def best_blocks(scores: torch.Tensor, count: int) -> list[int]:
+    """The blocks with the largest scores, best first; of equals the first one."""
+    return scores.sort(descending=True, stable=True).indices[:count].tolist()
+
+
+# ---- 3.5: votes ----
+
+
+def with_vote(votes: torch.Tensor, chosen: Sequence[int], weight: float) -> torch.Tensor:
+    """The votes after a layer: those of the layers before it, and its head's score for each block of its own choice.
+
+    Args:
+        votes: [blocks] so far.
+        chosen: blocks of the layer's own choice (`best_blocks`).
+        weight: score of its retrieval head.
+    """
+    found = votes.clone()
+    found[list(chosen)] += weight
+    return found
+
+
+def elected(votes: torch.Tensor, scores: torch.Tensor | None, count: int) -> list[int]:
+    """The blocks with the most votes, best first; none without a vote.
+
+    Args:
+        votes: [blocks].
+        scores: [blocks] of the layer itself, by which blocks with equal votes are ordered; None: the first comes first.
+        count: most blocks.
+    """
+    order = range(len(votes)) if scores is None else best_blocks(scores, len(votes))
+    ranked = sorted((number for number in order if votes[number] > 0), key=lambda number: -float(votes[number]))
+    return ranked[:count]
+
+
+def retrieved(
+    votes: torch.Tensor, scores: torch.Tensor | None, weight: float, settings: Ltri
+) -> tuple[list[int], torch.Tensor]:
+    """What a layer retrieves, and the votes for the layers after it.
+
+    Args:
+        votes: [blocks] of the layers before it.
+        scores: [blocks] of the layer's own retrieval head; None where it has none.
+        weight: that head's score.
+        settings: `vote` and `retrieved`.
+
+    Returns:
+        (blocks, best first; votes [blocks]). A layer without a retrieval head retrieves what the layers before it voted
+        for, and nothing where votes are off.
+    """
+    own = [] if scores is None else best_blocks(scores, settings.retrieved)
+    after = votes if scores is None else with_vote(votes, own, weight)
+    if settings.vote == "off":
+        return own, after
+    counted = after if settings.vote == "inclusive" else votes
+    return elected(counted, scores, settings.retrieved), after

@@ -1,0 +1,116 @@
+"""Settings of Ltri-LLM; apart from the method, so that a command line can be checked before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from sglang_ext.policies.clustering import CHOICES
+
+SIMILARITIES = ("sum", "max", "mass")
+RATIOS = ("row", "col", "rowcol")
+VOTES = ("inclusive", "preceding", "off")
+LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1, "vectors": 1}
+LEAST |= {"early_layers": 0}
+"""Setting that is a whole number -> the smallest that it may be."""
+
+
+@dataclass(frozen=True)
+class Ltri:
+    """How a prompt is read, what is remembered of it, and how that is found again (Ltri-LLM, sections 3 and 4).
+
+    Attributes:
+        sinks: first tokens, which every chunk sees (the paper: 128).
+        window: tokens before a chunk that it sees all of, at least (4,096), and the largest distance plus 1 at which a
+            token is seen.
+        block: tokens of a memory block, which leave the window together and come back together (128).
+        chunk: tokens of a prompt that are computed together (512); a multiple of `block`.
+        last: tokens at the end of a prompt that are a chunk of their own (section 5: 32), so that what it retrieves is
+            what the question asks for.
+        retrieved: blocks that a layer gets back for a chunk (16).
+        spans: spans of a block, at most (4; for RULER 6).
+        vectors: index vectors of a block, at most (12; for RULER 24).
+        theta: share of the entries of a head's tile that lie below the threshold (equation 5; the 90th percentile).
+        phi: overlap, as intersection over union, from which the lower of two spans is dropped (0.1; for RULER 0.01).
+        boxes: compare spans as the squares that they are in the attention map (as torchvision would), and not as
+            intervals of tokens.
+        ratio: neighbours of a span that its mass is compared with (section 3.3.2): the tokens before it that its rows
+            attend to (`row`), the rows behind it that attend to its tokens (`col`), or both (`rowcol`).
+        rate: λ of equation 7 (3): with a larger one a span gets fewer index vectors.
+        early_rate: λ of the first `early_layers` layers (20).
+        early_layers: how many layers these are (4).
+        similarity: of a span's index vectors and a query's: the `sum` of all products (equation 8), the largest one
+            (`max`), or the attention that the queries give to the span's vectors among all of them (`mass`).
+        vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
+            (`preceding`), or its own choice (`off`).
+
+    Raises:
+        ValueError: a value out of its range, or settings that do not go together.
+    """
+
+    sinks: int = 128
+    window: int = 4096
+    block: int = 128
+    chunk: int = 512
+    last: int = 32
+    retrieved: int = 16
+    spans: int = 4
+    vectors: int = 12
+    theta: float = 0.9
+    phi: float = 0.1
+    boxes: bool = False
+    ratio: str = field(default="row", metadata={CHOICES: RATIOS})
+    rate: float = 3.0
+    early_rate: float = 20.0
+    early_layers: int = 4
+    similarity: str = field(default="sum", metadata={CHOICES: SIMILARITIES})
+    vote: str = field(default="inclusive", metadata={CHOICES: VOTES})
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: expected a whole number of at least {least}")
+        for name, allowed in (("ratio", RATIOS), ("similarity", SIMILARITIES), ("vote", VOTES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        if not 0 < self.theta < 1 or not 0 <= self.phi < 1:
+            raise ValueError(f"theta={self.theta}, phi={self.phi}: expected 0 < theta < 1 and 0 <= phi < 1")
+        if self.rate < 0 or self.early_rate < 0:
+            raise ValueError(f"rate={self.rate}, early_rate={self.early_rate}: expected at least 0")
+        if self.chunk % self.block:
+            raise ValueError(f"chunk={self.chunk}, block={self.block}: expected a chunk of whole blocks")
+        if self.window < self.chunk:
+            raise ValueError(f"window={self.window}, chunk={self.chunk}: expected a window of at least a chunk")
+        if self.last > self.chunk:
+            raise ValueError(f"last={self.last}, chunk={self.chunk}: expected at most a chunk")
+        if self.vectors < self.spans:
+            raise ValueError(f"vectors={self.vectors}, spans={self.spans}: expected at least one vector for each span")
+
+    def rate_of(self, layer: int) -> float:
+        """λ of a layer."""
+        return self.early_rate if layer < self.early_layers else self.rate
+
+    def chunks(self, begin: int, end: int, prompt: int) -> list[tuple[int, int]]:
+        """Cut the tokens [begin, end) of a prompt of `prompt` tokens into chunks, or parts of them.
+
+        Chunks end at multiples of `chunk`, `last` tokens before the prompt's end, and there: wherever SGLang cuts a
+        prompt, a token lies in the same chunk.
+        """
+        cuts = {*range((begin // self.chunk + 1) * self.chunk, end, self.chunk)}
+        if begin < prompt - self.last < end:
+            cuts.add(prompt - self.last)
+        bounds = [begin, *sorted(cuts), end]
+        return [(low, high) for low, high in pairwise(bounds) if low < high]
+
+    def evicted(self, before: int) -> int:
+        """How many blocks, counted from behind the sinks, have left the window of a chunk that begins at `before`."""
+        return max(0, (before - self.sinks - self.window) // self.block)
+
+    def local(self, before: int) -> int:
+        """First token of the window of a chunk that begins at `before`: behind the sinks and all evicted blocks."""
+        return min(before, self.sinks) + self.evicted(before) * self.block
+
+    def distance(self, query: int, key: int) -> int:
+        """How far a key lies behind a query where it is seen: the true distance, but never a window's or more."""
+        return min(query - key, self.window - 1)

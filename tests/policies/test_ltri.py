@@ -1,0 +1,253 @@
+"""Ltri-LLM's functions against the paper's formulas, written out entry by entry, and against torchvision."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torchvision.ops import nms
+
+from sglang_ext.policies import ltri
+from sglang_ext.policies.ltri import SpanVectors
+from sglang_ext.policies.ltri_options import RATIOS, SIMILARITIES, Ltri
+
+TOKENS = 13  # of a tile: odd, as a prompt's last one may be
+EXACT = 1e-12  # float64
+
+
+def tile(heads: int = 3, tokens: int = TOKENS, seed: int = 0) -> torch.Tensor:
+    """Attention of a block to itself, whose rows do not sum to 1: the window before it gets the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(heads, tokens, tokens, generator=generator, dtype=torch.float64)
+    return (drawn**4).tril()
+
+
+BETWEEN = 0.611
+"""Of `triangles([4, 7, 5])`: 83 of 136 entries are the low ones."""
+
+
+def triangles(lengths: list[int]) -> torch.Tensor:
+    """One head whose rows attend to their own span, and a little to all before it."""
+    total = sum(lengths)
+    found = torch.full((total, total), 0.001, dtype=torch.float64)
+    begin = 0
+    for length in lengths:
+        found[begin : begin + length, begin : begin + length] = 0.1
+        begin += length
+    return found.tril().unsqueeze(0)
+
+
+# ---- spans ----
+
+
+@pytest.mark.parametrize("theta", [0.5, 0.9])
+def test_scores_are_the_sums_of_triangles(theta: float) -> None:
+    given = tile()
+    summed = np.zeros((TOKENS, TOKENS))
+    for head in given.numpy():
+        threshold = np.quantile([head[i, j] for i in range(TOKENS) for j in range(i + 1)], theta)
+        for i, j in product(range(TOKENS), repeat=2):
+            summed[i, j] += head[i, j] - threshold if j <= i else 0
+    above = ltri.above_threshold(given, theta)
+    assert np.abs(above.numpy() - summed).max() < EXACT
+    scores = ltri.span_scores(above)
+    for y, x in product(range(TOKENS), repeat=2):
+        wanted = sum(summed[i, j] for i in range(x, y + 1) for j in range(x, i + 1)) if x <= y else -math.inf
+        assert scores[y, x] == wanted or abs(float(scores[y, x]) - wanted) < EXACT
+
+
+def test_candidates_are_the_best_of_each_anti_diagonal() -> None:
+    scores = ltri.span_scores(ltri.above_threshold(tile(), 0.9))
+    scores[5, 3] = scores[4, 4] = 100.0  # equals: the shorter one
+    begin, end, best = ltri.candidates(scores)
+    assert len(begin) == 2 * TOKENS - 1
+    for middle in range(2 * TOKENS - 1):
+        spans = [(x, middle - x) for x in range(TOKENS) if x <= middle - x < TOKENS]
+        x, y = min(spans, key=lambda span: (-float(scores[span[1], span[0]]), span[1] - span[0]))
+        assert (int(begin[middle]), int(end[middle]), float(best[middle])) == (x, y + 1, float(scores[y, x]))
+
+
+@pytest.mark.parametrize("boxes", [False, True])
+@pytest.mark.parametrize("phi", [0.0, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize("seed", range(5))
+def test_suppression_is_torchvisions(seed: int, phi: float, boxes: bool) -> None:
+    """Intervals are boxes of height 1, spans of the map are squares."""
+    generator = torch.Generator().manual_seed(seed)
+    begin = torch.randint(0, 100, (60,), generator=generator)
+    end = begin + torch.randint(1, 40, (60,), generator=generator)
+    scores = torch.rand(60, generator=generator)
+    if boxes:
+        given = torch.stack([begin, begin, end, end], 1)
+    else:
+        given = torch.stack([begin, torch.zeros_like(begin), end, torch.ones_like(begin)], 1)
+    wanted = nms(given.double(), scores.double(), phi).tolist()
+    assert ltri.suppress(begin, end, scores, phi, 60, boxes) == wanted
+    assert ltri.suppress(begin, end, scores, phi, 4, boxes) == wanted[:4]
+
+
+def test_planted_triangles_are_found() -> None:
+    assert ltri.spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN)) == [(0, 4), (4, 11), (11, 16)]
+    assert ltri.spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN, spans=2, vectors=2)) == [(4, 11), (11, 16)]
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        torch.zeros(2, 9, 9),
+        torch.full((2, 9, 9), 0.25).tril(),
+        torch.full((2, 9, 9), float("nan")),
+        torch.ones(1, 1, 1),
+    ],
+    ids=["empty", "flat", "nan", "one token"],
+)
+def test_where_nothing_stands_out_the_block_is_one_span(flat: torch.Tensor) -> None:
+    assert ltri.spans_of(flat, Ltri()) == [(0, flat.shape[-1])]
+
+
+# ---- index vectors ----
+
+
+@pytest.mark.parametrize("neighbours", RATIOS)
+@pytest.mark.parametrize("span", [(0, 4), (4, 9), (9, TOKENS), (0, TOKENS)])
+def test_the_mass_of_a_span_beside_its_neighbours(span: tuple[int, int], neighbours: str) -> None:
+    summed = tile().sum(0)
+    low, high = span
+    beside = 0.0
+    for i, j in product(range(TOKENS), repeat=2):
+        row = low <= i < high and j < low
+        col = i >= high and low <= j < high
+        beside += float(summed[i, j]) if (row and "row" in neighbours) or (col and "col" in neighbours) else 0.0
+    own = sum(float(summed[i, j]) for i in range(low, high) for j in range(low, high))
+    wanted = min(1.0, own / beside) if beside else 1.0
+    assert ltri.mass_ratio(summed, span, neighbours) == pytest.approx(wanted, abs=EXACT)
+
+
+def test_how_many_vectors_a_span_gets() -> None:
+    assert ltri.vector_count(40, 1.0, 3.0, 100) == 40, "nobody knows the span: all of it"
+    assert ltri.vector_count(40, 0.5, 3.0, 100) == int(40 * math.exp(-1.5))
+    assert ltri.vector_count(40, 0.0, 20.0, 100) == 1 and ltri.vector_count(40, 1.0, 3.0, 3) == 3
+    assert ltri.vector_count(1, 1.0, 0.0, 3) == 1
+
+
+def test_picked_tokens() -> None:
+    received = torch.tensor([9.0, 1.0, 5.0, 5.0, 2.0, 8.0])
+    assert ltri.picked(received, (1, 5), 1) == [2] and ltri.picked(received, (1, 5), 3) == [2, 3, 4]
+    settings = Ltri(theta=BETWEEN, spans=4, vectors=8, rate=0.0, early_rate=100.0)
+    found = ltri.index_tokens(triangles([4, 7, 5]), torch.arange(16.0), settings, layer=9)
+    assert found == [[2, 3], [9, 10], [14, 15]]
+    early = ltri.index_tokens(triangles([4, 7, 5]), torch.arange(16.0), settings, layer=3)
+    assert early[0] == [2, 3] and all(len(span) <= 2 for span in early), "the first span has no neighbours"
+
+
+# ---- similarity ----
+
+
+def spans_with(counts: list[int], seed: int) -> SpanVectors:
+    generator = torch.Generator().manual_seed(seed)
+    found = SpanVectors.of([torch.randn(count, 6, generator=generator, dtype=torch.float64) for count in counts])
+    found.vectors[~found.used] = float("nan")  # nobody may look at them
+    return found
+
+
+@pytest.mark.parametrize("kind", SIMILARITIES)
+def test_similarity_is_the_formula(kind: str) -> None:
+    query, memory = spans_with([2, 1, 3], 0), spans_with([1, 3, 2, 2], 1)
+    got = ltri.similarity(query, memory, kind)
+    everything = [(s, memory.vectors[s, m]) for s in range(4) for m in range(int(memory.counts[s]))]
+    for q, s in product(range(3), range(4)):
+        found = []
+        for vector in query.vectors[q, : int(query.counts[q])]:
+            products = [float(vector @ key) for at, key in everything if at == s]
+            if kind == "mass":
+                total = sum(math.exp(float(vector @ key) / math.sqrt(6)) for _, key in everything)
+                products = [math.exp(x / math.sqrt(6)) / total for x in products]
+            found += products
+        wanted = max(found) if kind == "max" else sum(found)
+        assert float(got[q, s]) == pytest.approx(wanted, abs=EXACT)
+
+
+def test_a_folded_sum_is_the_sum_of_all_products() -> None:
+    query, memory = spans_with([2, 4], 2), spans_with([3, 1, 5], 3)
+    products = torch.einsum("qnd,smd->qnsm", query.vectors.nan_to_num(), memory.vectors.nan_to_num())
+    assert (ltri.similarity(query, memory, "sum") - products.sum((1, 3))).abs().max() < EXACT
+
+
+def test_a_block_has_the_score_of_its_best_span() -> None:
+    similarities = torch.tensor([[1.0, 7.0, 3.0, 2.0], [4.0, 0.0, 3.0, 6.0]])
+    scores = ltri.block_scores(similarities, torch.tensor([0, 0, 1, 2]), 3)
+    assert scores.tolist() == [7.0, 3.0, 6.0] and ltri.best_blocks(scores, 2) == [0, 2]
+    assert ltri.best_blocks(torch.tensor([1.0, 2.0, 2.0]), 5) == [1, 2, 0], (
+        "of equals the first; never more than there are"
+    )
+
+
+# ---- votes ----
+
+
+def test_layers_vote() -> None:
+    none, first, second = torch.zeros(4), torch.tensor([5.0, 4.0, 0.0, 0.0]), torch.tensor([0.0, 3.0, 9.0, 1.0])
+    settings = Ltri(retrieved=2)
+    assert ltri.retrieved(none, None, 0.0, settings)[0] == [], "before the first layer that votes"
+    got, votes = ltri.retrieved(none, first, 0.5, settings)
+    assert got == [0, 1] and votes.tolist() == [0.5, 0.5, 0.0, 0.0]
+    got, after = ltri.retrieved(votes, second, 0.3, settings)
+    assert after.tolist() == pytest.approx([0.5, 0.8, 0.3, 0.0]) and got == [1, 0]
+    assert ltri.retrieved(after, None, 0.0, settings)[0] == [1, 0], "a layer without a head follows"
+    assert none.tolist() == [0.0] * 4, "votes are not changed in place: a pass may be computed again"
+
+
+def test_the_own_layer_may_be_left_out() -> None:
+    settings, none = Ltri(retrieved=2, vote="preceding"), torch.zeros(4)
+    got, votes = ltri.retrieved(none, torch.tensor([5.0, 4.0, 0.0, 0.0]), 0.5, settings)
+    assert got == [], "nobody voted before"
+    got, _ = ltri.retrieved(votes, torch.tensor([0.0, 3.0, 9.0, 1.0]), 0.3, settings)
+    assert got == [1, 0], "equal votes: in the order of the layer's own scores"
+    off = Ltri(retrieved=2, vote="off")
+    assert ltri.retrieved(votes, torch.tensor([0.0, 3.0, 9.0, 1.0]), 0.3, off)[0] == [2, 1]
+    assert ltri.retrieved(votes, None, 0.0, off)[0] == []
+
+
+# ---- settings ----
+
+
+def test_a_token_lies_in_the_same_chunk_wherever_a_prompt_is_cut() -> None:
+    settings = Ltri(sinks=4, window=32, block=4, chunk=16, last=5)
+    for prompt in (1, 5, 6, 16, 17, 21, 53, 64):
+        whole = settings.chunks(0, prompt, prompt)
+        assert whole[-1] == (max(whole[-1][0], prompt - 5), prompt)
+        ends = {end for _, end in whole}
+        assert ends == {*range(16, prompt, 16), prompt, *([prompt - 5] if prompt > 5 else [])}
+        for cut in range(1, prompt):
+            parts = settings.chunks(0, cut, prompt) + settings.chunks(cut, prompt, prompt)
+            assert {end for _, end in parts} == ends | {cut}
+
+
+def test_blocks_leave_the_window() -> None:
+    settings = Ltri(sinks=4, window=32, block=4, chunk=16, last=5)
+    assert [settings.evicted(n) for n in (0, 3, 36, 39, 40, 52)] == [0, 0, 0, 0, 1, 4]
+    assert [settings.local(n) for n in (0, 3, 36, 39, 40, 52)] == [0, 3, 4, 4, 8, 20]
+    for before in range(100):
+        assert 32 <= before - settings.local(before) < 32 + 4 or settings.evicted(before) == 0
+    assert [settings.distance(100, key) for key in (100, 70, 69, 68, 0)] == [0, 30, 31, 31, 31]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"chunk": 500}, "chunk=500, block=128: expected a chunk of whole blocks"),
+        ({"window": 256}, "window=256, chunk=512: expected a window of at least a chunk"),
+        ({"last": 0}, "last=0: expected a whole number of at least 1"),
+        ({"last": 513}, "last=513, chunk=512: expected at most a chunk"),
+        ({"similarity": "cosine"}, "similarity='cosine': expected one of sum, max, mass"),
+        ({"theta": 1.0}, "theta=1.0, phi=0.1: expected 0 < theta < 1"),
+        ({"spans": 13}, "vectors=12, spans=13: expected at least one vector"),
+        ({"sinks": True}, "sinks=True: expected a whole number"),
+        ({"rate": -1.0}, "rate=-1.0, early_rate=20.0: expected at least 0"),
+    ],
+)
+def test_wrong_settings(given: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
+        Ltri(**given)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sglang_ext.kernels.kmeans import ClusterPlan, Clusters, cuda_impl, fast, reference, triton_impl
+from sglang_ext.kernels.kmeans import ClusterPlan, Clusters, cuda_impl, dispatch, reference, triton_impl
 from sglang_ext.kernels.kmeans.clusters import members
 from sglang_ext.kernels.kmeans.types import KmeansTuning
 from tests.kernels import on_host
@@ -247,7 +247,7 @@ def test_sums_in_cuda(dim: int, assignment: str, dtype: torch.dtype, monkeypatch
     keys, values, slots = keys.to(dtype).to(DEVICE), values.to(dtype).to(DEVICE), slots.to(DEVICE)
     options = {"iterations": 4, "assignment": assignment}
     got = triton_impl.kmeans(keys, values, slots, plan, update=cuda_impl.update, **options)
-    again = fast.kmeans(keys, values, slots, plan, **options)
+    again = dispatch.kmeans(keys, values, slots, plan, **options)
     for name, tensor in vars(got).items():
         assert torch.equal(tensor, vars(again)[name]), name
     other = triton_impl.kmeans(keys, values, slots, plan, **options)
@@ -280,9 +280,9 @@ def test_sums_of_layers_in_cuda() -> None:
     layers = [caches(plan.tokens, kv_heads=3, dim=128, value_dim=64, seed=layer) for layer in range(3)]
     keys, values = ([each[at][each[2].long()].to(HALF).to(DEVICE) for each in layers] for at in (0, 1))
     here = torch.arange(plan.tokens, dtype=torch.int32, device=DEVICE)
-    got = fast.kmeans_layers(keys, values, here, plan, iterations=3)
+    got = dispatch.kmeans_layers(keys, values, here, plan, iterations=3)
     for layer in range(3):
-        want = fast.kmeans(keys[layer], values[layer], here, plan, iterations=3)
+        want = dispatch.kmeans(keys[layer], values[layer], here, plan, iterations=3)
         for name, tensor in vars(want).items():
             assert torch.equal(vars(got.layer(layer))[name], tensor), (layer, name)
 

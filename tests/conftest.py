@@ -62,8 +62,8 @@ SLOW = (
     "launch/test_quality.py::test_a_method_in_an_engine",
     "oracle/test_ltri.py",
 )
-"""How the names of slow tests begin, which `make test` leaves out: of those that take ten seconds, and of files that take
-half a minute, where others look at the same systems and kernels."""
+"""How the names of slow tests begin, which `make test` leaves out: of those that take ten seconds, and of files that
+take half a minute, where others look at the same systems and kernels."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

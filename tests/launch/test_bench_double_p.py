@@ -13,7 +13,7 @@ import torch
 
 from sglang_ext.kernels.cluster_attention import attend_impl, joint_impl
 from sglang_ext.kernels.cluster_attention import triton_impl as attention
-from sglang_ext.kernels.top_p import triton_impl as top_p
+from sglang_ext.kernels.top_p import dispatch
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _double_p_kernels as kernels
 from sglang_ext.launch.bench import _double_p_rows as rows_of
@@ -156,7 +156,7 @@ def test_attention_and_merge_in_one_kernel_pass(wide: Any) -> None:
     ("name", "module", "broken"),
     [
         ("logits", attention, "centroid_scores"),
-        ("selection", top_p, "select"),
+        ("selection", dispatch, "select"),
         ("output", attention, "cluster_attention"),
     ],
 )

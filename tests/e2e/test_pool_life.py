@@ -127,16 +127,18 @@ def test_the_queue_of_encodings_is_bounded(server: Server) -> None:
         demonstrations = many(40, 20 + number)
         return server.call("PUT", f"/v1/pools/q{number}", json={"demonstrations": demonstrations, "block_size": 2})
 
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(put, range(8)))
-    refused = [answer for answer in answers if answer.status_code != 200]
-    assert refused, "all were taken: the queue was never full"
-    for answer in refused:  # there may be no more than five pools beside the first, either
-        assert answer.status_code in (429, 413), answer.text
-        assert "--max-waiting-encodings 3" in error_of(answer) or "--max-pools 6" in error_of(answer)
-    assert any(answer.status_code == 429 for answer in refused)
-    for number in range(8):
-        server.call("DELETE", f"/v1/pools/q{number}")
+    for _ in range(8):  # on a crowded machine clients come too late to meet in the queue
+        with ThreadPoolExecutor(8) as threads:
+            answers = list(threads.map(put, range(8)))
+        for number in range(8):
+            server.call("DELETE", f"/v1/pools/q{number}")
+        refused = [answer for answer in answers if answer.status_code != 200]
+        for answer in refused:  # there may be no more than five pools beside the first, either
+            assert answer.status_code in (429, 413), answer.text
+            assert "--max-waiting-encodings 3" in error_of(answer) or "--max-pools 6" in error_of(answer)
+        if any(answer.status_code == 429 for answer in refused):
+            return
+    raise AssertionError("the queue was never full")
 
 
 def test_the_number_of_pools_is_bounded(server: Server) -> None:

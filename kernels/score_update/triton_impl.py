@@ -67,8 +67,7 @@ def tuning_for(rows: int, head_dim: int, itemsize: int, together: bool = False, 
 @cache
 def _shared(device: torch.device) -> int:
     """Bytes of shared memory that a program may have."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin"))  # noqa: B009  (PyTorch's stubs lack it)
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def _padded(head_dim: int) -> int:

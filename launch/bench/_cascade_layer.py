@@ -142,7 +142,8 @@ class PromptLayer:
         self.rows = Rows(cascade, 1, (1, 0), self.shape, rotation_of(shape, device), device)
         self.slots = torch.arange(cascade.slots, dtype=torch.int32, device=device).unsqueeze(0)
         size = cascade.slots, shape.kv_heads, shape.dim
-        self.caches = tuple(torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(2))
+        zeros = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.caches = zeros, zeros.clone()
         self.attend = attention_of(shape, device)
         self.stream = self.rows.begin()
 
@@ -156,9 +157,8 @@ class PromptLayer:
         (step,) = self.stream.steps(added, added + query.shape[0])
         shown = self.rows.show(step)
         self.rows.open(self.stream.row, step, shown, self.slots)
-        new, (own_keys, own_values) = (keys, values), self.caches
-        given = 0, self.stream.row, step, shown, query, new, (own_keys, own_values)
-        return self.rows.prefill(*given, self.shape.scale, self.attend)
+        given = query, (keys, values), self.caches, self.shape.scale, self.attend
+        return self.rows.prefill(0, self.stream.row, step, shown, *given)
 
 
 def rotation_of(shape: LayerShape, device: torch.device) -> Rotation:

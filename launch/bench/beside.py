@@ -29,6 +29,8 @@ import torch
 import sglang_ext
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._dbsa_engine import POOL, SHAPES, write_model
+from sglang_ext.launch.bench._dbsa_turns import STATIC
+from sglang_ext.launch.bench._double_p_engine import SHORT
 from sglang_ext.launch.bench._double_p_planted import planted_weights
 from sglang_ext.launch.bench._double_p_rows import LEVELS
 from sglang_ext.launch.bench._record import Figure, Timing, in_turns, json_file, save, table
@@ -43,8 +45,6 @@ SLOWEST = 0.95
 """A median ratio below this is a regression, whatever the spread."""
 BLOCK = 74
 """Demonstrations of a block, of at most 32 tokens each."""
-SHORT = 16
-"""Output tokens of the run whose time is taken off that of a longer one, which leaves the time of decoding steps."""
 LEVEL = "middle"
 """How peaked the planted attention of Double-P's prompts is."""
 KERNEL_COMMANDS = {
@@ -171,7 +171,7 @@ def _words(**options: Json) -> list[str]:
 
 
 def _common(args: argparse.Namespace) -> JsonObject:
-    gpu = {"mem_fraction_static": 0.95} if torch.cuda.is_available() else {}
+    gpu = {"mem_fraction_static": STATIC} if torch.cuda.is_available() else {}
     return {**gpu, **args.engine}
 
 

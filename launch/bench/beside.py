@@ -60,10 +60,12 @@ class Task:
     Attributes:
         name: of its row.
         seconds: does it in one engine, given that and the number of the repetition; returns what the row shows.
+        step: it is a decoding step: short, and measured in more pairs (`--step-repeats`).
     """
 
     name: str
     seconds: Callable[[Process, int], float]
+    step: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 128], metavar="N")
     parser.add_argument("--steps", type=int, default=128, help="decoding steps of a run (default: 128)")
     parser.add_argument("--repeats", type=int, default=7, help="pairs of runs of each task (default: 7)")
+    parser.add_argument("--step-repeats", type=int, default=21, help="the same of decoding steps (default: 21)")
     parser.add_argument("--kernels", choices=KERNELS, default="flashinfer", help=f"of both, {KERNELS_ENV}")
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of all engines, as JSON")
     parser.add_argument("--out", type=json_file, default=RESULTS, help="JSON file (default: results/beside.json)")
@@ -143,7 +146,7 @@ def compare(pair: Pair, name: str, roots: Mapping[str, Path], folder: Path, args
                 say(f"{process.name}: started")
         for task in pair.tasks:
             found: dict[str, list[float]] = {role: [] for role in roots}
-            for repeat in range(args.repeats + 1):
+            for repeat in range((args.step_repeats if task.step else args.repeats) + 1):
                 for role in list(roots)[:: -1 if repeat % 2 else 1]:
                     seconds = task.seconds(processes[role], repeat)
                     if repeat:
@@ -230,7 +233,7 @@ def double_p(folder: Path, args: argparse.Namespace) -> Pair:
     layers = min(args.layers, config["num_hidden_layers"])
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
     planted_weights(model, LEVELS[LEVEL])
-    runs = (args.repeats + 3) * (2 * SHORT + args.steps)
+    runs = (args.step_repeats + 3) * (2 * SHORT + args.steps)
     options = {
         "model_path": str(model),
         "load_format": "dummy",
@@ -260,7 +263,10 @@ def double_p(folder: Path, args: argparse.Namespace) -> Pair:
         return float(long - short) / args.steps
 
     where = f"{args.prompts} prompts of {args.length} tokens, {layers} layers"
-    tasks = [Task(f"prefill and clustering of {where}", prefill), Task(f"a decoding step over {where}", step)]
+    tasks = [
+        Task(f"prefill and clustering of {where}", prefill),
+        Task(f"a decoding step over {where}", step, step=True),
+    ]
     return Pair("sglang_ext.launch.bench._double_p_engine", [*words, "--ours"], tasks)
 
 
@@ -285,7 +291,10 @@ def cascade(folder: Path, args: argparse.Namespace) -> Pair:
     def step(process: Process, _: int) -> float:
         return float(process.ask("decode", steps=args.steps)["seconds"])
 
-    tasks = [Task(f"{args.part} tokens of a stream", extend), Task("a decoding step of a stream, batch 1", step)]
+    tasks = [
+        Task(f"{args.part} tokens of a stream", extend),
+        Task("a decoding step of a stream, batch 1", step, step=True),
+    ]
     return Pair("beside_cascade", _words(options=options, part=args.part), tasks)
 
 

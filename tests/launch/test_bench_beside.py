@@ -55,7 +55,7 @@ def test_rows_of_a_kernels_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_checkout_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--shape tiny --layers 2 --length 1024 --prompts 2 --steps 4 --repeats 1 --kernels torch"
+    sizes = "--shape tiny --layers 2 --length 1024 --prompts 2 --steps 4 --repeats 1 --step-repeats 2 --kernels torch"
     out = tmp_path / "rows.json"
     words = ["bench", "beside", str(ROOT), "--systems", "double_p", *sizes.split(), "--out", str(out)]
     assert cli.main(words) == 0, capsys.readouterr()

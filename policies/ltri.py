@@ -170,12 +170,11 @@ def picked(received: torch.Tensor, span: Span, count: int) -> list[int]:
     return sorted((order + low).tolist())
 
 
-def index_tokens(tile: torch.Tensor, received: torch.Tensor, settings: Ltri, layer: int) -> list[list[int]]:
-    """The tokens whose keys (of a block) or queries (of a chunk) are index vectors, span by span.
+def counted_spans(tile: torch.Tensor, settings: Ltri, layer: int) -> list[tuple[Span, int]]:
+    """The spans of a tile, and how many index vectors each of them gets.
 
     Args:
         tile: [heads, tokens, tokens].
-        received: [tokens], as for `picked`.
         settings: of the method.
         layer: number of the layer, for its λ.
     """
@@ -183,9 +182,19 @@ def index_tokens(tile: torch.Tensor, received: torch.Tensor, settings: Ltri, lay
     found = []
     for span in spans_of(tile, settings):
         ratio = mass_ratio(summed, span, settings.ratio)
-        count = vector_count(span[1] - span[0], ratio, settings.rate_of(layer), most)
-        found.append(picked(received.nan_to_num(), span, count))
+        found.append((span, vector_count(span[1] - span[0], ratio, settings.rate_of(layer), most)))
     return found
+
+
+def index_tokens(spans: Sequence[tuple[Span, int]], received: torch.Tensor) -> list[list[int]]:
+    """The tokens whose keys (of a block) or queries (of a chunk) are index vectors, span by span.
+
+    Args:
+        spans: of `counted_spans`.
+        received: [tokens], as for `picked`; NaN counts as no attention.
+    """
+    received = received.nan_to_num()
+    return [picked(received, span, count) for span, count in spans]
 
 
 # ---- 3.4: similarity ----

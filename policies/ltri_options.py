@@ -43,6 +43,10 @@ class Ltri:
             (`max`), or the attention that the queries give to the span's vectors among all of them (`mass`).
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
             (`preceding`), or its own choice (`off`).
+        persist: keep what the last chunk of the prompt retrieved through the answer (section 4); else each token of the
+            answer retrieves anew.
+        far: see tokens behind the window at their true distance, which the model must have been trained for, and not
+            at the window's end.
 
     Raises:
         ValueError: a value out of its range, or settings that do not go together.
@@ -65,6 +69,8 @@ class Ltri:
     early_layers: int = 4
     similarity: str = field(default="sum", metadata={CHOICES: SIMILARITIES})
     vote: str = field(default="inclusive", metadata={CHOICES: VOTES})
+    persist: bool = True
+    far: bool = False
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -91,26 +97,56 @@ class Ltri:
         """λ of a layer."""
         return self.early_rate if layer < self.early_layers else self.rate
 
-    def chunks(self, begin: int, end: int, prompt: int) -> list[tuple[int, int]]:
-        """Cut the tokens [begin, end) of a prompt of `prompt` tokens into chunks, or parts of them.
+    def cut(self, begin: int, end: int, prompt: int) -> int:
+        """The last place in (begin, end] where a chunk ends; `begin` where none does.
 
-        Chunks end at multiples of `chunk`, `last` tokens before the prompt's end, and there: wherever SGLang cuts a
-        prompt, a token lies in the same chunk.
+        Chunks of a prompt end at multiples of `chunk`, `last` tokens before its end, and at its end. Behind that each
+        token is a chunk of its own.
+
+        Args:
+            begin: first token, where a chunk begins.
+            end: behind the last token that there is room for.
+            prompt: behind the last token of the prompt.
         """
-        cuts = {*range((begin // self.chunk + 1) * self.chunk, end, self.chunk)}
+        if end >= prompt:
+            return end
+        ends = [end // self.chunk * self.chunk, *([prompt - self.last] if prompt - self.last <= end else [])]
+        return max(begin, *ends)
+
+    def chunks(self, begin: int, end: int, prompt: int) -> list[tuple[int, int]]:
+        """The chunks of the tokens [begin, end), where `prompt` tokens of the stream end with a prompt's last.
+
+        Raises:
+            ValueError: no chunk ends at `end`: a part of one retrieves other blocks than the whole.
+        """
+        if self.cut(begin, end, prompt) != end:
+            raise ValueError(
+                f"tokens [{begin}, {end}) of a stream whose prompt ends at {prompt}: expected whole chunks, which end"
+                f" at multiples of {self.chunk}, at {prompt - self.last} and at {prompt}; see Ltri.cut"
+            )
+        cuts = {*range((begin // self.chunk + 1) * self.chunk, min(end, prompt), self.chunk)}
+        cuts |= {*range(max(begin + 1, prompt), end)}
         if begin < prompt - self.last < end:
             cuts.add(prompt - self.last)
-        bounds = [begin, *sorted(cuts), end]
-        return [(low, high) for low, high in pairwise(bounds) if low < high]
+        return list(pairwise([begin, *sorted(cuts), end]))
 
     def evicted(self, before: int) -> int:
         """How many blocks, counted from behind the sinks, have left the window of a chunk that begins at `before`."""
         return max(0, (before - self.sinks - self.window) // self.block)
 
+    def blocks(self, end: int) -> int:
+        """How many blocks have one of the tokens [0, end)."""
+        return -(-max(0, end - self.sinks) // self.block)
+
     def local(self, before: int) -> int:
         """First token of the window of a chunk that begins at `before`: behind the sinks and all evicted blocks."""
         return min(before, self.sinks) + self.evicted(before) * self.block
 
-    def distance(self, query: int, key: int) -> int:
-        """How far a key lies behind a query where it is seen: the true distance, but never a window's or more."""
-        return min(query - key, self.window - 1)
+    @property
+    def slots(self) -> int:
+        """KV slots of a stream: sinks, and what a chunk sees of the window, itself included."""
+        return self.sinks + self.window + self.block + self.chunk
+
+    def cell(self, token: int) -> int:
+        """The number of the KV slot, among the stream's, that holds a token until it has left the window."""
+        return token if token < self.sinks else self.sinks + (token - self.sinks) % (self.slots - self.sinks)

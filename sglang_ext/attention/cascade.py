@@ -125,7 +125,7 @@ class CascadePolicy(StreamPolicy):
         needed = min(self._parse(options).slots, tokens)
         return needed if self._elsewhere is None else self.config.slots
 
-    def cut(self, options: Options, begin: int, end: int) -> int:
+    def cut(self, options: Options, begin: int, end: int, prompt: int) -> int:
         cascade = self._parse(options)
         last = cascade.stride_at(end)
         return last if last > cascade.stride_at(begin) else end

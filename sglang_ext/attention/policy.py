@@ -68,6 +68,7 @@ class Request:
         rid: SGLang's name of it.
         row: what its row begins with, or None for a plain request.
         options: its `custom_params`, for policies that take options a request.
+        prompt: tokens of its prompt, without those that it has answered.
         written: position at which the first token of each prefix piece of `row` was written.
     """
 
@@ -76,6 +77,7 @@ class Request:
     row: Row | None
     options: Options
     written: tuple[int, ...] = ()
+    prompt: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Policy:
         request_options: names in `custom_params` that the policy reads itself (`Request.options`); over a pool they are
             passed on beside the pool's own.
         chunk: tokens of a prompt that had best be one chunk; None where any number is as good.
+        least_chunk: tokens of a prompt that a pass must have room for.
     """
 
     request_options: frozenset[str] = frozenset()
@@ -143,6 +146,10 @@ class Policy:
     @property
     def chunk(self) -> int | None:
         return None
+
+    @property
+    def least_chunk(self) -> int:
+        return 1
 
     def check(self, options: Options) -> None:
         """Look at a request's `custom_params` before it is sent to the schedulers.
@@ -226,9 +233,14 @@ class StreamPolicy(Policy):
     a pass are tokens of the stream here. Wherever a prompt is cut into chunks, its answer must be the same.
 
     A stream may outlive its request: a *conversation* is a stream that the next request, its next turn, goes on from.
+
+    Attributes:
+        of_tokens: whether what is kept of a stream follows from its tokens alone, and not from where prompts ended in
+            it. Then a prompt that begins with all tokens of a stream that ended goes on from it.
     """
 
     request_options = CONVERSATION_OPTIONS
+    of_tokens: bool = True
 
     def check(self, options: Options) -> None:
         """Whether the name and key of a conversation, and `continue`, are what they should be; to be extended."""
@@ -269,8 +281,17 @@ class StreamPolicy(Policy):
         """KV slots that a request with these `custom_params` ever needs, at most `tokens` tokens long."""
         raise NotImplementedError
 
-    def cut(self, options: Options, begin: int, end: int) -> int:
-        """Where a chunk of a prompt that may end anywhere in (begin, end] had best end."""
+    def cut(self, options: Options, begin: int, end: int, prompt: int) -> int:
+        """Where a chunk of a prompt that may end anywhere in (begin, end] is to end.
+
+        Args:
+            options: `custom_params` of the request.
+            begin, end: tokens of the stream.
+            prompt: number of the stream's tokens up to the end of the request's prompt.
+
+        Returns:
+            A place in (begin, end]; `begin` where the chunk must wait for a pass with more room.
+        """
         return end
 
     def attend(

@@ -25,7 +25,14 @@ class RequestTable:
             return known
         if known is not None:
             self.policy.finish(known)
-        request = Request(slot, req.rid, row, carried.request_options(req), carried.request_written(req))
+        request = Request(
+            slot,
+            req.rid,
+            row,
+            carried.request_options(req),
+            carried.request_written(req),
+            prompt=len(req.origin_input_ids),
+        )
         self._requests[slot] = request
         self.policy.start(request)
         return request

@@ -69,12 +69,13 @@ class StreamStates(Protocol):
     """What a cache of streams asks the policy whose streams they are (`attention.policy.StreamPolicy` says more)."""
 
     request_options: frozenset[str]
+    of_tokens: bool
 
     def slots(self, options: Options, tokens: int) -> int:
         """KV slots that a stream of up to so many tokens needs."""
 
-    def cut(self, options: Options, begin: int, end: int) -> int:
-        """Where a chunk of a prompt that may end anywhere in (begin, end] had best end."""
+    def cut(self, options: Options, begin: int, end: int, prompt: int) -> int:
+        """Where a chunk of a prompt that may end anywhere in (begin, end] is to end; `begin` where it must wait."""
 
     def park(self, slot: int) -> StreamState:
         """Hand over the state of the request in `slot`, which ends."""
@@ -253,8 +254,10 @@ class StreamCache(ChunkCache):
         return max(0, slots - len(turn.slots)) if turn else slots
 
     def cut(self, req: Req, begin: int, end: int) -> int:
-        """Where a chunk [begin, end) of a prompt, or a shorter one, had best end."""
-        return self.policy.cut(carried.request_options(req), begin, end)
+        """Where a chunk [begin, end) of a prompt, or a shorter one, is to end; `begin` where it must wait."""
+        before = _before(self._turn(req)) if req.kv is None else self._before[req.req_pool_idx]
+        prompt = before + len(req.origin_input_ids)
+        return self.policy.cut(carried.request_options(req), before + begin, before + end, prompt) - before
 
     def reserve(self, req: Req) -> None:
         """Give a request that has a row its KV slots, unless it has them.
@@ -291,7 +294,7 @@ class StreamCache(ChunkCache):
         if req.finished() and not compat.is_aborted(req):
             if name is not None:
                 slots = self._keep(name, req, before, slots)
-            elif req.output_ids and not self._settings(options):
+            elif self.policy.of_tokens and req.output_ids and not self._settings(options):
                 slots = self._keep(object(), req, before, slots, array("q", [*req.origin_input_ids, *req.output_ids]))
         for released in self.on_release:
             released(slot)

@@ -83,6 +83,12 @@ def refusals(server_args: ServerArgs) -> list[str]:
             f"enable_mixed_chunk is not supported with --attention-backend {server_args.attention_backend}: leave out"
             " --enable-mixed-chunk: decoding steps would not be told from prompts"
         )
+    least, size = system.make_policy().least_chunk, server_args.chunked_prefill_size
+    if size is not None and 0 < size < least:
+        problems.append(
+            f"chunked_prefill_size={size} is below the policy's chunk of {least} tokens, which are computed together:"
+            f" set --chunked-prefill-size {least} or more, or make the chunk smaller (--policy)"
+        )
     return problems
 
 
@@ -91,7 +97,7 @@ def before_server_args(server_args: ServerArgs) -> None:
     system = system_of(server_args)
     if system is None:
         return
-    chunk = system.make_policy().chunk  # first of all: wrong options are refused before anything is set
+    policy = system.make_policy()  # first of all: wrong options are refused before anything is set
     if server_args.radix_cache_backend is None:
         server_args.radix_cache_backend = RADIX_CACHE_BACKEND
     if server_args.page_size is None:
@@ -100,8 +106,8 @@ def before_server_args(server_args: ServerArgs) -> None:
     if not captures(system, server_args.dtype):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
-    if chunk is not None and server_args.chunked_prefill_size is None:
-        server_args.chunked_prefill_size = chunk
+    if policy.chunk is not None and server_args.chunked_prefill_size is None:
+        server_args.chunked_prefill_size = policy.chunk
 
 
 def _share_cores() -> None:

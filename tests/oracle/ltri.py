@@ -58,11 +58,13 @@ class Chunk:
     """Tokens [begin, end) that see the same blocks in a layer, and the votes of the layers so far.
 
     Attributes:
+        asks: it is part of a prompt, and retrieves blocks of its own.
         lists: layer -> blocks that it retrieved.
     """
 
     begin: int
     end: int
+    asks: bool
     votes: dict[int, float] = field(default_factory=dict)
     lists: dict[int, list[int]] = field(default_factory=dict)
 
@@ -145,13 +147,24 @@ class LtriOracle:
         self.chunks: list[Chunk] = []
         self._sizes = LtriSizes(0, 1, 1, 1, 1, 0)
 
-    def log_probs(self, tokens: Sequence[int], prompt: int, sizes: LtriSizes) -> torch.Tensor:
-        """Log-probabilities [tokens, vocabulary], float64, of a prompt of so many tokens and its answer."""
-        cuts = {*range(0, prompt, sizes.chunk), max(0, prompt - sizes.last), *range(prompt, len(tokens) + 1)}
-        bounds = sorted(cuts)
-        self._sizes = sizes
-        self._prompt = prompt
-        self.chunks = [Chunk(low, high) for low, high in pairwise(bounds)]
+    def log_probs(
+        self, tokens: Sequence[int], prompt: int | Sequence[tuple[int, int]], sizes: LtriSizes
+    ) -> torch.Tensor:
+        """Log-probabilities [tokens, vocabulary], float64.
+
+        Args:
+            tokens: prompts and answers.
+            prompt: tokens of the prompt; or, of each turn, where it begins, at the last token of the answer before it,
+                and where its prompt ends.
+            sizes: the settings.
+        """
+        turns = [(0, prompt)] if isinstance(prompt, int) else list(prompt)
+        self._sizes, self.chunks = sizes, []
+        for (begin, end), following in zip(turns, [*(low for low, _ in turns[1:]), len(tokens)], strict=True):
+            cuts = {begin, *range(begin // sizes.chunk * sizes.chunk, end, sizes.chunk), end - sizes.last, end}
+            bounds = sorted(cut for cut in cuts if cut >= begin)
+            self.chunks += [Chunk(low, high, asks=True) for low, high in pairwise(bounds)]
+            self.chunks += [Chunk(token, token + 1, asks=False) for token in range(end, following)]
         everything = torch.ones(len(tokens), len(tokens), dtype=torch.bool)
         nowhere = torch.zeros(len(tokens), dtype=torch.long)  # the model's own rotation is none
         return torch.log_softmax(oracle._forward(self.model, tokens, nowhere, everything), -1)
@@ -163,7 +176,7 @@ class LtriOracle:
         local = torch.zeros(heads, length, length, dtype=query.dtype)  # attention over [window, chunk]
         index: dict[int, list[list[int]]] = {}  # block -> tokens of its spans
         out = torch.empty_like(query)
-        asked = None
+        asked: list[int] = []
         for chunk in self.chunks:
             begin, end = chunk.begin, chunk.end
             evicted = max(0, (begin - sizes.sinks - sizes.window) // sizes.block)
@@ -180,7 +193,7 @@ class LtriOracle:
                 for i in range(begin, end):
                     seen = [j for j in near if j <= i]
                     local[head, i, seen] = self._weights(query[head, i], key[of[head]], i, seen, scaling)
-            if begin < self._prompt or not sizes.persist or asked is None:
+            if chunk.asks or not sizes.persist:
                 asked = self._retrieve(chunk, layer, query, key, of, local, index)
             chunk.lists[layer] = asked
             blocks = sorted(index) if sizes.everything else asked

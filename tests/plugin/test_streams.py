@@ -35,15 +35,9 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> CascadePolicy:
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        attention_backend="cascade",
-        dtype="auto",
-        radix_eviction_policy="lru",
-        dp_size=1,
-        pp_size=1,
-        tp_size=1,
-        **changed,
-    )
+    sizes = {"dp_size": 1, "pp_size": 1, "tp_size": 1, "chunked_prefill_size": None}
+    given = {"attention_backend": "cascade", "dtype": "auto", "radix_eviction_policy": "lru", **sizes, **changed}
+    return SimpleNamespace(**given)
 
 
 def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +50,7 @@ def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cascade.request_options == {*Cascade.__dataclass_fields__, "conversation", "continue", "conversation_key"}
     assert checks.serves_streams(arguments()) and checks.refusals(arguments()) == []
     for name, system in systems().items():
-        assert system.streams == (name in ("cascade", "streaming_llm"))
+        assert system.streams == (name in ("cascade", "streaming_llm", "ltri"))
         assert isinstance(system.make_policy(), StreamPolicy) == system.streams
 
 
@@ -82,6 +76,14 @@ def test_tensor_parallelism_is_refused_for_streams_alone() -> None:
     assert "tp_size=2" in problem
     two.attention_backend = "dbsa"
     assert checks.refusals(two) == []
+
+
+def test_a_pass_has_room_for_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POLICY_ENV, json.dumps({"chunk": 256}))
+    for size, refused in ((128, True), (256, False), (1000, False), (-1, False), (None, False)):
+        problems = checks.refusals(arguments(attention_backend="ltri", chunked_prefill_size=size))
+        assert bool(problems) == refused
+        assert not problems or "chunked_prefill_size=128 is below the policy's chunk of 256 tokens" in problems[0]
 
 
 def test_slots_are_bounded_and_short_requests_take_fewer(policy: CascadePolicy) -> None:
@@ -241,10 +243,10 @@ def test_what_pool_and_context_must_hold(policy: CascadePolicy) -> None:
 
 
 def test_chunks_end_where_strides_do_when_they_can(policy: CascadePolicy) -> None:
-    assert [policy.cut({}, begin, end) for begin, end in ((0, 50), (48, 98), (48, 64), (50, 60), (3, 16))] == [
+    assert [policy.cut({}, begin, end, 200) for begin, end in ((0, 50), (48, 98), (48, 64), (50, 60), (3, 16))] == [
         48, 96, 64, 60, 16,
     ]  # fmt: skip
-    assert policy.cut({"stride": 7}, 0, 50) == 49
+    assert policy.cut({"stride": 7}, 0, 50, 200) == 49
 
 
 def test_positions_start_anew_behind_what_is_kept(policy: CascadePolicy) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -136,9 +136,10 @@ def test_picked_tokens() -> None:
     received = torch.tensor([9.0, 1.0, 5.0, 5.0, 2.0, 8.0])
     assert ltri.picked(received, (1, 5), 1) == [2] and ltri.picked(received, (1, 5), 3) == [2, 3, 4]
     settings = Ltri(theta=BETWEEN, spans=4, vectors=8, rate=0.0, early_rate=100.0)
-    found = ltri.index_tokens(triangles([4, 7, 5]), torch.arange(16.0), settings, layer=9)
+    received = torch.arange(16.0)
+    found = ltri.index_tokens(ltri.counted_spans(triangles([4, 7, 5]), settings, layer=9), received)
     assert found == [[2, 3], [9, 10], [14, 15]]
-    early = ltri.index_tokens(triangles([4, 7, 5]), torch.arange(16.0), settings, layer=3)
+    early = ltri.index_tokens(ltri.counted_spans(triangles([4, 7, 5]), settings, layer=3), received)
     assert early[0] == [2, 3] and all(len(span) <= 2 for span in early), "the first span has no neighbours"
 
 
@@ -213,16 +214,38 @@ def test_the_own_layer_may_be_left_out() -> None:
 # ---- settings ----
 
 
+CHUNKS = Ltri(sinks=4, window=32, block=4, chunk=16, last=5)
+
+
 def test_a_token_lies_in_the_same_chunk_wherever_a_prompt_is_cut() -> None:
-    settings = Ltri(sinks=4, window=32, block=4, chunk=16, last=5)
-    for prompt in (1, 5, 6, 16, 17, 21, 53, 64):
-        whole = settings.chunks(0, prompt, prompt)
-        assert whole[-1] == (max(whole[-1][0], prompt - 5), prompt)
-        ends = {end for _, end in whole}
-        assert ends == {*range(16, prompt, 16), prompt, *([prompt - 5] if prompt > 5 else [])}
-        for cut in range(1, prompt):
-            parts = settings.chunks(0, cut, prompt) + settings.chunks(cut, prompt, prompt)
-            assert {end for _, end in parts} == ends | {cut}
+    for begin, prompt in product((0, 3, 16, 33), (1, 5, 6, 16, 17, 21, 53, 64)):
+        if begin >= prompt:
+            continue
+        whole = CHUNKS.chunks(begin, prompt + 3, prompt)
+        multiples = range(begin // 16 * 16 + 16, prompt, 16)
+        ends = {*multiples, prompt, *([prompt - 5] if prompt - 5 > begin else [])} | {
+            prompt + 1,
+            prompt + 2,
+            prompt + 3,
+        }
+        assert {end for _, end in whole} == ends and whole[0][0] == begin
+        assert all(high == low for (_, high), (low, _) in pairwise(whole))
+        for room in range(1, prompt + 3 - begin):
+            cut = CHUNKS.cut(begin, begin + room, prompt)
+            assert cut == max((end for end in ends if end <= begin + room), default=begin)
+            if cut > begin:
+                assert CHUNKS.chunks(begin, cut, prompt) + CHUNKS.chunks(cut, prompt + 3, prompt) == whole
+
+
+def test_a_part_of_a_chunk_is_none() -> None:
+    with pytest.raises(ValueError, match="expected whole chunks, which end at multiples of 16, at 35 and at 40"):
+        CHUNKS.chunks(16, 30, 40)
+
+
+def test_a_token_keeps_its_slot_until_it_has_left_the_window() -> None:
+    for begin, end in CHUNKS.chunks(0, 300, 290):
+        seen = [*range(min(begin, 4)), *range(CHUNKS.local(begin), end)]
+        assert len({CHUNKS.cell(token) for token in seen}) == len(seen) and CHUNKS.cell(end - 1) < CHUNKS.slots
 
 
 def test_blocks_leave_the_window() -> None:
@@ -231,7 +254,7 @@ def test_blocks_leave_the_window() -> None:
     assert [settings.local(n) for n in (0, 3, 36, 39, 40, 52)] == [0, 3, 4, 4, 8, 20]
     for before in range(100):
         assert 32 <= before - settings.local(before) < 32 + 4 or settings.evicted(before) == 0
-    assert [settings.distance(100, key) for key in (100, 70, 69, 68, 0)] == [0, 30, 31, 31, 31]
+    assert [settings.blocks(n) for n in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

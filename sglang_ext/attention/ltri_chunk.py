@@ -1,0 +1,307 @@
+"""One chunk of a stream of Ltri-LLM in one layer, in plain PyTorch: section 3 of the paper, step by step.
+
+What leaves the window goes to the host; the chunk's keys and values take the slots that are free then; the chunk's
+attention to its window is the map out of which spans are cut; the spans of the chunk ask for blocks, which come back
+from the host; and one softmax goes over sinks, blocks and window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_ext.attention.policy import Caches
+from sglang_ext.kernels.rope import rotate
+from sglang_ext.policies.ltri import (
+    Span,
+    SpanVectors,
+    block_scores,
+    counted_spans,
+    index_tokens,
+    retrieved,
+    similarity,
+)
+from sglang_ext.policies.ltri_options import Ltri
+
+
+class SpanIndex:
+    """The index vectors of all blocks of a layer that have left the window, in the order in which they left.
+
+    Attributes:
+        blocks: how many blocks there are.
+    """
+
+    def __init__(self) -> None:
+        self.blocks, self._spans = 0, 0
+        self._vectors, self._counts, self._block_of = torch.empty(0), torch.empty(0), torch.empty(0)
+
+    def add(self, spans: Sequence[torch.Tensor], most: int) -> None:
+        """The next block.
+
+        Args:
+            spans: [vectors, dim] of each of its spans.
+            most: vectors of a span at most.
+        """
+        end = self._spans + len(spans)
+        if end > len(self._counts):
+            self._grow(2 * end, most, spans[0])
+        for number, span in enumerate(spans, self._spans):
+            self._vectors[number, : len(span)] = span
+            self._counts[number] = len(span)
+        self._block_of[self._spans : end] = self.blocks
+        self._spans, self.blocks = end, self.blocks + 1
+
+    def _grow(self, spans: int, most: int, like: torch.Tensor) -> None:
+        vectors = like.new_zeros(spans, most, like.shape[-1])
+        counts, block_of = (torch.zeros(spans, dtype=torch.int64, device=like.device) for _ in range(2))
+        if self._spans:
+            kept = slice(0, self._spans)
+            vectors[kept], counts[kept] = self._vectors[kept], self._counts[kept]
+            block_of[kept] = self._block_of[kept]
+        self._vectors, self._counts, self._block_of = vectors, counts, block_of
+
+    def scores(self, query: SpanVectors, kind: str) -> torch.Tensor:
+        """The score of each block (`policies.ltri.block_scores`) for a chunk's spans."""
+        memory = SpanVectors(self._vectors[: self._spans], self._counts[: self._spans])
+        return block_scores(similarity(query, memory, kind), self._block_of[: self._spans], self.blocks)
+
+
+@dataclass
+class LayerMemory:
+    """What one layer of a stream remembers.
+
+    Attributes:
+        keys, values: on the host, [block, kv_heads, dim] of each block that has left the window; keys are not rotated.
+        index: of these blocks.
+        tiles: block -> [heads, block, block] of its attention map, until all of its rows are there.
+        spans: block -> its spans, from then until it leaves the window.
+        received: [slots of a stream] attention that the token in each slot received from all heads of the queries
+            before `last`, float32 or float64.
+        last: the newest token, and what it adds to `received` as soon as another one follows.
+        blocks: what the last chunk of a prompt retrieved.
+    """
+
+    received: torch.Tensor
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    index: SpanIndex = field(default_factory=SpanIndex)
+    tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+    spans: dict[int, list[tuple[Span, int]]] = field(default_factory=dict)
+    last: tuple[int, torch.Tensor] | None = None
+    blocks: list[int] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, settings: Ltri, device: torch.device) -> LayerMemory:
+        """The memory of a stream that has no token yet."""
+        return cls(torch.zeros(settings.slots, device=device))
+
+
+@dataclass(frozen=True)
+class Voter:
+    """What votes in a layer, and whose queries and keys are compared.
+
+    Attributes:
+        weight: of its vote.
+        head: number of the retrieval head; None for all heads, whose products are summed.
+    """
+
+    weight: float = 1.0
+    head: int | None = None
+
+    def of_queries(self, query: torch.Tensor) -> torch.Tensor:
+        """[tokens, dim] of the voting head, or [tokens, heads * dim], from queries [tokens, heads, dim]."""
+        return query.flatten(1) if self.head is None else query[:, self.head]
+
+    def of_keys(self, keys: torch.Tensor, heads: int) -> torch.Tensor:
+        """Likewise, from keys [tokens, kv_heads, dim] of so many query heads."""
+        return self.of_queries(keys.repeat_interleave(heads // keys.shape[1], 1))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [begin, end) of a stream in one layer.
+
+    Attributes:
+        settings: of the method.
+        memory: of the layer.
+        caches: of the layer; written at `slots` only.
+        slots: [slots of a stream] the stream's KV slots.
+        voter: what votes in the layer; None where nothing does.
+        heads: query heads of the layer.
+        begin, end: numbers of its tokens.
+        answers: whether it is a token of an answer.
+    """
+
+    settings: Ltri
+    memory: LayerMemory
+    caches: Caches
+    slots: torch.Tensor
+    voter: Voter | None
+    heads: int
+    begin: int
+    end: int
+    answers: bool
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Store the chunk's keys and values, and attend to what it sees.
+
+        Args:
+            query: [rows, heads, head_dim], not rotated, as the keys.
+            keys: [rows, kv_heads, head_dim].
+            values: [rows, kv_heads, value_dim].
+            votes: first token of a chunk -> [blocks] votes of the layers before this one, which adds its own.
+
+        Returns:
+            [rows, heads, value_dim] in query's dtype.
+        """
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        wide = query.to(dtype).transpose(0, 1)  # [heads, rows, head_dim]
+        self._remember()
+        self._store(keys, values)
+        first = self.settings.local(self.begin)
+        near_keys, near_values = self._stored(first, self.end, dtype)
+        near = self._logits(wide, near_keys, torch.arange(first, self.end, device=query.device))
+        local = near.softmax(-1)
+        self._keep_map(local, first)
+        far_keys, far_values, places = self._far(self._blocks(wide, local, first, votes), dtype)
+        logits = torch.cat([self._logits(wide, far_keys, places), near], -1)
+        seen = torch.cat([far_values, near_values], 1).repeat_interleave(wide.shape[0] // keys.shape[1], 0)
+        return (logits.softmax(-1) @ seen).transpose(0, 1).to(query.dtype)
+
+    # ---- the window ----
+
+    def _cells(self, begin: int, end: int) -> torch.Tensor:
+        """[tokens] int64: numbers, among the stream's slots, of those that hold the tokens [begin, end)."""
+        cells = [self.settings.cell(token) for token in range(begin, end)]
+        return torch.tensor(cells, dtype=torch.int64, device=self.slots.device)
+
+    def _stored(self, begin: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of the tokens [begin, end), [kv_heads, tokens, dim]."""
+        slots = self.slots[self._cells(begin, end)].long()
+        keys, values = self.caches.keys[slots], self.caches.values[slots]
+        return keys.to(dtype).transpose(0, 1), values.to(dtype).transpose(0, 1)
+
+    def _store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        cells = self._cells(self.begin, self.end)
+        slots = self.slots[cells].long()
+        self.caches.keys[slots], self.caches.values[slots] = keys, values
+        self.memory.received[cells] = 0
+
+    def _logits(self, query: torch.Tensor, keys: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Logits of the chunk's rows at their distances from keys; -inf behind the row.
+
+        Args:
+            query: [heads, rows, head_dim].
+            keys: [kv_heads, tokens, head_dim].
+            places: [tokens] numbers of the tokens.
+
+        Returns:
+            [heads, rows, tokens].
+        """
+        settings, rope = self.settings, self.caches.rope
+        keys = keys.repeat_interleave(query.shape[0] // keys.shape[0], 0)
+        rows = torch.arange(self.begin, self.end, device=query.device)
+        distance = rows.unsqueeze(1) - places
+        # Places count from the chunk's first token: angles stay small, however long the stream is.
+        true = rotate(query, rows - self.begin, rope) @ rotate(keys, places - self.begin, rope).transpose(1, 2)
+        if not settings.far:
+            edge = torch.tensor(settings.window - 1, device=query.device)
+            true = torch.where(distance < settings.window, true, rotate(query, edge, rope) @ keys.transpose(1, 2))
+        return (true * self.caches.scale).masked_fill(distance < 0, float("-inf"))
+
+    # ---- what is remembered ----
+
+    def _first(self, block: int) -> int:
+        """The first token of a block."""
+        return self.settings.sinks + block * self.settings.block
+
+    def _remember(self) -> None:
+        """Cut the spans of the blocks that are complete, and move those that have left the window to the host."""
+        memory = self.memory
+        if memory.last is not None and memory.last[0] < self.begin:
+            memory.received += memory.last[1]
+            memory.last = None
+        for block in [block for block in memory.tiles if self._first(block + 1) <= self.begin]:
+            memory.spans[block] = counted_spans(memory.tiles.pop(block), self.settings, self.caches.layer)
+        for block in range(len(memory.keys), self.settings.evicted(self.begin)):
+            self._evict(block)
+
+    def _evict(self, block: int) -> None:
+        memory, cells = self.memory, self._cells(self._first(block), self._first(block + 1))
+        slots = self.slots[cells].long()
+        keys, values = self.caches.keys[slots], self.caches.values[slots]
+        if self.voter is not None:
+            spans = index_tokens(memory.spans.pop(block), memory.received[cells])
+            vectors = self.voter.of_keys(keys.to(memory.received.dtype), self.heads)
+            memory.index.add([vectors[tokens] for tokens in spans], self.settings.vectors // self.settings.spans)
+        memory.keys.append(keys.cpu())
+        memory.values.append(values.cpu())
+
+    def _keep_map(self, local: torch.Tensor, first: int) -> None:
+        """Keep what the map of attention to the window says of blocks.
+
+        Args:
+            local: [heads, rows, tokens] attention to the tokens from `first` on.
+            first: first token of the window.
+        """
+        if self.voter is None:
+            return
+        settings, memory = self.settings, self.memory
+        for block in range(max(0, self.begin - settings.sinks) // settings.block, settings.blocks(self.end)):
+            low, high = self._first(block), self._first(block + 1)
+            if block not in memory.tiles:
+                memory.tiles[block] = local.new_zeros(len(local), settings.block, settings.block)
+            begin, end = max(low, self.begin), min(high, self.end)
+            rows = local[:, begin - self.begin : end - self.begin, low - first : end - first]
+            memory.tiles[block][:, begin - low : end - low, : end - low] = rows
+        cells, given = self._cells(first, self.end), local.sum(0)
+        memory.received[cells] += given[:-1].sum(0)
+        last = torch.zeros_like(memory.received)
+        last[cells] = given[-1]
+        memory.last = self.end - 1, last
+
+    # ---- what comes back ----
+
+    def _blocks(
+        self, query: torch.Tensor, local: torch.Tensor, first: int, votes: dict[int, torch.Tensor]
+    ) -> Sequence[int]:
+        """The blocks that come back for the chunk."""
+        settings, memory = self.settings, self.memory
+        if self.answers and settings.persist:
+            return memory.blocks
+        before = votes.get(self.begin, torch.zeros(len(memory.keys), device=query.device))
+        scores = None
+        if self.voter is not None and memory.keys and settings.retrieved:
+            scores = memory.index.scores(self._asked(self.voter, query, local, first), settings.similarity)
+        weight = 0.0 if self.voter is None else self.voter.weight
+        blocks, votes[self.begin] = retrieved(before, scores, weight, settings)
+        if not self.answers:
+            memory.blocks = blocks
+        return blocks
+
+    def _asked(self, voter: Voter, query: torch.Tensor, local: torch.Tensor, first: int) -> SpanVectors:
+        """Index vectors of the chunk's own spans: queries as they are behind a whole window."""
+        settings, found = self.settings, []
+        edge = torch.tensor(settings.window - 1, device=query.device)
+        vectors = voter.of_queries(rotate(query, edge, self.caches.rope).transpose(0, 1))
+        for low in range(self.begin, self.end, settings.block):
+            rows = slice(low - self.begin, min(low + settings.block, self.end) - self.begin)
+            columns = slice(low - first, low - first + rows.stop - rows.start)
+            spans = counted_spans(local[:, rows, columns], settings, self.caches.layer)
+            received = local[:, :, columns].sum((0, 1))
+            found += [vectors[rows][tokens] for tokens in index_tokens(spans, received)]
+        return SpanVectors.of(found)
+
+    def _far(self, blocks: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(keys, values) [kv_heads, tokens, dim] of the sinks before the chunk and of blocks; the tokens' places."""
+        settings, memory, device = self.settings, self.memory, self.slots.device
+        sinks = min(self.begin, settings.sinks)
+        keys, values = self._stored(0, sinks, dtype)
+        places = [*range(sinks), *(self._first(block) + token for block in blocks for token in range(settings.block))]
+        keys = torch.cat([keys, *(memory.keys[block].to(device, dtype).transpose(0, 1) for block in blocks)], 1)
+        values = torch.cat([values, *(memory.values[block].to(device, dtype).transpose(0, 1) for block in blocks)], 1)
+        return keys, values, torch.tensor(places, dtype=torch.int64, device=device)

@@ -1,0 +1,131 @@
+"""Ltri-LLM in the real engine, in plain PyTorch, against `tests/oracle/ltri.py`: `transformers` in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.server import until
+from tests.e2e.streams import (
+    TOLERANCE,
+    TURNS,
+    Served,
+    abort_some,
+    beside,
+    converse,
+    deviation,
+    prompt_of,
+    save,
+    sequence,
+    serving,
+)
+from tests.e2e.warm import SPAWN
+from tests.oracle.ltri import LtriOracle, LtriSizes
+
+SIZES = LtriSizes(4, 16, 8, 16, 5, 2, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1)
+"""A span is remembered by several tokens: in the first layer equal tokens have equal keys, and of blocks that one such
+token each stands for, float32 would choose by its rounding."""
+LENGTHS = (1, 5, 16, 37, 150)
+
+
+def policy_of(sizes: LtriSizes) -> dict[str, Any]:
+    """`--policy` of the same settings."""
+    return {name: value for name, value in asdict(sizes).items() if name not in ("everything", "heads")}
+
+
+class Replayed:
+    """The oracle in the place of `Served.cascades`: a conversation of TURNS is replayed turn by turn."""
+
+    def __init__(self, oracle: LtriOracle) -> None:
+        self.oracle = oracle
+
+    def log_probs(self, tokens: Sequence[int], sizes: LtriSizes) -> torch.Tensor:
+        turns, at = [], 0
+        for length, answered in TURNS:
+            turns.append((max(0, at - 1), at + length))
+            at += length + answered
+        begun = [(begin, end) for begin, end in turns if end <= len(tokens)]
+        return self.oracle.log_probs(tokens, begun, sizes)
+
+
+@pytest.fixture(scope="module", params=["overlap", "retracted"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    retracts = request.param == "retracted"
+    with pytest.MonkeyPatch.context() as patch:
+        if retracts:
+            patch.setenv(SPAWN, "1")  # SGLang reads the next two when it is imported
+            patch.setenv("SGLANG_TEST_RETRACT", "1")
+            patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
+        folder = save(tmp_path_factory.mktemp("model"))
+        oracle, policy = LtriOracle(folder), policy_of(SIZES)
+        with serving(folder, attention_backend="ltri", policy=policy, disable_overlap_schedule=retracts) as served:
+            served.cascades = Replayed(oracle)  # type: ignore[assignment]
+            served.retracts, served.oracle = retracts, oracle  # type: ignore[attr-defined]
+            yield served
+
+
+def clean(served: Served) -> None:
+    """Nothing runs, and nothing is left on the host."""
+    served.idle()
+    until(lambda: served.engine.flush_cache().success)
+    assert served.stats()["host_blocks"] == 0
+
+
+def test_answers_are_the_papers(served: Served) -> None:
+    """Together, so that prompts are cut where others leave room; no number of the chunked prefill is a chunk's."""
+    prompts = [prompt_of(length, length) for length in LENGTHS]
+    answers = served.generate(prompts, [{}] * len(prompts))
+    oracle = served.oracle  # type: ignore[attr-defined]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        table = oracle.log_probs(sequence(prompt, answer), len(prompt), SIZES)
+        assert deviation(prompt, answer, table) <= TOLERANCE, len(prompt)
+    retracted = sum(answer["meta_info"].get("num_retractions", 0) for answer in answers)
+    assert bool(retracted) == served.retracts  # type: ignore[attr-defined]
+    for other in (
+        replace(SIZES, vote="off"),
+        replace(SIZES, retrieved=1),
+        replace(SIZES, persist=False),
+        replace(SIZES, last=4),
+    ):
+        table = oracle.log_probs(sequence(prompts[-1], answers[-1]), len(prompts[-1]), other)
+        assert deviation(prompts[-1], answers[-1], table) > 10 * TOLERANCE, other
+    clean(served)
+
+
+def test_turns_go_on_from_what_is_on_the_host(served: Served) -> None:
+    if served.retracts:  # type: ignore[attr-defined]
+        pytest.skip("a turn that is retracted ends")
+    converse(served, "a", {}, SIZES, TURNS)  # type: ignore[arg-type]
+    assert served.stats()["host_blocks"] > 50
+    clean(served)
+
+
+def test_a_prompt_that_begins_like_an_ended_stream_is_computed_anew(served: Served) -> None:
+    """Where that one's prompt ended, its last tokens were a chunk of their own."""
+    first = prompt_of(61, 3)
+    answer = served.one(first, new_tokens=6)
+    longer = [*first, *answer["output_ids"], *prompt_of(30, 4)]
+    again = served.one(longer, new_tokens=6)
+    assert again["meta_info"]["cached_tokens"] == 0
+    table = served.oracle.log_probs(sequence(longer, again), len(longer), SIZES)  # type: ignore[attr-defined]
+    assert deviation(longer, again, table) <= TOLERANCE
+    clean(served)
+
+
+def test_a_long_prompt_beside_others(served: Served) -> None:
+    """Longer than the KV pool and the model's context; short requests run while it is computed."""
+    prompt, short = prompt_of(400, 8), prompt_of(20, 9)
+    found = beside(served, prompt, short)
+    table = served.oracle.log_probs(sequence(prompt, found.answer), len(prompt), SIZES)  # type: ignore[attr-defined]
+    assert deviation(prompt, found.answer, table) <= TOLERANCE
+    assert found.others and all(other["output_ids"] == found.others[0]["output_ids"] for other in found.others)
+    clean(served)
+
+
+def test_aborted_streams_leave_nothing(served: Served) -> None:
+    abort_some(served)
+    clean(served)

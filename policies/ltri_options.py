@@ -43,6 +43,9 @@ class Ltri:
             (`max`), or the attention that the queries give to the span's vectors among all of them (`mass`).
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
             (`preceding`), or its own choice (`off`).
+        heads: the file of `sglang-ext heads` that says which head votes in a layer, or `all`: then all heads of every
+            layer vote, and their similarities are summed. Left out, it is the file of this package for the model where
+            there is one, and `all` otherwise.
         persist: keep what the last chunk of the prompt retrieved through the answer (section 4); else each token of the
             answer retrieves anew.
         far: see tokens behind the window at their true distance, which the model must have been trained for, and not
@@ -69,6 +72,7 @@ class Ltri:
     early_layers: int = 4
     similarity: str = field(default="sum", metadata={CHOICES: SIMILARITIES})
     vote: str = field(default="inclusive", metadata={CHOICES: VOTES})
+    heads: str | None = None
     persist: bool = True
     far: bool = False
 

@@ -39,6 +39,7 @@ from sglang_ext.types import JsonObject
 
 MODEL = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
 RESULTS = Path(__file__).resolve().parent / "results"
+NEEDLE = " The pass key is {key}. Remember it. {key} is the pass key."
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
@@ -232,7 +233,7 @@ def summarise(suite: Suite, points: dict[int, list[dict[str, float]]]) -> list[J
 def passkey_prompt(reader: Writer, length: int, depth: float, rng: random.Random) -> tuple[list[int], str]:
     """A prompt of exactly ``length`` tokens with a five-digit key at ``depth`` of it, and the key."""
     key = "".join(rng.choice("0123456789") for _ in range(5))
-    needle = reader.encode(f" The pass key is {key}. Remember it. {key} is the pass key.")
+    needle = reader.encode(NEEDLE.format(key=key))
     question = reader.encode("\n\nWhat is the pass key? The pass key is")
     room = length - 1 - len(needle) - len(question)
     if room < 0:

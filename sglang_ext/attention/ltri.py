@@ -16,16 +16,21 @@ when a token behind it comes (`LayerMemory.last`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
 from sglang_ext.attention.ltri_chunk import Chunk, LayerMemory, Voter
-from sglang_ext.attention.policy import Caches, Request, StreamPolicy
+from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
 from sglang_ext.config import policy_options
+from sglang_ext.policies.heads import Heads, shipped, weights_hash
 from sglang_ext.policies.ltri_options import Ltri
 from sglang_ext.types import Options
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -49,6 +54,7 @@ class LtriPolicy(StreamPolicy):
 
     def __init__(self) -> None:
         self.config = policy_options(self.options)
+        self._voters: Mapping[int, tuple[int, float]] | None = None  # layer -> its best head, that head's score
         self._streams: dict[int, LtriStream] = {}
         self._resumed: dict[int, LtriStream] = {}
         self._idle: set[LtriStream] = set()  # between two turns
@@ -71,6 +77,22 @@ class LtriPolicy(StreamPolicy):
 
     def positions(self, request: Request, begin: int, end: int) -> list[int]:
         return [0] * (end - begin)  # a key is rotated where it is read
+
+    # ---- the model ----
+
+    def meet(self, model: ServedModel) -> None:
+        name = self.config.heads
+        if name == "all":
+            return
+        weights = weights_hash(model.path) if model.loaded else ""
+        path = shipped(weights) if name is None else Path(name)
+        if path is None:
+            what = "all heads of every layer vote, since their retrieval heads are not known"
+            logger.warning("ltri, %s: %s; sglang-ext heads finds them", model.path, what)
+            return
+        heads = Heads.load(path)
+        heads.check(path, weights, model.layers, model.heads)
+        self._voters = heads.voters
 
     # ---- requests ----
 
@@ -101,8 +123,11 @@ class LtriPolicy(StreamPolicy):
     # ---- in every layer ----
 
     def _voter(self, layer: int) -> Voter | None:
-        """What votes in a layer: without a file of retrieval heads all of its heads."""
-        return Voter()
+        """What votes in a layer: its best retrieval head; where these are not known, all of its heads."""
+        if self._voters is None:
+            return Voter()
+        head, score = self._voters.get(layer, (None, 0.0))
+        return None if head is None else Voter(score, head)
 
     def attend(
         self,

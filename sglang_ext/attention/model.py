@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from sglang_ext import compat
+from sglang_ext.attention.policy import ServedModel
 from sglang_ext.attention.rope import find_rope
 from sglang_ext.names import AttentionBackend, ModelRunner
 
@@ -49,6 +50,12 @@ class Model:
     def shape(self) -> compat.AttentionShape:
         """Sizes of the attention layers; ValueError where layers differ."""
         return compat.attention_shape(self._runner)
+
+    @property
+    def served(self) -> ServedModel:
+        """What policies may know of it."""
+        path, loaded = compat.model_path(self._runner)
+        return ServedModel(path, len(self.caches()), self.shape.heads, loaded)
 
     @property
     def device(self) -> torch.device:

@@ -37,6 +37,23 @@ Carry: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class ServedModel:
+    """The model of a server.
+
+    Attributes:
+        path: its folder, its file, or its name at Hugging Face.
+        layers: with attention.
+        heads: query heads of each of them.
+        loaded: whether its weights are those at `path`; not where SGLang makes them up (`--load-format dummy`).
+    """
+
+    path: str
+    layers: int
+    heads: int
+    loaded: bool
+
+
+@dataclass(frozen=True)
 class Caches:
     """One layer's KV cache and what is needed to read it.
 
@@ -174,6 +191,13 @@ class Policy:
 
         Args:
             caches: gives (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.
+        """
+
+    def meet(self, model: ServedModel) -> None:
+        """The model whose requests will come; readers in plain PyTorch call it, before the first pass.
+
+        Raises:
+            ValueError: what the policy was told does not go with it.
         """
 
     def stats(self) -> Mapping[str, int]:

@@ -228,6 +228,11 @@ def context_length(model_runner: Any) -> int:
     return int(model_runner.model_config.context_len)
 
 
+def model_path(model_runner: Any) -> tuple[str, bool]:
+    """Where the model is, as the server was told, and whether its weights were loaded from there."""
+    return str(model_runner.server_args.model_path), model_runner.server_args.load_format != "dummy"
+
+
 def request_rows(batch: Any) -> list[int]:
     """The request slot of every request of a batch; new requests get one.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.policies.heads import Heads, weights_hash
 from tests.e2e.streams import TOLERANCE, deviation, prompt_of, save, sequence, serving
 from tests.e2e.test_ltri import SIZES, policy_of
 from tests.oracle.ltri import LtriOracle
@@ -30,3 +31,22 @@ def test_settings(changes: dict[str, Any], tmp_path: Path) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         table = oracle.log_probs(sequence(prompt, answer), len(prompt), sizes)
         assert deviation(prompt, answer, table) <= TOLERANCE, len(prompt)
+
+
+HEADS = ((0.1, 0.4, 0.0, 0.2), (0.1, 0.0, 0.0, 0.1), (0.3, 0.2, 0.5, 0.6))
+
+
+@pytest.mark.parametrize("vote", ["inclusive", "preceding"])
+def test_retrieval_heads_vote(vote: str, tmp_path: Path) -> None:
+    """The first and the last layer have one each, the one between has none, and gets what the first voted for."""
+    folder = save(tmp_path / "model")
+    Heads("tiny", weights_hash(str(folder)), HEADS, {}).save(tmp_path / "heads.json")
+    sizes = replace(SIZES, heads={0: (1, 0.4), 2: (3, 0.6)}, similarity="max", vote=vote)
+    prompt, oracle = prompt_of(131, 5), LtriOracle(folder)
+    policy = {**policy_of(sizes), "heads": str(tmp_path / "heads.json")}
+    with serving(folder, attention_backend="ltri", policy=policy) as served:
+        answer = served.one(prompt, 10)
+    table = oracle.log_probs(sequence(prompt, answer), len(prompt), sizes)
+    assert deviation(prompt, answer, table) <= TOLERANCE
+    other = replace(sizes, heads={0: (3, 0.4), 2: (3, 0.6)})
+    assert deviation(prompt, answer, oracle.log_probs(sequence(prompt, answer), len(prompt), other)) > 10 * TOLERANCE

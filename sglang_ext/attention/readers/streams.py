@@ -48,6 +48,7 @@ class StreamReader(Reader[Batch, Batch]):
         self._nowhere = torch.empty(0, dtype=torch.int32, device=model.table.device)
         check_fits(policy, model.request_slots, model.context)
         policy.bind(model.caches)
+        policy.meet(model.served)
 
     def step(self, batch: Batch) -> Batch:
         return batch

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.policies.ltri_options import Ltri
+from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
 
 Span = tuple[int, int]
 
@@ -186,6 +186,20 @@ def counted_spans(tile: torch.Tensor, settings: Ltri, layer: int) -> list[tuple[
     return found
 
 
+def remembered_spans(tile: torch.Tensor, settings: Ltri, layer: int) -> list[tuple[Span, int]]:
+    """The spans of a block that its index remembers, and how many tokens stand for each: see `Ltri.index`.
+
+    Args:
+        tile: [heads, tokens, tokens].
+        settings: of the method.
+        layer: number of the layer.
+    """
+    if settings.index == "ltri":
+        return counted_spans(tile, settings, layer)
+    tokens = tile.shape[-1]
+    return [((0, tokens), tokens if settings.index == "mean" else min(REPRESENTATIVES, tokens))]
+
+
 def index_tokens(spans: Sequence[tuple[Span, int]], received: torch.Tensor) -> list[list[int]]:
     """The tokens whose keys (of a block) or queries (of a chunk) are index vectors, span by span.
 
@@ -198,6 +212,19 @@ def index_tokens(spans: Sequence[tuple[Span, int]], received: torch.Tensor) -> l
 
 
 # ---- 3.4: similarity ----
+
+
+def index_vectors(states: torch.Tensor, settings: Ltri) -> torch.Tensor:
+    """What is kept of the keys (or queries) of a span's tokens: all of them; their mean in the other two indexes.
+
+    Args:
+        states: [tokens, dim].
+        settings: `index`.
+
+    Returns:
+        [vectors, dim].
+    """
+    return states if settings.index == "ltri" else states.mean(0, keepdim=True)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ from sglang_ext.policies.clustering import CHOICES
 SIMILARITIES = ("sum", "max", "mass")
 RATIOS = ("row", "col", "rowcol")
 VOTES = ("inclusive", "preceding", "off")
+INDEXES = ("ltri", "infllm", "mean")
+REPRESENTATIVES = 4
+"""Tokens that stand for a block in InfLLM's index (Xiao et al., 2024, section 3.2)."""
 LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1, "vectors": 1}
 LEAST |= {"early_layers": 0}
 """Setting that is a whole number -> the smallest that it may be."""
@@ -39,6 +42,8 @@ class Ltri:
         rate: λ of equation 7 (3): with a larger one a span gets fewer index vectors.
         early_rate: λ of the first `early_layers` layers (20).
         early_layers: how many layers these are (4).
+        index: what is remembered of a block: its spans (`ltri`); the mean key of its most attended tokens (`infllm`);
+            or the mean key of all of its tokens (`mean`). The last two compare it with a chunk's mean query.
         similarity: of a span's index vectors and a query's: the `sum` of all products (equation 8), the largest one
             (`max`), or the attention that the queries give to the span's vectors among all of them (`mass`).
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
@@ -70,6 +75,7 @@ class Ltri:
     rate: float = 3.0
     early_rate: float = 20.0
     early_layers: int = 4
+    index: str = field(default="ltri", metadata={CHOICES: INDEXES})
     similarity: str = field(default="sum", metadata={CHOICES: SIMILARITIES})
     vote: str = field(default="inclusive", metadata={CHOICES: VOTES})
     heads: str | None = None
@@ -81,7 +87,8 @@ class Ltri:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least {least}")
-        for name, allowed in (("ratio", RATIOS), ("similarity", SIMILARITIES), ("vote", VOTES)):
+        choices = (("ratio", RATIOS), ("index", INDEXES), ("similarity", SIMILARITIES), ("vote", VOTES))
+        for name, allowed in choices:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
         if not 0 < self.theta < 1 or not 0 <= self.phi < 1:
@@ -154,3 +161,12 @@ class Ltri:
     def cell(self, token: int) -> int:
         """The number of the KV slot, among the stream's, that holds a token until it has left the window."""
         return token if token < self.sinks else self.sinks + (token - self.sinks) % (self.slots - self.sinks)
+
+
+@dataclass(frozen=True)
+class InfLlmOptions(Ltri):
+    """`--policy` of `--attention-backend infllm`: another index, and every layer chooses by itself with all heads."""
+
+    index: str = field(default="infllm", metadata={CHOICES: INDEXES})
+    vote: str = field(default="off", metadata={CHOICES: VOTES})
+    heads: str | None = "all"

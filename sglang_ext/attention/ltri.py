@@ -27,7 +27,7 @@ from sglang_ext.attention.ltri_chunk import Chunk, LayerMemory, Voter
 from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
 from sglang_ext.config import policy_options
 from sglang_ext.policies.heads import Heads, shipped, weights_hash
-from sglang_ext.policies.ltri_options import Ltri
+from sglang_ext.policies.ltri_options import InfLlmOptions, Ltri
 from sglang_ext.types import Options
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class LtriStream:
 class LtriPolicy(StreamPolicy):
     """`--attention-backend ltri`, in plain PyTorch."""
 
-    options = Ltri
+    options: type[Ltri] = Ltri
     of_tokens = False  # where a prompt ends, its last tokens are a chunk of their own
 
     def __init__(self) -> None:
@@ -151,3 +151,9 @@ class LtriPolicy(StreamPolicy):
             chunk = Chunk(self.config, memory, caches, slots, self._voter(caches.layer), heads, first, last, answers)
             out[rows] = chunk.attend(query[rows], keys[rows], values[rows], votes)
         return out
+
+
+class InfLlmPolicy(LtriPolicy):
+    """`--attention-backend infllm`: the same with InfLLM's index (Xiao et al., 2024), a baseline."""
+
+    options = InfLlmOptions

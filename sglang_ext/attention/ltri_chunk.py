@@ -20,6 +20,8 @@ from sglang_ext.policies.ltri import (
     block_scores,
     counted_spans,
     index_tokens,
+    index_vectors,
+    remembered_spans,
     retrieved,
     similarity,
 )
@@ -226,7 +228,7 @@ class Chunk:
             memory.received += memory.last[1]
             memory.last = None
         for block in [block for block in memory.tiles if self._first(block + 1) <= self.begin]:
-            memory.spans[block] = counted_spans(memory.tiles.pop(block), self.settings, self.caches.layer)
+            memory.spans[block] = remembered_spans(memory.tiles.pop(block), self.settings, self.caches.layer)
         for block in range(len(memory.keys), self.settings.evicted(self.begin)):
             self._evict(block)
 
@@ -237,7 +239,8 @@ class Chunk:
         if self.voter is not None:
             spans = index_tokens(memory.spans.pop(block), memory.received[cells])
             vectors = self.voter.of_keys(keys.to(memory.received.dtype), self.heads)
-            memory.index.add([vectors[tokens] for tokens in spans], self.settings.vectors // self.settings.spans)
+            found = [index_vectors(vectors[tokens], self.settings) for tokens in spans]
+            memory.index.add(found, self.settings.vectors // self.settings.spans)
         memory.keys.append(keys.cpu())
         memory.values.append(values.cpu())
 
@@ -288,6 +291,8 @@ class Chunk:
         settings, found = self.settings, []
         edge = torch.tensor(settings.window - 1, device=query.device)
         vectors = voter.of_queries(rotate(query, edge, self.caches.rope).transpose(0, 1))
+        if settings.index != "ltri":
+            return SpanVectors.of([index_vectors(vectors, settings)])
         for low in range(self.begin, self.end, settings.block):
             rows = slice(low - self.begin, min(low + settings.block, self.end) - self.begin)
             columns = slice(low - first, low - first + rows.stop - rows.start)

@@ -25,7 +25,18 @@ VIEWS = "sglang_ext.attention.readers.views:ViewReader"
 STREAMS = "sglang_ext.attention.readers.streams:StreamReader"
 """Readers in plain PyTorch: of policies with `views`, and of stream policies."""
 
-_OURS = ("dbsa", "double_p", "dbsa_double_p", "quest", "retroinfer", "twilight", "cascade", "streaming_llm", "ltri")
+_OURS = (
+    "dbsa",
+    "double_p",
+    "dbsa_double_p",
+    "quest",
+    "retroinfer",
+    "twilight",
+    "cascade",
+    "streaming_llm",
+    "ltri",
+    "infllm",
+)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"similarity": "mass", "vote": "preceding", "ratio": "rowcol", "sinks": 0},
     {"vote": "off", "ratio": "col", "sinks": 11, "block": 4, "last": 16, "retrieved": 5, "theta": 0.6, "phi": 0.3},
     {"retrieved": 0},
+    {"index": "mean", "vote": "preceding"},
 )
 
 
@@ -50,3 +51,17 @@ def test_retrieval_heads_vote(vote: str, tmp_path: Path) -> None:
     assert deviation(prompt, answer, table) <= TOLERANCE
     other = replace(sizes, heads={0: (3, 0.4), 2: (3, 0.6)})
     assert deviation(prompt, answer, oracle.log_probs(sequence(prompt, answer), len(prompt), other)) > 10 * TOLERANCE
+
+
+def test_infllm(tmp_path: Path) -> None:
+    """By its name: its index, all heads, and no votes."""
+    folder = save(tmp_path / "model")
+    sizes = replace(SIZES, index="infllm", vote="off")
+    prompt, oracle = prompt_of(131, 6), LtriOracle(folder)
+    policy = {name: value for name, value in policy_of(SIZES).items() if name not in ("index", "vote")}
+    with serving(folder, attention_backend="infllm", policy=policy) as served:
+        answer = served.one(prompt, 10)
+    assert deviation(prompt, answer, oracle.log_probs(sequence(prompt, answer), len(prompt), sizes)) <= TOLERANCE
+    for other in (replace(sizes, index="mean"), replace(sizes, vote="inclusive")):
+        table = oracle.log_probs(sequence(prompt, answer), len(prompt), other)
+        assert deviation(prompt, answer, table) > 10 * TOLERANCE, other

@@ -45,6 +45,7 @@ class LtriSizes:
     rate: float = 3.0
     early_rate: float = 20.0
     early_layers: int = 4
+    index: str = "ltri"
     similarity: str = "sum"
     vote: str = "inclusive"
     persist: bool = True
@@ -99,6 +100,9 @@ def spans_of(tile: torch.Tensor, sizes: LtriSizes) -> list[tuple[int, int]]:
 
 def index_of(tile: torch.Tensor, received: torch.Tensor, sizes: LtriSizes, layer: int) -> list[list[int]]:
     """Tokens that stand for each span (eqs. 6 and 7)."""
+    if sizes.index != "ltri":
+        order = sorted(range(tile.shape[-1]), key=lambda token: (-float(received[token]), token))
+        return [sorted(order if sizes.index == "mean" else order[:4])]
     summed, found = tile.sum(0), []
     for x, y in spans_of(tile, sizes):
         own = float(summed[x : y + 1, x : y + 1].sum())
@@ -235,15 +239,21 @@ class LtriOracle:
                 [sizes.heads[layer][0]], sizes.heads[layer][1]
             )  # fmt: skip
             asking = []
+            if sizes.index != "ltri":
+                asking = [self._vectors(query, chosen, [*range(chunk.begin, chunk.end)], rotated=True).mean(0)[None]]
             for low in range(chunk.begin, chunk.end, sizes.block):
                 high = min(low + sizes.block, chunk.end)
                 received = local[:, chunk.begin : chunk.end, low:high].sum((0, 1))
-                for span in index_of(local[:, low:high, low:high], received, sizes, layer):
+                for span in (
+                    index_of(local[:, low:high, low:high], received, sizes, layer) if sizes.index == "ltri" else ()
+                ):
                     asking.append(self._vectors(query, chosen, [low + t for t in span], rotated=True))
             memory = {
                 block: [self._vectors(key[of], chosen, span, rotated=False) for span in spans]
                 for block, spans in index.items()
             }
+            if sizes.index != "ltri":
+                memory = {block: [keys.mean(0)[None] for keys in spans] for block, spans in memory.items()}
             scores = similarity_of(asking, memory, sizes.similarity)
             own = sorted(scores, key=lambda block: (-scores[block], block))[: sizes.retrieved]
             for block in own:

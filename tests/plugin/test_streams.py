@@ -50,7 +50,7 @@ def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cascade.request_options == {*Cascade.__dataclass_fields__, "conversation", "continue", "conversation_key"}
     assert checks.serves_streams(arguments()) and checks.refusals(arguments()) == []
     for name, system in systems().items():
-        assert system.streams == (name in ("cascade", "streaming_llm", "ltri"))
+        assert system.streams == (name in ("cascade", "streaming_llm", "ltri", "infllm"))
         assert isinstance(system.make_policy(), StreamPolicy) == system.streams
 
 

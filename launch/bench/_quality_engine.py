@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 REPORT = "attention_report"  # of `sglang_ext.attention.sparse`
 SHARES = ("exact", "kept", "approximated_clusters", "recovered")
-STREAMS = ("cascade", "streaming_llm")
+STREAMS = ("cascade", "streaming_llm", "ltri", "infllm")
 CALIBRATE, TOLERANCE, ROUNDS = 16, 0.02, 6
 GPU_ROWS = 48  # prompts that stay in the KV pool of a GPU, so that setting budgets computes them once
 BINS = 16
@@ -65,6 +65,11 @@ class Method:
     knobs: Mapping[str, str] = field(default_factory=dict)
     reads: int = 0
     kernels: str = ""
+
+    @property
+    def slots(self) -> int:
+        """KV slots of a stream."""
+        return sum(self.policy.get(name, 0) for name in ("sinks", "window", "stride", "block", "chunk"))
 
     @property
     def reports(self) -> bool:
@@ -110,6 +115,36 @@ def cascade_methods(window: int, stride: int, sinks: int, context: int) -> dict[
     for every in (2, 4, 8):
         policy = {**sizes, "cascades": 4, "selection": True, "score_every": every}
         found[f"cascade-4-every-{every}"] = Method(f"4 cascades, one query in {every} counted", "cascade", policy)
+    return found
+
+
+def ltri_methods(window: int, chunk: int, sinks: int, context: int) -> dict[str, Method]:
+    """Dense attention, StreamingLLM with as many visible tokens, InfLLM's index, and Ltri-LLM with its switches.
+
+    All of them but the first see a window, and what they retrieve: 16 blocks of 32 tokens.
+    """
+    block, retrieved = 32, 16
+    sizes = {"sinks": sinks, "window": window, "block": block, "chunk": chunk, "retrieved": retrieved}
+    wide = {"sinks": sinks, "window": window + block * retrieved, "stride": chunk}
+    found = {
+        "dense": Method("dense", "dbsa", reads=context - ANSWERED),
+        "streaming_llm": Method("StreamingLLM, as many tokens", "streaming_llm", wide),
+        "infllm": Method("InfLLM", "infllm", sizes),
+    }
+    changes: dict[str, JsonObject] = {
+        "sum": {},
+        "max": {"similarity": "max"},
+        "mass": {"similarity": "mass"},
+        "sum, all heads": {"heads": "all"},
+        "max, all heads": {"similarity": "max", "heads": "all"},
+        "max, preceding votes": {"similarity": "max", "vote": "preceding"},
+        "max, no votes": {"similarity": "max", "vote": "off"},
+        "max, each token retrieves": {"similarity": "max", "persist": False},
+        "max, lambda 0": {"similarity": "max", "rate": 0.0, "early_rate": 0.0},
+    }
+    for words, changed in changes.items():
+        name = "ltri-" + words.replace(",", "").replace(" ", "-")
+        found[name] = Method(f"Ltri-LLM, {words}", "ltri", {**sizes, **changed})
     return found
 
 
@@ -303,7 +338,7 @@ def tasks(writer: Writer, settings: Options, method: Method) -> dict[str, Qualit
     found: dict[str, QualityTask | StreamTask] = {}
     data, seed, context = settings["data"], settings["seed"], settings["context"]
     sparse_decoding, endless = settings["suite"] == "double_p", method.backend in STREAMS
-    if settings["stream"] and not sparse_decoding:
+    if settings["stream"] and settings["suite"] == "cascade":
         found[f"stream, {settings['stream']} tokens"] = stream(writer, data, settings["stream"], seed)
     for length in settings["passkey"]:
         if endless or (length <= context and method.reads in (0, context - ANSWERED)):
@@ -324,7 +359,7 @@ def engine_of(settings: Options, method: Method, longest: int) -> Engine:
 
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     streams = method.backend in STREAMS
-    row = sum(method.policy[name] for name in ("sinks", "window", "stride")) if streams else longest
+    row = method.slots if streams else longest
     on_gpu = torch.cuda.is_available()
     rows = settings["concurrency"] if streams else max(settings["concurrency"] + 1, GPU_ROWS if on_gpu else 0)
     arguments: JsonObject = {

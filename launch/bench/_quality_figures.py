@@ -12,7 +12,7 @@ from sglang_ext.types import JsonObject, Options
 
 Z = 1.2816  # 80% of a normal distribution lie within so many standard deviations
 POINT = 0.01
-BASELINE = {"double_p": "dense", "cascade": "streaming_llm"}
+BASELINE = {"double_p": "dense", "cascade": "streaming_llm", "ltri": "infllm"}
 
 
 def share(scores: Sequence[float]) -> Timing:

@@ -9,6 +9,9 @@ Each method in an engine of its own, the same prompts, greedy answers, the refer
 - --suite cascade: passkeys in rows of one window and its doublings, and the perplexity of a stream of demonstrations,
   for dense attention, StreamingLLM and 2, 4 and 8 cascades of one window, with and without token selection.
 
+- --suite ltri: passkeys, for dense attention, StreamingLLM with as many visible tokens, InfLLM's index, and Ltri-LLM
+  with its similarities, heads, votes and persistence.
+
 Results are written after each task; a run that is cut short is taken up again where it stopped.
 """
 
@@ -30,14 +33,14 @@ from pathlib import Path
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
+from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods, ltri_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._record import Figure, command_line, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SUITES = ("double_p", "cascade")
+SUITES = ("double_p", "cascade", "ltri")
 # What a measurement depends on, beside its method.
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
@@ -62,10 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lengths of rows (default: 4096 8192 16384; cascade: the window, 2, 4, 8 and 16 times)",
     )
     parser.add_argument("--trials", type=int, default=5, help="passkeys at each tenth of depth (default: 5)")
-    parser.add_argument("--window", type=int, default=1024, help="of cascades (default: 1024)")
-    parser.add_argument("--stride", type=int, default=512, help="of cascades (default: 512)")
-    parser.add_argument("--sinks", type=int, default=64, help="of cascades (default: 64)")
-    parser.add_argument("--stream", type=int, default=65_536, help="tokens of the stream; 0: none (default: 65536)")
+    parser.add_argument("--window", type=int, default=1024, help="of a stream (default: 1024)")
+    parser.add_argument(
+        "--stride", type=int, default=512, help="of cascades; the chunk of Ltri-LLM, in blocks of 32 (default: 512)"
+    )
+    parser.add_argument("--sinks", type=int, default=64, help="of a stream (default: 64)")
+    parser.add_argument(
+        "--stream", type=int, default=65_536, help="tokens that cascades read for perplexity; 0: none (default: 65536)"
+    )
     parser.add_argument("--context", type=int, default=0, help="longest dense row (default: the model's context)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
     parser.add_argument("--parallel", type=int, default=1, help="engines at a time (default: 1)")
@@ -98,7 +105,8 @@ def methods_of(settings: Options) -> dict[str, Method]:
     """The methods of a suite, by name."""
     if settings["suite"] == "double_p":
         return double_p_methods()
-    return cascade_methods(settings["window"], settings["stride"], settings["sinks"], settings["context"])
+    make = cascade_methods if settings["suite"] == "cascade" else ltri_methods
+    return make(settings["window"], settings["stride"], settings["sinks"], settings["context"])
 
 
 class Study:

@@ -228,7 +228,8 @@ class Chunk:
             memory.received += memory.last[1]
             memory.last = None
         for block in [block for block in memory.tiles if self._first(block + 1) <= self.begin]:
-            memory.spans[block] = remembered_spans(memory.tiles.pop(block), self.settings, self.caches.layer)
+            tile = memory.tiles.pop(block).cpu()  # spans are cut in many small steps
+            memory.spans[block] = remembered_spans(tile, self.settings, self.caches.layer)
         for block in range(len(memory.keys), self.settings.evicted(self.begin)):
             self._evict(block)
 
@@ -237,7 +238,7 @@ class Chunk:
         slots = self.slots[cells].long()
         keys, values = self.caches.keys[slots], self.caches.values[slots]
         if self.voter is not None:
-            spans = index_tokens(memory.spans.pop(block), memory.received[cells])
+            spans = index_tokens(memory.spans.pop(block), memory.received[cells].cpu())
             vectors = self.voter.of_keys(keys.to(memory.received.dtype), self.heads)
             found = [index_vectors(vectors[tokens], self.settings) for tokens in spans]
             memory.index.add(found, self.settings.vectors // self.settings.spans)
@@ -296,8 +297,8 @@ class Chunk:
         for low in range(self.begin, self.end, settings.block):
             rows = slice(low - self.begin, min(low + settings.block, self.end) - self.begin)
             columns = slice(low - first, low - first + rows.stop - rows.start)
-            spans = counted_spans(local[:, rows, columns], settings, self.caches.layer)
-            received = local[:, :, columns].sum((0, 1))
+            spans = counted_spans(local[:, rows, columns].cpu(), settings, self.caches.layer)
+            received = local[:, :, columns].sum((0, 1)).cpu()
             found += [vectors[rows][tokens] for tokens in index_tokens(spans, received)]
         return SpanVectors.of(found)
 

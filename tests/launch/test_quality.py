@@ -17,6 +17,7 @@ from sglang_ext.launch.bench import _quality_tasks as tasks
 from sglang_ext.launch.bench import quality
 from sglang_ext.launch.bench._reference_reader import Writer
 from sglang_ext.launch.bench.reference import MODEL
+from sglang_ext.systems.registry import ours
 
 LABELS = ("card_arrival", "top_up")
 
@@ -233,6 +234,21 @@ def test_double_p_is_held_to_one_point(wrong: int, met: bool) -> None:
     assert quest.notes["difference"] == pytest.approx(-0.5)
     assert quest.notes["difference_error"] == pytest.approx(0.0503, abs=1e-3)
     assert quest.name.endswith("; -50.0 points, standard error 5.0")
+
+
+def test_ltri_is_compared_with_what_sees_as_many_tokens() -> None:
+    methods = engine.ltri_methods(1024, 512, 64, 16384)
+    systems = ours()
+    seen = {name: systems[method.backend].options(**method.policy) for name, method in methods.items() if method.policy}
+    wide = seen.pop("streaming_llm")
+    assert {each.window + each.retrieved * each.block for each in seen.values()} == {wide.window}
+    assert {methods[name].slots for name in seen} == {each.slots for each in seen.values()}
+    assert (seen["infllm"].index, seen["infllm"].vote, seen["infllm"].heads) == ("infllm", "off", "all")
+    assert len({json.dumps(vars(each)) for each in seen.values()}) == len(seen), "all differ"
+    (row,) = rows.figures(
+        {"suite": "ltri", "window": 1024}, methods, [measured("infllm", [0.0, 1.0]), measured("ltri-max", [1.0, 1.0])]
+    )
+    assert row.baseline == "InfLLM" and row.ratio == 2.0
 
 
 def test_cascades_are_held_to_streaming_llm_past_the_window() -> None:

@@ -28,6 +28,7 @@ FINE = {
     "kv_cache_dtype": "auto",
     "tokenizer_worker_num": 1,
     "disable_radix_cache": False,
+    "chunked_prefill_size": None,
 }
 
 

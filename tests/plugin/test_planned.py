@@ -159,7 +159,11 @@ class World:
         row = Row(pieces, new, own=question) if names or new else None
         self.made += 1
         req = SimpleNamespace(
-            req_pool_idx=slot, rid=f"r{self.made}", sampling_params=SimpleNamespace(custom_params=None), length=0
+            req_pool_idx=slot,
+            rid=f"r{self.made}",
+            origin_input_ids=[],
+            sampling_params=SimpleNamespace(custom_params=None),
+            length=0,
         )
         carried.set_request_row(req, row)
         carried.set_request_written(req, tuple(self.blocks[name][1] for name in names))

@@ -223,7 +223,14 @@ def test_batches_that_mix_prompts_and_decoding_are_refused(
     from sglang_ext.serving.checks import refusals
 
     make(name)
-    arguments = SimpleNamespace(dtype="auto", attention_backend=name, enable_mixed_chunk=True, dp_size=1, pp_size=1)
+    arguments = SimpleNamespace(
+        dtype="auto",
+        attention_backend=name,
+        enable_mixed_chunk=True,
+        dp_size=1,
+        pp_size=1,
+        chunked_prefill_size=None,
+    )
     (problem,) = refusals(arguments)
     assert "enable_mixed_chunk" in problem and name in problem
     other = SimpleNamespace(**{**vars(arguments), "attention_backend": "dbsa"})

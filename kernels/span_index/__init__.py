@@ -1,0 +1,9 @@
+"""The spans of a block and the tokens that stand for them, found on the device (Ltri-LLM, sections 3.2 and 3.3).
+
+`reference` is the definition in plain PyTorch, on any device; `triton_impl` has its kernels. `dispatch` chooses.
+"""
+
+from sglang_ext.kernels.span_index.dispatch import cut_spans, pick
+from sglang_ext.kernels.span_index.types import SpanRule, Spans, SpanWorkspace
+
+__all__ = ["SpanRule", "SpanWorkspace", "Spans", "cut_spans", "pick"]

@@ -297,6 +297,17 @@ def best_blocks(scores: torch.Tensor, count: int) -> list[int]:
     return scores.sort(descending=True, stable=True).indices[:count].tolist()
 
 
+def random_blocks(blocks: int, count: int, seed: int) -> list[int]:
+    """Different blocks at random, a baseline; the same ones for the same seed.
+
+    Args:
+        blocks: how many there are.
+        count: most blocks.
+        seed: of the choice.
+    """
+    return torch.randperm(blocks, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+
+
 # ---- 3.5: votes ----
 
 

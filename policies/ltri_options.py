@@ -10,7 +10,7 @@ from sglang_ext.policies.clustering import CHOICES
 SIMILARITIES = ("sum", "max", "mass")
 RATIOS = ("row", "col", "rowcol")
 VOTES = ("inclusive", "preceding", "off")
-INDEXES = ("ltri", "infllm", "mean")
+INDEXES = ("ltri", "infllm", "mean", "random", "given")
 REPRESENTATIVES = 4
 """Tokens that stand for a block in InfLLM's index (Xiao et al., 2024, section 3.2)."""
 LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1, "vectors": 1}
@@ -43,7 +43,9 @@ class Ltri:
         early_rate: λ of the first `early_layers` layers (20).
         early_layers: how many layers these are (4).
         index: what is remembered of a block: its spans (`ltri`); the mean key of its most attended tokens (`infllm`);
-            or the mean key of all of its tokens (`mean`). The last two compare it with a chunk's mean query.
+            or the mean key of all of its tokens (`mean`). The last two compare it with a chunk's mean query. Two
+            baselines remember nothing: each layer retrieves blocks at random (`random`), or every layer gets those that
+            the request names (`given`; `blocks` in `custom_params` is a list of their numbers).
         similarity: of a span's index vectors and a query's: the `sum` of all products (equation 8), the largest one
             (`max`), or the attention that the queries give to the span's vectors among all of them (`mass`).
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
@@ -55,6 +57,8 @@ class Ltri:
             answer retrieves anew.
         far: see tokens behind the window at their true distance, which the model must have been trained for, and not
             at the window's end.
+        host_gb: host memory for what leaves the windows of all streams together, in GiB. Left out, it is a quarter of
+            the machine's memory.
 
     Raises:
         ValueError: a value out of its range, or settings that do not go together.
@@ -81,6 +85,7 @@ class Ltri:
     heads: str | None = None
     persist: bool = True
     far: bool = False
+    host_gb: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -95,6 +100,8 @@ class Ltri:
             raise ValueError(f"theta={self.theta}, phi={self.phi}: expected 0 < theta < 1 and 0 <= phi < 1")
         if self.rate < 0 or self.early_rate < 0:
             raise ValueError(f"rate={self.rate}, early_rate={self.early_rate}: expected at least 0")
+        if self.host_gb is not None and not 0 < self.host_gb < float("inf"):
+            raise ValueError(f"host_gb={self.host_gb}: expected more than 0 GiB")
         if self.chunk % self.block:
             raise ValueError(f"chunk={self.chunk}, block={self.block}: expected a chunk of whole blocks")
         if self.window < self.chunk:
@@ -141,9 +148,18 @@ class Ltri:
             cuts.add(prompt - self.last)
         return list(pairwise([begin, *sorted(cuts), end]))
 
+    @property
+    def remembers(self) -> bool:
+        """Whether blocks are found by what is remembered of them."""
+        return self.index not in ("random", "given")
+
     def evicted(self, before: int) -> int:
         """How many blocks, counted from behind the sinks, have left the window of a chunk that begins at `before`."""
         return max(0, (before - self.sinks - self.window) // self.block)
+
+    def longest(self, blocks: int) -> int:
+        """Tokens of the longest stream of which no more than so many blocks leave the window."""
+        return self.sinks + self.window + (blocks + 1) * self.block
 
     def blocks(self, end: int) -> int:
         """How many blocks have one of the tokens [0, end)."""

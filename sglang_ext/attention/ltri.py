@@ -17,14 +17,15 @@ when a token behind it comes (`LayerMemory.last`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from sglang_ext.attention.ltri_chunk import Chunk, LayerMemory, Voter
+from sglang_ext.attention.ltri_chunk import Chunk, LayerHost, LayerMemory, Voter
 from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
+from sglang_ext.cache.host_blocks import HostBlocks, HostLease, host_bytes
 from sglang_ext.config import policy_options
 from sglang_ext.policies.heads import Heads, shipped, weights_hash
 from sglang_ext.policies.ltri_options import InfLlmOptions, Ltri
@@ -35,31 +36,49 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LtriStream:
-    """One stream: what its layers remember, and how many tokens lie before its request's first column."""
+    """One stream.
 
+    Attributes:
+        lease: what it has on the host.
+        layers: what its layers remember.
+        offset: tokens before its request's first column.
+    """
+
+    lease: HostLease
     layers: dict[int, LayerMemory] = field(default_factory=dict)
     offset: int = 0
-
-    @property
-    def host_blocks(self) -> int:
-        """Blocks on the host, of all layers."""
-        return sum(len(layer.keys) for layer in self.layers.values())
 
 
 class LtriPolicy(StreamPolicy):
     """`--attention-backend ltri`, in plain PyTorch."""
 
     options: type[Ltri] = Ltri
+    request_options = StreamPolicy.request_options | {"blocks"}
     of_tokens = False  # where a prompt ends, its last tokens are a chunk of their own
 
     def __init__(self) -> None:
         self.config = policy_options(self.options)
         self._voters: Mapping[int, tuple[int, float]] | None = None  # layer -> its best head, that head's score
         self._streams: dict[int, LtriStream] = {}
-        self._resumed: dict[int, LtriStream] = {}
-        self._idle: set[LtriStream] = set()  # between two turns
+        self._admitted: dict[int, LtriStream] = {}  # about to start
 
-    # ---- sizes ----
+    # ---- options and sizes ----
+
+    def check(self, options: Options) -> None:
+        super().check(options)
+        blocks = options.get("blocks")
+        if blocks is None:
+            return
+        if self.config.index != "given":
+            raise ValueError(
+                f"custom_params: blocks={blocks!r} on a server with index={self.config.index}, which finds blocks"
+                ' itself: leave it out, or start the server with --policy \'{"index": "given"}\''
+            )
+        numbers = isinstance(blocks, list) and all(
+            isinstance(each, int) and not isinstance(each, bool) for each in blocks
+        )
+        if not numbers or len(set(blocks)) < len(blocks) or min(blocks, default=0) < 0:
+            raise ValueError(f"custom_params: blocks={blocks!r}: expected a list of different numbers, from 0")
 
     @property
     def chunk(self) -> int | None:
@@ -77,6 +96,31 @@ class LtriPolicy(StreamPolicy):
 
     def positions(self, request: Request, begin: int, end: int) -> list[int]:
         return [0] * (end - begin)  # a key is rotated where it is read
+
+    # ---- host memory ----
+
+    @property
+    def _region(self) -> HostBlocks:
+        """`host`, which is there as soon as the KV cache is."""
+        if self.host is None:
+            raise RuntimeError("host memory is asked for before the KV cache is there")
+        return self.host
+
+    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        self.host = HostBlocks(caches(), self.config.block, host_bytes(self.config.host_gb))
+
+    def host_tokens(self) -> int:
+        return self.config.longest(self._region.total)
+
+    def host_need(self, tokens: int) -> int:
+        return self.config.evicted(tokens - 1)
+
+    def host_lease(self, state: LtriStream) -> HostLease:
+        return state.lease
+
+    def host_reserve(self, slot: int, blocks: int) -> None:
+        stream = self._admitted.setdefault(slot, LtriStream(self._region.lease()))
+        stream.lease.extend(blocks)
 
     # ---- the model ----
 
@@ -97,33 +141,32 @@ class LtriPolicy(StreamPolicy):
     # ---- requests ----
 
     def start(self, request: Request) -> None:
-        resumed = self._resumed.pop(request.slot, None)
-        self._streams[request.slot] = LtriStream() if resumed is None else resumed
+        self._streams[request.slot] = self._admitted.pop(request.slot)
 
     def finish(self, request: Request) -> None:
         if request.slot in self._streams:  # not parked
-            del self._streams[request.slot]
+            self._streams.pop(request.slot).lease.release()
 
     def park(self, slot: int) -> LtriStream:
         stream = self._streams.pop(slot)
-        self._idle.add(stream)
+        stream.lease.settle()
         return stream
 
     def resume(self, slot: int, state: LtriStream, tokens: int) -> None:
-        self._idle.remove(state)
-        self._resumed[slot] = replace(state, offset=tokens)
+        self._admitted[slot] = replace(state, offset=tokens)
 
     def drop(self, state: LtriStream) -> None:
-        self._idle.discard(state)
+        state.lease.release()
 
     def stats(self) -> Mapping[str, int]:
-        everywhere = [*self._streams.values(), *self._resumed.values(), *self._idle]
-        return {"streams": len(self._streams), "host_blocks": sum(stream.host_blocks for stream in everywhere)}
+        return {"streams": len(self._streams), **self._region.stats()}
 
     # ---- in every layer ----
 
     def _voter(self, layer: int) -> Voter | None:
         """What votes in a layer: its best retrieval head; where these are not known, all of its heads."""
+        if not self.config.remembers:
+            return None
         if self._voters is None:
             return Voter()
         head, score = self._voters.get(layer, (None, 0.0))
@@ -143,12 +186,14 @@ class LtriPolicy(StreamPolicy):
         if caches.layer not in stream.layers:
             stream.layers[caches.layer] = LayerMemory.empty(self.config, query.device)
         memory, begin, prompt = stream.layers[caches.layer], stream.offset + begin, stream.offset + request.prompt
+        host, given = LayerHost(self._region, stream.lease, caches.layer), request.options.get("blocks") or ()
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for first, last in self.config.chunks(begin, begin + query.shape[0], prompt):
             rows = slice(first - begin, last - begin)
             votes = caches.carry.setdefault(f"votes of {request.slot}", {})
             answers, heads = first >= prompt, query.shape[1]
-            chunk = Chunk(self.config, memory, caches, slots, self._voter(caches.layer), heads, first, last, answers)
+            voter = self._voter(caches.layer)
+            chunk = Chunk(self.config, memory, host, caches, slots, voter, heads, first, last, answers, given)
             out[rows] = chunk.attend(query[rows], keys[rows], values[rows], votes)
         return out
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_ext.attention.policy import Caches
+from sglang_ext.cache.host_blocks import HostBlocks, HostLease
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.policies.ltri import (
     Span,
@@ -21,6 +22,7 @@ from sglang_ext.policies.ltri import (
     counted_spans,
     index_tokens,
     index_vectors,
+    random_blocks,
     remembered_spans,
     retrieved,
     similarity,
@@ -70,12 +72,46 @@ class SpanIndex:
         return block_scores(similarity(query, memory, kind), self._block_of[: self._spans], self.blocks)
 
 
+@dataclass(frozen=True)
+class LayerHost:
+    """What one stream has on the host, in one layer. Keys are not rotated.
+
+    Attributes:
+        host: the region.
+        lease: the stream's blocks, of all layers.
+        layer: number of the layer.
+    """
+
+    host: HostBlocks
+    lease: HostLease
+    layer: int
+
+    def put(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep a block that leaves the window; the first layer takes its place.
+
+        Args:
+            block: its number in the stream; all before it were kept.
+            keys: [block, kv_heads, head_dim].
+            values: [block, kv_heads, value_dim].
+        """
+        at = self.lease.ids[block] if block < len(self.lease.ids) else self.lease.take()
+        self.host.keys[self.layer][at], self.host.values[self.layer][at] = keys.cpu(), values.cpu()
+
+    def get(self, blocks: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of blocks that were kept, [tokens, kv_heads, dim] on the device."""
+        at = torch.tensor([self.lease.ids[block] for block in blocks], dtype=torch.int64)
+        self.host.fetched += len(blocks)
+        both = (each[self.layer][at].flatten(0, 1).to(device) for each in (self.host.keys, self.host.values))
+        keys, values = both
+        return keys, values
+
+
 @dataclass
 class LayerMemory:
     """What one layer of a stream remembers.
 
     Attributes:
-        keys, values: on the host, [block, kv_heads, dim] of each block that has left the window; keys are not rotated.
+        stored: blocks that have left the window; they are on the host.
         index: of these blocks.
         tiles: block -> [heads, block, block] of its attention map, until all of its rows are there.
         spans: block -> its spans, from then until it leaves the window.
@@ -86,8 +122,7 @@ class LayerMemory:
     """
 
     received: torch.Tensor
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
+    stored: int = 0
     index: SpanIndex = field(default_factory=SpanIndex)
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
     spans: dict[int, list[tuple[Span, int]]] = field(default_factory=dict)
@@ -128,16 +163,19 @@ class Chunk:
     Attributes:
         settings: of the method.
         memory: of the layer.
+        host: what the stream has on the host.
         caches: of the layer; written at `slots` only.
         slots: [slots of a stream] the stream's KV slots.
         voter: what votes in the layer; None where nothing does.
         heads: query heads of the layer.
         begin, end: numbers of its tokens.
         answers: whether it is a token of an answer.
+        given: blocks that the request names.
     """
 
     settings: Ltri
     memory: LayerMemory
+    host: LayerHost
     caches: Caches
     slots: torch.Tensor
     voter: Voter | None
@@ -145,6 +183,7 @@ class Chunk:
     begin: int
     end: int
     answers: bool
+    given: Sequence[int]
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
@@ -230,7 +269,7 @@ class Chunk:
         for block in [block for block in memory.tiles if self._first(block + 1) <= self.begin]:
             tile = memory.tiles.pop(block).cpu()  # spans are cut in many small steps
             memory.spans[block] = remembered_spans(tile, self.settings, self.caches.layer)
-        for block in range(len(memory.keys), self.settings.evicted(self.begin)):
+        for block in range(memory.stored, self.settings.evicted(self.begin)):
             self._evict(block)
 
     def _evict(self, block: int) -> None:
@@ -242,8 +281,8 @@ class Chunk:
             vectors = self.voter.of_keys(keys.to(memory.received.dtype), self.heads)
             found = [index_vectors(vectors[tokens], self.settings) for tokens in spans]
             memory.index.add(found, self.settings.vectors // self.settings.spans)
-        memory.keys.append(keys.cpu())
-        memory.values.append(values.cpu())
+        self.host.put(block, keys, values)
+        memory.stored += 1
 
     def _keep_map(self, local: torch.Tensor, first: int) -> None:
         """Keep what the map of attention to the window says of blocks.
@@ -275,16 +314,27 @@ class Chunk:
     ) -> Sequence[int]:
         """The blocks that come back for the chunk."""
         settings, memory = self.settings, self.memory
+        if settings.index == "given":
+            return [block for block in self.given if block < memory.stored][: settings.retrieved]
         if self.answers and settings.persist:
             return memory.blocks
-        before = votes.get(self.begin, torch.zeros(len(memory.keys), device=query.device))
+        if settings.remembers:
+            blocks = self._found(query, local, first, votes)
+        else:
+            blocks = random_blocks(memory.stored, settings.retrieved, (self.begin << 16) + self.caches.layer)
+        if not self.answers:
+            memory.blocks = blocks
+        return blocks
+
+    def _found(self, query: torch.Tensor, local: torch.Tensor, first: int, votes: dict[int, torch.Tensor]) -> list[int]:
+        """The blocks that the index finds, by the votes of the layers."""
+        settings, memory = self.settings, self.memory
+        before = votes.get(self.begin, torch.zeros(memory.stored, device=query.device))
         scores = None
-        if self.voter is not None and memory.keys and settings.retrieved:
+        if self.voter is not None and memory.stored and settings.retrieved:
             scores = memory.index.scores(self._asked(self.voter, query, local, first), settings.similarity)
         weight = 0.0 if self.voter is None else self.voter.weight
         blocks, votes[self.begin] = retrieved(before, scores, weight, settings)
-        if not self.answers:
-            memory.blocks = blocks
         return blocks
 
     def _asked(self, voter: Voter, query: torch.Tensor, local: torch.Tensor, first: int) -> SpanVectors:
@@ -304,10 +354,10 @@ class Chunk:
 
     def _far(self, blocks: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(keys, values) [kv_heads, tokens, dim] of the sinks before the chunk and of blocks; the tokens' places."""
-        settings, memory, device = self.settings, self.memory, self.slots.device
+        settings, device = self.settings, self.slots.device
         sinks = min(self.begin, settings.sinks)
         keys, values = self._stored(0, sinks, dtype)
         places = [*range(sinks), *(self._first(block) + token for block in blocks for token in range(settings.block))]
-        keys = torch.cat([keys, *(memory.keys[block].to(device, dtype).transpose(0, 1) for block in blocks)], 1)
-        values = torch.cat([values, *(memory.values[block].to(device, dtype).transpose(0, 1) for block in blocks)], 1)
-        return keys, values, torch.tensor(places, dtype=torch.int64, device=device)
+        back = [each.to(dtype).transpose(0, 1) for each in self.host.get(blocks, device)]
+        where = torch.tensor(places, dtype=torch.int64, device=device)
+        return torch.cat([keys, back[0]], 1), torch.cat([values, back[1]], 1), where

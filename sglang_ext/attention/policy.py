@@ -24,6 +24,7 @@ from sglang_ext.types import Options
 
 if TYPE_CHECKING:
     from sglang_ext.cache.budget import KVShape
+    from sglang_ext.cache.host_blocks import HostBlocks, HostLease
     from sglang_ext.cache.rows import Row
     from sglang_ext.cache.stitch import NodeHooks
     from sglang_ext.cache.streams import StreamState
@@ -261,10 +262,12 @@ class StreamPolicy(Policy):
     Attributes:
         of_tokens: whether what is kept of a stream follows from its tokens alone, and not from where prompts ended in
             it. Then a prompt that begins with all tokens of a stream that ended goes on from it.
+        host: the host memory that streams share; None where they keep nothing there, or not in blocks.
     """
 
     request_options = CONVERSATION_OPTIONS
     of_tokens: bool = True
+    host: HostBlocks | None = None
 
     def check(self, options: Options) -> None:
         """Whether the name and key of a conversation, and `continue`, are what they should be; to be extended."""
@@ -304,6 +307,26 @@ class StreamPolicy(Policy):
     def slots(self, options: Options, tokens: int) -> int:
         """KV slots that a request with these `custom_params` ever needs, at most `tokens` tokens long."""
         raise NotImplementedError
+
+    # ---- host memory: of policies that have some ----
+
+    def host_tokens(self) -> int:
+        """Tokens of the longest stream for which `host` has room."""
+        raise NotImplementedError
+
+    def host_need(self, tokens: int) -> int:
+        """Blocks of `host` that a stream of so many tokens holds."""
+        raise NotImplementedError
+
+    def host_lease(self, state: StreamState) -> HostLease:
+        """What a state of `park` holds of `host`."""
+        raise NotImplementedError
+
+    def host_reserve(self, slot: int, blocks: int) -> None:
+        """The request that is about to start in `slot` may take so many blocks of `host` more than it holds."""
+        raise NotImplementedError
+
+    # ---- a prompt ----
 
     def cut(self, options: Options, begin: int, end: int, prompt: int) -> int:
         """Where a chunk of a prompt that may end anywhere in (begin, end] is to end.

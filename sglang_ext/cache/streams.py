@@ -27,6 +27,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
+from sglang_ext.cache.host_blocks import HostBlocks, HostLease
 from sglang_ext.compat import ChunkCache, MatchPrefixParams, MatchResult, RadixKey
 from sglang_ext.config import CONVERSATION_OPTIONS
 from sglang_ext.names import Passed, Req
@@ -70,6 +71,19 @@ class StreamStates(Protocol):
 
     request_options: frozenset[str]
     of_tokens: bool
+    host: HostBlocks | None
+
+    def host_tokens(self) -> int:
+        """Tokens of the longest stream for which `host` has room."""
+
+    def host_need(self, tokens: int) -> int:
+        """Blocks of `host` that a stream of so many tokens holds."""
+
+    def host_lease(self, state: StreamState) -> HostLease:
+        """What a state of `park` holds of `host`."""
+
+    def host_reserve(self, slot: int, blocks: int) -> None:
+        """The request that is about to start in `slot` may take so many blocks of `host` more than it holds."""
 
     def slots(self, options: Options, tokens: int) -> int:
         """KV slots that a stream of up to so many tokens needs."""
@@ -103,13 +117,12 @@ class StreamCache(ChunkCache):
         reserved: request slot -> how many KV slots it has.
         conversations: name -> what its last turn left, and something unique -> what a request without a name left; of
             each kind the next to give way first.
-        most_tokens: of a stream, all turns of its conversation together.
         open_conversations: whoever knows a conversation's name may go on from it and begin it anew.
     """
 
     def __init__(self, params: Passed, policy: StreamStates, open_conversations: bool = False) -> None:
         super().__init__(params)
-        self.policy, self.most_tokens, self.open_conversations = policy, MAX_TOKENS, open_conversations
+        self.policy, self.open_conversations = policy, open_conversations
         self.on_release: list[Callable[[int], None]] = []
         self.reserved: dict[int, int] = {}
         self.conversations: dict[Hashable, Conversation] = {}
@@ -118,6 +131,11 @@ class StreamCache(ChunkCache):
         self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
         self._under_way: dict[str, tuple[str, str | None]] = {}  # id of a turn -> name and key of its conversation
         self._length = torch.zeros(1, dtype=torch.int64)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a stream at most, all turns of its conversation together."""
+        return MAX_TOKENS if self.policy.host is None else min(MAX_TOKENS, self.policy.host_tokens())
 
     def reset(self) -> None:
         for turn in (*self.conversations.values(), *self._claimed.values()):
@@ -217,17 +235,23 @@ class StreamCache(ChunkCache):
             del self.conversations[next(name for name, kept in self.conversations.items() if kept is turn)]
             self._claimed[req.rid] = turn
 
-    def make_room(self, slots: int, req: Req) -> bool:
-        """Let streams go until there are so many slots more; none, and False, when that would not suffice."""
-        own = self._turn(req)
-        others = {name: len(kept.slots) for name in self._order() if (kept := self.conversations[name]) is not own}
-        if sum(others.values()) < slots:
+    def make_room(self, slots: int, blocks: int, req: Req) -> bool:
+        """Let streams go until there are so many slots, and blocks of host memory, more.
+
+        None goes, and the answer is False, when that would not suffice.
+        """
+        own, host = self._turn(req), self.policy.host
+        others = {name: kept for name in self._order() if (kept := self.conversations[name]) is not own}
+        if sum(len(kept.slots) for kept in others.values()) < slots:
             return False
-        for name, count in others.items():
-            if slots <= 0:
+        if host is not None and host.freed_by(self.policy.host_lease(kept.state) for kept in others.values()) < blocks:
+            return False
+        wanted = 0 if host is None else host.available + blocks
+        for name, kept in others.items():
+            if slots <= 0 and (host is None or host.available >= wanted):
                 break
             self.drop(name)
-            slots -= count
+            slots -= len(kept.slots)
         return True
 
     def _order(self) -> list[Hashable]:
@@ -253,6 +277,15 @@ class StreamCache(ChunkCache):
         slots = self.policy.slots(carried.request_options(req), tokens + _before(turn))
         return max(0, slots - len(turn.slots)) if turn else slots
 
+    def need_blocks(self, req: Req) -> int:
+        """Blocks of host memory that a request has to be promised before it runs; none when it was."""
+        if req.kv is not None or self.policy.host is None:
+            return 0
+        turn = self._turn(req)
+        tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens + 1
+        held = len(self.policy.host_lease(turn.state).ids) if turn else 0
+        return max(0, self.policy.host_need(tokens + _before(turn)) - held)
+
     def cut(self, req: Req, begin: int, end: int) -> int:
         """Where a chunk [begin, end) of a prompt, or a shorter one, is to end; `begin` where it must wait."""
         before = _before(self._turn(req)) if req.kv is None else self._before[req.req_pool_idx]
@@ -267,7 +300,7 @@ class StreamCache(ChunkCache):
         """
         if req.kv is not None:
             return
-        more = self.need(req)
+        more, blocks = self.need(req), self.need_blocks(req)
         found = self.token_to_kv_pool_allocator.alloc(more)
         if found is None:
             free = self.token_to_kv_pool_allocator.available_size()
@@ -276,6 +309,8 @@ class StreamCache(ChunkCache):
         if turn is not None:
             slots = torch.cat([turn.slots, slots])
             self.policy.resume(req.req_pool_idx, turn.state, _before(turn))
+        if self.policy.host is not None:
+            self.policy.host_reserve(req.req_pool_idx, blocks)
         self._before[req.req_pool_idx] = _before(turn)
         self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots)
         self.reserved[req.req_pool_idx] = len(slots)

@@ -9,7 +9,7 @@ import torch
 from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.cache.radix import BlockRadixCache
-from sglang_ext.cache.streams import MAX_TOKENS
+from sglang_ext.cache.streams import MAX_TOKENS, StreamCache
 from sglang_ext.compat import AddReqResult
 from sglang_ext.names import (
     Passed,
@@ -68,6 +68,8 @@ class StreamMode(Mode):
         most, turn = scheduler.tree_cache.most_tokens, carried.sent_turn(req)
         limit = min(given, most) if given else most
         before = (turn.tokens if turn else 0) + len(req.origin_input_ids)
+        if before >= most:
+            compat.abort(req, _too_long(scheduler.tree_cache, before), 413)
         params.max_new_tokens = max(0, min(wanted, limit, most - before - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
 
@@ -91,8 +93,9 @@ class StreamMode(Mode):
         most = adder.prefill_max_requests
         if most is not None and len(adder.can_run_list) >= most:
             return AddReqResult.OTHER
-        missing = cache.need(req) - adder.rem_total_tokens
-        if missing > 0 and not cache.make_room(missing, req):
+        slots = cache.need(req) - adder.rem_total_tokens
+        blocks = _missing_blocks(cache, adder, req)
+        if (slots > 0 or blocks > 0) and not cache.make_room(slots, blocks, req):
             return AddReqResult.NO_TOKEN
         begin, stop, end = _chunk(adder, req)
         if stop <= begin or (stop < end and (has_chunked_req or adder.new_chunked_req is not None)):
@@ -170,6 +173,23 @@ def _add(adder: PrefillAdder, req: Req, begin: int, stop: int) -> None:
     adder.can_run_list.append(req)
     adder._update_prefill_budget(begin, stop - begin, 0, req.retracted_stain)
     adder.rem_total_token_offset, adder.cur_rem_token_offset = total, current  # slots, not tokens
+
+
+def _missing_blocks(cache: StreamCache, adder: PrefillAdder, req: Req) -> int:
+    """Blocks of host memory that a request lacks beside those that come before it into the batch."""
+    if cache.policy.host is None:
+        return 0
+    promised = sum(cache.need_blocks(other) for other in adder.can_run_list)
+    return cache.need_blocks(req) + promised - cache.policy.host.available
+
+
+def _too_long(cache: StreamCache, tokens: int) -> str:
+    """What a request is told whose stream would be too long, with its answer's first token."""
+    said = f"the stream has {tokens} tokens with this prompt: expected fewer than {cache.most_tokens}"
+    if cache.policy.host is None:
+        return said
+    size = cache.policy.host.total * cache.policy.host.block_bytes / 2**30
+    return f"{said}, for which the server's {size:.2f} GiB of host memory have room; set --policy host_gb higher"
 
 
 def _nowhere(batch: ScheduleBatch, tokens: int) -> torch.Tensor:

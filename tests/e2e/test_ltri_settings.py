@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_ext.policies.heads import Heads, weights_hash
 from tests.e2e.streams import TOLERANCE, deviation, prompt_of, save, sequence, serving
 from tests.e2e.test_ltri import SIZES, policy_of
+from tests.oracle import models
 from tests.oracle.ltri import LtriOracle
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -22,10 +24,17 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
+def different(length: int) -> list[int]:
+    """A prompt of different tokens: equal ones have equal keys in the first layer, and of blocks that these stand for,
+    `max` would choose by float32's rounding."""
+    found: list[int] = (50 + torch.randperm(330, generator=torch.Generator().manual_seed(length))[:length]).tolist()
+    return found
+
+
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: "-".join(map(str, changes.values())))
 def test_settings(changes: dict[str, Any], tmp_path: Path) -> None:
     sizes, folder = replace(SIZES, **changes), save(tmp_path)
-    prompts = [prompt_of(length, length) for length in (3, 70, 131)]
+    prompts = [different(length) for length in (3, 70, 131)]
     with serving(folder, attention_backend="ltri", policy=policy_of(sizes), chunked_prefill_size=64) as served:
         answers = served.generate(prompts, [{}] * len(prompts), 10)
     oracle = LtriOracle(folder)
@@ -43,7 +52,7 @@ def test_retrieval_heads_vote(vote: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     Heads("tiny", weights_hash(str(folder)), HEADS, {}).save(tmp_path / "heads.json")
     sizes = replace(SIZES, heads={0: (1, 0.4), 2: (3, 0.6)}, similarity="max", vote=vote)
-    prompt, oracle = prompt_of(131, 5), LtriOracle(folder)
+    prompt, oracle = different(131), LtriOracle(folder)
     policy = {**policy_of(sizes), "heads": str(tmp_path / "heads.json")}
     with serving(folder, attention_backend="ltri", policy=policy) as served:
         answer = served.one(prompt, 10)
@@ -57,7 +66,7 @@ def test_infllm(tmp_path: Path) -> None:
     """By its name: its index, all heads, and no votes."""
     folder = save(tmp_path / "model")
     sizes = replace(SIZES, index="infllm", vote="off")
-    prompt, oracle = prompt_of(131, 6), LtriOracle(folder)
+    prompt, oracle = different(131), LtriOracle(folder)
     policy = {name: value for name, value in policy_of(SIZES).items() if name not in ("index", "vote")}
     with serving(folder, attention_backend="infllm", policy=policy) as served:
         answer = served.one(prompt, 10)
@@ -65,3 +74,36 @@ def test_infllm(tmp_path: Path) -> None:
     for other in (replace(sizes, index="mean"), replace(sizes, vote="inclusive")):
         table = oracle.log_probs(sequence(prompt, answer), len(prompt), other)
         assert deviation(prompt, answer, table) > 10 * TOLERANCE, other
+
+
+def test_all_blocks_at_true_distances_are_dense_attention(tmp_path: Path) -> None:
+    """Named by the request; other requests, which name some or none, see others."""
+    folder = save(tmp_path / "model")
+    prompt, blocks = prompt_of(115, 7), [*range(40)]
+    policy = {**policy_of(SIZES), "index": "given", "far": True, "retrieved": len(blocks)}
+    with serving(folder, attention_backend="ltri", policy=policy) as served:
+        options: list[dict[str, Any]] = [{"blocks": blocks}, {"blocks": blocks[3:]}, {"blocks": []}, {}]
+        answers = served.generate([prompt] * len(options), options, 10)
+        with pytest.raises(ValueError, match="expected a list of different numbers, from 0"):
+            served.one(prompt, blocks=[1, 1])
+    model = models.load_model(folder, torch.float64)
+    far = []
+    for answer in answers:
+        with torch.no_grad():
+            logits = model(torch.tensor([sequence(prompt, answer)])).logits[0]
+        far.append(deviation(prompt, answer, torch.log_softmax(logits, -1)))
+    assert far[0] <= TOLERANCE < 10 * TOLERANCE < min(far[1:]) and far[2] == far[3]
+
+
+def test_blocks_at_random(tmp_path: Path) -> None:
+    """The same ones each time, so that an answer can be repeated."""
+    folder = save(tmp_path / "model")
+    prompt = prompt_of(115, 8)
+    policy = {**policy_of(SIZES), "index": "random"}
+    with serving(folder, attention_backend="ltri", policy=policy) as served:
+        first, second = (served.one(prompt, 10) for _ in range(2))
+        with pytest.raises(ValueError, match="a server with index=random, which finds blocks itself"):
+            served.one(prompt, blocks=[1])
+    assert first["output_ids"] == second["output_ids"]
+    table = LtriOracle(folder).log_probs(sequence(prompt, first), len(prompt), SIZES)
+    assert deviation(prompt, first, table) > 10 * TOLERANCE

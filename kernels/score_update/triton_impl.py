@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
@@ -22,6 +21,7 @@ import triton.language as tl
 
 from sglang_ext.kernels.score_update import hopper_impl
 from sglang_ext.kernels.score_update.types import CountedQueries, KeptScores, check, check_target
+from sglang_ext.kernels.shared import shared_memory
 
 LOG2_E = math.log2(math.e)
 BIASES = 128
@@ -62,12 +62,6 @@ def tuning_for(rows: int, head_dim: int, itemsize: int, together: bool = False, 
         tuning = replace(tuning, stages=min(2, tuning.stages))
     larger = max(1, _padded(head_dim) * itemsize // 256)
     return replace(tuning, columns=max(16, tuning.columns // larger), rows=max(16, tuning.rows // larger))
-
-
-@cache
-def _shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def _padded(head_dim: int) -> int:
@@ -147,7 +141,7 @@ def _launch(
         tuning = hopper_impl.TUNING
     elif tuning is None:
         sizes = most, head_dim, query.element_size(), out_heads < kv_heads
-        tuning = tuning_for(*sizes, *([_shared(query.device)] if query.is_cuda else []))
+        tuning = tuning_for(*sizes, *([shared_memory(query.device)] if query.is_cuda else []))
     # 0 queries later nothing has decayed, also with beta 0: so not minus infinity, which times 0 is not a number.
     log2_beta = math.log2(beta) if beta > 0 else -1e30
     if lse.stride(2) != 1:

@@ -1,0 +1,55 @@
+"""The scores of blocks and the election for a device: Triton's kernels on a GPU, plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_ext.kernels.block_votes import reference
+from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans
+
+
+def score_blocks(
+    query: QuerySpans, index: BlockIndex, *, kind: str = "sum", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`reference.score_blocks` (see there; equations 8 and 9), by Triton kernels where the index lives on a GPU.
+
+    Args:
+        query, index, kind, out: as in the reference; on a GPU contiguous.
+
+    Returns:
+        [batch, max_blocks] float32, on the index's device; float64 for float64, on a CPU alone.
+
+    Raises:
+        ValueError: as in the reference; on a GPU `triton_impl.score_blocks` says what it refuses, and values out of
+            their range cannot be refused.
+    """
+    score = reference.score_blocks
+    if index.vectors.is_cuda:
+        from sglang_ext.kernels.block_votes.triton_impl import score_blocks as score
+    return score(query, index, kind=kind, out=out)
+
+
+def elect(
+    votes: torch.Tensor,
+    scores: torch.Tensor | None,
+    *,
+    weight: float | torch.Tensor,
+    count: int,
+    mode: str = "inclusive",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`reference.elect` (see there; section 3.5), by a Triton kernel where the votes live on a GPU.
+
+    Args:
+        votes, scores, weight, count, mode, out: as in the reference; on a GPU contiguous.
+
+    Returns:
+        [batch, count] int32 numbers of blocks, best first, -1 beyond, on the votes' device.
+
+    Raises:
+        ValueError: as in the reference; on a GPU `triton_impl.elect` says what it refuses.
+    """
+    choose = reference.elect
+    if votes.is_cuda:
+        from sglang_ext.kernels.block_votes.triton_impl import elect as choose
+    return choose(votes, scores, weight=weight, count=count, mode=mode, out=out)

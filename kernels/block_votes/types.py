@@ -1,0 +1,142 @@
+"""What blocks are scored by and elected from: a chunk's spans, the index of a layer's memory, votes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SIMILARITIES = ("sum", "max", "mass")
+VOTES = ("inclusive", "preceding", "off")
+WEIGHTS = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySpans:
+    """Index vectors of the spans of one chunk a request (Ltri-LLM, section 3.4).
+
+    Attributes:
+        vectors: [batch, query_spans, most_q, dim], a floating dtype. Vectors beyond a span's number may hold anything.
+            For the similarity `sum` a span's vectors may be summed beforehand, most_q is 1 then.
+        counts: [batch, query_spans] int32, vectors of each span; 0 where there is no such span.
+    """
+
+    vectors: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIndex:
+    """The index of one layer's memory, and which part of it belongs to each request (Ltri-LLM, section 3.3).
+
+    Attributes:
+        vectors: [rows, max_blocks, spans, most, dim], a floating dtype. Vectors beyond a span's number and beyond a
+            request's blocks may hold anything. For the similarity `sum` a span's vectors may be summed beforehand.
+        counts: [rows, max_blocks, spans] int32, vectors of each span; 0 where there is no such span. A block without
+            spans is never retrieved. Counts beyond a request's blocks may hold anything.
+        row: [batch] integer, the row of the memory that belongs to each request; not used where it has no blocks.
+        blocks: [batch] integer, how many blocks each request has.
+    """
+
+    vectors: torch.Tensor
+    counts: torch.Tensor
+    row: torch.Tensor
+    blocks: torch.Tensor
+
+
+def score_dtype(query: QuerySpans, index: BlockIndex) -> torch.dtype:
+    """The dtype of scores: float64 where the query or the index is, otherwise float32."""
+    wide = torch.float64 in (query.vectors.dtype, index.vectors.dtype)
+    return torch.float64 if wide else torch.float32
+
+
+def check(query: QuerySpans, index: BlockIndex, kind: str, out: torch.Tensor | None) -> None:
+    """Look at what `score_blocks` is given, but not at values on the device.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or the similarity do not fit.
+    """
+    asked, kept = query.vectors, index.vectors
+    if asked.dim() != 4 or kept.dim() != 5 or asked.shape[3] != kept.shape[4]:
+        raise ValueError(
+            f"query vectors {tuple(asked.shape)}, index vectors {tuple(kept.shape)}: expected [batch, query_spans, "
+            "most_q, dim] and [rows, max_blocks, spans, most, dim] of one dim"
+        )
+    if not asked.is_floating_point() or not kept.is_floating_point():
+        raise ValueError(f"query vectors are {asked.dtype}, index vectors {kept.dtype}: expected floating dtypes")
+    batch, limit = asked.shape[0], kept.shape[1]
+    for name, tensor, shape in (
+        ("query counts", query.counts, asked.shape[:2]),
+        ("index counts", index.counts, kept.shape[:3]),
+    ):
+        if tensor.shape != shape or tensor.dtype != torch.int32:
+            raise ValueError(f"{name} are {tensor.dtype} {tuple(tensor.shape)}: expected int32 {tuple(shape)}")
+    for name, tensor in (("row", index.row), ("blocks", index.blocks)):
+        if tensor.shape != (batch,) or tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected integers, {(batch,)}")
+    tensors = [asked, query.counts, kept, index.counts, index.row, index.blocks]
+    if kind not in SIMILARITIES:
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join(SIMILARITIES)}")
+    if out is not None:
+        tensors.append(out)
+        wanted = score_dtype(query, index)
+        if out.shape != (batch, limit) or out.dtype != wanted:
+            raise ValueError(f"out is {out.dtype} {tuple(out.shape)}: expected {wanted} {(batch, limit)}")
+    _check_devices(tensors)
+
+
+def check_election(
+    votes: torch.Tensor,
+    scores: torch.Tensor | None,
+    weight: float | torch.Tensor,
+    count: int,
+    mode: str,
+    out: torch.Tensor | None,
+) -> None:
+    """The same for `elect`.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, the mode or the count do not fit.
+    """
+    if votes.dim() != 2 or votes.dtype not in WEIGHTS:
+        raise ValueError(f"votes are {votes.dtype} {tuple(votes.shape)}: expected float32 [batch, max_blocks]")
+    tensors = [votes]
+    if scores is not None:
+        tensors.append(scores)
+        if scores.shape != votes.shape or scores.dtype not in WEIGHTS:
+            raise ValueError(f"scores are {scores.dtype} {tuple(scores.shape)}: expected float32 {tuple(votes.shape)}")
+    if isinstance(weight, torch.Tensor):
+        tensors.append(weight)
+        if weight.shape != votes.shape[:1] or weight.dtype != votes.dtype:
+            raise ValueError(
+                f"weight is {weight.dtype} {tuple(weight.shape)}: expected a number, or {votes.dtype} "
+                f"{tuple(votes.shape[:1])}"
+            )
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ValueError(f"count={count!r}: expected a whole number of at least 0")
+    if mode not in VOTES:
+        raise ValueError(f"mode={mode!r}: expected one of {', '.join(VOTES)}")
+    if out is not None:
+        tensors.append(out)
+        if out.shape != (votes.shape[0], count) or out.dtype != torch.int32:
+            raise ValueError(f"out is {out.dtype} {tuple(out.shape)}: expected int32 {(votes.shape[0], count)}")
+    _check_devices(tensors)
+
+
+def check_contiguous(tensors: dict[str, torch.Tensor]) -> None:
+    """Look at the strides of tensors whose addresses a kernel computes.
+
+    Raises:
+        ValueError: a tensor is not contiguous.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: expected contiguous"
+            )
+
+
+def _check_devices(tensors: list[torch.Tensor]) -> None:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"tensors on {', '.join(sorted(map(str, devices)))}: expected one device")

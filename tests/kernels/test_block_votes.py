@@ -1,0 +1,502 @@
+"""Scores of memory blocks and elections against equations 8 and 9 written as loops, and against the policy.
+
+What there is not is NaN: vectors beyond a span's number, blocks beyond a request's, votes and outputs before they are
+written. Elections must agree exactly, ties included, so their scores and votes are drawn from few numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_ext.kernels import block_votes
+from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, reference
+from sglang_ext.kernels.block_votes import triton_impl as triton
+from sglang_ext.policies import ltri
+from tests.kernels import sm90
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter multiplies the bits of bfloat16 as integers.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+# Beside the largest score. Half precision: the inputs are the same numbers in both, products are added in float32.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, HALF: 3e-6}
+NONE = float("-inf")
+KINDS = ("sum", "max", "mass")
+SMALL = triton.BlockTuning(columns=16, rows=16, width=16, warps=2, stages=1)
+
+
+class Case:
+    """Requests of different numbers of blocks, in rows of a memory that are not in their order."""
+
+    def __init__(
+        self, dtype, blocks=(7, 0, 11), limit=11, spans=3, most=2, query_spans=5, most_q=3, dim=20, seed=0, other=None
+    ):
+        gen = torch.Generator().manual_seed(seed)
+        batch, rows = len(blocks), len(blocks) + 1
+        draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)  # noqa: E731
+        self.asked, self.kept = draw(batch, query_spans, most_q, dim), draw(rows, limit, spans, most, dim)
+        if other is not None:
+            self.kept = self.kept.to(other)
+        self.asked_counts = torch.randint(0, most_q + 1, (batch, query_spans), generator=gen).int()
+        self.asked_counts[:, 0] = most_q
+        self.kept_counts = torch.randint(0, most + 1, (rows, limit, spans), generator=gen).int()
+        self.row = torch.randperm(rows, generator=gen)[:batch]
+        self.blocks = torch.tensor(blocks, dtype=torch.int32)
+        for vectors, counts in ((self.asked, self.asked_counts), (self.kept, self.kept_counts)):
+            beyond = torch.arange(vectors.shape[-2]) >= counts.unsqueeze(-1)
+            vectors.masked_fill_(beyond.unsqueeze(-1), math.nan)
+        for request, row in enumerate(self.row.tolist()):
+            self.kept[row, blocks[request] :] = math.nan
+            self.kept_counts[row, blocks[request] :] = 10**6
+
+    def spans(self, request):
+        """Vectors [vectors, dim] of each query span, and of each block's spans, float64, without those that are not."""
+        asked = [v[:n].double() for v, n in zip(self.asked[request], self.asked_counts[request], strict=True) if n]
+        row = int(self.row[request])
+        kept = [
+            [v[:n].double() for v, n in zip(self.kept[row, b], self.kept_counts[row, b], strict=True) if n]
+            for b in range(int(self.blocks[request]))
+        ]
+        return asked, kept
+
+    def expected(self, kind):
+        """[batch, max_blocks] float64, span by span."""
+        found = torch.full((len(self.blocks), self.kept.shape[1]), NONE, dtype=torch.float64)
+        for request in range(len(self.blocks)):
+            asked, kept = self.spans(request)
+            every = [vector for spans in kept for span in spans for vector in span]
+            scale = self.asked.shape[-1] ** -0.5
+            for block, spans in enumerate(kept):
+                for span in spans:
+                    for question in asked:
+                        products = question @ span.T
+                        if kind == "mass":
+                            whole = (question @ torch.stack(every).T * scale).exp().sum(1, keepdim=True)
+                            products = (products * scale).exp() / whole
+                        similar = float(products.max() if kind == "max" else products.sum())
+                        found[request, block] = max(float(found[request, block]), similar)
+        return found
+
+    def query(self):
+        return QuerySpans(self.asked.to(DEVICE), self.asked_counts.to(DEVICE))
+
+    def index(self):
+        return BlockIndex(*(t.to(DEVICE) for t in (self.kept, self.kept_counts, self.row, self.blocks)))
+
+    def close(self, found, kind, dtype):
+        want = self.expected(kind)
+        assert found.shape == want.shape and found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        found = found.cpu().double()
+        there = want > NONE
+        assert torch.equal(found == NONE, ~there)
+        if there.any():
+            error = (found - want)[there].abs().max()
+            assert error <= TOLERANCE[dtype] * want[there].abs().max(), (kind, error)
+
+
+IMPLEMENTATIONS = [
+    pytest.param(reference, torch.float64, {}, id="reference-float64"),
+    pytest.param(reference, torch.float32, {}, id="reference-float32"),
+    pytest.param(reference, HALF, {}, id="reference-half"),
+    pytest.param(triton, torch.float32, {"tuning": SMALL}, id="triton-small tiles"),
+    pytest.param(triton, torch.float32, {}, id="triton-float32"),
+    pytest.param(triton, HALF, {}, id="triton-half"),
+]
+BOTH = pytest.mark.parametrize("module", [reference, triton], ids=["reference", "triton"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("module, dtype, more", IMPLEMENTATIONS)
+def test_scores(module, dtype, more, kind):
+    case = Case(dtype)
+    out = torch.full((3, 11), math.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=DEVICE)
+    found = module.score_blocks(case.query(), case.index(), kind=kind, out=out, **more)
+    assert found is out
+    case.close(found, kind, dtype)
+    case.close(module.score_blocks(case.query(), case.index(), kind=kind, **more), kind, dtype)
+
+
+SIZES = [
+    {"blocks": (37, 5), "limit": 37, "spans": 4, "most": 3, "query_spans": 6, "most_q": 4, "dim": 24},
+    {"blocks": (1,), "limit": 1, "spans": 1, "most": 1, "query_spans": 1, "most_q": 1, "dim": 8},
+    {"blocks": (70,), "limit": 75, "spans": 2, "most": 1, "query_spans": 20, "most_q": 1, "dim": 96},
+    {"blocks": (3, 3), "limit": 4, "spans": 1, "most": 20, "query_spans": 2, "most_q": 20, "dim": 136},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes["blocks"])))
+@BOTH
+def test_scores_of_other_sizes(module, sizes, kind):
+    """Whole and cut tiles over blocks, spans of the query and components; more vectors a span than a tile has rows."""
+    case = Case(torch.float32, seed=3, **sizes)
+    case.close(module.score_blocks(case.query(), case.index(), kind=kind), kind, torch.float32)
+
+
+@pytest.mark.parametrize("tuning", [None, SMALL], ids=["default", "small tiles"])
+def test_mass_in_few_parts(monkeypatch, tuning):
+    """Several tiles a program, the last part shorter than the others, one of a request without a block."""
+    monkeypatch.setattr(triton, "PARTS", 3)
+    case = Case(torch.float32, blocks=(61, 20, 0), limit=64, seed=5, dim=16)
+    found = triton.score_blocks(case.query(), case.index(), kind="mass", tuning=tuning)
+    case.close(found, "mass", torch.float32)
+
+
+def test_large_logits():
+    """Where exponentials without their maximum overflow."""
+    case = Case(torch.float32, dim=16)
+    case.asked *= 40
+    want = reference.score_blocks(
+        QuerySpans(case.asked.double().to(DEVICE), case.query().counts), case.index(), kind="mass"
+    )
+    found = triton.score_blocks(case.query(), case.index(), kind="mass", tuning=SMALL)
+    there = want > NONE
+    assert torch.equal(found > NONE, there)
+    assert (found.double() - want)[there].abs().max() <= 1e-4  # logits of 500 have errors of 3e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@BOTH
+def test_query_and_index_of_two_dtypes(module, kind):
+    """Products are in the wider one."""
+    case = Case(torch.float32, seed=9, other=HALF)
+    case.close(module.score_blocks(case.query(), case.index(), kind=kind), kind, torch.float32)
+
+
+@BOTH
+def test_folded_vectors_give_the_same_sum(module):
+    case = Case(torch.float32, seed=2)
+    folded = Case(torch.float32, seed=2)
+    for name in ("asked", "kept"):
+        vectors, counts = getattr(case, name), getattr(case, name + "_counts")
+        setattr(folded, name, vectors.nan_to_num().sum(-2, keepdim=True).contiguous())
+        setattr(folded, name + "_counts", counts.clamp(max=1))
+    found = module.score_blocks(folded.query(), folded.index(), kind="sum")
+    case.close(found, "sum", torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_the_policy_s(kind):
+    case = Case(torch.float64, blocks=(9, 11), seed=4)
+    case.kept_counts[:, :, 0] = 2  # the policy has no block without a span
+    for request, row in enumerate(case.row.tolist()):
+        blocks = int(case.blocks[request])
+        case.kept[row, :blocks] = torch.randn(*case.kept[row, :blocks].shape, dtype=torch.float64)
+    found = reference.score_blocks(case.query(), case.index(), kind=kind).cpu()
+    for request in range(2):
+        asked, kept = case.spans(request)
+        owners = torch.tensor([block for block, spans in enumerate(kept) for _ in spans])
+        memory = ltri.SpanVectors.of([span for spans in kept for span in spans])
+        similar = ltri.similarity(ltri.SpanVectors.of(asked), memory, kind)
+        want = ltri.block_scores(similar, owners, len(kept))
+        assert (found[request, : len(kept)] - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@BOTH
+def test_nothing_to_compare(module, kind):
+    """No blocks, whatever their row; blocks without spans; a chunk without spans; tensors without entries."""
+    case = Case(torch.float32, blocks=(0, 6, 6), seed=6)
+    case.row[0] = -(10**6)
+    case.kept_counts[case.row[1]] = 0
+    case.asked_counts[2] = 0
+    found = module.score_blocks(case.query(), case.index(), kind=kind)
+    assert (found == NONE).all()
+    for sizes in ({"limit": 0, "blocks": (0, 0)}, {"blocks": ()}):
+        case = Case(torch.float32, **sizes)
+        assert module.score_blocks(case.query(), case.index(), kind=kind).numel() == 0
+    case = Case(torch.float32)
+    query = QuerySpans(torch.zeros(3, 0, 3, 20, device=DEVICE), torch.zeros(3, 0, dtype=torch.int32, device=DEVICE))
+    assert (module.score_blocks(query, case.index(), kind=kind) == NONE).all()
+
+
+# ---- the election ----
+
+
+class Ballots:
+    """Votes and scores of few different numbers; behind each request's blocks scores are -inf and votes NaN."""
+
+    def __init__(self, blocks, limit, levels=4, seed=0):
+        gen = torch.Generator().manual_seed(seed)
+        draw = lambda: torch.randint(-levels, levels + 1, (len(blocks), limit), generator=gen)  # noqa: E731
+        self.blocks, self.scores, self.votes = blocks, draw() * 0.25, draw().clamp(min=0) * 0.3
+        self.scores[torch.rand(len(blocks), limit, generator=gen) < 0.1] *= -1.0  # -0.0 is as large as 0.0
+        for request, n in enumerate(blocks):
+            self.scores[request, n:], self.votes[request, n:] = NONE, math.nan
+
+    def expected(self, scored, weight, count, mode):
+        """(chosen [batch, count], votes [batch, max_blocks]) by sorting Python's numbers."""
+        chosen, after = torch.full((len(self.blocks), count), -1, dtype=torch.int32), self.votes.clone()
+        for request, n in enumerate(self.blocks):
+            score = self.scores[request].tolist() if scored else [0.0] * n
+            own = sorted(range(n), key=lambda b: (-score[b], b))[:count] if scored else []
+            for block in own:
+                after[request, block] += weight
+            counted = (after if mode == "inclusive" else self.votes)[request].tolist()
+            some = [block for block in range(n) if counted[block] > 0]
+            best = sorted(some, key=lambda b: (-counted[b], -score[b], b))[:count]
+            found = own if mode == "off" else best
+            chosen[request, : len(found)] = torch.tensor(found, dtype=torch.int32)
+        return chosen, after
+
+    def elect(self, module, scored, **settings):
+        votes, count = self.votes.to(DEVICE, copy=True), settings["count"]
+        out = torch.full((len(self.blocks), count), 77, dtype=torch.int32, device=DEVICE)
+        scores = self.scores.to(DEVICE) if scored else None
+        assert module.elect(votes, scores, out=out, **settings) is out
+        return out.cpu(), votes.cpu()
+
+
+def same(one, other):
+    """Bit by bit; NaN is what NaN was."""
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+ELECTIONS = [
+    ((1,), 1, 1),
+    ((5, 0, 3), 5, 16),
+    ((16, 9), 16, 16),
+    ((40, 64, 3), 70, 5),
+    ((130,), 130, 64),
+    ((200, 131), 260, 16),
+    ((999, 600), 1024, 16),
+]
+
+
+@pytest.mark.parametrize("scored", [True, False], ids=["voting", "no head"])
+@pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
+@pytest.mark.parametrize("blocks, limit, count", ELECTIONS, ids=lambda x: str(x))
+@BOTH
+def test_elections(module, blocks, limit, count, mode, scored):
+    for seed, levels in enumerate((1, 4, 1000)):
+        ballots = Ballots(blocks, limit, levels, seed)
+        chosen, after = ballots.expected(scored, 0.7, count, mode)
+        found, votes = ballots.elect(module, scored, weight=0.7, count=count, mode=mode)
+        assert torch.equal(found, chosen)
+        assert same(votes, after)
+        assert scored or same(votes, ballots.votes)
+
+
+@pytest.mark.parametrize("blocks, count", [(8192, 16), (5000, 64), (20000, 3)])
+def test_elections_of_many_blocks(blocks, count):
+    """As many rounds as there are."""
+    ballots = Ballots((blocks,), blocks, levels=300, seed=blocks)
+    chosen, after = ballots.expected(True, 1.5, count, "inclusive")
+    found, votes = ballots.elect(triton, True, weight=1.5, count=count, mode="inclusive")
+    assert torch.equal(found, chosen) and same(votes, after)
+
+
+@pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
+@BOTH
+def test_layers_retrieve_what_the_policy_says(module, mode):
+    """Ten layers of a request, some without a head; votes are sums that depend on their order."""
+    settings, gen = ltri.Ltri(retrieved=6, vote=mode), torch.Generator().manual_seed(1)
+    blocks, limit = 50, 64
+    votes, mine = torch.zeros(blocks), torch.zeros(1, limit, device=DEVICE)
+    for layer in range(10):
+        score = None if layer in (0, 3, 4, 9) else torch.randint(0, 5, (blocks,), generator=gen).float()
+        padded = None
+        if score is not None:
+            padded = torch.nn.functional.pad(score, (0, limit - blocks), value=NONE)[None].to(DEVICE)
+        weight = 0.1 + 0.07 * layer
+        chosen, votes = ltri.retrieved(votes, score, weight, settings)
+        found = module.elect(mine, padded, weight=weight, count=6, mode=mode)
+        assert found.shape == (1, 6) and [block for block in found[0].tolist() if block >= 0] == chosen
+        assert same(mine[0, :blocks].cpu(), votes) and not mine[0, blocks:].any()
+
+
+@BOTH
+def test_a_weight_for_each_request(module):
+    ballots = Ballots((40, 64, 3), 70)
+    weights = torch.tensor([0.7, 0.0, 2.5])
+    found, votes = ballots.elect(module, True, weight=weights.to(DEVICE), count=5, mode="inclusive")
+    for request, weight in enumerate(weights.tolist()):
+        chosen, after = ballots.expected(True, weight, 5, "inclusive")
+        assert torch.equal(found[request], chosen[request]) and same(votes[request], after[request])
+
+
+@BOTH
+def test_scores_that_are_no_numbers(module):
+    """Infinite ones are ordered, NaN is as no block."""
+    scores = torch.tensor([[1.0, math.inf, math.nan, NONE, -5.0, math.inf]], device=DEVICE)
+    votes = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0, 1.0]], device=DEVICE)
+    found = module.elect(votes, scores, weight=1.0, count=6)
+    assert found.tolist() == [[1, 5, 0, 4, -1, -1]]
+    assert votes.tolist() == [[2.0, 2.0, 1.0, 1.0, 1.0, 2.0]]
+
+
+@BOTH
+def test_nothing_to_elect(module):
+    votes = torch.ones(2, 5, device=DEVICE)
+    assert module.elect(votes, votes.clone(), weight=1.0, count=0).shape == (2, 0)
+    assert (votes == 1).all()
+    none = torch.zeros(2, 0, device=DEVICE)
+    assert module.elect(none, none, weight=1.0, count=3).tolist() == [[-1] * 3] * 2
+    assert module.elect(none[:0], None, weight=1.0, count=3).shape == (0, 3)
+
+
+# ---- both ----
+
+
+@BOTH
+def test_bad_input_is_refused(module):
+    case = Case(torch.float32)
+    query, index = case.query(), case.index()
+    votes = torch.zeros(3, 11, device=DEVICE)
+    bad_queries = [
+        (QuerySpans(query.vectors[..., :8], query.counts), "of one dim"),
+        (QuerySpans(query.vectors.long(), query.counts), "expected floating dtypes"),
+        (QuerySpans(query.vectors, query.counts.long()), "query counts are torch.int64"),
+        (QuerySpans(query.vectors[:2], query.counts[:2]), r"row is torch.int64 \(3,\): expected integers, \(2,\)"),
+    ]
+    for bad, message in bad_queries:
+        with pytest.raises(ValueError, match=message):
+            module.score_blocks(bad, index)
+    bad_indexes = [
+        (BlockIndex(index.vectors, index.counts[:, :2], index.row, index.blocks), "index counts are"),
+        (BlockIndex(index.vectors, index.counts, index.row, index.blocks.float()), r"blocks is torch\.float32"),
+    ]
+    for wrong, message in bad_indexes:
+        with pytest.raises(ValueError, match=message):
+            module.score_blocks(query, wrong)
+    with pytest.raises(ValueError, match="kind='mean'"):
+        module.score_blocks(query, index, kind="mean")
+    with pytest.raises(ValueError, match=r"out is torch\.float32 \(3, 10\)"):
+        module.score_blocks(query, index, out=votes[:, :10])
+    for settings, message in (
+        ({"scores": votes[:2]}, "scores are"),
+        ({"votes": votes.long()}, "votes are torch.int64"),
+        ({"weight": votes[:2, 0]}, "weight is"),
+        ({"count": -1}, "count=-1"),
+        ({"count": 2.0}, r"count=2\.0"),
+        ({"mode": "all"}, "mode='all'"),
+        ({"out": torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)}, r"out is torch.int32 \(3, 2\)"),
+    ):
+        given = {"votes": votes, "scores": votes, "weight": 1.0, "count": 3, **settings}
+        with pytest.raises(ValueError, match=message):
+            module.elect(given.pop("votes"), given.pop("scores"), **given)
+    with pytest.raises(ValueError, match="expected one device"):
+        module.elect(votes, torch.zeros(3, 11, device="meta"), weight=1.0, count=3)
+
+
+def test_the_reference_refuses_values_out_of_range():
+    case = Case(torch.float32)
+    case.blocks[0] = 12
+    with pytest.raises(ValueError, match="request 0: 12 blocks in row"):
+        reference.score_blocks(case.query(), case.index())
+    case = Case(torch.float32)
+    case.row[2] = 9
+    with pytest.raises(ValueError, match="request 2: 11 blocks in row 9"):
+        reference.score_blocks(case.query(), case.index())
+    case = Case(torch.float32)
+    case.asked_counts[0, 0] = 4
+    with pytest.raises(ValueError, match="4 vectors: expected 0 to 3"):
+        reference.score_blocks(case.query(), case.index())
+
+
+def test_the_kernels_refuse_what_they_cannot_do():
+    case = Case(torch.float64)
+    with pytest.raises(ValueError, match="take the reference for float64"):
+        triton.score_blocks(case.query(), case.index())
+    case = Case(torch.float32)
+    index = case.index()
+    turned = index.vectors.transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match=r"index vectors of shape .* expected contiguous"):
+        triton.score_blocks(case.query(), BlockIndex(turned, index.counts, index.row, index.blocks))
+    case = Case(torch.float32, spans=5, most=17)
+    with pytest.raises(ValueError, match="blocks of 5 x 17 vectors"):
+        triton.score_blocks(case.query(), case.index())
+    votes = torch.zeros(2, 70, device=DEVICE)
+    with pytest.raises(ValueError, match="65 of 70 blocks"):
+        triton.elect(votes, votes, weight=1.0, count=65)
+    with pytest.raises(ValueError, match=r"votes of shape .* expected contiguous"):
+        triton.elect(votes[:, ::2], None, weight=1.0, count=3)
+    with pytest.raises(ValueError, match=r"votes are torch\.float64: expected float32"):
+        triton.elect(votes.double(), None, weight=1.0, count=3)
+
+
+def test_dispatch():
+    """By the device of what is read: plain PyTorch on a CPU, also float64; the kernels on a GPU."""
+    dtype = torch.float64 if DEVICE == "cpu" else torch.float32
+    case = Case(dtype)
+    case.close(block_votes.score_blocks(case.query(), case.index(), kind="max"), "max", dtype)
+    ballots = Ballots((40, 64, 3), 70)
+    found, votes = ballots.elect(block_votes, True, weight=0.7, count=5, mode="preceding")
+    chosen, after = ballots.expected(True, 0.7, 5, "preceding")
+    assert torch.equal(found, chosen) and same(votes, after)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_reads_counts_when_it_is_replayed(kind):
+    """Captured with no blocks, replayed with others."""
+    case = Case(HALF, blocks=(61, 20, 64), limit=64, dim=64)
+    query, index = case.query(), case.index()
+    blocks, votes = index.blocks.clone(), torch.zeros(3, 64, device=DEVICE)
+    out, chosen = torch.empty(3, 64, device=DEVICE), torch.empty(3, 16, dtype=torch.int32, device=DEVICE)
+    index.blocks.zero_()
+
+    def step():
+        block_votes.score_blocks(query, index, kind=kind, out=out)
+        block_votes.elect(votes, out, weight=0.5, count=16, out=chosen)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    index.blocks.copy_(blocks)
+    graph.replay()
+    case.close(out, kind, HALF)
+    wanted = reference.elect(torch.zeros(3, 64, device=DEVICE), out, weight=0.5, count=16)
+    assert torch.equal(chosen, wanted) and float(votes.sum()) == 0.5 * 48
+
+
+COMPILE = """
+import torch
+from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, triton_impl
+from tests.kernels.sm90 import compiled, stand_in
+
+stand_in(triton_impl, "_parts_kernel", "_scores_kernel", "_elect_kernel")
+
+
+def score(batch, limit, spans, most, query_spans, most_q, dim, dtype, kind):
+    ints = torch.zeros(batch, dtype=torch.int32)
+    query = QuerySpans(torch.empty(batch, query_spans, most_q, dim, dtype=dtype),
+                       torch.zeros(batch, query_spans, dtype=torch.int32))
+    index = BlockIndex(torch.empty(1, limit, spans, most, dim, dtype=dtype),
+                       torch.zeros(1, limit, spans, dtype=torch.int32), ints, ints)
+    triton_impl.score_blocks(query, index, kind=kind)
+
+
+half, wide = torch.bfloat16, torch.float32
+# One head that votes: 512 tokens of 4 blocks of 4 spans of 3 vectors; folded ones; RULER's 6 spans of 4 vectors.
+score(1, 4096, 4, 3, 16, 3, 128, half, "max")
+assert "wgmma" in compiled["block_votes_scores_kernel"].asm["ptx"]
+score(8, 8192, 4, 1, 16, 3, 96, half, "sum")
+score(1, 8192, 4, 1, 4, 1, 64, half, "sum")
+score(8, 8192, 6, 4, 24, 4, 128, half, "mass")
+score(1, 4096, 1, 1, 1, 1, 128, torch.float16, "sum")
+# All heads; float32; as many vectors as are taken.
+score(1, 1024, 4, 3, 16, 3, 4096, half, "max")
+assert "cp.async" in compiled["block_votes_scores_kernel"].asm["ptx"]
+score(1, 4096, 4, 1, 16, 1, 4096, half, "sum")
+score(1, 4096, 4, 3, 16, 3, 128, wide, "mass")
+score(1, 256, 1, 128, 1, 128, 256, half, "mass")
+for limit, count in ((8192, 16), (16384, 16), (2048, 64)):
+    votes = torch.zeros(8, limit)
+    triton_impl.elect(votes, votes, weight=0.5, count=count)
+votes = torch.zeros(8, 1001)
+triton_impl.elect(votes, votes, weight=torch.zeros(8), count=16, mode="preceding")
+triton_impl.elect(votes, votes, weight=0.5, count=16, mode="off")
+triton_impl.elect(votes, None, weight=0.5, count=16)
+assert len(compiled) == 3, compiled
+"""
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile the kernels and run them")
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    """What the interpreter takes, the compiler may not."""
+    sm90.run(COMPILE, tmp_path)

@@ -20,6 +20,8 @@ import torch
 from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
 
 Span = tuple[int, int]
+KEPT_CHUNKS = 8
+"""Newest chunks before each of which a stream's state is kept: 4,096 tokens of 512 a chunk."""
 
 
 # ---- 3.2: spans ----
@@ -358,3 +360,21 @@ def retrieved(
         return own, after
     counted = after if settings.vote == "inclusive" else votes
     return elected(counted, scores, settings.retrieved), after
+
+
+# ---- streams that begin alike ----
+
+
+def kept_chunks(newest: int) -> set[int]:
+    """Numbers of the chunks before which a stream's state is kept, of those up to `newest`.
+
+    They are the last `KEPT_CHUNKS`, for questions about one document, and about as many at equal distances before them,
+    which are multiples of a power of two: so what is kept later was kept before.
+
+    Args:
+        newest: number of the newest chunk; the first chunk, number 0, has no state.
+    """
+    step = 1
+    while newest // step >= 2 * KEPT_CHUNKS:
+        step *= 2
+    return {*range(step, newest + 1, step), *range(max(1, newest - KEPT_CHUNKS + 1), newest + 1)}

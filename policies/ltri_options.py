@@ -131,6 +131,15 @@ class Ltri:
         ends = [end // self.chunk * self.chunk, *([prompt - self.last] if prompt - self.last <= end else [])]
         return max(begin, *ends)
 
+    def alike(self, begin: int, prompt: int) -> bool:
+        """Whether streams whose tokens before `begin` are equal are equal there: chunks end at multiples up to it.
+
+        Args:
+            begin: first token of a chunk.
+            prompt: tokens of the prompt, the first of its stream.
+        """
+        return 0 < begin <= prompt - self.last and begin % self.chunk == 0
+
     def chunks(self, begin: int, end: int, prompt: int) -> list[tuple[int, int]]:
         """The chunks of the tokens [begin, end), where `prompt` tokens of the stream end with a prompt's last.
 
@@ -168,6 +177,10 @@ class Ltri:
     def local(self, before: int) -> int:
         """First token of the window of a chunk that begins at `before`: behind the sinks and all evicted blocks."""
         return min(before, self.sinks) + self.evicted(before) * self.block
+
+    def first(self, block: int) -> int:
+        """The first token of a block."""
+        return self.sinks + block * self.block
 
     @property
     def slots(self) -> int:

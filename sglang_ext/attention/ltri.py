@@ -20,16 +20,22 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
-from sglang_ext.attention.ltri_chunk import Chunk, LayerHost, LayerMemory, Voter
+from sglang_ext.attention.ltri_chunk import Chunk, Voter
+from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory
 from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
+from sglang_ext.cache.forks import Fork
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease, host_bytes
 from sglang_ext.config import policy_options
 from sglang_ext.policies.heads import Heads, shipped, weights_hash
 from sglang_ext.policies.ltri_options import InfLlmOptions, Ltri
 from sglang_ext.types import Options
+
+KVCaches: TypeAlias = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+"""Layer -> (keys, values)."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +54,35 @@ class LtriStream:
     layers: dict[int, LayerMemory] = field(default_factory=dict)
     offset: int = 0
 
+    @property
+    def stored(self) -> int:
+        """Blocks that have left the window, of every layer the same number."""
+        return next(iter(self.layers.values())).stored
+
+    def fork_point(self, tokens: int) -> int:
+        """The last of the layers' snapshots within the first `tokens` tokens; 0 where there is none."""
+        kept = [set(layer.snapshots) for layer in self.layers.values()]
+        common = set.intersection(*kept) if kept else set[int]()
+        return max((place for place in common if place <= tokens), default=0)
+
+    def fork(self, tokens: int) -> LtriStream:
+        """Another stream that begins with the same tokens, up to one of the layers' snapshots."""
+        layers = {number: layer.fork(tokens) for number, layer in self.layers.items()}
+        return LtriStream(self.lease.fork(next(iter(layers.values())).stored), layers)
+
 
 class LtriPolicy(StreamPolicy):
     """`--attention-backend ltri`, in plain PyTorch."""
 
     options: type[Ltri] = Ltri
     request_options = StreamPolicy.request_options | {"blocks"}
+    forks = True
     of_tokens = False  # where a prompt ends, its last tokens are a chunk of their own
 
     def __init__(self) -> None:
         self.config = policy_options(self.options)
         self._voters: Mapping[int, tuple[int, float]] | None = None  # layer -> its best head, that head's score
+        self._caches: Callable[[], KVCaches] = dict
         self._streams: dict[int, LtriStream] = {}
         self._admitted: dict[int, LtriStream] = {}  # about to start
 
@@ -106,7 +130,8 @@ class LtriPolicy(StreamPolicy):
             raise RuntimeError("host memory is asked for before the KV cache is there")
         return self.host
 
-    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+    def bind(self, caches: Callable[[], KVCaches]) -> None:
+        self._caches = caches
         self.host = HostBlocks(caches(), self.config.block, host_bytes(self.config.host_gb))
 
     def host_tokens(self) -> int:
@@ -161,6 +186,30 @@ class LtriPolicy(StreamPolicy):
     def stats(self) -> Mapping[str, int]:
         return {"streams": len(self._streams), **self._region.stats()}
 
+    # ---- forks ----
+
+    def running(self, slot: int) -> LtriStream | None:
+        return self._streams.get(slot)
+
+    def fork_point(self, state: LtriStream, tokens: int) -> int:
+        return state.fork_point(tokens)
+
+    def fork(self, slot: int, fork: Fork, slots: torch.Tensor) -> None:
+        """Copy sinks and window, whose tokens the source has in its slots or on the host; the rest is shared."""
+        source, settings = fork.source, self.config
+        self._admitted[slot] = stream = source.state.fork(fork.tokens)
+        gone = range(stream.stored, min(source.state.stored, settings.blocks(fork.tokens)))
+        back = [token for block in gone for token in range(settings.first(block), settings.first(block + 1))]
+        window = range(settings.local(fork.tokens), fork.tokens)
+        held = [*range(min(settings.sinks, fork.tokens)), *sorted(set(window) - set(back))]
+        place = [settings.cell(token) for token in held]
+        for layer, (keys, values) in self._caches().items():
+            into, out_of = slots.long()[place], source.slots.long()[place]
+            keys[into], values[into] = keys[out_of], values[out_of]
+            into = slots.long()[[settings.cell(token) for token in back]]
+            host = LayerHost(self._region, source.state.lease, layer)
+            keys[into], values[into] = host.get(list(gone), keys.device)
+
     # ---- in every layer ----
 
     def _voter(self, layer: int) -> Voter | None:
@@ -193,7 +242,8 @@ class LtriPolicy(StreamPolicy):
             votes = caches.carry.setdefault(f"votes of {request.slot}", {})
             answers, heads = first >= prompt, query.shape[1]
             voter = self._voter(caches.layer)
-            chunk = Chunk(self.config, memory, host, caches, slots, voter, heads, first, last, answers, given)
+            alike = stream.offset == 0 and self.config.alike(first, prompt)
+            chunk = Chunk(self.config, memory, host, caches, slots, voter, heads, first, last, answers, given, alike)
             out[rows] = chunk.attend(query[rows], keys[rows], values[rows], votes)
         return out
 

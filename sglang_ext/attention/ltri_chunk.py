@@ -8,131 +8,23 @@ from the host; and one softmax goes over sinks, blocks and window.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory
 from sglang_ext.attention.policy import Caches
-from sglang_ext.cache.host_blocks import HostBlocks, HostLease
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.policies.ltri import (
-    Span,
     SpanVectors,
-    block_scores,
     counted_spans,
     index_tokens,
     index_vectors,
     random_blocks,
     remembered_spans,
     retrieved,
-    similarity,
 )
 from sglang_ext.policies.ltri_options import Ltri
-
-
-class SpanIndex:
-    """The index vectors of all blocks of a layer that have left the window, in the order in which they left.
-
-    Attributes:
-        blocks: how many blocks there are.
-    """
-
-    def __init__(self) -> None:
-        self.blocks, self._spans = 0, 0
-        self._vectors, self._counts, self._block_of = torch.empty(0), torch.empty(0), torch.empty(0)
-
-    def add(self, spans: Sequence[torch.Tensor], most: int) -> None:
-        """The next block.
-
-        Args:
-            spans: [vectors, dim] of each of its spans.
-            most: vectors of a span at most.
-        """
-        end = self._spans + len(spans)
-        if end > len(self._counts):
-            self._grow(2 * end, most, spans[0])
-        for number, span in enumerate(spans, self._spans):
-            self._vectors[number, : len(span)] = span
-            self._counts[number] = len(span)
-        self._block_of[self._spans : end] = self.blocks
-        self._spans, self.blocks = end, self.blocks + 1
-
-    def _grow(self, spans: int, most: int, like: torch.Tensor) -> None:
-        vectors = like.new_zeros(spans, most, like.shape[-1])
-        counts, block_of = (torch.zeros(spans, dtype=torch.int64, device=like.device) for _ in range(2))
-        if self._spans:
-            kept = slice(0, self._spans)
-            vectors[kept], counts[kept] = self._vectors[kept], self._counts[kept]
-            block_of[kept] = self._block_of[kept]
-        self._vectors, self._counts, self._block_of = vectors, counts, block_of
-
-    def scores(self, query: SpanVectors, kind: str) -> torch.Tensor:
-        """The score of each block (`policies.ltri.block_scores`) for a chunk's spans."""
-        memory = SpanVectors(self._vectors[: self._spans], self._counts[: self._spans])
-        return block_scores(similarity(query, memory, kind), self._block_of[: self._spans], self.blocks)
-
-
-@dataclass(frozen=True)
-class LayerHost:
-    """What one stream has on the host, in one layer. Keys are not rotated.
-
-    Attributes:
-        host: the region.
-        lease: the stream's blocks, of all layers.
-        layer: number of the layer.
-    """
-
-    host: HostBlocks
-    lease: HostLease
-    layer: int
-
-    def put(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep a block that leaves the window; the first layer takes its place.
-
-        Args:
-            block: its number in the stream; all before it were kept.
-            keys: [block, kv_heads, head_dim].
-            values: [block, kv_heads, value_dim].
-        """
-        at = self.lease.ids[block] if block < len(self.lease.ids) else self.lease.take()
-        self.host.keys[self.layer][at], self.host.values[self.layer][at] = keys.cpu(), values.cpu()
-
-    def get(self, blocks: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) of blocks that were kept, [tokens, kv_heads, dim] on the device."""
-        at = torch.tensor([self.lease.ids[block] for block in blocks], dtype=torch.int64)
-        self.host.fetched += len(blocks)
-        both = (each[self.layer][at].flatten(0, 1).to(device) for each in (self.host.keys, self.host.values))
-        keys, values = both
-        return keys, values
-
-
-@dataclass
-class LayerMemory:
-    """What one layer of a stream remembers.
-
-    Attributes:
-        stored: blocks that have left the window; they are on the host.
-        index: of these blocks.
-        tiles: block -> [heads, block, block] of its attention map, until all of its rows are there.
-        spans: block -> its spans, from then until it leaves the window.
-        received: [slots of a stream] attention that the token in each slot received from all heads of the queries
-            before `last`, float32 or float64.
-        last: the newest token, and what it adds to `received` as soon as another one follows.
-        blocks: what the last chunk of a prompt retrieved.
-    """
-
-    received: torch.Tensor
-    stored: int = 0
-    index: SpanIndex = field(default_factory=SpanIndex)
-    tiles: dict[int, torch.Tensor] = field(default_factory=dict)
-    spans: dict[int, list[tuple[Span, int]]] = field(default_factory=dict)
-    last: tuple[int, torch.Tensor] | None = None
-    blocks: list[int] = field(default_factory=list)
-
-    @classmethod
-    def empty(cls, settings: Ltri, device: torch.device) -> LayerMemory:
-        """The memory of a stream that has no token yet."""
-        return cls(torch.zeros(settings.slots, device=device))
 
 
 @dataclass(frozen=True)
@@ -171,6 +63,7 @@ class Chunk:
         begin, end: numbers of its tokens.
         answers: whether it is a token of an answer.
         given: blocks that the request names.
+        kept: whether other streams may begin like this one up to here.
     """
 
     settings: Ltri
@@ -184,6 +77,7 @@ class Chunk:
     end: int
     answers: bool
     given: Sequence[int]
+    kept: bool
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
@@ -202,6 +96,8 @@ class Chunk:
         dtype = torch.promote_types(query.dtype, torch.float32)
         wide = query.to(dtype).transpose(0, 1)  # [heads, rows, head_dim]
         self._remember()
+        if self.kept:
+            self.memory.keep(self.begin, self.settings.chunk)
         self._store(keys, values)
         first = self.settings.local(self.begin)
         near_keys, near_values = self._stored(first, self.end, dtype)
@@ -256,24 +152,20 @@ class Chunk:
 
     # ---- what is remembered ----
 
-    def _first(self, block: int) -> int:
-        """The first token of a block."""
-        return self.settings.sinks + block * self.settings.block
-
     def _remember(self) -> None:
         """Cut the spans of the blocks that are complete, and move those that have left the window to the host."""
         memory = self.memory
         if memory.last is not None and memory.last[0] < self.begin:
             memory.received += memory.last[1]
             memory.last = None
-        for block in [block for block in memory.tiles if self._first(block + 1) <= self.begin]:
+        for block in [block for block in memory.tiles if self.settings.first(block + 1) <= self.begin]:
             tile = memory.tiles.pop(block).cpu()  # spans are cut in many small steps
             memory.spans[block] = remembered_spans(tile, self.settings, self.caches.layer)
         for block in range(memory.stored, self.settings.evicted(self.begin)):
             self._evict(block)
 
     def _evict(self, block: int) -> None:
-        memory, cells = self.memory, self._cells(self._first(block), self._first(block + 1))
+        memory, cells = self.memory, self._cells(self.settings.first(block), self.settings.first(block + 1))
         slots = self.slots[cells].long()
         keys, values = self.caches.keys[slots], self.caches.values[slots]
         if self.voter is not None:
@@ -295,7 +187,7 @@ class Chunk:
             return
         settings, memory = self.settings, self.memory
         for block in range(max(0, self.begin - settings.sinks) // settings.block, settings.blocks(self.end)):
-            low, high = self._first(block), self._first(block + 1)
+            low, high = self.settings.first(block), self.settings.first(block + 1)
             if block not in memory.tiles:
                 memory.tiles[block] = local.new_zeros(len(local), settings.block, settings.block)
             begin, end = max(low, self.begin), min(high, self.end)
@@ -357,7 +249,10 @@ class Chunk:
         settings, device = self.settings, self.slots.device
         sinks = min(self.begin, settings.sinks)
         keys, values = self._stored(0, sinks, dtype)
-        places = [*range(sinks), *(self._first(block) + token for block in blocks for token in range(settings.block))]
+        places = [
+            *range(sinks),
+            *(self.settings.first(block) + token for block in blocks for token in range(settings.block)),
+        ]
         back = [each.to(dtype).transpose(0, 1) for each in self.host.get(blocks, device)]
         where = torch.tensor(places, dtype=torch.int64, device=device)
         return torch.cat([keys, back[0]], 1), torch.cat([values, back[1]], 1), where

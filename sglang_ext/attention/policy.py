@@ -24,10 +24,10 @@ from sglang_ext.types import Options
 
 if TYPE_CHECKING:
     from sglang_ext.cache.budget import KVShape
+    from sglang_ext.cache.forks import Fork, StreamState
     from sglang_ext.cache.host_blocks import HostBlocks, HostLease
     from sglang_ext.cache.rows import Row
     from sglang_ext.cache.stitch import NodeHooks
-    from sglang_ext.cache.streams import StreamState
 
 CONVERSATION_KEY_BYTES = 32
 """Random bytes in the key of a conversation; base64 spells them in 43 characters."""
@@ -262,11 +262,13 @@ class StreamPolicy(Policy):
     Attributes:
         of_tokens: whether what is kept of a stream follows from its tokens alone, and not from where prompts ended in
             it. Then a prompt that begins with all tokens of a stream that ended goes on from it.
+        forks: whether a stream may begin as a copy of another one's beginning (`fork_point`, `fork`).
         host: the host memory that streams share; None where they keep nothing there, or not in blocks.
     """
 
     request_options = CONVERSATION_OPTIONS
     of_tokens: bool = True
+    forks: bool = False
     host: HostBlocks | None = None
 
     def check(self, options: Options) -> None:
@@ -306,6 +308,31 @@ class StreamPolicy(Policy):
 
     def slots(self, options: Options, tokens: int) -> int:
         """KV slots that a request with these `custom_params` ever needs, at most `tokens` tokens long."""
+        raise NotImplementedError
+
+    # ---- forks: of policies that have them ----
+
+    def running(self, slot: int) -> StreamState:
+        """The state of the request that runs in `slot`; None before its first pass."""
+        raise NotImplementedError
+
+    def fork_point(self, state: StreamState, tokens: int) -> int:
+        """How many of a stream's first `tokens` tokens another stream can copy; 0 where none.
+
+        Args:
+            state: of a stream that runs, or of `park`.
+            tokens: with which the other one's prompt begins, too.
+        """
+        raise NotImplementedError
+
+    def fork(self, slot: int, fork: Fork, slots: torch.Tensor) -> None:
+        """The request that is about to start in `slot` begins as a copy, and its first column is `fork.tokens`.
+
+        Args:
+            slot: its number in SGLang's request pool.
+            fork: what it copies.
+            slots: [n] int32, its own KV slots, to be written.
+        """
         raise NotImplementedError
 
     # ---- host memory: of policies that have some ----

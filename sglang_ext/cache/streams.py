@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from secrets import compare_digest
-from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
-from sglang_ext.cache.host_blocks import HostBlocks, HostLease
+from sglang_ext.cache.conversation import Conversation, StreamStates
+from sglang_ext.cache.forks import Fork, Source, longest_fork
 from sglang_ext.compat import ChunkCache, MatchPrefixParams, MatchResult, RadixKey
 from sglang_ext.config import CONVERSATION_OPTIONS
 from sglang_ext.names import Passed, Req
@@ -35,73 +34,6 @@ from sglang_ext.types import JsonObject, Options
 
 MAX_TOKENS = 2**31 - 2**24
 """Tokens of a stream, prompt and answer: their numbers are int32, and those of a stride lie ahead of the last."""
-
-StreamState: TypeAlias = Any
-"""What a policy keeps of a stream between two requests; only the policy knows what it is."""
-
-
-@dataclass(eq=False)
-class Conversation:
-    """What a turn leaves for the next.
-
-    Attributes:
-        slots: [n] int32, the stream's KV slots.
-        tokens: how many tokens of the stream the next turn finds computed.
-        last: the last token of the answer, which the next turn begins with; None when there was no answer.
-        options: `custom_params` of the first turn.
-        state: the policy's.
-        whole: all tokens of a stream without a name, the last one of the answer, which is not computed or computed once
-            too early, included; None where there is a name.
-        key: SGLang's `extra_key` of the request, which those that go on must share.
-        secret: the `conversation_key` of the turns; None for a stream without a name, and where no key is asked for.
-    """
-
-    slots: torch.Tensor
-    tokens: int
-    last: int | None
-    options: JsonObject
-    state: StreamState
-    whole: array[int] | None = None
-    key: str | None = None
-    secret: str | None = None
-
-
-class StreamStates(Protocol):
-    """What a cache of streams asks the policy whose streams they are (`attention.policy.StreamPolicy` says more)."""
-
-    request_options: frozenset[str]
-    of_tokens: bool
-    host: HostBlocks | None
-
-    def host_tokens(self) -> int:
-        """Tokens of the longest stream for which `host` has room."""
-
-    def host_need(self, tokens: int) -> int:
-        """Blocks of `host` that a stream of so many tokens holds."""
-
-    def host_lease(self, state: StreamState) -> HostLease:
-        """What a state of `park` holds of `host`."""
-
-    def host_reserve(self, slot: int, blocks: int) -> None:
-        """The request that is about to start in `slot` may take so many blocks of `host` more than it holds."""
-
-    def slots(self, options: Options, tokens: int) -> int:
-        """KV slots that a stream of up to so many tokens needs."""
-
-    def cut(self, options: Options, begin: int, end: int, prompt: int) -> int:
-        """Where a chunk of a prompt that may end anywhere in (begin, end] is to end; `begin` where it must wait."""
-
-    def park(self, slot: int) -> StreamState:
-        """Hand over the state of the request in `slot`, which ends."""
-
-    def resume(self, slot: int, state: StreamState, tokens: int) -> None:
-        """The request that is about to start in `slot` goes on from a state of `park`."""
-
-    def drop(self, state: StreamState) -> None:
-        """Nobody will go on from a state of `park`."""
-
-    def stats(self) -> Mapping[str, int]:
-        """Counters."""
 
 
 class StreamCache(ChunkCache):
@@ -115,6 +47,7 @@ class StreamCache(ChunkCache):
         policy: says how many slots a request needs.
         on_release: called with the request slot of every request that ends or is retracted.
         reserved: request slot -> how many KV slots it has.
+        running: request slot -> request, of those without a name that others may begin like.
         conversations: name -> what its last turn left, and something unique -> what a request without a name left; of
             each kind the next to give way first.
         open_conversations: whoever knows a conversation's name may go on from it and begin it anew.
@@ -125,9 +58,12 @@ class StreamCache(ChunkCache):
         self.policy, self.open_conversations = policy, open_conversations
         self.on_release: list[Callable[[int], None]] = []
         self.reserved: dict[int, int] = {}
+        self.running: dict[int, Req] = {}
         self.conversations: dict[Hashable, Conversation] = {}
         self._found: weakref.WeakKeyDictionary[Req, Conversation] = weakref.WeakKeyDictionary()  # request -> its prefix
+        self._forks: weakref.WeakKeyDictionary[Req, Fork] = weakref.WeakKeyDictionary()  # request -> what it copies
         self._claimed: dict[str, Conversation] = {}  # by the id of a request in the batch that is being made
+        self._copied: dict[str, Fork] = {}  # likewise
         self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
         self._under_way: dict[str, tuple[str, str | None]] = {}  # id of a turn -> name and key of its conversation
         self._length = torch.zeros(1, dtype=torch.int64)
@@ -140,7 +76,8 @@ class StreamCache(ChunkCache):
     def reset(self) -> None:
         for turn in (*self.conversations.values(), *self._claimed.values()):
             self.policy.drop(turn.state)
-        for kept in (self.reserved, self.conversations, self._claimed, self._before, self._under_way):
+        books = (self.reserved, self.running, self.conversations, self._claimed, self._copied, self._before)
+        for kept in (*books, self._under_way):
             kept.clear()
 
     # ---- conversations ----
@@ -189,16 +126,42 @@ class StreamCache(ChunkCache):
         found = super().match_prefix(params)
         if req is None or options.get("continue") or compat.is_aborted(req):
             return found
+        self._found.pop(req, None)
+        self._forks.pop(req, None)
         longest = self._longest(params.key, options)
-        if longest is None:
-            self._found.pop(req, None)
-            return found
-        self._found[req] = longest
-        return found._replace(device_indices=self._length.expand(longest.tokens))
+        if longest is not None:
+            self._found[req] = longest
+            return found._replace(device_indices=self._length.expand(longest.tokens))
+        fork = self._fork(params.key, options)
+        if fork is not None:
+            self._forks[req] = fork
+            return found._replace(device_indices=self._length.expand(fork.tokens))
+        return found
+
+    def _fork(self, key: RadixKey, options: JsonObject) -> Fork | None:
+        """The stream without a name whose beginning a prompt shares; settings of its own find none."""
+        if not self.policy.forks or self._settings(options):
+            return None
+        sources = [
+            Source(kept.whole, kept.key, kept.state, kept.slots)
+            for kept in self.conversations.values()
+            if kept.whole is not None
+        ]
+        for slot, req in self.running.items():
+            state = self.policy.running(slot)
+            if state is not None:
+                slots = self.req_to_token_pool.req_to_token[slot, : self.reserved[slot]]
+                sources.append(Source(req.origin_input_ids, req.extra_key, state, slots))
+        return longest_fork(key.token_ids, key.extra_key, sources, self.policy.fork_point)
+
+    def _copies(self, req: Req) -> Fork | None:
+        """What a request begins as a copy of."""
+        fork = self._copied.get(req.rid) or self._forks.get(req)
+        return fork if fork is not None and len(req.prefix_indices) == fork.tokens else None
 
     def _longest(self, key: RadixKey, options: JsonObject) -> Conversation | None:
         """The longest stream without a name that a prompt begins with; settings of its own find none."""
-        if self._settings(options):
+        if not self.policy.of_tokens or self._settings(options):
             return None
         longest, ids = None, key.token_ids
         for kept in self.conversations.values():
@@ -230,6 +193,8 @@ class StreamCache(ChunkCache):
         options = carried.request_options(req)
         if options.get("conversation") is not None and not compat.is_aborted(req):
             self._under_way[req.rid] = options["conversation"], options.get("conversation_key")
+        if req.kv is None and (fork := self._copies(req)) is not None:
+            self._copied[req.rid] = fork
         turn = self._turn(req) if req.kv is None else None
         if turn is not None and req.rid not in self._claimed:
             del self.conversations[next(name for name, kept in self.conversations.items() if kept is turn)]
@@ -241,7 +206,9 @@ class StreamCache(ChunkCache):
         None goes, and the answer is False, when that would not suffice.
         """
         own, host = self._turn(req), self.policy.host
-        others = {name: kept for name in self._order() if (kept := self.conversations[name]) is not own}
+        copied = [fork.source.state for fork in (self._copies(req), *self._copied.values()) if fork is not None]
+        names = [name for name in self._order() if all(self.conversations[name].state is not each for each in copied)]
+        others = {name: kept for name in names if (kept := self.conversations[name]) is not own}
         if sum(len(kept.slots) for kept in others.values()) < slots:
             return False
         if host is not None and host.freed_by(self.policy.host_lease(kept.state) for kept in others.values()) < blocks:
@@ -284,6 +251,8 @@ class StreamCache(ChunkCache):
         turn = self._turn(req)
         tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens + 1
         held = len(self.policy.host_lease(turn.state).ids) if turn else 0
+        if (fork := self._copies(req)) is not None:
+            held = self.policy.host_need(fork.tokens + 1)
         return max(0, self.policy.host_need(tokens + _before(turn)) - held)
 
     def cut(self, req: Req, begin: int, end: int) -> int:
@@ -305,15 +274,19 @@ class StreamCache(ChunkCache):
         if found is None:
             free = self.token_to_kv_pool_allocator.available_size()
             raise RuntimeError(f"request {req.rid} was admitted with {more} KV slots, and {free} are free")
-        slots, turn = found.to(torch.int32), self._claimed.pop(req.rid, None)
+        slots, turn, fork = found.to(torch.int32), self._claimed.pop(req.rid, None), self._copied.pop(req.rid, None)
         if turn is not None:
             slots = torch.cat([turn.slots, slots])
             self.policy.resume(req.req_pool_idx, turn.state, _before(turn))
+        elif fork is not None:
+            self.policy.fork(req.req_pool_idx, fork, slots)
         if self.policy.host is not None:
             self.policy.host_reserve(req.req_pool_idx, blocks)
         self._before[req.req_pool_idx] = _before(turn)
         self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots)
         self.reserved[req.req_pool_idx] = len(slots)
+        if self.policy.forks and self._nameless(req):
+            self.running[req.req_pool_idx] = req
         compat.set_reserved(req, len(slots))
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
@@ -322,6 +295,7 @@ class StreamCache(ChunkCache):
     def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         self._under_way.pop(req.rid, None)
         slot = req.req_pool_idx
+        self.running.pop(slot, None)
         before, count = self._before.pop(slot), self.reserved.pop(slot)
         slots = self.req_to_token_pool.req_to_token[slot, :count].clone()
         options = carried.request_options(req)
@@ -329,12 +303,26 @@ class StreamCache(ChunkCache):
         if req.finished() and not compat.is_aborted(req):
             if name is not None:
                 slots = self._keep(name, req, before, slots)
-            elif self.policy.of_tokens and req.output_ids and not self._settings(options):
+            elif req.output_ids and self._nameless(req) and self._is_found_again(req):
                 slots = self._keep(object(), req, before, slots, array("q", [*req.origin_input_ids, *req.output_ids]))
         for released in self.on_release:
             released(slot)
         self.token_to_kv_pool_allocator.free(slots)
         compat.set_released(req, kv_len_to_handle)
+
+    def _nameless(self, req: Req) -> bool:
+        """Whether later requests may find a request's stream by its tokens."""
+        options = carried.request_options(req)
+        return options.get("conversation") is None and not self._settings(options)
+
+    def _is_found_again(self, req: Req) -> bool:
+        """Whether a later request can use anything of a stream that ends."""
+        if self.policy.of_tokens:
+            return True
+        return (
+            self.policy.forks
+            and self.policy.fork_point(self.policy.running(req.req_pool_idx), len(req.origin_input_ids)) > 0
+        )
 
     def _keep(
         self, name: Hashable, req: Req, before: int, slots: torch.Tensor, whole: array[int] | None = None

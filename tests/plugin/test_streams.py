@@ -127,7 +127,8 @@ def test_a_conversation_has_an_end(monkeypatch: pytest.MonkeyPatch, policy: Casc
     """Where its tokens could no longer be numbered, a turn is refused before it runs."""
     cache: Any = object.__new__(StreamCache)
     turn = Conversation(torch.zeros(3), 90, 5, {"conversation": "a"}, None)
-    cache.policy, cache.conversations, cache.most_tokens = policy, {"a": turn}, 100
+    cache.policy, cache.conversations = policy, {"a": turn}
+    monkeypatch.setattr(StreamCache, "most_tokens", 100)
     cache._under_way, cache.open_conversations = {}, False
     refused: list[str] = []
     monkeypatch.setattr(compat, "abort_unscheduled", lambda req, why, status: refused.append(f"{status}: {why}"))
@@ -165,8 +166,11 @@ def request(rid: str, **custom: Any) -> SimpleNamespace:
 def cache(monkeypatch: pytest.MonkeyPatch, policy: CascadePolicy) -> Any:
     """A cache without slots, which notes whom it refuses in `refused`."""
     cache: Any = object.__new__(StreamCache)
-    cache.policy, cache.conversations, cache.most_tokens = policy, {}, 100
-    cache._under_way, cache._claimed, cache._found, cache.open_conversations = {}, {}, {}, False
+    cache.policy, cache.conversations = policy, {}
+    monkeypatch.setattr(StreamCache, "most_tokens", 100)
+    cache._under_way, cache._claimed, cache.open_conversations = {}, {}, False
+    cache._found, cache._forks = {}, {}
+    monkeypatch.setattr(StreamCache, "_copies", lambda cache, req: None)
     cache.refused = {}
 
     def refuse(req: Any, why: str, status: int) -> None:
@@ -175,6 +179,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, policy: CascadePolicy) -> Any:
     monkeypatch.setattr(compat, "abort_unscheduled", refuse)
     monkeypatch.setattr(ChunkCache, "match_prefix", lambda *_: None)
     monkeypatch.setattr(StreamCache, "_longest", lambda *_: None)
+    monkeypatch.setattr(StreamCache, "_fork", lambda *_: None)
     monkeypatch.setattr(StreamCache, "_turn", lambda cache, req: None)
     return cache
 

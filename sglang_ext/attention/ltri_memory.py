@@ -1,0 +1,159 @@
+"""What one layer of a stream of Ltri-LLM remembers: on the host, in its index, and of the blocks in its window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_ext.cache.host_blocks import HostBlocks, HostLease
+from sglang_ext.policies.ltri import Span, SpanVectors, block_scores, kept_chunks, similarity
+from sglang_ext.policies.ltri_options import Ltri
+
+
+class SpanIndex:
+    """The index vectors of all blocks of a layer that have left the window, in the order in which they left.
+
+    Attributes:
+        blocks: how many blocks there are.
+    """
+
+    def __init__(self) -> None:
+        self.blocks, self._spans = 0, 0
+        self._vectors, self._counts, self._block_of = torch.empty(0), torch.empty(0), torch.empty(0)
+
+    def add(self, spans: Sequence[torch.Tensor], most: int) -> None:
+        """The next block.
+
+        Args:
+            spans: [vectors, dim] of each of its spans.
+            most: vectors of a span at most.
+        """
+        end = self._spans + len(spans)
+        if end > len(self._counts):
+            self._grow(2 * end, most, spans[0])
+        for number, span in enumerate(spans, self._spans):
+            self._vectors[number, : len(span)] = span
+            self._counts[number] = len(span)
+        self._block_of[self._spans : end] = self.blocks
+        self._spans, self.blocks = end, self.blocks + 1
+
+    def _grow(self, spans: int, most: int, like: torch.Tensor) -> None:
+        vectors = like.new_zeros(spans, most, like.shape[-1])
+        counts, block_of = (torch.zeros(spans, dtype=torch.int64, device=like.device) for _ in range(2))
+        if self._spans:
+            kept = slice(0, self._spans)
+            vectors[kept], counts[kept] = self._vectors[kept], self._counts[kept]
+            block_of[kept] = self._block_of[kept]
+        self._vectors, self._counts, self._block_of = vectors, counts, block_of
+
+    def fork(self, blocks: int) -> SpanIndex:
+        """The index of another stream whose first blocks are these; it is copied when that one adds to it."""
+        found = SpanIndex()
+        found.blocks, found._spans = min(blocks, self.blocks), int((self._block_of[: self._spans] < blocks).sum())
+        kept = slice(0, found._spans)
+        found._vectors, found._counts, found._block_of = (
+            each[kept] for each in (self._vectors, self._counts, self._block_of)
+        )
+        return found
+
+    def scores(self, query: SpanVectors, kind: str) -> torch.Tensor:
+        """The score of each block (`policies.ltri.block_scores`) for a chunk's spans."""
+        memory = SpanVectors(self._vectors[: self._spans], self._counts[: self._spans])
+        return block_scores(similarity(query, memory, kind), self._block_of[: self._spans], self.blocks)
+
+
+@dataclass(frozen=True)
+class LayerHost:
+    """What one stream has on the host, in one layer. Keys are not rotated.
+
+    Attributes:
+        host: the region.
+        lease: the stream's blocks, of all layers.
+        layer: number of the layer.
+    """
+
+    host: HostBlocks
+    lease: HostLease
+    layer: int
+
+    def put(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep a block that leaves the window; the first layer takes its place.
+
+        Args:
+            block: its number in the stream; all before it were kept.
+            keys: [block, kv_heads, head_dim].
+            values: [block, kv_heads, value_dim].
+        """
+        at = self.lease.ids[block] if block < len(self.lease.ids) else self.lease.take()
+        self.host.keys[self.layer][at], self.host.values[self.layer][at] = keys.cpu(), values.cpu()
+
+    def get(self, blocks: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of blocks that were kept, [tokens, kv_heads, dim] on the device."""
+        at = torch.tensor([self.lease.ids[block] for block in blocks], dtype=torch.int64)
+        self.host.fetched += len(blocks)
+        both = (each[self.layer][at].flatten(0, 1).to(device) for each in (self.host.keys, self.host.values))
+        keys, values = both
+        return keys, values
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a layer remembered where a chunk began: a function of the tokens before it alone.
+
+    Attributes:
+        stored, tiles, spans, received: see `LayerMemory`.
+    """
+
+    stored: int
+    tiles: Mapping[int, torch.Tensor]
+    spans: Mapping[int, list[tuple[Span, int]]]
+    received: torch.Tensor
+
+
+@dataclass
+class LayerMemory:
+    """What one layer of a stream remembers.
+
+    Attributes:
+        stored: blocks that have left the window; they are on the host.
+        index: of these blocks.
+        tiles: block -> [heads, block, block] of its attention map, until all of its rows are there.
+        spans: block -> its spans, from then until it leaves the window.
+        received: [slots of a stream] attention that the token in each slot received from all heads of the queries
+            before `last`, float32 or float64.
+        last: the newest token, and what it adds to `received` as soon as another one follows.
+        blocks: what the last chunk of a prompt retrieved.
+        snapshots: first token of a chunk -> what there was before it, for streams that begin alike.
+    """
+
+    received: torch.Tensor
+    stored: int = 0
+    index: SpanIndex = field(default_factory=SpanIndex)
+    tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+    spans: dict[int, list[tuple[Span, int]]] = field(default_factory=dict)
+    last: tuple[int, torch.Tensor] | None = None
+    blocks: list[int] = field(default_factory=list)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+
+    def keep(self, begin: int, chunk: int) -> None:
+        """Keep a snapshot for streams that go on differently from `begin`, where a chunk begins; few are kept."""
+        tiles = {block: tile.clone() for block, tile in self.tiles.items()}
+        self.snapshots[begin] = Snapshot(self.stored, tiles, dict(self.spans), self.received.clone())
+        wanted = kept_chunks(begin // chunk)
+        self.snapshots = {place: kept for place, kept in self.snapshots.items() if place // chunk in wanted}
+
+    def fork(self, begin: int) -> LayerMemory:
+        """The memory of another stream that begins with the same tokens, up to one of `snapshots`."""
+        kept = self.snapshots[begin]
+        earlier = {place: each for place, each in self.snapshots.items() if place <= begin}
+        tiles = {block: tile.clone() for block, tile in kept.tiles.items()}
+        return LayerMemory(
+            kept.received.clone(), kept.stored, self.index.fork(kept.stored), tiles, dict(kept.spans), snapshots=earlier
+        )
+
+    @classmethod
+    def empty(cls, settings: Ltri, device: torch.device) -> LayerMemory:
+        """The memory of a stream that has no token yet."""
+        return cls(torch.zeros(settings.slots, device=device))

@@ -1,0 +1,88 @@
+"""What streams leave when their requests end, and what a cache of streams asks the policy that they belong to."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang_ext.cache.forks import Fork, StreamState
+from sglang_ext.cache.host_blocks import HostBlocks, HostLease
+from sglang_ext.types import JsonObject, Options
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What a turn leaves for the next.
+
+    Attributes:
+        slots: [n] int32, the stream's KV slots.
+        tokens: how many tokens of the stream the next turn finds computed.
+        last: the last token of the answer, which the next turn begins with; None when there was no answer.
+        options: `custom_params` of the first turn.
+        state: the policy's.
+        whole: all tokens of a stream without a name, the last one of the answer, which is not computed or computed once
+            too early, included; None where there is a name.
+        key: SGLang's `extra_key` of the request, which those that go on must share.
+        secret: the `conversation_key` of the turns; None for a stream without a name, and where no key is asked for.
+    """
+
+    slots: torch.Tensor
+    tokens: int
+    last: int | None
+    options: JsonObject
+    state: StreamState
+    whole: array[int] | None = None
+    key: str | None = None
+    secret: str | None = None
+
+
+class StreamStates(Protocol):
+    """What a cache of streams asks the policy whose streams they are (`attention.policy.StreamPolicy` says more)."""
+
+    request_options: frozenset[str]
+    of_tokens: bool
+    forks: bool
+    host: HostBlocks | None
+
+    def running(self, slot: int) -> StreamState:
+        """The state of the request that runs in `slot`; None before its first pass."""
+
+    def fork_point(self, state: StreamState, tokens: int) -> int:
+        """How many of a stream's first `tokens` tokens another stream can copy; 0 where none."""
+
+    def fork(self, slot: int, fork: Fork, slots: torch.Tensor) -> None:
+        """The request that is about to start in `slot`, with KV slots `slots`, begins as a copy."""
+
+    def host_tokens(self) -> int:
+        """Tokens of the longest stream for which `host` has room."""
+
+    def host_need(self, tokens: int) -> int:
+        """Blocks of `host` that a stream of so many tokens holds."""
+
+    def host_lease(self, state: StreamState) -> HostLease:
+        """What a state of `park` holds of `host`."""
+
+    def host_reserve(self, slot: int, blocks: int) -> None:
+        """The request that is about to start in `slot` may take so many blocks of `host` more than it holds."""
+
+    def slots(self, options: Options, tokens: int) -> int:
+        """KV slots that a stream of up to so many tokens needs."""
+
+    def cut(self, options: Options, begin: int, end: int, prompt: int) -> int:
+        """Where a chunk of a prompt that may end anywhere in (begin, end] is to end; `begin` where it must wait."""
+
+    def park(self, slot: int) -> StreamState:
+        """Hand over the state of the request in `slot`, which ends."""
+
+    def resume(self, slot: int, state: StreamState, tokens: int) -> None:
+        """The request that is about to start in `slot` goes on from a state of `park`."""
+
+    def drop(self, state: StreamState) -> None:
+        """Nobody will go on from a state of `park`."""
+
+    def stats(self) -> Mapping[str, int]:
+        """Counters."""

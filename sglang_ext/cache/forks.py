@@ -1,0 +1,74 @@
+"""Streams that begin as a copy of another's beginning: which one, and how much of it.
+
+The source is a stream that runs, or one that has ended and whose room nobody has needed yet. Both prompts begin with
+the same tokens, and the source's policy says at which of these it can be copied (`attention.policy.StreamPolicy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+StreamState: TypeAlias = Any
+"""What a policy keeps of a stream; only the policy knows what it is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A stream that another may begin like.
+
+    Attributes:
+        prompt: its tokens, from the first.
+        key: SGLang's `extra_key` of its request, which the other must share.
+        state: the policy's.
+        slots: [n] int32, its KV slots.
+    """
+
+    prompt: Sequence[int]
+    key: str | None
+    state: StreamState
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Fork:
+    """The first `tokens` tokens of a stream are those of `source`."""
+
+    source: Source
+    tokens: int
+
+
+def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many equal tokens two sequences begin; slices are compared, which is faster than token by token."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def longest_fork(
+    prompt: Sequence[int], key: str | None, sources: Sequence[Source], point: Callable[[StreamState, int], int]
+) -> Fork | None:
+    """The source that shares the most tokens.
+
+    Args:
+        prompt: of the new request; all of it may be shared.
+        key: its `extra_key`.
+        sources: the streams there are.
+        point: the policy's `fork_point`.
+    """
+    best: Fork | None = None
+    for source in sources:
+        if source.key != key:
+            continue
+        tokens = point(source.state, common_tokens(prompt, source.prompt))
+        if tokens > (best.tokens if best else 0):
+            best = Fork(source, tokens)
+    return best

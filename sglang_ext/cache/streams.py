@@ -152,7 +152,8 @@ class StreamCache(ChunkCache):
             if state is not None:
                 slots = self.req_to_token_pool.req_to_token[slot, : self.reserved[slot]]
                 sources.append(Source(req.origin_input_ids, req.extra_key, state, slots))
-        return longest_fork(key.token_ids, key.extra_key, sources, self.policy.fork_point)
+        prompt = key.token_ids[: len(key)]  # the tokens behind have to be computed, for their log-probabilities
+        return longest_fork(prompt, key.extra_key, sources, self.policy.fork_point)
 
     def _copies(self, req: Req) -> Fork | None:
         """What a request begins as a copy of."""

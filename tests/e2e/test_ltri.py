@@ -109,8 +109,8 @@ def test_turns_go_on_from_what_is_on_the_host(served: Served) -> None:
     clean(served)
 
 
-def test_a_prompt_that_begins_like_an_ended_stream_is_computed_anew(served: Served) -> None:
-    """Where that one's prompt ended, its last tokens were a chunk of their own."""
+def test_log_probabilities_of_a_prompt_are_computed_anew(served: Served) -> None:
+    """Though the prompt begins like that of an ended stream."""
     first = prompt_of(61, 3)
     answer = served.one(first, new_tokens=6)
     longer = [*first, *answer["output_ids"], *prompt_of(30, 4)]

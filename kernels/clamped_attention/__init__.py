@@ -1,0 +1,8 @@
+"""Attention of a chunk whose keys are seen at their distance, but never farther than at a largest one.
+
+`reference` is the definition in plain PyTorch, on any device; `flashinfer_impl` makes it of FlashInfer's dense kernels.
+"""
+
+from sglang_ext.kernels.clamped_attention.types import ChunkQuery, FarKeys, SeenKeys
+
+__all__ = ["ChunkQuery", "FarKeys", "SeenKeys"]

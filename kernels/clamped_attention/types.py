@@ -1,0 +1,87 @@
+"""The queries of a chunk, and the keys that they see near by, at the beginning, and far away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkQuery:
+    """The queries of consecutive tokens of a stream.
+
+    Attributes:
+        near: [rows, heads, head_dim], rotated as `SeenKeys.near`: a product has the angle of the true distance.
+        far: [rows, heads, head_dim], rotated by the largest distance.
+        begin: number of the first row's token.
+    """
+
+    near: torch.Tensor
+    far: torch.Tensor
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeenKeys:
+    """The keys and values of consecutive tokens, each near by or far away, as seen from a row.
+
+    Attributes:
+        near: [tokens, kv_heads, head_dim], rotated.
+        far: [tokens, kv_heads, head_dim], not rotated.
+        values: [tokens, kv_heads, value_dim].
+        first: number of the first token.
+    """
+
+    near: torch.Tensor
+    far: torch.Tensor
+    values: torch.Tensor
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class FarKeys:
+    """Keys and values that all rows see at the largest distance.
+
+    Attributes:
+        keys: [tokens, kv_heads, head_dim], not rotated.
+        values: [tokens, kv_heads, value_dim].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def check(query: ChunkQuery, window: SeenKeys, sinks: SeenKeys, memory: FarKeys, width: int) -> None:
+    """Raise ValueError where shapes, dtypes, devices or places do not fit."""
+    rows, heads, dim = query.near.shape
+    if query.far.shape != query.near.shape:
+        raise ValueError(f"far queries {tuple(query.far.shape)}: expected {tuple(query.near.shape)}, as the near ones")
+    kv_heads = window.near.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads over {kv_heads} key-value heads: expected a multiple")
+    named = [("window", window.near, window.far, window.values), ("sinks", sinks.near, sinks.far, sinks.values)]
+    for name, near, far, values in [*named, ("memory", memory.keys, memory.keys, memory.values)]:
+        shape = (values.shape[0], kv_heads, dim)
+        if near.shape != shape or far.shape != shape or values.shape[:2] != shape[:2]:
+            raise ValueError(
+                f"{name}: keys {tuple(near.shape)} and {tuple(far.shape)}, values {tuple(values.shape)}: expected"
+                f" {shape} twice and as many values"
+            )
+    tensors = [query.near, query.far, *(tensor for _, *each in named for tensor in each), memory.keys, memory.values]
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) > 1:
+        raise ValueError(f"tensors of {', '.join(sorted(map(str, kinds)))}: expected one dtype on one device")
+    if window.first > query.begin or window.first + window.near.shape[0] != query.begin + rows:
+        end = window.first + window.near.shape[0]
+        raise ValueError(
+            f"a window of the tokens [{window.first}, {end}) for rows [{query.begin}, {query.begin + rows}): expected"
+            " one that begins at or before the rows and ends with them"
+        )
+    if sinks.first + sinks.near.shape[0] > window.first:
+        raise ValueError(
+            f"sinks end at token {sinks.first + sinks.near.shape[0]}, in a window from {window.first} on: expected them"
+            " before it"
+        )
+    if width < 1:
+        raise ValueError(f"width={width}: expected at least 1")

@@ -1,0 +1,168 @@
+"""Attention with clamped distances against every pair of tokens in float64, rotated by its own distance."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, SeenKeys, flashinfer_impl, reference
+from sglang_ext.kernels.rope import Rope, rotate
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+HALF = torch.float16
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, HALF: 5e-3}
+SCALE = 0.3
+
+
+def stand_in(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    kv_layout: str,
+    sm_scale: float,
+    window_left: int,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashInfer's `single_prefill_with_kv_cache`, as its documentation has it: masks are aligned at the end."""
+    assert kv_layout == "NHD" and return_lse
+    rows, columns = q.shape[0], k.shape[0]
+    own = torch.arange(rows, device=q.device).unsqueeze(1) + columns - rows
+    column = torch.arange(columns, device=q.device)
+    seen = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+    if causal:
+        seen &= column <= own
+    if window_left >= 0:
+        seen &= own - column <= window_left
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys, values = (each.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    logits = torch.einsum("rhd,thd->hrt", q.to(wide), keys) * sm_scale
+    logits = logits.masked_fill(~seen, float("-inf"))
+    out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), values).to(q.dtype)
+    return out, logits.logsumexp(-1).transpose(0, 1) / math.log(2.0)
+
+
+class Case:
+    """A chunk of a stream: sinks, a window behind them (or behind evicted tokens), and memory."""
+
+    def __init__(
+        self, dtype: torch.dtype, begin: int, rows: int, first: int, sinks: int, memory: int, width: int
+    ) -> None:
+        heads, kv_heads, dim, value_dim = (4, 2, 64, 64) if CUDA else (6, 2, 16, 24)
+        gen = torch.Generator().manual_seed(begin + rows)
+        self.rope = Rope((0.7 ** torch.arange(dim // 2)).to(DEVICE))
+        draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64).to(DEVICE)  # noqa: E731
+        self.begin, self.rows, self.first, self.width = begin, rows, first, width
+        self.tokens = [*range(sinks), *range(first, begin + rows)]
+        self.query = draw(rows, heads, dim)
+        self.keys, self.values = draw(len(self.tokens), kv_heads, dim), draw(len(self.tokens), kv_heads, value_dim)
+        self.far, self.far_values = draw(memory, kv_heads, dim), draw(memory, kv_heads, value_dim)
+        self.sinks, self.dtype = sinks, dtype
+
+    def inputs(self) -> dict[str, Any]:
+        """What kernels get; keys that no row sees far away are NaN there, and those seen far by all are NaN near by."""
+        places = torch.tensor(self.tokens, device=DEVICE)
+        rows = torch.arange(self.begin, self.begin + self.rows, device=DEVICE)
+        turned = rotate(self.keys.transpose(0, 1), places - self.begin, self.rope).transpose(0, 1)
+        edge = torch.tensor(self.width - 1, device=DEVICE)
+        query = ChunkQuery(
+            rotate(self.query.transpose(0, 1), rows - self.begin, self.rope).transpose(0, 1).to(self.dtype),
+            rotate(self.query.transpose(0, 1), edge, self.rope).transpose(0, 1).to(self.dtype),
+            self.begin,
+        )
+        near, far, values = (each.to(self.dtype) for each in (turned, self.keys, self.values))
+        split = self.sinks
+        return {
+            "query": query,
+            "window": SeenKeys(near[split:], far[split:], values[split:], self.first),
+            "sinks": SeenKeys(near[:split], far[:split], values[:split], 0),
+            "memory": FarKeys(self.far.to(self.dtype), self.far_values.to(self.dtype)),
+            "width": self.width,
+            "scale": SCALE,
+        }
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, log-sum-exp over the window), one row and head at a time."""
+        heads, group = self.query.shape[1], self.query.shape[1] // self.keys.shape[1]
+        out = self.query.new_zeros(self.rows, heads, self.values.shape[2])
+        lse = self.query.new_zeros(self.rows, heads)
+        for row in range(self.rows):
+            token = self.begin + row
+            seen = [at for at, place in enumerate(self.tokens) if place <= token]
+            distance = torch.tensor([min(token - self.tokens[at], self.width - 1) for at in seen], device=DEVICE)
+            for head in range(heads):
+                kv = head // group
+                turned = rotate(self.query[row, head].expand(len(seen), -1), distance, self.rope)
+                logits = (turned * self.keys[seen, kv]).sum(1) * SCALE
+                window = torch.tensor([self.tokens[at] >= self.first for at in seen], device=DEVICE)
+                lse[row, head] = logits[window].logsumexp(0)
+                edge = torch.tensor(self.width - 1, device=DEVICE)
+                far = (rotate(self.query[row, head], edge, self.rope) * self.far[:, kv]).sum(1) * SCALE
+                weights = torch.cat([logits, far]).softmax(0)
+                out[row, head] = weights @ torch.cat([self.values[seen, kv], self.far_values[:, kv]])
+        return out, lse
+
+
+CASES = {
+    "first chunk": (0, 11, 0, 0, 0, 32),
+    "within the width": (11, 9, 5, 5, 0, 32),
+    "the first rows see nothing far": (27, 11, 5, 5, 0, 32),
+    "sinks are far from some rows": (34, 11, 5, 5, 0, 32),
+    "all rows see something far": (50, 11, 13, 5, 24, 32),
+    "one row": (70, 1, 37, 4, 16, 32),
+    "no sinks": (70, 16, 30, 0, 16, 32),
+    "a width of one": (9, 5, 3, 2, 4, 1),
+}
+
+
+@pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("name", ["reference", "flashinfer"])
+def test_attention(name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    if name == "flashinfer" and CUDA and dtype != HALF:
+        pytest.skip("FlashInfer has kernels for half precision alone")
+    case = Case(dtype, *sizes)
+    attend: Any = reference.attend if name == "reference" else flashinfer_impl.attend
+    out, lse = attend(**case.inputs(), **({"prefill": stand_in} if name == "flashinfer" and not CUDA else {}))
+    wanted_out, wanted_lse = case.expected()
+    assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (out.double() - wanted_out).abs().max() <= TOLERANCE[dtype] * max(1.0, float(wanted_out.abs().max()))
+    assert (lse.double() - wanted_lse).abs().max() <= TOLERANCE[dtype] * max(1.0, float(wanted_lse.abs().max()))
+
+
+def test_a_token_one_farther_is_seen_otherwise() -> None:
+    """What the oracle above tells apart: the width, and which keys are rotated."""
+    case = Case(torch.float64, *CASES["all rows see something far"])
+    wanted, _ = case.expected()
+    for width in (30, 33):  # a token at the distance width - 1 is the same, near by and far away
+        out, _ = reference.attend(**{**case.inputs(), "width": width})
+        assert (out - wanted).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 0}, "width=0: expected at least 1"),
+        ({"window": "later"}, "expected one that begins at or before the rows and ends with them"),
+        ({"sinks": "inside"}, "expected them before it"),
+        ({"memory": "narrow"}, "memory: keys"),
+        ({"query": "half"}, "expected one dtype on one device"),
+    ],
+)
+def test_wrong_input(change: dict[str, Any], message: str) -> None:
+    given = Case(torch.float32, *CASES["all rows see something far"]).inputs()
+    window, sinks, memory, query = given["window"], given["sinks"], given["memory"], given["query"]
+    others = {
+        "later": SeenKeys(window.near, window.far, window.values, window.first + 1),
+        "inside": SeenKeys(sinks.near, sinks.far, sinks.values, window.first),
+        "narrow": FarKeys(memory.keys[..., :-1], memory.values),
+        "half": ChunkQuery(query.near.half(), query.far.half(), query.begin),
+    }
+    changed = {name: others.get(value, value) for name, value in change.items()}
+    with pytest.raises(ValueError, match=message):
+        reference.attend(**{**given, **changed})

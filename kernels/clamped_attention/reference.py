@@ -1,4 +1,4 @@
-"""Attention with clamped distances in plain PyTorch: every logit is written down, and one softmax goes over all.
+"""Attention with clamped distances in plain PyTorch: every logit is written down.
 
 A row sees the tokens of its window up to itself, all sinks, and all of the memory. A token at a distance below `width`
 is seen at that distance, and any other at the distance `width` - 1, as InfLLM does (Xiao et al., 2024) and Ltri-LLM
@@ -9,37 +9,59 @@ from __future__ import annotations
 
 import torch
 
-from sglang_ext.kernels.clamped_attention.types import ChunkQuery, FarKeys, SeenKeys, check
+from sglang_ext.kernels.clamped_attention.types import (
+    ChunkQuery,
+    FarKeys,
+    Part,
+    SeenKeys,
+    check_beyond,
+    check_window,
+)
 
 
-def attend(
-    query: ChunkQuery, window: SeenKeys, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a chunk.
+def attend_window(query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
+    """Attention of a chunk to its window, itself included.
 
     Args:
         query: of the chunk.
-        window: of the tokens before the chunk, and of the chunk itself.
-        sinks: of tokens before the window.
-        memory: what else is seen.
+        window: the tokens before the chunk that it sees all of, and the chunk.
         width: distances below it are true; any other is `width` - 1.
         scale: factor of the logits.
 
     Returns:
-        (output [rows, heads, value_dim] in the query's dtype; natural log-sum-exp [rows, heads] over the window alone,
-        float32 or wider).
+        `out` in the query's dtype or wider.
 
     Raises:
         ValueError: shapes, dtypes, devices or places do not fit.
     """
-    check(query, window, sinks, memory, width)
-    local = seen_logits(query, window, width, scale)
-    far = _products(query.far, memory.keys) * scale
-    weights = torch.cat([local, seen_logits(query, sinks, width, scale), far], -1).softmax(-1)
-    values = torch.cat([window.values, sinks.values, memory.values]).to(weights.dtype)
-    grouped = values.repeat_interleave(query.near.shape[1] // values.shape[1], 1)
-    out = torch.einsum("hrt,thd->rhd", weights, grouped)
-    return out.to(query.near.dtype), local.logsumexp(-1).transpose(0, 1).contiguous()
+    check_window(query, window, width)
+    return _attention(seen_logits(query, window, width, scale), window.values)
+
+
+def attend_beyond(query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float) -> Part:
+    """Attention of a chunk to what lies outside of its window.
+
+    Args:
+        query: of the chunk.
+        sinks: tokens before the window; none where they are part of it.
+        memory: what else is seen; one of the two has a token.
+        width, scale: as for `attend_window`.
+
+    Returns:
+        `out` in the query's dtype or wider, to be merged with the window's.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or places do not fit.
+    """
+    check_beyond(query, sinks, memory, width)
+    logits = [seen_logits(query, sinks, width, scale), _products(query.far, memory.keys) * scale]
+    return _attention(torch.cat(logits, -1), torch.cat([sinks.values, memory.values]))
+
+
+def _attention(logits: torch.Tensor, values: torch.Tensor) -> Part:
+    grouped = values.to(logits.dtype).repeat_interleave(logits.shape[0] // values.shape[1], 1)
+    out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), grouped)
+    return Part(out, logits.logsumexp(-1).transpose(0, 1).contiguous())
 
 
 def seen_logits(query: ChunkQuery, seen: SeenKeys, width: int, scale: float) -> torch.Tensor:

@@ -52,36 +52,69 @@ class FarKeys:
     values: torch.Tensor
 
 
-def check(query: ChunkQuery, window: SeenKeys, sinks: SeenKeys, memory: FarKeys, width: int) -> None:
-    """Raise ValueError where shapes, dtypes, devices or places do not fit."""
-    rows, heads, dim = query.near.shape
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Attention over some of the tokens that rows see.
+
+    Attributes:
+        out: [rows, heads, value_dim].
+        lse: [rows, heads] natural log-sum-exp of the logits, float32 or wider.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def merged(self, other: Part) -> Part:
+        """Attention over the tokens of both parts, which share none; every row sees a token of each."""
+        lse = torch.logaddexp(self.lse, other.lse)
+        own, others = ((part.lse - lse).exp().unsqueeze(-1) * part.out for part in (self, other))
+        return Part(own + others, lse)
+
+
+def check_window(query: ChunkQuery, window: SeenKeys, width: int) -> None:
+    """Raise ValueError where shapes, dtypes, devices or places do not fit `attend_window`."""
+    _check(query, width, ("window", window.near, window.far, window.values))
+    rows, end = query.near.shape[0], window.first + window.near.shape[0]
+    if window.first > query.begin or end != query.begin + rows:
+        raise ValueError(
+            f"a window of the tokens [{window.first}, {end}) for rows [{query.begin}, {query.begin + rows}): expected"
+            " one that begins at or before the rows and ends with them"
+        )
+
+
+def check_beyond(query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, width: int) -> None:
+    """Raise ValueError where shapes, dtypes, devices or places do not fit `attend_beyond`."""
+    _check(
+        query,
+        width,
+        ("sinks", sinks.near, sinks.far, sinks.values),
+        ("memory", memory.keys, memory.keys, memory.values),
+    )
+    end = sinks.first + sinks.near.shape[0]
+    if end > query.begin:
+        raise ValueError(f"sinks end at token {end}, and rows begin at {query.begin}: expected them before the rows")
+    if sinks.near.shape[0] + memory.keys.shape[0] == 0:
+        raise ValueError("neither sinks nor memory have a token: expected one; take the window's attention alone")
+
+
+def _check(query: ChunkQuery, width: int, *named: tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    """Raise ValueError where the queries do not go with (name, near keys, far keys, values)."""
+    _, heads, dim = query.near.shape
     if query.far.shape != query.near.shape:
         raise ValueError(f"far queries {tuple(query.far.shape)}: expected {tuple(query.near.shape)}, as the near ones")
-    kv_heads = window.near.shape[1]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads over {kv_heads} key-value heads: expected a multiple")
-    named = [("window", window.near, window.far, window.values), ("sinks", sinks.near, sinks.far, sinks.values)]
-    for name, near, far, values in [*named, ("memory", memory.keys, memory.keys, memory.values)]:
+    for name, near, far, values in named:
+        kv_heads = near.shape[1]
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"{name}: {heads} query heads over {kv_heads} key-value heads: expected a multiple")
         shape = (values.shape[0], kv_heads, dim)
         if near.shape != shape or far.shape != shape or values.shape[:2] != shape[:2]:
             raise ValueError(
                 f"{name}: keys {tuple(near.shape)} and {tuple(far.shape)}, values {tuple(values.shape)}: expected"
                 f" {shape} twice and as many values"
             )
-    tensors = [query.near, query.far, *(tensor for _, *each in named for tensor in each), memory.keys, memory.values]
+    tensors = [query.near, query.far, *(tensor for _, *each in named for tensor in each)]
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1:
         raise ValueError(f"tensors of {', '.join(sorted(map(str, kinds)))}: expected one dtype on one device")
-    if window.first > query.begin or window.first + window.near.shape[0] != query.begin + rows:
-        end = window.first + window.near.shape[0]
-        raise ValueError(
-            f"a window of the tokens [{window.first}, {end}) for rows [{query.begin}, {query.begin + rows}): expected"
-            " one that begins at or before the rows and ends with them"
-        )
-    if sinks.first + sinks.near.shape[0] > window.first:
-        raise ValueError(
-            f"sinks end at token {sinks.first + sinks.near.shape[0]}, in a window from {window.first} on: expected them"
-            " before it"
-        )
     if width < 1:
         raise ValueError(f"width={width}: expected at least 1")

@@ -120,17 +120,26 @@ CASES = {
 }
 
 
+def attention(module: Any, given: dict[str, Any], **stand: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output over everything, log-sum-exp over the window)."""
+    query, more = given["query"], {"width": given["width"], "scale": given["scale"], **stand}
+    window = module.attend_window(query, given["window"], **more)
+    if len(given["sinks"].near) + len(given["memory"].keys) == 0:
+        return window.out, window.lse
+    return window.merged(module.attend_beyond(query, given["sinks"], given["memory"], **more)).out, window.lse
+
+
 @pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("name", ["reference", "flashinfer"])
-def test_attention(name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    if name == "flashinfer" and CUDA and dtype != HALF:
+@pytest.mark.parametrize("module", [reference, flashinfer_impl], ids=["reference", "flashinfer"])
+def test_attention(module: Any, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    if module is flashinfer_impl and CUDA and dtype != HALF:
         pytest.skip("FlashInfer has kernels for half precision alone")
     case = Case(dtype, *sizes)
-    attend: Any = reference.attend if name == "reference" else flashinfer_impl.attend
-    out, lse = attend(**case.inputs(), **({"prefill": stand_in} if name == "flashinfer" and not CUDA else {}))
+    stand = {"prefill": stand_in} if module is flashinfer_impl and not CUDA else {}
+    out, lse = attention(module, case.inputs(), **stand)
     wanted_out, wanted_lse = case.expected()
-    assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert (out.double() - wanted_out).abs().max() <= TOLERANCE[dtype] * max(1.0, float(wanted_out.abs().max()))
     assert (lse.double() - wanted_lse).abs().max() <= TOLERANCE[dtype] * max(1.0, float(wanted_lse.abs().max()))
 
@@ -140,7 +149,7 @@ def test_a_token_one_farther_is_seen_otherwise() -> None:
     case = Case(torch.float64, *CASES["all rows see something far"])
     wanted, _ = case.expected()
     for width in (30, 33):  # a token at the distance width - 1 is the same, near by and far away
-        out, _ = reference.attend(**{**case.inputs(), "width": width})
+        out, _ = attention(reference, {**case.inputs(), "width": width})
         assert (out - wanted).abs().max() > 1e-4
 
 
@@ -149,20 +158,30 @@ def test_a_token_one_farther_is_seen_otherwise() -> None:
     [
         ({"width": 0}, "width=0: expected at least 1"),
         ({"window": "later"}, "expected one that begins at or before the rows and ends with them"),
-        ({"sinks": "inside"}, "expected them before it"),
+        ({"sinks": "inside"}, "expected them before the rows"),
+        ({"sinks": "none", "memory": "none"}, "neither sinks nor memory have a token"),
         ({"memory": "narrow"}, "memory: keys"),
         ({"query": "half"}, "expected one dtype on one device"),
+        ({"query": "odd"}, "expected a multiple"),
     ],
 )
-def test_wrong_input(change: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("module", [reference, flashinfer_impl], ids=["reference", "flashinfer"])
+def test_wrong_input(module: Any, change: dict[str, Any], message: str) -> None:
     given = Case(torch.float32, *CASES["all rows see something far"]).inputs()
     window, sinks, memory, query = given["window"], given["sinks"], given["memory"], given["query"]
     others = {
         "later": SeenKeys(window.near, window.far, window.values, window.first + 1),
-        "inside": SeenKeys(sinks.near, sinks.far, sinks.values, window.first),
+        "inside": SeenKeys(sinks.near, sinks.far, sinks.values, query.begin),
         "narrow": FarKeys(memory.keys[..., :-1], memory.values),
         "half": ChunkQuery(query.near.half(), query.far.half(), query.begin),
+        "odd": ChunkQuery(query.near[:, 1:], query.far[:, 1:], query.begin),
     }
-    changed = {name: others.get(value, value) for name, value in change.items()}
+    nothing = {"sinks": SeenKeys(sinks.near[:0], sinks.far[:0], sinks.values[:0], 0)}
+    nothing["memory"] = FarKeys(memory.keys[:0], memory.values[:0])  # type: ignore[assignment]
+    found = {name: nothing[name] if value == "none" else others.get(value, value) for name, value in change.items()}
+    changed, more = {**given, **found}, {"scale": SCALE, "width": found.get("width", given["width"])}
     with pytest.raises(ValueError, match=message):
-        reference.attend(**{**given, **changed})
+        module.attend_window(
+            changed["query"], changed["window"], **more, **({"prefill": stand_in} if module is flashinfer_impl else {})
+        )
+        module.attend_beyond(changed["query"], changed["sinks"], changed["memory"], **more)

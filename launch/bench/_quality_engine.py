@@ -20,10 +20,11 @@ from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._quality_tasks import (
     QualityTask,
     StreamTask,
+    blocks_of,
     by_bins,
     classification,
     digits_right,
-    passkeys,
+    key_tasks,
     perplexity,
     stream,
 )
@@ -72,6 +73,11 @@ class Method:
         return sum(self.policy.get(name, 0) for name in ("sinks", "window", "stride", "block", "chunk"))
 
     @property
+    def endless(self) -> bool:
+        """Whether it reads rows beyond the model's context."""
+        return self.backend in STREAMS and not self.policy.get("far")
+
+    @property
     def reports(self) -> bool:
         """Whether its steps are measured against dense attention, which keeps them out of CUDA graphs."""
         sparse = self.backend in ("double_p", "retroinfer", "quest", "twilight") and not self.options.get("dense")
@@ -115,36 +121,6 @@ def cascade_methods(window: int, stride: int, sinks: int, context: int) -> dict[
     for every in (2, 4, 8):
         policy = {**sizes, "cascades": 4, "selection": True, "score_every": every}
         found[f"cascade-4-every-{every}"] = Method(f"4 cascades, one query in {every} counted", "cascade", policy)
-    return found
-
-
-def ltri_methods(window: int, chunk: int, sinks: int, context: int) -> dict[str, Method]:
-    """Dense attention, StreamingLLM with as many visible tokens, InfLLM's index, and Ltri-LLM with its switches.
-
-    All of them but the first see a window, and what they retrieve: 16 blocks of 32 tokens.
-    """
-    block, retrieved = 32, 16
-    sizes = {"sinks": sinks, "window": window, "block": block, "chunk": chunk, "retrieved": retrieved}
-    wide = {"sinks": sinks, "window": window + block * retrieved, "stride": chunk}
-    found = {
-        "dense": Method("dense", "dbsa", reads=context - ANSWERED),
-        "streaming_llm": Method("StreamingLLM, as many tokens", "streaming_llm", wide),
-        "infllm": Method("InfLLM", "infllm", sizes),
-    }
-    changes: dict[str, JsonObject] = {
-        "sum": {},
-        "max": {"similarity": "max"},
-        "mass": {"similarity": "mass"},
-        "sum, all heads": {"heads": "all"},
-        "max, all heads": {"similarity": "max", "heads": "all"},
-        "max, preceding votes": {"similarity": "max", "vote": "preceding"},
-        "max, no votes": {"similarity": "max", "vote": "off"},
-        "max, each token retrieves": {"similarity": "max", "persist": False},
-        "max, lambda 0": {"similarity": "max", "rate": 0.0, "early_rate": 0.0},
-    }
-    for words, changed in changes.items():
-        name = "ltri-" + words.replace(",", "").replace(" ", "-")
-        found[name] = Method(f"Ltri-LLM, {words}", "ltri", {**sizes, **changed})
     return found
 
 
@@ -234,13 +210,20 @@ class Asker:
         """
         chosen = range(len(task.prompts)) if only is None else only
         own = {**self.method.options, **options, **({REPORT: True} if self.method.reports else {})}
-        params: JsonObject = {"temperature": 0, "max_new_tokens": task.new_tokens, "custom_params": own or None}
+        params: JsonObject = {"temperature": 0, "max_new_tokens": task.new_tokens}
         params |= {"ebnf": task.grammar} if task.grammar else {"ignore_eos": True}
         params |= {"stop": [task.stop]} if task.stop else {}
+        each = [{**params, "custom_params": {**own, **self._given(task, at)} or None} for at in chosen]
         answers: list[JsonObject] = self.engine.generate(
-            input_ids=[task.prompts[at] for at in chosen], sampling_params=[params] * len(chosen)
+            input_ids=[task.prompts[at] for at in chosen], sampling_params=each
         )
         return completed(answers)
+
+    def _given(self, task: QualityTask, at: int) -> Options:
+        """The blocks with a prompt's evidence, for a method that is told them."""
+        if not task.places or self.method.policy.get("index") != "given":
+            return {}
+        return {"blocks": blocks_of(task.places[at], self.method.policy["sinks"])}
 
     def budgets(self, task: QualityTask, target: Mapping[str, float]) -> dict[str, float]:
         """Options with which the method reads as much as `target` says, on a few prompts."""
@@ -285,7 +268,7 @@ class Asker:
         answers = self.ask(task, options)
         pairs = [(task.said(a["text"]), right) for a, right in zip(answers, task.wanted, strict=True)]
         exact = [int(said == right) for said, right in pairs]
-        digits = [digits_right(said, right) for said, right in pairs] if task.name.startswith("passkey") else None
+        digits = [digits_right(said, right) for said, right in pairs] if "passkey" in task.name else None
         scores = digits or [float(one) for one in exact]
         return {
             "task": task.name,
@@ -298,6 +281,7 @@ class Asker:
             "scores": [round(score, 3) for score in scores],
             "exact": exact,
             "cells": task.cells,
+            "places": task.places,
             "wrong": [pair for pair in pairs if pair[0] != pair[1]][:8],
             "seconds": {"setup": calibrated - begin, "answers": time.perf_counter() - calibrated},
         }
@@ -337,13 +321,12 @@ def tasks(writer: Writer, settings: Options, method: Method) -> dict[str, Qualit
     """The tasks of a suite by name, but those whose prompts the method cannot read."""
     found: dict[str, QualityTask | StreamTask] = {}
     data, seed, context = settings["data"], settings["seed"], settings["context"]
-    sparse_decoding, endless = settings["suite"] == "double_p", method.backend in STREAMS
+    sparse_decoding, endless = settings["suite"] == "double_p", method.endless
     if settings["stream"] and settings["suite"] == "cascade":
         found[f"stream, {settings['stream']} tokens"] = stream(writer, data, settings["stream"], seed)
     for length in settings["passkey"]:
         if endless or (length <= context and method.reads in (0, context - ANSWERED)):
-            task = passkeys(writer, length, settings["trials"], int(sparse_decoding), seed)
-            found[task.name] = task
+            found |= {task.name: task for task in key_tasks(writer, settings, length)}
     if sparse_decoding:
         for shots in settings["shots"]:
             task = classification(writer, data, shots, settings["queries"], seed, context)

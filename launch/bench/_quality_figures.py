@@ -7,10 +7,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_ext.launch.bench._quality_engine import Method
+from sglang_ext.launch.bench._quality_ltri import PLOTS, RETRIEVED, aim, kind_of
+from sglang_ext.launch.bench._quality_tasks import BLOCK, DIGITS, HIDDEN
 from sglang_ext.launch.bench._record import Curve, Figure, Timing
 from sglang_ext.types import JsonObject, Options
 
 Z = 1.2816  # 80% of a normal distribution lie within so many standard deviations
+WIDE_Z = 1.96  # and 95% within so many
 POINT = 0.01
 BASELINE = {"double_p": "dense", "cascade": "streaming_llm", "ltri": "infllm"}
 
@@ -27,6 +30,23 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), spread / math.sqrt(len(values))
 
 
+def wilson(right: int, count: int, z: float = WIDE_Z) -> tuple[float, float]:
+    """The ends of Wilson's interval (1927) for the share of `count` answers of which `right` are right.
+
+    Args:
+        z: standard deviations of a normal distribution; by default 95% lie within them.
+
+    Raises:
+        ValueError: there are no answers, or more right ones than answers.
+    """
+    if not 0 <= right <= count or not count:
+        raise ValueError(f"{right} of {count} answers right: expected some answers, and no more right ones")
+    part = right / count
+    middle, spread = part + z * z / (2 * count), z * math.sqrt(part * (1 - part) / count + z * z / (4 * count**2))
+    low, high = ((middle + sign * spread) / (1 + z * z / count) for sign in (-1, 1))
+    return low if right else 0.0, high if right < count else 1.0  # rounding would leave what is exact
+
+
 def selects(method: Method) -> bool:
     """Whether it is a cascade with token selection: what is to beat StreamingLLM."""
     return bool(method.policy.get("selection"))
@@ -38,6 +58,9 @@ def figures(settings: Options, methods: Mapping[str, Method], measured: Sequence
     baseline = BASELINE[settings["suite"]]
     for task in dict.fromkeys(each["task"] for each in measured):
         found = {each["method"]: each for each in measured if each["task"] == task}
+        if settings["suite"] == "ltri":
+            rows += [_keys(settings, name, methods, found) for name in methods if name in found]
+            continue
         for name in (name for name in methods if name in found and (name != baseline or len(found) == 1)):
             theirs = found.get(baseline) if name != baseline else None
             make = _perplexities if "perplexity" in found[name] else _answers
@@ -78,6 +101,55 @@ def _answers(
     return [Figure(title, ours, baseline, before, ratio, aim, met, unit="share", notes=notes)]
 
 
+def _keys(settings: Options, name: str, methods: Mapping[str, Method], found: Mapping[str, JsonObject]) -> Figure:
+    """The share of keys that are right, beside the suite's baseline; the table's spread is Wilson's interval of 80%."""
+    mine, baseline = found[name], BASELINE[settings["suite"]]
+    intervals = {method: wilson(sum(each["exact"]), len(each["exact"])) for method, each in found.items()}
+    exact, (low, high) = mine["exact"], intervals[name]
+    title = (
+        f"{mine['task']}, {methods[name].title}: keys right; {sum(exact)} of {len(exact)}, 95% {low:.2f} to {high:.2f}"
+    )
+    behind = [right for right, place in zip(exact, mine["places"], strict=True) if _behind(settings, mine, place)]
+    notes: JsonObject = {
+        "prompts": len(exact),
+        "right": sum(exact),
+        "interval": [low, high],
+        "behind_window": {"prompts": len(behind), "right": sum(behind)},
+        "by_depth": _by_depth(mine),
+    }
+    words, met = aim(name, found, intervals)
+    if name == baseline or baseline not in found:
+        return Figure(title, _of_wilson(exact), aim=words, met=met, unit="share", notes=notes)
+    theirs = found[baseline]
+    difference, error = mean_and_error([a - b for a, b in zip(exact, theirs["exact"], strict=True)])
+    notes |= {"difference": difference, "difference_error": error}
+    ratio = mine["accuracy"] / theirs["accuracy"] if mine["accuracy"] and theirs["accuracy"] else None
+    before = _of_wilson(theirs["exact"])
+    return Figure(
+        title, _of_wilson(exact), methods[baseline].title, before, ratio, words, met, unit="share", notes=notes
+    )
+
+
+def _of_wilson(exact: Sequence[int]) -> Timing:
+    low, high = wilson(sum(exact), len(exact), Z)
+    return Timing(sum(exact) / len(exact), low, high, len(exact))
+
+
+def _behind(settings: Options, measured: JsonObject, place: Sequence[int]) -> bool:
+    """Whether no method sees the evidence where its prompt ends, without retrieving it."""
+    seen = settings["window"] + BLOCK * RETRIEVED  # StreamingLLM's window, which lies before the last stride
+    stride = measured["tokens"] // settings["stride"] * settings["stride"]
+    return bool(settings["sinks"] <= place[0] and place[1] <= stride - seen)
+
+
+def _by_depth(measured: JsonObject) -> list[list[float]]:
+    """(depth, share of keys right) of each tenth in which there are keys."""
+    tenths: dict[int, list[int]] = {}
+    for tenth, right in zip(measured["cells"], measured["exact"], strict=True):
+        tenths.setdefault(tenth, []).append(right)
+    return [[(tenth + 0.5) / 10, statistics.fmean(tenths[tenth])] for tenth in sorted(tenths)]
+
+
 def _perplexities(
     settings: Options,
     name: str,
@@ -110,6 +182,8 @@ def _spread(value: float, bins: Sequence[float]) -> Timing:
 
 def curves(settings: Options, methods: Mapping[str, Method], measured: Sequence[JsonObject]) -> list[Curve]:
     """What is plotted: right answers and what was read against the length of the row, perplexity along a stream."""
+    if settings["suite"] == "ltri":
+        return _key_curves(methods, measured)
 
     def lines(figure: Callable[[JsonObject], float | None], begins: str) -> dict[str, list[tuple[float, float]]]:
         found: dict[str, list[tuple[float, float]]] = {}
@@ -143,3 +217,28 @@ def curves(settings: Options, methods: Mapping[str, Method], measured: Sequence[
         words = "perplexity of labels" if kind == "labels" else "perplexity of all tokens"
         drawn.append(Curve("Stream of demonstrations", "tokens read", words, series))
     return [curve for curve in drawn if curve.series]
+
+
+def _key_curves(methods: Mapping[str, Method], measured: Sequence[JsonObject]) -> list[Curve]:
+    """Keys right against the length of the row, of a few methods at a time; and against depth, in the longest rows."""
+    drawn = []
+    for kind, hidden in HIDDEN.items():
+        of_kind = [each for each in measured if kind_of(each["task"]) == kind]
+        for about, names in PLOTS.items():
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for each in sorted(of_kind, key=lambda each: int(each["tokens"])):
+                point = (float(each["tokens"] + DIGITS), float(each["accuracy"]))
+                if each["method"] in names:
+                    lines.setdefault(each["method"], []).append(point)
+            # What the first plot shows already is no plot of its own.
+            if lines and (not about or not set(lines) <= {*PLOTS[""]}):
+                title = f"{hidden.title}: {about}" if about else hidden.title
+                series = {methods[name].title: lines[name] for name in names if name in lines}
+                drawn.append(Curve(title[0].upper() + title[1:], "tokens", "share of keys right", series, True))
+        longest = max((each["tokens"] for each in of_kind), default=0)
+        deep = {each["method"]: _by_depth(each) for each in of_kind if each["tokens"] == longest}
+        series = {methods[name].title: [(x, y) for x, y in deep[name]] for name in PLOTS[""] if name in deep}
+        if series:
+            title = f"{hidden.title} in rows of {longest + DIGITS} tokens"
+            drawn.append(Curve(title[0].upper() + title[1:], "depth of the key", "share of keys right", series))
+    return drawn

@@ -3,6 +3,8 @@
 - banking77 under its own 77 names, in lower case: demonstrations first, one query after them. Held out: no training saw
   any of it.
 - A passkey somewhere in filler sentences.
+- For systems that fetch back blocks of a row: a passkey at a depth that is drawn, and within one block or over two; one
+  of 16 passkeys that have names; a passkey among texts of banking77.
 - A stream of banking77's demonstrations without end, for perplexity. The reference model was trained to predict labels
   that it has seen and hardly anything else, so the perplexity of the labels is given beside that of all tokens.
 
@@ -13,15 +15,17 @@ labels is a decoding step. Of a passkey's digits only those after the first coun
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.launch.bench._reference_reader import PREFIX, SEPARATOR, Writer
-from sglang_ext.launch.bench.reference import Suite, demonstrations, passkey_prompt, suite_data
+from sglang_ext.launch.bench.reference import FILLER, Suite, demonstrations, passkey_prompt, suite_data
 from sglang_ext.launch.reference.corpus import read_rows
 from sglang_ext.serving.grammar import label_grammar
+from sglang_ext.types import Options
 
 CLASSES = Suite("banking77", False, 0.8, lower=True)
 DIGITS = 5
@@ -42,6 +46,7 @@ class QualityTask:
         skip: first characters of an answer that do not count.
         cells: of each prompt, what it is grouped by in results (a passkey's tenth of depth).
         shared: how many first tokens all prompts have in common.
+        places: of each prompt, (first token, end token) of what its question asks for; empty where nobody asks.
     """
 
     name: str
@@ -54,6 +59,7 @@ class QualityTask:
     skip: int = 0
     cells: list[int] = field(default_factory=list)
     shared: int = 0
+    places: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -119,6 +125,152 @@ def passkeys(writer: Writer, length: int, trials: int, skip: int = 0, seed: int 
             keys.append(key)
             cells.append(tenth)
     return QualityTask(f"passkey, {length} tokens", prompts, keys, new_tokens=DIGITS, skip=skip, cells=cells)
+
+
+# ---- keys among blocks -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """How keys are hidden in a row.
+
+    Attributes:
+        title: what results call it.
+        keys: how many keys there are; where there are several, each has a name.
+        texts: whether they stand among texts of banking77, and not among filler sentences.
+        blocks: over how many memory blocks the sentences of a key lie; 0: that is left to chance.
+    """
+
+    title: str
+    keys: int = 1
+    texts: bool = False
+    blocks: int = 0
+
+
+HIDDEN = {
+    "plain": Hidden("passkey"),
+    "named": Hidden("16 named passkeys", keys=16),
+    "texts": Hidden("passkey in banking77 texts", texts=True),
+    "block": Hidden("passkey within one block", blocks=1),
+    "split": Hidden("passkey over two blocks", blocks=2),
+}
+BLOCK = 32  # tokens of a memory block
+
+
+def hidden_keys(writer: Writer, data: str, kind: str, length: int, prompts: int, sinks: int, seed: int) -> QualityTask:
+    """Prompts that ask for a key at a depth that is drawn uniformly; prompt and answer are `length` tokens together.
+
+    A key stands behind a whole piece of the row: filler sentences, or a text. Of these places it takes the nearest to
+    its depth where it lies over as many blocks as the kind says.
+
+    Args:
+        data: folder of the classification sets; read for `texts` alone.
+        kind: one of `HIDDEN`.
+        prompts: how many; a prompt depends on its number, and not on how many there are.
+        sinks: tokens before the first memory block.
+        seed: of keys, names, depths and texts.
+
+    Raises:
+        ValueError: the row is too short for its keys, or no place in it is as the kind says.
+    """
+    hidden = HIDDEN[kind]
+    task = QualityTask(f"{hidden.title}, {length} tokens", [], [], new_tokens=DIGITS)
+    texts = [text.lower() for text, _ in read_rows(data, CLASSES.name, "train")] if hidden.texts else []
+    lines = writer.tokenizer([f"{text}\n" for text in texts], add_special_tokens=False)["input_ids"] if texts else []
+    first, later = writer.encode(FILLER), writer.encode(f" {FILLER}")
+    words = _names(writer)
+    for number in range(prompts):
+        rng = random.Random(f"{kind} {length} {seed} {number}")
+        pieces = _without_end(lines, rng) if lines else itertools.chain([first], itertools.repeat(later))
+        names = rng.sample(words, hidden.keys) if hidden.keys > 1 else [""]
+        keys = [(name, "".join(rng.choices("0123456789", k=DIGITS)), rng.random()) for name in names]
+        asked = rng.choice(keys)
+        try:
+            prompt, place = _row(writer, hidden, pieces, keys, asked, length - DIGITS, sinks)
+        except ValueError as error:
+            raise ValueError(f"{task.name}: {error}") from error
+        task.prompts.append(prompt)
+        task.answers.append(asked[1])
+        task.cells.append(10 * place[0] // len(prompt))
+        task.places.append(place)
+    return task
+
+
+Key = tuple[str, str, float]  # (name, digits, depth)
+
+
+def _row(
+    writer: Writer,
+    hidden: Hidden,
+    pieces: Iterator[list[int]],
+    keys: Sequence[Key],
+    asked: Key,
+    length: int,
+    sinks: int,
+) -> tuple[list[int], tuple[int, int]]:
+    """A prompt of `length` tokens with keys among pieces, and (first token, end token) of the one that is asked for."""
+
+    def of(name: str) -> str:
+        return f" of {name}" if name else ""
+
+    begin, end = ("", "\n") if hidden.texts else (" ", "")
+    needles = {
+        key: writer.encode(
+            f"{begin}The pass key{of(key[0])} is {key[1]}. Remember it. {key[1]} is the pass key{of(key[0])}.{end}"
+        )
+        for key in keys
+    }
+    question = writer.encode(f"\n\nWhat is the pass key{of(asked[0])}? The pass key{of(asked[0])} is")
+    room = length - 1 - len(question) - sum(map(len, needles.values()))
+    if room < 0:
+        raise ValueError(f"expected at least {length + DIGITS - room} tokens")
+    filler, stops = list[int](), [0]
+    while len(filler) < room:
+        filler += next(pieces)
+        stops.append(min(len(filler), room))
+    tokens, place, done = [writer.tokenizer.bos_token_id], (0, 0), 0
+    for key in sorted(keys, key=lambda each: each[2]):
+        size, shift = len(needles[key]), len(tokens) - done
+        fitting = [stop for stop in stops if stop >= done and _lies_over(hidden.blocks, stop + shift - sinks, size)]
+        if not fitting:
+            raise ValueError(f"no place where {size} tokens lie over {hidden.blocks} blocks; expected a longer row")
+        stop = min(fitting, key=lambda each: abs(each - key[2] * room))
+        tokens += [*filler[done:stop], *needles[key]]
+        done = stop
+        if key is asked:
+            place = (len(tokens) - size, len(tokens))
+    return [*tokens, *filler[done:room], *question], place
+
+
+def _lies_over(blocks: int, first: int, size: int) -> bool:
+    """Whether `size` tokens from `first` on, counted from behind the sinks, lie over so many blocks; 0: any number."""
+    return not blocks or (first >= 0 and (first + size - 1) // BLOCK - first // BLOCK + 1 == blocks)
+
+
+def _without_end(lines: Sequence[list[int]], rng: random.Random) -> Iterator[list[int]]:
+    """All lines in random order, and then again."""
+    while True:
+        yield from rng.sample(lines, len(lines))
+
+
+def _names(writer: Writer) -> list[str]:
+    """Words that are one token."""
+    words = (token[1:] for token in writer.tokenizer.get_vocab() if token[0] == "Ġ")
+    return sorted(word for word in words if len(word) > 4 and word.isascii() and word.isalpha() and word.islower())
+
+
+def blocks_of(place: tuple[int, int], sinks: int) -> list[int]:
+    """The memory blocks that hold the tokens [first, end) of a row; sinks are in none."""
+    return sorted({(token - sinks) // BLOCK for token in range(max(place[0], sinks), place[1])})
+
+
+def key_tasks(writer: Writer, settings: Options, length: int) -> list[QualityTask]:
+    """The tasks of a suite that ask for keys in rows of `length` tokens."""
+    seed = settings["seed"]
+    if settings["suite"] != "ltri":
+        return [passkeys(writer, length, settings["trials"], int(settings["suite"] == "double_p"), seed)]
+    data, prompts, sinks = settings["data"], settings["prompts"][str(length)], settings["sinks"]
+    return [hidden_keys(writer, data, kind, length, prompts, sinks, seed) for kind in settings["hidden"]]
 
 
 def digits_right(said: str, key: str) -> float:

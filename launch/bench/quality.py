@@ -9,8 +9,10 @@ Each method in an engine of its own, the same prompts, greedy answers, the refer
 - --suite cascade: passkeys in rows of one window and its doublings, and the perplexity of a stream of demonstrations,
   for dense attention, StreamingLLM and 2, 4 and 8 cascades of one window, with and without token selection.
 
-- --suite ltri: passkeys, for dense attention, StreamingLLM with as many visible tokens, InfLLM's index, and Ltri-LLM
-  with its similarities, heads, votes and persistence.
+- --suite ltri: passkeys at depths that are drawn uniformly (--hidden says where: among filler sentences, one of 16 that
+  have names, among texts of banking77, within one memory block, over two), for dense attention, StreamingLLM with as
+  many visible tokens, InfLLM's index, random blocks, the blocks that hold the key, and Ltri-LLM with its similarities,
+  heads, votes, persistence, lambda and last tokens. Shares have Wilson's intervals.
 
 Results are written after each task; a run that is cut short is taken up again where it stopped.
 """
@@ -33,8 +35,10 @@ from pathlib import Path
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods, ltri_methods
+from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
+from sglang_ext.launch.bench._quality_ltri import ltri_methods
+from sglang_ext.launch.bench._quality_tasks import HIDDEN
 from sglang_ext.launch.bench._record import Figure, command_line, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
@@ -44,6 +48,7 @@ SUITES = ("double_p", "cascade", "ltri")
 # What a measurement depends on, beside its method.
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
+HOSTED = ("ltri", "infllm")  # systems that keep on the host what leaves a window
 POLL_SECONDS = 1.0
 AND = " && "
 
@@ -65,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lengths of rows (default: 4096 8192 16384; cascade: the window, 2, 4, 8 and 16 times)",
     )
     parser.add_argument("--trials", type=int, default=5, help="passkeys at each tenth of depth (default: 5)")
+    parser.add_argument(
+        "--hidden", nargs="+", choices=HIDDEN, default=list(HIDDEN), help="where the keys of ltri are (default: all)"
+    )
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[100], help="of ltri, for each length or for all (default: 100)"
+    )
     parser.add_argument("--window", type=int, default=1024, help="of a stream (default: 1024)")
     parser.add_argument(
         "--stride", type=int, default=512, help="of cascades; the chunk of Ltri-LLM, in blocks of 32 (default: 512)"
@@ -76,6 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=0, help="longest dense row (default: the model's context)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
     parser.add_argument("--parallel", type=int, default=1, help="engines at a time (default: 1)")
+    parser.add_argument(
+        "--host-gb", type=float, metavar="GIB", help="host memory of each engine of ltri (default: as a server's)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of demonstrations, queries, keys and stream (default: 0)")
     parser.add_argument("--kernels", choices=KERNELS, default="torch", help=f"{KERNELS_ENV} (default: torch)")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of SGLang's")
@@ -109,6 +123,21 @@ def methods_of(settings: Options) -> dict[str, Method]:
     return make(settings["window"], settings["stride"], settings["sinks"], settings["context"])
 
 
+def _prompts(counts: Sequence[int], lengths: Sequence[int]) -> dict[str, int]:
+    """Length -> how many prompts it has, of each place of the key.
+
+    Raises:
+        ValueError: there is not one number for all lengths, nor one for each; or one is below 1.
+    """
+    each = list(counts) * (len(lengths) if len(counts) == 1 else 1)
+    if len(each) != len(lengths) or min(each, default=1) < 1:
+        raise ValueError(
+            f"--prompts {' '.join(map(str, counts))} of {len(lengths)} lengths: expected one number from 1 on, or"
+            f" {len(lengths)} of them"
+        )
+    return {str(length): count for length, count in zip(lengths, each, strict=True)}
+
+
 class Study:
     """A suite's settings, what is measured so far, and the file that keeps it.
 
@@ -129,6 +158,8 @@ class Study:
             "passkey": lengths,
             "context": context,
         }
+        if args.suite == "ltri":
+            self.settings |= {"hidden": args.hidden, "prompts": _prompts(args.prompts, lengths)}
         self.methods = methods_of(self.settings)
         # Without a GPU kernels run in Triton's interpreter, for days: then only when they are asked for.
         default_ones = [name for name, each in self.methods.items() if not each.kernels or torch.cuda.is_available()]
@@ -156,8 +187,17 @@ class Study:
                 f" {', '.join(f'{n}={self.settings[n]}' for n in other)}: measure --anew, or name another --out"
             )
         self.commands = record["command"].split(AND)
-        for name in ("shots", "passkey"):
+        asked = self.settings.get("prompts", {})
+        for length, count in known.get("prompts", {}).items():
+            if asked.get(length, count) != count:
+                raise ValueError(
+                    f"{self.out} has {count} prompts of {length} tokens; expected --prompts {count} and not"
+                    f" {asked[length]}: measure --anew, or name another --out"
+                )
+        for name in ("shots", "passkey", *(["hidden"] if asked else [])):
             self.recorded[name] = list(dict.fromkeys([*known[name], *self.settings[name]]))
+        if asked:
+            self.recorded["prompts"] = {**known["prompts"], **asked}
         self.recorded["stream"] = self.settings["stream"] or known["stream"]
         return list(record["measurements"])
 
@@ -207,9 +247,12 @@ class Study:
     def _job(self, name: str, targets: Mapping[str, Mapping[str, float]]) -> JsonObject:
         args = self.args
         own = {"data": args.data, "model": args.model, "concurrency": args.concurrency, "engine": args.engine}
+        method = asdict(self.methods[name])
+        if args.host_gb is not None and method["backend"] in HOSTED:
+            method["policy"] = {**method["policy"], "host_gb": args.host_gb}
         return {
             "name": name,
-            "method": asdict(self.methods[name]),
+            "method": method,
             "settings": {**self.settings, **own},
             "targets": dict(targets),
             "done": [each["task"] for each in self.measured if each["method"] == name],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from sglang_ext.launch.bench import _quality_engine as engine
 from sglang_ext.launch.bench import _quality_figures as rows
+from sglang_ext.launch.bench import _quality_ltri as ltri
 from sglang_ext.launch.bench import _quality_tasks as tasks
 from sglang_ext.launch.bench import quality
 from sglang_ext.launch.bench._reference_reader import Writer
@@ -89,6 +91,70 @@ def test_passkeys_stand_at_their_depth(writer: Writer) -> None:
         assert task.said(f" {key}") == wanted
     assert len(set(task.answers)) == 20
     assert task.prompts == tasks.passkeys(writer, 400, 2).prompts != tasks.passkeys(writer, 400, 2, seed=1).prompts
+
+
+def hidden(writer: Writer, data: str, kind: str, prompts: int = 12, seed: int = 0) -> tasks.QualityTask:
+    task = tasks.hidden_keys(writer, data, kind, 2000, prompts, 64, seed)
+    assert len(task.prompts) == prompts and {len(prompt) + task.new_tokens for prompt in task.prompts} == {2000}
+    return task
+
+
+@pytest.mark.parametrize("kind", tasks.HIDDEN)
+def test_the_place_of_hidden_evidence_is_known(writer: Writer, data: str, kind: str) -> None:
+    task = hidden(writer, data, kind)
+    for prompt, key, place, tenth in zip(task.prompts, task.answers, task.places, task.cells, strict=True):
+        text, needle = writer.tokenizer.decode(prompt), writer.tokenizer.decode(prompt[slice(*place)])
+        owner = text.rpartition(" is")[0].rpartition("The pass key")[2]
+        assert needle.strip() == f"The pass key{owner} is {key}. Remember it. {key} is the pass key{owner}."
+        assert text.endswith(f"\n\nWhat is the pass key{owner}? The pass key{owner} is")
+        assert tenth == 10 * place[0] // len(prompt)
+    assert len(set(task.cells)) > 4, "depths are drawn"
+
+
+def test_hidden_prompts_depend_on_seed_and_number_alone(writer: Writer, data: str) -> None:
+    task = hidden(writer, data, "named", prompts=3)
+    assert task.prompts == hidden(writer, data, "named").prompts[:3]
+    assert not {*map(tuple, task.prompts)} & {*map(tuple, hidden(writer, data, "named", seed=1).prompts)}
+
+
+def test_one_of_16_names_is_asked_for(writer: Writer, data: str) -> None:
+    task = hidden(writer, data, "named")
+    for prompt, key in zip(task.prompts, task.answers, strict=True):
+        text = writer.tokenizer.decode(prompt)
+        owners = re.findall(r" The pass key of (\w+) is \d{5}\. Remember", text)
+        assert len(set(owners)) == 16
+        assert text.count(f" is {key}.") == 1 and text.count(f" of {text.split()[-2]}") == 4
+
+
+def test_texts_stand_around_a_hidden_key_whole(writer: Writer, data: str) -> None:
+    for prompt, (begin, end) in zip(
+        *(lambda task: (task.prompts, task.places))(hidden(writer, data, "texts")), strict=True
+    ):
+        before, behind = writer.tokenizer.decode(prompt[1:begin]), writer.tokenizer.decode(prompt[end:-20])
+        assert before == "" or before.endswith("?\n")
+        assert behind == "" or behind.startswith("where is train card ")
+
+
+@pytest.mark.parametrize(("kind", "blocks"), [("block", 1), ("split", 2)])
+def test_evidence_lies_in_as_many_blocks_as_asked(writer: Writer, data: str, kind: str, blocks: int) -> None:
+    for begin, end in hidden(writer, data, kind).places:
+        touched = {(token - 64) // tasks.BLOCK for token in range(begin, end)}
+        assert len(touched) == blocks and min(touched) >= 0
+        assert tasks.blocks_of((begin, end), 64) == sorted(touched)
+
+
+@pytest.mark.parametrize(
+    ("place", "blocks"), [((10, 30), []), ((60, 70), [0]), ((64, 96), [0]), ((90, 97), [0, 1]), ((200, 210), [4])]
+)
+def test_blocks_begin_behind_the_sinks(place: tuple[int, int], blocks: list[int]) -> None:
+    assert tasks.blocks_of(place, 64) == blocks
+
+
+def test_rows_too_short_for_their_keys_are_refused(writer: Writer, data: str) -> None:
+    with pytest.raises(ValueError, match=r"16 named passkeys, 300 tokens: expected at least \d+ tokens"):
+        tasks.hidden_keys(writer, data, "named", 300, 1, 64, 0)
+    with pytest.raises(ValueError, match=r"over two blocks, 90 tokens: no place where 23 tokens lie over 2 blocks"):
+        tasks.hidden_keys(writer, data, "split", 90, 1, 64, 0)
 
 
 @pytest.mark.parametrize(("said", "share"), [("12345", 1.0), ("12945", 0.8), ("", 0.0), ("2345", 0.0), ("1", 0.2)])
@@ -236,8 +302,29 @@ def test_double_p_is_held_to_one_point(wrong: int, met: bool) -> None:
     assert quest.name.endswith("; -50.0 points, standard error 5.0")
 
 
+class Says:
+    """An engine that says one text."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.own = text, list[dict[str, Any] | None]()
+
+    def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.own += [each["custom_params"] for each in sampling_params]
+        return [{"text": self.text, "meta_info": {}} for _ in input_ids]
+
+
+def test_each_request_names_the_blocks_with_its_evidence() -> None:
+    task = tasks.QualityTask("passkey", [[1], [2]], ["12345"] * 2, 5, cells=[0, 1], places=[(90, 100), (300, 310)])
+    methods = ltri.ltri_methods(1024, 512, 64, 16384)
+    found = engine.Asker(told := Says(" 12345"), methods["given"]).answers(task, None)
+    assert told.own == [{"blocks": [0, 1]}, {"blocks": [7]}]
+    assert found["exact"] == [1, 1] and found["places"] == task.places
+    engine.Asker(others := Says(""), methods["random"]).answers(task, None)
+    assert others.own == [None, None]
+
+
 def test_ltri_is_compared_with_what_sees_as_many_tokens() -> None:
-    methods = engine.ltri_methods(1024, 512, 64, 16384)
+    methods = ltri.ltri_methods(1024, 512, 64, 16384)
     systems = ours()
     seen = {name: systems[method.backend].options(**method.policy) for name, method in methods.items() if method.policy}
     wide = seen.pop("streaming_llm")
@@ -245,10 +332,105 @@ def test_ltri_is_compared_with_what_sees_as_many_tokens() -> None:
     assert {methods[name].slots for name in seen} == {each.slots for each in seen.values()}
     assert (seen["infllm"].index, seen["infllm"].vote, seen["infllm"].heads) == ("infllm", "off", "all")
     assert len({json.dumps(vars(each)) for each in seen.values()}) == len(seen), "all differ"
-    (row,) = rows.figures(
-        {"suite": "ltri", "window": 1024}, methods, [measured("infllm", [0.0, 1.0]), measured("ltri-max", [1.0, 1.0])]
-    )
-    assert row.baseline == "InfLLM" and row.ratio == 2.0
+    plotted = {name for names in ltri.PLOTS.values() for name in names}
+    assert plotted <= set(methods) and max(map(len, ltri.PLOTS.values())) <= 6
+
+
+def test_only_streams_of_clamped_distances_are_longer_than_the_context(writer: Writer, data: str) -> None:
+    settings = {"suite": "ltri", "data": data, "passkey": [2000, 3000], "prompts": {"2000": 1, "3000": 2}, "stream": 0}
+    settings |= {"sinks": 64, "seed": 0, "context": 2500, "hidden": ["block"]}
+    methods = ltri.ltri_methods(1024, 512, 64, 2500)
+    for name, lengths in (("dense", [2000]), ("ltri-max-true-distances", [2000]), ("infllm", [2000, 3000])):
+        found = engine.tasks(writer, settings, methods[name])
+        assert list(found) == [f"passkey within one block, {length} tokens" for length in lengths]
+        assert [len(task.prompts) for task in found.values()] == [1, 2][: len(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "low", "high"), [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)]
+)
+def test_wilson_intervals(right: int, count: int, low: float, high: float) -> None:
+    """The last is Newcombe's example (1998, table I)."""
+    assert rows.wilson(right, count) == pytest.approx((low, high), abs=1e-4)
+    assert all(rows.wilson(0, n, rows.Z)[0] == 0 and rows.wilson(n, n, rows.Z)[1] == 1 for n in range(1, 200))
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 0), (3, 2), (-1, 2)])
+def test_no_interval_of_no_answers(right: int, count: int) -> None:
+    with pytest.raises(ValueError, match="expected some answers, and no more right ones"):
+        rows.wilson(right, count)
+
+
+LTRI = {"suite": "ltri", "window": 1024, "stride": 512, "sinks": 64}
+
+
+def keys(method: str, right: int, task: str = "passkey", length: int = 16384, count: int = 20) -> dict[str, Any]:
+    exact = [1] * right + [0] * (count - right)
+    return {
+        **measured(method, [float(one) for one in exact]),
+        "task": f"{task}, {length} tokens",
+        "tokens": length - tasks.DIGITS,
+        "exact": exact,
+        "cells": [at % 10 for at in range(count)],
+        "places": [(length - 200 * at - 200, length - 200 * at - 170) for at in range(count)],
+    }
+
+
+def test_keys_have_wilson_intervals_beside_infllm() -> None:
+    methods = ltri.ltri_methods(1024, 512, 64, 16384)
+    base, row = rows.figures(LTRI, methods, [keys("infllm", 8), keys("ltri-mass", 16)])
+    assert "keys right; 16 of 20, 95% 0.58 to 0.92" in row.name and row.unit == "share"
+    assert (row.timing.low, row.timing.high) == pytest.approx(rows.wilson(16, 20, rows.Z))
+    assert row.baseline == "InfLLM" and row.ratio == 2.0 and base.baseline == "" and base.ratio is None
+    assert row.notes["difference"] == pytest.approx(0.4)
+    # Of the places, those up to 15872 - 1536 are behind every window: from number 10 on.
+    assert row.notes["behind_window"] == {"prompts": 10, "right": 6}
+    assert row.notes["by_depth"][0] == [0.05, 1.0] and row.notes["by_depth"][9] == [0.95, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("found", "aim", "met"),
+    [
+        ([keys("ltri-max", 19)], "at least 0.95", True),
+        ([keys("ltri-max", 18)], "at least 0.95", False),
+        ([keys("ltri-max", 18, length=131072)], "at least 0.90", True),
+        ([keys("ltri-max", 18, length=8192)], "", None),
+        ([keys("ltri-mass", 19)], "", None),
+        ([keys("given", 20)], "at least 0.98", True),
+        ([keys("given", 19)], "at least 0.98", False),
+        ([keys("ltri-sum", 14), keys("infllm", 5)], "above InfLLM, 95% intervals apart", True),
+        ([keys("ltri-sum", 11), keys("infllm", 5)], "above InfLLM, 95% intervals apart", False),
+        ([keys("ltri-max", 14, "passkey in banking77 texts"), keys("dense", 20)], "", None),
+    ],
+)
+def test_what_is_aimed_at_for_keys(found: list[dict[str, Any]], aim: str, met: bool | None) -> None:
+    methods, (mine, *_) = ltri.ltri_methods(1024, 512, 64, 16384), found
+    found = [{**each, "task": mine["task"]} for each in found]
+    aims = {row.name.split(", ", 2)[2].split(": ")[0]: row for row in rows.figures(LTRI, methods, found)}
+    row = aims[methods[mine["method"]].title]
+    expected = "at least 0.70 of dense attention's share" if "texts" in mine["task"] else aim
+    assert (row.aim, row.met) == (expected, True if "texts" in mine["task"] else met)
+
+
+@pytest.mark.parametrize(("mine", "theirs", "met"), [(16, 10, True), (19, 13, True), (15, 2, False), (20, 15, False)])
+def test_named_keys_are_held_to_infllm(mine: int, theirs: int, met: bool) -> None:
+    methods, task = ltri.ltri_methods(1024, 512, 64, 16384), tasks.HIDDEN["named"].title
+    found = [keys("infllm", theirs, task), keys("ltri-max", mine, task)]
+    _, row = rows.figures(LTRI, methods, found)
+    assert row.aim == "at least 0.80, and 0.30 above InfLLM" and row.met is met
+
+
+def test_keys_are_drawn_six_lines_at_a_time() -> None:
+    methods = ltri.ltri_methods(1024, 512, 64, 16384)
+    found = [keys(name, 10, length=length) for name in methods for length in (16384, 4096)]
+    drawn = {
+        curve.title: curve for curve in rows.curves(LTRI, methods, [*found, keys("infllm", 3, "16 named passkeys")])
+    }
+    assert all(len(curve.series) <= 6 for curve in drawn.values())
+    assert drawn["Passkey"].series["InfLLM"] == [(4096.0, 0.5), (16384.0, 0.5)] and drawn["Passkey"].doubling
+    assert {"Passkey: lambda and Q", "16 named passkeys"} < {*drawn}, "and no plot of switches without any"
+    assert not any(title.startswith("16 named passkeys: ") for title in drawn)
+    assert drawn["Passkey in rows of 16384 tokens"].series["InfLLM"][0] == (0.05, 0.5)
 
 
 def test_cascades_are_held_to_streaming_llm_past_the_window() -> None:
@@ -320,6 +502,38 @@ def test_a_file_of_several_runs_names_them_all(tmp_path: Path, data: str, monkey
     first, second = record["command"].split(" && ")
     assert first.endswith("--passkey --shots 3") and second.endswith("--shots --passkey 2048")
     assert (record["settings"]["shots"], record["settings"]["passkey"]) == ([3], [2048])
+
+
+def test_a_length_has_one_number_of_prompts(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "x.json"
+
+    def study(*words: Any) -> quality.Study:
+        words = ("--suite", "ltri", "--data", data, "--out", out, "--commit", "none", *words)
+        monkeypatch.setattr("sys.argv", ["sglang-ext", *map(str, words)])
+        return quality.Study(arguments(*words))
+
+    study("--passkey", 4096, 8192, "--prompts", 20, 10, "--hidden", "plain").save()
+    study("--passkey", 8192, 16384, "--prompts", 10, "--hidden", "named").save()
+    settings = json.loads(out.read_text())["settings"]
+    assert settings["prompts"] == {"4096": 20, "8192": 10, "16384": 10}
+    assert settings["hidden"] == ["plain", "named"] and settings["passkey"] == [4096, 8192, 16384]
+    with pytest.raises(ValueError, match=r"20 prompts of 4096 tokens; expected --prompts 20 and not 30: .*--anew"):
+        study("--passkey", 4096, "--prompts", 30)
+    with pytest.raises(ValueError, match=r"--prompts 1 2 of 3 lengths: expected one number from 1 on, or 3"):
+        study("--passkey", 4096, 8192, 512, "--prompts", 1, 2)
+    with pytest.raises(ValueError, match=r"--prompts 0 of 1 lengths"):
+        study("--passkey", 4096, "--prompts", 0)
+
+
+def test_host_memory_is_for_streams_that_use_it(tmp_path: Path, data: str) -> None:
+    words = ["--suite", "ltri", "--data", data, "--out", tmp_path / "x.json"]
+    study = quality.Study(arguments(*words, "--host-gb", 2.5))
+    policies = {name: study._job(name, {})["method"]["policy"] for name in study.methods}
+    assert {name for name, policy in policies.items() if policy.get("host_gb") == 2.5} == {
+        name for name in study.methods if name not in ("dense", "streaming_llm")
+    }
+    study = quality.Study(arguments(*words))
+    assert "host_gb" not in study._job("ltri-max", {})["method"]["policy"]
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -25,31 +25,32 @@ def score_blocks(
         out: [batch, max_blocks] to write to; None: a new tensor.
 
     Returns:
-        [batch, max_blocks] float32, float64 where the query or the index is float64. -inf where there is no block,
-        where the block has no spans, and everywhere where the query has none.
+        [batch, max_blocks] float32, in the order of each stream; float64 where the query or the index is float64. -inf
+        where there is no block, where the block has no spans, and everywhere where the query has none.
 
     Raises:
-        ValueError: shapes, dtypes, devices or the similarity do not fit; a number of blocks or vectors, or a row, is
-            out of its range.
+        ValueError: shapes, dtypes, devices or the similarity do not fit; a number of blocks or vectors, or an entry,
+            is out of its range.
     """
     check(query, index, kind, out)
     dtype = score_dtype(query, index)
-    batch, limit = query.vectors.shape[0], index.vectors.shape[1]
+    entries, limit = index.vectors.shape[0], index.ids.shape[1]
     if out is None:
-        out = torch.empty(batch, limit, dtype=dtype, device=query.vectors.device)
+        out = torch.empty(index.ids.shape, dtype=dtype, device=query.vectors.device)
     out.fill_(NONE)
-    for request, (row, blocks) in enumerate(zip(index.row.tolist(), index.blocks.tolist(), strict=True)):
-        if not 0 <= blocks <= limit or (blocks and not 0 <= row < index.vectors.shape[0]):
-            raise ValueError(
-                f"request {request}: {blocks} blocks in row {row}; expected up to {limit} blocks, and one of "
-                f"{index.vectors.shape[0]} rows"
-            )
+    for request, blocks in enumerate(index.blocks.tolist()):
+        if not 0 <= blocks <= limit:
+            raise ValueError(f"request {request} has {blocks} blocks: expected 0 to {limit}, for which ids have room")
         if blocks == 0:
             continue
+        at = index.ids[request, :blocks].long()
+        if bool((at < 0).any()) or bool((at >= entries).any()):
+            raise ValueError(f"request {request} has entries {at.min()} to {at.max()}: expected 0 to {entries - 1}")
+        counts = index.counts[at]
         asked, asked_spans = _used(query.vectors[request], query.counts[request], dtype)
-        kept, kept_spans = _used(index.vectors[row, :blocks], index.counts[row, :blocks], dtype)
+        kept, kept_spans = _used(index.vectors[at], counts, dtype)
         if asked_spans.any() and kept_spans.any():
-            out[request, :blocks] = _best(asked, query.counts[request], kept, index.counts[row, :blocks], kind)
+            out[request, :blocks] = _best(asked, query.counts[request], kept, counts, kind)
     return out
 
 

@@ -2,10 +2,12 @@
 
 Scores are bound by reading the index once (4,096 blocks of 12 vectors of 128 halves: 13 MB, 2.6 us at 4.8 TB/s), so
 there is a program for every few blocks, and it compares all of their vectors with all vectors of the query by matrix
-products. Sums over a span's vectors are taken of the products, in float32, and not of half-precision vectors. Vectors
-that there are not are not read. `mass` needs the log-sum-exp over all index vectors first: a first launch leaves the
-maximum and the sum of at most 128 parts of the index, and the programs of the second launch, as many, join them while
-they read the index again, now mostly out of the L2 cache.
+products. The entries of a request's blocks lie anywhere in the index, each of them in one piece of at least 256 bytes
+(one vector of 128 halves): gathering them costs a look at their numbers beforehand. Entries that requests share are
+read again, out of the L2 cache where they are still there. Sums over a span's vectors are taken of the products, in
+float32, and not of half-precision vectors. Vectors that there are not are not read. `mass` needs the log-sum-exp over
+all index vectors first: a first launch leaves the maximum and the sum of at most 128 parts of the index, and the
+programs of the second launch, as many, join them while they read the index again, now mostly out of the L2 cache.
 
 The election is bound by latency, so one program a request does both of its searches, and sorts nothing. To find the
 best K of n blocks it looks at the largest entry of each of 64 groups of neighbours and keeps the K groups whose largest
@@ -35,14 +37,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOG2_E = 1.4426950408889634
 
 MAX_COUNT = 64
-"""Blocks that an election chooses, at most."""
+"""Blocks that an election chooses (the option `retrieved`), at most."""
 
 MAX_BLOCKS = 32768
-"""Blocks of a request, at most: as many as one program of an election looks at."""
+"""Blocks of a request, at most: as many as one program of an election looks at. 4 million tokens in blocks of 128."""
 
 MAX_VECTORS = 128
-"""Vectors of a block, and of a query's span, at most; the numbers of spans and of vectors a span are rounded up to
-powers of two."""
+"""Vectors of a block, and of a query's span, at most; the numbers of spans (the option `spans`) and of vectors a span
+(`vectors` divided by `spans`) are rounded up to powers of two."""
 
 HOPPER_SHARED = 227 * 1024
 """Bytes of shared memory that a program may have on Hopper."""
@@ -132,8 +134,8 @@ def score_blocks(
         [batch, max_blocks] float32 on the device; -inf where there is no block (equation 9).
 
     Raises:
-        ValueError: as in the reference; also for tensors of other dtypes or not contiguous, and for blocks or spans of
-            more than MAX_VECTORS vectors.
+        ValueError: as in the reference; also for tensors of other dtypes or not contiguous, and for blocks or query
+            spans of more than MAX_VECTORS vectors.
     """
     check(query, index, kind, out)
     asked, kept = query.vectors, index.vectors
@@ -141,22 +143,24 @@ def score_blocks(
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} are {tensor.dtype}: expected one of {DTYPES}; take the reference for float64")
     batch, query_spans, most_q, dim = asked.shape
-    _, limit, spans, most, _ = kept.shape
+    entries, spans, most, _ = kept.shape
+    limit = index.ids.shape[1]
     if out is None:
         out = torch.empty(batch, limit, dtype=torch.float32, device=asked.device)
     check_contiguous(
         {"query vectors": asked, "query counts": query.counts, "index vectors": kept, "index counts": index.counts,
-         "row": index.row, "blocks": index.blocks, "out": out}
+         "ids": index.ids, "blocks": index.blocks, "out": out}
     )  # fmt: skip
     spans_pad, most_pad, most_q_pad = _power(spans), _power(most), _power(most_q)
     if spans_pad * most_pad > MAX_VECTORS or most_q_pad > MAX_VECTORS:
         raise ValueError(
-            f"blocks of {spans} x {most} vectors, query spans of {most_q}: expected at most {MAX_VECTORS} each, "
-            "rounded up to powers of two; take the reference"
+            f"blocks of {spans} x {most} vectors, query spans of {most_q}: expected at most {MAX_VECTORS} each, in "
+            f"powers of two, {spans_pad} x {most_pad} and {most_q_pad}; set `vectors` or `spans` lower (--policy), or "
+            "take the reference"
         )
     if out.numel() == 0:
         return out
-    if 0 in (query_spans, most_q, spans, most, dim):
+    if 0 in (query_spans, most_q, entries, spans, most, dim):
         return out.fill_(float("-inf"))
     dtype = asked.dtype if asked.dtype == kept.dtype else torch.float32
     block_columns = spans_pad * most_pad
@@ -178,7 +182,7 @@ def score_blocks(
         "WIDTH": width, "WIDE": dtype == torch.float32, "TILES": each,
         "num_warps": tuning.warps, "num_stages": tuning.stages,
     }  # fmt: skip
-    tensors = (asked, query.counts, kept, index.counts, index.row, index.blocks)
+    tensors = (asked, query.counts, kept, index.counts, index.ids, index.blocks)
     levels = sums = out  # not looked at
     if kind == "mass":
         rows = query_tiles * span_rows * most_q_pad
@@ -205,15 +209,19 @@ def _query_rows(
 
 @triton.jit
 def _columns(
-    counts, end,
+    ids, counts, end,
     BLOCKS: tl.constexpr, SPANS: tl.constexpr, MOST: tl.constexpr, SPANS_PAD: tl.constexpr, MOST_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Vectors of the next blocks, of which there are `end`: as `_query_rows`, [BLOCKS * SPANS_PAD * MOST_PAD]."""
+    """Vectors of the next blocks, of which there are `end`: as `_query_rows`, [BLOCKS * SPANS_PAD * MOST_PAD].
+
+    Their numbers are int64: an index of a large region of host memory has more than 2^31 components.
+    """
     column = tl.arange(0, BLOCKS * SPANS_PAD * MOST_PAD)
     block, span, number = column // (SPANS_PAD * MOST_PAD), column // MOST_PAD % SPANS_PAD, column % MOST_PAD
     real = (block < end) & (span < SPANS)
-    count = tl.load(counts + block * SPANS + span, mask=real, other=0)
-    return (block * SPANS + span) * MOST + number, real & (number < tl.minimum(count, MOST))
+    place = tl.load(ids + block, mask=real, other=0).to(tl.int64) * SPANS + span
+    count = tl.load(counts + place, mask=real, other=0)
+    return place * MOST + number, real & (number < tl.minimum(count, MOST))
 
 
 @triton.jit
@@ -238,7 +246,7 @@ def _products(
 
 @triton.jit
 def _parts_kernel(
-    query, query_counts, vectors, counts, rows, blocks, levels, sums, max_blocks, query_spans, scale,
+    query, query_counts, vectors, counts, ids, blocks, levels, sums, max_blocks, query_spans, scale,
     SPANS: tl.constexpr, MOST: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, SPANS_PAD: tl.constexpr,
     MOST_PAD: tl.constexpr, QUERY_TILES: tl.constexpr, SPAN_ROWS: tl.constexpr, MOST_Q: tl.constexpr,
     MOST_Q_PAD: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
@@ -249,7 +257,7 @@ def _parts_kernel(
     begin = part * (BLOCKS * TILES)
     there = tl.minimum(tl.load(blocks + request).to(tl.int32), max_blocks) - begin
     tiles = tl.cdiv(tl.minimum(tl.maximum(there, 0), BLOCKS * TILES), BLOCKS)
-    base = tl.load(rows + request).to(tl.int64) * max_blocks + begin
+    ids += request.to(tl.int64) * max_blocks + begin
     query += request.to(tl.int64) * query_spans * MOST_Q * DIM
     query_counts += request * query_spans
     place = (request * tl.num_programs(0) + part) * (QUERY_TILES * ROWS) + tl.arange(0, ROWS)
@@ -258,11 +266,9 @@ def _parts_kernel(
         level = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         for tile in range(tiles):
-            first = base + tile * BLOCKS
-            column, used = _columns(
-                counts + first * SPANS, there - tile * BLOCKS, BLOCKS, SPANS, MOST, SPANS_PAD, MOST_PAD
-            )
-            x = _products(query, row, asked, vectors + first * (SPANS * MOST * DIM), column, used, DIM, WIDTH, WIDE)
+            first = tile * BLOCKS
+            column, used = _columns(ids + first, counts, there - first, BLOCKS, SPANS, MOST, SPANS_PAD, MOST_PAD)
+            x = _products(query, row, asked, vectors, column, used, DIM, WIDTH, WIDE)
             x = tl.where(used[:, None], x * scale, float("-inf"))
             new = tl.maximum(level, tl.max(x, 0))
             finite = tl.where(new == float("-inf"), 0.0, new)
@@ -286,7 +292,7 @@ def _joined(levels, sums, parts, width, ROWS: tl.constexpr, PARTS_PAD: tl.conste
 
 @triton.jit
 def _scores_kernel(
-    query, query_counts, vectors, counts, rows, blocks, levels, sums, out, max_blocks, query_spans, scale, parts,
+    query, query_counts, vectors, counts, ids, blocks, levels, sums, out, max_blocks, query_spans, scale, parts,
     SPANS: tl.constexpr, MOST: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, SPANS_PAD: tl.constexpr,
     MOST_PAD: tl.constexpr, QUERY_TILES: tl.constexpr, SPAN_ROWS: tl.constexpr, MOST_Q: tl.constexpr,
     MOST_Q_PAD: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
@@ -296,7 +302,7 @@ def _scores_kernel(
     part, request = tl.program_id(0), tl.program_id(1)
     begin = part * (BLOCKS * TILES)
     there = tl.minimum(tl.load(blocks + request).to(tl.int32), max_blocks) - begin
-    base = tl.load(rows + request).to(tl.int64) * max_blocks + begin
+    ids += request.to(tl.int64) * max_blocks + begin
     query += request.to(tl.int64) * query_spans * MOST_Q * DIM
     query_counts += request * query_spans
     out += request.to(tl.int64) * max_blocks + begin
@@ -307,13 +313,11 @@ def _scores_kernel(
     for tile in range(tl.cdiv(tl.minimum(max_blocks - begin, BLOCKS * TILES), BLOCKS)):
         best = tl.full([BLOCKS], float("-inf"), tl.float32)
         if tile * BLOCKS < there:
-            first = base + tile * BLOCKS
-            end = there - tile * BLOCKS
-            column, used = _columns(counts + first * SPANS, end, BLOCKS, SPANS, MOST, SPANS_PAD, MOST_PAD)
+            first = tile * BLOCKS
+            column, used = _columns(ids + first, counts, there - first, BLOCKS, SPANS, MOST, SPANS_PAD, MOST_PAD)
             for q in range(QUERY_TILES):
                 row, asked = _query_rows(query_counts, q, query_spans, SPAN_ROWS, MOST_Q, MOST_Q_PAD)
-                at = vectors + first * (SPANS * MOST * DIM)
-                x = _products(query, row, asked, at, column, used, DIM, WIDTH, WIDE)
+                x = _products(query, row, asked, vectors, column, used, DIM, WIDTH, WIDE)
                 both = used[:, None] & asked[None, :]
                 if KIND == "mass":
                     lse = _joined(levels + q * ROWS, sums + q * ROWS, parts, width, ROWS, PARTS_PAD)
@@ -381,9 +385,14 @@ def elect(
         if tensor is not None and tensor.dtype != torch.float32:
             raise ValueError(f"{name} are {tensor.dtype}: expected float32; take the reference for float64")
     batch, limit = votes.shape
-    if count > MAX_COUNT or limit > MAX_BLOCKS:
+    if count > MAX_COUNT:
         raise ValueError(
-            f"{count} of {limit} blocks: expected at most {MAX_COUNT} of at most {MAX_BLOCKS}; take the reference"
+            f"count={count}: expected at most {MAX_COUNT}; set `retrieved` lower (--policy), or take the reference"
+        )
+    if limit > MAX_BLOCKS:
+        raise ValueError(
+            f"votes for {limit} blocks of a request: expected at most {MAX_BLOCKS}; set `block` higher (--policy) or "
+            "--context-length lower, so that a stream has fewer of them, or take the reference"
         )
     if out is None:
         out = torch.empty(batch, count, dtype=torch.int32, device=votes.device)

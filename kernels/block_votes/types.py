@@ -27,20 +27,25 @@ class QuerySpans:
 
 @dataclass(frozen=True, slots=True)
 class BlockIndex:
-    """The index of one layer's memory, and which part of it belongs to each request (Ltri-LLM, section 3.3).
+    """The index of one layer's memory, and which entries of it belong to each request (Ltri-LLM, section 3.3).
+
+    An entry is a block's, whatever streams hold the block: streams that begin alike share blocks on the host, and so
+    their entries. Entries have the numbers of the blocks on the host (`HostLease.ids`).
 
     Attributes:
-        vectors: [rows, max_blocks, spans, most, dim], a floating dtype. Vectors beyond a span's number and beyond a
-            request's blocks may hold anything. For the similarity `sum` a span's vectors may be summed beforehand.
-        counts: [rows, max_blocks, spans] int32, vectors of each span; 0 where there is no such span. A block without
-            spans is never retrieved. Counts beyond a request's blocks may hold anything.
-        row: [batch] integer, the row of the memory that belongs to each request; not used where it has no blocks.
+        vectors: [entries, spans, most, dim], a floating dtype. Vectors beyond a span's number may hold anything, and so
+            may entries that no request names. For the similarity `sum` a span's vectors may be summed beforehand, most
+            is 1 then.
+        counts: [entries, spans] int32, vectors of each span; 0 where there is no such span. A block without spans is
+            never retrieved. Entries that no request names may hold anything.
+        ids: [batch, max_blocks] int32, the entry of each of a request's blocks, in the order of the stream; requests
+            may share entries. What lies beyond a request's blocks may hold anything.
         blocks: [batch] integer, how many blocks each request has.
     """
 
     vectors: torch.Tensor
     counts: torch.Tensor
-    row: torch.Tensor
+    ids: torch.Tensor
     blocks: torch.Tensor
 
 
@@ -57,31 +62,33 @@ def check(query: QuerySpans, index: BlockIndex, kind: str, out: torch.Tensor | N
         ValueError: shapes, dtypes, devices or the similarity do not fit.
     """
     asked, kept = query.vectors, index.vectors
-    if asked.dim() != 4 or kept.dim() != 5 or asked.shape[3] != kept.shape[4]:
+    if asked.dim() != 4 or kept.dim() != 4 or asked.shape[3] != kept.shape[3]:
         raise ValueError(
             f"query vectors {tuple(asked.shape)}, index vectors {tuple(kept.shape)}: expected [batch, query_spans, "
-            "most_q, dim] and [rows, max_blocks, spans, most, dim] of one dim"
+            "most_q, dim] and [entries, spans, most, dim] of one dim"
         )
     if not asked.is_floating_point() or not kept.is_floating_point():
         raise ValueError(f"query vectors are {asked.dtype}, index vectors {kept.dtype}: expected floating dtypes")
-    batch, limit = asked.shape[0], kept.shape[1]
+    batch = asked.shape[0]
     for name, tensor, shape in (
         ("query counts", query.counts, asked.shape[:2]),
-        ("index counts", index.counts, kept.shape[:3]),
+        ("index counts", index.counts, kept.shape[:2]),
     ):
         if tensor.shape != shape or tensor.dtype != torch.int32:
             raise ValueError(f"{name} are {tensor.dtype} {tuple(tensor.shape)}: expected int32 {tuple(shape)}")
-    for name, tensor in (("row", index.row), ("blocks", index.blocks)):
-        if tensor.shape != (batch,) or tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected integers, {(batch,)}")
-    tensors = [asked, query.counts, kept, index.counts, index.row, index.blocks]
+    ids, blocks = index.ids, index.blocks
+    if ids.dim() != 2 or ids.shape[0] != batch or ids.dtype != torch.int32:
+        raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)}: expected int32 [{batch}, max_blocks]")
+    if blocks.shape != (batch,) or blocks.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"blocks is {blocks.dtype} {tuple(blocks.shape)}: expected int32 or int64 {(batch,)}")
+    tensors = [asked, query.counts, kept, index.counts, ids, blocks]
     if kind not in SIMILARITIES:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(SIMILARITIES)}")
     if out is not None:
         tensors.append(out)
         wanted = score_dtype(query, index)
-        if out.shape != (batch, limit) or out.dtype != wanted:
-            raise ValueError(f"out is {out.dtype} {tuple(out.shape)}: expected {wanted} {(batch, limit)}")
+        if out.shape != ids.shape or out.dtype != wanted:
+            raise ValueError(f"out is {out.dtype} {tuple(out.shape)}: expected {wanted} {tuple(ids.shape)}")
     _check_devices(tensors)
 
 

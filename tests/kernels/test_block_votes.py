@@ -1,11 +1,13 @@
 """Scores of memory blocks and elections against equations 8 and 9 written as loops, and against the policy.
 
-What there is not is NaN: vectors beyond a span's number, blocks beyond a request's, votes and outputs before they are
-written. Elections must agree exactly, ties included, so their scores and votes are drawn from few numbers.
+What there is not is NaN: vectors beyond a span's number, entries of the index that no request names, votes and outputs
+before they are written. Elections must agree exactly, ties included, so their scores and votes are drawn from few
+numbers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -29,42 +31,55 @@ SMALL = triton.BlockTuning(columns=16, rows=16, width=16, warps=2, stages=1)
 
 
 class Case:
-    """Requests of different numbers of blocks, in rows of a memory that are not in their order."""
+    """Requests of different numbers of blocks, anywhere in the index; the last begins with blocks of the first."""
 
     def __init__(
         self, dtype, blocks=(7, 0, 11), limit=11, spans=3, most=2, query_spans=5, most_q=3, dim=20, seed=0, other=None
     ):
         gen = torch.Generator().manual_seed(seed)
-        batch, rows = len(blocks), len(blocks) + 1
+        batch, entries = len(blocks), sum(blocks) + 3
         draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)  # noqa: E731
-        self.asked, self.kept = draw(batch, query_spans, most_q, dim), draw(rows, limit, spans, most, dim)
+        self.asked, self.kept = draw(batch, query_spans, most_q, dim), draw(entries, spans, most, dim)
         if other is not None:
             self.kept = self.kept.to(other)
         self.asked_counts = torch.randint(0, most_q + 1, (batch, query_spans), generator=gen).int()
         self.asked_counts[:, 0] = most_q
-        self.kept_counts = torch.randint(0, most + 1, (rows, limit, spans), generator=gen).int()
-        self.row = torch.randperm(rows, generator=gen)[:batch]
-        self.blocks = torch.tensor(blocks, dtype=torch.int32)
+        self.kept_counts = torch.randint(0, most + 1, (entries, spans), generator=gen).int()
+        self.blocks = torch.tensor(blocks, dtype=torch.int64 if seed % 2 else torch.int32)
+        *taken, unused = torch.randperm(entries, generator=gen).int().split([*blocks, 3])
+        self.ids = unused[torch.randint(0, 3, (batch, limit), generator=gen)]
+        for ids, each in zip(self.ids, taken, strict=True):
+            ids[: len(each)] = each
+        shared = (min(blocks[0], blocks[-1]) + 1) // 2 if batch > 1 else 0
+        self.ids[batch - 1 :, :shared] = self.ids[:1, :shared]
         for vectors, counts in ((self.asked, self.asked_counts), (self.kept, self.kept_counts)):
             beyond = torch.arange(vectors.shape[-2]) >= counts.unsqueeze(-1)
             vectors.masked_fill_(beyond.unsqueeze(-1), math.nan)
-        for request, row in enumerate(self.row.tolist()):
-            self.kept[row, blocks[request] :] = math.nan
-            self.kept_counts[row, blocks[request] :] = 10**6
+        self.spoil()
+
+    def named(self, request):
+        """The entries of a request's blocks."""
+        return self.ids[request, : int(self.blocks[request])].long()
+
+    def spoil(self):
+        """Nothing may read the entries that no request names."""
+        unused = torch.ones(len(self.kept), dtype=torch.bool)
+        for request in range(len(self.blocks)):
+            unused[self.named(request)] = False
+        self.kept[unused], self.kept_counts[unused] = math.nan, 10**6
 
     def spans(self, request):
         """Vectors [vectors, dim] of each query span, and of each block's spans, float64, without those that are not."""
         asked = [v[:n].double() for v, n in zip(self.asked[request], self.asked_counts[request], strict=True) if n]
-        row = int(self.row[request])
         kept = [
-            [v[:n].double() for v, n in zip(self.kept[row, b], self.kept_counts[row, b], strict=True) if n]
-            for b in range(int(self.blocks[request]))
+            [v[:n].double() for v, n in zip(self.kept[entry], self.kept_counts[entry], strict=True) if n]
+            for entry in self.named(request)
         ]
         return asked, kept
 
     def expected(self, kind):
         """[batch, max_blocks] float64, span by span."""
-        found = torch.full((len(self.blocks), self.kept.shape[1]), NONE, dtype=torch.float64)
+        found = torch.full(self.ids.shape, NONE, dtype=torch.float64)
         for request in range(len(self.blocks)):
             asked, kept = self.spans(request)
             every = [vector for spans in kept for span in spans for vector in span]
@@ -84,7 +99,7 @@ class Case:
         return QuerySpans(self.asked.to(DEVICE), self.asked_counts.to(DEVICE))
 
     def index(self):
-        return BlockIndex(*(t.to(DEVICE) for t in (self.kept, self.kept_counts, self.row, self.blocks)))
+        return BlockIndex(*(t.to(DEVICE) for t in (self.kept, self.kept_counts, self.ids, self.blocks)))
 
     def close(self, found, kind, dtype):
         want = self.expected(kind)
@@ -145,6 +160,16 @@ def test_mass_in_few_parts(monkeypatch, tuning):
     case.close(found, "mass", torch.float32)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@BOTH
+def test_ids_beyond_a_request_s_blocks_may_be_anything(module, kind):
+    """A kernel that reads by them crashes."""
+    case = Case(torch.float32, blocks=(7, 0, 19), limit=40, seed=1)
+    beyond = torch.arange(40) >= case.blocks[:, None]
+    case.ids[beyond] = torch.tensor([-1, -(10**9), 2**31 - 1])[torch.arange(int(beyond.sum())) % 3].int()
+    case.close(module.score_blocks(case.query(), case.index(), kind=kind), kind, torch.float32)
+
+
 def test_large_logits():
     """Where exponentials without their maximum overflow."""
     case = Case(torch.float32, dim=16)
@@ -166,14 +191,17 @@ def test_query_and_index_of_two_dtypes(module, kind):
     case.close(module.score_blocks(case.query(), case.index(), kind=kind), kind, torch.float32)
 
 
+@pytest.mark.parametrize("names", [("asked", "kept"), ("kept",), ("asked",)], ids="+".join)
 @BOTH
-def test_folded_vectors_give_the_same_sum(module):
+def test_folded_vectors_give_the_same_sum(module, names):
+    """The sums of both, or of one, of which there is one vector a span."""
     case = Case(torch.float32, seed=2)
     folded = Case(torch.float32, seed=2)
-    for name in ("asked", "kept"):
+    for name in names:
         vectors, counts = getattr(case, name), getattr(case, name + "_counts")
         setattr(folded, name, vectors.nan_to_num().sum(-2, keepdim=True).contiguous())
         setattr(folded, name + "_counts", counts.clamp(max=1))
+    folded.spoil()
     found = module.score_blocks(folded.query(), folded.index(), kind="sum")
     case.close(found, "sum", torch.float32)
 
@@ -181,10 +209,9 @@ def test_folded_vectors_give_the_same_sum(module):
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_the_policy_s(kind):
     case = Case(torch.float64, blocks=(9, 11), seed=4)
-    case.kept_counts[:, :, 0] = 2  # the policy has no block without a span
-    for request, row in enumerate(case.row.tolist()):
-        blocks = int(case.blocks[request])
-        case.kept[row, :blocks] = torch.randn(*case.kept[row, :blocks].shape, dtype=torch.float64)
+    case.kept_counts[:, 0] = 2  # the policy has no block without a span
+    case.kept.normal_()
+    case.spoil()
     found = reference.score_blocks(case.query(), case.index(), kind=kind).cpu()
     for request in range(2):
         asked, kept = case.spans(request)
@@ -198,10 +225,9 @@ def test_scores_are_the_policy_s(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @BOTH
 def test_nothing_to_compare(module, kind):
-    """No blocks, whatever their row; blocks without spans; a chunk without spans; tensors without entries."""
+    """No blocks, whatever their ids; blocks without spans; a chunk without spans; tensors without numbers."""
     case = Case(torch.float32, blocks=(0, 6, 6), seed=6)
-    case.row[0] = -(10**6)
-    case.kept_counts[case.row[1]] = 0
+    case.kept_counts[case.named(1)] = 0
     case.asked_counts[2] = 0
     found = module.score_blocks(case.query(), case.index(), kind=kind)
     assert (found == NONE).all()
@@ -211,6 +237,25 @@ def test_nothing_to_compare(module, kind):
     case = Case(torch.float32)
     query = QuerySpans(torch.zeros(3, 0, 3, 20, device=DEVICE), torch.zeros(3, 0, dtype=torch.int32, device=DEVICE))
     assert (module.score_blocks(query, case.index(), kind=kind) == NONE).all()
+    case = Case(torch.float32, blocks=(0, 0, 0))
+    case.kept, case.kept_counts = case.kept[:0], case.kept_counts[:0]
+    assert (module.score_blocks(case.query(), case.index(), kind=kind) == NONE).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@BOTH
+def test_an_index_of_more_than_2_31_numbers(module, kind):
+    """Of 4 GiB, of which only what is read and written takes memory on a CPU."""
+    spans, most, dim = 8, 16, 512
+    few = Case(torch.float16, blocks=(3,), limit=4, spans=spans, most=most, dim=dim, seed=8)
+    entries = 2**31 // (spans * most * dim) + 5
+    large = torch.empty(entries, spans, most, dim, dtype=torch.float16, device=DEVICE)
+    counts = torch.zeros(entries, spans, dtype=torch.int32, device=DEVICE)
+    at = torch.tensor([entries - 1, 7, entries - 4], device=DEVICE)
+    large[at], counts[at] = few.kept[few.named(0)].to(DEVICE), few.kept_counts[few.named(0)].to(DEVICE)
+    ids = torch.nn.functional.pad(at[None].int(), (0, 1), value=-1)
+    index = BlockIndex(large, counts, ids, few.blocks.to(DEVICE))
+    few.close(module.score_blocks(few.query(), index, kind=kind), kind, torch.float16)
 
 
 # ---- the election ----
@@ -350,14 +395,19 @@ def test_bad_input_is_refused(module):
         (QuerySpans(query.vectors[..., :8], query.counts), "of one dim"),
         (QuerySpans(query.vectors.long(), query.counts), "expected floating dtypes"),
         (QuerySpans(query.vectors, query.counts.long()), "query counts are torch.int64"),
-        (QuerySpans(query.vectors[:2], query.counts[:2]), r"row is torch.int64 \(3,\): expected integers, \(2,\)"),
+        (QuerySpans(query.vectors[:2], query.counts[:2]), r"ids are torch.int32 \(3, 11\): expected int32 \[2, max_bl"),
     ]
     for bad, message in bad_queries:
         with pytest.raises(ValueError, match=message):
             module.score_blocks(bad, index)
     bad_indexes = [
-        (BlockIndex(index.vectors, index.counts[:, :2], index.row, index.blocks), "index counts are"),
-        (BlockIndex(index.vectors, index.counts, index.row, index.blocks.float()), r"blocks is torch\.float32"),
+        (dataclasses.replace(index, vectors=index.vectors[None]), r"expected .* \[entries, spans, most, dim\]"),
+        (dataclasses.replace(index, counts=index.counts[:, :2]), "index counts are"),
+        (dataclasses.replace(index, ids=index.ids.long()), "ids are torch.int64"),
+        (dataclasses.replace(index, ids=index.ids[0]), r"ids are torch.int32 \(11,\)"),
+        (dataclasses.replace(index, ids=index.ids.to("meta")), "expected one device"),
+        (dataclasses.replace(index, blocks=index.blocks.float()), r"blocks is torch\.float32"),
+        (dataclasses.replace(index, blocks=index.blocks[:2]), r"blocks is torch\.int32 \(2,\)"),
     ]
     for wrong, message in bad_indexes:
         with pytest.raises(ValueError, match=message):
@@ -385,12 +435,13 @@ def test_bad_input_is_refused(module):
 def test_the_reference_refuses_values_out_of_range():
     case = Case(torch.float32)
     case.blocks[0] = 12
-    with pytest.raises(ValueError, match="request 0: 12 blocks in row"):
+    with pytest.raises(ValueError, match="request 0 has 12 blocks: expected 0 to 11"):
         reference.score_blocks(case.query(), case.index())
-    case = Case(torch.float32)
-    case.row[2] = 9
-    with pytest.raises(ValueError, match="request 2: 11 blocks in row 9"):
-        reference.score_blocks(case.query(), case.index())
+    for entry in (21, -1):
+        case = Case(torch.float32)
+        case.ids[2, 10] = entry
+        with pytest.raises(ValueError, match=f"request 2 has entries .*{entry}.*: expected 0 to 20"):
+            reference.score_blocks(case.query(), case.index())
     case = Case(torch.float32)
     case.asked_counts[0, 0] = 4
     with pytest.raises(ValueError, match="4 vectors: expected 0 to 3"):
@@ -405,13 +456,21 @@ def test_the_kernels_refuse_what_they_cannot_do():
     index = case.index()
     turned = index.vectors.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ValueError, match=r"index vectors of shape .* expected contiguous"):
-        triton.score_blocks(case.query(), BlockIndex(turned, index.counts, index.row, index.blocks))
-    case = Case(torch.float32, spans=5, most=17)
-    with pytest.raises(ValueError, match="blocks of 5 x 17 vectors"):
-        triton.score_blocks(case.query(), case.index())
+        triton.score_blocks(case.query(), dataclasses.replace(index, vectors=turned))
+    with pytest.raises(ValueError, match=r"ids of shape .* expected contiguous"):
+        triton.score_blocks(case.query(), dataclasses.replace(index, ids=index.ids[:, :7]))
+    for sizes, message in (
+        ({"spans": 5, "most": 17}, r"blocks of 5 x 17 vectors.* 8 x 32 and 4; set `vectors` or `spans` lower"),
+        ({"most_q": 129}, "query spans of 129: expected at most 128"),
+    ):
+        case = Case(torch.float32, **sizes)
+        with pytest.raises(ValueError, match=message):
+            triton.score_blocks(case.query(), case.index())
     votes = torch.zeros(2, 70, device=DEVICE)
-    with pytest.raises(ValueError, match="65 of 70 blocks"):
+    with pytest.raises(ValueError, match="count=65: expected at most 64; set `retrieved` lower"):
         triton.elect(votes, votes, weight=1.0, count=65)
+    with pytest.raises(ValueError, match=r"votes for 32769 blocks .* set `block` higher"):
+        triton.elect(torch.zeros(1, 32769, device=DEVICE), None, weight=1.0, count=3)
     with pytest.raises(ValueError, match=r"votes of shape .* expected contiguous"):
         triton.elect(votes[:, ::2], None, weight=1.0, count=3)
     with pytest.raises(ValueError, match=r"votes are torch\.float64: expected float32"):
@@ -431,12 +490,13 @@ def test_dispatch():
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_reads_counts_when_it_is_replayed(kind):
+def test_a_graph_reads_ids_and_counts_when_it_is_replayed(kind):
     """Captured with no blocks, replayed with others."""
     case = Case(HALF, blocks=(61, 20, 64), limit=64, dim=64)
     query, index = case.query(), case.index()
-    blocks, votes = index.blocks.clone(), torch.zeros(3, 64, device=DEVICE)
+    ids, blocks, votes = index.ids.clone(), index.blocks.clone(), torch.zeros(3, 64, device=DEVICE)
     out, chosen = torch.empty(3, 64, device=DEVICE), torch.empty(3, 16, dtype=torch.int32, device=DEVICE)
+    index.ids.fill_(-1)
     index.blocks.zero_()
 
     def step():
@@ -447,6 +507,7 @@ def test_a_graph_reads_counts_when_it_is_replayed(kind):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
+    index.ids.copy_(ids)
     index.blocks.copy_(blocks)
     graph.replay()
     case.close(out, kind, HALF)
@@ -466,8 +527,8 @@ def score(batch, limit, spans, most, query_spans, most_q, dim, dtype, kind):
     ints = torch.zeros(batch, dtype=torch.int32)
     query = QuerySpans(torch.empty(batch, query_spans, most_q, dim, dtype=dtype),
                        torch.zeros(batch, query_spans, dtype=torch.int32))
-    index = BlockIndex(torch.empty(1, limit, spans, most, dim, dtype=dtype),
-                       torch.zeros(1, limit, spans, dtype=torch.int32), ints, ints)
+    index = BlockIndex(torch.empty(1, spans, most, dim, dtype=dtype), torch.zeros(1, spans, dtype=torch.int32),
+                       torch.zeros(batch, limit, dtype=torch.int32), ints)
     triton_impl.score_blocks(query, index, kind=kind)
 
 

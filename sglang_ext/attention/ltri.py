@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -34,10 +34,21 @@ from sglang_ext.policies.heads import Heads, shipped, weights_hash
 from sglang_ext.policies.ltri_options import InfLlmOptions, Ltri
 from sglang_ext.types import Options
 
+AnyMemory: TypeAlias = LayerMemory[Any]
+"""Of whoever computes the chunks: plain PyTorch or kernels."""
+Votes: TypeAlias = dict[int, torch.Tensor]
+"""First token of a chunk -> votes for blocks, of the layers before."""
 KVCaches: TypeAlias = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 """Layer -> (keys, values)."""
 
 logger = logging.getLogger(__name__)
+
+
+class LayerChunk(Protocol):
+    """One chunk in one layer, in plain PyTorch (`ltri_chunk.Chunk`) or in kernels (`ltri_kernels.KernelChunk`)."""
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: Votes) -> torch.Tensor:
+        """Store the chunk's keys and values, and attend to what it sees."""
 
 
 @dataclass(eq=False)
@@ -51,7 +62,7 @@ class LtriStream:
     """
 
     lease: HostLease
-    layers: dict[int, LayerMemory] = field(default_factory=dict)
+    layers: dict[int, AnyMemory] = field(default_factory=dict)
     offset: int = 0
 
     @property
@@ -207,8 +218,8 @@ class LtriPolicy(StreamPolicy):
             into, out_of = slots.long()[place], source.slots.long()[place]
             keys[into], values[into] = keys[out_of], values[out_of]
             into = slots.long()[[settings.cell(token) for token in back]]
-            host = LayerHost(self._region, source.state.lease, layer)
-            keys[into], values[into] = host.get(list(gone), keys.device)
+            host = LayerHost(self._region, source.state.lease, layer, keys.device)
+            keys[into], values[into] = host.get(list(gone))
 
     # ---- in every layer ----
 
@@ -231,21 +242,51 @@ class LtriPolicy(StreamPolicy):
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        stream = self._streams[request.slot]
+        stream, heads = self._streams[request.slot], query.shape[1]
         if caches.layer not in stream.layers:
-            stream.layers[caches.layer] = LayerMemory.empty(self.config, query.device)
-        memory, begin, prompt = stream.layers[caches.layer], stream.offset + begin, stream.offset + request.prompt
-        host, given = LayerHost(self._region, stream.lease, caches.layer), request.options.get("blocks") or ()
+            stream.layers[caches.layer] = self._memory(query.device)
+        begin, prompt = stream.offset + begin, stream.offset + request.prompt
+        votes: Votes = caches.carry.setdefault(f"votes of {request.slot}", {})
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for first, last in self.config.chunks(begin, begin + query.shape[0], prompt):
-            rows = slice(first - begin, last - begin)
-            votes = caches.carry.setdefault(f"votes of {request.slot}", {})
-            answers, heads = first >= prompt, query.shape[1]
-            voter = self._voter(caches.layer)
-            alike = stream.offset == 0 and self.config.alike(first, prompt)
-            chunk = Chunk(self.config, memory, host, caches, slots, voter, heads, first, last, answers, given, alike)
+            rows, answers = slice(first - begin, last - begin), first >= prompt
+            chunk = self._chunk(request, caches, slots, heads, (first, last), answers)
             out[rows] = chunk.attend(query[rows], keys[rows], values[rows], votes)
         return out
+
+    def _memory(self, device: torch.device) -> AnyMemory:
+        """What a layer of a stream remembers that has no token yet."""
+        return LayerMemory.empty(self.config, device)
+
+    def _chunk(
+        self,
+        request: Request,
+        caches: Caches,
+        slots: torch.Tensor,
+        heads: int,
+        tokens: tuple[int, int],
+        answers: bool,
+    ) -> LayerChunk:
+        """A chunk of a stream in one layer."""
+        stream, layer = self._streams[request.slot], caches.layer
+        return Chunk(
+            settings=self.config,
+            memory=stream.layers[layer],
+            host=LayerHost(self._region, stream.lease, layer, slots.device),
+            caches=caches,
+            slots=slots,
+            voter=self._voter(layer),
+            heads=heads,
+            begin=tokens[0],
+            end=tokens[1],
+            answers=answers,
+            given=request.options.get("blocks") or (),
+            kept=self._kept(request, stream, tokens[0]),
+        )
+
+    def _kept(self, request: Request, stream: LtriStream, begin: int) -> bool:
+        """Whether other streams may begin like a stream up to `begin`, where a chunk begins."""
+        return stream.offset == 0 and self.config.alike(begin, request.prompt)
 
 
 class InfLlmPolicy(LtriPolicy):

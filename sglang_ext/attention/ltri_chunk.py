@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -16,6 +17,7 @@ from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory
 from sglang_ext.attention.policy import Caches
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.policies.ltri import (
+    Span,
     SpanVectors,
     counted_spans,
     index_tokens,
@@ -25,6 +27,9 @@ from sglang_ext.policies.ltri import (
     retrieved,
 )
 from sglang_ext.policies.ltri_options import Ltri
+
+BlockSpans: TypeAlias = list[tuple[Span, int]]
+"""The spans of a block, and how many index vectors each has."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Chunk:
     """
 
     settings: Ltri
-    memory: LayerMemory
+    memory: LayerMemory[BlockSpans]
     host: LayerHost
     caches: Caches
     slots: torch.Tensor
@@ -253,6 +258,6 @@ class Chunk:
             *range(sinks),
             *(self.settings.first(block) + token for block in blocks for token in range(settings.block)),
         ]
-        back = [each.to(dtype).transpose(0, 1) for each in self.host.get(blocks, device)]
+        back = [each.to(dtype).transpose(0, 1) for each in self.host.get(blocks)]
         where = torch.tensor(places, dtype=torch.int64, device=device)
         return torch.cat([keys, back[0]], 1), torch.cat([values, back[1]], 1), where

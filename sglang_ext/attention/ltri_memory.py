@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease
-from sglang_ext.policies.ltri import Span, SpanVectors, block_scores, kept_chunks, similarity
+from sglang_ext.policies.ltri import SpanVectors, block_scores, kept_chunks, similarity
 from sglang_ext.policies.ltri_options import Ltri
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class SpanIndex:
@@ -72,11 +76,13 @@ class LayerHost:
         host: the region.
         lease: the stream's blocks, of all layers.
         layer: number of the layer.
+        device: of the KV cache.
     """
 
     host: HostBlocks
     lease: HostLease
     layer: int
+    device: torch.device
 
     def put(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keep a block that leaves the window; the first layer takes its place.
@@ -86,20 +92,30 @@ class LayerHost:
             keys: [block, kv_heads, head_dim].
             values: [block, kv_heads, value_dim].
         """
-        at = self.lease.ids[block] if block < len(self.lease.ids) else self.lease.take()
-        self.host.keys[self.layer][at], self.host.values[self.layer][at] = keys.cpu(), values.cpu()
+        at = self.places(range(block, block + 1)).cpu()
+        self.host.keys[self.layer][at], self.host.values[self.layer][at] = keys.cpu()[None], values.cpu()[None]
 
-    def get(self, blocks: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) of blocks that were kept, [tokens, kv_heads, dim] on the device."""
+    def places(self, blocks: range) -> torch.Tensor:
+        """[n] int64 numbers on the host of a stream's blocks, on the KV cache's device; new ones take their places."""
+        while len(self.lease.ids) < blocks.stop:
+            self.lease.take()
+        return torch.tensor(self.lease.ids[blocks.start : blocks.stop], dtype=torch.int64, device=self.device)
+
+    def get(self, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of blocks that were kept, [tokens, kv_heads, dim] on the KV cache's device."""
         at = torch.tensor([self.lease.ids[block] for block in blocks], dtype=torch.int64)
         self.host.fetched += len(blocks)
-        both = (each[self.layer][at].flatten(0, 1).to(device) for each in (self.host.keys, self.host.values))
+        both = (each[self.layer][at].flatten(0, 1).to(self.device) for each in (self.host.keys, self.host.values))
         keys, values = both
         return keys, values
 
 
+SpansT = TypeVar("SpansT")
+"""The spans of a block, as whoever computes the chunks knows them."""
+
+
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Generic[SpansT]):
     """What a layer remembered where a chunk began: a function of the tokens before it alone.
 
     Attributes:
@@ -108,17 +124,17 @@ class Snapshot:
 
     stored: int
     tiles: Mapping[int, torch.Tensor]
-    spans: Mapping[int, list[tuple[Span, int]]]
+    spans: Mapping[int, SpansT]
     received: torch.Tensor
 
 
 @dataclass
-class LayerMemory:
+class LayerMemory(Generic[SpansT]):
     """What one layer of a stream remembers.
 
     Attributes:
         stored: blocks that have left the window; they are on the host.
-        index: of these blocks.
+        index: of these blocks, in plain PyTorch; kernels have one for all streams.
         tiles: block -> [heads, block, block] of its attention map, until all of its rows are there.
         spans: block -> its spans, from then until it leaves the window.
         received: [slots of a stream] attention that the token in each slot received from all heads of the queries
@@ -132,10 +148,10 @@ class LayerMemory:
     stored: int = 0
     index: SpanIndex = field(default_factory=SpanIndex)
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
-    spans: dict[int, list[tuple[Span, int]]] = field(default_factory=dict)
+    spans: dict[int, SpansT] = field(default_factory=dict)
     last: tuple[int, torch.Tensor] | None = None
     blocks: list[int] = field(default_factory=list)
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot[SpansT]] = field(default_factory=dict)
 
     def keep(self, begin: int, chunk: int) -> None:
         """Keep a snapshot for streams that go on differently from `begin`, where a chunk begins; few are kept."""
@@ -144,16 +160,16 @@ class LayerMemory:
         wanted = kept_chunks(begin // chunk)
         self.snapshots = {place: kept for place, kept in self.snapshots.items() if place // chunk in wanted}
 
-    def fork(self, begin: int) -> LayerMemory:
+    def fork(self, begin: int) -> Self:
         """The memory of another stream that begins with the same tokens, up to one of `snapshots`."""
         kept = self.snapshots[begin]
         earlier = {place: each for place, each in self.snapshots.items() if place <= begin}
         tiles = {block: tile.clone() for block, tile in kept.tiles.items()}
-        return LayerMemory(
+        return type(self)(
             kept.received.clone(), kept.stored, self.index.fork(kept.stored), tiles, dict(kept.spans), snapshots=earlier
         )
 
     @classmethod
-    def empty(cls, settings: Ltri, device: torch.device) -> LayerMemory:
+    def empty(cls, settings: Ltri, device: torch.device) -> Self:
         """The memory of a stream that has no token yet."""
         return cls(torch.zeros(settings.slots, device=device))

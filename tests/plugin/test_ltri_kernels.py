@@ -1,0 +1,139 @@
+"""Chunks of Ltri-LLM in kernels against plain PyTorch, over whole streams; on a CPU the references stand for kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.attention.ltri import LtriPolicy
+from sglang_ext.attention.ltri_kernels import KernelLtriPolicy
+from sglang_ext.attention.policy import Caches, Request
+from sglang_ext.cache.forks import Fork, Source
+from sglang_ext.config import POLICY_ENV
+from sglang_ext.kernels.rope import Rope
+from sglang_ext.policies.heads import Heads
+
+SIZES: dict[str, Any] = {"sinks": 16, "window": 48, "block": 16, "chunk": 32, "last": 7, "retrieved": 3}
+SIZES |= {"spans": 2, "vectors": 16, "theta": 0.6, "rate": 1.0, "early_rate": 4.0, "early_layers": 1, "heads": "all"}
+LAYERS, HEADS, KV_HEADS, DIM = 3, 4, 2, 16
+PROMPT, TOKENS = 300, 312
+TOLERANCE = 2e-5
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sum": {},
+    "max": {"similarity": "max"},
+    "mass": {"similarity": "mass", "ratio": "rowcol"},
+    "preceding": {"vote": "preceding", "similarity": "max"},
+    "off": {"vote": "off", "ratio": "col"},
+    "true distances": {"far": True},
+    "each token retrieves": {"persist": False, "similarity": "max"},
+    "InfLLM": {"index": "infllm", "vote": "off"},
+    "means": {"index": "mean"},
+    "at random": {"index": "random"},
+    "given": {"index": "given"},
+    "nothing": {"retrieved": 0},
+    "sinks that are no blocks": {"sinks": 5},
+    "no sinks": {"sinks": 0},
+    "one head a layer": {"heads": "file"},
+}
+
+
+class World:
+    """A policy with one stream, and its KV cache."""
+
+    def __init__(self, policy: LtriPolicy) -> None:
+        self.policy = policy
+        count = policy.config.slots
+        shape = (1 + 2 * count, KV_HEADS, DIM)
+        self.caches = {layer: (torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for layer in range(LAYERS)}
+        policy.bind(lambda: self.caches)
+        for tensor in (*policy._region.keys.values(), *policy._region.values.values()):
+            tensor.fill_(torch.nan)
+
+    def slots(self, slot: int) -> torch.Tensor:
+        count = self.policy.config.slots
+        return torch.arange(1 + (slot - 1) * count, 1 + slot * count, dtype=torch.int32).flip(0)
+
+    def begin(self, slot: int, prompt: int, shared: int = 0) -> Request:
+        held = self.policy.host_need(shared + 1) if shared else 0
+        self.policy.host_reserve(slot, self.policy.host_need(TOKENS + 1) - held)
+        options = {"blocks": [7, 2, 11]} if self.policy.config.index == "given" else {}
+        request = Request(slot, f"r{slot}", None, options, prompt=prompt)
+        self.policy.start(request)
+        return request
+
+    def run(self, request: Request, text: torch.Tensor, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """[layers, rows, heads, dim] of each pass: two chunks of the prompt, or a token of the answer."""
+        chunks = self.policy.config.chunks(begin, end, request.prompt)
+        passes = [chunks[at : at + 2] for at in range(0, len(chunks), 2)]
+        for each in passes:
+            low, high = each[0][0], each[-1][1]
+            carry: dict[str, Any] = {}
+            layers = []
+            for layer, (keys, values) in self.caches.items():
+                nowhere = torch.empty(0, dtype=torch.int32)
+                caches = Caches(layer, keys, values, nowhere, Rope(0.6 ** torch.arange(DIM // 2)), DIM**-0.5, carry)
+                query, new = text[layer, 0, low:high], text[layer, 1:, low:high, :KV_HEADS]
+                slots = self.slots(request.slot)
+                layers.append(self.policy.attend(request, caches, slots, low, query, new[0], new[1]))
+            yield torch.stack(layers)
+
+
+def text(seed: int) -> torch.Tensor:
+    """[layers, 3, tokens, heads, dim]: queries, keys and values, with some keys that stand out."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(LAYERS, 3, TOKENS, HEADS, DIM, generator=generator)
+    found[:, 0] *= 1.5
+    return found
+
+
+def both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, changes: dict[str, Any]) -> tuple[World, World]:
+    options = {**SIZES, **changes, "host_gb": 0.01}
+    heads = ((0.1, 0.9, 0.0, 0.2), (0.1, 0.0, 0.0, 0.1), (0.3, 0.2, 0.15, 0.25))
+    if options["heads"] == "file":
+        options["heads"] = str(tmp_path / "heads.json")
+        Heads("tiny", "", heads, {}).save(tmp_path / "heads.json")
+    monkeypatch.setenv(POLICY_ENV, json.dumps(options))
+    worlds = World(LtriPolicy()), World(KernelLtriPolicy())
+    if changes.get("heads") == "file":
+        for world in worlds:
+            world.policy._voters = Heads("tiny", "", heads, {}).voters
+    return worlds
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_whole_streams(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    plain, kernels = both(monkeypatch, tmp_path, changes)
+    requests = [world.begin(1, PROMPT) for world in (plain, kernels)]
+    outs = [world.run(request, text(1), 0, TOKENS) for world, request in zip((plain, kernels), requests, strict=True)]
+    for number, (wanted, found) in enumerate(zip(*outs, strict=True)):
+        assert torch.isfinite(found).all()
+        assert (found - wanted).abs().max() <= TOLERANCE, number
+    one, other = (world.policy._streams[1].layers for world in (plain, kernels))
+    for layer in range(LAYERS):
+        assert one[layer].stored == other[layer].stored > 5
+        if plain.policy._voter(layer) is not None:
+            assert torch.allclose(one[layer].received, other[layer].received, atol=1e-4)
+
+
+def test_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A fork in kernels is the stream that was computed whole, in kernels and in plain PyTorch."""
+    plain, kernels = both(monkeypatch, tmp_path, {"similarity": "max"})
+    other = text(2)
+    other[:, :, :210] = text(1)[:, :, :210]
+    whole = [*plain.run(plain.begin(1, PROMPT), other, 0, TOKENS)]
+    source = kernels.begin(2, 250)
+    list(kernels.run(source, text(1), 0, 250))
+    state = kernels.policy.running(2)
+    assert state is not None
+    at = kernels.policy.fork_point(state, 210)
+    assert at == 192
+    kernels.policy.fork(1, Fork(Source([], None, state, kernels.slots(2)), at), kernels.slots(1))
+    kernels.policy.finish(source)
+    found = [*kernels.run(kernels.begin(1, PROMPT, shared=at), other, at, TOKENS)]
+    assert len(found) < len(whole)
+    for wanted, got in zip(whole[-len(found) :], found, strict=True):
+        assert (got - wanted).abs().max() <= TOLERANCE

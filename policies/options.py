@@ -26,6 +26,25 @@ ESTIMATES = ("int4", "exact")
 
 
 @dataclass(frozen=True)
+class DbsaOptions:
+    """What a server does with blocks that leave its KV cache.
+
+    Attributes:
+        host_gb: host memory for blocks that are evicted, in GiB, of all ranks together: a block comes back from there
+            by a copy. Left out, it is encoded again.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    host_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.host_gb is not None and not 0 < self.host_gb < math.inf:
+            raise ValueError(f"host_gb={self.host_gb}: expected more than 0 GiB")
+
+
+@dataclass(frozen=True)
 class Cascade:
     """Settings of a cascading cache.
 

@@ -139,7 +139,8 @@ class PoolOptions:
         pattern: attention pattern of encoding.
         positions: `sequential` (the paper) or `local`, which pools longer than the context need.
         seed: of the grouping.
-        pinned: keep the blocks in memory; an unpinned pool's evicted blocks are encoded again when next needed.
+        pinned: keep the blocks in memory; an unpinned pool's evicted blocks are encoded again when next needed, or
+            come back from host memory where the server has some.
         system: system prompt of chat requests that use the pool.
         readable: any client may have its texts returned word by word (`return_prompt_token_ids`); else only those who
             may see pools' definitions.

@@ -140,6 +140,9 @@ class _BackendFactory:
 
 def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRadixCache:
     from sglang_ext.attention.backend import view_backend
+    from sglang_ext.attention.dbsa import DbsaPolicy
+    from sglang_ext.cache.host_blocks import host_bytes
+    from sglang_ext.cache.host_tier import HostTier
     from sglang_ext.cache.radix import BlockRadixCache
     from sglang_ext.cache.streams import StreamCache
     from sglang_ext.settings import server_settings
@@ -151,7 +154,8 @@ def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRad
             f" {type(context.tp_worker.model_runner.attn_backend).__name__}"
         )
     policy: Any = backend.policy
-    if systems()[context.tp_worker.model_runner.server_args.attention_backend].streams:
+    server_args = context.tp_worker.model_runner.server_args
+    if systems()[server_args.attention_backend].streams:
         streams = StreamCache(context.params, policy, server_settings().open_conversations)
         streams.on_release.append(backend.release)
         return streams
@@ -159,6 +163,9 @@ def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRad
     cache.hooks.extend(policy.node_hooks())
     cache.on_release.append(backend.release)
     cache.on_rewrite.append(backend.rewritten)
+    cache.on_restore.append(backend.restored)
+    if isinstance(policy, DbsaPolicy) and policy.host_gb is not None:
+        cache.host = HostTier(backend.caches(), host_bytes(policy.host_gb) // server_args.tp_size)
     return cache
 
 

@@ -5,7 +5,7 @@ It is mixed over one of SGLang's own backends, which serves batches without view
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -119,6 +119,14 @@ class ViewBackend(_Base):
     def rewritten(self, slot: int) -> None:
         """The row of the request in `slot` may name other KV slots now: what was copied from it no longer holds."""
         self.reader.rewritten(slot)
+
+    def restored(self, slots: torch.Tensor, first: int) -> None:
+        """Keys and values that were written at positions from `first` on were copied to KV slots, [tokens] int64."""
+        self.reader.restored(slots, first)
+
+    def caches(self) -> Mapping[int, tuple[torch.Tensor, torch.Tensor]]:
+        """(keys [slots, kv_heads, head_dim], values [slots, kv_heads, value_dim]) by number of the layer."""
+        return compat.kv_by_layer(self._pool)
 
     # ---- before the layers ----
 

@@ -9,11 +9,24 @@ from sglang_ext.attention.branches import branch_positions, branch_runs, branch_
 from sglang_ext.attention.policy import LayerView, Policy, Request, RequestRows, RowViews
 from sglang_ext.attention.seen import RowRuns, Run, segments, told_apart, view_of
 from sglang_ext.cache.rows import NewBlock, Row
+from sglang_ext.config import policy_options
 from sglang_ext.kernels.view_attention import View
+from sglang_ext.policies.options import DbsaOptions
 
 
 class DbsaPolicy(Policy):
-    """Views of demonstration blocks (DBSA, section 2)."""
+    """Views of demonstration blocks (DBSA, section 2).
+
+    Attributes:
+        options: the server's.
+        host_gb: host memory for blocks that are evicted, in GiB; None where there is none.
+    """
+
+    options: type = DbsaOptions
+    host_gb: float | None = None
+
+    def __init__(self) -> None:
+        self.host_gb = policy_options(DbsaOptions).host_gb
 
     def positions(self, request: Request, begin: int, end: int) -> list[int] | None:
         row = request.row

@@ -59,6 +59,7 @@ from sglang_ext.compat.manager import (
     prompt_index,
     streams_parts,
 )
+from sglang_ext.compat.slots import after_forward, take_slots
 
 __all__ = [
     "AbortReq",
@@ -78,6 +79,7 @@ __all__ = [
     "abort_unscheduled",
     "abort_was_asked",
     "add_dispatch",
+    "after_forward",
     "answer_index",
     "answer_note",
     "attention_shape",
@@ -120,6 +122,7 @@ __all__ = [
     "set_released",
     "set_reserved",
     "streams_parts",
+    "take_slots",
     "tree_nodes",
     "whole_graph_size",
     "write_kv",

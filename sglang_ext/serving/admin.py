@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from sglang_ext import compat
+from sglang_ext.cache.host_tier import bring_back
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.names import Scheduler
 from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
@@ -48,27 +49,45 @@ class Admin:
             "bytes_per_token": compat.kv_bytes_per_token(scheduler),
         }
 
-    def op_hold(self, owner: str, keys: list[str]) -> JsonObject:
+    def op_hold(self, owner: str, keys: list[str], spare: int = 0) -> JsonObject:
         """Hold those of `keys` that are resident; says which are missing, or that it must be asked again (`busy`).
 
         A prompt that is being prefilled in chunks was admitted with the room that evictable blocks leave. Holding them
         would take it away, and SGLang has no way back from there.
+
+        What is on the host comes back, as far as there is room at once beside what runs, and `spare` tokens are left
+        that nobody holds.
         """
         absent = set(self.cache.missing(keys))
         there = [key for key in keys if key not in absent]
         scheduler, chunked = self.scheduler, self.scheduler.chunked_req
+        running = len(scheduler.running_batch.reqs)
+        left = running * CHUNK_MARGIN
         if chunked is not None:
             left = chunked_left(scheduler)
-            left += len(scheduler.running_batch.reqs) * (2 + -(-left // (scheduler.chunked_prefill_size or left + 1)))
-            if free_tokens(scheduler) - self.cache.unlocked_tokens(there) < left + CHUNK_MARGIN:
+            left += running * (2 + -(-left // (scheduler.chunked_prefill_size or left + 1))) + CHUNK_MARGIN
+            if free_tokens(scheduler) - self.cache.unlocked_tokens(there) < left:
                 return {"missing": [], "busy": True}
         self.cache.hold(owner, there)
+        if absent and self.cache.host is not None:
+            compat.after_forward(scheduler)
+            unheld = scheduler.max_total_num_tokens - self.cache.held_tokens - spare
+            bring_back(self.cache, owner, keys, min(unheld, free_tokens(scheduler) - left))
+            absent = set(self.cache.missing(keys))
         return {"missing": [key for key in keys if key in absent]}
 
-    def op_release(self, owner: str, keys: list[str] | None = None, drop: bool = False) -> JsonObject:
-        """Let go of an owner's blocks; with `drop`, free at once those that nobody else holds or uses."""
+    def op_release(
+        self, owner: str, keys: list[str] | None = None, drop: bool = False, gone: list[str] | None = None
+    ) -> JsonObject:
+        """Let go of an owner's blocks; with `drop`, free at once those that nobody else holds or uses.
+
+        No pool has the blocks named `gone` any more: they leave the host.
+        """
         held = [key for key, owners in self.cache.owners.items() if owner in owners] if keys is None else keys
         self.cache.release(owner, held)
+        if gone and self.cache.host is not None:
+            self.cache.host.forget(gone)
+            self.cache.drop(gone, keep=False)
         return {"freed_tokens": self.cache.drop(held) if drop else 0}
 
     def op_blocks(self, keys: list[str]) -> JsonObject:

@@ -78,9 +78,15 @@ class Encoder:
     async def missing(self, version: Version) -> dict[str, Sequence[int]]:
         """Hold what is resident of a version for its owner; returns the other blocks of each variant."""
         return {
-            variant: sorted(await self._hold(version.owner, layout, range(len(layout.blocks))))
+            variant: sorted(await self._hold(version, version.owner, layout, range(len(layout.blocks))))
             for variant, layout in version.layouts.items()
         }
+
+    async def forget(self, version: Version) -> None:
+        """Free the blocks of a version that nobody is served from; those that no other one has leave the host, too."""
+        kept = {block.key for other in self._served() for layout in other.layouts.values() for block in layout.blocks}
+        gone = {block.key for layout in version.layouts.values() for block in layout.blocks} - kept
+        await self._channel.ask("release", owner=version.owner, drop=True, gone=sorted(gone))
 
     async def encode_all(self, version: Version, missing: Mapping[str, Sequence[int]], progress: Progress) -> int:
         """Encode the missing blocks of a new version; returns how often the cache had been emptied before.
@@ -155,7 +161,7 @@ class Encoder:
         pattern = version.definition.options.block_sparse
         held = set(wanted)
         while True:
-            missing = await self._hold(holder, layout, sorted(held))
+            missing = await self._hold(version, holder, layout, sorted(held))
             # What a missing block attends to must be there while it is encoded, and may be missing itself.
             context = {other for block in missing for other in pattern.attended(block)}
             if context <= held:
@@ -181,13 +187,14 @@ class Encoder:
 
     # ---- blocks ----
 
-    async def _hold(self, owner: str, layout: Layout, blocks: Iterable[int]) -> set[int]:
-        """Hold what is resident of `blocks`; returns the numbers of those that are not."""
+    async def _hold(self, version: Version, owner: str, layout: Layout, blocks: Iterable[int]) -> set[int]:
+        """Hold what is resident of `blocks`, or comes back from the host; returns the numbers of the others."""
         numbers = list(blocks)
         keys = [layout.blocks[block].key for block in numbers]
         deadline = time.monotonic() + WAIT_FOR_ROOM_SECONDS
         while True:
-            answer = await self._channel.ask("hold", owner=owner, keys=keys)
+            spare = ROOM_FOR_REQUESTS + self._owed(version) - self.promised.get(version.owner, 0)
+            answer = await self._channel.ask("hold", owner=owner, keys=keys, spare=spare)
             if not answer.get("busy"):
                 break
             if time.monotonic() > deadline:

@@ -321,7 +321,7 @@ class PoolService:
                 if accepted and not change.cancelled:
                     pool.error = str(change.error)
                 if version is not None:
-                    await self.channel.ask("release", owner=version.owner, drop=True)
+                    await self.encoder.forget(version)
         finally:
             if version is not None:
                 self.encoder.promised.pop(version.owner, None)
@@ -361,7 +361,7 @@ class PoolService:
             await self._free(version)
 
     async def _free(self, version: Version) -> None:
-        await self.channel.ask("release", owner=version.owner, drop=True)
+        await self.encoder.forget(version)
 
     async def prepare_retriever(self, version: Version, options: RequestOptions) -> None:
         """Build the retriever a request asks for beside the event loop: a dense one may load a model."""

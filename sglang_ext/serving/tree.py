@@ -89,6 +89,7 @@ class TreeMode(Mode):
             "saved_tokens": cache.saved_tokens,
             "stitch_seconds": round(cache.stitch_seconds, 6),
             "steps_saved": steps_saved(scheduler),
+            **(cache.host.stats() if cache.host is not None else {}),
             **(backend.policy.stats() if backend is not None else {}),
         }
 

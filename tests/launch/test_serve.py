@@ -129,7 +129,9 @@ def early_end(*line: str, **variables: str) -> str:
     [
         (["--policy", "{"], "--policy={: expected a JSON object"),
         (["--policy", "[1]", "--attention-backend", "quest"], "got a list"),
-        (["--policy", '{"p1": 0.9}'], "--attention-backend dbsa has no options"),
+        (["--policy", '{"p1": 0.9}'], "--policy with --attention-backend dbsa: unknown option p1; known are host_gb"),
+        (["--policy", '{"host_gb": 0}'], "host_gb=0: expected more than 0 GiB"),
+        (["--policy", '{"host_gb": 1}', "--attention-backend", "double_p"], "unknown option host_gb; known are"),
         (["--policy", '{"p3": 1}', "--attention-backend", "double_p"], "unknown option p3; known are"),
         (["--policy", '{"p1": 2}', "--attention-backend=double_p"], "p1=2, p2=0.7: expected 0 < p1 <= 1"),
         (["--policy", '{"p1": "x"}', "--attention-backend", "dbsa+double_p"], "p1='x' is a str"),

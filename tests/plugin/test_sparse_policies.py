@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -234,10 +235,24 @@ def test_batches_that_mix_prompts_and_decoding_are_refused(
     (problem,) = refusals(arguments)
     assert "enable_mixed_chunk" in problem and name in problem
     other = SimpleNamespace(**{**vars(arguments), "attention_backend": "dbsa"})
-    (problem,) = refusals(other)
-    assert "--policy" in problem and "dbsa has no options" in problem
+    with pytest.raises(ValueError, match=r"unknown option .*; known are host_gb"):
+        refusals(other)
     monkeypatch.delenv(POLICY_ENV)
     assert refusals(other) == []
+
+
+def test_a_system_without_options_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from sglang_ext.serving import checks
+    from sglang_ext.systems.registry import ours
+
+    bare = replace(ours()["dbsa"], options=None, policy="sglang_ext.attention.policy:Policy")
+    monkeypatch.setattr(checks, "system_of", lambda _arguments: bare)
+    monkeypatch.setenv(POLICY_ENV, json.dumps({"p1": 0.9}))
+    arguments = SimpleNamespace(attention_backend="bare", dp_size=1, pp_size=1, chunked_prefill_size=None)
+    (problem,) = checks.refusals(arguments)
+    assert "--policy" in problem and "bare has no options" in problem
 
 
 def test_options_that_the_policy_has_not_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,10 @@ class Reader(ABC, Generic[StepT, LoadedT]):
         """The row of the request in `slot` may name other KV slots now: what was copied from it no longer holds."""
         return
 
+    def restored(self, slots: torch.Tensor, first: int) -> None:
+        """Keys and values that were written at positions from `first` on were copied to KV slots, [tokens] int64."""
+        return
+
     def stats(self) -> Mapping[str, Mapping[str, float]]:
         """What ran, for /server_info; may wait for the device."""
         return {"view_prefills": {}}

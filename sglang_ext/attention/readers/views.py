@@ -82,6 +82,10 @@ class ViewReader(Reader[Batch, ViewStep]):
         numbers = (rows.request.slot, rows.end, rows.begin, rows.end - rows.begin)
         return PlainRow(*(torch.tensor([number], device=slots.device) for number in numbers))
 
+    def restored(self, slots: torch.Tensor, first: int) -> None:
+        end = first + slots.numel()
+        self.slot_pos[slots] = torch.arange(first, end, dtype=torch.int32, device=self.slot_pos.device)
+
     # ---- in every layer ----
 
     def read(self, call: LayerCall[ViewStep]) -> torch.Tensor:

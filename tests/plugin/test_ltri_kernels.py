@@ -1,4 +1,4 @@
-"""Chunks of Ltri-LLM in kernels against plain PyTorch, over whole streams; on a CPU the references stand for kernels."""
+"""Chunks of Ltri-LLM in kernels against plain PyTorch, over whole streams; on a CPU references stand for kernels."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_another_model_is_refused(weights: str, layers: int, number: int, messag
 
 
 def test_no_retrieval_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="the best head scores 0.1, and a retrieval head scores above 0.1"):
+    with pytest.raises(ValueError, match=r"the best head scores 0.1, and a retrieval head scores above 0.1"):
         Heads("model", "", ((0.1, 0.0),), {}).check(Path("heads.json"), "", layers=1, heads=2)
 
 
@@ -65,7 +65,7 @@ def test_what_is_no_heads_file(text: str | None, message: str, tmp_path: Path) -
 def test_the_hash_is_of_the_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    with pytest.raises(ValueError, match="expected files of weights .* found none"):
+    with pytest.raises(ValueError, match=r"expected files of weights .* found none"):
         weights_hash(str(folder))
     path = folder / "model.safetensors"
     path.write_bytes(bytes(range(256)) * 1024)

@@ -46,8 +46,9 @@ class Ltri:
             or the mean key of all of its tokens (`mean`). The last two compare it with a chunk's mean query. Two
             baselines remember nothing: each layer retrieves blocks at random (`random`), or every layer gets those that
             the request names (`given`; `blocks` in `custom_params` is a list of their numbers).
-        similarity: of a span's index vectors and a query's: the `sum` of all products (equation 8), the largest one
-            (`max`), or the attention that the queries give to the span's vectors among all of them (`mass`).
+        similarity: of a span's index vectors and a query's: the largest of all products (`max`), which finds the most
+            in our study; their `sum` (equation 8, the paper's); or the attention that the queries give to the span's
+            vectors among all of them (`mass`).
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
             (`preceding`), or its own choice (`off`).
         heads: the file of `sglang-ext heads` that says which head votes in a layer, or `all`: then all heads of every
@@ -58,7 +59,7 @@ class Ltri:
         far: see tokens behind the window at their true distance, which the model must have been trained for, and not
             at the window's end.
         host_gb: host memory for what leaves the windows of all streams together, in GiB. Left out, it is a quarter of
-            the machine's memory.
+            the machine's memory, and at most half of what is free.
 
     Raises:
         ValueError: a value out of its range, or settings that do not go together.
@@ -80,7 +81,7 @@ class Ltri:
     early_rate: float = 20.0
     early_layers: int = 4
     index: str = field(default="ltri", metadata={CHOICES: INDEXES})
-    similarity: str = field(default="sum", metadata={CHOICES: SIMILARITIES})
+    similarity: str = field(default="max", metadata={CHOICES: SIMILARITIES})
     vote: str = field(default="inclusive", metadata={CHOICES: VOTES})
     heads: str | None = None
     persist: bool = True
@@ -132,13 +133,16 @@ class Ltri:
         return max(begin, *ends)
 
     def alike(self, begin: int, prompt: int) -> bool:
-        """Whether streams whose tokens before `begin` are equal are equal there: chunks end at multiples up to it.
+        """Whether the state of a stream before token `begin` follows from the tokens before it alone.
+
+        It does where all chunks up to there ended at multiples of `chunk`, and not at the prompt's end. A block must
+        end there, too: so no part of a block's attention map belongs to the state.
 
         Args:
-            begin: first token of a chunk.
+            begin: where a chunk begins.
             prompt: tokens of the prompt, the first of its stream.
         """
-        return 0 < begin <= prompt - self.last and begin % self.chunk == 0
+        return 0 < begin <= prompt - self.last and begin % self.chunk == 0 and (begin - self.sinks) % self.block == 0
 
     def chunks(self, begin: int, end: int, prompt: int) -> list[tuple[int, int]]:
         """The chunks of the tokens [begin, end), where `prompt` tokens of the stream end with a prompt's last.
@@ -167,7 +171,10 @@ class Ltri:
         return max(0, (before - self.sinks - self.window) // self.block)
 
     def longest(self, blocks: int) -> int:
-        """Tokens of the longest stream of which no more than so many blocks leave the window."""
+        """Tokens of the longest stream of which no more than so many blocks leave the window.
+
+        The step that overlap scheduling runs past the end of an answer is one of them.
+        """
         return self.sinks + self.window + (blocks + 1) * self.block
 
     def blocks(self, end: int) -> int:

@@ -11,10 +11,10 @@ from sglang_ext.types import JsonObject
 RETRIEVED = 16  # blocks that a layer gets back
 BEST = "ltri-max"  # what the aims of the best Ltri-LLM hold for
 CHANGES: dict[str, JsonObject] = {
-    "sum": {},
+    "sum": {"similarity": "sum"},
     "max": {"similarity": "max"},
     "mass": {"similarity": "mass"},
-    "sum, all heads": {"heads": "all"},
+    "sum, all heads": {"similarity": "sum", "heads": "all"},
     "max, all heads": {"similarity": "max", "heads": "all"},
     "max, preceding votes": {"similarity": "max", "vote": "preceding"},
     "max, no votes": {"similarity": "max", "vote": "off"},

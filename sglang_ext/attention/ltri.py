@@ -70,11 +70,11 @@ class LtriStream:
         """Blocks that have left the window, of every layer the same number."""
         return next(iter(self.layers.values())).stored
 
-    def fork_point(self, tokens: int) -> int:
-        """The last of the layers' snapshots within the first `tokens` tokens; 0 where there is none."""
+    @property
+    def snapshots(self) -> set[int]:
+        """Tokens before which every layer has kept its state."""
         kept = [set(layer.snapshots) for layer in self.layers.values()]
-        common = set.intersection(*kept) if kept else set[int]()
-        return max((place for place in common if place <= tokens), default=0)
+        return set.intersection(*kept) if kept else set()
 
     def fork(self, tokens: int) -> LtriStream:
         """Another stream that begins with the same tokens, up to one of the layers' snapshots."""
@@ -114,6 +114,11 @@ class LtriPolicy(StreamPolicy):
         )
         if not numbers or len(set(blocks)) < len(blocks) or min(blocks, default=0) < 0:
             raise ValueError(f"custom_params: blocks={blocks!r}: expected a list of different numbers, from 0")
+        if len(blocks) > self.config.retrieved:
+            raise ValueError(
+                f"custom_params: blocks names {len(blocks)}, and a layer gets {self.config.retrieved}: name fewer, or"
+                " start the server with a larger `retrieved` (--policy)"
+            )
 
     @property
     def chunk(self) -> int | None:
@@ -202,15 +207,16 @@ class LtriPolicy(StreamPolicy):
     def running(self, slot: int) -> LtriStream | None:
         return self._streams.get(slot)
 
-    def fork_point(self, state: LtriStream, tokens: int) -> int:
-        return state.fork_point(tokens)
+    def fork_point(self, state: LtriStream, tokens: int, prompt: int) -> int:
+        alike = (place for place in state.snapshots if place <= tokens and self.config.alike(place, prompt))
+        return max(alike, default=0)
 
     def fork(self, slot: int, fork: Fork, slots: torch.Tensor) -> None:
         """Copy sinks and window, whose tokens the source has in its slots or on the host; the rest is shared."""
         source, settings = fork.source, self.config
         self._admitted[slot] = stream = source.state.fork(fork.tokens)
         gone = range(stream.stored, min(source.state.stored, settings.blocks(fork.tokens)))
-        back = [token for block in gone for token in range(settings.first(block), settings.first(block + 1))]
+        back = range(settings.first(gone.start), settings.first(max(gone.start, gone.stop)))
         window = range(settings.local(fork.tokens), fork.tokens)
         held = [*range(min(settings.sinks, fork.tokens)), *sorted(set(window) - set(back))]
         place = [settings.cell(token) for token in held]
@@ -286,7 +292,8 @@ class LtriPolicy(StreamPolicy):
 
     def _kept(self, request: Request, stream: LtriStream, begin: int) -> bool:
         """Whether other streams may begin like a stream up to `begin`, where a chunk begins."""
-        return stream.offset == 0 and self.config.alike(begin, request.prompt)
+        own = request.options.get("conversation") is not None or request.options.get("blocks") is not None
+        return not own and stream.offset == 0 and self.config.alike(begin, request.prompt)
 
 
 class InfLlmPolicy(LtriPolicy):

@@ -252,12 +252,12 @@ class StreamPolicy(Policy):
       nothing is ever retracted for want of memory.
     - `positions` stay below that number, and so below the model's context: a prompt may be longer than that, too.
     - `attend` writes keys and values itself, to cells (slot, key-value head): heads may keep different tokens.
-    - Nothing is shared: prefixes of earlier requests are not found again, and there are no pools (`cache.streams`).
+    - There are no pools, and streams share no slots. A prompt may go on from an ended stream (`of_tokens`), or begin as
+      a copy of another one's beginning (`forks`).
 
-    `views`, `runs`, `before_pass` and `node_hooks` are not asked. Columns of
-    a pass are tokens of the stream here. Wherever a prompt is cut into chunks, its answer must be the same.
-
-    A stream may outlive its request: a *conversation* is a stream that the next request, its next turn, goes on from.
+    `views`, `runs`, `before_pass` and `node_hooks` are not asked. Columns of a pass are tokens of the stream here.
+    Wherever a prompt is cut into chunks, its answer must be the same. A stream may outlive its request: a
+    *conversation* is a stream that the next request, its next turn, goes on from.
 
     Attributes:
         of_tokens: whether what is kept of a stream follows from its tokens alone, and not from where prompts ended in
@@ -316,12 +316,13 @@ class StreamPolicy(Policy):
         """The state of the request that runs in `slot`; None before its first pass."""
         raise NotImplementedError
 
-    def fork_point(self, state: StreamState, tokens: int) -> int:
+    def fork_point(self, state: StreamState, tokens: int, prompt: int) -> int:
         """How many of a stream's first `tokens` tokens another stream can copy; 0 where none.
 
         Args:
             state: of a stream that runs, or of `park`.
             tokens: with which the other one's prompt begins, too.
+            prompt: tokens of the other one's prompt.
         """
         raise NotImplementedError
 

@@ -51,8 +51,8 @@ class StreamStates(Protocol):
     def running(self, slot: int) -> StreamState:
         """The state of the request that runs in `slot`; None before its first pass."""
 
-    def fork_point(self, state: StreamState, tokens: int) -> int:
-        """How many of a stream's first `tokens` tokens another stream can copy; 0 where none."""
+    def fork_point(self, state: StreamState, tokens: int, prompt: int) -> int:
+        """How many of a stream's first `tokens` tokens a request with a prompt of so many can copy; 0 where none."""
 
     def fork(self, slot: int, fork: Fork, slots: torch.Tensor) -> None:
         """The request that is about to start in `slot`, with KV slots `slots`, begins as a copy."""

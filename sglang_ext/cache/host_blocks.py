@@ -74,22 +74,23 @@ def host_bytes(host_gb: float | None, root: Path = Path("/")) -> int:
     """The size of the region, in bytes.
 
     Args:
-        host_gb: what the operator asks for, in GiB; None for a quarter of the memory that there is.
+        host_gb: what the operator asks for, in GiB; None for a quarter of the memory that there is, and at most half of
+            what is free.
         root: where `proc` and `sys` are mounted.
 
     Raises:
         ValueError: there is not as much memory.
     """
     limit, what = memory_limit(root)
+    available = _meminfo(root, "MemAvailable")
     if host_gb is None:
-        return min(limit, _meminfo(root, "MemTotal")) // PARTS
+        return min(min(limit, _meminfo(root, "MemTotal")) // PARTS, available // 2)
     wanted, most = int(host_gb * GIB), max(limit - KEPT_FREE, limit // PARTS)
     if wanted > most:
         raise ValueError(
             f"host_gb={host_gb}: {what} has {limit / GIB:.1f} GiB, of which {(limit - most) / GIB:.1f} GiB are left to"
             f" everything else: expected at most {most / GIB:.1f}; set --policy '{{\"host_gb\": N}}'"
         )
-    available = _meminfo(root, "MemAvailable")
     if wanted > available:
         logger.warning("host_gb=%s: only %.1f GiB of memory are free at this moment", host_gb, available / GIB)
     return wanted

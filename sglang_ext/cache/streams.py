@@ -1,8 +1,9 @@
-"""What stands in the radix cache's place for streams: it reserves a bounded set of KV slots a request, and shares none.
+"""What stands in the radix cache's place for streams: it reserves a bounded set of KV slots for each request.
 
 A stream's slots hold what it has kept, each key-value head its own tokens, and its scores hold what all of its queries
-attended to. So it is the state after all of its tokens and after no other number of them: no shorter prefix is in it.
-SGLang's cache for servers without a radix tree does all but allotting and freeing.
+attended to. So it is the state after all of its tokens and after no other number of them. A policy may keep more: the
+states after shorter prefixes, at which another stream can begin as a copy (`cache.forks`). SGLang's cache for servers
+without a radix tree does all but allotting and freeing.
 
 A stream stays when its request ends, until its room is needed. A request whose prompt begins with all tokens of one,
 its answer included, goes on from there: the next turn of a chat does. A request may also name a conversation. The next
@@ -19,6 +20,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable, Hashable
+from functools import partial
 from secrets import compare_digest
 
 import torch
@@ -64,6 +66,7 @@ class StreamCache(ChunkCache):
         self._forks: weakref.WeakKeyDictionary[Req, Fork] = weakref.WeakKeyDictionary()  # request -> what it copies
         self._claimed: dict[str, Conversation] = {}  # by the id of a request in the batch that is being made
         self._copied: dict[str, Fork] = {}  # likewise
+        self._whole: weakref.WeakSet[Req] = weakref.WeakSet()  # requests that begin as no copy
         self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
         self._under_way: dict[str, tuple[str, str | None]] = {}  # id of a turn -> name and key of its conversation
         self._length = torch.zeros(1, dtype=torch.int64)
@@ -77,7 +80,7 @@ class StreamCache(ChunkCache):
         for turn in (*self.conversations.values(), *self._claimed.values()):
             self.policy.drop(turn.state)
         books = (self.reserved, self.running, self.conversations, self._claimed, self._copied, self._before)
-        for kept in (*books, self._under_way):
+        for kept in (*books, self._under_way, self._found, self._forks):
             kept.clear()
 
     # ---- conversations ----
@@ -132,31 +135,43 @@ class StreamCache(ChunkCache):
         if longest is not None:
             self._found[req] = longest
             return found._replace(device_indices=self._length.expand(longest.tokens))
-        fork = self._fork(params.key, options)
+        fork = self._fork(req, params.key, options)
         if fork is not None:
             self._forks[req] = fork
             return found._replace(device_indices=self._length.expand(fork.tokens))
         return found
 
-    def _fork(self, key: RadixKey, options: JsonObject) -> Fork | None:
+    def _fork(self, req: Req, key: RadixKey, options: JsonObject) -> Fork | None:
         """The stream without a name whose beginning a prompt shares; settings of its own find none."""
-        if not self.policy.forks or self._settings(options):
+        if not self.policy.forks or req in self._whole or self._settings(options):
             return None
         sources = [
             Source(kept.whole, kept.key, kept.state, kept.slots)
             for kept in self.conversations.values()
             if kept.whole is not None
         ]
-        for slot, req in self.running.items():
+        for slot, other in self.running.items():
             state = self.policy.running(slot)
             if state is not None:
                 slots = self.req_to_token_pool.req_to_token[slot, : self.reserved[slot]]
-                sources.append(Source(req.origin_input_ids, req.extra_key, state, slots))
-        prompt = key.token_ids[: len(key)]  # the tokens behind have to be computed, for their log-probabilities
-        return longest_fork(prompt, key.extra_key, sources, self.policy.fork_point)
+                sources.append(Source(other.origin_input_ids, other.extra_key, state, slots))
+        given = key.token_ids[: len(key)]  # the tokens behind have to be computed, for their log-probabilities
+        point = partial(self.policy.fork_point, prompt=len(req.origin_input_ids))
+        return longest_fork(given, key.extra_key, sources, point)
+
+    def begin_whole(self, req: Req) -> bool:
+        """Have a request that would begin as a copy compute all of its prompt; False for one that does so anyway.
+
+        Where there is no room for a stream beside the one that it would copy, that one can give way then.
+        """
+        if self._copies(req) is None:
+            return False
+        self._whole.add(req)
+        req.init_next_round_input(self)
+        return True
 
     def _copies(self, req: Req) -> Fork | None:
-        """What a request begins as a copy of."""
+        """What a request begins as a copy of: what the look-up found last whose tokens SGLang took for computed."""
         fork = self._copied.get(req.rid) or self._forks.get(req)
         return fork if fork is not None and len(req.prefix_indices) == fork.tokens else None
 
@@ -240,9 +255,7 @@ class StreamCache(ChunkCache):
         if req.kv is not None:
             return 0
         turn = self._turn(req)
-        # One token more: the step that overlap scheduling runs past the end.
-        tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens + 1
-        slots = self.policy.slots(carried.request_options(req), tokens + _before(turn))
+        slots = self.policy.slots(carried.request_options(req), _tokens(req) + _before(turn))
         return max(0, slots - len(turn.slots)) if turn else slots
 
     def need_blocks(self, req: Req) -> int:
@@ -250,11 +263,10 @@ class StreamCache(ChunkCache):
         if req.kv is not None or self.policy.host is None:
             return 0
         turn = self._turn(req)
-        tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens + 1
         held = len(self.policy.host_lease(turn.state).ids) if turn else 0
         if (fork := self._copies(req)) is not None:
             held = self.policy.host_need(fork.tokens + 1)
-        return max(0, self.policy.host_need(tokens + _before(turn)) - held)
+        return max(0, self.policy.host_need(_tokens(req) + _before(turn)) - held)
 
     def cut(self, req: Req, begin: int, end: int) -> int:
         """Where a chunk [begin, end) of a prompt, or a shorter one, is to end; `begin` where it must wait."""
@@ -276,6 +288,7 @@ class StreamCache(ChunkCache):
             free = self.token_to_kv_pool_allocator.available_size()
             raise RuntimeError(f"request {req.rid} was admitted with {more} KV slots, and {free} are free")
         slots, turn, fork = found.to(torch.int32), self._claimed.pop(req.rid, None), self._copied.pop(req.rid, None)
+        self._forks.pop(req, None)  # it would keep what it copies alive
         if turn is not None:
             slots = torch.cat([turn.slots, slots])
             self.policy.resume(req.req_pool_idx, turn.state, _before(turn))
@@ -320,10 +333,10 @@ class StreamCache(ChunkCache):
         """Whether a later request can use anything of a stream that ends."""
         if self.policy.of_tokens:
             return True
-        return (
-            self.policy.forks
-            and self.policy.fork_point(self.policy.running(req.req_pool_idx), len(req.origin_input_ids)) > 0
-        )
+        if not self.policy.forks:
+            return False
+        state = self.policy.running(req.req_pool_idx)
+        return self.policy.fork_point(state, len(req.origin_input_ids), MAX_TOKENS) > 0
 
     def _keep(
         self, name: Hashable, req: Req, before: int, slots: torch.Tensor, whole: array[int] | None = None
@@ -350,6 +363,15 @@ class StreamCache(ChunkCache):
         """Slots of all requests, those whose prompt waits for its next chunk among them, and of conversations."""
         kept = [*self.conversations.values(), *self._claimed.values()]
         return sum(self.reserved.values()) + sum(len(each.slots) for each in kept)
+
+
+def _tokens(req: Req) -> int:
+    """Tokens that a request may compute, with the step that overlap scheduling runs past the end.
+
+    One that was refused computes one token, and says why then.
+    """
+    new = 0 if compat.is_aborted(req) else req.sampling_params.max_new_tokens
+    return len(req.origin_input_ids) + new + 1
 
 
 def _before(turn: Conversation | None) -> int:

@@ -8,12 +8,17 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 _ABORT = "sglang_ext_abort"
+_KINDS = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestEntityTooLargeError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+}
 
 
 def abort(req: Any, message: str, status: int) -> None:
     """End a request that has not been scheduled yet, with an HTTP status."""
     req.set_finish_with_abort(message)
-    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "ServiceUnavailableError"
+    kind = _KINDS[HTTPStatus(status)]
     req.to_finish = FINISH_ABORT(message, HTTPStatus(status), kind)
     setattr(req, _ABORT, req.to_finish)
 

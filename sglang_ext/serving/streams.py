@@ -68,7 +68,7 @@ class StreamMode(Mode):
         most, turn = scheduler.tree_cache.most_tokens, carried.sent_turn(req)
         limit = min(given, most) if given else most
         before = (turn.tokens if turn else 0) + len(req.origin_input_ids)
-        if before >= most:
+        if before + min(1, wanted) >= most:
             compat.abort(req, _too_long(scheduler.tree_cache, before), 413)
         params.max_new_tokens = max(0, min(wanted, limit, most - before - 1))
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
@@ -93,9 +93,7 @@ class StreamMode(Mode):
         most = adder.prefill_max_requests
         if most is not None and len(adder.can_run_list) >= most:
             return AddReqResult.OTHER
-        slots = cache.need(req) - adder.rem_total_tokens
-        blocks = _missing_blocks(cache, adder, req)
-        if (slots > 0 or blocks > 0) and not cache.make_room(slots, blocks, req):
+        if not _has_room(cache, adder, req) and not (cache.begin_whole(req) and _has_room(cache, adder, req)):
             return AddReqResult.NO_TOKEN
         begin, stop, end = _chunk(adder, req)
         if stop <= begin or (stop < end and (has_chunked_req or adder.new_chunked_req is not None)):
@@ -175,12 +173,13 @@ def _add(adder: PrefillAdder, req: Req, begin: int, stop: int) -> None:
     adder.rem_total_token_offset, adder.cur_rem_token_offset = total, current  # slots, not tokens
 
 
-def _missing_blocks(cache: StreamCache, adder: PrefillAdder, req: Req) -> int:
-    """Blocks of host memory that a request lacks beside those that come before it into the batch."""
-    if cache.policy.host is None:
-        return 0
-    promised = sum(cache.need_blocks(other) for other in adder.can_run_list)
-    return cache.need_blocks(req) + promised - cache.policy.host.available
+def _has_room(cache: StreamCache, adder: PrefillAdder, req: Req) -> bool:
+    """Whether a request has room beside those that come before it into the batch; others give way for that."""
+    slots, blocks = cache.need(req) - adder.rem_total_tokens, 0
+    if cache.policy.host is not None:
+        promised = sum(cache.need_blocks(other) for other in adder.can_run_list)
+        blocks = cache.need_blocks(req) + promised - cache.policy.host.available
+    return (slots <= 0 and blocks <= 0) or cache.make_room(slots, blocks, req)
 
 
 def _too_long(cache: StreamCache, tokens: int) -> str:

@@ -204,24 +204,21 @@ async def _wait(
 
 
 def _refuse_aborted(manager: TokenizerManager, rid: str, state: RequestState | None, out: JsonObject) -> None:
-    """PoolError where the scheduler ended a request and SGLang says so in a field only, beside an empty text.
+    """PoolError where the scheduler ended a request, and SGLang says so in a field beside an empty text.
 
-    400 where the grammar ended an answer, 413 where a stream is too long for the server. An abort that somebody asked
-    for, and one that says why by another status, stay as SGLang has them.
+    400 for an answer whose grammar ended it, 413 for a stream that is too long. Other aborts stay as SGLang has them.
     """
     reason = out["meta_info"].get("finish_reason")
     if not isinstance(reason, dict) or reason.get("type") != "abort":
         return
-    if reason.get("status_code") == 413:
+    if (status := reason.get("status_code")) == 413:
         raise PoolError(reason["message"], 413)
     lease = manager.ext_leases.get(compat.logical_rid(manager, rid))
     if lease is None or lease.options.constrain is None or compat.abort_was_asked(manager, rid, state):
         return
-    status = reason.get("status_code")
-    if status not in (None, 400):
-        return
-    why = reason.get("message") if status else "the server's grammar does not go with the model's tokenizer"
-    raise PoolError(f"the answer could not be constrained to the labels of pool {lease.version.name!r}: {why}")
+    if status in (None, 400):
+        why = reason.get("message") if status else "the server's grammar does not go with the model's tokenizer"
+        raise PoolError(f"the answer could not be constrained to the labels of pool {lease.version.name!r}: {why}")
 
 
 def _annotate(manager: TokenizerManager, obj: RequestInput, leases: dict[str, Lease], out: Json) -> None:

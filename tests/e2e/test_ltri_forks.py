@@ -50,7 +50,7 @@ def check(served: Served, prompt: list[int], answer: dict[str, Any]) -> None:
 
 def shared(one: Sequence[int], prompt: Sequence[int], source: int) -> int:
     """Tokens of a prompt that are copied from a stream whose prompt of `source` tokens begins with `one`."""
-    return min(len(one), source - LAST, len(prompt) - 1) // CHUNK * CHUNK
+    return min(len(one), source - LAST, len(prompt) - LAST) // CHUNK * CHUNK
 
 
 def fresh(served: Served) -> None:
@@ -59,10 +59,13 @@ def fresh(served: Served) -> None:
 
 
 def test_a_second_question_over_a_document(served: Served) -> None:
-    """The source has ended; the third prompt is the first one again, and the fourth shares less of the document."""
+    """The source has ended. The third prompt is the first one again, and the fourth shares less of the document.
+
+    The last one ends with it, right behind a chunk: its last tokens are a chunk of their own.
+    """
     prompts = [[*DOCUMENT, *prompt_of(20, 2)], [*DOCUMENT, *prompt_of(33, 3)], [*DOCUMENT, *prompt_of(20, 2)]]
-    prompts.append([*DOCUMENT[:90], *prompt_of(30, 4)])
-    alike: tuple[list[int], ...] = ([], DOCUMENT, prompts[0], DOCUMENT[:90])
+    prompts += [[*DOCUMENT[:90], *prompt_of(30, 4)], DOCUMENT[: 8 * CHUNK + 2]]
+    alike: tuple[list[int], ...] = ([], DOCUMENT, prompts[0], DOCUMENT[:90], prompts[4])
     wanted = [shared(one, prompt, len(prompts[0])) for one, prompt in zip(alike, prompts, strict=True)]
     for prompt, cached in zip(prompts, wanted, strict=True):
         (answer,) = ask(served, [prompt])
@@ -90,15 +93,15 @@ def test_siblings_leave_each_other_alone(served: Served) -> None:
 
     async def together() -> tuple[list[dict[str, Any]], list[list[int]]]:
         generate = served.engine.async_generate
-        first = asyncio.create_task(
-            generate(input_ids=source, sampling_params=served.params({}, 60), return_logprob=True)
-        )
-        await asyncio.sleep(0.3)
+        params = {"input_ids": source, "sampling_params": served.params({}, 60), "return_logprob": True}
+        first = await generate(**params, stream=True)
+        await anext(first)  # it answers
         prompts = [[*DOCUMENT, *prompt_of(21, 8)], [*DOCUMENT[:120], *prompt_of(40, 9)]]
         others = [
             generate(input_ids=prompt, sampling_params=served.params({}, 30), return_logprob=True) for prompt in prompts
         ]
-        return [*await asyncio.gather(*others), await first], [*prompts, source]
+        answers = await asyncio.gather(*others)
+        return [*answers, [part async for part in first][-1]], [*prompts, source]
 
     answers, prompts = served.engine.loop.run_until_complete(together())
     for prompt, answer in zip(prompts, answers, strict=True):

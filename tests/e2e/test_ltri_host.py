@@ -63,10 +63,10 @@ def test_requests_wait_for_host_memory(served: Served) -> None:
 
 def test_conversations_give_way(served: Served) -> None:
     """The one that had a turn last stays, where there is room for it beside the request."""
-    first = served.one(prompt_of(45, 5), new_tokens=4, conversation="first")
-    second = served.one(prompt_of(45, 6), new_tokens=4, conversation="second")
+    first = served.one(prompt_of(47, 5), new_tokens=4, conversation="first")
+    second = served.one(prompt_of(47, 6), new_tokens=4, conversation="second")
     held = served.stats()["host_blocks"]
-    assert held == 2 * ((45 + 3 - 1 - SIZES.sinks - SIZES.window) // SIZES.block)
+    assert held == 2 * ((47 + 3 - 1 - SIZES.sinks - SIZES.window) // SIZES.block)
     prompt = prompt_of(SIZES.sinks + SIZES.window + (BLOCKS - 3) * SIZES.block - 4, 7)  # takes all but three blocks
     assert right(served, prompt, served.one(prompt, new_tokens=4))
     with pytest.raises(ValueError, match="conversation 'first' is not there to go on"):
@@ -83,4 +83,39 @@ def test_a_turn_that_can_never_fit(served: Served) -> None:
         served.one(prompt_of(LONGEST - 45, 10), new_tokens=4, **goes_on("a", first))
     assert served.one(prompt_of(6, 10), new_tokens=4, **goes_on("a", first))["output_ids"]
     until(lambda: served.engine.flush_cache().success)
+    clean(served)
+
+
+def test_a_request_that_finds_no_room_beside_the_stream_it_would_copy(served: Served) -> None:
+    """That one gives way, and the request computes all of its prompt."""
+    document = prompt_of(100, 11)
+    served.engine.generate(input_ids=document, sampling_params=served.params({}, 4))
+    assert served.stats()["ended_streams"] == 1 and served.stats()["host_blocks"] > BLOCKS - 4
+    params = {"sampling_params": served.params({}, 4), "return_logprob": True}
+    short = served.engine.generate(input_ids=[*document[:40], *prompt_of(10, 12)], **params)
+    assert short["meta_info"]["cached_tokens"] == 2 * SIZES.chunk
+    served.engine.flush_cache()
+    served.engine.generate(input_ids=document, sampling_params=served.params({}, 4))
+    prompt = [*document[:40], *prompt_of(60, 13)]
+    answer = served.engine.generate(input_ids=prompt, **params)
+    assert answer["meta_info"]["cached_tokens"] == 0 and len(answer["output_ids"]) == 4
+    until(lambda: served.engine.flush_cache().success)
+    clean(served)
+
+
+def test_a_request_that_is_refused_takes_no_room(served: Served) -> None:
+    first = served.one(prompt_of(90, 14), new_tokens=4, conversation="mine")
+    with pytest.raises(ValueError, match="conversation 'yours' is not there to go on"):
+        served.one(prompt_of(5, 15), new_tokens=1000, conversation="yours", **{"continue": True})
+    assert served.stats()["conversations"] == 1
+    assert served.one(prompt_of(5, 15), new_tokens=2, **goes_on("mine", first))["output_ids"]
+    until(lambda: served.engine.flush_cache().success)
+    clean(served)
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer(served: Served) -> None:
+    prompt = prompt_of(LONGEST - 1, 16)
+    with pytest.raises(ValueError, match=f"expected fewer than {LONGEST}"):
+        served.one(prompt, new_tokens=1)
+    assert served.one(prompt, new_tokens=0)["output_ids"] == []
     clean(served)

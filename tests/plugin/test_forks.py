@@ -55,7 +55,9 @@ def test_few_states_are_kept_and_none_that_was_given_up_is_wanted_again() -> Non
 
 
 def test_where_streams_of_equal_tokens_are_equal() -> None:
-    settings = Ltri(sinks=4, window=16, block=8, chunk=16, last=5)
+    settings = Ltri(sinks=8, window=16, block=8, chunk=16, last=5)
     assert [begin for begin in range(100) if settings.alike(begin, 69)] == [16, 32, 48, 64]
     # Its last chunk of a whole size is cut by the end of the prompt.
     assert [begin for begin in range(100) if settings.alike(begin, 68)] == [16, 32, 48]
+    # A block is cut by the end of every chunk.
+    assert not any(Ltri(sinks=4, window=16, block=8, chunk=16, last=5).alike(begin, 69) for begin in range(100))

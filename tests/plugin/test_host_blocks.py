@@ -43,6 +43,7 @@ def test_the_machine_or_its_control_group_says_how_much_memory_there_is(tmp_path
     grows = machine(tmp_path / "grows", 31, 28, {"memory.max": str(256 * GIB)})
     assert host_bytes(200, grows) == 200 * GIB
     assert host_bytes(None, grows) == 31 * GIB // 4
+    assert host_bytes(None, machine(tmp_path / "full", 64, 20)) == 10 * GIB
 
 
 def test_the_size_is_a_quarter_or_what_leaves_ten_gib(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

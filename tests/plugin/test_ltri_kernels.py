@@ -18,7 +18,16 @@ from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.heads import Heads
 
 SIZES: dict[str, Any] = {"sinks": 16, "window": 48, "block": 16, "chunk": 32, "last": 7, "retrieved": 3}
-SIZES |= {"spans": 2, "vectors": 16, "theta": 0.6, "rate": 1.0, "early_rate": 4.0, "early_layers": 1, "heads": "all"}
+SIZES |= {
+    "spans": 2,
+    "vectors": 16,
+    "theta": 0.6,
+    "rate": 1.0,
+    "early_rate": 4.0,
+    "early_layers": 1,
+    "heads": "all",
+    "similarity": "sum",
+}
 LAYERS, HEADS, KV_HEADS, DIM = 3, 4, 2, 16
 PROMPT, TOKENS = 300, 312
 TOLERANCE = 2e-5
@@ -129,7 +138,7 @@ def test_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     list(kernels.run(source, text(1), 0, 250))
     state = kernels.policy.running(2)
     assert state is not None
-    at = kernels.policy.fork_point(state, 210)
+    at = kernels.policy.fork_point(state, 210, PROMPT)
     assert at == 192
     kernels.policy.fork(1, Fork(Source([], None, state, kernels.slots(2)), at), kernels.slots(1))
     kernels.policy.finish(source)

@@ -15,9 +15,9 @@ from sglang_ext.cache.forks import Fork, Source
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.rope import Rope
 
-POLICY = {"sinks": 4, "window": 16, "block": 8, "chunk": 16, "last": 5, "retrieved": 2, "heads": "all"}
+POLICY = {"sinks": 8, "window": 16, "block": 8, "chunk": 16, "last": 5, "retrieved": 2, "heads": "all"}
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
-SLOTS = 4 + 16 + 8 + 16
+SLOTS = 8 + 16 + 8 + 16
 BLOCKS = 24
 ROPE = Rope(0.5 ** torch.arange(DIM // 2))
 
@@ -108,7 +108,7 @@ def test_a_fork_outlives_its_source(worlds: tuple[World, World]) -> None:
     source = used.begin(2, 120, 130)
     used.run(source, text(1), 0, 122)
     state = used.policy.running(2)
-    at = used.policy.fork_point(state, 100)
+    at = used.policy.fork_point(state, 100, 140)
     assert at == 96
     used.policy.fork(1, Fork(Source([], None, state, used.slots(2)), at), used.slots(1))
     request = used.begin(1, 140, 150, shared=at)
@@ -133,7 +133,7 @@ def test_a_source_that_was_parked(worlds: tuple[World, World]) -> None:
     used.run(used.begin(2, 120, 130), text(1), 0, 121)
     state = used.policy.park(2)
     assert used.host.promised == 0 and used.policy.running(2) is None
-    at = used.policy.fork_point(state, 120)
+    at = used.policy.fork_point(state, 120, 130)
     assert at == 112
     used.policy.fork(1, Fork(Source([], None, state, used.slots(2)), at), used.slots(1))
     used.policy.drop(state)

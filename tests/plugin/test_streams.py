@@ -119,6 +119,8 @@ def test_a_chunk_is_a_stride_unless_told_otherwise(monkeypatch: pytest.MonkeyPat
             chunked_prefill_size=given, disable_cuda_graph=False, radix_cache_backend="sglang_ext", page_size=1
         )
         server.attention_backend = backend
+        if backend == "dbsa":
+            monkeypatch.delenv(POLICY_ENV)
         checks.before_server_args(server)
         assert server.chunked_prefill_size == wanted
 

@@ -24,7 +24,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from sglang_ext.attention.ltri_chunk import Chunk, Voter
+from sglang_ext.attention.ltri_chunk import Chunk
+from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory
 from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
 from sglang_ext.cache.forks import Fork
@@ -248,47 +249,38 @@ class LtriPolicy(StreamPolicy):
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        stream, heads = self._streams[request.slot], query.shape[1]
+        stream = self._streams[request.slot]
         if caches.layer not in stream.layers:
             stream.layers[caches.layer] = self._memory(query.device)
         begin, prompt = stream.offset + begin, stream.offset + request.prompt
         votes: Votes = caches.carry.setdefault(f"votes of {request.slot}", {})
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for first, last in self.config.chunks(begin, begin + query.shape[0], prompt):
-            rows, answers = slice(first - begin, last - begin), first >= prompt
-            chunk = self._chunk(request, caches, slots, heads, (first, last), answers)
-            out[rows] = chunk.attend(query[rows], keys[rows], values[rows], votes)
+            rows = slice(first - begin, last - begin)
+            tokens = LayerTokens(
+                settings=self.config,
+                memory=stream.layers[caches.layer],
+                host=LayerHost(self._region, stream.lease, caches.layer, slots.device),
+                caches=caches,
+                slots=slots,
+                voter=self._voter(caches.layer),
+                heads=query.shape[1],
+                begin=first,
+                end=last,
+                answers=first >= prompt,
+                given=request.options.get("blocks") or (),
+                kept=self._kept(request, stream, first),
+            )
+            out[rows] = self._chunk(tokens).attend(query[rows], keys[rows], values[rows], votes)
         return out
 
     def _memory(self, device: torch.device) -> AnyMemory:
         """What a layer of a stream remembers that has no token yet."""
         return LayerMemory.empty(self.config, device)
 
-    def _chunk(
-        self,
-        request: Request,
-        caches: Caches,
-        slots: torch.Tensor,
-        heads: int,
-        tokens: tuple[int, int],
-        answers: bool,
-    ) -> LayerChunk:
-        """A chunk of a stream in one layer."""
-        stream, layer = self._streams[request.slot], caches.layer
-        return Chunk(
-            settings=self.config,
-            memory=stream.layers[layer],
-            host=LayerHost(self._region, stream.lease, layer, slots.device),
-            caches=caches,
-            slots=slots,
-            voter=self._voter(layer),
-            heads=heads,
-            begin=tokens[0],
-            end=tokens[1],
-            answers=answers,
-            given=request.options.get("blocks") or (),
-            kept=self._kept(request, stream, tokens[0]),
-        )
+    def _chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
+        """What computes a chunk."""
+        return Chunk(**vars(tokens))
 
     def _kept(self, request: Request, stream: LtriStream, begin: int) -> bool:
         """Whether other streams may begin like a stream up to `begin`, where a chunk begins."""

@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory
-from sglang_ext.attention.policy import Caches
+from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.policies.ltri import (
     Span,
@@ -26,63 +25,14 @@ from sglang_ext.policies.ltri import (
     remembered_spans,
     retrieved,
 )
-from sglang_ext.policies.ltri_options import Ltri
 
 BlockSpans: TypeAlias = list[tuple[Span, int]]
 """The spans of a block, and how many index vectors each has."""
 
 
 @dataclass(frozen=True)
-class Voter:
-    """What votes in a layer, and whose queries and keys are compared.
-
-    Attributes:
-        weight: of its vote.
-        head: number of the retrieval head; None for all heads, whose products are summed.
-    """
-
-    weight: float = 1.0
-    head: int | None = None
-
-    def of_queries(self, query: torch.Tensor) -> torch.Tensor:
-        """[tokens, dim] of the voting head, or [tokens, heads * dim], from queries [tokens, heads, dim]."""
-        return query.flatten(1) if self.head is None else query[:, self.head]
-
-    def of_keys(self, keys: torch.Tensor, heads: int) -> torch.Tensor:
-        """Likewise, from keys [tokens, kv_heads, dim] of so many query heads."""
-        return self.of_queries(keys.repeat_interleave(heads // keys.shape[1], 1))
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens [begin, end) of a stream in one layer.
-
-    Attributes:
-        settings: of the method.
-        memory: of the layer.
-        host: what the stream has on the host.
-        caches: of the layer; written at `slots` only.
-        slots: [slots of a stream] the stream's KV slots.
-        voter: what votes in the layer; None where nothing does.
-        heads: query heads of the layer.
-        begin, end: numbers of its tokens.
-        answers: whether it is a token of an answer.
-        given: blocks that the request names.
-        kept: whether other streams may begin like this one up to here.
-    """
-
-    settings: Ltri
-    memory: LayerMemory[BlockSpans]
-    host: LayerHost
-    caches: Caches
-    slots: torch.Tensor
-    voter: Voter | None
-    heads: int
-    begin: int
-    end: int
-    answers: bool
-    given: Sequence[int]
-    kept: bool
+class Chunk(LayerTokens[BlockSpans]):
+    """A chunk in plain PyTorch."""
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]

@@ -6,15 +6,14 @@ lies, and how many blocks a layer gets. Which blocks these are, and what is reme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sglang_ext.attention.ltri import AnyMemory, LayerChunk, LtriPolicy
-from sglang_ext.attention.ltri_chunk import Voter
-from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory
-from sglang_ext.attention.policy import Caches, Request
+from sglang_ext.attention.ltri_layer import LayerTokens, Voter
+from sglang_ext.attention.ltri_memory import LayerMemory
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
 from sglang_ext.kernels.clamped_attention.reference import attend_beyond, attend_window
@@ -78,37 +77,16 @@ def _is_folded(settings: Ltri) -> bool:
 
 
 @dataclass(frozen=True)
-class KernelChunk:
-    """Tokens [begin, end) of a stream in one layer.
+class KernelChunk(LayerTokens[Spans]):
+    """A chunk in kernels.
 
     Attributes:
-        settings: of the method.
-        memory: of the layer.
-        host: what the stream has on the host.
-        caches: of the layer; written at `slots` only.
-        slots: [slots of a stream] the stream's KV slots.
-        voter: what votes in the layer; None where nothing does.
+        memory: of the layer, on the device.
         index: of the layer; None where nothing votes.
-        heads: query heads of the layer.
-        begin, end: numbers of its tokens.
-        answers: whether it is a token of an answer.
-        given: blocks that the request names.
-        kept: whether other streams may begin like this one up to here.
     """
 
-    settings: Ltri
     memory: KernelMemory
-    host: LayerHost
-    caches: Caches
-    slots: torch.Tensor
-    voter: Voter | None
     index: LayerIndex | None
-    heads: int
-    begin: int
-    end: int
-    answers: bool
-    given: Sequence[int]
-    kept: bool
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
@@ -392,35 +370,6 @@ class KernelLtriPolicy(LtriPolicy):
             self._indexes[layer] = LayerIndex.empty(self.config, self._region.total, dim, keys)
         return self._indexes[layer]
 
-    def _chunk(
-        self,
-        request: Request,
-        caches: Caches,
-        slots: torch.Tensor,
-        heads: int,
-        tokens: tuple[int, int],
-        answers: bool,
-    ) -> LayerChunk:
-        stream, layer, voter = self._streams[request.slot], caches.layer, self._voter(caches.layer)
-        return KernelChunk(
-            settings=self.config,
-            memory=cast_memory(stream.layers[layer]),
-            host=LayerHost(self._region, stream.lease, layer, slots.device),
-            caches=caches,
-            slots=slots,
-            voter=voter,
-            index=self._index(layer, voter, heads),
-            heads=heads,
-            begin=tokens[0],
-            end=tokens[1],
-            answers=answers,
-            given=request.options.get("blocks") or (),
-            kept=self._kept(request, stream, tokens[0]),
-        )
-
-
-def cast_memory(memory: AnyMemory) -> KernelMemory:
-    """The memory of a layer, which `KernelLtriPolicy` has made."""
-    if not isinstance(memory, KernelMemory):
-        raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
-    return memory
+    def _chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
+        index = self._index(tokens.caches.layer, tokens.voter, tokens.heads)
+        return KernelChunk(index=index, **vars(tokens))

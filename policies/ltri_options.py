@@ -173,7 +173,7 @@ class Ltri:
     def longest(self, blocks: int) -> int:
         """Tokens of the longest stream of which no more than so many blocks leave the window.
 
-        The step that overlap scheduling runs past the end of an answer is one of them.
+        The token that overlap scheduling computes past the end of an answer counts among them.
         """
         return self.sinks + self.window + (blocks + 1) * self.block
 

@@ -205,7 +205,7 @@ class LtriPolicy(StreamPolicy):
 
     # ---- forks ----
 
-    def running(self, slot: int) -> LtriStream | None:
+    def state_of(self, slot: int) -> LtriStream | None:
         return self._streams.get(slot)
 
     def fork_point(self, state: LtriStream, tokens: int, prompt: int) -> int:
@@ -218,8 +218,7 @@ class LtriPolicy(StreamPolicy):
         self._admitted[slot] = stream = source.state.fork(fork.tokens)
         gone = range(stream.stored, min(source.state.stored, settings.blocks(fork.tokens)))
         back = range(settings.first(gone.start), settings.first(max(gone.start, gone.stop)))
-        window = range(settings.local(fork.tokens), fork.tokens)
-        held = [*range(min(settings.sinks, fork.tokens)), *sorted(set(window) - set(back))]
+        held = [*range(min(settings.sinks, fork.tokens)), *range(back.stop, fork.tokens)]
         place = [settings.cell(token) for token in held]
         for layer, (keys, values) in self._caches().items():
             into, out_of = slots.long()[place], source.slots.long()[place]

@@ -97,7 +97,7 @@ class KernelChunk(LayerTokens[Spans]):
         if self.kept:
             self.memory.keep(self.begin, settings.chunk)
         self._store(keys, values)
-        asked, window = self._asked(query), self._seen(settings.local(self.begin), self.end)
+        asked, window = self._queries(query), self._seen(settings.local(self.begin), self.end)
         local = attend_window(asked, window, width=self._width, scale=scale)
         chosen = self._chosen(asked, self._map(asked, window, local), votes)
         sinks, memory = self._seen(0, min(self.begin, settings.sinks)), self._memory(chosen)
@@ -119,7 +119,7 @@ class KernelChunk(LayerTokens[Spans]):
         """[tokens, heads, dim] states at their places, which count from the chunk's first token."""
         return rotate(states, (places - self.begin).unsqueeze(1), self.caches.rope)
 
-    def _asked(self, query: torch.Tensor) -> ChunkQuery:
+    def _queries(self, query: torch.Tensor) -> ChunkQuery:
         rows = torch.arange(self.begin, self.end, device=query.device)
         edge = torch.full_like(rows, self.settings.window - 1)
         return ChunkQuery(self._rotated(query, rows), rotate(query, edge.unsqueeze(1), self.caches.rope), self.begin)

@@ -92,22 +92,24 @@ class LayerHost:
             keys: [block, kv_heads, head_dim].
             values: [block, kv_heads, value_dim].
         """
-        at = self.places(range(block, block + 1)).cpu()
-        self.host.keys[self.layer][at], self.host.values[self.layer][at] = keys.cpu()[None], values.cpu()[None]
+        (at,) = self._numbers(range(block, block + 1))
+        self.host.keys[self.layer][at], self.host.values[self.layer][at] = keys.cpu(), values.cpu()
 
     def places(self, blocks: range) -> torch.Tensor:
-        """[n] int64 numbers on the host of a stream's blocks, on the KV cache's device; new ones take their places."""
+        """[n] int64 numbers of a stream's blocks on the host, on the KV cache's device; new blocks get theirs."""
+        return torch.tensor(self._numbers(blocks), dtype=torch.int64, device=self.device)
+
+    def _numbers(self, blocks: range) -> list[int]:
         while len(self.lease.ids) < blocks.stop:
             self.lease.take()
-        return torch.tensor(self.lease.ids[blocks.start : blocks.stop], dtype=torch.int64, device=self.device)
+        return self.lease.ids[blocks.start : blocks.stop]
 
     def get(self, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of blocks that were kept, [tokens, kv_heads, dim] on the KV cache's device."""
         at = torch.tensor([self.lease.ids[block] for block in blocks], dtype=torch.int64)
         self.host.fetched += len(blocks)
-        both = (each[self.layer][at].flatten(0, 1).to(self.device) for each in (self.host.keys, self.host.values))
-        keys, values = both
-        return keys, values
+        keys, values = (kept[self.layer][at].flatten(0, 1) for kept in (self.host.keys, self.host.values))
+        return keys.to(self.device), values.to(self.device)
 
 
 SpansT = TypeVar("SpansT")
@@ -118,12 +120,13 @@ SpansT = TypeVar("SpansT")
 class Snapshot(Generic[SpansT]):
     """What a layer remembered where a chunk began: a function of the tokens before it alone.
 
+    A block ended there, too (`Ltri.alike`), so no tile was waiting for more rows.
+
     Attributes:
-        stored, tiles, spans, received: see `LayerMemory`.
+        stored, spans, received: see `LayerMemory`.
     """
 
     stored: int
-    tiles: Mapping[int, torch.Tensor]
     spans: Mapping[int, SpansT]
     received: torch.Tensor
 
@@ -155,8 +158,7 @@ class LayerMemory(Generic[SpansT]):
 
     def keep(self, begin: int, chunk: int) -> None:
         """Keep a snapshot for streams that go on differently from `begin`, where a chunk begins; few are kept."""
-        tiles = {block: tile.clone() for block, tile in self.tiles.items()}
-        self.snapshots[begin] = Snapshot(self.stored, tiles, dict(self.spans), self.received.clone())
+        self.snapshots[begin] = Snapshot(self.stored, dict(self.spans), self.received.clone())
         wanted = kept_chunks(begin // chunk)
         self.snapshots = {place: kept for place, kept in self.snapshots.items() if place // chunk in wanted}
 
@@ -164,9 +166,12 @@ class LayerMemory(Generic[SpansT]):
         """The memory of another stream that begins with the same tokens, up to one of `snapshots`."""
         kept = self.snapshots[begin]
         earlier = {place: each for place, each in self.snapshots.items() if place <= begin}
-        tiles = {block: tile.clone() for block, tile in kept.tiles.items()}
         return type(self)(
-            kept.received.clone(), kept.stored, self.index.fork(kept.stored), tiles, dict(kept.spans), snapshots=earlier
+            received=kept.received.clone(),
+            stored=kept.stored,
+            index=self.index.fork(kept.stored),
+            spans=dict(kept.spans),
+            snapshots=earlier,
         )
 
     @classmethod

@@ -312,7 +312,7 @@ class StreamPolicy(Policy):
 
     # ---- forks: of policies that have them ----
 
-    def running(self, slot: int) -> StreamState:
+    def state_of(self, slot: int) -> StreamState:
         """The state of the request that runs in `slot`; None before its first pass."""
         raise NotImplementedError
 

@@ -48,7 +48,7 @@ class StreamStates(Protocol):
     forks: bool
     host: HostBlocks | None
 
-    def running(self, slot: int) -> StreamState:
+    def state_of(self, slot: int) -> StreamState:
         """The state of the request that runs in `slot`; None before its first pass."""
 
     def fork_point(self, state: StreamState, tokens: int, prompt: int) -> int:

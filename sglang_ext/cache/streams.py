@@ -151,7 +151,7 @@ class StreamCache(ChunkCache):
             if kept.whole is not None
         ]
         for slot, other in self.running.items():
-            state = self.policy.running(slot)
+            state = self.policy.state_of(slot)
             if state is not None:
                 slots = self.req_to_token_pool.req_to_token[slot, : self.reserved[slot]]
                 sources.append(Source(other.origin_input_ids, other.extra_key, state, slots))
@@ -335,7 +335,7 @@ class StreamCache(ChunkCache):
             return True
         if not self.policy.forks:
             return False
-        state = self.policy.running(req.req_pool_idx)
+        state = self.policy.state_of(req.req_pool_idx)
         return self.policy.fork_point(state, len(req.origin_input_ids), MAX_TOKENS) > 0
 
     def _keep(

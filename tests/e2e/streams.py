@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.e2e.server import until
+from tests.e2e.warm import SPAWN
 from tests.oracle import models
 from tests.oracle.streams import CascadeOracle, Sizes
 
@@ -121,6 +122,13 @@ def serving(folder: Path, **arguments: Any) -> Iterator[Served]:
         finally:
             engine.shutdown()
             torch.set_num_threads(threads)
+
+
+def retract_often(patch: pytest.MonkeyPatch) -> None:
+    """Have the engines that start from now on retract requests every few steps."""
+    patch.setenv(SPAWN, "1")  # SGLang reads the next two when it is imported
+    patch.setenv("SGLANG_TEST_RETRACT", "1")
+    patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
 
 
 def save(folder: Path) -> Path:

@@ -16,11 +16,11 @@ from tests.e2e.streams import (
     converse,
     deviation,
     prompt_of,
+    retract_often,
     save,
     sequence,
     serving,
 )
-from tests.e2e.warm import SPAWN
 from tests.oracle.streams import streaming_llm
 
 
@@ -30,9 +30,7 @@ def test_without_overlap_and_retracted(tmp_path: Path, monkeypatch: pytest.Monke
     Conversations are open to all on this engine: turns bring no keys.
     """
     monkeypatch.setenv(SETTINGS_ENV, json.dumps({"open_conversations": True}))
-    monkeypatch.setenv(SPAWN, "1")  # SGLang reads the next two when it is imported
-    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
-    monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
+    retract_often(monkeypatch)
     with serving(save(tmp_path), attention_backend="streaming_llm", disable_overlap_schedule=True) as served:
         prompts = [prompt_of(length, length) for length in (20, 75, 130)]
         variants = [({}, STREAMING), ({"cascades": 4}, CASCADES), ({}, STREAMING)]

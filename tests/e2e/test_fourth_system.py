@@ -25,6 +25,7 @@ from tests.e2e.streams import (
     converse,
     deviation,
     prompt_of,
+    retract_often,
     save,
     sequence,
     serving,
@@ -99,8 +100,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         patch.setenv(SPAWN, "1")  # a process that has read the entry points does not see new ones
         retracts = request.param == "retracted"
         if retracts:
-            patch.setenv("SGLANG_TEST_RETRACT", "1")
-            patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
+            retract_often(patch)
         systems.cache_clear()
         folder = save(tmp_path_factory.mktemp("model"))
         try:

@@ -19,11 +19,11 @@ from tests.e2e.streams import (
     converse,
     deviation,
     prompt_of,
+    retract_often,
     save,
     sequence,
     serving,
 )
-from tests.e2e.warm import SPAWN
 from tests.oracle.ltri import LtriOracle, LtriSizes
 
 SIZES = LtriSizes(8, 16, 8, 16, 5, 2, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1)
@@ -57,9 +57,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     retracts = request.param == "retracted"
     with pytest.MonkeyPatch.context() as patch:
         if retracts:
-            patch.setenv(SPAWN, "1")  # SGLang reads the next two when it is imported
-            patch.setenv("SGLANG_TEST_RETRACT", "1")
-            patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
+            retract_often(patch)
         folder = save(tmp_path_factory.mktemp("model"))
         oracle, policy = LtriOracle(folder), policy_of(SIZES)
         with serving(folder, attention_backend="ltri", policy=policy, disable_overlap_schedule=retracts) as served:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.server import until
-from tests.e2e.streams import TOLERANCE, Served, prompt_of, save, serving
+from tests.e2e.streams import TOLERANCE, Served, prompt_of, retract_often, save, serving
 from tests.e2e.test_ltri import SIZES, clean, policy_of
-from tests.e2e.warm import SPAWN
 from tests.oracle.ltri import LtriOracle
 
 DOCUMENT = prompt_of(150, 1)
@@ -23,9 +22,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     retracts = request.param == "retracted"
     with pytest.MonkeyPatch.context() as patch:
         if retracts:
-            patch.setenv(SPAWN, "1")  # SGLang reads the next two when it is imported
-            patch.setenv("SGLANG_TEST_RETRACT", "1")
-            patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
+            retract_often(patch)
         folder = save(tmp_path_factory.mktemp("model"))
         with serving(folder, attention_backend="ltri", policy=policy_of(SIZES), disable_overlap_schedule=retracts) as s:
             s.oracle = LtriOracle(folder)  # type: ignore[attr-defined]

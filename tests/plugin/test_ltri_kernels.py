@@ -136,7 +136,7 @@ def test_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     whole = [*plain.run(plain.begin(1, PROMPT), other, 0, TOKENS)]
     source = kernels.begin(2, 250)
     list(kernels.run(source, text(1), 0, 250))
-    state = kernels.policy.running(2)
+    state = kernels.policy.state_of(2)
     assert state is not None
     at = kernels.policy.fork_point(state, 210, PROMPT)
     assert at == 192

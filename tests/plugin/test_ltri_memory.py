@@ -107,7 +107,7 @@ def test_a_fork_outlives_its_source(worlds: tuple[World, World]) -> None:
     alone = fresh.run(fresh.begin(1, 140, 150), other, 0, 145)
     source = used.begin(2, 120, 130)
     used.run(source, text(1), 0, 122)
-    state = used.policy.running(2)
+    state = used.policy.state_of(2)
     at = used.policy.fork_point(state, 100, 140)
     assert at == 96
     used.policy.fork(1, Fork(Source([], None, state, used.slots(2)), at), used.slots(1))
@@ -132,7 +132,7 @@ def test_a_source_that_was_parked(worlds: tuple[World, World]) -> None:
     alone = fresh.run(fresh.begin(1, 130, 140), text(1), 0, 133)
     used.run(used.begin(2, 120, 130), text(1), 0, 121)
     state = used.policy.park(2)
-    assert used.host.promised == 0 and used.policy.running(2) is None
+    assert used.host.promised == 0 and used.policy.state_of(2) is None
     at = used.policy.fork_point(state, 120, 130)
     assert at == 112
     used.policy.fork(1, Fork(Source([], None, state, used.slots(2)), at), used.slots(1))

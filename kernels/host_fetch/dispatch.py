@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from sglang_ext.kernels.host_fetch import reference
 from sglang_ext.kernels.host_fetch.types import BlockCache, Found, HostRegion
 
 
@@ -14,23 +13,26 @@ def look_up(wanted: torch.Tensor, rows: torch.Tensor, cache: BlockCache, *, out:
     Raises:
         ValueError: As the reference does; on a GPU, values are not looked at.
     """
-    run = reference.look_up
     if cache.held.is_cuda:
         from sglang_ext.kernels.host_fetch.triton_impl import look_up as run
+    else:
+        from sglang_ext.kernels.host_fetch.reference import look_up as run
     return run(wanted, rows, cache, out=out)
 
 
 def fetch(host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache) -> None:
     """`reference.fetch` (see there), by the Triton kernel where the cache lies on a GPU."""
-    run = reference.fetch
     if cache.held.is_cuda:
         from sglang_ext.kernels.host_fetch.triton_impl import fetch as run
+    else:
+        from sglang_ext.kernels.host_fetch.reference import fetch as run
     run(host, found, rows, cache)
 
 
 def store(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, host: HostRegion) -> None:
     """`reference.store` (see there), by the Triton kernel where the layer's caches lie on a GPU."""
-    run = reference.store
     if keys.is_cuda:
         from sglang_ext.kernels.host_fetch.triton_impl import store as run
+    else:
+        from sglang_ext.kernels.host_fetch.reference import store as run
     run(keys, values, slots, ids, host)

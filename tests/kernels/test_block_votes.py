@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 # Beside the largest score. Half precision: the inputs are the same numbers in both, products are added in float32.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, HALF: 3e-6}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-6, torch.bfloat16: 3e-6}
 NONE = float("-inf")
 KINDS = ("sum", "max", "mass")
 SMALL = triton.BlockTuning(columns=16, rows=16, width=16, warps=2, stages=1)

@@ -31,6 +31,8 @@ class Ltri:
         last: tokens at the end of a prompt that are a chunk of their own (section 5: 32), so that what it retrieves is
             what the question asks for.
         retrieved: blocks that a layer gets back for a chunk (16).
+        cached: blocks of a stream that a layer keeps on the GPU when it has got them back, the least recently used leave
+            first (32). Left out, they are twice `retrieved`; fewer leave room for more streams.
         spans: spans of a block, at most (4; for RULER 6).
         vectors: index vectors of a block, at most (12; for RULER 24).
         theta: share of the entries of a head's tile that lie below the threshold (equation 5; the 90th percentile).
@@ -71,6 +73,7 @@ class Ltri:
     chunk: int = 512
     last: int = 32
     retrieved: int = 16
+    cached: int | None = None
     spans: int = 4
     vectors: int = 12
     theta: float = 0.9
@@ -103,6 +106,13 @@ class Ltri:
             raise ValueError(f"rate={self.rate}, early_rate={self.early_rate}: expected at least 0")
         if self.host_gb is not None and not 0 < self.host_gb < float("inf"):
             raise ValueError(f"host_gb={self.host_gb}: expected more than 0 GiB")
+        if self.cached is not None and (
+            isinstance(self.cached, bool) or not isinstance(self.cached, int) or self.cached < self.retrieved
+        ):
+            raise ValueError(
+                f"cached={self.cached!r}: expected a whole number of at least retrieved={self.retrieved}, which a chunk"
+                " sees together"
+            )
         if self.chunk % self.block:
             raise ValueError(f"chunk={self.chunk}, block={self.block}: expected a chunk of whole blocks")
         if self.window < self.chunk:
@@ -111,6 +121,11 @@ class Ltri:
             raise ValueError(f"last={self.last}, chunk={self.chunk}: expected at most a chunk")
         if self.vectors < self.spans:
             raise ValueError(f"vectors={self.vectors}, spans={self.spans}: expected at least one vector for each span")
+
+    @property
+    def ways(self) -> int:
+        """Blocks that a layer keeps on the GPU for a stream."""
+        return 2 * self.retrieved if self.cached is None else self.cached
 
     def rate_of(self, layer: int) -> float:
         """λ of a layer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang_ext.kernels.cells.lists import Rotation
 from sglang_ext.kernels.clamped_attention.types import (
     ChunkQuery,
     FarKeys,
@@ -17,6 +18,25 @@ from sglang_ext.kernels.clamped_attention.types import (
     check_beyond,
     check_window,
 )
+from sglang_ext.kernels.rope import rotate
+
+
+def rotate_queries(
+    query: torch.Tensor, rotation: Rotation, *, first: int, edge: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The queries of a chunk as they meet keys near by, and keys far away.
+
+    Args:
+        query: [rows, heads, head_dim], not rotated, any floating dtype and device.
+        rotation: the model's.
+        first: position of the first row, in tokens; the others follow. Near keys are rotated likewise.
+        edge: the largest distance, in tokens.
+
+    Returns:
+        (near, far), each [rows, heads, head_dim] like `query`: rotated by first, first + 1, ..., and all by `edge`.
+    """
+    rows = torch.arange(first, first + query.shape[0], device=query.device).unsqueeze(1)
+    return rotate(query, rows, rotation.rope), rotate(query, torch.full_like(rows, edge), rotation.rope)
 
 
 def attend_window(query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:

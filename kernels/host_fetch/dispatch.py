@@ -13,26 +13,26 @@ def look_up(wanted: torch.Tensor, rows: torch.Tensor, cache: BlockCache, *, out:
     Raises:
         ValueError: As the reference does; on a GPU, values are not looked at.
     """
-    if cache.held.is_cuda:
-        from sglang_ext.kernels.host_fetch.triton_impl import look_up as run
-    else:
+    if not cache.held.is_cuda:
         from sglang_ext.kernels.host_fetch.reference import look_up as run
+    else:
+        from sglang_ext.kernels.host_fetch.triton_impl import look_up as run
     return run(wanted, rows, cache, out=out)
 
 
 def fetch(host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache) -> None:
     """`reference.fetch` (see there), by the Triton kernel where the cache lies on a GPU."""
-    if cache.held.is_cuda:
-        from sglang_ext.kernels.host_fetch.triton_impl import fetch as run
-    else:
+    if not cache.held.is_cuda:
         from sglang_ext.kernels.host_fetch.reference import fetch as run
+    else:
+        from sglang_ext.kernels.host_fetch.triton_impl import fetch as run
     run(host, found, rows, cache)
 
 
 def store(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, host: HostRegion) -> None:
     """`reference.store` (see there), by the Triton kernel where the layer's caches lie on a GPU."""
-    if keys.is_cuda:
-        from sglang_ext.kernels.host_fetch.triton_impl import store as run
-    else:
+    if not keys.is_cuda:
         from sglang_ext.kernels.host_fetch.reference import store as run
+    else:
+        from sglang_ext.kernels.host_fetch.triton_impl import store as run
     run(keys, values, slots, ids, host)

@@ -28,6 +28,7 @@ from sglang_ext.attention.ltri_chunk import Chunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory
 from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
+from sglang_ext.cache.budget import KVShape, cached_bytes_per_slot
 from sglang_ext.cache.forks import Fork
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease, host_bytes
 from sglang_ext.config import policy_options
@@ -50,6 +51,42 @@ class LayerChunk(Protocol):
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: Votes) -> torch.Tensor:
         """Store the chunk's keys and values, and attend to what it sees."""
+
+
+class Chunks(Protocol):
+    """What computes chunks: `TorchChunks`, or `ltri_stores.KernelChunks`."""
+
+    def memory(self) -> AnyMemory:
+        """What a layer of a stream remembers that has no token yet."""
+
+    def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
+        """What computes a chunk."""
+
+    def close(self, lease: HostLease) -> None:
+        """The stream that has a lease ends."""
+
+
+@dataclass(frozen=True)
+class TorchChunks:
+    """Chunks in plain PyTorch.
+
+    Attributes:
+        settings: of the method.
+        device: of the KV cache.
+    """
+
+    settings: Ltri
+    device: torch.device
+
+    def memory(self) -> AnyMemory:
+        return LayerMemory.empty(self.settings, self.device)
+
+    def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
+        return Chunk(**vars(tokens))
+
+    def close(self, lease: HostLease) -> None:
+        """Nothing but the lease is the stream's."""
+        return
 
 
 @dataclass(eq=False)
@@ -84,7 +121,7 @@ class LtriStream:
 
 
 class LtriPolicy(StreamPolicy):
-    """`--attention-backend ltri`, in plain PyTorch."""
+    """`--attention-backend ltri`: in plain PyTorch, or in the kernels of `attention.readers.ltri`."""
 
     options: type[Ltri] = Ltri
     request_options = StreamPolicy.request_options | {"blocks"}
@@ -97,6 +134,7 @@ class LtriPolicy(StreamPolicy):
         self._caches: Callable[[], KVCaches] = dict
         self._streams: dict[int, LtriStream] = {}
         self._admitted: dict[int, LtriStream] = {}  # about to start
+        self._chunks: Chunks | None = None
 
     # ---- options and sizes ----
 
@@ -130,7 +168,13 @@ class LtriPolicy(StreamPolicy):
         return self.config.chunk
 
     def slots(self, options: Options, tokens: int) -> int:
-        return min(self.config.slots, tokens)
+        """All of them for a stream of which a block leaves the window: so there is a cache of blocks for each."""
+        return self.config.slots if self.config.evicted(tokens) else min(self.config.slots, tokens)
+
+    def extra_bytes_per_token(self, shape: KVShape, kernels: bool) -> int:
+        if not kernels:
+            return 0
+        return cached_bytes_per_slot(shape, self.config.ways * self.config.block, self.config.slots)
 
     def cut(self, options: Options, begin: int, end: int, prompt: int) -> int:
         return self.config.cut(begin, end, prompt)
@@ -141,18 +185,31 @@ class LtriPolicy(StreamPolicy):
     # ---- host memory ----
 
     @property
-    def _region(self) -> HostBlocks:
+    def blocks_on_host(self) -> HostBlocks:
         """`host`, which is there as soon as the KV cache is."""
         if self.host is None:
             raise RuntimeError("host memory is asked for before the KV cache is there")
         return self.host
 
+    @property
+    def _computing(self) -> Chunks:
+        """`_chunks`, which are there as soon as the KV cache is."""
+        if self._chunks is None:
+            raise RuntimeError("a chunk is asked for before the KV cache is there")
+        return self._chunks
+
     def bind(self, caches: Callable[[], KVCaches]) -> None:
-        self._caches = caches
-        self.host = HostBlocks(caches(), self.config.block, host_bytes(self.config.host_gb))
+        self._caches, kept = caches, caches()
+        self.host = HostBlocks(kept, self.config.block, host_bytes(self.config.host_gb))
+        keys, _ = next(iter(kept.values()))
+        self._chunks = TorchChunks(self.config, keys.device)
+
+    def compute_in(self, chunks: Chunks) -> None:
+        """Have kernels compute the chunks of all streams."""
+        self._chunks = chunks
 
     def host_tokens(self) -> int:
-        return self.config.longest(self._region.total)
+        return self.config.longest(self.blocks_on_host.total)
 
     def host_need(self, tokens: int) -> int:
         return self.config.evicted(tokens - 1)
@@ -161,7 +218,7 @@ class LtriPolicy(StreamPolicy):
         return state.lease
 
     def host_reserve(self, slot: int, blocks: int) -> None:
-        stream = self._admitted.setdefault(slot, LtriStream(self._region.lease()))
+        stream = self._admitted.setdefault(slot, LtriStream(self.blocks_on_host.lease()))
         stream.lease.extend(blocks)
 
     # ---- the model ----
@@ -187,7 +244,7 @@ class LtriPolicy(StreamPolicy):
 
     def finish(self, request: Request) -> None:
         if request.slot in self._streams:  # not parked
-            self._streams.pop(request.slot).lease.release()
+            self.drop(self._streams.pop(request.slot))
 
     def park(self, slot: int) -> LtriStream:
         stream = self._streams.pop(slot)
@@ -198,10 +255,11 @@ class LtriPolicy(StreamPolicy):
         self._admitted[slot] = replace(state, offset=tokens)
 
     def drop(self, state: LtriStream) -> None:
+        self._computing.close(state.lease)
         state.lease.release()
 
     def stats(self) -> Mapping[str, int]:
-        return {"streams": len(self._streams), **self._region.stats()}
+        return {"streams": len(self._streams), **self.blocks_on_host.stats()}
 
     # ---- forks ----
 
@@ -215,6 +273,8 @@ class LtriPolicy(StreamPolicy):
     def fork(self, slot: int, fork: Fork, slots: torch.Tensor) -> None:
         """Copy sinks and window, whose tokens the source has in its slots or on the host; the rest is shared."""
         source, settings = fork.source, self.config
+        if slots.is_cuda:
+            torch.cuda.synchronize(slots.device)  # the pass before may still write what is copied, on another stream
         self._admitted[slot] = stream = source.state.fork(fork.tokens)
         gone = range(stream.stored, min(source.state.stored, settings.blocks(fork.tokens)))
         back = range(settings.first(gone.start), settings.first(max(gone.start, gone.stop)))
@@ -224,12 +284,12 @@ class LtriPolicy(StreamPolicy):
             into, out_of = slots.long()[place], source.slots.long()[place]
             keys[into], values[into] = keys[out_of], values[out_of]
             into = slots.long()[[settings.cell(token) for token in back]]
-            host = LayerHost(self._region, source.state.lease, layer, keys.device)
+            host = LayerHost(self.blocks_on_host, source.state.lease, layer, keys.device)
             keys[into], values[into] = host.get(list(gone))
 
     # ---- in every layer ----
 
-    def _voter(self, layer: int) -> Voter | None:
+    def voter(self, layer: int) -> Voter | None:
         """What votes in a layer: its best retrieval head; where these are not known, all of its heads."""
         if not self.config.remembers:
             return None
@@ -250,7 +310,7 @@ class LtriPolicy(StreamPolicy):
     ) -> torch.Tensor:
         stream = self._streams[request.slot]
         if caches.layer not in stream.layers:
-            stream.layers[caches.layer] = self._memory(query.device)
+            stream.layers[caches.layer] = self._computing.memory()
         begin, prompt = stream.offset + begin, stream.offset + request.prompt
         votes: Votes = caches.carry.setdefault(f"votes of {request.slot}", {})
         out = query.new_empty(*query.shape[:2], values.shape[-1])
@@ -259,10 +319,10 @@ class LtriPolicy(StreamPolicy):
             tokens = LayerTokens(
                 settings=self.config,
                 memory=stream.layers[caches.layer],
-                host=LayerHost(self._region, stream.lease, caches.layer, slots.device),
+                host=LayerHost(self.blocks_on_host, stream.lease, caches.layer, slots.device),
                 caches=caches,
                 slots=slots,
-                voter=self._voter(caches.layer),
+                voter=self.voter(caches.layer),
                 heads=query.shape[1],
                 begin=first,
                 end=last,
@@ -270,16 +330,8 @@ class LtriPolicy(StreamPolicy):
                 given=request.options.get("blocks") or (),
                 kept=self._kept(request, stream, first),
             )
-            out[rows] = self._chunk(tokens).attend(query[rows], keys[rows], values[rows], votes)
+            out[rows] = self._computing.chunk(tokens).attend(query[rows], keys[rows], values[rows], votes)
         return out
-
-    def _memory(self, device: torch.device) -> AnyMemory:
-        """What a layer of a stream remembers that has no token yet."""
-        return LayerMemory.empty(self.config, device)
-
-    def _chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
-        """What computes a chunk."""
-        return Chunk(**vars(tokens))
 
     def _kept(self, request: Request, stream: LtriStream, begin: int) -> bool:
         """Whether other streams may begin like a stream up to `begin`, where a chunk begins."""

@@ -1,23 +1,24 @@
 """One chunk of a stream of Ltri-LLM in one layer, in kernels: as `ltri_chunk`, and the host waits for nothing.
 
-What the host needs to know follows from the number of the chunk: how many blocks have left the window, where each token
-lies, and how many blocks a layer gets. Which blocks these are, and what is remembered of them, stays on the device.
+What the host needs to know follows from the number of the chunk (`ltri_plan`). Which blocks come back, and what is
+remembered of them, stays on the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
-from sglang_ext.attention.ltri import AnyMemory, LayerChunk, LtriPolicy
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerMemory
+from sglang_ext.attention.ltri_plan import ChunkPlan, on_device
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
+from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
-from sglang_ext.kernels.clamped_attention.reference import attend_beyond, attend_window
-from sglang_ext.kernels.host_fetch import BlockCache, Found, HostRegion, fetch, store
+from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, rotate_queries
+from sglang_ext.kernels.host_fetch import BlockCache, HostRegion, fetch, look_up, store
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.kernels.span_index import SpanRule, Spans, cut_spans, pick
@@ -25,15 +26,28 @@ from sglang_ext.policies.ltri import random_blocks
 from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
 
 
+@dataclass(frozen=True)
+class Retrieved:
+    """The blocks that a layer has got back.
+
+    Attributes:
+        blocks: [n] int32, numbers of the stream's blocks.
+        ways: [n] int32, where they lie in the stream's row of the layer's cache of blocks.
+    """
+
+    blocks: torch.Tensor
+    ways: torch.Tensor
+
+
 @dataclass
 class KernelMemory(LayerMemory[Spans]):
     """What one layer of a stream remembers, on the device.
 
     Attributes:
-        chosen: [blocks] int32, what the last chunk of a prompt retrieved, as numbers of the stream's blocks.
+        retrieved: by the last chunk of a prompt.
     """
 
-    chosen: torch.Tensor | None = None
+    retrieved: Retrieved | None = None
 
 
 @dataclass(frozen=True)
@@ -58,22 +72,78 @@ class LayerIndex:
             dim: components of an index vector.
             like: the layer's keys, for dtype and device.
         """
-        spans, most = _sizes(settings)
-        folded = 1 if _is_folded(settings) else most
+        spans, most = index_sizes(settings)
         counts = torch.zeros(blocks, spans, dtype=torch.int32, device=like.device)
-        return cls(like.new_zeros(blocks, spans, folded, dim), counts)
+        return cls(like.new_zeros(blocks, spans, 1 if _is_folded(settings) else most, dim), counts)
 
 
-def _sizes(settings: Ltri) -> tuple[int, int]:
+def index_sizes(settings: Ltri) -> tuple[int, int]:
     """(spans of a block, tokens that stand for one of them), at most."""
     if settings.index == "ltri":
         return settings.spans, settings.vectors // settings.spans
     return 1, settings.block if settings.index == "mean" else min(REPRESENTATIVES, settings.block)
 
 
+def index_numbers(settings: Ltri, dim: int) -> int:
+    """Components of the index vectors of a block of one layer, where a vector has `dim`."""
+    spans, most = index_sizes(settings)
+    return spans * (1 if _is_folded(settings) else most) * dim
+
+
 def _is_folded(settings: Ltri) -> bool:
     """Whether one vector stands for a span: the sum of all, or their mean."""
     return settings.index != "ltri" or settings.similarity == "sum"
+
+
+class Attention(Protocol):
+    """Attention with clamped distances: `reference` or `flashinfer_impl` of `kernels.clamped_attention`."""
+
+    def attend_window(self, query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
+        """Attention to the window."""
+
+    def attend_beyond(self, query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float) -> Part:
+        """Attention to what lies outside of it."""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Room for what a chunk sees, which all layers and streams share one after the other.
+
+    Attributes:
+        keys: [3, at least the tokens of a window, kv_heads, head_dim]: rotated keys of the window, its keys as they are
+            stored, and what is seen beyond it.
+        values: [2, likewise, kv_heads, value_dim]: of the window, and beyond it.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def empty(cls, settings: Ltri, keys: torch.Tensor, values: torch.Tensor) -> Scratch:
+        """Room for streams with KV caches like `keys` and `values`."""
+        rows = max(settings.slots, settings.sinks + settings.retrieved * settings.block)
+        return cls(keys.new_empty(3, rows, *keys.shape[1:]), values.new_empty(2, rows, *values.shape[1:]))
+
+
+@dataclass(frozen=True)
+class LayerStore:
+    """What one layer has for all streams.
+
+    Attributes:
+        index: None where nothing votes.
+        region: its blocks on the host, as the device sees them.
+        cache: the blocks that lie on the device, too; a row a stream.
+        rotation: the model's.
+        attention: what computes attention.
+        scratch: shared by all layers.
+    """
+
+    index: LayerIndex | None
+    region: HostRegion
+    cache: BlockCache
+    rotation: Rotation
+    attention: Attention
+    scratch: Scratch
 
 
 @dataclass(frozen=True)
@@ -82,30 +152,31 @@ class KernelChunk(LayerTokens[Spans]):
 
     Attributes:
         memory: of the layer, on the device.
-        index: of the layer; None where nothing votes.
+        store: of the layer.
+        plan: the chunk, in every layer.
     """
 
     memory: KernelMemory
-    index: LayerIndex | None
+    store: LayerStore
+    plan: ChunkPlan
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """As `ltri_chunk.Chunk.attend`; votes are [1, blocks] float32, and there from the first layer that votes on."""
-        settings, scale = self.settings, self.caches.scale
+        attention, width, scale = self.store.attention, self._width, self.caches.scale
         self._remember()
         if self.kept:
-            self.memory.keep(self.begin, settings.chunk)
-        self._store(keys, values)
-        asked, window = self._queries(query), self._seen(settings.local(self.begin), self.end)
-        local = attend_window(asked, window, width=self._width, scale=scale)
-        chosen = self._chosen(asked, self._map(asked, window, local), votes)
-        sinks, memory = self._seen(0, min(self.begin, settings.sinks)), self._memory(chosen)
+            self.memory.keep(self.begin, self.settings.chunk)
+        self._write(keys, values)
+        asked, window = self._queries(query), self._window()
+        local = attention.attend_window(asked, window, width=width, scale=scale)
+        sinks, memory = self._beyond(self._retrieved(asked, self._map(asked, window, local), votes))
         if sinks.near.shape[0] + memory.keys.shape[0] == 0:
             return local.out.to(query.dtype)
-        if settings.far:
+        if self.settings.far:
             asked = ChunkQuery(asked.near, asked.near, asked.begin)
-        beyond = attend_beyond(asked, sinks, memory, width=self._width, scale=scale)
+        beyond = attention.attend_beyond(asked, sinks, memory, width=width, scale=scale)
         return local.merged(beyond).out.to(query.dtype)
 
     # ---- the window ----
@@ -115,35 +186,28 @@ class KernelChunk(LayerTokens[Spans]):
         """Distances below it are true."""
         return self.end + 1 if self.settings.far else self.settings.window
 
-    def _rotated(self, states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads, dim] states at their places, which count from the chunk's first token."""
-        return rotate(states, (places - self.begin).unsqueeze(1), self.caches.rope)
-
     def _queries(self, query: torch.Tensor) -> ChunkQuery:
-        rows = torch.arange(self.begin, self.end, device=query.device)
-        edge = torch.full_like(rows, self.settings.window - 1)
-        return ChunkQuery(self._rotated(query, rows), rotate(query, edge.unsqueeze(1), self.caches.rope), self.begin)
+        """Positions count from the window's first token."""
+        first = self.begin - self.plan.window.first
+        near, far = rotate_queries(query, self.store.rotation, first=first, edge=self.settings.window - 1)
+        return ChunkQuery(near, far, self.begin)
 
-    def _places(self, begin: int, end: int) -> torch.Tensor:
-        """[tokens] int64: the KV slots of the tokens [begin, end)."""
-        return self.slots[self._cells(begin, end)].long()
+    def _window(self) -> SeenKeys:
+        plan, scratch = self.plan, self.store.scratch
+        count = plan.window.slots.shape[0]
+        near, far, values = scratch.keys[0, :count], scratch.keys[1, :count], scratch.values[0, :count]
+        gather_keys(
+            self.caches.keys, self.caches.values, plan.listed, self.store.rotation, count, scratch.keys[0], values
+        )
+        beyond = max(0, self.end - self._width - plan.window.first)  # what some row sees at the largest distance
+        torch.index_select(self.caches.keys, 0, plan.window.slots[:beyond], out=far[:beyond])
+        return SeenKeys(near, far, values, plan.window.first)
 
-    def _cells(self, begin: int, end: int) -> torch.Tensor:
-        """[tokens] int64: their numbers among the stream's slots (`Ltri.cell`)."""
-        tokens, sinks = torch.arange(begin, end, device=self.slots.device), self.settings.sinks
-        ring = sinks + (tokens - sinks) % (self.settings.slots - sinks)
-        return torch.where(tokens < sinks, tokens, ring)
-
-    def _seen(self, begin: int, end: int) -> SeenKeys:
-        slots = self._places(begin, end)
-        keys = self.caches.keys[slots]
-        near = self._rotated(keys, torch.arange(begin, end, device=keys.device))
-        return SeenKeys(near, keys, self.caches.values[slots], begin)
-
-    def _store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        slots = self._places(self.begin, self.end)
+    def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        slots = self.plan.rows.slots
         self.caches.keys[slots], self.caches.values[slots] = keys, values
-        self.memory.received[self._cells(self.begin, self.end)] = 0
+        if self.voter is not None:
+            self.memory.received[self.plan.rows.cells] = 0
 
     # ---- what is remembered ----
 
@@ -160,10 +224,6 @@ class KernelChunk(LayerTokens[Spans]):
             boxes=settings.boxes,
         )
 
-    def _number(self, *values: int) -> torch.Tensor:
-        """[n] int32 on the device."""
-        return torch.tensor(values, dtype=torch.int32, device=self.slots.device)
-
     def _remember(self) -> None:
         """Cut the spans of the blocks that are complete, and move those that have left the window to the host."""
         memory, settings = self.memory, self.settings
@@ -173,27 +233,23 @@ class KernelChunk(LayerTokens[Spans]):
         whole = [block for block in memory.tiles if settings.first(block + 1) <= self.begin]
         tiles = [memory.tiles.pop(block) for block in whole]
         if whole and settings.index == "ltri":
-            found = cut_spans(torch.stack(tiles), self._number(*[settings.block] * len(whole)), self._rule)
+            lengths = torch.full((len(whole),), settings.block, dtype=torch.int32, device=self.slots.device)
+            found = cut_spans(torch.stack(tiles), lengths, self._rule)
             for place, block in enumerate(whole):
                 memory.spans[block] = Spans(found.bounds[place : place + 1], found.counts[place : place + 1])
-        gone = range(memory.stored, settings.evicted(self.begin))
-        if gone:
-            self._evict(gone)
+        if self.plan.gone_tokens is not None:
+            self._evict(self.plan.gone_tokens.slots, self.plan.gone_tokens.cells)
 
-    def _evict(self, blocks: range) -> None:
-        settings, memory = self.settings, self.memory
-        first, end = settings.first(blocks.start), settings.first(blocks.stop)
-        slots = self._places(first, end).view(len(blocks), settings.block)
-        ids = self.host.places(blocks)
-        if self.voter is not None and self.index is not None:
-            spans = self._spans(blocks)
-            given = memory.received[self._cells(first, end)].view(len(blocks), settings.block)
-            keys = self.caches.keys[slots.flatten()]
-            vectors = self.voter.of_keys(keys, self.heads).view(len(blocks), settings.block, -1)
-            found, counts = self._vectors(vectors, pick(spans, given, _sizes(settings)[1]), spans.counts)
-            self.index.vectors[ids], self.index.counts[ids] = found.to(self.index.vectors.dtype), counts
-        region = HostRegion(self.host.host.keys[self.caches.layer], self.host.host.values[self.caches.layer])
-        store(self.caches.keys, self.caches.values, slots, ids.int(), region)
+    def _evict(self, slots: torch.Tensor, cells: torch.Tensor) -> None:
+        settings, memory, blocks, ids = self.settings, self.memory, self.plan.gone, self.plan.gone_ids
+        if self.voter is not None and self.store.index is not None:
+            spans, index = self._spans(blocks), self.store.index
+            given = memory.received[cells].view(len(blocks), settings.block)
+            vectors = self.voter.of_keys(self.caches.keys[slots], self.heads).view(len(blocks), settings.block, -1)
+            found, counts = self._vectors(vectors, pick(spans, given, index_sizes(settings)[1]), spans.counts)
+            index.vectors[ids.long()], index.counts[ids.long()] = found.to(index.vectors.dtype), counts
+        places = slots.view(len(blocks), settings.block)
+        store(self.caches.keys, self.caches.values, places, ids, self.store.region)
         memory.stored = blocks.stop
 
     def _spans(self, blocks: range) -> Spans:
@@ -201,8 +257,9 @@ class KernelChunk(LayerTokens[Spans]):
         if self.settings.index == "ltri":
             each = [self.memory.spans.pop(block) for block in blocks]
             return Spans(torch.cat([one.bounds for one in each]), torch.cat([one.counts for one in each]))
-        bounds = self._number(*[0, self.settings.block] * len(blocks)).view(len(blocks), 1, 2)
-        return Spans(bounds, self._number(*[_sizes(self.settings)[1]] * len(blocks)).view(len(blocks), 1))
+        bounds = torch.zeros(len(blocks), 1, 2, dtype=torch.int32, device=self.slots.device)
+        bounds[..., 1] = self.settings.block
+        return Spans(bounds, torch.full_like(bounds[..., 0], index_sizes(self.settings)[1]))
 
     def _vectors(
         self, states: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
@@ -230,86 +287,95 @@ class KernelChunk(LayerTokens[Spans]):
             summed = summed / counts.clamp(min=1).view(tiles, spans, 1, 1)
         return summed, counts.clamp(max=1)
 
-    def _map(self, asked: ChunkQuery, window: SeenKeys, local: Part) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _map(self, asked: ChunkQuery, window: SeenKeys, local: Part) -> tuple[Spans, torch.Tensor] | None:
         """Keep what the map of attention to the window says of blocks.
 
         Returns:
-            (tiles [n, heads, block, block] of the chunk's own tokens, what these received [n, block]), for its spans;
-            None where nothing votes.
+            (spans of the chunk's own tokens, a tile of `block` of them each; what these received [tiles, block]); None
+            where nothing asks.
         """
         if self.voter is None:
             return None
-        settings, memory, rows = self.settings, self.memory, self.end - self.begin
+        settings, memory, plan = self.settings, self.memory, self.plan
         chunk = LocalMap(
             query_near=asked.near.unsqueeze(0),
             query_far=asked.far.unsqueeze(0),
             keys_near=window.near.transpose(0, 1).unsqueeze(0),
             keys_far=window.far.transpose(0, 1).unsqueeze(0),
             lse=local.lse.unsqueeze(0),
-            before=self._number(self.begin - window.first),
-            count=self._number(rows),
+            before=plan.before,
+            count=plan.count,
             window=self._width,
             scale=self.caches.scale,
         )
-        given, cells = received(chunk), self._cells(window.first, self.end)
+        given, cells = received(chunk), plan.window.cells
         memory.received[cells] += given.received[0]
         last = torch.zeros_like(memory.received)
         last[cells] = given.last[0]
         memory.last = self.end - 1, last
-        blocks = range(max(0, self.begin - settings.sinks) // settings.block, settings.blocks(self.end))
-        own = 0 if self.answers and settings.persist else -(-rows // settings.block)
-        tiles = given.last.new_zeros(len(blocks) + own, self.heads, settings.block, settings.block)
-        for place, block in enumerate(blocks):
+        if settings.index != "ltri":
+            return None
+        tiles = given.last.new_zeros(plan.tiles.places.shape[1], self.heads, settings.block, settings.block)
+        for place, block in enumerate(plan.tiles.blocks):
             if block in memory.tiles:
                 tiles[place] = memory.tiles[block]
             memory.tiles[block] = tiles[place]
-        firsts = [settings.first(block) - window.first for block in blocks]
-        firsts += [self.begin - window.first + number * settings.block for number in range(own)]
-        places = self._number(*range(len(tiles))).unsqueeze(0)
-        fill_tiles(chunk, BlockTiles(tiles, self._number(*firsts).unsqueeze(0), places))
-        padded = torch.nn.functional.pad(given.chunk_received[0], (0, own * settings.block - rows)) if own else None
-        return None if padded is None else (tiles[len(blocks) :], padded.view(own, settings.block))
+        fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
+        if self.answers and settings.persist:
+            return None
+        return self._own_spans(tiles[plan.tiles.asking], given.chunk_received[0])
+
+    def _own_spans(self, tiles: torch.Tensor, given: torch.Tensor) -> tuple[Spans, torch.Tensor]:
+        """The spans of the chunk's own tokens; where these are blocks of the stream, they are those of the blocks."""
+        settings, plan = self.settings, self.plan
+        spans = cut_spans(tiles, plan.tiles.lengths, self._rule)
+        for place, block in enumerate(plan.tiles.blocks if plan.tiles.own == 0 else ()):
+            if settings.first(block + 1) <= self.end:
+                self.memory.spans[block] = Spans(spans.bounds[place : place + 1], spans.counts[place : place + 1])
+                del self.memory.tiles[block]
+        padding = len(tiles) * settings.block - given.shape[0]
+        return spans, torch.nn.functional.pad(given, (0, padding)).view(len(tiles), settings.block)
 
     # ---- what comes back ----
 
-    def _chosen(
-        self,
-        asked: ChunkQuery,
-        own: tuple[torch.Tensor, torch.Tensor] | None,
-        votes: dict[int, torch.Tensor],
-    ) -> torch.Tensor:
-        """[n] int32 numbers of the stream's blocks that come back for the chunk."""
+    def _retrieved(
+        self, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None, votes: dict[int, torch.Tensor]
+    ) -> Retrieved:
+        """The blocks that come back for the chunk."""
         settings, memory = self.settings, self.memory
-        if settings.index == "given":
-            return self._number(*[block for block in self.given if block < memory.stored][: settings.retrieved])
-        if self.answers and settings.persist and memory.chosen is not None:
-            return memory.chosen
-        if settings.index == "random":
-            seed = (self.begin << 16) + self.caches.layer
-            found = self._number(*random_blocks(memory.stored, settings.retrieved, seed))
-        else:
-            found = self._elected(asked, own, votes)
+        if self.answers and settings.persist and settings.index != "given" and memory.retrieved is not None:
+            return memory.retrieved
+        found = self._fetched(self._chosen(asked, own, votes))
         if not self.answers:
-            memory.chosen = found
+            memory.retrieved = found
         return found
 
-    def _elected(
-        self,
-        asked: ChunkQuery,
-        own: tuple[torch.Tensor, torch.Tensor] | None,
-        votes: dict[int, torch.Tensor],
+    def _chosen(
+        self, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None, votes: dict[int, torch.Tensor]
     ) -> torch.Tensor:
-        settings, stored = self.settings, self.memory.stored
-        count = min(settings.retrieved, stored)
-        before, nothing = votes.get(self.begin), self._number()
+        """[n] int32 numbers of the stream's blocks that come back for the chunk."""
+        settings, stored, device = self.settings, self.plan.stored, self.slots.device
+        if settings.index == "given":
+            return on_device([block for block in self.given if block < stored][: settings.retrieved], device)
+        if settings.index == "random":
+            seed = (self.begin << 16) + self.caches.layer
+            return on_device(random_blocks(stored, settings.retrieved, seed), device)
+        return self._elected(asked, own, votes)
+
+    def _elected(
+        self, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None, votes: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        settings, plan, nothing = self.settings, self.plan, self.plan.gone_ids[:0]
+        count = min(settings.retrieved, plan.stored)
+        before = votes.get(self.begin)
         if count == 0 or (before is None and self.voter is None):
             return nothing
         scores = None
-        if self.voter is not None and self.index is not None:
-            ids = self.host.places(range(stored)).int().unsqueeze(0)
-            index = BlockIndex(self.index.vectors, self.index.counts, ids, self._number(stored))
+        ids = plan.ids.unsqueeze(0)
+        if self.voter is not None and self.store.index is not None:
+            index = BlockIndex(self.store.index.vectors, self.store.index.counts, ids, plan.blocks)
             scores = score_blocks(self._query_spans(self.voter, asked, own), index, kind=settings.similarity)
-        after = torch.zeros(1, stored, device=self.slots.device) if before is None else before
+        after = torch.zeros(ids.shape, device=self.slots.device) if before is None else before
         weight = 0.0 if self.voter is None else self.voter.weight
         found = elect(after, scores, weight=weight, count=count, mode=settings.vote)
         votes[self.begin] = after
@@ -317,59 +383,52 @@ class KernelChunk(LayerTokens[Spans]):
             return nothing  # nobody has voted for what this layer gets
         return found[0]
 
-    def _query_spans(
-        self, voter: Voter, asked: ChunkQuery, own: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> QuerySpans:
+    def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:
         """Index vectors of the chunk's own spans: queries as they are behind a whole window."""
-        settings, rows = self.settings, self.end - self.begin
-        states = voter.of_queries(asked.far)
-        if settings.index != "ltri" or own is None:
+        settings, states = self.settings, voter.of_queries(asked.far)
+        if own is None:
             mean = states.mean(0, dtype=torch.promote_types(states.dtype, torch.float32))
-            return QuerySpans(mean.view(1, 1, 1, -1), self._number(1).view(1, 1))
-        tiles, given = own
-        lengths = [min(settings.block, rows - low) for low in range(0, rows, settings.block)]
-        spans = cut_spans(tiles, self._number(*lengths), self._rule)
-        padded = torch.nn.functional.pad(states, (0, 0, 0, len(lengths) * settings.block - rows))
-        tokens = pick(spans, given, _sizes(settings)[1])
-        found, counts = self._vectors(padded.view(len(lengths), settings.block, -1), tokens, spans.counts)
+            return QuerySpans(mean.view(1, 1, 1, -1), torch.ones_like(self.plan.count).view(1, 1))
+        spans, given = own
+        tiles = given.shape[0]
+        padded = torch.nn.functional.pad(states, (0, 0, 0, tiles * settings.block - states.shape[0]))
+        tokens = pick(spans, given, index_sizes(settings)[1])
+        found, counts = self._vectors(padded.view(tiles, settings.block, -1), tokens, spans.counts)
         return QuerySpans(found.flatten(0, 1).unsqueeze(0), counts.flatten().unsqueeze(0))
 
-    def _memory(self, chosen: torch.Tensor) -> FarKeys:
-        """The blocks that come back, from the host."""
-        layer, settings, count = self.caches.layer, self.settings, chosen.shape[0]
-        region = HostRegion(self.host.host.keys[layer], self.host.host.values[layer])
-        near = BlockCache.empty(1, max(1, count), region, self.slots.device)
-        ids = self.host.places(range(self.memory.stored)).int()
-        places = torch.arange(count, dtype=torch.int32, device=self.slots.device)
-        fetch(region, Found(places.unsqueeze(0), ids[chosen.long()].unsqueeze(0)), self._number(0), near)
-        keys, values = near.keys[0, :count].flatten(0, 1), near.values[0, :count].flatten(0, 1)
+    def _fetched(self, chosen: torch.Tensor) -> Retrieved:
+        """Have blocks in the stream's row of the cache."""
+        seat, cache = self.plan.seat, self.store.cache
+        if seat is None or chosen.shape[0] == 0:
+            return Retrieved(chosen, chosen)
+        found = look_up(self.plan.ids[chosen.long()].unsqueeze(0), seat.at, cache)
+        fetch(self.store.region, found, seat.at, cache)
+        return Retrieved(chosen, found.places[0])
+
+    def _beyond(self, found: Retrieved) -> tuple[SeenKeys, FarKeys]:
+        """The sinks, and what came back; sinks that all rows see at the largest distance are a part of it."""
+        settings, plan, scratch, count = self.settings, self.plan, self.store.scratch, found.ways.shape[0]
+        slots = plan.sinks.slots
+        sinks, tokens = slots.shape[0], slots.shape[0] + count * settings.block
+        keys, values = scratch.keys[2, :tokens], scratch.values[1, :tokens]
+        torch.index_select(self.caches.keys, 0, slots, out=keys[:sinks])
+        torch.index_select(self.caches.values, 0, slots, out=values[:sinks])
+        if count and plan.seat is not None:
+            row, ways = plan.seat.row, found.ways.long()
+            for cached, out in ((self.store.cache.keys, keys), (self.store.cache.values, values)):
+                torch.index_select(cached[row], 0, ways, out=out[sinks:].view(count, settings.block, *out.shape[1:]))
         if settings.far:
-            token = torch.arange(settings.block, device=self.slots.device)
-            where = (settings.sinks + chosen.long().unsqueeze(1) * settings.block + token).flatten()
-            keys = self._rotated(keys, where)
-        return FarKeys(keys, values)
+            keys[sinks:] = self._at(keys[sinks:], self._tokens(found.blocks))
+        if not settings.far and self.begin - (sinks - 1) >= self._width:
+            return SeenKeys(keys[:0], keys[:0], values[:0], 0), FarKeys(keys, values)
+        near = self._at(keys[:sinks], plan.sinks.cells)
+        return SeenKeys(near, keys[:sinks], values[:sinks], 0), FarKeys(keys[sinks:], values[sinks:])
 
+    def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:
+        """[tokens] int64, numbers of the tokens of blocks of the stream."""
+        within = torch.arange(self.settings.block, device=blocks.device)
+        return (self.settings.sinks + blocks.long().unsqueeze(1) * self.settings.block + within).flatten()
 
-class KernelLtriPolicy(LtriPolicy):
-    """`LtriPolicy` whose chunks are computed in kernels. No system declares it yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._indexes: dict[int, LayerIndex] = {}
-
-    def _memory(self, device: torch.device) -> AnyMemory:
-        return KernelMemory.empty(self.config, device)
-
-    def _index(self, layer: int, voter: Voter | None, heads: int) -> LayerIndex | None:
-        """The index of a layer, made when its first chunk comes; None where nothing votes."""
-        if voter is None:
-            return None
-        if layer not in self._indexes:
-            keys, _ = self._caches()[layer]
-            dim = keys.shape[2] * (heads if voter.head is None else 1)
-            self._indexes[layer] = LayerIndex.empty(self.config, self._region.total, dim, keys)
-        return self._indexes[layer]
-
-    def _chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
-        index = self._index(tokens.caches.layer, tokens.voter, tokens.heads)
-        return KernelChunk(index=index, **vars(tokens))
+    def _at(self, keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Keys [n, kv_heads, head_dim] of tokens [n], rotated to where these are."""
+        return rotate(keys, (tokens - self.plan.window.first).unsqueeze(1), self.caches.rope)

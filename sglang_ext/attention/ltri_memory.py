@@ -92,17 +92,14 @@ class LayerHost:
             keys: [block, kv_heads, head_dim].
             values: [block, kv_heads, value_dim].
         """
-        (at,) = self._numbers(range(block, block + 1))
+        at = self.numbers(block + 1)[block]
         self.host.keys[self.layer][at], self.host.values[self.layer][at] = keys.cpu(), values.cpu()
 
-    def places(self, blocks: range) -> torch.Tensor:
-        """[n] int64 numbers of a stream's blocks on the host, on the KV cache's device; new blocks get theirs."""
-        return torch.tensor(self._numbers(blocks), dtype=torch.int64, device=self.device)
-
-    def _numbers(self, blocks: range) -> list[int]:
-        while len(self.lease.ids) < blocks.stop:
+    def numbers(self, count: int) -> list[int]:
+        """Numbers on the host of a stream's blocks, `count` at least; new blocks get theirs."""
+        while len(self.lease.ids) < count:
             self.lease.take()
-        return self.lease.ids[blocks.start : blocks.stop]
+        return self.lease.ids
 
     def get(self, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of blocks that were kept, [tokens, kv_heads, dim] on the KV cache's device."""

@@ -80,3 +80,15 @@ def cascade_bytes_per_token(layers: int, lanes: int, lists: bool) -> int:
         lists: whether kernels have lists of the slots, which they read in every layer.
     """
     return layers * lanes * (2 * INT32 + FLOAT32 + (INT32 if lists else 0))
+
+
+def cached_bytes_per_slot(shape: KVShape, tokens: int, slots: int) -> int:
+    """Bytes a KV slot of tokens that a stream of Ltri-LLM gets back from the host, beside its slots.
+
+    Args:
+        shape: the KV cache of one rank.
+        tokens: that a stream has of them.
+        slots: of a stream that has all of its slots.
+    """
+    token_bytes = shape.layers * shape.kv_heads * (shape.head_dim + shape.value_dim) * shape.itemsize
+    return -(-tokens * token_bytes // slots)

@@ -9,4 +9,6 @@ SYSTEM = System(
     policy="sglang_ext.attention.ltri:LtriPolicy",
     options=Ltri,
     streams=True,
+    kernels="sglang_ext.attention.readers.ltri:LtriReader",
+    graphs=False,
 )

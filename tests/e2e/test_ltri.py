@@ -29,6 +29,8 @@ from tests.oracle.ltri import LtriOracle, LtriSizes
 SIZES = LtriSizes(8, 16, 8, 16, 5, 2, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1)
 """A span is remembered by several tokens: in the first layer equal tokens have equal keys, and of blocks that one such
 token each stands for, float32 would choose by its rounding."""
+OF_KERNELS = replace(SIZES, sinks=16, block=16)
+"""The kernel of spans takes no smaller blocks."""
 LENGTHS = (1, 5, 16, 37, 150)
 
 
@@ -52,17 +54,22 @@ class Replayed:
         return self.oracle.log_probs(tokens, begun, sizes)
 
 
-@pytest.fixture(scope="module", params=["overlap", "retracted"])
+@pytest.fixture(scope="module", params=["overlap", "retracted", "kernels"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    retracts = request.param == "retracted"
+    """In plain PyTorch, or with the reader of kernels, for which references stand on a CPU."""
+    retracts, kernels = request.param == "retracted", request.param == "kernels"
+    sizes = OF_KERNELS if kernels else SIZES
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EXT_KERNELS", "triton" if kernels else "torch")
         if retracts:
             retract_often(patch)
         folder = save(tmp_path_factory.mktemp("model"))
-        oracle, policy = LtriOracle(folder), policy_of(SIZES)
+        oracle, policy = LtriOracle(folder), policy_of(sizes)
         with serving(folder, attention_backend="ltri", policy=policy, disable_overlap_schedule=retracts) as served:
             served.cascades = Replayed(oracle)  # type: ignore[assignment]
             served.retracts, served.oracle = retracts, oracle  # type: ignore[attr-defined]
+            served.sizes = sizes  # type: ignore[attr-defined]
+            assert served.stats()["reader"] == ("LtriReader" if kernels else "StreamReader")
             yield served
 
 
@@ -76,19 +83,20 @@ def clean(served: Served) -> None:
 
 def test_answers_are_the_papers(served: Served) -> None:
     """Together, so that prompts are cut where others leave room; no number of the chunked prefill is a chunk's."""
+    sizes = served.sizes  # type: ignore[attr-defined]
     prompts = [prompt_of(length, length) for length in LENGTHS]
     answers = served.generate(prompts, [{}] * len(prompts))
     oracle = served.oracle  # type: ignore[attr-defined]
     for prompt, answer in zip(prompts, answers, strict=True):
-        table = oracle.log_probs(sequence(prompt, answer), len(prompt), SIZES)
+        table = oracle.log_probs(sequence(prompt, answer), len(prompt), sizes)
         assert deviation(prompt, answer, table) <= TOLERANCE, len(prompt)
     retracted = sum(answer["meta_info"].get("num_retractions", 0) for answer in answers)
     assert bool(retracted) == served.retracts  # type: ignore[attr-defined]
     for other in (
-        replace(SIZES, vote="off"),
-        replace(SIZES, retrieved=1),
-        replace(SIZES, persist=False),
-        replace(SIZES, last=4),
+        replace(sizes, vote="off"),
+        replace(sizes, retrieved=1),
+        replace(sizes, persist=False),
+        replace(sizes, last=4),
     ):
         table = oracle.log_probs(sequence(prompts[-1], answers[-1]), len(prompts[-1]), other)
         assert deviation(prompts[-1], answers[-1], table) > 10 * TOLERANCE, other
@@ -96,11 +104,12 @@ def test_answers_are_the_papers(served: Served) -> None:
 
 
 def test_turns_go_on_from_what_is_on_the_host(served: Served) -> None:
+    sizes = served.sizes  # type: ignore[attr-defined]
     if served.retracts:  # type: ignore[attr-defined]
         pytest.skip("a turn that is retracted ends")
-    converse(served, "a", {}, SIZES, TURNS)  # type: ignore[arg-type]
+    converse(served, "a", {}, sizes, TURNS)  # type: ignore[arg-type]
     tokens = sum(map(sum, TURNS)) - 1  # the last one is computed by nobody
-    blocks, stats = [(count - 1 - SIZES.sinks - SIZES.window) // SIZES.block for count in (tokens, 62)], served.stats()
+    blocks, stats = [(count - 1 - sizes.sinks - sizes.window) // sizes.block for count in (tokens, 62)], served.stats()
     # The requests between the turns, of 60 tokens, have ended, and later ones may begin like them.
     assert stats["host_blocks"] == blocks[0] + blocks[1] * stats["ended_streams"]
     assert stats["host_blocks_promised"] == 0
@@ -109,21 +118,23 @@ def test_turns_go_on_from_what_is_on_the_host(served: Served) -> None:
 
 def test_log_probabilities_of_a_prompt_are_computed_anew(served: Served) -> None:
     """Though the prompt begins like that of an ended stream."""
+    sizes = served.sizes  # type: ignore[attr-defined]
     first = prompt_of(61, 3)
     answer = served.one(first, new_tokens=6)
     longer = [*first, *answer["output_ids"], *prompt_of(30, 4)]
     again = served.one(longer, new_tokens=6)
     assert again["meta_info"]["cached_tokens"] == 0
-    table = served.oracle.log_probs(sequence(longer, again), len(longer), SIZES)  # type: ignore[attr-defined]
+    table = served.oracle.log_probs(sequence(longer, again), len(longer), sizes)  # type: ignore[attr-defined]
     assert deviation(longer, again, table) <= TOLERANCE
     clean(served)
 
 
 def test_a_long_prompt_beside_others(served: Served) -> None:
     """Longer than the KV pool and the model's context; short requests run while it is computed."""
+    sizes = served.sizes  # type: ignore[attr-defined]
     prompt, short = prompt_of(400, 8), prompt_of(20, 9)
     found = beside(served, prompt, short)
-    table = served.oracle.log_probs(sequence(prompt, found.answer), len(prompt), SIZES)  # type: ignore[attr-defined]
+    table = served.oracle.log_probs(sequence(prompt, found.answer), len(prompt), sizes)  # type: ignore[attr-defined]
     assert deviation(prompt, found.answer, table) <= TOLERANCE
     assert found.others and all(other["output_ids"] == found.others[0]["output_ids"] for other in found.others)
     clean(served)

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from sglang_ext.attention.ltri import LtriPolicy
-from sglang_ext.attention.ltri_kernels import KernelLtriPolicy
+from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.cache.forks import Fork, Source
 from sglang_ext.config import POLICY_ENV
+from sglang_ext.kernels.cells import Rotation
+from sglang_ext.kernels.clamped_attention import reference
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.heads import Heads
 
@@ -30,6 +32,7 @@ SIZES |= {
 }
 LAYERS, HEADS, KV_HEADS, DIM = 3, 4, 2, 16
 PROMPT, TOKENS = 300, 312
+ROPE = Rope(0.6 ** torch.arange(DIM // 2))
 TOLERANCE = 2e-5
 VARIANTS: dict[str, dict[str, Any]] = {
     "sum": {},
@@ -59,8 +62,18 @@ class World:
         shape = (1 + 2 * count, KV_HEADS, DIM)
         self.caches = {layer: (torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for layer in range(LAYERS)}
         policy.bind(lambda: self.caches)
-        for tensor in (*policy._region.keys.values(), *policy._region.values.values()):
+        for tensor in (*policy.blocks_on_host.keys.values(), *policy.blocks_on_host.values.values()):
             tensor.fill_(torch.nan)
+
+    def compute_in_kernels(self) -> None:
+        policy = self.policy
+        voters = {layer: policy.voter(layer) for layer in self.caches}
+        rotation, host = Rotation.of(ROPE), policy.blocks_on_host
+        self.chunks = KernelChunks(policy.config, host, self.caches, voters, HEADS, 2, rotation, reference)
+        for store in self.chunks.stores.values():
+            for tensor in (store.cache.keys, store.cache.values, store.scratch.keys, store.scratch.values):
+                tensor.fill_(torch.nan)
+        policy.compute_in(self.chunks)
 
     def slots(self, slot: int) -> torch.Tensor:
         count = self.policy.config.slots
@@ -84,7 +97,7 @@ class World:
             layers = []
             for layer, (keys, values) in self.caches.items():
                 nowhere = torch.empty(0, dtype=torch.int32)
-                caches = Caches(layer, keys, values, nowhere, Rope(0.6 ** torch.arange(DIM // 2)), DIM**-0.5, carry)
+                caches = Caches(layer, keys, values, nowhere, ROPE, DIM**-0.5, carry)
                 query, new = text[layer, 0, low:high], text[layer, 1:, low:high, :KV_HEADS]
                 slots = self.slots(request.slot)
                 layers.append(self.policy.attend(request, caches, slots, low, query, new[0], new[1]))
@@ -106,11 +119,12 @@ def both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, changes: dict[str, Any]
         options["heads"] = str(tmp_path / "heads.json")
         Heads("tiny", "", heads, {}).save(tmp_path / "heads.json")
     monkeypatch.setenv(POLICY_ENV, json.dumps(options))
-    worlds = World(LtriPolicy()), World(KernelLtriPolicy())
-    if changes.get("heads") == "file":
-        for world in worlds:
+    plain, kernels = World(LtriPolicy()), World(LtriPolicy())
+    for world in (plain, kernels):
+        if changes.get("heads") == "file":
             world.policy._voters = Heads("tiny", "", heads, {}).voters
-    return worlds
+    kernels.compute_in_kernels()
+    return plain, kernels
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
@@ -124,7 +138,7 @@ def test_whole_streams(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
     one, other = (world.policy._streams[1].layers for world in (plain, kernels))
     for layer in range(LAYERS):
         assert one[layer].stored == other[layer].stored > 5
-        if plain.policy._voter(layer) is not None:
+        if plain.policy.voter(layer) is not None:
             assert torch.allclose(one[layer].received, other[layer].received, atol=1e-4)
 
 

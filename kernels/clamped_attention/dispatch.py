@@ -1,0 +1,35 @@
+"""What prepares a chunk's attention on a device: Triton's kernels on a GPU, plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_ext.kernels.cells.lists import Rotation
+
+
+def rotate_queries(
+    query: torch.Tensor, rotation: Rotation, *, first: int, edge: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.rotate_queries` (see there), by the Triton kernel where the queries lie on a GPU."""
+    if query.is_cuda:
+        from sglang_ext.kernels.clamped_attention.triton_impl import rotate_queries as run
+    else:
+        from sglang_ext.kernels.clamped_attention.reference import rotate_queries as run
+    return run(query, rotation, first=first, edge=edge)
+
+
+def gather_keys(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: torch.Tensor,
+    rotation: Rotation,
+    columns: int,
+    out_keys: torch.Tensor,
+    out_values: torch.Tensor,
+) -> None:
+    """`cells.reference.gather` (see there), by its Triton kernel where the keys lie on a GPU."""
+    if keys.is_cuda:
+        from sglang_ext.kernels.cells.triton_impl import gather as run
+    else:
+        from sglang_ext.kernels.cells.reference import gather as run
+    run(keys, values, slot, rotation, columns, out_keys, out_values)

@@ -1,0 +1,176 @@
+"""What a chunk of a stream of Ltri-LLM is in every layer, on the device.
+
+It follows from numbers that the host knows: so it is written down once, in the first layer, and no layer waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.attention.ltri_layer import LayerTokens, SpansT
+from sglang_ext.policies.ltri_options import Ltri
+
+
+def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[n] int32 on a device, which nobody waits for."""
+    found = torch.tensor(values, dtype=torch.int32)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
+@dataclass
+class Seat:
+    """What one stream has on the device, of which blocks have left its window.
+
+    Attributes:
+        row: of the caches of blocks (`kernels.host_fetch.BlockCache`).
+        at: [1] int64, the same on the device.
+        ids: [at least `known`] int32, numbers on the host of the stream's blocks.
+        known: how many of them are there.
+    """
+
+    row: int
+    at: torch.Tensor
+    ids: torch.Tensor
+    known: int = 0
+
+    def learn(self, ids: Sequence[int]) -> None:
+        """Have all of a stream's blocks in `ids`, of which some may be there."""
+        if len(ids) > self.ids.shape[0]:
+            grown = self.ids.new_full((2 * len(ids),), -1)
+            grown[: self.known] = self.ids[: self.known]
+            self.ids = grown
+        if len(ids) > self.known:
+            self.ids[self.known : len(ids)] = on_device(ids[self.known :], self.ids.device)
+            self.known = len(ids)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Consecutive tokens of a stream, in its slots.
+
+    Attributes:
+        first: number of the first.
+        cells: [tokens] int64, their numbers among the stream's slots (`Ltri.cell`).
+        slots: [tokens] int64, their KV slots.
+    """
+
+    first: int
+    cells: torch.Tensor
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, settings: Ltri, slots: torch.Tensor, begin: int, end: int) -> Tokens:
+        """The tokens [begin, end) of a stream with KV slots `slots`."""
+        tokens, sinks = torch.arange(begin, end, device=slots.device), settings.sinks
+        cells = sinks + (tokens - sinks) % (settings.slots - sinks)
+        if begin < sinks:
+            cells = torch.where(tokens < sinks, tokens, cells)
+        return cls(begin, cells, slots[cells].long())
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the attention map that a chunk has rows in.
+
+    Attributes:
+        blocks: numbers of the stream's blocks that have them.
+        own: how many more there are, of the chunk's own tokens from its first on; 0 where the blocks' are the same, or
+            where the chunk asks for nothing.
+        firsts: [1, len(blocks) + own] int32, column in the window of each one's first token.
+        places: [1, len(blocks) + own] int32, numbers of the tiles.
+        lengths: [tiles of the chunk's own tokens] int32, how many tokens each has.
+    """
+
+    blocks: range
+    own: int
+    firsts: torch.Tensor
+    places: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def asking(self) -> slice:
+        """Where the tiles of the chunk's own tokens lie."""
+        return slice(len(self.blocks), None) if self.own else slice(0, self.lengths.shape[0])
+
+    @classmethod
+    def of(cls, settings: Ltri, begin: int, end: int, window: int, asks: bool, device: torch.device) -> Tiles:
+        """Those of a chunk of the tokens [begin, end) whose window begins with token `window`."""
+        rows, block = end - begin, settings.block
+        blocks = range(max(0, begin - settings.sinks) // block, settings.blocks(end))
+        own = -(-rows // block) if asks else 0
+        aligned = begin >= settings.sinks and (begin - settings.sinks) % block == 0
+        count = 0 if aligned else own
+        numbers = torch.arange(max(len(blocks), own), dtype=torch.int32, device=device) * block
+        firsts = numbers[: len(blocks)] + (settings.first(blocks.start) - window)
+        if count:
+            firsts = torch.cat([firsts, numbers[:count] + (begin - window)])
+        places = torch.arange(len(blocks) + count, dtype=torch.int32, device=device)
+        lengths = (rows - numbers[:own]).clamp(max=block)
+        return cls(blocks, count, firsts.unsqueeze(0), places.unsqueeze(0), lengths)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """A chunk of the tokens [begin, end) of a stream.
+
+    Attributes:
+        rows: its tokens.
+        window: the tokens that it sees all of, its own at the end.
+        listed: [1, slots of a stream] int32, KV slots of the window, behind which anything may be.
+        sinks: the first tokens, as far as they lie before it.
+        stored: blocks that have left the window when it is computed.
+        gone: those of them that leave it now.
+        gone_tokens: their tokens; None for none.
+        gone_ids: [n] int32, their numbers on the host.
+        ids: [at least `stored`] int32, numbers on the host of the stream's blocks.
+        seat: what the stream has on the device; None as long as no block has left its window.
+        tiles: of its attention map.
+        before, count, blocks: [1] int32, columns of the window before its rows, its rows, and `stored`.
+    """
+
+    rows: Tokens
+    window: Tokens
+    listed: torch.Tensor
+    sinks: Tokens
+    stored: int
+    gone: range
+    gone_tokens: Tokens | None
+    gone_ids: torch.Tensor
+    ids: torch.Tensor
+    seat: Seat | None
+    tiles: Tiles
+    before: torch.Tensor
+    count: torch.Tensor
+    blocks: torch.Tensor
+
+    @classmethod
+    def of(cls, chunk: LayerTokens[SpansT], seat: Seat | None) -> ChunkPlan:
+        """The plan of a chunk whose blocks have their numbers on the host (`LayerHost.numbers`)."""
+        settings, begin, end, device = chunk.settings, chunk.begin, chunk.end, chunk.slots.device
+        first, stored = settings.local(begin), settings.evicted(begin)
+        tokens = lambda low, high: Tokens.of(settings, chunk.slots, low, high)  # noqa: E731
+        window = tokens(first, end)
+        listed = torch.zeros(1, settings.slots, dtype=torch.int32, device=device)
+        listed[0, : end - first] = window.slots
+        gone = range(chunk.memory.stored, stored)
+        ids = torch.empty(0, dtype=torch.int32, device=device) if seat is None else seat.ids
+        number = lambda value: torch.full((1,), value, dtype=torch.int32, device=device)  # noqa: E731
+        return cls(
+            rows=tokens(begin, end),
+            window=window,
+            listed=listed,
+            sinks=tokens(0, min(begin, settings.sinks)),
+            stored=stored,
+            gone=gone,
+            gone_tokens=tokens(settings.first(gone.start), settings.first(gone.stop)) if gone else None,
+            gone_ids=ids[gone.start : gone.stop].clone(),  # where a kernel takes an address, it is aligned
+            ids=ids,
+            seat=seat,
+            tiles=Tiles.of(settings, begin, end, first, not (chunk.answers and settings.persist), device),
+            before=number(begin - first),
+            count=number(end - begin),
+            blocks=number(stored),
+        )

@@ -1,0 +1,165 @@
+"""What kernels have for the streams of Ltri-LLM, beside the KV cache: index vectors, cached blocks, views of the host.
+
+All of it is there from the start. Index vectors have the numbers of the blocks on the host, whichever streams hold
+them; a stream of which blocks have left the window has a row of the caches of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sglang_ext.attention.ltri_kernels import (
+    Attention,
+    KernelChunk,
+    KernelMemory,
+    LayerIndex,
+    LayerStore,
+    Scratch,
+    index_numbers,
+)
+from sglang_ext.attention.ltri_layer import LayerTokens, Voter
+from sglang_ext.attention.ltri_plan import ChunkPlan, Seat
+from sglang_ext.cache.host_blocks import GIB, HostBlocks, HostLease
+from sglang_ext.kernels.cells import Rotation
+from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
+from sglang_ext.policies.ltri_options import Ltri
+
+Voters = Mapping[int, Voter | None]
+"""Layer -> what votes in it; None where nothing does."""
+
+
+def device_view(kept: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor in host memory as kernels on a device address it; the same tensor on a CPU.
+
+    Args:
+        kept: contiguous; registered with CUDA where `device` is a GPU (`cache.host_blocks`).
+        device: of the KV cache.
+    """
+    if device.type != "cuda":
+        return kept
+
+    class Memory:
+        __cuda_array_interface__ = {  # noqa: RUF012  (read once, below)
+            "shape": (kept.numel() * kept.element_size(),),
+            "typestr": "|u1",
+            "data": (kept.data_ptr(), False),
+            "version": 3,
+        }
+
+    return torch.as_tensor(Memory(), device=device).view(kept.dtype).view(kept.shape)
+
+
+def index_bytes(settings: Ltri, voters: Voters, blocks: int, heads: int, keys: torch.Tensor) -> int:
+    """Bytes of the index vectors of so many blocks on the host; they lie on the GPU, all from the start.
+
+    Args:
+        settings: of the method.
+        voters: of all layers.
+        blocks: on the host.
+        heads: query heads of a layer.
+        keys: of a layer of the KV cache.
+    """
+    dims = [keys.shape[2] * (heads if voter.head is None else 1) for voter in voters.values() if voter is not None]
+    return blocks * keys.element_size() * sum(index_numbers(settings, dim) for dim in dims)
+
+
+class KernelChunks:
+    """Chunks in kernels, and what they need.
+
+    Args:
+        settings: of the method.
+        host: what has left the windows.
+        caches: layer -> (keys [slots, kv_heads, head_dim], values [slots, kv_heads, value_dim]).
+        voters: of all layers.
+        heads: query heads of a layer.
+        rows: streams of which blocks have left the window, at most.
+        rotation: the model's.
+        attention: what computes attention.
+
+    Raises:
+        ValueError: index and cached blocks do not fit the GPU.
+
+    Attributes:
+        stores: by layer.
+    """
+
+    def __init__(
+        self,
+        settings: Ltri,
+        host: HostBlocks,
+        caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        voters: Voters,
+        heads: int,
+        rows: int,
+        rotation: Rotation,
+        attention: Attention,
+    ) -> None:
+        keys, values = next(iter(caches.values()))
+        self.settings, self.device = settings, keys.device
+        self._free, self._seats = list(range(rows))[::-1], dict[HostLease, Seat]()
+        _check_room(settings, voters, host.total, heads, keys)
+        scratch = Scratch.empty(settings, keys, values)
+        self.stores: dict[int, LayerStore] = {}
+        for layer, (keys, _) in caches.items():
+            region = HostRegion(*(device_view(kept[layer], self.device) for kept in (host.keys, host.values)))
+            voter, index = voters[layer], None
+            if voter is not None:
+                dim = keys.shape[2] * (heads if voter.head is None else 1)
+                index = LayerIndex.empty(settings, host.total, dim, keys)
+            cache = BlockCache.empty(rows, max(1, settings.ways), region, self.device)
+            self.stores[layer] = LayerStore(index, region, cache, rotation, attention, scratch)
+
+    def memory(self) -> KernelMemory:
+        """What a layer of a stream remembers that has no token yet."""
+        return KernelMemory.empty(self.settings, self.device)
+
+    def chunk(self, tokens: LayerTokens[Any]) -> KernelChunk:
+        """What computes a chunk."""
+        lease, carry = tokens.host.lease, tokens.caches.carry
+        key = f"plan of {id(lease)} from {tokens.begin}"
+        if key not in carry:
+            carry[key] = ChunkPlan.of(tokens, self._seat(tokens))
+        return KernelChunk(store=self.stores[tokens.caches.layer], plan=carry[key], **vars(tokens))
+
+    def close(self, lease: HostLease) -> None:
+        """A stream has ended."""
+        seat = self._seats.pop(lease, None)
+        if seat is not None:
+            self._free.append(seat.row)
+
+    def counters(self) -> Mapping[str, int]:
+        """Blocks that layers wanted and found in the caches of blocks, and that they did not; waits for the device."""
+        hits, misses = torch.stack([store.cache.counters.sum(0) for store in self.stores.values()]).sum(0).tolist()
+        return {"hits": hits, "misses": misses}
+
+    def _seat(self, tokens: LayerTokens[Any]) -> Seat | None:
+        """Where the stream has what left its window; None as long as nothing did."""
+        lease, count = tokens.host.lease, self.settings.evicted(tokens.begin)
+        if count == 0:
+            return None
+        if lease not in self._seats:
+            row = self._free.pop()
+            at = torch.full((1,), row, dtype=torch.int64, device=self.device)
+            for store in self.stores.values():
+                store.cache.held[row] = -1
+            self._seats[lease] = Seat(row, at, torch.empty(0, dtype=torch.int32, device=self.device))
+        seat = self._seats[lease]
+        seat.learn(tokens.host.numbers(count))
+        return seat
+
+
+def _check_room(settings: Ltri, voters: Voters, blocks: int, heads: int, keys: torch.Tensor) -> None:
+    """Raise ValueError where the index does not fit the GPU."""
+    if not keys.is_cuda:
+        return
+    needed, (free, _) = index_bytes(settings, voters, blocks, heads, keys), torch.cuda.mem_get_info(keys.device)
+    if needed > free:
+        votes = sum(voter is not None for voter in voters.values())
+        raise ValueError(
+            f"the index of {blocks} blocks takes {needed / GIB:.2f} GiB in {votes} layers that vote, and"
+            f" {free / GIB:.2f} GiB of the GPU are free: set --mem-fraction-static lower, host_gb or vectors lower"
+            " (--policy), or let fewer heads vote (sglang-ext heads)"
+        )

@@ -111,6 +111,8 @@ def serving(folder: Path, **arguments: Any) -> Iterator[Served]:
         "random_seed": 0,
         "log_level": "error",
     }
+    if torch.cuda.is_available():
+        settings["cuda_graph_backend_prefill"] = "disabled"  # graphs of attention that no stream uses
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, SeenKeys, flashinfer_impl, reference
+from sglang_ext.kernels.clamped_attention.triton_impl import rotate_queries
 from sglang_ext.kernels.rope import Rope, rotate
+from tests.kernels import sm90
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 HALF = torch.float16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, HALF: 5e-3}
+ROTATED = {torch.float32: 3e-6, HALF: 1e-3, torch.bfloat16: 8e-3}
 SCALE = 0.3
 
 
@@ -185,3 +190,40 @@ def test_wrong_input(module: Any, change: dict[str, Any], message: str) -> None:
             changed["query"], changed["window"], **more, **({"prefill": stand_in} if module is flashinfer_impl else {})
         )
         module.attend_beyond(changed["query"], changed["sinks"], changed["memory"], **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "heads", "dim", "rotary", "neox"), [(7, 3, 16, 16, True), (1, 2, 24, 10, False)])
+def test_queries_at_both_rotations(
+    dtype: torch.dtype, rows: int, heads: int, dim: int, rotary: int, neox: bool
+) -> None:
+    """Rows of a wider tensor; positions far behind and before 0."""
+    rotation = Rotation.of(Rope(0.4 ** torch.arange(rotary // 2, device=DEVICE), neox))
+    wide = torch.randn(rows, heads + 2, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    query = wide[:, 1:-1]
+    for first, edge in ((0, 31), (-7, 4095), (4224, 1023)):
+        wanted = reference.rotate_queries(query.double(), rotation, first=first, edge=edge)
+        for found, exact in zip(rotate_queries(query, rotation, first=first, edge=edge), wanted, strict=True):
+            assert found.dtype == dtype and found.is_contiguous()
+            assert (found.double() - exact).abs().max() <= ROTATED[dtype] * float(exact.abs().max())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernel and run it")
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    """What the interpreter takes, the compiler may not."""
+    sm90.run(COMPILE, tmp_path)
+
+
+COMPILE = """
+import torch
+from sglang_ext.kernels.cells import Rotation
+from sglang_ext.kernels.clamped_attention import triton_impl
+from sglang_ext.kernels.rope import Rope
+from tests.kernels.sm90 import compiled, stand_in
+
+stand_in(triton_impl, "_rotate_kernel", shared=48 * 1024)
+for dim, rotary, dtype in ((128, 128, torch.bfloat16), (64, 64, torch.float16), (96, 48, torch.float32)):
+    rotation = Rotation.of(Rope(0.4 ** torch.arange(rotary // 2)))
+    triton_impl.rotate_queries(torch.empty(9, 4, dim, dtype=dtype), rotation, first=3, edge=4095)
+assert len(compiled) == 1, compiled
+"""

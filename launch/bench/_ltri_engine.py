@@ -1,0 +1,147 @@
+"""The engine's half of ``sglang-ext bench ltri``: one engine in one process, its measurements as JSON.
+
+Run by `launch.bench.ltri` for Ltri-LLM, for StreamingLLM with as many visible tokens, and for stock SGLang. Weights and
+tokens are random. Such a model has no retrieval heads, so a list of heads is named here: one in each of 14 layers.
+
+Parts of a long prompt are measured on turns of a conversation, as in `_cascade_engine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_ext.launch.answers import completed
+from sglang_ext.launch.bench._cascade_engine import drawn, parts, timed
+from sglang_ext.policies.heads import Heads
+from sglang_ext.policies.ltri_options import Ltri
+from sglang_ext.types import Json, JsonObject
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Engine
+
+ROLES = ("ltri", "streaming_llm", "stock")
+VOTING = {1: 10, 5: 11, 8: 1, 10: 14, 13: 6, 14: 18, 15: 30, 16: 1, 17: 29, 20: 14, 22: 8, 24: 27, 27: 7, 30: 3}
+"""Layer -> the head that votes in it, counted around where a model has fewer."""
+SCORE = 0.5
+"""Score of each of these heads."""
+
+
+def write_heads(path: Path, layers: int, heads: int) -> None:
+    """A heads file of `VOTING` for a model of this size."""
+    voting = {layer: head % heads for layer, head in VOTING.items()}
+    rows = tuple(tuple(SCORE if voting.get(layer) == head else 0.0 for head in range(heads)) for layer in range(layers))
+    Heads("random weights", "", rows, {"what": "chosen for a benchmark"}).save(path)
+
+
+def stepping(engine: Engine, steps: int, repeats: int, batch: int, tokens: int) -> list[float]:
+    """Seconds a decoding step of so many requests, each with a prompt of its own of so many tokens."""
+    prompts = [drawn(tokens, 100 + number) for number in range(batch)]
+
+    def seconds(new_tokens: int) -> float:
+        params: JsonObject = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        begin = time.perf_counter()
+        answers = engine.generate(input_ids=prompts, sampling_params=[params] * batch)
+        for answer in answers:
+            completed(answer)
+        return time.perf_counter() - begin
+
+    seconds(2)
+    return [(seconds(steps + 1) - seconds(1)) / steps for _ in range(repeats)]
+
+
+def forked(engine: Engine, prompt: Sequence[int], repeats: int) -> list[float]:
+    """Seconds until another question about a document that a stream has read is answered with one token."""
+    return [timed(engine, [*prompt, *drawn(64, 200 + number)]) for number in range(repeats)]
+
+
+def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> JsonObject:
+    from sglang_ext import Engine
+
+    settings = Ltri(**policy)
+    engine = Engine(
+        attention_backend="ltri",
+        policy={**policy, "heads": str(args.heads), "host_gb": args.host_gb},
+        max_total_tokens=args.streams * settings.slots,
+        chunked_prefill_size=settings.chunk * args.chunks,
+        **common,
+    )
+    timed(engine, drawn(settings.slots + 4 * settings.chunk, 0), 3)  # compiles what was not warmed up
+    found: JsonObject = {"before": state_of(engine)}
+    document = drawn(args.tokens, 1)
+    found["whole"] = [timed(engine, document)]
+    found["after"] = state_of(engine)
+    found["fork"] = forked(engine, document, args.repeats)
+    engine.flush_cache()
+    found["parts"] = parts(engine, args.parts * args.part, args.part) if args.parts else []
+    engine.flush_cache()
+    tokens = settings.slots + 2 * settings.chunk
+    found["decode"] = {n: stepping(engine, args.decode_tokens, args.repeats, n, tokens) for n in args.batch}
+    engine.shutdown()
+    return found
+
+
+def state_of(engine: Engine) -> Json:
+    """What /server_info says of the plugin."""
+    return engine.get_server_info()["internal_states"][0]["sglang_ext"]
+
+
+def streaming_llm(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> JsonObject:
+    """Sinks and a window of as many tokens as a chunk sees of window and blocks."""
+    from sglang_ext import Engine
+
+    settings = Ltri(**policy)
+    window = settings.window + settings.retrieved * settings.block
+    own = {"sinks": settings.sinks, "window": window, "stride": settings.chunk}
+    slots = settings.sinks + window + settings.chunk
+    engine = Engine(
+        attention_backend="streaming_llm",
+        policy=own,
+        max_total_tokens=args.streams * slots,
+        chunked_prefill_size=settings.chunk * args.chunks,
+        **common,
+    )
+    timed(engine, drawn(slots + 4 * settings.chunk, 0), 3)
+    found = {"whole": [timed(engine, drawn(args.tokens, 1))]}
+    engine.shutdown()
+    return found
+
+
+def stock(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> JsonObject:
+    """SGLang as it is, over as many tokens as an answer sees."""
+    from sglang import Engine
+
+    settings = Ltri(**policy)
+    kept = settings.sinks + settings.window + settings.retrieved * settings.block
+    engine = Engine(attention_backend=args.backend, max_total_tokens=(max(args.batch) + 1) * (kept + 512), **common)
+    found = {"decode": {n: stepping(engine, args.decode_tokens, args.repeats, n, kept) for n in args.batch}}
+    engine.shutdown()
+    return {**found, "kept": kept, "backend": args.backend}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", choices=ROLES, required=True)
+    parser.add_argument("--backend", required=True, help="attention backend of the stock engine")
+    for name in ("model", "heads", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    for name in ("tokens", "part", "parts", "streams", "chunks", "decode-tokens", "repeats"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--batch", type=int, nargs="+", required=True)
+    parser.add_argument("--host-gb", type=float, required=True)
+    parser.add_argument("--policy", type=json.loads, required=True, help="settings of Ltri-LLM, as JSON")
+    parser.add_argument("--engine", type=json.loads, required=True, help="more arguments of the engine, as JSON")
+    args = parser.parse_args(argv)
+    common = {"model_path": str(args.model), "load_format": "dummy", "log_level": "warning", "page_size": 1}
+    measure = {"ltri": ltri, "streaming_llm": streaming_llm, "stock": stock}[args.role]
+    args.out.write_text(json.dumps(measure(args, args.policy, {**common, **args.engine})))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""``sglang-ext bench ltri``: Ltri-LLM beside StreamingLLM with as many visible tokens, and beside stock SGLang.
+
+One engine after the other, in Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU. What leaves a window lies in host
+memory: 512K tokens of this shape take 64 GiB. Every row names its baseline, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
+from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
+from sglang_ext.launch.bench._ltri_engine import ROLES, write_heads
+from sglang_ext.launch.bench._record import Figure, Timing, at_most, json_file, save, table
+from sglang_ext.policies.ltri_options import Ltri
+from sglang_ext.types import JsonObject
+
+RESULTS = Path(__file__).resolve().parent / "results" / "ltri.json"
+WHOLE_SECONDS, WHOLE_TOKENS = 20.0, 2**19
+"""What a prompt of 512K tokens may take; of other lengths, in proportion."""
+DECODING = {1: 1.05, 8: 1.15}
+"""Requests that decode together -> how many times stock SGLang's step ours may take."""
+GRAPHS = {"cuda_graph_max_bs_decode": 8, "cuda_graph_backend_prefill": "disabled"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=2**19, help="tokens of the long prompt (default: 524288)")
+    parser.add_argument("--part", type=int, default=2**16, help="tokens of a part that is timed (default: 65536)")
+    parser.add_argument("--parts", type=int, default=8, help="parts of the long prompt (default: 8)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="requests that decode")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="the engines' model")
+    parser.add_argument("--policy", type=json.loads, default={}, help="settings of Ltri-LLM, as JSON")
+    parser.add_argument("--streams", type=int, default=10, help="streams that the KV pool has room for (default: 10)")
+    parser.add_argument("--chunks", type=int, default=1, help="chunks of a prompt in a pass (default: 1)")
+    parser.add_argument("--host-gb", type=float, default=70.0, help="host memory of the engine, GiB (default: 70)")
+    parser.add_argument("--decode-tokens", type=int, default=128, help="decoding steps of a run (default: 128)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of what takes seconds (default: 3)")
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="engines (default: all)")
+    parser.add_argument("--stock-backend", default="fa3", help="the stock engine's attention backend (default: fa3)")
+    parser.add_argument(
+        "--kernels", choices=KERNELS, default="flashinfer", help=f"of our engines, {KERNELS_ENV} (default: flashinfer)"
+    )
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of all engines, as JSON")
+    parser.add_argument("--out", type=json_file, default=RESULTS, help="JSON file (default: results/ltri.json)")
+    parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
+
+
+def main(args: argparse.Namespace) -> int:
+    raw = engines(args)
+    figures = compare(raw, args)
+    save(args.out, figures, commit=args.commit, engine=raw)
+    print(table(figures))
+    print(f"written: {args.out}", flush=True)
+    return 0
+
+
+def engines(args: argparse.Namespace) -> JsonObject:
+    """Run the engines, one after the other: role -> what it measured.
+
+    Raises:
+        RuntimeError: one of them failed; its output is above.
+    """
+    found: JsonObject = {}
+    with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
+        folder, shape = Path(temporary), SHAPES[args.shape]
+        write_model(folder / "model", args.shape, 131_072)
+        write_heads(folder / "heads.json", shape["num_hidden_layers"], shape["num_attention_heads"])
+        names = ("tokens", "part", "parts", "streams", "chunks", "decode_tokens", "repeats", "host_gb")
+        for role in args.roles:
+            out = folder / f"{role}.json"
+            options = {
+                "role": role,
+                "backend": args.stock_backend,
+                "model": folder / "model",
+                "heads": folder / "heads.json",
+                "out": out,
+                "policy": json.dumps(args.policy),
+                "engine": json.dumps({**GRAPHS, **args.engine}),
+                **{name.replace("_", "-"): getattr(args, name) for name in names},
+            }
+            command = [sys.executable, "-m", "sglang_ext.launch.bench._ltri_engine"]
+            command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+            command += ["--batch", *map(str, args.batch)]
+            # SGLang loads every plugin that is installed: stock SGLang keeps the one that lets it run without a GPU.
+            own = {"SGLANG_PLUGINS": "sglang_ext_cpu"} if role == "stock" else {KERNELS_ENV: args.kernels}
+            if subprocess.run(command, check=False, env={**os.environ, **own}).returncode:
+                raise RuntimeError(f"the {role} engine failed; its output is above")
+            found[role] = json.loads(out.read_text())
+            print(json.dumps({role: found[role]}), flush=True)
+    return found
+
+
+def compare(raw: JsonObject, args: argparse.Namespace) -> list[Figure]:
+    """Rows from what the engines measured."""
+    ours, settings, figures = raw.get("ltri"), Ltri(**args.policy), []
+    if ours is None:
+        return []
+    sizes = f"window {settings.window}, {settings.retrieved} blocks of {settings.block}, chunk {settings.chunk}"
+    name, whole = f"a prompt of {args.tokens} tokens, whole engine, {sizes}", Timing.of(ours["whole"])
+    aim = WHOLE_SECONDS * args.tokens / WHOLE_TOKENS
+    figures.append(at_most(name, whole, aim, f"{WHOLE_SECONDS:.0f} s of {WHOLE_TOKENS} tokens", 1.0))
+    if "streaming_llm" in raw:
+        beside = Timing.of(raw["streaming_llm"]["whole"]).median
+        figures.append(at_most(name, whole, beside, "StreamingLLM with as many visible tokens", 1.15))
+    if len(ours["parts"]) > 2:
+        _, second, *_, last = ours["parts"]
+        name = f"the last {args.part} of {args.part * args.parts} tokens, whole engine, {sizes}"
+        first = f"the first {args.part} with a full window"
+        figures.append(at_most(name, Timing.of([last]), second, first, 1.05, notes={"parts_s": ours["parts"]}))
+    name = f"another question about a document of {args.tokens} tokens, to the first token, {sizes}"
+    figures.append(at_most(name, Timing.of(ours["fork"]), whole.median, "reading the document", None))
+    if "stock" in raw:
+        stock = raw["stock"]
+        for batch, seconds in ours["decode"].items():
+            beside = Timing.of(stock["decode"][batch]).median
+            floor = f"over {stock['kept']} tokens, stock SGLang on {stock['backend']}"
+            name = f"a decoding step, batch {batch}, whole engine, {sizes}"
+            figures.append(at_most(name, Timing.of(seconds), beside, floor, DECODING.get(int(batch))))
+    return figures

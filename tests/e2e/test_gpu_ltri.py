@@ -1,0 +1,85 @@
+"""Ltri-LLM on a GPU in float16, chunks and answers in kernels, against `tests/oracle/ltri.py` in float64.
+
+Half precision rounds, and where two blocks score alike another one comes back. So the mean difference of
+log-probabilities is looked at, which is many times larger for an oracle that gets no blocks. In float32 the same reader
+is exact: `test_ltri.py` runs on a GPU, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.server import until
+from tests.e2e.streams import Served, prompt_of, sequence, serving
+from tests.e2e.test_ltri import clean, policy_of
+from tests.oracle import models
+from tests.oracle.ltri import LtriOracle, LtriSizes
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+SIZES = LtriSizes(32, 64, 16, 64, 8, 3, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1)
+ROUNDING = 0.02
+"""Mean difference of log-probabilities that half precision may make."""
+
+
+@pytest.fixture(scope="module", params=["sum", "max", "mass"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = models.save_model("llama", tmp_path_factory.mktemp("llama"), head_dim=64, max_position_embeddings=512)
+    sizes = replace(SIZES, similarity=request.param)
+    options: dict[str, Any] = {"attention_backend": "ltri", "policy": policy_of(sizes), "dtype": "float16"}
+    options |= {"max_total_tokens": 1000, "chunked_prefill_size": 200}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EXT_KERNELS", "flashinfer")
+        with serving(folder, **options) as served:
+            oracle = LtriOracle(folder)
+            for parameter in oracle.model.parameters():
+                parameter.data = parameter.data.half().double()
+            served.oracle, served.sizes = oracle, sizes  # type: ignore[attr-defined]
+            yield served
+
+
+def strays(served: Served, prompt: list[int], answer: dict[str, Any], sizes: LtriSizes) -> float:
+    """Mean difference of the log-probabilities of all tokens that the answer says."""
+    tokens, meta = sequence(prompt, answer), answer["meta_info"]
+    got = [value for value, *_ in [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]]
+    table = served.oracle.log_probs(tokens, len(prompt), sizes)[:-1]  # type: ignore[attr-defined]
+    want = table.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0][-len(got) :]
+    return float((torch.tensor(got, dtype=want.dtype) - want).abs().mean())
+
+
+def test_answers_are_the_papers(served: Served) -> None:
+    """Alone, and together, so that several streams are in one pass."""
+    sizes = served.sizes  # type: ignore[attr-defined]
+    prompts = [prompt_of(length, length) for length in (700, 431, 90)]
+    alone = [served.one(prompt) for prompt in prompts]
+    together = served.generate(prompts, [{}] * len(prompts))
+    for prompt, *answers in zip(prompts, alone, together, strict=True):
+        for answer in answers:
+            found, without = (strays(served, prompt, answer, each) for each in (sizes, replace(sizes, retrieved=0)))
+            print(f"{sizes.similarity}, {len(prompt)} tokens: {found:.4f}, without blocks {without:.4f}")
+            assert found < ROUNDING
+            assert len(prompt) < 100 or without > 3 * found
+    stats: dict[str, Any] = served.stats()
+    assert stats["reader"] == "LtriReader" and stats["host_cache"]["misses"] > 0
+    clean(served)
+
+
+def test_a_fork_shares_the_document(served: Served) -> None:
+    sizes, document = served.sizes, prompt_of(600, 1)  # type: ignore[attr-defined]
+    first, second = ([*document, *prompt_of(30, seed)] for seed in (2, 3))
+    params = served.params({}, 20)
+    ask = lambda prompt: served.engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)  # noqa: E731
+    ask(first)
+    answer = ask(second)
+    assert answer["meta_info"]["cached_tokens"] >= 500
+    assert (
+        strays(served, second, {**answer, "meta_info": {**answer["meta_info"], "input_token_logprobs": [0]}}, sizes)
+        < ROUNDING
+    )
+    until(lambda: served.engine.flush_cache().success)
+    clean(served)

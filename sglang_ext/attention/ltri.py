@@ -135,6 +135,7 @@ class LtriPolicy(StreamPolicy):
         self._streams: dict[int, LtriStream] = {}
         self._admitted: dict[int, LtriStream] = {}  # about to start
         self._chunks: Chunks | None = None
+        self._in_kernels = False
 
     # ---- options and sizes ----
 
@@ -167,9 +168,14 @@ class LtriPolicy(StreamPolicy):
     def least_chunk(self) -> int:
         return self.config.chunk
 
+    @property
+    def captured(self) -> bool:
+        """What an answer sees of the host must be what the last chunk of its prompt got back, at one distance."""
+        return self.config.persist and not self.config.far and self.config.index != "given"
+
     def slots(self, options: Options, tokens: int) -> int:
-        """All of them for a stream of which a block leaves the window: so there is a cache of blocks for each."""
-        return self.config.slots if self.config.evicted(tokens) else min(self.config.slots, tokens)
+        """A stream that has a row of the kernels' memory takes all of them: so there is a row for each."""
+        return self.config.slots if self._in_kernels else min(self.config.slots, tokens)
 
     def extra_bytes_per_token(self, shape: KVShape, kernels: bool) -> int:
         if not kernels:
@@ -206,7 +212,7 @@ class LtriPolicy(StreamPolicy):
 
     def compute_in(self, chunks: Chunks) -> None:
         """Have kernels compute the chunks of all streams."""
-        self._chunks = chunks
+        self._chunks, self._in_kernels = chunks, True
 
     def host_tokens(self) -> int:
         return self.config.longest(self.blocks_on_host.total)
@@ -308,30 +314,40 @@ class LtriPolicy(StreamPolicy):
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        stream = self._streams[request.slot]
-        if caches.layer not in stream.layers:
-            stream.layers[caches.layer] = self._computing.memory()
-        begin, prompt = stream.offset + begin, stream.offset + request.prompt
+        begin, prompt = (self._streams[request.slot].offset + each for each in (begin, request.prompt))
         votes: Votes = caches.carry.setdefault(f"votes of {request.slot}", {})
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for first, last in self.config.chunks(begin, begin + query.shape[0], prompt):
             rows = slice(first - begin, last - begin)
-            tokens = LayerTokens(
-                settings=self.config,
-                memory=stream.layers[caches.layer],
-                host=LayerHost(self.blocks_on_host, stream.lease, caches.layer, slots.device),
-                caches=caches,
-                slots=slots,
-                voter=self.voter(caches.layer),
-                heads=query.shape[1],
-                begin=first,
-                end=last,
-                answers=first >= prompt,
-                given=request.options.get("blocks") or (),
-                kept=self._kept(request, stream, first),
-            )
+            tokens = self.tokens(request, caches, slots, query.shape[1], (first, last))
             out[rows] = self._computing.chunk(tokens).attend(query[rows], keys[rows], values[rows], votes)
         return out
+
+    def stream(self, request: Request) -> LtriStream:
+        """What a request that has started has."""
+        return self._streams[request.slot]
+
+    def tokens(
+        self, request: Request, caches: Caches, slots: torch.Tensor, heads: int, bounds: tuple[int, int]
+    ) -> LayerTokens[Any]:
+        """The chunk of a request's tokens between `bounds`, numbers in its stream, in one layer of so many heads."""
+        stream, (first, last) = self._streams[request.slot], bounds
+        if caches.layer not in stream.layers:
+            stream.layers[caches.layer] = self._computing.memory()
+        return LayerTokens(
+            settings=self.config,
+            memory=stream.layers[caches.layer],
+            host=LayerHost(self.blocks_on_host, stream.lease, caches.layer, slots.device),
+            caches=caches,
+            slots=slots,
+            voter=self.voter(caches.layer),
+            heads=heads,
+            begin=first,
+            end=last,
+            answers=first >= stream.offset + request.prompt,
+            given=request.options.get("blocks") or (),
+            kept=self._kept(request, stream, first),
+        )
 
     def _kept(self, request: Request, stream: LtriStream, begin: int) -> bool:
         """Whether other streams may begin like a stream up to `begin`, where a chunk begins."""

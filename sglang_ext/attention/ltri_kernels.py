@@ -22,6 +22,7 @@ from sglang_ext.kernels.host_fetch import BlockCache, HostRegion, fetch, look_up
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.kernels.span_index import SpanRule, Spans, cut_spans, pick
+from sglang_ext.kernels.stream_decode import MapState
 from sglang_ext.policies.ltri import random_blocks
 from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
 
@@ -44,10 +45,26 @@ class KernelMemory(LayerMemory[Spans]):
     """What one layer of a stream remembers, on the device.
 
     Attributes:
+        newest: [slots of a stream], room for what the newest token adds to `received`.
         retrieved: by the last chunk of a prompt.
+        shown: what answers see, as far as decoding steps know.
+        row: of the layer's state that `received` and `newest` are; None for a stream that has begun as a copy.
     """
 
+    newest: torch.Tensor | None = None
     retrieved: Retrieved | None = None
+    shown: Retrieved | None = None
+    row: int | None = None
+
+    def sit(self, row: int, state: MapState) -> None:
+        """Have what the layer remembers in a row of its state, where decoding steps find it."""
+        state.received[row] = self.received
+        self.received, self.newest, self.row = state.received[row], state.last[row], row
+
+    def saw(self, token: int) -> None:
+        """What a decoding step of this token adds to `received` is in `newest`."""
+        if self.newest is not None:
+            self.last = token, self.newest
 
 
 @dataclass(frozen=True)
@@ -131,16 +148,20 @@ class LayerStore:
 
     Attributes:
         index: None where nothing votes.
+        state: of the map of attention; a row a stream. None where nothing votes.
         region: its blocks on the host, as the device sees them.
         cache: the blocks that lie on the device, too; a row a stream.
+        ways: [rows, blocks] int32, which of them an answer sees; -1 for none.
         rotation: the model's.
         attention: what computes attention.
         scratch: shared by all layers.
     """
 
     index: LayerIndex | None
+    state: MapState | None
     region: HostRegion
     cache: BlockCache
+    ways: torch.Tensor
     rotation: Rotation
     attention: Attention
     scratch: Scratch
@@ -165,7 +186,7 @@ class KernelChunk(LayerTokens[Spans]):
     ) -> torch.Tensor:
         """As `ltri_chunk.Chunk.attend`; votes are [1, blocks] float32, and there from the first layer that votes on."""
         attention, width, scale = self.store.attention, self._width, self.caches.scale
-        self._remember()
+        self.remember()
         if self.kept:
             self.memory.keep(self.begin, self.settings.chunk)
         self._write(keys, values)
@@ -224,7 +245,7 @@ class KernelChunk(LayerTokens[Spans]):
             boxes=settings.boxes,
         )
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
         """Cut the spans of the blocks that are complete, and move those that have left the window to the host."""
         memory, settings = self.memory, self.settings
         if memory.last is not None and memory.last[0] < self.begin:
@@ -310,7 +331,7 @@ class KernelChunk(LayerTokens[Spans]):
         )
         given, cells = received(chunk), plan.window.cells
         memory.received[cells] += given.received[0]
-        last = torch.zeros_like(memory.received)
+        last = torch.zeros_like(memory.received) if memory.newest is None else memory.newest.zero_()
         last[cells] = given.last[0]
         memory.last = self.end - 1, last
         if settings.index != "ltri":
@@ -399,7 +420,7 @@ class KernelChunk(LayerTokens[Spans]):
     def _fetched(self, chosen: torch.Tensor) -> Retrieved:
         """Have blocks in the stream's row of the cache."""
         seat, cache = self.plan.seat, self.store.cache
-        if seat is None or chosen.shape[0] == 0:
+        if chosen.shape[0] == 0:
             return Retrieved(chosen, chosen)
         found = look_up(self.plan.ids[chosen.long()].unsqueeze(0), seat.at, cache)
         fetch(self.store.region, found, seat.at, cache)
@@ -413,7 +434,7 @@ class KernelChunk(LayerTokens[Spans]):
         keys, values = scratch.keys[2, :tokens], scratch.values[1, :tokens]
         torch.index_select(self.caches.keys, 0, slots, out=keys[:sinks])
         torch.index_select(self.caches.values, 0, slots, out=values[:sinks])
-        if count and plan.seat is not None:
+        if count:
             row, ways = plan.seat.row, found.ways.long()
             for cached, out in ((self.store.cache.keys, keys), (self.store.cache.values, values)):
                 torch.index_select(cached[row], 0, ways, out=out[sinks:].view(count, settings.block, *out.shape[1:]))

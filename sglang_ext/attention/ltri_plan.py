@@ -22,19 +22,21 @@ def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 @dataclass
 class Seat:
-    """What one stream has on the device, of which blocks have left its window.
+    """What one stream has on the device.
 
     Attributes:
-        row: of the caches of blocks (`kernels.host_fetch.BlockCache`).
+        row: of all that has a row a stream.
         at: [1] int64, the same on the device.
-        ids: [at least `known`] int32, numbers on the host of the stream's blocks.
+        ids: [at least `known`] int32, numbers on the host of the stream's blocks that have left its window.
         known: how many of them are there.
+        decodes: whether what decoding steps read is up to date.
     """
 
     row: int
     at: torch.Tensor
     ids: torch.Tensor
     known: int = 0
+    decodes: bool = False
 
     def learn(self, ids: Sequence[int]) -> None:
         """Have all of a stream's blocks in `ids`, of which some may be there."""
@@ -126,7 +128,7 @@ class ChunkPlan:
         gone_tokens: their tokens; None for none.
         gone_ids: [n] int32, their numbers on the host.
         ids: [at least `stored`] int32, numbers on the host of the stream's blocks.
-        seat: what the stream has on the device; None as long as no block has left its window.
+        seat: what the stream has on the device.
         tiles: of its attention map.
         before, count, blocks: [1] int32, columns of the window before its rows, its rows, and `stored`.
     """
@@ -140,14 +142,14 @@ class ChunkPlan:
     gone_tokens: Tokens | None
     gone_ids: torch.Tensor
     ids: torch.Tensor
-    seat: Seat | None
+    seat: Seat
     tiles: Tiles
     before: torch.Tensor
     count: torch.Tensor
     blocks: torch.Tensor
 
     @classmethod
-    def of(cls, chunk: LayerTokens[SpansT], seat: Seat | None) -> ChunkPlan:
+    def of(cls, chunk: LayerTokens[SpansT], seat: Seat) -> ChunkPlan:
         """The plan of a chunk whose blocks have their numbers on the host (`LayerHost.numbers`)."""
         settings, begin, end, device = chunk.settings, chunk.begin, chunk.end, chunk.slots.device
         first, stored = settings.local(begin), settings.evicted(begin)
@@ -156,7 +158,7 @@ class ChunkPlan:
         listed = torch.zeros(1, settings.slots, dtype=torch.int32, device=device)
         listed[0, : end - first] = window.slots
         gone = range(chunk.memory.stored, stored)
-        ids = torch.empty(0, dtype=torch.int32, device=device) if seat is None else seat.ids
+        ids = seat.ids
         number = lambda value: torch.full((1,), value, dtype=torch.int32, device=device)  # noqa: E731
         return cls(
             rows=tokens(begin, end),

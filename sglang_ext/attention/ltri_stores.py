@@ -1,7 +1,7 @@
 """What kernels have for the streams of Ltri-LLM, beside the KV cache: index vectors, cached blocks, views of the host.
 
 All of it is there from the start. Index vectors have the numbers of the blocks on the host, whichever streams hold
-them; a stream of which blocks have left the window has a row of the caches of blocks.
+them; all else has a row a stream.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from sglang_ext.attention.ltri_kernels import (
 )
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, Seat
+from sglang_ext.cache.budget import FLOAT32
 from sglang_ext.cache.host_blocks import GIB, HostBlocks, HostLease
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
+from sglang_ext.kernels.stream_decode import MapState
 from sglang_ext.policies.ltri_options import Ltri
 
 Voters = Mapping[int, Voter | None]
@@ -75,15 +77,16 @@ class KernelChunks:
         caches: layer -> (keys [slots, kv_heads, head_dim], values [slots, kv_heads, value_dim]).
         voters: of all layers.
         heads: query heads of a layer.
-        rows: streams of which blocks have left the window, at most.
+        rows: streams, at most.
         rotation: the model's.
         attention: what computes attention.
 
     Raises:
-        ValueError: index and cached blocks do not fit the GPU.
+        ValueError: what they need does not fit the GPU.
 
     Attributes:
         stores: by layer.
+        slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
     """
 
     def __init__(
@@ -100,17 +103,20 @@ class KernelChunks:
         keys, values = next(iter(caches.values()))
         self.settings, self.device = settings, keys.device
         self._free, self._seats = list(range(rows))[::-1], dict[HostLease, Seat]()
-        _check_room(settings, voters, host.total, heads, keys)
+        _check_room(settings, voters, host.total, heads, rows, keys)
+        self.slot = torch.zeros(rows, settings.slots, dtype=torch.int32, device=self.device)
         scratch = Scratch.empty(settings, keys, values)
         self.stores: dict[int, LayerStore] = {}
         for layer, (keys, _) in caches.items():
             region = HostRegion(*(device_view(kept[layer], self.device) for kept in (host.keys, host.values)))
-            voter, index = voters[layer], None
+            voter, index, state = voters[layer], None, None
             if voter is not None:
                 dim = keys.shape[2] * (heads if voter.head is None else 1)
                 index = LayerIndex.empty(settings, host.total, dim, keys)
+                state = map_state(settings, rows, heads, keys)
             cache = BlockCache.empty(rows, max(1, settings.ways), region, self.device)
-            self.stores[layer] = LayerStore(index, region, cache, rotation, attention, scratch)
+            ways = torch.full((rows, max(1, settings.retrieved)), -1, dtype=torch.int32, device=self.device)
+            self.stores[layer] = LayerStore(index, state, region, cache, ways, rotation, attention, scratch)
 
     def memory(self) -> KernelMemory:
         """What a layer of a stream remembers that has no token yet."""
@@ -119,10 +125,17 @@ class KernelChunks:
     def chunk(self, tokens: LayerTokens[Any]) -> KernelChunk:
         """What computes a chunk."""
         lease, carry = tokens.host.lease, tokens.caches.carry
+        store, seat = self.stores[tokens.caches.layer], self.seat(tokens)
         key = f"plan of {id(lease)} from {tokens.begin}"
         if key not in carry:
-            carry[key] = ChunkPlan.of(tokens, self._seat(tokens))
-        return KernelChunk(store=self.stores[tokens.caches.layer], plan=carry[key], **vars(tokens))
+            carry[key] = ChunkPlan.of(tokens, seat)
+        memory = tokens.memory
+        if not isinstance(memory, KernelMemory):
+            raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
+        if store.state is not None and memory.row != seat.row:
+            memory.sit(seat.row, store.state)
+        seat.decodes = False
+        return KernelChunk(store=store, plan=carry[key], **vars(tokens))
 
     def close(self, lease: HostLease) -> None:
         """A stream has ended."""
@@ -135,31 +148,45 @@ class KernelChunks:
         hits, misses = torch.stack([store.cache.counters.sum(0) for store in self.stores.values()]).sum(0).tolist()
         return {"hits": hits, "misses": misses}
 
-    def _seat(self, tokens: LayerTokens[Any]) -> Seat | None:
-        """Where the stream has what left its window; None as long as nothing did."""
-        lease, count = tokens.host.lease, self.settings.evicted(tokens.begin)
-        if count == 0:
-            return None
+    def seat_of(self, lease: HostLease) -> Seat | None:
+        """The seat of the stream that has a lease; None before its first chunk."""
+        return self._seats.get(lease)
+
+    def seat(self, tokens: LayerTokens[Any]) -> Seat:
+        """Where a stream has what lies on the device; it gets its row with its first chunk."""
+        lease = tokens.host.lease
         if lease not in self._seats:
             row = self._free.pop()
             at = torch.full((1,), row, dtype=torch.int64, device=self.device)
             for store in self.stores.values():
                 store.cache.held[row] = -1
+            self.slot[row] = tokens.slots[: self.settings.slots]
             self._seats[lease] = Seat(row, at, torch.empty(0, dtype=torch.int32, device=self.device))
         seat = self._seats[lease]
-        seat.learn(tokens.host.numbers(count))
+        seat.learn(tokens.host.numbers(self.settings.evicted(tokens.begin)))
         return seat
 
 
-def _check_room(settings: Ltri, voters: Voters, blocks: int, heads: int, keys: torch.Tensor) -> None:
-    """Raise ValueError where the index does not fit the GPU."""
+def map_state(settings: Ltri, rows: int, heads: int, keys: torch.Tensor) -> MapState:
+    """What is remembered of the attention map of so many streams in one layer with such keys."""
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    received, last = (torch.zeros(rows, settings.slots, dtype=wide, device=keys.device) for _ in range(2))
+    tile = torch.zeros(rows, heads, settings.block, settings.block, dtype=wide, device=keys.device)
+    return MapState(received, last, tile)
+
+
+def _check_room(settings: Ltri, voters: Voters, blocks: int, heads: int, rows: int, keys: torch.Tensor) -> None:
+    """Raise ValueError where index and maps do not fit the GPU; the KV cache's budget counts the cached blocks."""
     if not keys.is_cuda:
         return
-    needed, (free, _) = index_bytes(settings, voters, blocks, heads, keys), torch.cuda.mem_get_info(keys.device)
-    if needed > free:
-        votes = sum(voter is not None for voter in voters.values())
+    votes, (free, _) = sum(voter is not None for voter in voters.values()), torch.cuda.mem_get_info(keys.device)
+    index = index_bytes(settings, voters, blocks, heads, keys)
+    cached = len(voters) * rows * settings.ways * settings.block * 2 * keys[0].numel() * keys.element_size()
+    maps = votes * rows * (heads * settings.block**2 + 2 * settings.slots) * FLOAT32
+    if index + maps + cached > free:
         raise ValueError(
-            f"the index of {blocks} blocks takes {needed / GIB:.2f} GiB in {votes} layers that vote, and"
-            f" {free / GIB:.2f} GiB of the GPU are free: set --mem-fraction-static lower, host_gb or vectors lower"
-            " (--policy), or let fewer heads vote (sglang-ext heads)"
+            f"the index of {blocks} blocks takes {index / GIB:.2f} GiB in {votes} layers that vote, and {rows} streams"
+            f" take {maps / GIB:.2f} GiB for their attention maps and {cached / GIB:.2f} for blocks that came back;"
+            f" {free / GIB:.2f} GiB of the GPU are free: set --mem-fraction-static or --max-total-tokens lower,"
+            " host_gb, vectors or cached lower (--policy), or let fewer heads vote (sglang-ext heads)"
         )

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from sglang_ext.cache.rows import Row
     from sglang_ext.cache.stitch import NodeHooks
 
-CONVERSATION_KEY_BYTES = 32
-"""Random bytes in the key of a conversation; base64 spells them in 43 characters."""
+CONVERSATION_KEY_BYTES = 32  # random ones; base64 spells them in 43 characters
 _CONVERSATION_KEY = re.compile(r"[A-Za-z0-9_-]{43}")
 
 Carry: TypeAlias = dict[str, Any]
@@ -60,8 +59,7 @@ class Caches:
 
     Attributes:
         layer: index of the layer.
-        keys: [num_slots, kv_heads, head_dim], rotated at `slot_pos`.
-        values: [num_slots, kv_heads, value_dim].
+        keys, values: [num_slots, kv_heads, head_dim or value_dim]; keys are rotated at `slot_pos`.
         slot_pos: [num_slots] int32, the position each slot was written at.
         rope: the model's rotation.
         scale: factor of the logits.
@@ -105,7 +103,7 @@ class RequestRows:
     Attributes:
         request: whose rows they are.
         slots: [seq_len] the request's KV slots in column order, those of this pass included.
-        begin: column of the first query row; the query rows are columns [begin, seq_len).
+        begin: column of the first query row; they are columns [begin, seq_len).
         slot_pos: [num_slots] int32, already holding the positions of this pass.
         decode: whether this is a decoding step; a prompt's rows may be a single one, too.
     """
@@ -129,8 +127,7 @@ class RequestRows:
 class Attended:
     """A view, and attention over parts that are not tokens of the cache: merged with it, exactly, by log-sum-exp.
 
-    Double-P's summaries enter here: a cluster of s tokens with mean key C and mean value V counts as
-    s * exp(q . C / sqrt(D)) at V, in the same softmax as the tokens.
+    Double-P's summaries enter here: s tokens with mean key C and mean value V count as s * exp(q . C / sqrt(D)) at V.
 
     Attributes:
         view: disjoint from the parts.
@@ -157,6 +154,7 @@ class Policy:
             passed on beside the pool's own.
         chunk: tokens of a prompt that had best be one chunk; None where any number is as good.
         least_chunk: tokens of a prompt that a pass must have room for.
+        captured: whether kernels that serve it decode inside CUDA graphs.
     """
 
     request_options: frozenset[str] = frozenset()
@@ -168,6 +166,10 @@ class Policy:
     @property
     def least_chunk(self) -> int:
         return 1
+
+    @property
+    def captured(self) -> bool:
+        return True
 
     def check(self, options: Options) -> None:
         """Look at a request's `custom_params` before it is sent to the schedulers.
@@ -273,11 +275,8 @@ class StreamPolicy(Policy):
 
     def check(self, options: Options) -> None:
         """Whether the name and key of a conversation, and `continue`, are what they should be; to be extended."""
-        name, goes_on, key = (
-            options.get("conversation"),
-            options.get("continue", False),
-            options.get("conversation_key"),
-        )
+        name, goes_on = options.get("conversation"), options.get("continue", False)
+        key = options.get("conversation_key")
         if name is not None and not (isinstance(name, str) and 1 <= len(name) <= 128):
             raise ValueError(f"custom_params: conversation={name!r}: expected a name of 1 to 128 characters")
         if not isinstance(goes_on, bool) or (goes_on and name is None):

@@ -103,7 +103,7 @@ def before_server_args(server_args: ServerArgs) -> None:
     if server_args.page_size is None:
         server_args.page_size = 1
     _share_cores()
-    if not captures(system, server_args.dtype):
+    if not (captures(system, server_args.dtype) and policy.captured):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
     if policy.chunk is not None and server_args.chunked_prefill_size is None:

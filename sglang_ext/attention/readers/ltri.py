@@ -1,15 +1,24 @@
-"""Streams of Ltri-LLM in kernels: chunk by chunk, and the host waits for nothing (`attention.ltri_kernels`)."""
+"""Streams of Ltri-LLM in kernels: prompts chunk by chunk, decoding batched and in CUDA graphs.
+
+The host waits for nothing (`attention.ltri_kernels`, `attention.ltri_decode`). Where an answer does not see what the
+last chunk of its prompt got back, each of its tokens is a chunk (`LtriPolicy.captured`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.ltri import LtriPolicy
+from sglang_ext.attention.ltri_decode import DecodeRows, StepBuffers
 from sglang_ext.attention.ltri_kernels import Attention
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.model import Machine, Model
+from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader
 from sglang_ext.attention.readers.streams import StreamReader
+from sglang_ext.attention.step import Batch, Forward, LayerCall
 from sglang_ext.kernels.cells import Rotation, flashinfer_impl
 from sglang_ext.kernels.clamped_attention import reference
 from sglang_ext.policies.ltri_options import Ltri
@@ -33,30 +42,73 @@ def check_kernels(settings: Ltri) -> None:
         )
 
 
-class LtriReader(StreamReader):
-    """`LtriPolicy.attend` for each request of a batch, in kernels.
+class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
+    """Streams of a policy, in kernels; every batch is its.
 
     Raises:
-        ValueError: settings or the model's heads are none that the kernels take; the index does not fit the GPU; one
-            request may need more slots than there are, or than a row has columns.
+        ValueError: settings or the model's heads are none that the kernels take; what they need does not fit the GPU;
+            one request may need more slots than there are, or than a row has columns.
     """
+
+    writes = True
+    both = False
 
     def __init__(self, model: Model, policy: LtriPolicy, machine: Machine) -> None:
         check_kernels(policy.config)
         model.check_cache_type()
-        super().__init__(model, policy, machine)
+        self.model = model
+        self._prompts = StreamReader(model, policy, machine)
         caches, settings = model.caches(), policy.config
+        self._rows = model.request_slots // settings.slots
         self._chunks = KernelChunks(
             settings,
             policy.blocks_on_host,
             caches,
             {layer: policy.voter(layer) for layer in caches},
             model.shape.heads,
-            model.request_slots // settings.slots,
+            self._rows,
             Rotation.of(model.rope),
             self._attention(machine.kernels),
         )
         policy.compute_in(self._chunks)
+        self._decoding = DecodeRows(model, policy, self._chunks) if policy.captured else None
+        if self._decoding is not None:
+            self.graphs = self
+        self._steps = {"graph": 0, "eager": 0}
+
+    def step(self, batch: Batch) -> Batch:
+        return batch
+
+    def before_layers(self, step: Batch, forward: Forward, graph_rows: int | None) -> Loaded:
+        if not step.decode or self._decoding is None:
+            return self._prompts.before_layers(step, forward, graph_rows)
+        self._steps["eager"] += 1
+        return self._decoding.load(step.rows, len(step.rows))
+
+    def read(self, call: LayerCall[Loaded]) -> torch.Tensor:
+        if self._decoding is not None and isinstance(call.loaded, StepBuffers):
+            return self._decoding.decode(call)
+        return self._prompts.read(call)
+
+    def stats(self) -> Mapping[str, Mapping[str, float]]:
+        return {**super().stats(), "decoding_steps": self._steps, "host_cache": self._chunks.counters()}
+
+    # ---- CUDA graphs ----
+
+    def sizes(self, sizes: Sequence[int]) -> list[int]:
+        """More rows than there are streams are never asked for."""
+        largest = min((size for size in sizes if size >= self._rows), default=max(sizes))
+        return [size for size in sizes if size <= largest]
+
+    def capture(self, rows: int) -> Loaded:
+        return None if self._decoding is None else self._decoding.load((), rows)
+
+    def fits(self, step: Batch) -> bool:
+        return step.decode
+
+    def before_replay(self, step: Batch, forward: Forward, rows: int) -> Loaded:
+        self._steps["graph"] += 1
+        return None if self._decoding is None else self._decoding.load(step.rows, rows)
 
     def _attention(self, chosen: str) -> Attention:
         """What computes attention."""
@@ -72,6 +124,3 @@ class LtriReader(StreamReader):
         from sglang_ext.kernels.clamped_attention import flashinfer_impl as clamped
 
         return clamped
-
-    def stats(self) -> Mapping[str, Mapping[str, float]]:
-        return {**super().stats(), "host_cache": self._chunks.counters()}

@@ -1,0 +1,131 @@
+"""Decoding steps of streams of Ltri-LLM in kernels: the same launches every time, so that CUDA graphs hold them.
+
+What a step reads of a stream lies in a row of tensors that never move (`ltri_stores`). What changes once a block, spans
+that are cut and blocks that leave the window, is done before the layers run, when the host sees that it is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.attention.ltri import LtriPolicy
+from sglang_ext.attention.ltri_kernels import KernelMemory
+from sglang_ext.attention.ltri_plan import Seat
+from sglang_ext.attention.ltri_stores import KernelChunks
+from sglang_ext.attention.model import Model
+from sglang_ext.attention.policy import Caches
+from sglang_ext.attention.step import BatchRows, LayerCall
+from sglang_ext.kernels.stream_decode import NewToken, StepNumbers, StreamCaches, StreamSizes, StreamWorkspace
+from sglang_ext.kernels.stream_decode.dispatch import decode
+from sglang_ext.kernels.stream_decode.triton_impl import shares_of
+from sglang_ext.kernels.stream_decode.types import FIELDS
+
+PADDING = (-1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """What a decoding step of so many requests reads and writes.
+
+    Attributes:
+        numbers: of the streams.
+        workspace: of the kernels.
+    """
+
+    numbers: StepNumbers
+    workspace: StreamWorkspace
+
+
+class DecodeRows:
+    """Decoding steps of the streams of a policy.
+
+    Args:
+        model: the model.
+        policy: whose streams they are.
+        chunks: what kernels have for them.
+    """
+
+    def __init__(self, model: Model, policy: LtriPolicy, chunks: KernelChunks) -> None:
+        self._model, self._policy, self._chunks, settings = model, policy, chunks, policy.config
+        self._sizes = StreamSizes(settings.sinks, settings.slots, settings.window, settings.block)
+        self._buffers: dict[int, StepBuffers] = {}
+
+    def load(self, batch: Sequence[BatchRows], size: int) -> StepBuffers:
+        """Have a step of streams, one token each, in the buffers for `size` requests, padding included."""
+        buffers = self._buffers.get(size) or self._buffers.setdefault(size, self._make(size))
+        numbers = [self._open(rows) for rows in batch] + [PADDING] * (size - len(batch))
+        columns = torch.tensor(numbers, dtype=torch.int32).t().contiguous()
+        if self._model.device.type == "cuda":
+            columns = columns.pin_memory()
+        buffers.numbers.numbers.copy_(columns, non_blocking=True)
+        return buffers
+
+    def _make(self, size: int) -> StepBuffers:
+        settings, shape, device = self._policy.config, self._model.shape, self._model.device
+        beyond = settings.sinks + settings.retrieved * settings.block
+        shares = shares_of(size, shape.kv_heads, self._sizes, beyond, shape.num_sms)
+        numbers = torch.zeros(len(FIELDS), size, dtype=torch.int32, device=device)
+        space = StreamWorkspace.empty(size, shape.heads, shape.value_dim, settings.slots, shares, device)
+        return StepBuffers(StepNumbers(numbers), space)
+
+    # ---- before the layers ----
+
+    def _open(self, rows: BatchRows) -> tuple[int, int, int, int]:
+        """Have a stream's state where the step reads it; its column of `StepNumbers`."""
+        settings, stream = self._policy.config, self._policy.stream(rows.request)
+        token = stream.offset + rows.begin
+        slots = self._model.table[rows.request.slot]
+        seat = self._chunks.seat_of(stream.lease)
+        maps = [each for each in stream.layers.values() if isinstance(each, KernelMemory) and each.row is not None]
+        fresh = any(memory.last is not None and memory.last[0] < token for memory in maps)
+        whole = settings.first(settings.blocks(token)) == token  # a block ended with the token before
+        if seat is None or not seat.decodes or whole or settings.evicted(token) > stream.stored:
+            seat, fresh = self._settle(rows, slots, token), False
+        for memory in maps:
+            memory.saw(token)
+        return seat.row, token, settings.local(token), int(fresh)
+
+    def _settle(self, rows: BatchRows, slots: torch.Tensor, token: int) -> Seat:
+        """Do what a prompt's chunk begins with, in all layers; have blocks that came back, and tiles, in their rows."""
+        carry: dict[str, object] = {}
+        nowhere, block = slots[:0], self._policy.config.blocks(token + 1) - 1
+        for layer, (keys, values) in self._model.caches().items():
+            caches = Caches(layer, keys, values, nowhere, self._model.rope, self._model.shape.scale, carry)
+            tokens = self._policy.tokens(rows.request, caches, slots, self._model.shape.heads, (token, token + 1))
+            chunk = self._chunks.chunk(tokens)
+            chunk.remember()
+            store, memory, seat = chunk.store, chunk.memory, chunk.plan.seat
+            if store.state is not None and self._policy.config.index == "ltri" and block >= 0:
+                tile = store.state.tile[seat.row]
+                if block in memory.tiles and memory.tiles[block].data_ptr() != tile.data_ptr():
+                    tile.copy_(memory.tiles[block])
+                memory.tiles[block] = tile
+            if memory.retrieved is not memory.shown:
+                ways = store.ways[seat.row].fill_(-1)
+                if memory.retrieved is not None:
+                    ways[: memory.retrieved.ways.shape[0]] = memory.retrieved.ways
+                memory.shown = memory.retrieved
+        seat.decodes = True
+        return seat
+
+    # ---- in every layer ----
+
+    def decode(self, call: LayerCall[StepBuffers]) -> torch.Tensor:
+        """One layer of a step."""
+        if call.new is None:
+            raise ValueError(f"layer {call.layer} has no keys and values of its own: streams need them in every layer")
+        store, (keys, values) = self._chunks.stores[call.layer], call.caches
+        seen = StreamCaches(keys, values, self._chunks.slot, store.cache.keys, store.cache.values, store.ways)
+        return decode(
+            NewToken(call.query, *call.new),
+            seen,
+            call.loaded.numbers,
+            self._sizes,
+            store.rotation,
+            call.scale,
+            state=store.state,
+            workspace=call.loaded.workspace,
+        )

@@ -1,10 +1,11 @@
-"""What prepares a chunk's attention on a device: Triton's kernels on a GPU, plain PyTorch elsewhere."""
+"""What stands around a chunk's attention on a device: Triton's kernels on a GPU, plain PyTorch elsewhere."""
 
 from __future__ import annotations
 
 import torch
 
 from sglang_ext.kernels.cells.lists import Rotation
+from sglang_ext.kernels.clamped_attention.types import Part
 
 
 def rotate_queries(
@@ -33,3 +34,27 @@ def gather_keys(
     else:
         from sglang_ext.kernels.cells.reference import gather as run
     run(keys, values, slot, rotation, columns, out_keys, out_values)
+
+
+def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
+    """`reference.merge` (see there), by the Triton kernel where the parts lie on a GPU."""
+    if one.out.is_cuda:
+        from sglang_ext.kernels.clamped_attention.triton_impl import merge as run
+    else:
+        from sglang_ext.kernels.clamped_attention.reference import merge as run
+    return run(one, other, dtype)
+
+
+def move(
+    source: tuple[torch.Tensor, torch.Tensor],
+    target: tuple[torch.Tensor, torch.Tensor],
+    *,
+    read: torch.Tensor | None = None,
+    write: torch.Tensor | None = None,
+) -> None:
+    """`reference.move` (see there), by the Triton kernel where the source lies on a GPU."""
+    if source[0].is_cuda:
+        from sglang_ext.kernels.clamped_attention.triton_impl import move as run
+    else:
+        from sglang_ext.kernels.clamped_attention.reference import move as run
+    run(source, target, read=read, write=write)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_ext.kernels.clamped_attention import reference
+from sglang_ext.kernels.clamped_attention.dispatch import merge
 from sglang_ext.kernels.clamped_attention.types import (
     ChunkQuery,
     FarKeys,
@@ -47,9 +48,7 @@ def attend_window(
         return near
     before = max(0, rows - far)  # so many rows see nothing far away
     part = _run(prefill, query.far[before:], window.far[:far], window.values[:far], scale, causal=True)
-    last = Part(near.out[before:], near.lse[before:]).merged(part)
-    out = torch.cat([near.out[:before].to(last.out.dtype), last.out])
-    return Part(out, torch.cat([near.lse[:before], last.lse]))
+    return merge(near, part, near.lse.dtype)  # it is merged once more
 
 
 def attend_beyond(
@@ -73,7 +72,7 @@ def attend_beyond(
     if near:
         nothing = FarKeys(memory.keys[:0], memory.values[:0])
         parts.append(reference.attend_beyond(query, sinks, nothing, width=width, scale=scale))
-    return parts[0] if len(parts) == 1 else parts[0].merged(parts[1])
+    return parts[0] if len(parts) == 1 else merge(*parts, parts[0].lse.dtype)
 
 
 def _run(

@@ -78,6 +78,55 @@ def attend_beyond(query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width:
     return _attention(torch.cat(logits, -1), torch.cat([sinks.values, memory.values]))
 
 
+def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
+    """Attention over the tokens of both parts, which share none.
+
+    Args:
+        one: of all rows.
+        other: of all rows, or of the last ones, where the rows before see nothing of it.
+        dtype: of the result's `out`.
+
+    Returns:
+        Of all rows.
+    """
+    before = one.out.shape[0] - other.out.shape[0]
+    wide = one.lse.dtype
+    lse = one.lse.clone()
+    lse[before:] = torch.logaddexp(one.lse[before:], other.lse)
+    out = (one.lse - lse).exp().unsqueeze(-1) * one.out.to(wide)
+    out[before:] += (other.lse - lse[before:]).exp().unsqueeze(-1) * other.out.to(wide)
+    return Part(out.to(dtype), lse)
+
+
+def move(
+    source: tuple[torch.Tensor, torch.Tensor],
+    target: tuple[torch.Tensor, torch.Tensor],
+    *,
+    read: torch.Tensor | None = None,
+    write: torch.Tensor | None = None,
+) -> None:
+    """Copy keys and values, a row each: tokens, or whole blocks.
+
+    Args:
+        source: (keys [n, ...], values [n, ...]); what belongs to one row is contiguous.
+        target: likewise, in the source's dtype and on its device; written.
+        read: [rows] integer, which rows of the source; None for its first ones.
+        write: [rows] integer, which rows of the target; None for its first ones.
+
+    Raises:
+        ValueError: neither is given.
+    """
+    index = read if read is not None else write
+    if index is None:
+        raise ValueError("neither read nor write is given: expected one, [rows] integer")
+    for each, into in zip(source, target, strict=True):
+        rows = each[: index.shape[0]] if read is None else each[read.long()]
+        if write is None:
+            into[: index.shape[0]] = rows
+        else:
+            into[write.long()] = rows
+
+
 def _attention(logits: torch.Tensor, values: torch.Tensor) -> Part:
     grouped = values.to(logits.dtype).repeat_interleave(logits.shape[0] // values.shape[1], 1)
     out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), grouped)

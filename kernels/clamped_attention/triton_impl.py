@@ -1,4 +1,4 @@
-"""The queries of a chunk at both of their rotations on a GPU, in one launch."""
+"""What stands around a chunk's attention on a GPU, one launch each: rotated queries, merged parts, moved keys."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import triton.language as tl
 
 from sglang_ext.kernels.cells.lists import Rotation, rows_of
 from sglang_ext.kernels.cells.triton_impl import _cos_sin, _pairs, padded
+from sglang_ext.kernels.clamped_attention.types import Part
 
 ROWS = 4
-"""Rows of a program, which takes all of their heads."""
+"""Rows of a program that rotates, or merges, one head of them."""
+
+PIECE = 4096
+"""Elements of a row that a program moves, at most."""
 
 
 def rotate_queries(
@@ -65,3 +69,106 @@ def _rotate_kernel(
         rest = tl.load(source + r[None, :], mask=three, other=0.0)
         tl.store(near + target + r[None, :], rest, mask=three)
         tl.store(far + target + r[None, :], rest, mask=three)
+
+
+def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
+    """`reference.merge` in one launch, in float32.
+
+    Raises:
+        ValueError: the parts do not fit each other.
+    """
+    rows, heads, dim = one.out.shape
+    before = rows - other.out.shape[0]
+    if before < 0 or other.out.shape[1:] != (heads, dim) or other.lse.shape != other.out.shape[:2]:
+        raise ValueError(
+            f"parts {tuple(one.out.shape)} and {tuple(other.out.shape)}: expected as many heads and components, and no"
+            " more rows in the second"
+        )
+    if any(not each.is_contiguous() for part in (one, other) for each in (part.out, part.lse)):
+        raise ValueError("parts are not contiguous: expected contiguous outputs and log-sum-exps")
+    out = torch.empty(rows, heads, dim, dtype=dtype, device=one.out.device)
+    lse = torch.empty_like(one.lse)
+    if rows:
+        _merge_kernel[(triton.cdiv(rows * heads, ROWS),)](
+            one.out, one.lse, other.out, other.lse, out, lse, rows * heads, before * heads,
+            DIM=dim, TILE=ROWS, COLUMNS=triton.next_power_of_2(dim), num_warps=1,
+        )  # fmt: skip
+    return Part(out, lse)
+
+
+@triton.jit(do_not_specialize=["rows", "before"])
+def _merge_kernel(
+    one, one_lse, other, other_lse, out, lse, rows, before,
+    DIM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """TILE rows, each of one head."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    on, both = row < rows, (row < rows) & (row >= before)
+    a = tl.load(one_lse + row, mask=on, other=0.0)
+    b = tl.load(other_lse + row - before, mask=both, other=float("-inf"))
+    top = tl.maximum(a, b)
+    # A part that sees nothing has -inf, and counts nothing.
+    base = tl.where(top > float("-inf"), top, 0.0)
+    weight_a, weight_b = tl.exp(a - base), tl.exp(b - base)
+    total = weight_a + weight_b
+    some = tl.where(total > 0, total, 1.0)
+    d = tl.arange(0, COLUMNS)[None, :]
+    x = tl.load(one + row[:, None] * DIM + d, mask=on[:, None] & (d < DIM), other=0.0).to(tl.float32)
+    y = tl.load(other + (row - before)[:, None] * DIM + d, mask=both[:, None] & (d < DIM), other=0.0).to(tl.float32)
+    merged = (x * weight_a[:, None] + y * weight_b[:, None]) / some[:, None]
+    tl.store(out + row[:, None] * DIM + d, merged.to(out.dtype.element_ty), mask=on[:, None] & (d < DIM))
+    tl.store(lse + row, base + tl.log(some), mask=on)
+
+
+def move(
+    source: tuple[torch.Tensor, torch.Tensor],
+    target: tuple[torch.Tensor, torch.Tensor],
+    *,
+    read: torch.Tensor | None = None,
+    write: torch.Tensor | None = None,
+) -> None:
+    """`reference.move` in one launch.
+
+    Raises:
+        ValueError: neither index is given; dtypes or rows do not fit; a row is not contiguous.
+    """
+    index = read if read is not None else write
+    if index is None:
+        raise ValueError("neither read nor write is given: expected one, [rows] integer")
+    sizes = tuple(each.shape[1:].numel() for each in source)
+    for each, into in zip(source, target, strict=True):
+        if each.dtype != into.dtype or each.shape[1:] != into.shape[1:]:
+            raise ValueError(
+                f"{each.dtype} {tuple(each.shape)} into {into.dtype} {tuple(into.shape)}: expected rows of one shape"
+                " and dtype"
+            )
+        if not (each[:1].is_contiguous() and into[:1].is_contiguous()):
+            raise ValueError("keys or values are not contiguous: expected rows that are contiguous each")
+    rows = index.shape[0]
+    if not rows:
+        return
+    piece = min(PIECE, triton.next_power_of_2(max(sizes)))
+    _move_kernel[(rows, triton.cdiv(max(sizes), piece))](
+        *source, *target, index if read is None else read, index if write is None else write,
+        *(each.stride(0) for each in (*source, *target)),
+        KEYS=sizes[0], VALUES=sizes[1], READ=read is not None, WRITE=write is not None, PIECE=piece, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _move_kernel(
+    keys, values, to_keys, to_values, read, write, stride_key, stride_value, stride_to_key, stride_to_value,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """A piece of one row's keys, and of its values."""
+    row = tl.program_id(0).to(tl.int64)
+    source, target = row, row
+    if READ:
+        source = tl.load(read + row).to(tl.int64)
+    if WRITE:
+        target = tl.load(write + row).to(tl.int64)
+    at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    some_keys = tl.load(keys + source * stride_key + at, mask=at < KEYS)
+    some_values = tl.load(values + source * stride_value + at, mask=at < VALUES)
+    tl.store(to_keys + target * stride_to_key + at, some_keys, mask=at < KEYS)
+    tl.store(to_values + target * stride_to_value + at, some_values, mask=at < VALUES)

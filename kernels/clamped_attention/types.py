@@ -64,12 +64,6 @@ class Part:
     out: torch.Tensor
     lse: torch.Tensor
 
-    def merged(self, other: Part) -> Part:
-        """Attention over the tokens of both parts, which share none; every row sees a token of each."""
-        lse = torch.logaddexp(self.lse, other.lse)
-        own, others = ((part.lse - lse).exp().unsqueeze(-1) * part.out for part in (self, other))
-        return Part(own + others, lse)
-
 
 def check_window(query: ChunkQuery, window: SeenKeys, width: int) -> None:
     """Raise ValueError where shapes, dtypes, devices or places do not fit `attend_window`."""

@@ -17,7 +17,7 @@ from sglang_ext.attention.ltri_plan import ChunkPlan, on_device
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
-from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, rotate_queries
+from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, merge, move, rotate_queries
 from sglang_ext.kernels.host_fetch import BlockCache, HostRegion, fetch, look_up, store
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
 from sglang_ext.kernels.rope import rotate
@@ -198,7 +198,7 @@ class KernelChunk(LayerTokens[Spans]):
         if self.settings.far:
             asked = ChunkQuery(asked.near, asked.near, asked.begin)
         beyond = attention.attend_beyond(asked, sinks, memory, width=width, scale=scale)
-        return local.merged(beyond).out.to(query.dtype)
+        return merge(local, beyond, query.dtype).out
 
     # ---- the window ----
 
@@ -221,12 +221,12 @@ class KernelChunk(LayerTokens[Spans]):
             self.caches.keys, self.caches.values, plan.listed, self.store.rotation, count, scratch.keys[0], values
         )
         beyond = max(0, self.end - self._width - plan.window.first)  # what some row sees at the largest distance
-        torch.index_select(self.caches.keys, 0, plan.window.slots[:beyond], out=far[:beyond])
+        # Values come along: they are written where they stand.
+        move((self.caches.keys, self.caches.values), (far, values), read=plan.window.slots[:beyond])
         return SeenKeys(near, far, values, plan.window.first)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        slots = self.plan.rows.slots
-        self.caches.keys[slots], self.caches.values[slots] = keys, values
+        move((keys, values), (self.caches.keys, self.caches.values), write=self.plan.rows.slots)
         if self.voter is not None:
             self.memory.received[self.plan.rows.cells] = 0
 
@@ -432,12 +432,10 @@ class KernelChunk(LayerTokens[Spans]):
         slots = plan.sinks.slots
         sinks, tokens = slots.shape[0], slots.shape[0] + count * settings.block
         keys, values = scratch.keys[2, :tokens], scratch.values[1, :tokens]
-        torch.index_select(self.caches.keys, 0, slots, out=keys[:sinks])
-        torch.index_select(self.caches.values, 0, slots, out=values[:sinks])
-        if count:
-            row, ways = plan.seat.row, found.ways.long()
-            for cached, out in ((self.store.cache.keys, keys), (self.store.cache.values, values)):
-                torch.index_select(cached[row], 0, ways, out=out[sinks:].view(count, settings.block, *out.shape[1:]))
+        move((self.caches.keys, self.caches.values), (keys, values), read=slots)
+        row, cache = plan.seat.row, self.store.cache
+        blocks = [each[sinks:].view(count, settings.block, *each.shape[1:]) for each in (keys, values)]
+        move((cache.keys[row], cache.values[row]), (blocks[0], blocks[1]), read=found.ways)
         if settings.far:
             keys[sinks:] = self._at(keys[sinks:], self._tokens(found.blocks))
         if not settings.far and self.begin - (sinks - 1) >= self._width:

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from sglang_ext.kernels.cells import Rotation
-from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, SeenKeys, flashinfer_impl, reference
+from sglang_ext.kernels.clamped_attention import (
+    ChunkQuery,
+    FarKeys,
+    Part,
+    SeenKeys,
+    dispatch,
+    flashinfer_impl,
+    reference,
+    triton_impl,
+)
 from sglang_ext.kernels.clamped_attention.triton_impl import rotate_queries
 from sglang_ext.kernels.rope import Rope, rotate
 from tests.kernels import sm90
@@ -20,6 +29,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 HALF = torch.float16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, HALF: 5e-3}
 ROTATED = {torch.float32: 3e-6, HALF: 1e-3, torch.bfloat16: 8e-3}
+MERGED = {torch.float32: 1e-5, HALF: 1e-3, torch.bfloat16: 8e-3}
 SCALE = 0.3
 
 
@@ -131,7 +141,8 @@ def attention(module: Any, given: dict[str, Any], **stand: Any) -> tuple[torch.T
     window = module.attend_window(query, given["window"], **more)
     if len(given["sinks"].near) + len(given["memory"].keys) == 0:
         return window.out, window.lse
-    return window.merged(module.attend_beyond(query, given["sinks"], given["memory"], **more)).out, window.lse
+    beyond = module.attend_beyond(query, given["sinks"], given["memory"], **more)
+    return dispatch.merge(window, beyond, window.lse.dtype).out, window.lse
 
 
 @pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
@@ -208,6 +219,69 @@ def test_queries_at_both_rotations(
             assert (found.double() - exact).abs().max() <= ROTATED[dtype] * float(exact.abs().max())
 
 
+def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 2) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("module", [reference, triton_impl], ids=["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [5, 2, 0])
+def test_parts_are_merged(module: Any, dtype: torch.dtype, rows: int) -> None:
+    """The second part has the last rows; a row of it sees nothing. Large logits do not overflow."""
+    one = Part(drawn(5, 3, 20, dtype=dtype), 300 * drawn(5, 3, dtype=torch.float32, seed=3))
+    other = Part(drawn(rows, 3, 20, dtype=dtype, seed=4), 300 * drawn(rows, 3, dtype=torch.float32, seed=5))
+    if rows:
+        other.lse[0, 1] = float("-inf")
+    found = module.merge(one, other, dtype)
+    assert found.out.dtype == dtype and found.lse.dtype == torch.float32
+    whole = torch.full((5, 3), float("-inf"), dtype=torch.float64, device=DEVICE)
+    whole[5 - rows :] = other.lse.double()
+    values = torch.zeros(5, 3, 20, dtype=torch.float64, device=DEVICE)
+    values[5 - rows :] = other.out.double()
+    lse = torch.logaddexp(one.lse.double(), whole)
+    out = (one.lse.double() - lse).exp()[..., None] * one.out.double() + (whole - lse).exp()[..., None] * values
+    assert (found.lse.double() - lse).abs().max() <= 1e-4
+    assert (found.out.double() - out).abs().max() <= MERGED[dtype] * float(out.abs().max())
+
+
+@pytest.mark.parametrize("module", [reference, triton_impl], ids=["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+def test_rows_are_moved(module: Any, dtype: torch.dtype, kind: torch.dtype) -> None:
+    """Tokens and blocks, of which others are NaN; keys and values have other sizes, and are parts of wider tensors."""
+    for shapes in (((3, 5), (3, 7)), ((4, 3, 1100), (4, 3, 500))):
+        wide = [drawn(9, 2, *shape, dtype=dtype) for shape in shapes]
+        source = wide[0][:, 1], wide[1][:, 1]
+        at = torch.tensor([7, 0, 4], device=DEVICE, dtype=kind)
+        unread = [row for row in range(9) if row not in (7, 0, 4)]
+        for each in source:
+            each[unread] = torch.nan
+        target = [torch.full_like(each, torch.nan) for each in source]
+        module.move(source, (target[0], target[1]), read=at)
+        for each, into in zip(source, target, strict=True):
+            assert torch.equal(into[:3], each[at.long()]) and into[3:].isnan().all()
+        back = [torch.full_like(each, torch.nan) for each in source]
+        module.move((target[0], target[1]), (back[0], back[1]), write=at)
+        for each, into in zip(source, back, strict=True):
+            assert torch.equal(into[at.long()], each[at.long()]) and into[unread].isnan().all()
+        module.move(source, (target[0], target[1]), read=at[:0])
+    with pytest.raises(ValueError, match="neither read nor write is given"):
+        module.move(source, source)
+
+
+def test_what_cannot_be_merged_or_moved() -> None:
+    one, other = (Part(drawn(rows, 2, 4), drawn(rows, 2)) for rows in (3, 4))
+    with pytest.raises(ValueError, match="no more rows in the second"):
+        triton_impl.merge(one, other, torch.float32)
+    with pytest.raises(ValueError, match="parts are not contiguous"):
+        triton_impl.merge(Part(drawn(2, 3, 4).transpose(0, 1), drawn(3, 2)), one, torch.float32)
+    keys, at = drawn(4, 2, 3), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="expected rows of one shape and dtype"):
+        triton_impl.move((keys, keys), (keys.float(), keys), read=at)
+    with pytest.raises(ValueError, match="expected rows that are contiguous each"):
+        triton_impl.move((keys.transpose(1, 2), keys), (drawn(4, 3, 2), keys), read=at)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernel and run it")
 def test_compiles_for_hopper(tmp_path: Path) -> None:
     """What the interpreter takes, the compiler may not."""
@@ -221,9 +295,17 @@ from sglang_ext.kernels.clamped_attention import triton_impl
 from sglang_ext.kernels.rope import Rope
 from tests.kernels.sm90 import compiled, stand_in
 
-stand_in(triton_impl, "_rotate_kernel", shared=48 * 1024)
+from sglang_ext.kernels.clamped_attention import Part
+
+stand_in(triton_impl, "_rotate_kernel", "_merge_kernel", "_move_kernel", shared=48 * 1024)
+for dtype in (torch.bfloat16, torch.float32):
+    one, lse = torch.empty(9, 4, 128, dtype=dtype), torch.empty(9, 4)
+    triton_impl.merge(Part(one, lse), Part(one[3:], lse[3:]), torch.bfloat16)
+    keys, at = torch.empty(9, 4, 128, dtype=dtype), torch.zeros(5, dtype=torch.int64)
+    triton_impl.move((keys, keys), (keys, keys), read=at)
+    triton_impl.move((keys, keys), (keys, keys), write=at.int())
 for dim, rotary, dtype in ((128, 128, torch.bfloat16), (64, 64, torch.float16), (96, 48, torch.float32)):
     rotation = Rotation.of(Rope(0.4 ** torch.arange(rotary // 2)))
     triton_impl.rotate_queries(torch.empty(9, 4, dim, dtype=dtype), rotation, first=3, edge=4095)
-assert len(compiled) == 1, compiled
+assert len(compiled) == 3, compiled
 """

@@ -72,7 +72,7 @@ def attend_beyond(
     if near:
         nothing = FarKeys(memory.keys[:0], memory.values[:0])
         parts.append(reference.attend_beyond(query, sinks, nothing, width=width, scale=scale))
-    return parts[0] if len(parts) == 1 else merge(*parts, parts[0].lse.dtype)
+    return parts[0] if len(parts) == 1 else merge(parts[0], parts[1], parts[0].lse.dtype)
 
 
 def _run(

@@ -167,6 +167,12 @@ class LayerStore:
     scratch: Scratch
 
 
+def _padded(states: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows, dim], contiguous: states and zeros behind them."""
+    missing = rows - states.shape[0]
+    return torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states.contiguous()
+
+
 @dataclass(frozen=True)
 class KernelChunk(LayerTokens[Spans]):
     """A chunk in kernels.
@@ -228,7 +234,7 @@ class KernelChunk(LayerTokens[Spans]):
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         move((keys, values), (self.caches.keys, self.caches.values), write=self.plan.rows.slots)
         if self.voter is not None:
-            self.memory.received[self.plan.rows.cells] = 0
+            self.memory.received.index_fill_(0, self.plan.rows.cells, 0)
 
     # ---- what is remembered ----
 
@@ -266,9 +272,12 @@ class KernelChunk(LayerTokens[Spans]):
         if self.voter is not None and self.store.index is not None:
             spans, index = self._spans(blocks), self.store.index
             given = memory.received[cells].view(len(blocks), settings.block)
-            vectors = self.voter.of_keys(self.caches.keys[slots], self.heads).view(len(blocks), settings.block, -1)
+            states = self.voter.of_slots(self.caches.keys, slots, self.heads)
+            vectors = states.view(len(blocks), settings.block, -1)
             found, counts = self._vectors(vectors, pick(spans, given, index_sizes(settings)[1]), spans.counts)
-            index.vectors[ids.long()], index.counts[ids.long()] = found.to(index.vectors.dtype), counts
+            at = ids.long()
+            index.vectors.index_copy_(0, at, found.to(index.vectors.dtype))
+            index.counts.index_copy_(0, at, counts)
         places = slots.view(len(blocks), settings.block)
         store(self.caches.keys, self.caches.values, places, ids, self.store.region)
         memory.stored = blocks.stop
@@ -330,9 +339,9 @@ class KernelChunk(LayerTokens[Spans]):
             scale=self.caches.scale,
         )
         given, cells = received(chunk), plan.window.cells
-        memory.received[cells] += given.received[0]
+        memory.received.index_add_(0, cells, given.received[0])
         last = torch.zeros_like(memory.received) if memory.newest is None else memory.newest.zero_()
-        last[cells] = given.last[0]
+        last.index_copy_(0, cells, given.last[0])
         memory.last = self.end - 1, last
         if settings.index != "ltri":
             return None
@@ -354,8 +363,7 @@ class KernelChunk(LayerTokens[Spans]):
             if settings.first(block + 1) <= self.end:
                 self.memory.spans[block] = Spans(spans.bounds[place : place + 1], spans.counts[place : place + 1])
                 del self.memory.tiles[block]
-        padding = len(tiles) * settings.block - given.shape[0]
-        return spans, torch.nn.functional.pad(given, (0, padding)).view(len(tiles), settings.block)
+        return spans, _padded(given.unsqueeze(1), len(tiles) * settings.block).view(len(tiles), settings.block)
 
     # ---- what comes back ----
 
@@ -412,7 +420,7 @@ class KernelChunk(LayerTokens[Spans]):
             return QuerySpans(mean.view(1, 1, 1, -1), torch.ones_like(self.plan.count).view(1, 1))
         spans, given = own
         tiles = given.shape[0]
-        padded = torch.nn.functional.pad(states, (0, 0, 0, tiles * settings.block - states.shape[0]))
+        padded = _padded(states, tiles * settings.block)
         tokens = pick(spans, given, index_sizes(settings)[1])
         found, counts = self._vectors(padded.view(tiles, settings.block, -1), tokens, spans.counts)
         return QuerySpans(found.flatten(0, 1).unsqueeze(0), counts.flatten().unsqueeze(0))

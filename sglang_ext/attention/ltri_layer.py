@@ -31,7 +31,12 @@ class Voter:
 
     def of_keys(self, keys: torch.Tensor, heads: int) -> torch.Tensor:
         """Likewise, from keys [tokens, kv_heads, dim] of so many query heads."""
-        return self.of_queries(keys.repeat_interleave(heads // keys.shape[1], 1))
+        group = heads // keys.shape[1]
+        return keys.repeat_interleave(group, 1).flatten(1) if self.head is None else keys[:, self.head // group]
+
+    def of_slots(self, keys: torch.Tensor, slots: torch.Tensor, heads: int) -> torch.Tensor:
+        """Likewise, of those keys of a KV cache that lie in slots [tokens]."""
+        return self.of_keys(keys[slots], heads) if self.head is None else self.of_keys(keys, heads)[slots]
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,27 @@ import pytest
 
 from tests.e2e.server import until
 from tests.e2e.streams import TOLERANCE, Served, prompt_of, retract_often, save, serving
-from tests.e2e.test_ltri import SIZES, clean, policy_of
+from tests.e2e.test_ltri import OF_KERNELS, SIZES, clean, policy_of
 from tests.oracle.ltri import LtriOracle
 
 DOCUMENT = prompt_of(150, 1)
 CHUNK, LAST = SIZES.chunk, SIZES.last
 
 
-@pytest.fixture(scope="module", params=["overlap", "retracted"])
+@pytest.fixture(scope="module", params=["overlap", "retracted", "kernels"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    retracts = request.param == "retracted"
+    """In plain PyTorch, or with the reader of kernels; there is room for three streams."""
+    retracts, kernels = request.param == "retracted", request.param == "kernels"
+    sizes = OF_KERNELS if kernels else SIZES
+    pool = {"max_total_tokens": 200} if kernels else {}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_EXT_KERNELS", "triton" if kernels else "torch")
         if retracts:
             retract_often(patch)
         folder = save(tmp_path_factory.mktemp("model"))
-        with serving(folder, attention_backend="ltri", policy=policy_of(SIZES), disable_overlap_schedule=retracts) as s:
-            s.oracle = LtriOracle(folder)  # type: ignore[attr-defined]
+        options = {"attention_backend": "ltri", "policy": policy_of(sizes), **pool}
+        with serving(folder, **options, disable_overlap_schedule=retracts) as s:
+            s.oracle, s.sizes = LtriOracle(folder), sizes  # type: ignore[attr-defined]
             yield s
 
 
@@ -40,7 +45,8 @@ def ask(served: Served, prompts: Sequence[list[int]], new_tokens: int = 12) -> l
 
 def check(served: Served, prompt: list[int], answer: dict[str, Any]) -> None:
     tokens = [*prompt, *answer["output_ids"]]
-    table = served.oracle.log_probs(tokens, len(prompt), SIZES)[len(prompt) - 1 : -1]  # type: ignore[attr-defined]
+    oracle, sizes = served.oracle, served.sizes  # type: ignore[attr-defined]
+    table = oracle.log_probs(tokens, len(prompt), sizes)[len(prompt) - 1 : -1]
     for (got, token, *_), row in zip(answer["meta_info"]["output_token_logprobs"], table, strict=True):
         assert abs(row[token] - got) <= TOLERANCE and row.max() - row[token] <= TOLERANCE
 
@@ -110,10 +116,10 @@ def test_siblings_leave_each_other_alone(served: Served) -> None:
 def test_forks_hold_blocks_once(served: Served) -> None:
     source, fork = [*DOCUMENT, *prompt_of(18, 7)], [*DOCUMENT, *prompt_of(21, 8)]
     ask(served, [source], 3)
-    alone = served.stats()["host_blocks"]
+    alone, sizes = served.stats()["host_blocks"], served.sizes  # type: ignore[attr-defined]
     (answer,) = ask(served, [fork], 3)
-    ends = (len(fork) + 3 - 2 - SIZES.sinks - SIZES.window) // SIZES.block
-    copied = (answer["meta_info"]["cached_tokens"] - SIZES.sinks - SIZES.window) // SIZES.block
+    ends = (len(fork) + 3 - 2 - sizes.sinks - sizes.window) // sizes.block
+    copied = (answer["meta_info"]["cached_tokens"] - sizes.sinks - sizes.window) // sizes.block
     assert served.stats()["ended_streams"] == 2
     assert served.stats()["host_blocks"] == alone + ends - copied
     fresh(served)

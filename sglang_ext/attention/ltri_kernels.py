@@ -112,7 +112,7 @@ def _is_folded(settings: Ltri) -> bool:
     return settings.index != "ltri" or settings.similarity == "sum"
 
 
-class Attention(Protocol):
+class ClampedAttention(Protocol):
     """Attention with clamped distances: `reference` or `flashinfer_impl` of `kernels.clamped_attention`."""
 
     def attend_window(self, query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
@@ -163,7 +163,7 @@ class LayerStore:
     cache: BlockCache
     ways: torch.Tensor
     rotation: Rotation
-    attention: Attention
+    attention: ClampedAttention
     scratch: Scratch
 
 

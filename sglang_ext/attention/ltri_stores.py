@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.ltri_kernels import (
-    Attention,
+    ClampedAttention,
     KernelChunk,
     KernelMemory,
     LayerIndex,
@@ -98,7 +98,7 @@ class KernelChunks:
         heads: int,
         rows: int,
         rotation: Rotation,
-        attention: Attention,
+        attention: ClampedAttention,
     ) -> None:
         keys, values = next(iter(caches.values()))
         self.settings, self.device = settings, keys.device

@@ -13,7 +13,7 @@ import torch
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_decode import DecodeRows, StepBuffers
-from sglang_ext.attention.ltri_kernels import Attention
+from sglang_ext.attention.ltri_kernels import ClampedAttention
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader
@@ -110,7 +110,7 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         self._steps["graph"] += 1
         return None if self._decoding is None else self._decoding.load(step.rows, rows)
 
-    def _attention(self, chosen: str) -> Attention:
+    def _attention(self, chosen: str) -> ClampedAttention:
         """What computes attention."""
         shape, device = self.model.shape, self.model.device
         if chosen != "flashinfer":

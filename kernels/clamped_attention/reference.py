@@ -129,7 +129,7 @@ def move(
 
 def _attention(logits: torch.Tensor, values: torch.Tensor) -> Part:
     grouped = values.to(logits.dtype).repeat_interleave(logits.shape[0] // values.shape[1], 1)
-    out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), grouped)
+    out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), grouped).contiguous()
     return Part(out, logits.logsumexp(-1).transpose(0, 1).contiguous())
 
 

@@ -72,10 +72,10 @@ def _rotate_kernel(
 
 
 def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
-    """`reference.merge` in one launch, in float32.
+    """`reference.merge` in one launch, in the dtype of the log-sum-exps.
 
     Raises:
-        ValueError: the parts do not fit each other.
+        ValueError: the parts do not fit each other, or are not contiguous.
     """
     rows, heads, dim = one.out.shape
     before = rows - other.out.shape[0]
@@ -113,8 +113,9 @@ def _merge_kernel(
     total = weight_a + weight_b
     some = tl.where(total > 0, total, 1.0)
     d = tl.arange(0, COLUMNS)[None, :]
-    x = tl.load(one + row[:, None] * DIM + d, mask=on[:, None] & (d < DIM), other=0.0).to(tl.float32)
-    y = tl.load(other + (row - before)[:, None] * DIM + d, mask=both[:, None] & (d < DIM), other=0.0).to(tl.float32)
+    wide = a.dtype
+    x = tl.load(one + row[:, None] * DIM + d, mask=on[:, None] & (d < DIM), other=0.0).to(wide)
+    y = tl.load(other + (row - before)[:, None] * DIM + d, mask=both[:, None] & (d < DIM), other=0.0).to(wide)
     merged = (x * weight_a[:, None] + y * weight_b[:, None]) / some[:, None]
     tl.store(out + row[:, None] * DIM + d, merged.to(out.dtype.element_ty), mask=on[:, None] & (d < DIM))
     tl.store(lse + row, base + tl.log(some), mask=on)

@@ -12,12 +12,14 @@ import torch
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.policy import Caches, Request
+from sglang_ext.attention.readers.ltri import check_kernels
 from sglang_ext.cache.forks import Fork, Source
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import reference
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.heads import Heads
+from sglang_ext.policies.ltri_options import Ltri
 
 SIZES: dict[str, Any] = {"sinks": 16, "window": 48, "block": 16, "chunk": 32, "last": 7, "retrieved": 3}
 SIZES |= {
@@ -160,3 +162,34 @@ def test_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     assert len(found) < len(whole)
     for wanted, got in zip(whole[-len(found) :], found, strict=True):
         assert (got - wanted).abs().max() <= TOLERANCE
+
+
+def test_what_kernels_do_not_take() -> None:
+    check_kernels(Ltri())
+    check_kernels(Ltri(block=40, chunk=520, index="infllm", vote="off"))  # it cuts no spans
+    for changes, message in (
+        ({"block": 40, "chunk": 520}, r"block=40 \(16, 32, 64, 128\)"),
+        ({"block": 256}, r"block=256 \(16, 32, 64, 128\)"),
+        ({"retrieved": 65}, r"retrieved=65 \(at most 64\); ways=130 \(at most 128\)"),
+        ({"cached": 129}, r"ways=129 \(at most 128\)"),
+        ({"vectors": 129}, r"vectors=129 \(at most 128\)"),
+    ):
+        with pytest.raises(ValueError, match=message + ".* set SGLANG_EXT_KERNELS=torch"):
+            check_kernels(Ltri(**changes))
+
+
+def test_rows_of_streams_that_ended_serve_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """There are two rows; nothing of an ended stream is seen in its row, which holds NaN."""
+    plain, kernels = both(monkeypatch, tmp_path, {"similarity": "max"})
+    for seed in (1, 2, 3):
+        outs = []
+        for world in (plain, kernels):
+            request = world.begin(1, PROMPT)
+            outs.append([*world.run(request, text(seed), 0, TOKENS)])
+            world.policy.finish(request)
+        for wanted, found in zip(*outs, strict=True):
+            assert (found - wanted).abs().max() <= TOLERANCE
+        for store in kernels.chunks.stores.values():
+            store.cache.keys.fill_(torch.nan)
+            store.cache.values.fill_(torch.nan)
+    assert kernels.policy.blocks_on_host.used == 0

@@ -24,7 +24,7 @@ from pathlib import Path
 from sglang_ext.config import CHOICES, DEFAULT_RATIO, NAMES, PoolOptions, RequestOptions
 from sglang_ext.launch.options import described
 from sglang_ext.settings import ServerSettings
-from sglang_ext.systems.registry import ours
+from sglang_ext.systems.registry import System, ours
 from sglang_ext.types import Json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,11 +116,15 @@ def option_table(cls: type) -> str:
 
 def system_table() -> str:
     """A row for each system of this package."""
-    rows = [
-        (f"`{name}`", system.summary, "yes" if system.kernels else "no: plain PyTorch")
-        for name, system in ours().items()
-    ]
+    rows = [(f"`{name}`", system.summary, _kernels(system)) for name, system in ours().items()]
     return table(("`--attention-backend`", "what it does", "kernels for GPUs"), rows)
+
+
+def _kernels(system: System) -> str:
+    """Whether kernels serve a system, in words."""
+    if system.kernels is None:
+        return "no: plain PyTorch"
+    return "yes" if system.automatic else "if asked for"
 
 
 def updated(text: str, name: str) -> str:

@@ -12,7 +12,7 @@ KERNELS_ENV = "SGLANG_EXT_KERNELS"
 """Environment variable:
 
 - `auto`, the default: what has been measured for this machine: `flashinfer` on Hopper GPUs in half precision, `torch`
-  elsewhere and for systems that have no kernels.
+  elsewhere, and for systems that have no kernels or whose kernels must be asked for (`System.automatic`).
 - `torch`: the reference, on any device, without CUDA graphs.
 - `triton`: the system's kernels (`System.kernels`), with CUDA graphs on a GPU and in Triton's interpreter (slow)
   without one.
@@ -43,7 +43,7 @@ def kernels(system: System, dtype: str) -> str:
     if system.kernels is None:
         return "torch"
     if chosen == "auto":
-        return "flashinfer" if _hopper() and dtype not in FLOAT32 else "torch"
+        return "flashinfer" if system.automatic and _hopper() and dtype not in FLOAT32 else "torch"
     return chosen
 
 

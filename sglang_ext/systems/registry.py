@@ -51,6 +51,7 @@ class System:
         apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix them.
         reader: `module:class` of the reader in plain PyTorch, which serves it on any device; None for the usual one.
         kernels: `module:class` of the reader in kernels; None for a system that has none.
+        automatic: whether that reader serves without being asked for, where its kernels were measured.
     """
 
     summary: str
@@ -60,6 +61,7 @@ class System:
     apart: bool = False
     reader: str | None = None
     kernels: str | None = None
+    automatic: bool = True
 
     def reader_of(self, kernels: bool) -> str:
         """`module:class` of the reader in kernels, which the system must have, or in plain PyTorch."""

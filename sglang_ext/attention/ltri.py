@@ -24,17 +24,20 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from sglang_ext import compat
 from sglang_ext.attention.ltri_chunk import Chunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory
 from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
+from sglang_ext.attention.sparse import REPORT
 from sglang_ext.cache.budget import KVShape, cached_bytes_per_slot
 from sglang_ext.cache.forks import Fork
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease, host_bytes
 from sglang_ext.config import policy_options
+from sglang_ext.names import Req
 from sglang_ext.policies.heads import Heads, shipped, weights_hash
 from sglang_ext.policies.ltri_options import InfLlmOptions, Ltri
-from sglang_ext.types import Options
+from sglang_ext.types import JsonObject, Options
 
 AnyMemory: TypeAlias = LayerMemory[Any]
 """Of whoever computes the chunks: plain PyTorch or kernels."""
@@ -62,6 +65,9 @@ class Chunks(Protocol):
     def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
         """What computes a chunk."""
 
+    def retrieved(self, memory: AnyMemory) -> list[int]:
+        """The blocks that the last chunk of a prompt got back; may wait for the device."""
+
     def close(self, lease: HostLease) -> None:
         """The stream that has a lease ends."""
 
@@ -84,6 +90,9 @@ class TorchChunks:
     def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
         return Chunk(**vars(tokens))
 
+    def retrieved(self, memory: AnyMemory) -> list[int]:
+        return list(memory.blocks)
+
     def close(self, lease: HostLease) -> None:
         """Nothing but the lease is the stream's."""
         return
@@ -97,11 +106,13 @@ class LtriStream:
         lease: what it has on the host.
         layers: what its layers remember.
         offset: tokens before its request's first column.
+        note: where to say what the layers of the pass at hand get back; None where nobody asks.
     """
 
     lease: HostLease
     layers: dict[int, AnyMemory] = field(default_factory=dict)
     offset: int = 0
+    note: JsonObject | None = None
 
     @property
     def stored(self) -> int:
@@ -124,7 +135,7 @@ class LtriPolicy(StreamPolicy):
     """`--attention-backend ltri`: in plain PyTorch, or in the kernels of `attention.readers.ltri`."""
 
     options: type[Ltri] = Ltri
-    request_options = StreamPolicy.request_options | {"blocks"}
+    request_options = StreamPolicy.request_options | {"blocks", REPORT}
     forks = True
     of_tokens = False  # where a prompt ends, its last tokens are a chunk of their own
 
@@ -141,6 +152,8 @@ class LtriPolicy(StreamPolicy):
 
     def check(self, options: Options) -> None:
         super().check(options)
+        if not isinstance(options.get(REPORT, False), bool):
+            raise ValueError(f"custom_params: {REPORT}={options[REPORT]!r}: expected true or false")
         blocks = options.get("blocks")
         if blocks is None:
             return
@@ -248,6 +261,11 @@ class LtriPolicy(StreamPolicy):
     def start(self, request: Request) -> None:
         self._streams[request.slot] = self._admitted.pop(request.slot)
 
+    def before_pass(self, request: Request, req: Req, begin: int, end: int, decode: bool) -> None:
+        """The token that a prompt's last pass gives is asked what the layers got back for it."""
+        asked = not decode and request.options.get(REPORT)
+        self._streams[request.slot].note = compat.answer_note(req, REPORT, end) if asked else None
+
     def finish(self, request: Request) -> None:
         if request.slot in self._streams:  # not parked
             self.drop(self._streams.pop(request.slot))
@@ -321,6 +339,10 @@ class LtriPolicy(StreamPolicy):
             rows = slice(first - begin, last - begin)
             tokens = self.tokens(request, caches, slots, query.shape[1], (first, last))
             out[rows] = self._computing.chunk(tokens).attend(query[rows], keys[rows], values[rows], votes)
+        stream = self._streams[request.slot]
+        if stream.note is not None:
+            found = self._computing.retrieved(stream.layers[caches.layer])
+            stream.note.setdefault("blocks", []).append(found)
         return out
 
     def stream(self, request: Request) -> LtriStream:

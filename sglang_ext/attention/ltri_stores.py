@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.attention.ltri import AnyMemory
 from sglang_ext.attention.ltri_kernels import (
     ClampedAttention,
     KernelChunk,
@@ -136,6 +137,13 @@ class KernelChunks:
             memory.sit(seat.row, store.state)
         seat.decodes = False
         return KernelChunk(store=store, plan=carry[key], **vars(tokens))
+
+    def retrieved(self, memory: AnyMemory) -> list[int]:
+        """The blocks that the last chunk of a prompt got back; waits for the device."""
+        if not isinstance(memory, KernelMemory) or memory.retrieved is None:
+            return []
+        found: list[int] = memory.retrieved.blocks.tolist()
+        return found
 
     def close(self, lease: HostLease) -> None:
         """A stream has ended."""

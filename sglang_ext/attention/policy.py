@@ -220,7 +220,7 @@ class Policy:
     def before_pass(self, request: Request, req: Req, begin: int, end: int, decode: bool) -> None:
         """Columns [begin, end) of a request are about to be computed. Runs when SGLang builds a ForwardBatch.
 
-        `readers.views` and `readers.clusters` call it; the other readers know what they need from `runs`, or keep it.
+        `readers.planned` and `readers.cells` do not call it: they know what they need from `runs`, or keep it.
 
         Args:
             request: the request.
@@ -257,7 +257,7 @@ class StreamPolicy(Policy):
     - There are no pools, and streams share no slots. A prompt may go on from an ended stream (`of_tokens`), or begin as
       a copy of another one's beginning (`forks`).
 
-    `views`, `runs`, `before_pass` and `node_hooks` are not asked. Columns of a pass are tokens of the stream here.
+    `views`, `runs` and `node_hooks` are not asked. Columns of a pass are tokens of the stream here.
     Wherever a prompt is cut into chunks, its answer must be the same. A stream may outlive its request: a
     *conversation* is a stream that the next request, its next turn, goes on from.
 

@@ -129,6 +129,23 @@ def test_log_probabilities_of_a_prompt_are_computed_anew(served: Served) -> None
     clean(served)
 
 
+def test_what_layers_got_back_is_reported(served: Served) -> None:
+    """Of the pass that gives the first token: the chunk that ends the prompt; of each layer, the best first."""
+    sizes = served.sizes  # type: ignore[attr-defined]
+    prompt = prompt_of(150, 11)
+    answer = served.one(prompt, new_tokens=3, attention_report=True)
+    served.oracle.log_probs(sequence(prompt, answer), len(prompt), sizes)  # type: ignore[attr-defined]
+    (last,) = (chunk for chunk in served.oracle.chunks if chunk.end == len(prompt))  # type: ignore[attr-defined]
+    first, *others = answer["meta_info"]["attention_report"]
+    if not answer["meta_info"].get("num_retractions"):
+        assert first == {"blocks": [last.lists[layer] for layer in sorted(last.lists)]}
+        assert len(first["blocks"][-1]) == sizes.retrieved and not any(others)
+    assert "attention_report" not in served.one(prompt, new_tokens=2)["meta_info"]
+    with pytest.raises(ValueError, match="attention_report=1: expected true or false"):
+        served.one(prompt, new_tokens=2, attention_report=1)
+    clean(served)
+
+
 def test_a_long_prompt_beside_others(served: Served) -> None:
     """Longer than the KV pool and the model's context; short requests run while it is computed."""
     sizes = served.sizes  # type: ignore[attr-defined]

@@ -77,7 +77,7 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         self._steps = {"graph": 0, "eager": 0}
 
     def step(self, batch: Batch) -> Batch:
-        return batch
+        return self._prompts.step(batch)
 
     def before_layers(self, step: Batch, forward: Forward, graph_rows: int | None) -> Loaded:
         if not step.decode or self._decoding is None:

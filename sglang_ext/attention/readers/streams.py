@@ -51,6 +51,8 @@ class StreamReader(Reader[Batch, Batch]):
         policy.meet(model.served)
 
     def step(self, batch: Batch) -> Batch:
+        for rows in batch.rows:
+            self.policy.before_pass(rows.request, rows.req, rows.begin, rows.end, batch.decode)
         return batch
 
     def before_layers(self, step: Batch, forward: Forward, graph_rows: int | None) -> Batch:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.launch.answers import completed
+from sglang_ext.launch.bench._quality_reports import REPORT, attention, recall
 from sglang_ext.launch.bench._quality_tasks import (
     QualityTask,
     StreamTask,
@@ -29,14 +30,13 @@ from sglang_ext.launch.bench._quality_tasks import (
     stream,
 )
 from sglang_ext.launch.bench._reference_reader import Writer
+from sglang_ext.policies.ltri_options import Ltri
 from sglang_ext.types import JsonObject, Options
 
 if TYPE_CHECKING:
     from sglang_ext.names import Engine
 
 
-REPORT = "attention_report"  # of `sglang_ext.attention.sparse`
-SHARES = ("exact", "kept", "approximated_clusters", "recovered")
 STREAMS = ("cascade", "streaming_llm", "ltri", "infllm")
 CALIBRATE, TOLERANCE, ROUNDS = 16, 0.02, 6
 GPU_ROWS = 48  # prompts that stay in the KV pool of a GPU, so that setting budgets computes them once
@@ -82,6 +82,11 @@ class Method:
         """Whether its steps are measured against dense attention, which keeps them out of CUDA graphs."""
         sparse = self.backend in ("double_p", "retroinfer", "quest", "twilight") and not self.options.get("dense")
         return sparse and not self.kernels
+
+    @property
+    def finds(self) -> bool:
+        """Whether its layers find blocks of a row, and an answer says which."""
+        return self.backend in ("ltri", "infllm") and self.policy.get("index") != "given"
 
 
 def double_p_methods() -> dict[str, Method]:
@@ -165,34 +170,6 @@ def nearer_one(p: float, way: float) -> float:
     return 1 - (1 - p) * 1e-6**way
 
 
-def attention(reports: Sequence[Sequence[Mapping[str, Sequence[float]] | None]]) -> JsonObject:
-    """Means over answers, decoding steps and layers of what `attention_report` says.
-
-    Args:
-        reports: of each answer, of each token: name -> a figure a layer; nothing for a dense step. The first token of
-            an answer comes from the prompt's pass and is left out.
-
-    Returns:
-        Means of `SHARES`, `kept_by_layer`, `recovered_p5` (5th percentile over steps and layers) and
-        `recovered_least` (of any head). All 1 where every step was dense.
-    """
-    steps = [step for report in reports for step in report[1:] if step]
-    dense = sum(len(report[1:]) for report in reports) - len(steps)
-    if not steps:
-        return {**dict.fromkeys(SHARES, 1.0), "recovered_p5": 1.0, "recovered_least": 1.0, "dense_steps": dense}
-    found: JsonObject = {}
-    for name in SHARES:
-        values = [value for step in steps for value in step.get(name, ())]
-        if values:
-            found[name] = sum(values) / len(values)
-    layers = range(len(steps[0]["kept"]))
-    found["kept_by_layer"] = [sum(step["kept"][layer] for step in steps) / len(steps) for layer in layers]
-    recovered = sorted(value for step in steps for value in step["recovered"])
-    found["recovered_p5"] = recovered[int(0.05 * len(recovered))]
-    found["recovered_least"] = min(value for step in steps for value in step["recovered_least"])
-    return {**found, "steps": len(steps), "dense_steps": dense}
-
-
 # ---- asking ---------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +186,8 @@ class Asker:
             FailedAnswers: some answer failed; its empty text must not count as a wrong one.
         """
         chosen = range(len(task.prompts)) if only is None else only
-        own = {**self.method.options, **options, **({REPORT: True} if self.method.reports else {})}
+        report = self.method.reports or (self.method.finds and task.places)
+        own = {**self.method.options, **options, **({REPORT: True} if report else {})}
         params: JsonObject = {"temperature": 0, "max_new_tokens": task.new_tokens}
         params |= {"ebnf": task.grammar} if task.grammar else {"ignore_eos": True}
         params |= {"stop": [task.stop]} if task.stop else {}
@@ -278,6 +256,7 @@ class Asker:
             "digits": sum(digits) / len(digits) if digits else None,
             "target": dict(target) if target and self.method.knobs else None,
             "attention": attention([a["meta_info"][REPORT] for a in answers]) if self.method.reports else None,
+            "recall": self._recall(task, answers),
             "scores": [round(score, 3) for score in scores],
             "exact": exact,
             "cells": task.cells,
@@ -285,6 +264,15 @@ class Asker:
             "wrong": [pair for pair in pairs if pair[0] != pair[1]][:8],
             "seconds": {"setup": calibrated - begin, "answers": time.perf_counter() - calibrated},
         }
+
+    def _recall(self, task: QualityTask, answers: Sequence[JsonObject]) -> JsonObject | None:
+        """`recall` of a task's evidence; None for a method that finds no blocks, and where evidence is not known."""
+        if not self.method.finds or not task.places:
+            return None
+        sizes = Ltri(**self.method.policy)
+        evidence = [blocks_of(place, sizes.sinks) for place in task.places]
+        stored = [sizes.evicted(sizes.chunks(0, len(row), len(row))[-1][0]) for row in task.prompts]
+        return recall([answer["meta_info"][REPORT] for answer in answers], evidence, stored)
 
     def perplexity(self, name: str, text: StreamTask) -> JsonObject:
         """A measurement: perplexity of a stream's tokens but the first."""

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_ext.launch.bench._quality_engine import Method
-from sglang_ext.launch.bench._quality_ltri import PLOTS, RETRIEVED, aim, kind_of
+from sglang_ext.launch.bench._quality_ltri import PLOTS, RECALLED, RETRIEVED, aim, kind_of
 from sglang_ext.launch.bench._quality_tasks import BLOCK, DIGITS, HIDDEN
 from sglang_ext.launch.bench._record import Curve, Figure, Timing
 from sglang_ext.types import JsonObject, Options
@@ -116,6 +116,7 @@ def _keys(settings: Options, name: str, methods: Mapping[str, Method], found: Ma
         "interval": [low, high],
         "behind_window": {"prompts": len(behind), "right": sum(behind)},
         "by_depth": _by_depth(mine),
+        **({"recall": mine["recall"]} if mine.get("recall") else {}),
     }
     words, met = aim(name, found, intervals)
     if name == baseline or baseline not in found:
@@ -241,4 +242,13 @@ def _key_curves(methods: Mapping[str, Method], measured: Sequence[JsonObject]) -
         if series:
             title = f"{hidden.title} in rows of {longest + DIGITS} tokens"
             drawn.append(Curve(title[0].upper() + title[1:], "depth of the key", "share of keys right", series))
+        found = {each["method"]: each.get("recall") for each in of_kind if each["tokens"] == longest}
+        series = {
+            methods[name].title: [(float(layer), share) for layer, share in enumerate(layers["layers"])]
+            for name in methods
+            if name in RECALLED and (layers := found.get(name)) and layers["layers"]
+        }
+        if series:
+            title = f"{hidden.title} in rows of {longest + DIGITS} tokens: evidence that layers get back"
+            drawn.append(Curve(title[0].upper() + title[1:], "layer", "share of its blocks", series))
     return drawn

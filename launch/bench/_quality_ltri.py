@@ -47,6 +47,9 @@ PLOTS: dict[str, tuple[str, ...]] = {
 }
 """What a plot is about, beside where its keys are hidden -> its lines, six at most."""
 
+RECALLED = ("random", "infllm", "ltri-sum", "ltri-max", "ltri-mass", "ltri-max-no-votes")
+"""What is compared by the blocks that its layers get back, six at most."""
+
 LEAST = {
     ("plain", 16_384): 0.95,
     ("plain", 131_072): 0.90,

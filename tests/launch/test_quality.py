@@ -15,6 +15,7 @@ import pytest
 from sglang_ext.launch.bench import _quality_engine as engine
 from sglang_ext.launch.bench import _quality_figures as rows
 from sglang_ext.launch.bench import _quality_ltri as ltri
+from sglang_ext.launch.bench import _quality_reports as reports
 from sglang_ext.launch.bench import _quality_tasks as tasks
 from sglang_ext.launch.bench import quality
 from sglang_ext.launch.bench._reference_reader import Writer
@@ -260,11 +261,11 @@ def test_what_was_read_is_averaged_over_steps_and_layers() -> None:
     def step(kept: float, least: float) -> dict[str, list[float]]:
         return {"exact": [0.1, 0.3], "kept": [kept, 0.5], "recovered": [0.8, 1.0], "recovered_least": [least, 0.9]}
 
-    found = engine.attention([[None, step(0.2, 0.3), step(0.4, 0.6)], [None, {}, step(0.6, 0.7)]])
+    found = reports.attention([[None, step(0.2, 0.3), step(0.4, 0.6)], [None, {}, step(0.6, 0.7)]])
     assert found["exact"] == pytest.approx(0.2) and found["kept"] == pytest.approx(0.45)
     assert found["kept_by_layer"] == pytest.approx([0.4, 0.5])
     assert (found["recovered_least"], found["steps"], found["dense_steps"]) == (0.3, 3, 1)
-    assert engine.attention([[None, {}]])["kept"] == 1.0
+    assert reports.attention([[None, {}]])["kept"] == 1.0
 
 
 # ---- rows ----
@@ -310,7 +311,8 @@ class Says:
 
     def generate(self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]]) -> list[dict[str, Any]]:
         self.own += [each["custom_params"] for each in sampling_params]
-        return [{"text": self.text, "meta_info": {}} for _ in input_ids]
+        report = [{"blocks": [[0, 1], [7, 2]]}, None]
+        return [{"text": self.text, "meta_info": {"attention_report": report}} for _ in input_ids]
 
 
 def test_each_request_names_the_blocks_with_its_evidence() -> None:
@@ -319,8 +321,41 @@ def test_each_request_names_the_blocks_with_its_evidence() -> None:
     found = engine.Asker(told := Says(" 12345"), methods["given"]).answers(task, None)
     assert told.own == [{"blocks": [0, 1]}, {"blocks": [7]}]
     assert found["exact"] == [1, 1] and found["places"] == task.places
-    engine.Asker(others := Says(""), methods["random"]).answers(task, None)
-    assert others.own == [None, None]
+    assert found["recall"] is None
+    found = engine.Asker(others := Says(""), methods["random"]).answers(task, None)
+    assert others.own == [{"attention_report": True}] * 2
+    assert found["recall"] == {"layers": [], "answers": 0}, "prompts of one token"
+
+
+def test_recall_is_a_share_of_the_evidence_that_has_left_the_window() -> None:
+    said = [
+        [{"blocks": [[3, 4], [9], []]}],
+        [{"blocks": [[5], [6, 5], [1]]}],
+        [{"blocks": [[8], [8], [8]]}],
+        [None],
+        [],
+    ]
+    evidence = [[3, 9], [5, 6, 7], [8], [1], [1]]
+    found = reports.recall(said, evidence, [10, 7, 8, 9, 9])
+    assert found == {"layers": [0.5, 0.75, 0.0], "answers": 2}, (
+        "block 7 of the second is in the window, and all of the third"
+    )
+
+
+def test_what_layers_get_back_is_drawn_of_the_longest_rows() -> None:
+    methods = ltri.ltri_methods(1024, 512, 64, 16384)
+    said = {"layers": [0.1, 0.9], "answers": 4}
+    found = [{**keys("ltri-max", 10, length=length), "recall": said} for length in (16384, 4096)]
+    found += [
+        {**keys("ltri-max-last-8", 10), "recall": said},
+        {**keys("random", 1), "recall": {"layers": [], "answers": 0}},
+    ]
+    (title,) = (curve.title for curve in rows.curves(LTRI, methods, found) if curve.x == "layer")
+    drawn = next(curve for curve in rows.curves(LTRI, methods, found) if curve.title == title)
+    assert title == "Passkey in rows of 16384 tokens: evidence that layers get back"
+    assert drawn.series == {"Ltri-LLM, max": [(0.0, 0.1), (1.0, 0.9)]}
+    assert rows.figures(LTRI, methods, found[:1])[0].notes["recall"] == said
+    assert set(ltri.RECALLED) <= set(methods) and len(ltri.RECALLED) <= 6
 
 
 def test_ltri_is_compared_with_what_sees_as_many_tokens() -> None:

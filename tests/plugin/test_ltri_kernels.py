@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.policy import Caches, Request
-from sglang_ext.attention.readers.ltri import check_kernels
+from sglang_ext.attention.readers.ltri import LtriReader, check_kernels
+from sglang_ext.attention.readers.streams import check_flashinfer
 from sglang_ext.cache.forks import Fork, Source
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.cells import Rotation
@@ -193,3 +195,51 @@ def test_rows_of_streams_that_ended_serve_others(monkeypatch: pytest.MonkeyPatch
             store.cache.keys.fill_(torch.nan)
             store.cache.values.fill_(torch.nan)
     assert kernels.policy.blocks_on_host.used == 0
+
+
+def test_a_warm_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The reader reads a prompt of its own on SGLang's padding slot; streams after it are those of plain PyTorch."""
+    plain, world = both(monkeypatch, tmp_path, {"similarity": "max", "heads": "file"})
+    policy, shape = (
+        world.policy,
+        SimpleNamespace(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, value_dim=DIM, num_sms=1),
+    )
+    shape.scale, shape.dtype = DIM**-0.5, torch.float32
+    model = SimpleNamespace(
+        caches=lambda: world.caches,
+        table=torch.zeros(3, policy.config.slots, dtype=torch.int32),
+        request_slots=2 * policy.config.slots,
+        context=policy.config.slots,
+        shape=shape,
+        device=torch.device("cpu"),
+        rope=ROPE,
+        served=None,
+        check_cache_type=lambda: None,
+    )
+    monkeypatch.setattr(LtriPolicy, "meet", lambda *_: None)
+    heads = policy._voters
+    reader = LtriReader(model, policy, SimpleNamespace(kernels="triton", base=None))  # type: ignore[arg-type]
+    assert policy._voters is heads and policy._chunks is reader._chunks
+    for keys, values in world.caches.values():
+        keys[0] = values[0] = torch.nan  # nobody may read what was there before
+    reader.warm_up()
+    assert policy.blocks_on_host.used == policy.blocks_on_host.promised == 0
+    assert reader._chunks.counters()["misses"] > 0 and len(reader._chunks._free) == 2
+    outs = [each.run(each.begin(1, PROMPT), text(1), 0, TOKENS) for each in (plain, world)]
+    for wanted, found in zip(*outs, strict=True):
+        assert (found - wanted).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("size", "value_size", "dtype", "served"),
+    [(64, 64, torch.float16, True), (128, 128, torch.bfloat16, True), (96, 96, torch.float16, False),
+     (128, 64, torch.float16, False), (64, 64, torch.float32, False)],
+)  # fmt: skip
+def test_heads_that_flashinfer_takes(size: int, value_size: int, dtype: torch.dtype, served: bool) -> None:
+    shape = SimpleNamespace(head_dim=size, value_dim=value_size, dtype=dtype)
+    model: Any = SimpleNamespace(shape=shape, device=torch.device("cuda"))
+    if served:
+        check_flashinfer(model)
+        return
+    with pytest.raises(ValueError, match=f"heads of size {size} in {dtype}: FlashInfer serves 64, 128, 256"):
+        check_flashinfer(model)

@@ -20,10 +20,9 @@ import torch
 from sglang_ext.attention.cascade import CascadePolicy, Stream
 from sglang_ext.attention.cascade_buffers import StrideStep
 from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Shown
-from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
-from sglang_ext.attention.readers.streams import check_fits
+from sglang_ext.attention.readers.streams import check_fits, check_flashinfer
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
 from sglang_ext.kernels.cells import Rotation, flashinfer_impl, reference
 from sglang_ext.policies.cascade import Cascade
@@ -98,15 +97,9 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
 
     def _choose(self, chosen: str) -> tuple[str, Attend]:
         """What computes the attention of prompts."""
-        shape = self.shape
         if chosen != "flashinfer":
             return "torch", reference.attend
-        if shape.head_dim != shape.value_dim or not flashinfer_impl.serves(shape.head_dim, shape.dtype, self._device):
-            sizes = ", ".join(map(str, flashinfer_impl.HEAD_SIZES))
-            raise ValueError(
-                f"heads of size {shape.head_dim} in {shape.dtype}: FlashInfer serves {sizes} in half precision; set"
-                f" {KERNELS_ENV}=triton in the server's environment"
-            )
+        check_flashinfer(self.model)
         return chosen, flashinfer_impl.attend
 
     # ---- before the layers ----

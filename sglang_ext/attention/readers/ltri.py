@@ -14,13 +14,16 @@ from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_decode import DecodeRows, StepBuffers
 from sglang_ext.attention.ltri_kernels import ClampedAttention
+from sglang_ext.attention.ltri_layer import LayerTokens
+from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.model import Machine, Model
+from sglang_ext.attention.policy import Caches, Carry
 from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader
-from sglang_ext.attention.readers.streams import StreamReader
+from sglang_ext.attention.readers.streams import StreamReader, check_flashinfer
 from sglang_ext.attention.step import Batch, Forward, LayerCall
-from sglang_ext.kernels.cells import Rotation, flashinfer_impl
-from sglang_ext.kernels.clamped_attention import reference
+from sglang_ext.kernels.cells import Rotation
+from sglang_ext.kernels.clamped_attention import flashinfer_impl, reference
 from sglang_ext.policies.ltri_options import Ltri
 
 BLOCKS = (16, 32, 64, 128)
@@ -56,7 +59,7 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
     def __init__(self, model: Model, policy: LtriPolicy, machine: Machine) -> None:
         check_kernels(policy.config)
         model.check_cache_type()
-        self.model = model
+        self.model, self.policy = model, policy
         self._prompts = StreamReader(model, policy, machine)
         caches, settings = model.caches(), policy.config
         self._rows = model.request_slots // settings.slots
@@ -75,6 +78,8 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         if self._decoding is not None:
             self.graphs = self
         self._steps = {"graph": 0, "eager": 0}
+        if model.device.type == "cuda":
+            self.warm_up()
 
     def step(self, batch: Batch) -> Batch:
         return self._prompts.step(batch)
@@ -92,6 +97,43 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
 
     def stats(self) -> Mapping[str, Mapping[str, float]]:
         return {**super().stats(), "decoding_steps": self._steps, "host_cache": self._chunks.counters()}
+
+    def warm_up(self) -> None:
+        """Read a prompt until blocks come back, in a layer that votes and one that does not.
+
+        The first requests are not to wait for compilers. The prompt's KV slots are SGLang's padding slot, and what it
+        leaves on the host and in its row is let go.
+        """
+        settings, shape, host = self.policy.config, self.model.shape, self.policy.blocks_on_host
+        end = min(settings.slots + 2 * settings.chunk, settings.longest(host.available) - 1)
+        lease, nowhere = host.lease(settings.evicted(end)), self.model.table.new_zeros(settings.slots)
+        layers = {self.policy.voter(layer) is None: layer for layer in sorted(self.model.caches(), reverse=True)}
+        memories = {layer: self._chunks.memory() for layer in layers.values()}
+        for begin, stop in settings.chunks(0, end, end):
+            carry: Carry = {}
+            votes: dict[int, torch.Tensor] = {}
+            for layer in sorted(memories):
+                keys, values = self.model.caches()[layer]
+                caches = Caches(layer, keys, values, nowhere[:0], self.model.rope, shape.scale, carry)
+                tokens = LayerTokens(
+                    settings=settings,
+                    memory=memories[layer],
+                    host=LayerHost(host, lease, layer, self.model.device),
+                    caches=caches,
+                    slots=nowhere,
+                    voter=self.policy.voter(layer),
+                    heads=shape.heads,
+                    begin=begin,
+                    end=stop,
+                    answers=False,
+                    given=(),
+                    kept=False,
+                )
+                query = keys.new_zeros(stop - begin, shape.heads, shape.head_dim)
+                new = [each.new_zeros(stop - begin, *each.shape[1:]) for each in (keys, values)]
+                self._chunks.chunk(tokens).attend(query, new[0], new[1], votes)
+        self._chunks.close(lease)
+        lease.release()
 
     # ---- CUDA graphs ----
 
@@ -112,15 +154,7 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
 
     def _attention(self, chosen: str) -> ClampedAttention:
         """What computes attention."""
-        shape, device = self.model.shape, self.model.device
         if chosen != "flashinfer":
             return reference
-        if shape.head_dim != shape.value_dim or not flashinfer_impl.serves(shape.head_dim, shape.dtype, device):
-            sizes = ", ".join(map(str, flashinfer_impl.HEAD_SIZES))
-            raise ValueError(
-                f"heads of size {shape.head_dim} in {shape.dtype}: FlashInfer serves {sizes} in half precision; set"
-                f" {KERNELS_ENV}=triton in the server's environment"
-            )
-        from sglang_ext.kernels.clamped_attention import flashinfer_impl as clamped
-
-        return clamped
+        check_flashinfer(self.model)
+        return flashinfer_impl

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Caches, StreamPolicy
 from sglang_ext.attention.readers.reader import Reader
 from sglang_ext.attention.step import Batch, Forward, LayerCall
 from sglang_ext.cache.streams import MAX_TOKENS
+from sglang_ext.kernels.cells import flashinfer_impl
 
 
 def check_fits(policy: StreamPolicy, pool: int, context: int) -> None:
@@ -31,6 +33,21 @@ def check_fits(policy: StreamPolicy, pool: int, context: int) -> None:
         raise ValueError(
             f"a request keeps up to {most} tokens and the model's context has {context} positions: make the window or"
             " the stride smaller (--policy)"
+        )
+
+
+def check_flashinfer(model: Model) -> None:
+    """Whether FlashInfer's prefill kernels take a model's heads.
+
+    Raises:
+        ValueError: they do not; says what to change.
+    """
+    shape = model.shape
+    if shape.head_dim != shape.value_dim or not flashinfer_impl.serves(shape.head_dim, shape.dtype, model.device):
+        sizes = ", ".join(map(str, flashinfer_impl.HEAD_SIZES))
+        raise ValueError(
+            f"heads of size {shape.head_dim} in {shape.dtype}: FlashInfer serves {sizes} in half precision; set"
+            f" {KERNELS_ENV}=triton in the server's environment"
         )
 
 

@@ -31,8 +31,8 @@ class Ltri:
         last: tokens at the end of a prompt that are a chunk of their own (section 5: 32), so that what it retrieves is
             what the question asks for.
         retrieved: blocks that a layer gets back for a chunk (16).
-        cached: blocks of a stream that a layer keeps on the GPU when it has got them back, the least recently used leave
-            first (32). Left out, they are twice `retrieved`; fewer leave room for more streams.
+        cached: blocks of a stream that a layer keeps on the GPU once it has got them back; the least recently used
+            leave first (32). Left out, they are twice `retrieved`; fewer leave room for more streams.
         spans: spans of a block, at most (4; for RULER 6).
         vectors: index vectors of a block, at most (12; for RULER 24).
         theta: share of the entries of a head's tile that lie below the threshold (equation 5; the 90th percentile).

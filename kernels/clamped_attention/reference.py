@@ -110,7 +110,7 @@ def move(
     Args:
         source: (keys [n, ...], values [n, ...]); what belongs to one row is contiguous.
         target: likewise, in the source's dtype and on its device; written.
-        read: [rows] integer, which rows of the source; None for its first ones.
+        read: [rows] integer, which rows of the source, or a negative number for zeros; None for its first ones.
         write: [rows] integer, which rows of the target; None for its first ones.
 
     Raises:
@@ -120,7 +120,10 @@ def move(
     if index is None:
         raise ValueError("neither read nor write is given: expected one, [rows] integer")
     for each, into in zip(source, target, strict=True):
-        rows = each[: index.shape[0]] if read is None else each[read.long()]
+        rows = each[: index.shape[0]]
+        if read is not None:
+            rows = each[read.long().clamp(min=0)]
+            rows[read < 0] = 0
         if write is None:
             into[: index.shape[0]] = rows
         else:

@@ -169,7 +169,8 @@ def _move_kernel(
     if WRITE:
         target = tl.load(write + row).to(tl.int64)
     at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    some_keys = tl.load(keys + source * stride_key + at, mask=at < KEYS)
-    some_values = tl.load(values + source * stride_value + at, mask=at < VALUES)
+    there = source >= 0
+    some_keys = tl.load(keys + source * stride_key + at, mask=there & (at < KEYS), other=0.0)
+    some_values = tl.load(values + source * stride_value + at, mask=there & (at < VALUES), other=0.0)
     tl.store(to_keys + target * stride_to_key + at, some_keys, mask=at < KEYS)
     tl.store(to_values + target * stride_to_value + at, some_values, mask=at < VALUES)

@@ -41,8 +41,8 @@ class StepNumbers:
 
     Attributes:
         numbers: [4, batch] int32, contiguous: the row that a stream has in all tensors that have rows, -1 for padding;
-            the number of its new token; its window's first token; and whether the token before the new one was the
-            newest until now (1), or the new one was computed before (0), and is computed anew.
+            the number of its new token; its window's first token; and whether what the newest token added to others is
+            to be added to what they received (1), or that has been done, or the new token is computed anew (0).
     """
 
     numbers: torch.Tensor
@@ -93,8 +93,8 @@ class MapState:
     """What is remembered of the attention map of streams, in one layer that votes; contiguous.
 
     Attributes:
-        received: [rows, cells] float32, attention that the token in each cell received from all heads of the queries
-            before the newest one.
+        received: [rows, cells] float32 (as the others, float64 with float64 keys), attention that the token in each
+            cell received from all heads of the queries before the newest one.
         last: [rows, cells] float32, what it received from the newest one.
         tile: [rows, heads, block, block] float32, attention of the rows of the newest token's block to its columns.
     """

@@ -57,7 +57,14 @@ class LayerChunk(Protocol):
 
 
 class Chunks(Protocol):
-    """What computes chunks: `TorchChunks`, or `ltri_stores.KernelChunks`."""
+    """What computes chunks: `TorchChunks`, or `ltri_stores.KernelChunks`.
+
+    Attributes:
+        most_blocks: of a stream that may leave its window; None for any number.
+    """
+
+    @property
+    def most_blocks(self) -> int | None: ...
 
     def memory(self) -> AnyMemory:
         """What a layer of a stream remembers that has no token yet."""
@@ -83,6 +90,7 @@ class TorchChunks:
 
     settings: Ltri
     device: torch.device
+    most_blocks: None = None
 
     def memory(self) -> AnyMemory:
         return LayerMemory.empty(self.settings, self.device)
@@ -228,7 +236,8 @@ class LtriPolicy(StreamPolicy):
         self._chunks, self._in_kernels = chunks, True
 
     def host_tokens(self) -> int:
-        return self.config.longest(self.blocks_on_host.total)
+        total, most = self.blocks_on_host.total, self._computing.most_blocks
+        return self.config.longest(total if most is None else min(total, most))
 
     def host_need(self, tokens: int) -> int:
         return self.config.evicted(tokens - 1)

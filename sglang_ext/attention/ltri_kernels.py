@@ -48,7 +48,8 @@ class KernelMemory(LayerMemory[Spans]):
         newest: [slots of a stream], room for what the newest token adds to `received`.
         retrieved: by the last chunk of a prompt.
         shown: what answers see, as far as decoding steps know.
-        row: of the layer's state that `received` and `newest` are; None for a stream that has begun as a copy.
+        row: of the layer's state that `received` and `newest` are; None where nothing votes, and before the first
+            chunk, also of a stream that has begun as a copy.
     """
 
     newest: torch.Tensor | None = None
@@ -91,7 +92,7 @@ class LayerIndex:
         """
         spans, most = index_sizes(settings)
         counts = torch.zeros(blocks, spans, dtype=torch.int32, device=like.device)
-        return cls(like.new_zeros(blocks, spans, 1 if _is_folded(settings) else most, dim), counts)
+        return cls(like.new_zeros(blocks, spans, 1 if is_folded(settings) else most, dim), counts)
 
 
 def index_sizes(settings: Ltri) -> tuple[int, int]:
@@ -104,10 +105,10 @@ def index_sizes(settings: Ltri) -> tuple[int, int]:
 def index_numbers(settings: Ltri, dim: int) -> int:
     """Components of the index vectors of a block of one layer, where a vector has `dim`."""
     spans, most = index_sizes(settings)
-    return spans * (1 if _is_folded(settings) else most) * dim
+    return spans * (1 if is_folded(settings) else most) * dim
 
 
-def _is_folded(settings: Ltri) -> bool:
+def is_folded(settings: Ltri) -> bool:
     """Whether one vector stands for a span: the sum of all, or their mean."""
     return settings.index != "ltri" or settings.similarity == "sum"
 
@@ -307,7 +308,7 @@ class KernelChunk(LayerTokens[Spans]):
         tiles, spans, most = tokens.shape
         at = tokens.clamp(min=0).long().view(tiles, spans * most, 1)
         found = states.gather(1, at.expand(-1, -1, states.shape[2])).view(tiles, spans, most, -1)
-        if not _is_folded(self.settings):
+        if not is_folded(self.settings):
             return found, counts
         there = (tokens >= 0).unsqueeze(-1)
         summed = torch.where(there, found, 0).sum(
@@ -351,9 +352,22 @@ class KernelChunk(LayerTokens[Spans]):
                 tiles[place] = memory.tiles[block]
             memory.tiles[block] = tiles[place]
         fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
-        if self.answers and settings.persist:
-            return None
-        return self._own_spans(tiles[plan.tiles.asking], given.chunk_received[0])
+        asks = not (self.answers and settings.persist)
+        own = self._own_spans(tiles[plan.tiles.asking], given.chunk_received[0]) if asks else None
+        self._keep_tiles()
+        return own
+
+    def _keep_tiles(self) -> None:
+        """Have the tiles that wait for more rows, or to be cut, in memory of their own, and not in that of a chunk.
+
+        The newest block's is where decoding steps write its rows.
+        """
+        memory, state, newest = self.memory, self.store.state, self.settings.blocks(self.end) - 1
+        for block, tile in memory.tiles.items():
+            if block == newest and state is not None:
+                memory.tiles[block] = state.tile[self.plan.seat.row].copy_(tile)
+            else:
+                memory.tiles[block] = tile.clone()
 
     def _own_spans(self, tiles: torch.Tensor, given: torch.Tensor) -> tuple[Spans, torch.Tensor]:
         """The spans of the chunk's own tokens; where these are blocks of the stream, they are those of the blocks."""

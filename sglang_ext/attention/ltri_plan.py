@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.attention.ltri_layer import LayerTokens, SpansT
+from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.policies.ltri_options import Ltri
 
 
@@ -27,7 +28,7 @@ class Seat:
     Attributes:
         row: of all that has a row a stream.
         at: [1] int64, the same on the device.
-        ids: [at least `known`] int32, numbers on the host of the stream's blocks that have left its window.
+        ids: [more than `known`] int32, numbers on the host of the stream's blocks that have left its window; -1 behind.
         known: how many of them are there.
         decodes: whether what decoding steps read is up to date.
     """
@@ -40,8 +41,8 @@ class Seat:
 
     def learn(self, ids: Sequence[int]) -> None:
         """Have all of a stream's blocks in `ids`, of which some may be there."""
-        if len(ids) > self.ids.shape[0]:
-            grown = self.ids.new_full((2 * len(ids),), -1)
+        if len(ids) >= self.ids.shape[0]:
+            grown = self.ids.new_full((max(len(ids) + 1, min(2 * len(ids), MAX_BLOCKS)),), -1)
             grown[: self.known] = self.ids[: self.known]
             self.ids = grown
         if len(ids) > self.known:

@@ -1,7 +1,7 @@
 """What kernels have for the streams of Ltri-LLM, beside the KV cache: index vectors, cached blocks, views of the host.
 
-All of it is there from the start. Index vectors have the numbers of the blocks on the host, whichever streams hold
-them; all else has a row a stream.
+Index vectors have the numbers of the blocks on the host, whichever streams hold them. Nearly all else has a row a
+stream, and is there from the start; what a stream is told of its own blocks (`ltri_plan.Seat`) grows with it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, Seat
 from sglang_ext.cache.budget import FLOAT32
 from sglang_ext.cache.host_blocks import GIB, HostBlocks, HostLease
+from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
 from sglang_ext.kernels.stream_decode import MapState
 from sglang_ext.policies.ltri_options import Ltri
 
+RESERVED = 2 * GIB
+"""Bytes of the GPU that are left to activations, CUDA graphs and buffers."""
 Voters = Mapping[int, Voter | None]
 """Layer -> what votes in it; None where nothing does."""
 
@@ -90,6 +93,8 @@ class KernelChunks:
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
     """
 
+    most_blocks = MAX_BLOCKS - 1  # that an election looks at, and room for none
+
     def __init__(
         self,
         settings: Ltri,
@@ -145,6 +150,11 @@ class KernelChunks:
         found: list[int] = memory.retrieved.blocks.tolist()
         return found
 
+    def forget_counts(self) -> None:
+        """Count wanted blocks from nothing again."""
+        for store in self.stores.values():
+            store.cache.counters.zero_()
+
     def close(self, lease: HostLease) -> None:
         """A stream has ended."""
         seat = self._seats.pop(lease, None)
@@ -191,10 +201,11 @@ def _check_room(settings: Ltri, voters: Voters, blocks: int, heads: int, rows: i
     index = index_bytes(settings, voters, blocks, heads, keys)
     cached = len(voters) * rows * settings.ways * settings.block * 2 * keys[0].numel() * keys.element_size()
     maps = votes * rows * (heads * settings.block**2 + 2 * settings.slots) * FLOAT32
-    if index + maps + cached > free:
+    if index + maps + cached + RESERVED > free:
         raise ValueError(
             f"the index of {blocks} blocks takes {index / GIB:.2f} GiB in {votes} layers that vote, and {rows} streams"
             f" take {maps / GIB:.2f} GiB for their attention maps and {cached / GIB:.2f} for blocks that came back;"
-            f" {free / GIB:.2f} GiB of the GPU are free: set --mem-fraction-static or --max-total-tokens lower,"
-            " host_gb, vectors or cached lower (--policy), or let fewer heads vote (sglang-ext heads)"
+            f" {free / GIB:.2f} GiB of the GPU are free, of which {RESERVED / GIB:.0f} are left to all else: set"
+            " --mem-fraction-static or --max-total-tokens lower, host_gb, vectors or cached lower (--policy), or let"
+            " fewer heads vote (sglang-ext heads)"
         )

@@ -260,6 +260,11 @@ def test_rows_are_moved(module: Any, dtype: torch.dtype, kind: torch.dtype) -> N
         module.move(source, (target[0], target[1]), read=at)
         for each, into in zip(source, target, strict=True):
             assert torch.equal(into[:3], each[at.long()]) and into[3:].isnan().all()
+        nowhere = torch.tensor([-1, 4], device=DEVICE, dtype=kind)
+        module.move(source, (target[0], target[1]), read=nowhere)
+        for each, into in zip(source, target, strict=True):
+            assert not into[0].any() and torch.equal(into[1], each[4])
+        module.move(source, (target[0], target[1]), read=at)
         back = [torch.full_like(each, torch.nan) for each in source]
         module.move((target[0], target[1]), (back[0], back[1]), write=at)
         for each, into in zip(source, back, strict=True):

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from sglang_ext.attention.ltri import LtriPolicy
+from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.attention.readers.ltri import LtriReader, check_kernels
 from sglang_ext.attention.readers.streams import check_flashinfer
 from sglang_ext.cache.forks import Fork, Source
 from sglang_ext.config import POLICY_ENV
+from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import reference
 from sglang_ext.kernels.rope import Rope
@@ -168,13 +170,16 @@ def test_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 
 def test_what_kernels_do_not_take() -> None:
     check_kernels(Ltri())
-    check_kernels(Ltri(block=40, chunk=520, index="infllm", vote="off"))  # it cuts no spans
+    check_kernels(Ltri(vectors=132, similarity="sum"))  # one vector a span
+    check_kernels(Ltri(block=40, chunk=520, index="random"))  # nothing is remembered of its blocks
     for changes, message in (
         ({"block": 40, "chunk": 520}, r"block=40 \(16, 32, 64, 128\)"),
         ({"block": 256}, r"block=256 \(16, 32, 64, 128\)"),
         ({"retrieved": 65}, r"retrieved=65 \(at most 64\); ways=130 \(at most 128\)"),
         ({"cached": 129}, r"ways=129 \(at most 128\)"),
-        ({"vectors": 129}, r"vectors=129 \(at most 128\)"),
+        ({"vectors": 132}, r"vectors=132 of spans=4 \(at most 128, where"),
+        ({"vectors": 100, "spans": 5}, r"vectors=100 of spans=5 \(at most 128, where"),
+        ({"block": 40, "chunk": 520, "index": "infllm"}, r"block=40 \(16, 32, 64, 128\)"),
     ):
         with pytest.raises(ValueError, match=message + ".* set SGLANG_EXT_KERNELS=torch"):
             check_kernels(Ltri(**changes))
@@ -224,7 +229,8 @@ def test_a_warm_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
         keys[0] = values[0] = torch.nan  # nobody may read what was there before
     reader.warm_up()
     assert policy.blocks_on_host.used == policy.blocks_on_host.promised == 0
-    assert reader._chunks.counters()["misses"] > 0 and len(reader._chunks._free) == 2
+    assert len(reader._chunks._free) == 2 and reader._chunks.counters() == {"hits": 0, "misses": 0}
+    assert any((store.cache.held >= 0).any() for store in reader._chunks.stores.values())  # blocks came back
     outs = [each.run(each.begin(1, PROMPT), text(1), 0, TOKENS) for each in (plain, world)]
     for wanted, found in zip(*outs, strict=True):
         assert (found - wanted).abs().max() <= TOLERANCE
@@ -243,3 +249,34 @@ def test_heads_that_flashinfer_takes(size: int, value_size: int, dtype: torch.dt
         return
     with pytest.raises(ValueError, match=f"heads of size {size} in {dtype}: FlashInfer serves 64, 128, 256"):
         check_flashinfer(model)
+
+
+def test_streams_are_no_longer_than_an_election() -> None:
+    """A stream that has all of its blocks at once, as a fork has, is told of as many as kernels take."""
+    seat = Seat(0, torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+    for count in (3, 16_385, 30_000, MAX_BLOCKS - 1):
+        seat.learn(range(count))
+        assert count < seat.ids.shape[0] <= MAX_BLOCKS and seat.known == count
+        assert seat.ids[:count].tolist() == list(range(count)) and int(seat.ids[count:].max()) == -1
+
+
+def test_host_memory_beyond_an_election_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    plain, kernels = both(monkeypatch, tmp_path, {})
+    total = kernels.policy.blocks_on_host.total
+    assert plain.policy.host_tokens() == kernels.policy.host_tokens() == plain.policy.config.longest(total)
+    monkeypatch.setattr(KernelChunks, "most_blocks", total - 2)
+    assert kernels.policy.host_tokens() == plain.policy.host_tokens() - 2 * SIZES["block"]
+
+
+def test_tiles_that_wait_keep_no_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for changes in ({}, {"sinks": 5}):
+        _, kernels = both(monkeypatch, tmp_path, changes)
+        list(kernels.run(kernels.begin(1, 90), text(1), 0, 90))
+        for layer, memory in kernels.policy._streams[1].layers.items():
+            state = kernels.chunks.stores[layer].state
+            assert state is not None and len(memory.tiles) >= 1
+            each = [tile.untyped_storage() for tile in memory.tiles.values()]
+            kept = {storage.data_ptr(): storage.nbytes() for storage in each}
+            rows = kept.pop(state.tile.untyped_storage().data_ptr())
+            assert rows == state.tile.untyped_storage().nbytes()
+            assert all(size == HEADS * SIZES["block"] ** 2 * 4 for size in kept.values())

@@ -13,7 +13,7 @@ import torch
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_decode import DecodeRows, StepBuffers
-from sglang_ext.attention.ltri_kernels import ClampedAttention
+from sglang_ext.attention.ltri_kernels import ClampedAttention, index_sizes, is_folded
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_stores import KernelChunks
@@ -27,16 +27,29 @@ from sglang_ext.kernels.clamped_attention import flashinfer_impl, reference
 from sglang_ext.policies.ltri_options import Ltri
 
 BLOCKS = (16, 32, 64, 128)
-"""Tokens of a block that the kernel of spans takes (`kernels.span_index`)."""
-MOST: Mapping[str, int] = {"retrieved": 64, "ways": 128, "vectors": 128}
+"""Tokens of a block that the kernels of spans take (`kernels.span_index`)."""
+VECTORS = 128
+"""Index vectors of a block that the kernel of scores takes at most (`kernels.block_votes`)."""
+MOST: Mapping[str, int] = {"retrieved": 64, "ways": 128}
 """What the kernels of votes and of the host take at most (`kernels.block_votes`, `kernels.host_fetch`)."""
+
+
+def padded(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()
 
 
 def check_kernels(settings: Ltri) -> None:
     """Raise ValueError for settings that the kernels do not take."""
     wrong = [f"{name}={getattr(settings, name)} (at most {most})" for name, most in MOST.items()
              if getattr(settings, name) > most]  # fmt: skip
-    if settings.index == "ltri" and settings.block not in BLOCKS:
+    spans, most = index_sizes(settings)
+    if settings.remembers and padded(spans) * (1 if is_folded(settings) else padded(most)) > VECTORS:
+        wrong.append(
+            f"vectors={settings.vectors} of spans={settings.spans} (at most {VECTORS}, where the numbers of spans and"
+            " of vectors a span are rounded up to powers of two)"
+        )
+    if settings.remembers and settings.block not in BLOCKS:
         wrong.append(f"block={settings.block} ({', '.join(map(str, BLOCKS))})")
     if wrong:
         raise ValueError(
@@ -133,6 +146,7 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
                 new = [each.new_zeros(stop - begin, *each.shape[1:]) for each in (keys, values)]
                 self._chunks.chunk(tokens).attend(query, new[0], new[1], votes)
         self._chunks.close(lease)
+        self._chunks.forget_counts()
         lease.release()
 
     # ---- CUDA graphs ----

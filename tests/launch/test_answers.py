@@ -10,7 +10,7 @@ import pytest
 
 from sglang_ext.launch import answers, cli, demo, demo_methods
 from sglang_ext.launch.answers import FailedAnswers, completed, counted, failure
-from sglang_ext.launch.bench import _cascade_engine, _dbsa_engine, _double_p_engine, _quality_engine
+from sglang_ext.launch.bench import _cascade_engine, _dbsa_engine, _double_p_engine, _ltri_engine, _quality_engine
 from sglang_ext.launch.bench._quality_tasks import QualityTask
 from sglang_ext.launch.client import ServerError
 
@@ -64,13 +64,14 @@ def test_no_benchmark_measures_failed_answers() -> None:
     """Each place where a benchmark asks an engine."""
     two = Engine(ABORTED, GOOD)
     task = QualityTask("t", [[1], [2]], ["red", "red"], 1, str.strip, 1)
-    method = SimpleNamespace(options={}, reports=False)
+    method = SimpleNamespace(options={}, reports=False, finds=False)
     served = _double_p_engine.Served(two, [[1], [2]])
     for measured in (
         lambda: _cascade_engine.timed(two, [1]),
         lambda: _dbsa_engine.Loop(two).run([{}, {}], 2),
         served.prefill,
         lambda: served.decode(1),
+        lambda: _ltri_engine.stepping(two, 1, 1, 2, 3),  # type: ignore[arg-type]
         lambda: _quality_engine.Asker(two, method).ask(task, {}),  # type: ignore[arg-type]
     ):
         with pytest.raises(FailedAnswers, match="no room"):

@@ -59,7 +59,7 @@ def model(name: str = "llama", **overrides: Any) -> Path:
 
 
 def free_port() -> int:
-    """A port that nobody listens at, below those of outgoing connections, which could take it before the server does."""
+    """A port that nobody listens at, below those of outgoing connections, which could take it in the meantime."""
     dice = random.SystemRandom()
     while True:
         port = dice.randrange(20_000, 32_000)

@@ -47,10 +47,6 @@ class StepNumbers:
 
     numbers: torch.Tensor
 
-    @property
-    def batch(self) -> int:
-        return self.numbers.shape[1]
-
 
 @dataclass(frozen=True, slots=True)
 class NewToken:

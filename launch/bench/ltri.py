@@ -18,6 +18,7 @@ from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._ltri_engine import ROLES, write_heads
 from sglang_ext.launch.bench._record import Figure, Timing, at_most, json_file, save, table
+from sglang_ext.launch.bench.cascade import GRAPHS
 from sglang_ext.policies.ltri_options import Ltri
 from sglang_ext.types import JsonObject
 
@@ -26,7 +27,6 @@ WHOLE_SECONDS, WHOLE_TOKENS = 20.0, 2**19
 """What a prompt of 512K tokens may take; of other lengths, in proportion."""
 DECODING = {1: 1.05, 8: 1.15}
 """Requests that decode together -> how many times stock SGLang's step ours may take."""
-GRAPHS = {"cuda_graph_max_bs_decode": 8, "cuda_graph_backend_prefill": "disabled"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -57,10 +57,8 @@ class DecodeRows:
         """Have a step of streams, one token each, in the buffers for `size` requests, padding included."""
         buffers = self._buffers.get(size) or self._buffers.setdefault(size, self._make(size))
         numbers = [self._open(rows) for rows in batch] + [PADDING] * (size - len(batch))
-        columns = torch.tensor(numbers, dtype=torch.int32).t().contiguous()
-        if self._model.device.type == "cuda":
-            columns = columns.pin_memory()
-        buffers.numbers.numbers.copy_(columns, non_blocking=True)
+        fields, into = list(zip(*numbers, strict=True)), buffers.numbers.numbers
+        into.copy_(torch.tensor(fields, dtype=torch.int32, pin_memory=into.is_cuda), non_blocking=True)
         return buffers
 
     def _make(self, size: int) -> StepBuffers:
@@ -99,10 +97,7 @@ class DecodeRows:
             chunk.remember()
             store, memory, seat = chunk.store, chunk.memory, chunk.plan.seat
             if store.state is not None and self._policy.config.index == "ltri" and block >= 0:
-                tile = store.state.tile[seat.row]
-                if block in memory.tiles and memory.tiles[block].data_ptr() != tile.data_ptr():
-                    tile.copy_(memory.tiles[block])
-                memory.tiles[block] = tile
+                memory.tiles[block] = store.state.tile[seat.row]  # where a prompt's chunk left it, too
             if memory.retrieved is not memory.shown:
                 ways = store.ways[seat.row].fill_(-1)
                 if memory.retrieved is not None:

@@ -90,9 +90,9 @@ class LayerIndex:
             dim: components of an index vector.
             like: the layer's keys, for dtype and device.
         """
-        spans, most = index_sizes(settings)
+        spans, vectors = stored_sizes(settings)
         counts = torch.zeros(blocks, spans, dtype=torch.int32, device=like.device)
-        return cls(like.new_zeros(blocks, spans, 1 if is_folded(settings) else most, dim), counts)
+        return cls(like.new_zeros(blocks, spans, vectors, dim), counts)
 
 
 def index_sizes(settings: Ltri) -> tuple[int, int]:
@@ -102,13 +102,13 @@ def index_sizes(settings: Ltri) -> tuple[int, int]:
     return 1, settings.block if settings.index == "mean" else min(REPRESENTATIVES, settings.block)
 
 
-def index_numbers(settings: Ltri, dim: int) -> int:
-    """Components of the index vectors of a block of one layer, where a vector has `dim`."""
+def stored_sizes(settings: Ltri) -> tuple[int, int]:
+    """(spans of a block, index vectors of one of them), at most: one vector where it stands for all tokens."""
     spans, most = index_sizes(settings)
-    return spans * (1 if is_folded(settings) else most) * dim
+    return spans, 1 if _is_folded(settings) else most
 
 
-def is_folded(settings: Ltri) -> bool:
+def _is_folded(settings: Ltri) -> bool:
     """Whether one vector stands for a span: the sum of all, or their mean."""
     return settings.index != "ltri" or settings.similarity == "sum"
 
@@ -308,7 +308,7 @@ class KernelChunk(LayerTokens[Spans]):
         tiles, spans, most = tokens.shape
         at = tokens.clamp(min=0).long().view(tiles, spans * most, 1)
         found = states.gather(1, at.expand(-1, -1, states.shape[2])).view(tiles, spans, most, -1)
-        if not is_folded(self.settings):
+        if not _is_folded(self.settings):
             return found, counts
         there = (tokens >= 0).unsqueeze(-1)
         summed = torch.where(there, found, 0).sum(

@@ -25,6 +25,10 @@ class Voter:
     weight: float = 1.0
     head: int | None = None
 
+    def dim(self, heads: int, head_dim: int) -> int:
+        """Components of what is compared, in a layer of so many query heads."""
+        return head_dim * (heads if self.head is None else 1)
+
     def of_queries(self, query: torch.Tensor) -> torch.Tensor:
         """[tokens, dim] of the voting head, or [tokens, heads * dim], from queries [tokens, heads, dim]."""
         return query.flatten(1) if self.head is None else query[:, self.head]

@@ -17,8 +17,8 @@ from sglang_ext.policies.ltri_options import Ltri
 
 def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """[n] int32 on a device, which nobody waits for."""
-    found = torch.tensor(values, dtype=torch.int32)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    staged = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return staged.to(device, non_blocking=True)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from sglang_ext.attention.ltri_kernels import (
     LayerIndex,
     LayerStore,
     Scratch,
-    index_numbers,
+    stored_sizes,
 )
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, Seat
@@ -68,8 +68,9 @@ def index_bytes(settings: Ltri, voters: Voters, blocks: int, heads: int, keys: t
         heads: query heads of a layer.
         keys: of a layer of the KV cache.
     """
-    dims = [keys.shape[2] * (heads if voter.head is None else 1) for voter in voters.values() if voter is not None]
-    return blocks * keys.element_size() * sum(index_numbers(settings, dim) for dim in dims)
+    spans, vectors = stored_sizes(settings)
+    components = sum(voter.dim(heads, keys.shape[2]) for voter in voters.values() if voter is not None)
+    return blocks * spans * vectors * components * keys.element_size()
 
 
 class KernelChunks:
@@ -117,8 +118,7 @@ class KernelChunks:
             region = HostRegion(*(device_view(kept[layer], self.device) for kept in (host.keys, host.values)))
             voter, index, state = voters[layer], None, None
             if voter is not None:
-                dim = keys.shape[2] * (heads if voter.head is None else 1)
-                index = LayerIndex.empty(settings, host.total, dim, keys)
+                index = LayerIndex.empty(settings, host.total, voter.dim(heads, keys.shape[2]), keys)
                 state = map_state(settings, rows, heads, keys)
             cache = BlockCache.empty(rows, max(1, settings.ways), region, self.device)
             ways = torch.full((rows, max(1, settings.retrieved)), -1, dtype=torch.int32, device=self.device)

@@ -15,7 +15,6 @@ import pytest
 from sglang_ext.launch.bench import _quality_engine as engine
 from sglang_ext.launch.bench import _quality_figures as rows
 from sglang_ext.launch.bench import _quality_ltri as ltri
-from sglang_ext.launch.bench import _quality_reports as reports
 from sglang_ext.launch.bench import _quality_tasks as tasks
 from sglang_ext.launch.bench import quality
 from sglang_ext.launch.bench._reference_reader import Writer
@@ -257,17 +256,6 @@ def test_p_is_raised_only_where_no_budget_suffices() -> None:
     assert found["budget"] == 1.0 and found["p"] == pytest.approx(1 - 0.05e-3, abs=0.05e-3)
 
 
-def test_what_was_read_is_averaged_over_steps_and_layers() -> None:
-    def step(kept: float, least: float) -> dict[str, list[float]]:
-        return {"exact": [0.1, 0.3], "kept": [kept, 0.5], "recovered": [0.8, 1.0], "recovered_least": [least, 0.9]}
-
-    found = reports.attention([[None, step(0.2, 0.3), step(0.4, 0.6)], [None, {}, step(0.6, 0.7)]])
-    assert found["exact"] == pytest.approx(0.2) and found["kept"] == pytest.approx(0.45)
-    assert found["kept_by_layer"] == pytest.approx([0.4, 0.5])
-    assert (found["recovered_least"], found["steps"], found["dense_steps"]) == (0.3, 3, 1)
-    assert reports.attention([[None, {}]])["kept"] == 1.0
-
-
 # ---- rows ----
 
 
@@ -325,21 +313,6 @@ def test_each_request_names_the_blocks_with_its_evidence() -> None:
     found = engine.Asker(others := Says(""), methods["random"]).answers(task, None)
     assert others.own == [{"attention_report": True}] * 2
     assert found["recall"] == {"layers": [], "answers": 0}, "prompts of one token"
-
-
-def test_recall_is_a_share_of_the_evidence_that_has_left_the_window() -> None:
-    said = [
-        [{"blocks": [[3, 4], [9], []]}],
-        [{"blocks": [[5], [6, 5], [1]]}],
-        [{"blocks": [[8], [8], [8]]}],
-        [None],
-        [],
-    ]
-    evidence = [[3, 9], [5, 6, 7], [8], [1], [1]]
-    found = reports.recall(said, evidence, [10, 7, 8, 9, 9])
-    assert found == {"layers": [0.5, 0.75, 0.0], "answers": 2}, (
-        "block 7 of the second is in the window, and all of the third"
-    )
 
 
 def test_what_layers_get_back_is_drawn_of_the_longest_rows() -> None:

@@ -21,7 +21,7 @@ from sglang_ext.attention.cascade import CascadePolicy, Stream
 from sglang_ext.attention.cascade_buffers import StrideStep
 from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Shown
 from sglang_ext.attention.model import Machine, Model
-from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
+from sglang_ext.attention.readers.reader import DecodeGraphs, Reader, graph_sizes
 from sglang_ext.attention.readers.streams import check_fits, check_flashinfer
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
 from sglang_ext.kernels.cells import Rotation, flashinfer_impl, reference
@@ -174,12 +174,11 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
     # ---- CUDA graphs ----
 
     def sizes(self, sizes: Sequence[int]) -> list[int]:
-        """More rows than there are streams are never asked for; buffers for them would be large."""
-        streams = self.rows.decoding.rows
-        largest = min((size for size in sizes if size >= streams), default=max(sizes))
-        if largest > streams:
-            self.rows.decoding = self.rows.buffers(largest)
-        return [size for size in sizes if size <= largest]
+        """The useful ones; there are buffers for the largest, and for more rows they would be large."""
+        found = graph_sizes(sizes, self.rows.decoding.rows)
+        if max(found) > self.rows.decoding.rows:
+            self.rows.decoding = self.rows.buffers(max(found))
+        return found
 
     def capture(self, rows: int) -> CellStep:
         step = CellStep(Batch((), decode=True), ())

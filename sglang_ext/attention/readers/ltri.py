@@ -9,45 +9,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import triton
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_decode import DecodeRows, StepBuffers
-from sglang_ext.attention.ltri_kernels import ClampedAttention, index_sizes, is_folded
+from sglang_ext.attention.ltri_kernels import ClampedAttention, stored_sizes
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Caches, Carry
-from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader
+from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader, graph_sizes
 from sglang_ext.attention.readers.streams import StreamReader, check_flashinfer
 from sglang_ext.attention.step import Batch, Forward, LayerCall
+from sglang_ext.kernels.block_votes.triton_impl import MAX_COUNT, MAX_VECTORS
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import flashinfer_impl, reference
+from sglang_ext.kernels.host_fetch.triton_impl import MAX_WAYS
+from sglang_ext.kernels.span_index.types import BLOCKS
 from sglang_ext.policies.ltri_options import Ltri
 
-BLOCKS = (16, 32, 64, 128)
-"""Tokens of a block that the kernels of spans take (`kernels.span_index`)."""
-VECTORS = 128
-"""Index vectors of a block that the kernel of scores takes at most (`kernels.block_votes`)."""
-MOST: Mapping[str, int] = {"retrieved": 64, "ways": 128}
-"""What the kernels of votes and of the host take at most (`kernels.block_votes`, `kernels.host_fetch`)."""
-
-
-def padded(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
+MOST: Mapping[str, int] = {"retrieved": MAX_COUNT, "ways": MAX_WAYS}
+"""Setting -> what kernels take of it at most."""
 
 
 def check_kernels(settings: Ltri) -> None:
     """Raise ValueError for settings that the kernels do not take."""
     wrong = [f"{name}={getattr(settings, name)} (at most {most})" for name, most in MOST.items()
              if getattr(settings, name) > most]  # fmt: skip
-    spans, most = index_sizes(settings)
-    if settings.remembers and padded(spans) * (1 if is_folded(settings) else padded(most)) > VECTORS:
+    spans, vectors = map(triton.next_power_of_2, stored_sizes(settings))
+    if settings.remembers and spans * vectors > MAX_VECTORS:
         wrong.append(
-            f"vectors={settings.vectors} of spans={settings.spans} (at most {VECTORS}, where the numbers of spans and"
-            " of vectors a span are rounded up to powers of two)"
+            f"vectors={settings.vectors} of spans={settings.spans} (at most {MAX_VECTORS}, where the numbers of spans"
+            " and of vectors a span are rounded up to powers of two)"
         )
     if settings.remembers and settings.block not in BLOCKS:
         wrong.append(f"block={settings.block} ({', '.join(map(str, BLOCKS))})")
@@ -152,9 +147,7 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
     # ---- CUDA graphs ----
 
     def sizes(self, sizes: Sequence[int]) -> list[int]:
-        """More rows than there are streams are never asked for."""
-        largest = min((size for size in sizes if size >= self._rows), default=max(sizes))
-        return [size for size in sizes if size <= largest]
+        return graph_sizes(sizes, self._rows)
 
     def capture(self, rows: int) -> Loaded:
         return None if self._decoding is None else self._decoding.load((), rows)

@@ -23,6 +23,12 @@ Loaded: TypeAlias = Any
 """`StepT` and `LoadedT` of whichever reader it is: what one call of it returns is handed on to the next."""
 
 
+def graph_sizes(sizes: Sequence[int], streams: int) -> list[int]:
+    """Those sizes of CUDA graphs that a server of so many streams has a use for: more rows are never asked for."""
+    largest = min((size for size in sizes if size >= streams), default=max(sizes))
+    return [size for size in sizes if size <= largest]
+
+
 class DecodeGraphs(ABC, Generic[StepT, LoadedT]):
     """How decoding steps of a reader run inside CUDA graphs.
 

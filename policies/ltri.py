@@ -299,6 +299,26 @@ def best_blocks(scores: torch.Tensor, count: int) -> list[int]:
     return scores.sort(descending=True, stable=True).indices[:count].tolist()
 
 
+def renewed_blocks(begin: int, settings: Ltri) -> list[int]:
+    """The blocks of a chunk of which as many are others as `renewed` says, for measurements.
+
+    They are taken in turn from all blocks that have left the window, so that a block comes back after as many chunks
+    as there are times as many blocks. Where that number is about to double, more of them are others.
+
+    Args:
+        begin: first token of the chunk.
+        settings: of the method.
+
+    Returns:
+        At most `retrieved` numbers of blocks, from 0.
+    """
+    stored = settings.evicted(begin)
+    count = min(settings.retrieved, stored)
+    around = 1 << stored.bit_length() - 1 if stored else 1
+    first = begin // settings.chunk * settings.renewed
+    return [(first + number) % around for number in range(min(count, around))]
+
+
 def random_blocks(blocks: int, count: int, seed: int) -> list[int]:
     """Different blocks at random, a baseline; the same ones for the same seed.
 

@@ -14,7 +14,7 @@ INDEXES = ("ltri", "infllm", "mean", "random", "given")
 REPRESENTATIVES = 4
 """Tokens that stand for a block in InfLLM's index (Xiao et al., 2024, section 3.2)."""
 LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1, "vectors": 1}
-LEAST |= {"early_layers": 0}
+LEAST |= {"early_layers": 0, "renewed": 0}
 """Setting that is a whole number -> the smallest that it may be."""
 
 
@@ -60,6 +60,8 @@ class Ltri:
             answer retrieves anew.
         far: see tokens behind the window at their true distance, which the model must have been trained for, and not
             at the window's end.
+        renewed: for measurements: so many blocks of what comes back are others with each chunk, and the rest stay,
+            whatever is voted for. 0 is the method.
         host_gb: host memory for what leaves the windows of all streams together, in GiB. Left out, it is a quarter of
             the machine's memory, and at most half of what is free.
 
@@ -89,6 +91,7 @@ class Ltri:
     heads: str | None = None
     persist: bool = True
     far: bool = False
+    renewed: int = 0
     host_gb: float | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +116,8 @@ class Ltri:
                 f"cached={self.cached!r}: expected a whole number of at least retrieved={self.retrieved}, which a chunk"
                 " sees together"
             )
+        if self.renewed > self.retrieved:
+            raise ValueError(f"renewed={self.renewed}, retrieved={self.retrieved}: expected at most what a layer gets")
         if self.chunk % self.block:
             raise ValueError(f"chunk={self.chunk}, block={self.block}: expected a chunk of whole blocks")
         if self.window < self.chunk:
@@ -191,6 +196,17 @@ class Ltri:
         The token that overlap scheduling computes past the end of an answer counts among them.
         """
         return self.sinks + self.window + (blocks + 1) * self.block
+
+    @property
+    def alike_from(self) -> int | None:
+        """First token of the first chunk that does what all whole chunks behind it do; None where chunks differ.
+
+        As many blocks leave the window, at the same places in it, and there are as many to come back as a layer gets.
+        """
+        if not self.remembers or self.far or self.sinks % self.block or self.last == self.chunk:
+            return None
+        behind = self.sinks + self.window + max(self.chunk, self.retrieved * self.block)
+        return -(-behind // self.chunk) * self.chunk
 
     def blocks(self, end: int) -> int:
         """How many blocks have one of the tokens [0, end)."""

@@ -51,10 +51,11 @@ def move(
     *,
     read: torch.Tensor | None = None,
     write: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
 ) -> None:
     """`reference.move` (see there), by the Triton kernel where the source lies on a GPU."""
     if source[0].is_cuda:
         from sglang_ext.kernels.clamped_attention.triton_impl import move as run
     else:
         from sglang_ext.kernels.clamped_attention.reference import move as run
-    run(source, target, read=read, write=write)
+    run(source, target, read=read, write=write, base=base)

@@ -104,6 +104,7 @@ def move(
     *,
     read: torch.Tensor | None = None,
     write: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
 ) -> None:
     """Copy keys and values, a row each: tokens, or whole blocks.
 
@@ -112,6 +113,7 @@ def move(
         target: likewise, in the source's dtype and on its device; written.
         read: [rows] integer, which rows of the source, or a negative number for zeros; None for its first ones.
         write: [rows] integer, which rows of the target; None for its first ones.
+        base: [1] integer, the row of the source from which `read` counts; None for the first.
 
     Raises:
         ValueError: neither is given.
@@ -122,7 +124,7 @@ def move(
     for each, into in zip(source, target, strict=True):
         rows = each[: index.shape[0]]
         if read is not None:
-            rows = each[read.long().clamp(min=0)]
+            rows = each[read.long().clamp(min=0) + (0 if base is None else base)]
             rows[read < 0] = 0
         if write is None:
             into[: index.shape[0]] = rows

@@ -127,6 +127,7 @@ def move(
     *,
     read: torch.Tensor | None = None,
     write: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
 ) -> None:
     """`reference.move` in one launch.
 
@@ -151,15 +152,17 @@ def move(
     piece = min(PIECE, triton.next_power_of_2(max(sizes)))
     _move_kernel[(rows, triton.cdiv(max(sizes), piece))](
         *source, *target, index if read is None else read, index if write is None else write,
-        *(each.stride(0) for each in (*source, *target)),
-        KEYS=sizes[0], VALUES=sizes[1], READ=read is not None, WRITE=write is not None, PIECE=piece, num_warps=4,
+        index if base is None else base, *(each.stride(0) for each in (*source, *target)),
+        KEYS=sizes[0], VALUES=sizes[1], READ=read is not None, WRITE=write is not None, BASE=base is not None,
+        PIECE=piece, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _move_kernel(
-    keys, values, to_keys, to_values, read, write, stride_key, stride_value, stride_to_key, stride_to_value,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, PIECE: tl.constexpr,
+    keys, values, to_keys, to_values, read, write, base, stride_key, stride_value, stride_to_key, stride_to_value,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr, BASE: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     """A piece of one row's keys, and of its values."""
     row = tl.program_id(0).to(tl.int64)
@@ -170,6 +173,8 @@ def _move_kernel(
         target = tl.load(write + row).to(tl.int64)
     at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     there = source >= 0
+    if BASE:
+        source += tl.load(base).to(tl.int64)
     some_keys = tl.load(keys + source * stride_key + at, mask=there & (at < KEYS), other=0.0)
     some_values = tl.load(values + source * stride_value + at, mask=there & (at < VALUES), other=0.0)
     tl.store(to_keys + target * stride_to_key + at, some_keys, mask=at < KEYS)

@@ -27,7 +27,7 @@ import torch
 from sglang_ext import compat
 from sglang_ext.attention.ltri_chunk import Chunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
-from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory
+from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory, TorchMemory
 from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
 from sglang_ext.attention.sparse import REPORT
 from sglang_ext.cache.budget import KVShape, cached_bytes_per_slot
@@ -93,13 +93,13 @@ class TorchChunks:
     most_blocks: None = None
 
     def memory(self) -> AnyMemory:
-        return LayerMemory.empty(self.settings, self.device)
+        return TorchMemory.empty(self.settings, self.device)
 
     def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
         return Chunk(**vars(tokens))
 
     def retrieved(self, memory: AnyMemory) -> list[int]:
-        return list(memory.blocks)
+        return list(memory.blocks) if isinstance(memory, TorchMemory) else []
 
     def close(self, lease: HostLease) -> None:
         """Nothing but the lease is the stream's."""

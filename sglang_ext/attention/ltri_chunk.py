@@ -9,30 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
+from sglang_ext.attention.ltri_memory import BlockSpans, TorchMemory
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.policies.ltri import (
-    Span,
     SpanVectors,
     counted_spans,
     index_tokens,
     index_vectors,
     random_blocks,
     remembered_spans,
+    renewed_blocks,
     retrieved,
 )
 
-BlockSpans: TypeAlias = list[tuple[Span, int]]
-"""The spans of a block, and how many index vectors each has."""
-
 
 @dataclass(frozen=True)
-class Chunk(LayerTokens[BlockSpans]):
-    """A chunk in plain PyTorch."""
+class Chunk(LayerTokens[dict[int, BlockSpans]]):
+    """A chunk in plain PyTorch.
+
+    Attributes:
+        memory: of the layer.
+    """
+
+    memory: TorchMemory
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
@@ -167,6 +170,8 @@ class Chunk(LayerTokens[BlockSpans]):
             return memory.blocks
         if settings.remembers:
             blocks = self._found(query, local, first, votes)
+            if settings.renewed and blocks:
+                blocks = renewed_blocks(self.begin, settings)
         else:
             blocks = random_blocks(memory.stored, settings.retrieved, (self.begin << 16) + self.caches.layer)
         if not self.answers:

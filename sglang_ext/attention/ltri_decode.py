@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.attention.ltri import LtriPolicy
-from sglang_ext.attention.ltri_kernels import KernelMemory
 from sglang_ext.attention.ltri_plan import Seat
+from sglang_ext.attention.ltri_state import KernelMemory
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.model import Model
 from sglang_ext.attention.policy import Caches
@@ -93,17 +93,18 @@ class DecodeRows:
         for layer, (keys, values) in self._model.caches().items():
             caches = Caches(layer, keys, values, nowhere, self._model.rope, self._model.shape.scale, carry)
             tokens = self._policy.tokens(rows.request, caches, slots, self._model.shape.heads, (token, token + 1))
-            chunk = self._chunks.chunk(tokens)
+            chunk = self._chunks.launched(tokens)
             chunk.remember()
-            store, memory, seat = chunk.store, chunk.memory, chunk.plan.seat
+            store, memory, row = chunk.store, chunk.memory, chunk.plan.row
             if store.state is not None and self._policy.config.index == "ltri" and block >= 0:
-                memory.tiles[block] = store.state.tile[seat.row]  # where a prompt's chunk left it, too
+                memory.tiles[block] = store.state.tile[row]  # where a prompt's chunk left it, too
             if memory.retrieved is not memory.shown:
-                ways = store.ways[seat.row].fill_(-1)
+                ways = store.ways[row].fill_(-1)
                 if memory.retrieved is not None:
                     ways[: memory.retrieved.ways.shape[0]] = memory.retrieved.ways
                 memory.shown = memory.retrieved
-        seat.decodes = True
+        seat = self._chunks.seat(tokens)
+        seat.decodes, seat.whole = True, None
         return seat
 
     # ---- in every layer ----

@@ -6,166 +6,22 @@ remembered of them, stays on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
-from sglang_ext.attention.ltri_memory import LayerMemory
-from sglang_ext.attention.ltri_plan import ChunkPlan, on_device
+from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
+from sglang_ext.attention.ltri_state import KernelMemory, Lane, LayerStore, Retrieved, index_sizes, is_folded
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
-from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, merge, move, rotate_queries
-from sglang_ext.kernels.host_fetch import BlockCache, HostRegion, fetch, look_up, store
+from sglang_ext.kernels.host_fetch import fetch, look_up, store
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.kernels.span_index import SpanRule, Spans, cut_spans, pick
 from sglang_ext.kernels.stream_decode import MapState
 from sglang_ext.policies.ltri import random_blocks
-from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
-
-
-@dataclass(frozen=True)
-class Retrieved:
-    """The blocks that a layer has got back.
-
-    Attributes:
-        blocks: [n] int32, numbers of the stream's blocks.
-        ways: [n] int32, where they lie in the stream's row of the layer's cache of blocks.
-    """
-
-    blocks: torch.Tensor
-    ways: torch.Tensor
-
-
-@dataclass
-class KernelMemory(LayerMemory[Spans]):
-    """What one layer of a stream remembers, on the device.
-
-    Attributes:
-        newest: [slots of a stream], room for what the newest token adds to `received`.
-        retrieved: by the last chunk of a prompt.
-        shown: what answers see, as far as decoding steps know.
-        row: of the layer's state that `received` and `newest` are; None where nothing votes, and before the first
-            chunk, also of a stream that has begun as a copy.
-    """
-
-    newest: torch.Tensor | None = None
-    retrieved: Retrieved | None = None
-    shown: Retrieved | None = None
-    row: int | None = None
-
-    def sit(self, row: int, state: MapState) -> None:
-        """Have what the layer remembers in a row of its state, where decoding steps find it."""
-        state.received[row] = self.received
-        self.received, self.newest, self.row = state.received[row], state.last[row], row
-
-    def saw(self, token: int) -> None:
-        """What a decoding step of this token adds to `received` is in `newest`."""
-        if self.newest is not None:
-            self.last = token, self.newest
-
-
-@dataclass(frozen=True)
-class LayerIndex:
-    """The index vectors of one layer's blocks, under the numbers that the blocks have on the host.
-
-    Attributes:
-        vectors: [host blocks, spans, most, dim].
-        counts: [host blocks, spans] int32.
-    """
-
-    vectors: torch.Tensor
-    counts: torch.Tensor
-
-    @classmethod
-    def empty(cls, settings: Ltri, blocks: int, dim: int, like: torch.Tensor) -> LayerIndex:
-        """An index without a block.
-
-        Args:
-            settings: of the method.
-            blocks: on the host.
-            dim: components of an index vector.
-            like: the layer's keys, for dtype and device.
-        """
-        spans, vectors = stored_sizes(settings)
-        counts = torch.zeros(blocks, spans, dtype=torch.int32, device=like.device)
-        return cls(like.new_zeros(blocks, spans, vectors, dim), counts)
-
-
-def index_sizes(settings: Ltri) -> tuple[int, int]:
-    """(spans of a block, tokens that stand for one of them), at most."""
-    if settings.index == "ltri":
-        return settings.spans, settings.vectors // settings.spans
-    return 1, settings.block if settings.index == "mean" else min(REPRESENTATIVES, settings.block)
-
-
-def stored_sizes(settings: Ltri) -> tuple[int, int]:
-    """(spans of a block, index vectors of one of them), at most: one vector where it stands for all tokens."""
-    spans, most = index_sizes(settings)
-    return spans, 1 if _is_folded(settings) else most
-
-
-def _is_folded(settings: Ltri) -> bool:
-    """Whether one vector stands for a span: the sum of all, or their mean."""
-    return settings.index != "ltri" or settings.similarity == "sum"
-
-
-class ClampedAttention(Protocol):
-    """Attention with clamped distances: `reference` or `flashinfer_impl` of `kernels.clamped_attention`."""
-
-    def attend_window(self, query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
-        """Attention to the window."""
-
-    def attend_beyond(self, query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float) -> Part:
-        """Attention to what lies outside of it."""
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Room for what a chunk sees, which all layers and streams share one after the other.
-
-    Attributes:
-        keys: [3, at least the tokens of a window, kv_heads, head_dim]: rotated keys of the window, its keys as they are
-            stored, and what is seen beyond it.
-        values: [2, likewise, kv_heads, value_dim]: of the window, and beyond it.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def empty(cls, settings: Ltri, keys: torch.Tensor, values: torch.Tensor) -> Scratch:
-        """Room for streams with KV caches like `keys` and `values`."""
-        rows = max(settings.slots, settings.sinks + settings.retrieved * settings.block)
-        return cls(keys.new_empty(3, rows, *keys.shape[1:]), values.new_empty(2, rows, *values.shape[1:]))
-
-
-@dataclass(frozen=True)
-class LayerStore:
-    """What one layer has for all streams.
-
-    Attributes:
-        index: None where nothing votes.
-        state: of the map of attention; a row a stream. None where nothing votes.
-        region: its blocks on the host, as the device sees them.
-        cache: the blocks that lie on the device, too; a row a stream.
-        ways: [rows, blocks] int32, which of them an answer sees; -1 for none.
-        rotation: the model's.
-        attention: what computes attention.
-        scratch: shared by all layers.
-    """
-
-    index: LayerIndex | None
-    state: MapState | None
-    region: HostRegion
-    cache: BlockCache
-    ways: torch.Tensor
-    rotation: Rotation
-    attention: ClampedAttention
-    scratch: Scratch
 
 
 def _padded(states: torch.Tensor, rows: int) -> torch.Tensor:
@@ -182,24 +38,42 @@ class KernelChunk(LayerTokens[Spans]):
         memory: of the layer, on the device.
         store: of the layer.
         plan: the chunk, in every layer.
+        leave, back: where blocks are copied to the host, and from it.
     """
 
     memory: KernelMemory
     store: LayerStore
     plan: ChunkPlan
+    leave: Lane = field(default_factory=Lane)
+    back: Lane = field(default_factory=Lane)
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """As `ltri_chunk.Chunk.attend`; votes are [1, blocks] float32, and there from the first layer that votes on."""
-        attention, width, scale = self.store.attention, self._width, self.caches.scale
         self.remember()
         if self.kept:
             self.memory.keep(self.begin, self.settings.chunk)
+        out = self.seen(query, keys, values, votes)
+        self.leave.join()
+        return out
+
+    def seen(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """`attend`, where what was there before is remembered."""
+        attention, width, scale = self.store.attention, self._width, self.caches.scale
         self._write(keys, values)
+        found = None
+        if self.voter is None:  # what the layers before voted for: it comes while the window is looked at
+            with self.back.apart():
+                found = self._retrieved(votes)
         asked, window = self._queries(query), self._window()
         local = attention.attend_window(asked, window, width=width, scale=scale)
-        sinks, memory = self._beyond(self._retrieved(asked, self._map(asked, window, local), votes))
+        if found is None:
+            found = self._retrieved(votes, asked, self._map(asked, window, local))
+        self.back.join()
+        sinks, memory = self._beyond(found)
         if sinks.near.shape[0] + memory.keys.shape[0] == 0:
             return local.out.to(query.dtype)
         if self.settings.far:
@@ -234,10 +108,24 @@ class KernelChunk(LayerTokens[Spans]):
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         move((keys, values), (self.caches.keys, self.caches.values), write=self.plan.rows.slots)
-        if self.voter is not None:
-            self.memory.received.index_fill_(0, self.plan.rows.cells, 0)
+        if self.store.state is not None:
+            self.store.state.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)
 
     # ---- what is remembered ----
+
+    @property
+    def _state(self) -> MapState:
+        """Of the map of attention, in a layer that votes."""
+        if self.store.state is None:
+            raise ValueError(f"layer {self.caches.layer} votes, and has no state: expected one of `KernelChunks`")
+        return self.store.state
+
+    @property
+    def _ring(self) -> SpanRing:
+        """Spans of blocks, in a layer that votes."""
+        if self.store.ring is None:
+            raise ValueError(f"layer {self.caches.layer} votes, and has no spans: expected those of `KernelChunks`")
+        return self.store.ring
 
     @property
     def _rule(self) -> SpanRule:
@@ -254,9 +142,9 @@ class KernelChunk(LayerTokens[Spans]):
 
     def remember(self) -> None:
         """Cut the spans of the blocks that are complete, and move those that have left the window to the host."""
-        memory, settings = self.memory, self.settings
-        if memory.last is not None and memory.last[0] < self.begin:
-            memory.received += memory.last[1]
+        memory, settings, state = self.memory, self.settings, self.store.state
+        if memory.last is not None and memory.last[0] < self.begin and state is not None:
+            state.received.index_add_(0, self.plan.at, state.last.index_select(0, self.plan.at))
             memory.last = None
         whole = [block for block in memory.tiles if settings.first(block + 1) <= self.begin]
         tiles = [memory.tiles.pop(block) for block in whole]
@@ -264,7 +152,8 @@ class KernelChunk(LayerTokens[Spans]):
             lengths = torch.full((len(whole),), settings.block, dtype=torch.int32, device=self.slots.device)
             found = cut_spans(torch.stack(tiles), lengths, self._rule)
             for place, block in enumerate(whole):
-                memory.spans[block] = Spans(found.bounds[place : place + 1], found.counts[place : place + 1])
+                at = SpanRing.places(settings, self.plan.row, range(block, block + 1), self.slots.device)
+                self._ring.put(at, Spans(found.bounds[place : place + 1], found.counts[place : place + 1]))
         if self.plan.gone_tokens is not None:
             self._evict(self.plan.gone_tokens.slots, self.plan.gone_tokens.cells)
 
@@ -272,22 +161,28 @@ class KernelChunk(LayerTokens[Spans]):
         settings, memory, blocks, ids = self.settings, self.memory, self.plan.gone, self.plan.gone_ids
         if self.voter is not None and self.store.index is not None:
             spans, index = self._spans(blocks), self.store.index
-            given = memory.received[cells].view(len(blocks), settings.block)
+            given = self._state.received.view(-1)[cells].view(len(blocks), settings.block)
             states = self.voter.of_slots(self.caches.keys, slots, self.heads)
             vectors = states.view(len(blocks), settings.block, -1)
             found, counts = self._vectors(vectors, pick(spans, given, index_sizes(settings)[1]), spans.counts)
             at = ids.long()
             index.vectors.index_copy_(0, at, found.to(index.vectors.dtype))
             index.counts.index_copy_(0, at, counts)
-        places = slots.view(len(blocks), settings.block)
-        store(self.caches.keys, self.caches.values, places, ids, self.store.region)
+        if self.leave.stream is None:
+            places = slots.view(len(blocks), settings.block)
+            store(self.caches.keys, self.caches.values, places, ids, self.store.region)
+        else:  # the chunk's own tokens are about to take their slots
+            keys, values = self.store.scratch.leaving
+            move((self.caches.keys, self.caches.values), (keys, values), read=slots)
+            with self.leave.apart():
+                places = torch.arange(len(slots), device=slots.device).view(len(blocks), settings.block)
+                store(keys, values, places, ids, self.store.region)
         memory.stored = blocks.stop
 
     def _spans(self, blocks: range) -> Spans:
         """The spans of blocks that leave the window."""
         if self.settings.index == "ltri":
-            each = [self.memory.spans.pop(block) for block in blocks]
-            return Spans(torch.cat([one.bounds for one in each]), torch.cat([one.counts for one in each]))
+            return self._ring.at(self.plan.gone_spans)
         bounds = torch.zeros(len(blocks), 1, 2, dtype=torch.int32, device=self.slots.device)
         bounds[..., 1] = self.settings.block
         return Spans(bounds, torch.full_like(bounds[..., 0], index_sizes(self.settings)[1]))
@@ -308,7 +203,7 @@ class KernelChunk(LayerTokens[Spans]):
         tiles, spans, most = tokens.shape
         at = tokens.clamp(min=0).long().view(tiles, spans * most, 1)
         found = states.gather(1, at.expand(-1, -1, states.shape[2])).view(tiles, spans, most, -1)
-        if not _is_folded(self.settings):
+        if not is_folded(self.settings):
             return found, counts
         there = (tokens >= 0).unsqueeze(-1)
         summed = torch.where(there, found, 0).sum(
@@ -339,11 +234,11 @@ class KernelChunk(LayerTokens[Spans]):
             window=self._width,
             scale=self.caches.scale,
         )
-        given, cells = received(chunk), plan.window.cells
-        memory.received.index_add_(0, cells, given.received[0])
-        last = torch.zeros_like(memory.received) if memory.newest is None else memory.newest.zero_()
-        last.index_copy_(0, cells, given.last[0])
-        memory.last = self.end - 1, last
+        given, cells, state = received(chunk), plan.window.cells, self._state
+        state.received.view(-1).index_add_(0, cells, given.received[0])
+        state.last.index_fill_(0, plan.at, 0)
+        state.last.view(-1).index_copy_(0, cells, given.last[0])
+        memory.saw(self.end - 1)
         if settings.index != "ltri":
             return None
         tiles = given.last.new_zeros(plan.tiles.places.shape[1], self.heads, settings.block, settings.block)
@@ -365,7 +260,7 @@ class KernelChunk(LayerTokens[Spans]):
         memory, state, newest = self.memory, self.store.state, self.settings.blocks(self.end) - 1
         for block, tile in memory.tiles.items():
             if block == newest and state is not None:
-                memory.tiles[block] = state.tile[self.plan.seat.row].copy_(tile)
+                memory.tiles[block] = state.tile[self.plan.row].copy_(tile)
             else:
                 memory.tiles[block] = tile.clone()
 
@@ -373,28 +268,33 @@ class KernelChunk(LayerTokens[Spans]):
         """The spans of the chunk's own tokens; where these are blocks of the stream, they are those of the blocks."""
         settings, plan = self.settings, self.plan
         spans = cut_spans(tiles, plan.tiles.lengths, self._rule)
-        for place, block in enumerate(plan.tiles.blocks if plan.tiles.own == 0 else ()):
-            if settings.first(block + 1) <= self.end:
-                self.memory.spans[block] = Spans(spans.bounds[place : place + 1], spans.counts[place : place + 1])
+        whole = [block for block in plan.tiles.blocks if settings.first(block + 1) <= self.end]
+        if whole and plan.tiles.own == 0:
+            count = len(whole)
+            self._ring.put(plan.tile_spans[:count], Spans(spans.bounds[:count], spans.counts[:count]))
+            for block in whole:
                 del self.memory.tiles[block]
         return spans, _padded(given.unsqueeze(1), len(tiles) * settings.block).view(len(tiles), settings.block)
 
     # ---- what comes back ----
 
     def _retrieved(
-        self, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None, votes: dict[int, torch.Tensor]
+        self,
+        votes: dict[int, torch.Tensor],
+        asked: ChunkQuery | None = None,
+        own: tuple[Spans, torch.Tensor] | None = None,
     ) -> Retrieved:
-        """The blocks that come back for the chunk."""
+        """The blocks that come back for the chunk; `asked` in a layer that votes."""
         settings, memory = self.settings, self.memory
         if self.answers and settings.persist and settings.index != "given" and memory.retrieved is not None:
             return memory.retrieved
-        found = self._fetched(self._chosen(asked, own, votes))
+        found = self._fetched(self._chosen(votes, asked, own))
         if not self.answers:
             memory.retrieved = found
         return found
 
     def _chosen(
-        self, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None, votes: dict[int, torch.Tensor]
+        self, votes: dict[int, torch.Tensor], asked: ChunkQuery | None, own: tuple[Spans, torch.Tensor] | None
     ) -> torch.Tensor:
         """[n] int32 numbers of the stream's blocks that come back for the chunk."""
         settings, stored, device = self.settings, self.plan.stored, self.slots.device
@@ -403,10 +303,11 @@ class KernelChunk(LayerTokens[Spans]):
         if settings.index == "random":
             seed = (self.begin << 16) + self.caches.layer
             return on_device(random_blocks(stored, settings.retrieved, seed), device)
-        return self._elected(asked, own, votes)
+        found = self._elected(votes, asked, own)
+        return found if self.plan.renewed is None or not len(found) else self.plan.renewed
 
     def _elected(
-        self, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None, votes: dict[int, torch.Tensor]
+        self, votes: dict[int, torch.Tensor], asked: ChunkQuery | None, own: tuple[Spans, torch.Tensor] | None
     ) -> torch.Tensor:
         settings, plan, nothing = self.settings, self.plan, self.plan.gone_ids[:0]
         count = min(settings.retrieved, plan.stored)
@@ -415,7 +316,7 @@ class KernelChunk(LayerTokens[Spans]):
             return nothing
         scores = None
         ids = plan.ids.unsqueeze(0)
-        if self.voter is not None and self.store.index is not None:
+        if self.voter is not None and self.store.index is not None and asked is not None:
             index = BlockIndex(self.store.index.vectors, self.store.index.counts, ids, plan.blocks)
             scores = score_blocks(self._query_spans(self.voter, asked, own), index, kind=settings.similarity)
         after = torch.zeros(ids.shape, device=self.slots.device) if before is None else before
@@ -441,11 +342,11 @@ class KernelChunk(LayerTokens[Spans]):
 
     def _fetched(self, chosen: torch.Tensor) -> Retrieved:
         """Have blocks in the stream's row of the cache."""
-        seat, cache = self.plan.seat, self.store.cache
+        at, cache = self.plan.at, self.store.cache
         if chosen.shape[0] == 0:
             return Retrieved(chosen, chosen)
-        found = look_up(self.plan.ids[chosen.long()].unsqueeze(0), seat.at, cache)
-        fetch(self.store.region, found, seat.at, cache)
+        found = look_up(self.plan.ids[chosen.long()].unsqueeze(0), at, cache)
+        fetch(self.store.region, found, at, cache)
         return Retrieved(chosen, found.places[0])
 
     def _beyond(self, found: Retrieved) -> tuple[SeenKeys, FarKeys]:
@@ -455,14 +356,14 @@ class KernelChunk(LayerTokens[Spans]):
         sinks, tokens = slots.shape[0], slots.shape[0] + count * settings.block
         keys, values = scratch.keys[2, :tokens], scratch.values[1, :tokens]
         move((self.caches.keys, self.caches.values), (keys, values), read=slots)
-        row, cache = plan.seat.row, self.store.cache
+        cached = [each.flatten(0, 1) for each in (self.store.cache.keys, self.store.cache.values)]
         blocks = [each[sinks:].view(count, settings.block, *each.shape[1:]) for each in (keys, values)]
-        move((cache.keys[row], cache.values[row]), (blocks[0], blocks[1]), read=found.ways)
+        move((cached[0], cached[1]), (blocks[0], blocks[1]), read=found.ways, base=plan.first_way)
         if settings.far:
             keys[sinks:] = self._at(keys[sinks:], self._tokens(found.blocks))
         if not settings.far and self.begin - (sinks - 1) >= self._width:
             return SeenKeys(keys[:0], keys[:0], values[:0], 0), FarKeys(keys, values)
-        near = self._at(keys[:sinks], plan.sinks.cells)
+        near = self._at(keys[:sinks], torch.arange(sinks, device=keys.device))
         return SeenKeys(near, keys[:sinks], values[:sinks], 0), FarKeys(keys[sinks:], values[sinks:])
 
     def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:

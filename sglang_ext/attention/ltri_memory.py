@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import torch
 
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease
-from sglang_ext.policies.ltri import SpanVectors, block_scores, kept_chunks, similarity
+from sglang_ext.policies.ltri import Span, SpanVectors, block_scores, kept_chunks, similarity
 from sglang_ext.policies.ltri_options import Ltri
 
 if TYPE_CHECKING:
@@ -110,7 +111,9 @@ class LayerHost:
 
 
 SpansT = TypeVar("SpansT")
-"""The spans of a block, as whoever computes the chunks knows them."""
+"""The spans of the blocks in a window, as whoever computes the chunks knows them."""
+BlockSpans: TypeAlias = list[tuple[Span, int]]
+"""The spans of a block, and how many index vectors each has."""
 
 
 @dataclass(frozen=True)
@@ -124,54 +127,82 @@ class Snapshot(Generic[SpansT]):
     """
 
     stored: int
-    spans: Mapping[int, SpansT]
+    spans: SpansT
     received: torch.Tensor
 
 
 @dataclass
-class LayerMemory(Generic[SpansT]):
+class LayerMemory(ABC, Generic[SpansT]):
     """What one layer of a stream remembers.
 
     Attributes:
-        stored: blocks that have left the window; they are on the host.
-        index: of these blocks, in plain PyTorch; kernels have one for all streams.
-        tiles: block -> [heads, block, block] of its attention map, until all of its rows are there.
-        spans: block -> its spans, from then until it leaves the window.
         received: [slots of a stream] attention that the token in each slot received from all heads of the queries
             before `last`, float32 or float64.
+        spans: of the blocks of which all rows are there, until they leave the window.
+        stored: blocks that have left the window; they are on the host.
+        tiles: block -> [heads, block, block] of its attention map, until all of its rows are there.
         last: the newest token, and what it adds to `received` as soon as another one follows.
-        blocks: what the last chunk of a prompt retrieved.
         snapshots: first token of a chunk -> what there was before it, for streams that begin alike.
     """
 
     received: torch.Tensor
+    spans: SpansT
     stored: int = 0
-    index: SpanIndex = field(default_factory=SpanIndex)
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
-    spans: dict[int, SpansT] = field(default_factory=dict)
     last: tuple[int, torch.Tensor] | None = None
-    blocks: list[int] = field(default_factory=list)
     snapshots: dict[int, Snapshot[SpansT]] = field(default_factory=dict)
 
-    def keep(self, begin: int, chunk: int) -> None:
-        """Keep a snapshot for streams that go on differently from `begin`, where a chunk begins; few are kept."""
-        self.snapshots[begin] = Snapshot(self.stored, dict(self.spans), self.received.clone())
+    @staticmethod
+    @abstractmethod
+    def copied(spans: SpansT) -> SpansT:
+        """A copy of spans that does not change with them."""
+
+    def keep(self, begin: int, chunk: int, received: torch.Tensor | None = None) -> None:
+        """Keep a snapshot for streams that go on differently from `begin`, where a chunk begins; few are kept.
+
+        Args:
+            begin: first token of the chunk.
+            chunk: tokens of a chunk.
+            received: what `received` was there; None where it still is.
+        """
+        given = self.received if received is None else received
+        self.snapshots[begin] = Snapshot(self.stored, self.copied(self.spans), given.clone())
         wanted = kept_chunks(begin // chunk)
         self.snapshots = {place: kept for place, kept in self.snapshots.items() if place // chunk in wanted}
 
     def fork(self, begin: int) -> Self:
         """The memory of another stream that begins with the same tokens, up to one of `snapshots`."""
         kept = self.snapshots[begin]
-        earlier = {place: each for place, each in self.snapshots.items() if place <= begin}
         return type(self)(
             received=kept.received.clone(),
+            spans=self.copied(kept.spans),
             stored=kept.stored,
-            index=self.index.fork(kept.stored),
-            spans=dict(kept.spans),
-            snapshots=earlier,
+            snapshots={place: each for place, each in self.snapshots.items() if place <= begin},
         )
+
+
+@dataclass
+class TorchMemory(LayerMemory[dict[int, BlockSpans]]):
+    """What one layer of a stream remembers in plain PyTorch: block -> its spans.
+
+    Attributes:
+        index: of the blocks on the host.
+        blocks: what the last chunk of a prompt retrieved.
+    """
+
+    index: SpanIndex = field(default_factory=SpanIndex)
+    blocks: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def copied(spans: dict[int, BlockSpans]) -> dict[int, BlockSpans]:
+        return dict(spans)
+
+    def fork(self, begin: int) -> Self:
+        found = super().fork(begin)
+        found.index = self.index.fork(found.stored)
+        return found
 
     @classmethod
     def empty(cls, settings: Ltri, device: torch.device) -> Self:
         """The memory of a stream that has no token yet."""
-        return cls(torch.zeros(settings.slots, device=device))
+        return cls(torch.zeros(settings.slots, device=device), {})

@@ -6,12 +6,14 @@ It follows from numbers that the host knows: so it is written down once, in the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sglang_ext.attention.ltri_layer import LayerTokens, SpansT
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
+from sglang_ext.kernels.span_index import Spans
+from sglang_ext.policies.ltri import renewed_blocks
 from sglang_ext.policies.ltri_options import Ltri
 
 
@@ -31,6 +33,7 @@ class Seat:
         ids: [more than `known`] int32, numbers on the host of the stream's blocks that have left its window; -1 behind.
         known: how many of them are there.
         decodes: whether what decoding steps read is up to date.
+        whole: behind the stream's newest chunk, where that was a whole one of a prompt; None otherwise.
     """
 
     row: int
@@ -38,6 +41,7 @@ class Seat:
     ids: torch.Tensor
     known: int = 0
     decodes: bool = False
+    whole: int | None = None
 
     def learn(self, ids: Sequence[int]) -> None:
         """Have all of a stream's blocks in `ids`, of which some may be there."""
@@ -56,7 +60,7 @@ class Tokens:
 
     Attributes:
         first: number of the first.
-        cells: [tokens] int64, their numbers among the stream's slots (`Ltri.cell`).
+        cells: [tokens] int64, their numbers among the slots of all streams, one row behind the other (`Ltri.cell`).
         slots: [tokens] int64, their KV slots.
     """
 
@@ -65,13 +69,59 @@ class Tokens:
     slots: torch.Tensor
 
     @classmethod
-    def of(cls, settings: Ltri, slots: torch.Tensor, begin: int, end: int) -> Tokens:
-        """The tokens [begin, end) of a stream with KV slots `slots`."""
+    def of(cls, settings: Ltri, slots: torch.Tensor, row: int, begin: int, end: int) -> Tokens:
+        """The tokens [begin, end) of a stream in a row, with KV slots `slots`."""
         tokens, sinks = torch.arange(begin, end, device=slots.device), settings.sinks
         cells = sinks + (tokens - sinks) % (settings.slots - sinks)
         if begin < sinks:
             cells = torch.where(tokens < sinks, tokens, cells)
-        return cls(begin, cells, slots[cells].long())
+        return cls(begin, cells + row * settings.slots, slots[cells].long())
+
+
+@dataclass(frozen=True)
+class SpanRing:
+    """The spans of the blocks in the windows of all streams, in one layer, one row of blocks behind the other.
+
+    Attributes:
+        bounds: [rows * blocks of a row, spans, 2] int32 (`Spans.bounds`).
+        counts: [rows * blocks of a row, spans] int32.
+    """
+
+    bounds: torch.Tensor
+    counts: torch.Tensor
+
+    @staticmethod
+    def blocks(settings: Ltri) -> int:
+        """Blocks of a row: as many as the window of a chunk has tokens of, the chunk included."""
+        return -(-(settings.slots - settings.sinks) // settings.block) + 1
+
+    @classmethod
+    def empty(cls, settings: Ltri, rows: int, device: torch.device) -> SpanRing:
+        """Room for so many streams."""
+        shape = rows * cls.blocks(settings), settings.spans
+        bounds, counts = (torch.zeros(each, dtype=torch.int32, device=device) for each in ((*shape, 2), shape))
+        return cls(bounds, counts)
+
+    @classmethod
+    def places(cls, settings: Ltri, row: int, blocks: range, device: torch.device) -> torch.Tensor:
+        """[blocks] int64, where the spans of a stream's blocks lie."""
+        count = cls.blocks(settings)
+        return row * count + torch.arange(blocks.start, max(blocks.start, blocks.stop), device=device) % count
+
+    def of_row(self, settings: Ltri, row: int) -> Spans:
+        """Those of a stream, which share the memory of all."""
+        count = self.blocks(settings)
+        part = slice(row * count, (row + 1) * count)
+        return Spans(self.bounds[part], self.counts[part])
+
+    def put(self, places: torch.Tensor, spans: Spans) -> None:
+        """Have spans in places [n] int64."""
+        self.bounds.index_copy_(0, places, spans.bounds)
+        self.counts.index_copy_(0, places, spans.counts)
+
+    def at(self, places: torch.Tensor) -> Spans:
+        """The spans in places [n] int64."""
+        return Spans(self.bounds.index_select(0, places), self.counts.index_select(0, places))
 
 
 @dataclass(frozen=True)
@@ -128,9 +178,14 @@ class ChunkPlan:
         gone: those of them that leave it now.
         gone_tokens: their tokens; None for none.
         gone_ids: [n] int32, their numbers on the host.
+        gone_spans: [n] int64, where their spans lie (`SpanRing`).
         ids: [at least `stored`] int32, numbers on the host of the stream's blocks.
-        seat: what the stream has on the device.
+        row: of the stream.
+        at: [1] int64, the same on the device.
+        first_way: [1] int32, the first way of the row, one row of a layer's cache of blocks behind the other.
         tiles: of its attention map.
+        tile_spans: [blocks of `tiles`] int64, where the spans of the blocks lie.
+        renewed: [n] int32, the blocks that come back whatever is voted for (`Ltri.renewed`); None otherwise.
         before, count, blocks: [1] int32, columns of the window before its rows, its rows, and `stored`.
     """
 
@@ -142,9 +197,14 @@ class ChunkPlan:
     gone: range
     gone_tokens: Tokens | None
     gone_ids: torch.Tensor
+    gone_spans: torch.Tensor
     ids: torch.Tensor
-    seat: Seat
+    row: int
+    at: torch.Tensor
+    first_way: torch.Tensor
     tiles: Tiles
+    tile_spans: torch.Tensor
+    renewed: torch.Tensor | None
     before: torch.Tensor
     count: torch.Tensor
     blocks: torch.Tensor
@@ -153,14 +213,14 @@ class ChunkPlan:
     def of(cls, chunk: LayerTokens[SpansT], seat: Seat) -> ChunkPlan:
         """The plan of a chunk whose blocks have their numbers on the host (`LayerHost.numbers`)."""
         settings, begin, end, device = chunk.settings, chunk.begin, chunk.end, chunk.slots.device
-        first, stored = settings.local(begin), settings.evicted(begin)
-        tokens = lambda low, high: Tokens.of(settings, chunk.slots, low, high)  # noqa: E731
+        first, stored, row = settings.local(begin), settings.evicted(begin), seat.row
+        tokens = lambda low, high: Tokens.of(settings, chunk.slots, row, low, high)  # noqa: E731
         window = tokens(first, end)
         listed = torch.zeros(1, settings.slots, dtype=torch.int32, device=device)
         listed[0, : end - first] = window.slots
         gone = range(chunk.memory.stored, stored)
-        ids = seat.ids
         number = lambda value: torch.full((1,), value, dtype=torch.int32, device=device)  # noqa: E731
+        tiles = Tiles.of(settings, begin, end, first, not (chunk.answers and settings.persist), device)
         return cls(
             rows=tokens(begin, end),
             window=window,
@@ -169,11 +229,48 @@ class ChunkPlan:
             stored=stored,
             gone=gone,
             gone_tokens=tokens(settings.first(gone.start), settings.first(gone.stop)) if gone else None,
-            gone_ids=ids[gone.start : gone.stop].clone(),  # where a kernel takes an address, it is aligned
-            ids=ids,
-            seat=seat,
-            tiles=Tiles.of(settings, begin, end, first, not (chunk.answers and settings.persist), device),
+            gone_ids=seat.ids[gone.start : gone.stop].clone(),  # where a kernel takes an address, it is aligned
+            gone_spans=SpanRing.places(settings, row, gone, device),
+            ids=seat.ids,
+            row=row,
+            at=seat.at,
+            first_way=number(row * max(1, settings.ways)),
+            tiles=tiles,
+            tile_spans=SpanRing.places(settings, row, tiles.blocks, device),
+            renewed=on_device(renewed_blocks(begin, settings), device) if settings.renewed else None,
             before=number(begin - first),
             count=number(end - begin),
             blocks=number(stored),
         )
+
+    def standing(self, most: int) -> ChunkPlan:
+        """A plan with tensors of its own, into which others are loaded, with room for so many blocks on the host."""
+        own = {name: getattr(self, name).clone() for name in _LOADED}
+        for name, part in self._parts():
+            own[name] = replace(part, cells=part.cells.clone(), slots=part.slots.clone())
+        if self.renewed is not None:
+            own["renewed"] = self.renewed.clone()
+        return type(self)(**{**vars(self), **own, "ids": self.ids.new_full((most,), -1)})
+
+    def load(self, other: ChunkPlan) -> None:
+        """Have another plan in the tensors of this one, which is `standing`; numbers that differ are nobody's to read.
+
+        Args:
+            other: of a chunk that does the same (`Ltri.alike_from`).
+        """
+        for name in _LOADED:
+            getattr(self, name).copy_(getattr(other, name))
+        for (_, into), (_, part) in zip(self._parts(), other._parts(), strict=True):
+            into.cells.copy_(part.cells)
+            into.slots.copy_(part.slots)
+        if self.renewed is not None and other.renewed is not None:
+            self.renewed.copy_(other.renewed)
+        self.ids[: other.stored].copy_(other.ids[: other.stored])
+
+    def _parts(self) -> list[tuple[str, Tokens]]:
+        parts = [("rows", self.rows), ("window", self.window), ("sinks", self.sinks)]
+        return parts if self.gone_tokens is None else [*parts, ("gone_tokens", self.gone_tokens)]
+
+
+_LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "blocks")
+"""Tensors of a plan that differ between chunks that do the same."""

@@ -7,22 +7,24 @@ stream, and is there from the start; what a stream is told of its own blocks (`l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_ext.attention.ltri import AnyMemory
-from sglang_ext.attention.ltri_kernels import (
+from sglang_ext.attention.ltri import AnyMemory, LayerChunk, Votes
+from sglang_ext.attention.ltri_graphs import ChunkGraphs, ChunkPlace
+from sglang_ext.attention.ltri_kernels import KernelChunk
+from sglang_ext.attention.ltri_layer import LayerTokens, Voter
+from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, SpanRing
+from sglang_ext.attention.ltri_state import (
     ClampedAttention,
-    KernelChunk,
     KernelMemory,
     LayerIndex,
     LayerStore,
     Scratch,
     stored_sizes,
 )
-from sglang_ext.attention.ltri_layer import LayerTokens, Voter
-from sglang_ext.attention.ltri_plan import ChunkPlan, Seat
 from sglang_ext.cache.budget import FLOAT32
 from sglang_ext.cache.host_blocks import GIB, HostBlocks, HostLease
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
@@ -109,6 +111,8 @@ class KernelChunks:
     ) -> None:
         keys, values = next(iter(caches.values()))
         self.settings, self.device = settings, keys.device
+        self._graphs: ChunkGraphs | None = None
+        self._blocks = min(host.total, self.most_blocks) + 1
         self._free, self._seats = list(range(rows))[::-1], dict[HostLease, Seat]()
         _check_room(settings, voters, host.total, heads, rows, keys)
         self.slot = torch.zeros(rows, settings.slots, dtype=torch.int32, device=self.device)
@@ -116,32 +120,69 @@ class KernelChunks:
         self.stores: dict[int, LayerStore] = {}
         for layer, (keys, _) in caches.items():
             region = HostRegion(*(device_view(kept[layer], self.device) for kept in (host.keys, host.values)))
-            voter, index, state = voters[layer], None, None
+            voter, index, state, ring = voters[layer], None, None, None
             if voter is not None:
                 index = LayerIndex.empty(settings, host.total, voter.dim(heads, keys.shape[2]), keys)
-                state = map_state(settings, rows, heads, keys)
+                state, ring = map_state(settings, rows, heads, keys), SpanRing.empty(settings, rows, self.device)
             cache = BlockCache.empty(rows, max(1, settings.ways), region, self.device)
             ways = torch.full((rows, max(1, settings.retrieved)), -1, dtype=torch.int32, device=self.device)
-            self.stores[layer] = LayerStore(index, state, region, cache, ways, rotation, attention, scratch)
+            self.stores[layer] = LayerStore(index, state, ring, region, cache, ways, rotation, attention, scratch)
 
     def memory(self) -> KernelMemory:
         """What a layer of a stream remembers that has no token yet."""
         return KernelMemory.empty(self.settings, self.device)
 
-    def chunk(self, tokens: LayerTokens[Any]) -> KernelChunk:
-        """What computes a chunk."""
-        lease, carry = tokens.host.lease, tokens.caches.carry
+    def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
+        """What computes a chunk: its launches one after the other, or their recording."""
+        chunk, carry, key = self.launched(tokens), tokens.caches.carry, f"place of {self._named(tokens)}"
+        if key not in carry:
+            carry[key] = self._place(tokens, chunk.plan)
+        return chunk if carry[key] is None or self._graphs is None else Recorded(self._graphs, carry[key], chunk)
+
+    def launched(self, tokens: LayerTokens[Any]) -> KernelChunk:
+        """What computes a chunk, launch by launch."""
+        carry, key = tokens.caches.carry, f"plan of {self._named(tokens)}"
         store, seat = self.stores[tokens.caches.layer], self.seat(tokens)
-        key = f"plan of {id(lease)} from {tokens.begin}"
         if key not in carry:
             carry[key] = ChunkPlan.of(tokens, seat)
         memory = tokens.memory
         if not isinstance(memory, KernelMemory):
             raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
-        if store.state is not None and memory.row != seat.row:
-            memory.sit(seat.row, store.state)
+        memory.sit(seat.row, self.settings, store)
         seat.decodes = False
         return KernelChunk(store=store, plan=carry[key], **vars(tokens))
+
+    def record(self, chunks: Mapping[int, LayerTokens[Any]], places: int) -> None:
+        """Record a chunk, so that whole chunks of prompts are replayed from then on.
+
+        Args:
+            chunks: layer -> a chunk from `Ltri.alike_from` on, whose stream has all blocks before it.
+            places: chunks of a pass that are replayed, at most; those behind them are launched.
+        """
+        launched = {layer: self.launched(tokens) for layer, tokens in chunks.items()}
+        plan = next(iter(launched.values())).plan
+        graphs = ChunkGraphs(self.settings, self.stores, places, self._blocks)
+        graphs.record(chunks, plan)
+        self._graphs = graphs
+
+    def _named(self, tokens: LayerTokens[Any]) -> str:
+        """What tells a chunk from others of its pass."""
+        return f"{id(tokens.host.lease)} from {tokens.begin}"
+
+    def _place(self, tokens: LayerTokens[Any], plan: ChunkPlan) -> ChunkPlace | None:
+        """The place of a chunk in its pass, with its plan; None for a chunk that does not do what whole ones do."""
+        seat, carry, settings = self.seat(tokens), tokens.caches.carry, self.settings
+        follows, first = seat.whole == tokens.begin, settings.alike_from
+        whole = tokens.begin % settings.chunk == 0 and tokens.end - tokens.begin == settings.chunk
+        seat.whole = tokens.end if whole and not tokens.answers else None
+        if self._graphs is None or first is None or not (seat.whole and follows and tokens.begin >= first):
+            return None
+        number = carry.setdefault("places taken", 0)
+        place = self._graphs.place(number)
+        if place is not None:
+            carry["places taken"] = number + 1
+            place.plan.load(plan)
+        return place
 
     def retrieved(self, memory: AnyMemory) -> list[int]:
         """The blocks that the last chunk of a prompt got back; waits for the device."""
@@ -183,6 +224,25 @@ class KernelChunks:
         seat = self._seats[lease]
         seat.learn(tokens.host.numbers(self.settings.evicted(tokens.begin)))
         return seat
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A chunk in one layer, replayed.
+
+    Attributes:
+        graphs: of all chunks.
+        place: of this one in its pass.
+        chunk: what is replayed.
+    """
+
+    graphs: ChunkGraphs
+    place: ChunkPlace
+    chunk: KernelChunk
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: Votes) -> torch.Tensor:
+        """As `KernelChunk.attend`; the layers' votes stay in the place. What it returns holds until the next chunk."""
+        return self.graphs.attend(self.place, self.chunk, query, keys, values)
 
 
 def map_state(settings: Ltri, rows: int, heads: int, keys: torch.Tensor) -> MapState:

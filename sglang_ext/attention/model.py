@@ -75,6 +75,11 @@ class Model:
         """Positions that the model knows; a row of the table is that long."""
         return compat.context_length(self._runner)
 
+    @property
+    def tokens_of_a_pass(self) -> int:
+        """Tokens of prompts that SGLang computes in one pass, at most (`--chunked-prefill-size`); 0 for any number."""
+        return compat.chunked_prefill_size(self._runner)
+
     def check_cache_type(self) -> None:
         """Raise ValueError where the KV cache has another type than the model, as kernels expect one."""
         keys, _ = next(iter(self.caches().values()))

@@ -87,6 +87,7 @@ __all__ = [
     "breaks_at_attention",
     "capture_whole",
     "capturing_views",
+    "chunked_prefill_size",
     "compiled_grammars",
     "context_length",
     "generate",
@@ -229,6 +230,11 @@ def num_request_slots(model_runner: Any) -> int:
 def context_length(model_runner: Any) -> int:
     """Positions that the model knows, as the server was told; a row of KV slots is that long."""
     return int(model_runner.model_config.context_len)
+
+
+def chunked_prefill_size(model_runner: Any) -> int:
+    """Tokens of prompts in one pass, at most, as the server was told; 0 for any number."""
+    return max(0, model_runner.server_args.chunked_prefill_size or 0)
 
 
 def model_path(model_runner: Any) -> tuple[str, bool]:

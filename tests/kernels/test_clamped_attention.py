@@ -58,8 +58,8 @@ def stand_in(
     keys, values = (each.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     logits = torch.einsum("rhd,thd->hrt", q.to(wide), keys) * sm_scale
     logits = logits.masked_fill(~seen, float("-inf"))
-    out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), values).to(q.dtype)
-    return out, logits.logsumexp(-1).transpose(0, 1) / math.log(2.0)
+    out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), values).to(q.dtype).contiguous()
+    return out, logits.logsumexp(-1).transpose(0, 1).contiguous() / math.log(2.0)
 
 
 class Case:

@@ -13,6 +13,7 @@ import torch
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_stores import KernelChunks
+from sglang_ext.attention.ltri_warm_up import WarmUp
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.attention.readers.ltri import LtriReader, check_kernels
 from sglang_ext.attention.readers.streams import check_flashinfer
@@ -56,6 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sinks that are no blocks": {"sinks": 5},
     "no sinks": {"sinks": 0},
     "one head a layer": {"heads": "file"},
+    "blocks that are renewed": {"renewed": 2},
 }
 
 
@@ -71,7 +73,7 @@ class World:
         for tensor in (*policy.blocks_on_host.keys.values(), *policy.blocks_on_host.values.values()):
             tensor.fill_(torch.nan)
 
-    def compute_in_kernels(self) -> None:
+    def compute_in_kernels(self, places: int = 0) -> None:
         policy = self.policy
         voters = {layer: policy.voter(layer) for layer in self.caches}
         rotation, host = Rotation.of(ROPE), policy.blocks_on_host
@@ -80,6 +82,10 @@ class World:
             for tensor in (store.cache.keys, store.cache.values, store.scratch.keys, store.scratch.values):
                 tensor.fill_(torch.nan)
         policy.compute_in(self.chunks)
+        if places:
+            WarmUp(policy, self.chunks, self.caches, HEADS, ROPE, DIM**-0.5).read(places)
+            for keys, values in self.caches.values():
+                keys.fill_(torch.nan), values.fill_(torch.nan)
 
     def slots(self, slot: int) -> torch.Tensor:
         count = self.policy.config.slots
@@ -118,7 +124,9 @@ def text(seed: int) -> torch.Tensor:
     return found
 
 
-def both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, changes: dict[str, Any]) -> tuple[World, World]:
+def both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, changes: dict[str, Any], places: int = 0
+) -> tuple[World, World]:
     options = {**SIZES, **changes, "host_gb": 0.01}
     heads = ((0.1, 0.9, 0.0, 0.2), (0.1, 0.0, 0.0, 0.1), (0.3, 0.2, 0.15, 0.25))
     if options["heads"] == "file":
@@ -129,18 +137,32 @@ def both(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, changes: dict[str, Any]
     for world in (plain, kernels):
         if changes.get("heads") == "file":
             world.policy._voters = Heads("tiny", "", heads, {}).voters
-    kernels.compute_in_kernels()
+    kernels.compute_in_kernels(places)
     return plain, kernels
 
 
+def replayed(world: World) -> int:
+    """Chunks that were replayed, in all layers and places."""
+    graphs = world.chunks._graphs
+    return 0 if graphs is None else graphs.replayed
+
+
+@pytest.mark.parametrize("places", [0, 1, 2])
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_whole_streams(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    plain, kernels = both(monkeypatch, tmp_path, changes)
+def test_whole_streams(changes: dict[str, Any], places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Launched one by one, and where whole chunks are replayed: the first of the two of each pass, or both."""
+    plain, kernels = both(monkeypatch, tmp_path, changes, places)
     requests = [world.begin(1, PROMPT) for world in (plain, kernels)]
     outs = [world.run(request, text(1), 0, TOKENS) for world, request in zip((plain, kernels), requests, strict=True)]
     for number, (wanted, found) in enumerate(zip(*outs, strict=True)):
         assert torch.isfinite(found).all()
         assert (found - wanted).abs().max() <= TOLERANCE, number
+    first = kernels.policy.config.alike_from
+    last = PROMPT - SIZES["last"] - SIZES["chunk"]
+    whole = [] if first is None else range(first, last + 1, SIZES["chunk"])
+    passes = {begin // (2 * SIZES["chunk"]) for begin in whole}
+    assert replayed(kernels) == LAYERS * {0: 0, 1: len(passes), 2: len(whole)}[places]
+    assert first is None or len(whole) > 4
     one, other = (world.policy._streams[1].layers for world in (plain, kernels))
     for layer in range(LAYERS):
         assert one[layer].stored == other[layer].stored > 5
@@ -148,9 +170,10 @@ def test_whole_streams(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
             assert torch.allclose(one[layer].received, other[layer].received, atol=1e-4)
 
 
-def test_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.parametrize("places", [0, 2])
+def test_forks(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """A fork in kernels is the stream that was computed whole, in kernels and in plain PyTorch."""
-    plain, kernels = both(monkeypatch, tmp_path, {"similarity": "max"})
+    plain, kernels = both(monkeypatch, tmp_path, {"similarity": "max"}, places)
     other = text(2)
     other[:, :, :210] = text(1)[:, :, :210]
     whole = [*plain.run(plain.begin(1, PROMPT), other, 0, TOKENS)]
@@ -185,9 +208,10 @@ def test_what_kernels_do_not_take() -> None:
             check_kernels(Ltri(**changes))
 
 
-def test_rows_of_streams_that_ended_serve_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.parametrize("places", [0, 2])
+def test_rows_of_streams_that_ended_serve_others(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """There are two rows; nothing of an ended stream is seen in its row, which holds NaN."""
-    plain, kernels = both(monkeypatch, tmp_path, {"similarity": "max"})
+    plain, kernels = both(monkeypatch, tmp_path, {"similarity": "max"}, places)
     for seed in (1, 2, 3):
         outs = []
         for world in (plain, kernels):
@@ -215,6 +239,7 @@ def test_a_warm_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
         table=torch.zeros(3, policy.config.slots, dtype=torch.int32),
         request_slots=2 * policy.config.slots,
         context=policy.config.slots,
+        tokens_of_a_pass=2 * policy.config.chunk,
         shape=shape,
         device=torch.device("cpu"),
         rope=ROPE,

@@ -14,12 +14,10 @@ import triton
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_decode import DecodeRows, StepBuffers
-from sglang_ext.attention.ltri_kernels import ClampedAttention, stored_sizes
-from sglang_ext.attention.ltri_layer import LayerTokens
-from sglang_ext.attention.ltri_memory import LayerHost
+from sglang_ext.attention.ltri_state import ClampedAttention, stored_sizes
 from sglang_ext.attention.ltri_stores import KernelChunks
+from sglang_ext.attention.ltri_warm_up import WarmUp
 from sglang_ext.attention.model import Machine, Model
-from sglang_ext.attention.policy import Caches, Carry
 from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader, graph_sizes
 from sglang_ext.attention.readers.streams import StreamReader, check_flashinfer
 from sglang_ext.attention.step import Batch, Forward, LayerCall
@@ -107,42 +105,12 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         return {**super().stats(), "decoding_steps": self._steps, "host_cache": self._chunks.counters()}
 
     def warm_up(self) -> None:
-        """Read a prompt until blocks come back, in a layer that votes and one that does not.
-
-        The first requests are not to wait for compilers. The prompt's KV slots are SGLang's padding slot, and what it
-        leaves on the host and in its row is let go.
-        """
-        settings, shape, host = self.policy.config, self.model.shape, self.policy.blocks_on_host
-        end = min(settings.slots + 2 * settings.chunk, settings.longest(host.available) - 1)
-        lease, nowhere = host.lease(settings.evicted(end)), self.model.table.new_zeros(settings.slots)
-        layers = {self.policy.voter(layer) is None: layer for layer in sorted(self.model.caches(), reverse=True)}
-        memories = {layer: self._chunks.memory() for layer in layers.values()}
-        for begin, stop in settings.chunks(0, end, end):
-            carry: Carry = {}
-            votes: dict[int, torch.Tensor] = {}
-            for layer in sorted(memories):
-                keys, values = self.model.caches()[layer]
-                caches = Caches(layer, keys, values, nowhere[:0], self.model.rope, shape.scale, carry)
-                tokens = LayerTokens(
-                    settings=settings,
-                    memory=memories[layer],
-                    host=LayerHost(host, lease, layer, self.model.device),
-                    caches=caches,
-                    slots=nowhere,
-                    voter=self.policy.voter(layer),
-                    heads=shape.heads,
-                    begin=begin,
-                    end=stop,
-                    answers=False,
-                    given=(),
-                    kept=False,
-                )
-                query = keys.new_zeros(stop - begin, shape.heads, shape.head_dim)
-                new = [each.new_zeros(stop - begin, *each.shape[1:]) for each in (keys, values)]
-                self._chunks.chunk(tokens).attend(query, new[0], new[1], votes)
-        self._chunks.close(lease)
-        self._chunks.forget_counts()
-        lease.release()
+        """Read a prompt, so that the first requests do not wait for compilers, and record whole chunks of prompts."""
+        model, settings = self.model, self.policy.config
+        shape = model.shape
+        WarmUp(self.policy, self._chunks, model.caches(), shape.heads, model.rope, shape.scale).read(
+            max(1, model.tokens_of_a_pass // settings.chunk)
+        )
 
     # ---- CUDA graphs ----
 

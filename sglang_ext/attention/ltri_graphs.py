@@ -1,0 +1,175 @@
+"""Whole chunks of prompts of Ltri-LLM inside CUDA graphs, one for each layer.
+
+From some token on (`Ltri.alike_from`), all whole chunks of a prompt do the same: the launches of one, in one layer, are
+recorded once and replayed for every other. What differs between chunks lies on the device, in a plan that stands
+(`ChunkPlan.standing`). A pass has chunks in several *places*, one behind the other; each place has a plan and graphs of
+its own, so that a layer need not load what the layer before it has loaded.
+
+Copies of blocks to the host and back run on streams of their own beside the chunk's attention (`Lane`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from sglang_ext.attention.ltri_kernels import KernelChunk
+from sglang_ext.attention.ltri_layer import LayerTokens
+from sglang_ext.attention.ltri_plan import ChunkPlan
+from sglang_ext.attention.ltri_state import KernelMemory, Lane, LayerStore
+from sglang_ext.kernels.span_index import Spans
+from sglang_ext.policies.ltri_options import Ltri
+
+Replay: TypeAlias = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """The rows of a chunk, which graphs read and write; one for all places and layers.
+
+    Attributes:
+        query: [chunk, heads, head_dim], not rotated, as the keys.
+        keys: [chunk, kv_heads, head_dim].
+        values: [chunk, kv_heads, value_dim].
+        out: [chunk, heads, value_dim].
+    """
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+
+    @classmethod
+    def empty(cls, settings: Ltri, heads: int, keys: torch.Tensor, values: torch.Tensor) -> ChunkRows:
+        """Rows for a layer with such a KV cache."""
+        rows = lambda count, like: like.new_zeros(settings.chunk, count, like.shape[2])  # noqa: E731
+        kv_heads = keys.shape[1]
+        return cls(rows(heads, keys), rows(kv_heads, keys), rows(kv_heads, values), rows(heads, values))
+
+
+@dataclass
+class ChunkPlace:
+    """Where one chunk of a pass is computed.
+
+    Attributes:
+        plan: stands.
+        votes: [1, blocks] float32, of the layers so far; None before the first layer that votes is recorded.
+        replays: layer -> what computes the chunk there.
+    """
+
+    plan: ChunkPlan
+    votes: torch.Tensor | None = None
+    replays: dict[int, Replay] = field(default_factory=dict)
+
+
+class ChunkGraphs:
+    """Graphs of whole chunks, in every layer and place.
+
+    Args:
+        settings: of the method.
+        stores: by layer.
+        count: places.
+        blocks: of a stream that may leave its window.
+
+    Attributes:
+        replayed: how often a graph was.
+    """
+
+    def __init__(self, settings: Ltri, stores: Mapping[int, LayerStore], count: int, blocks: int) -> None:
+        self._settings, self._stores, self._count, self._blocks = settings, stores, count, blocks
+        self._places: list[ChunkPlace] = []
+        self._rows: ChunkRows | None = None
+        self._began: torch.Tensor | None = None
+        self.replayed = 0
+
+    def record(self, chunks: Mapping[int, LayerTokens[Spans]], plan: ChunkPlan) -> None:
+        """Record a chunk of a stream, and run it, in all layers; what it leaves in the stream's row is of no use.
+
+        Args:
+            chunks: layer -> the chunk there.
+            plan: of it.
+        """
+        first = next(iter(chunks.values()))
+        keys, values = first.caches.keys, first.caches.values
+        self._rows = ChunkRows.empty(self._settings, first.heads, keys, values)
+        states = (store.state for store in self._stores.values())
+        self._began = next((state.received.new_zeros(1, self._settings.slots) for state in states if state), None)
+        graphs = _Graphs(keys.device)
+        for _ in range(self._count):
+            place = ChunkPlace(plan.standing(self._blocks))
+            place.plan.load(plan)
+            for layer in sorted(chunks):
+                body = self._body(place, chunks[layer], self._rows, graphs)
+                place.replays[layer] = graphs.record(body)
+            self._places.append(place)
+
+    def place(self, number: int) -> ChunkPlace | None:
+        """A place of a pass; None behind the last one."""
+        return self._places[number] if number < len(self._places) else None
+
+    def attend(
+        self, place: ChunkPlace, chunk: KernelChunk, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """`KernelChunk.attend`, replayed; what it returns holds until the next chunk."""
+        rows, memory = self._rows, chunk.memory
+        if rows is None:
+            raise ValueError("a chunk is replayed before one was recorded: expected `record` first")
+        for into, new in ((rows.query, query), (rows.keys, keys), (rows.values, values)):
+            into.copy_(new)
+        place.replays[chunk.caches.layer]()
+        self.replayed += 1
+        memory.stored, memory.retrieved = chunk.plan.stored, None
+        if chunk.kept:
+            memory.keep(chunk.begin, self._settings.chunk, None if self._began is None else self._began[0])
+        if chunk.voter is not None:
+            memory.saw(chunk.end - 1)
+        return rows.out
+
+    def _body(self, place: ChunkPlace, tokens: LayerTokens[Spans], rows: ChunkRows, graphs: _Graphs) -> Callable[[], None]:
+        """What computes a chunk in one layer out of what stands."""
+        store, began, plan = self._stores[tokens.caches.layer], self._began, place.plan
+        state, nothing = store.state, Spans.empty(0, self._settings.spans, rows.query.device)
+        voted = place.votes is not None
+
+        def compute() -> None:
+            memory = KernelMemory(nothing.counts, nothing, plan.gone.start)
+            if state is not None:
+                memory.newest = state.last[plan.row]  # of which the chunk knows only that it is there
+                memory.saw(tokens.begin - 1)
+            votes = {tokens.begin: place.votes} if voted and place.votes is not None else {}
+            given = {**vars(tokens), "memory": memory, "kept": False}
+            chunk = KernelChunk(store=store, plan=plan, leave=graphs.leave, back=graphs.back, **given)
+            chunk.remember()
+            if state is not None and began is not None:
+                torch.index_select(state.received, 0, plan.at, out=began)
+            rows.out.copy_(chunk.seen(rows.query, rows.keys, rows.values, votes))
+            chunk.leave.join()
+            place.votes = votes.get(tokens.begin)
+
+        return compute
+
+
+class _Graphs:
+    """CUDA graphs that share their memory; on a CPU, what was recorded is run again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self.leave, self.back = (Lane(torch.cuda.Stream(device) if self._on_gpu else None) for _ in range(2))
+
+    def record(self, body: Callable[[], None]) -> Replay:
+        """Run launches once, which compiles what has to be, and record them."""
+        body()
+        if not self._on_gpu:
+            return body
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage before each of hundreds
+            graph.capture_begin(pool=self._pool)
+            body()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay

@@ -1,0 +1,221 @@
+"""What kernels keep of the streams of Ltri-LLM in one layer, and where they find it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sglang_ext.attention.ltri_memory import LayerMemory
+from sglang_ext.attention.ltri_plan import SpanRing
+from sglang_ext.kernels.cells import Rotation
+from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
+from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
+from sglang_ext.kernels.span_index import Spans
+from sglang_ext.kernels.stream_decode import MapState
+from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """The blocks that a layer has got back.
+
+    Attributes:
+        blocks: [n] int32, numbers of the stream's blocks.
+        ways: [n] int32, where they lie in the stream's row of the layer's cache of blocks.
+    """
+
+    blocks: torch.Tensor
+    ways: torch.Tensor
+
+
+@dataclass
+class KernelMemory(LayerMemory[Spans]):
+    """What one layer of a stream remembers, on the device.
+
+    `received`, `newest` and `spans` share the memory of the layer's state, as soon as the stream has a row there.
+    Before that, also in a stream that has begun as a copy, they are what the row begins with.
+
+    Attributes:
+        newest: [slots of a stream], what the newest token adds to `received`.
+        retrieved: by the last chunk of a prompt.
+        shown: what answers see, as far as decoding steps know.
+        row: None where nothing votes, and before the first chunk.
+    """
+
+    newest: torch.Tensor | None = None
+    retrieved: Retrieved | None = None
+    shown: Retrieved | None = None
+    row: int | None = None
+
+    @staticmethod
+    def copied(spans: Spans) -> Spans:
+        return Spans(spans.bounds.clone(), spans.counts.clone())
+
+    @classmethod
+    def empty(cls, settings: Ltri, device: torch.device) -> Self:
+        """The memory of a stream that has no token yet."""
+        return cls(torch.zeros(settings.slots, device=device), Spans.empty(0, settings.spans, device))
+
+    def keep(self, begin: int, chunk: int, received: torch.Tensor | None = None) -> None:
+        if self.row is None:  # there is nothing but the number of blocks
+            received = self.received[:0]
+        super().keep(begin, chunk, received)
+
+    def sit(self, row: int, settings: Ltri, store: LayerStore) -> None:
+        """Have what the layer remembers in a row of its state, where all launches find it."""
+        state, ring = store.state, store.ring
+        if state is None or ring is None or self.row == row:
+            return
+        spans = ring.of_row(settings, row)
+        if self.spans.counts.shape[0]:
+            spans.bounds.copy_(self.spans.bounds)
+            spans.counts.copy_(self.spans.counts)
+        state.received[row] = self.received
+        state.last[row] = 0
+        self.received, self.newest, self.spans, self.row = state.received[row], state.last[row], spans, row
+
+    def saw(self, token: int) -> None:
+        """What a decoding step of this token adds to `received` is in `newest`."""
+        if self.newest is not None:
+            self.last = token, self.newest
+
+
+@dataclass(frozen=True)
+class LayerIndex:
+    """The index vectors of one layer's blocks, under the numbers that the blocks have on the host.
+
+    Attributes:
+        vectors: [host blocks, spans, most, dim].
+        counts: [host blocks, spans] int32.
+    """
+
+    vectors: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def empty(cls, settings: Ltri, blocks: int, dim: int, like: torch.Tensor) -> LayerIndex:
+        """An index without a block.
+
+        Args:
+            settings: of the method.
+            blocks: on the host.
+            dim: components of an index vector.
+            like: the layer's keys, for dtype and device.
+        """
+        spans, vectors = stored_sizes(settings)
+        counts = torch.zeros(blocks, spans, dtype=torch.int32, device=like.device)
+        return cls(like.new_zeros(blocks, spans, vectors, dim), counts)
+
+
+def index_sizes(settings: Ltri) -> tuple[int, int]:
+    """(spans of a block, tokens that stand for one of them), at most."""
+    if settings.index == "ltri":
+        return settings.spans, settings.vectors // settings.spans
+    return 1, settings.block if settings.index == "mean" else min(REPRESENTATIVES, settings.block)
+
+
+def stored_sizes(settings: Ltri) -> tuple[int, int]:
+    """(spans of a block, index vectors of one of them), at most: one vector where it stands for all tokens."""
+    spans, most = index_sizes(settings)
+    return spans, 1 if is_folded(settings) else most
+
+
+def is_folded(settings: Ltri) -> bool:
+    """Whether one vector stands for a span: the sum of all, or their mean."""
+    return settings.index != "ltri" or settings.similarity == "sum"
+
+
+class ClampedAttention(Protocol):
+    """Attention with clamped distances: `reference` or `flashinfer_impl` of `kernels.clamped_attention`."""
+
+    def attend_window(self, query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
+        """Attention to the window."""
+
+    def attend_beyond(self, query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float) -> Part:
+        """Attention to what lies outside of it."""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Room for what a chunk sees, which all layers and streams share one after the other.
+
+    Attributes:
+        keys: [3, at least the tokens of a window, kv_heads, head_dim]: rotated keys of the window, its keys as they are
+            stored, and what is seen beyond it.
+        values: [2, likewise, kv_heads, value_dim]: of the window, and beyond it.
+        leaving: (keys, values) [tokens of a chunk, kv_heads, head_dim or value_dim], on their way to the host.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    leaving: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def empty(cls, settings: Ltri, keys: torch.Tensor, values: torch.Tensor) -> Scratch:
+        """Room for streams with KV caches like `keys` and `values`."""
+        rows = max(settings.slots, settings.sinks + settings.retrieved * settings.block)
+        leaving = [each.new_empty(settings.chunk, *each.shape[1:]) for each in (keys, values)]
+        seen = keys.new_empty(3, rows, *keys.shape[1:]), values.new_empty(2, rows, *values.shape[1:])
+        return cls(*seen, (leaving[0], leaving[1]))
+
+
+@dataclass(frozen=True)
+class LayerStore:
+    """What one layer has for all streams.
+
+    Attributes:
+        index: None where nothing votes.
+        state: of the map of attention; a row a stream. None where nothing votes.
+        ring: the spans of the blocks in the windows. None where nothing votes.
+        region: its blocks on the host, as the device sees them.
+        cache: the blocks that lie on the device, too; a row a stream.
+        ways: [rows, blocks] int32, which of them an answer sees; -1 for none.
+        rotation: the model's.
+        attention: what computes attention.
+        scratch: shared by all layers.
+    """
+
+    index: LayerIndex | None
+    state: MapState | None
+    ring: SpanRing | None
+    region: HostRegion
+    cache: BlockCache
+    ways: torch.Tensor
+    rotation: Rotation
+    attention: ClampedAttention
+    scratch: Scratch
+
+
+class Lane:
+    """Launches that run beside others: on a stream of their own, or in their place among the others.
+
+    Args:
+        stream: theirs, inside a CUDA graph; None for their place.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream, self._left = stream, False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is launched inside begins when all before has ended, and others do not wait for it."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self._left = True
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """What is launched from here on waits for it."""
+        if self.stream is not None and self._left:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self._left = False

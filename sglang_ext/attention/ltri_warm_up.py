@@ -1,0 +1,94 @@
+"""A prompt that nobody sent, read before a server of Ltri-LLM takes requests.
+
+The first requests are not to wait for compilers, and whole chunks are recorded (`ltri_graphs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.attention.ltri import AnyMemory, KVCaches, LtriPolicy
+from sglang_ext.attention.ltri_layer import LayerTokens
+from sglang_ext.attention.ltri_memory import LayerHost
+from sglang_ext.attention.ltri_stores import KernelChunks
+from sglang_ext.attention.policy import Caches, Carry
+from sglang_ext.cache.host_blocks import HostLease
+from sglang_ext.kernels.rope import Rope
+from sglang_ext.kernels.span_index import Spans
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Reads a prompt on SGLang's padding slot; what it leaves on the host and in its row is let go.
+
+    Attributes:
+        policy: whose streams there will be.
+        chunks: what computes them.
+        caches: layer -> (keys, values).
+        heads: query heads of a layer.
+        rope: the model's rotation.
+        scale: factor of the logits.
+    """
+
+    policy: LtriPolicy
+    chunks: KernelChunks
+    caches: KVCaches
+    heads: int
+    rope: Rope
+    scale: float
+
+    def read(self, places: int) -> None:
+        """Read a prompt until blocks come back, and record its last whole chunk where it does what all others do.
+
+        Args:
+            places: chunks of a pass that are replayed, at most; 0 records nothing.
+        """
+        settings, host = self.policy.config, self.policy.blocks_on_host
+        first, room = settings.alike_from, settings.longest(host.available) - 1
+        recorded = first is not None and places > 0 and first + settings.chunk + settings.last <= room
+        end = min(
+            room, first + settings.chunk if recorded and first is not None else settings.slots + 3 * settings.chunk
+        )
+        lease = host.lease(settings.evicted(end))
+        memories = {layer: self.chunks.memory() for layer in sorted(self.caches)}
+        with torch.no_grad():
+            for begin, stop in settings.chunks(0, end, end + settings.last if recorded else end):
+                carry: Carry = {}
+                votes: dict[int, torch.Tensor] = {}
+                parts = {
+                    layer: self._tokens(layer, lease, memory, (begin, stop), carry)
+                    for layer, memory in memories.items()
+                }
+                if recorded and begin == first:
+                    self.chunks.record(parts, places)
+                    continue
+                for tokens in parts.values():
+                    rows, keys = stop - begin, tokens.caches.keys
+                    query = keys.new_zeros(rows, self.heads, keys.shape[2])
+                    new = [each.new_zeros(rows, *each.shape[1:]) for each in self.caches[tokens.caches.layer]]
+                    self.chunks.chunk(tokens).attend(query, new[0], new[1], votes)
+        self.chunks.close(lease)
+        self.chunks.forget_counts()
+        lease.release()
+
+    def _tokens(
+        self, layer: int, lease: HostLease, memory: AnyMemory, bounds: tuple[int, int], carry: Carry
+    ) -> LayerTokens[Spans]:
+        keys, values = self.caches[layer]
+        nowhere = torch.zeros(self.policy.config.slots, dtype=torch.int32, device=keys.device)
+        return LayerTokens(
+            settings=self.policy.config,
+            memory=memory,
+            host=LayerHost(self.policy.blocks_on_host, lease, layer, keys.device),
+            caches=Caches(layer, keys, values, nowhere[:0], self.rope, self.scale, carry),
+            slots=nowhere,
+            voter=self.policy.voter(layer),
+            heads=self.heads,
+            begin=bounds[0],
+            end=bounds[1],
+            answers=False,
+            given=(),
+            kept=False,
+        )

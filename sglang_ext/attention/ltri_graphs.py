@@ -128,7 +128,9 @@ class ChunkGraphs:
             memory.saw(chunk.end - 1)
         return rows.out
 
-    def _body(self, place: ChunkPlace, tokens: LayerTokens[Spans], rows: ChunkRows, graphs: _Graphs) -> Callable[[], None]:
+    def _body(
+        self, place: ChunkPlace, tokens: LayerTokens[Spans], rows: ChunkRows, graphs: _Graphs
+    ) -> Callable[[], None]:
         """What computes a chunk in one layer out of what stands."""
         store, began, plan = self._stores[tokens.caches.layer], self._began, place.plan
         state, nothing = store.state, Spans.empty(0, self._settings.spans, rows.query.device)

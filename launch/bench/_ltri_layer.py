@@ -1,0 +1,250 @@
+"""The kernels' half of ``sglang-ext bench ltri``: whole chunks of a long stream, in the engine's own code, and parts.
+
+There are two layers, of which the first votes. Their keys, queries and index vectors are random. What a chunk reads
+from the host is decided here (`Ltri.renewed`), so that a chunk with transfers and one without do the same else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from sglang_ext.attention.ltri_graphs import ChunkPlace
+from sglang_ext.attention.ltri_kernels import KernelChunk
+from sglang_ext.attention.ltri_layer import LayerTokens, Voter
+from sglang_ext.attention.ltri_memory import LayerHost
+from sglang_ext.attention.ltri_plan import on_device
+from sglang_ext.attention.ltri_state import KernelMemory, stored_sizes
+from sglang_ext.attention.ltri_stores import KernelChunks
+from sglang_ext.attention.policy import Caches, Carry
+from sglang_ext.cache.host_blocks import HostBlocks
+from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
+from sglang_ext.kernels.clamped_attention import flashinfer_impl, reference
+from sglang_ext.kernels.host_fetch import Found, fetch, store
+from sglang_ext.kernels.span_index import SpanRule, Spans, SpanWorkspace, cut_spans
+from sglang_ext.launch.bench._cascade_layer import LayerShape, rotation_of
+from sglang_ext.launch.bench._record import Timing
+from sglang_ext.policies.ltri_options import Ltri
+
+VOTES, LISTENS = 0, 1
+"""Numbers of the layers: one votes, and the other gets what the first one voted for."""
+TOLERANCE = 2e-2  # bfloat16, of the largest value
+
+
+class Layers:
+    """Two layers of a stream of so many tokens, whose next whole chunk is recorded.
+
+    Args:
+        settings: of the method; `renewed` blocks come from the host in each chunk.
+        tokens: that the stream has, a multiple of the chunk, from which on chunks are alike.
+        shape: of the layers.
+        device: of the KV cache.
+
+    Raises:
+        ValueError: chunks are not alike there.
+    """
+
+    def __init__(self, settings: Ltri, tokens: int, shape: LayerShape, device: torch.device) -> None:
+        first = settings.alike_from
+        if first is None or tokens < first or tokens % settings.chunk:
+            raise ValueError(f"tokens={tokens}: expected a multiple of {settings.chunk}, at least {first}")
+        self.settings, self.tokens, self.shape, self.device = settings, tokens, shape, device
+        torch.manual_seed(0)
+        rows = (1 + settings.slots, shape.kv_heads, shape.dim)
+        draw = lambda: torch.randn(*rows, device=device).to(shape.dtype)  # noqa: E731
+        self.caches = {layer: (draw(), draw()) for layer in (VOTES, LISTENS)}
+        blocks = settings.evicted(tokens + settings.chunk) + 1
+        size = blocks * settings.block * len(self.caches) * 2 * shape.kv_heads * shape.dim * shape.dtype.itemsize
+        self.host = HostBlocks(self.caches, settings.block, size)
+        self.voters = {VOTES: Voter(0.5, 1), LISTENS: None}
+        rotation = rotation_of(shape, device)
+        attention = flashinfer_impl if device.type == "cuda" else reference
+        self.chunks = KernelChunks(settings, self.host, self.caches, self.voters, shape.heads, 1, rotation, attention)
+        for each in self.chunks.stores.values():
+            if each.index is not None:
+                each.index.vectors.normal_()
+                each.index.counts.fill_(each.index.vectors.shape[2])
+        self.lease = self.host.lease(blocks)
+        self._rope = rotation.rope
+        carry: Carry = {}
+        self.chunks.record({layer: self._of(layer, carry) for layer in self.caches}, 1)
+        graphs = self.chunks._graphs
+        if graphs is None:
+            raise ValueError("nothing was recorded")
+        self.graphs = graphs
+        place = graphs.place(0)
+        if place is None:
+            raise ValueError("no place was recorded")
+        self.place: ChunkPlace = place
+        self.query = torch.randn(settings.chunk, shape.heads, shape.dim, device=device).to(shape.dtype)
+        self.new = [torch.randn(settings.chunk, *rows[1:], device=device).to(shape.dtype) for _ in range(2)]
+        self._lists = self._blocks_in_turn()
+
+    def _of(self, layer: int, carry: Carry) -> LayerTokens[Spans]:
+        settings, (keys, values) = self.settings, self.caches[layer]
+        memory = KernelMemory.empty(settings, self.device)
+        memory.stored = settings.evicted(self.tokens - settings.chunk)
+        slots = torch.arange(1, 1 + settings.slots, dtype=torch.int32, device=self.device)
+        return LayerTokens(
+            settings=settings,
+            memory=memory,
+            host=LayerHost(self.host, self.lease, layer, self.device),
+            caches=Caches(layer, keys, values, slots[:0], self._rope, self.shape.dim**-0.5, carry),
+            slots=slots,
+            voter=self.voters[layer],
+            heads=self.shape.heads,
+            begin=self.tokens,
+            end=self.tokens + settings.chunk,
+            answers=False,
+            given=(),
+            kept=False,
+        )
+
+    def _blocks_in_turn(self) -> list[torch.Tensor]:
+        """Lists of blocks of which each replaces `renewed` of the one before; no block comes back before it has gone."""
+        settings = self.settings
+        if not settings.renewed:
+            return []
+        count = 2 + -(-(settings.ways + settings.retrieved) // settings.renewed)
+        return [
+            on_device([(number * settings.renewed + each) % (count * settings.renewed) for each in
+                       range(settings.retrieved)], self.device)
+            for number in range(count)
+        ]  # fmt: skip
+
+    def take(self, number: int) -> None:
+        """Have the next chunk want another list of blocks."""
+        if self.place.plan.renewed is not None:
+            self.place.plan.renewed.copy_(self._lists[number % len(self._lists)])
+
+    def replay(self, layer: int) -> None:
+        """The chunk in a layer."""
+        self.place.replays[layer]()
+
+    def check(self) -> None:
+        """A replayed chunk is the one that is launched.
+
+        Raises:
+            ValueError: it is not; says by how much.
+        """
+        carry: Carry = {}
+        votes: dict[int, torch.Tensor] = {}
+        for layer in self.caches:
+            tokens = self._of(layer, carry)
+            launched = self.chunks.launched(tokens)
+            if self.place.plan.renewed is not None:
+                plan = replace(launched.plan, renewed=self.place.plan.renewed)
+                launched = KernelChunk(**{**vars(launched), "plan": plan})
+            wanted = launched.attend(self.query, self.new[0], self.new[1], votes).float()
+            found = self.graphs.attend(self.place, launched, self.query, self.new[0], self.new[1]).float()
+            off = float((found - wanted).abs().max() / wanted.abs().max())
+            if self.settings.renewed and not off < TOLERANCE:
+                raise ValueError(
+                    f"layer {layer}: a replayed chunk is {off:.3g} off the launched one, of its largest value"
+                )
+            if not bool(torch.isfinite(found).all()):
+                raise ValueError(f"layer {layer}: a replayed chunk has values that are not finite")
+
+    def timed(self, layer: int, samples: int = 30, replays: int = 16) -> Timing:
+        """Seconds of a chunk in a layer, each with another list of blocks."""
+        number = iter(range(10**9))
+
+        def chunk() -> None:
+            self.take(next(number))
+            self.replay(layer)
+
+        return timed(chunk, self.device, samples, replays)
+
+
+def timed(work: Callable[[], object], device: torch.device, samples: int = 30, calls: int = 16) -> Timing:
+    """Seconds of one call out of `calls` that are launched one behind the other; on a CPU, of no meaning."""
+    if device.type != "cuda":
+        work()
+        return Timing.of([1.0])
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def seconds() -> float:
+        begin.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        torch.cuda.synchronize(device)
+        return begin.elapsed_time(end) * 1e-3 / calls
+
+    seconds()
+    return Timing.of(seconds() for _ in range(samples))
+
+
+def transfers(layers: Layers, renewed: int) -> tuple[Timing, Timing, float]:
+    """(fetch of `renewed` blocks, store of a chunk's, bytes of a block), each alone."""
+    settings, device, row = layers.settings, layers.device, layers.place.plan.at
+    each = layers.chunks.stores[LISTENS]
+    ids = torch.arange(renewed, dtype=torch.int32, device=device).unsqueeze(0)
+    found = Found(ids, ids)
+    keys, values = each.scratch.leaving
+    places = torch.arange(settings.chunk, device=device).view(-1, settings.block)
+    out = torch.arange(places.shape[0], dtype=torch.int32, device=device)
+    back = timed(lambda: fetch(each.region, found, row, each.cache), device)
+    leave = timed(lambda: store(keys, values, places, out, each.region), device)
+    return back, leave, 2.0 * each.region.keys[0].numel() * each.region.keys.element_size()
+
+
+def pinned_bandwidth(device: torch.device, mib: int = 512) -> float:
+    """Bytes a second of a plain copy out of pinned host memory."""
+    source = torch.empty(mib << 20, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty_like(source, device=device)
+    timing = timed(lambda: target.copy_(source, non_blocking=True), device, samples=5, calls=4)
+    return source.numel() / timing.median
+
+
+def spans_of(tiles: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
+    """Seconds to cut the spans of so many tiles."""
+    entries = torch.rand(tiles, shape.heads, settings.block, settings.block, device=device).tril() ** 8
+    rule = SpanRule(settings.theta, settings.phi, settings.spans, stored_most(settings), settings.rate)
+    rows = torch.full((tiles,), settings.block, dtype=torch.int32, device=device)
+    out = Spans.empty(tiles, settings.spans, device)
+    space = SpanWorkspace.empty(tiles, shape.heads, settings.block, device)
+    return timed(captured(lambda: cut_spans(entries, rows, rule, out=out, **_space(space, device)), device), device)
+
+
+def stored_most(settings: Ltri) -> int:
+    """Index vectors of a span, at most."""
+    return settings.vectors // settings.spans
+
+
+def _space(space: SpanWorkspace, device: torch.device) -> dict[str, SpanWorkspace]:
+    return {"workspace": space} if device.type == "cuda" else {}
+
+
+def election_of(blocks: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
+    """Seconds to score so many blocks and to elect `retrieved` of them, in a layer in which one head votes."""
+    spans, most = stored_sizes(settings)
+    tiles = settings.chunk // settings.block
+    asked = torch.randn(1, tiles * spans, most, shape.dim, device=device).to(shape.dtype)
+    counts = torch.full(asked.shape[:2], most, dtype=torch.int32, device=device)
+    index = BlockIndex(
+        torch.randn(blocks, spans, most, shape.dim, device=device).to(shape.dtype),
+        torch.full((blocks, spans), most, dtype=torch.int32, device=device),
+        torch.randperm(blocks, device=device).to(torch.int32).unsqueeze(0),
+        torch.full((1,), blocks, dtype=torch.int32, device=device),
+    )
+    votes = torch.zeros(1, blocks, device=device)
+
+    def work() -> torch.Tensor:
+        scores = score_blocks(QuerySpans(asked, counts), index, kind=settings.similarity)
+        return elect(votes, scores, weight=0.5, count=settings.retrieved, mode=settings.vote)
+
+    return timed(captured(work, device), device)
+
+
+def captured(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Launches inside a CUDA graph; as they are on a CPU."""
+    if device.type != "cuda":
+        return work
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay

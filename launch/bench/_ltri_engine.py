@@ -55,9 +55,23 @@ def stepping(engine: Engine, steps: int, repeats: int, batch: int, tokens: int) 
     return [(seconds(steps + 1) - seconds(1)) / steps for _ in range(repeats)]
 
 
-def forked(engine: Engine, prompt: Sequence[int], repeats: int) -> list[float]:
-    """Seconds until another question about a document that a stream has read is answered with one token."""
-    return [timed(engine, [*prompt, *drawn(64, 200 + number)]) for number in range(repeats)]
+def forked(engine: Engine, prompt: Sequence[int], repeats: int) -> JsonObject:
+    """Seconds until another question about a document that was read is answered with one token.
+
+    Returns:
+        `end to end`, and `from the queue`: from when the scheduler put the request into its queue.
+    """
+    found: JsonObject = {"end to end": [], "from the queue": [], "cached_tokens": []}
+    for number in range(repeats):
+        begin = time.perf_counter()
+        params: JsonObject = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        asked = [*prompt, *drawn(64, 200 + number)]
+        meta = completed(engine.generate(input_ids=asked, sampling_params=params))["meta_info"]
+        found["end to end"].append(time.perf_counter() - begin)
+        queued = meta["forward_entry_time"] - meta["queue_time"]
+        found["from the queue"].append(meta["prefill_finished_time"] - queued)
+        found["cached_tokens"].append(meta["cached_tokens"])
+    return found
 
 
 def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> JsonObject:
@@ -69,6 +83,7 @@ def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> Js
         policy={**policy, "heads": str(args.heads), "host_gb": args.host_gb},
         max_total_tokens=args.streams * settings.slots,
         chunked_prefill_size=settings.chunk * args.chunks,
+        enable_metrics=True,  # answers say when the scheduler got them
         **common,
     )
     timed(engine, drawn(settings.slots + 4 * settings.chunk, 0), 3)  # compiles what was not warmed up
@@ -77,6 +92,10 @@ def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> Js
     found["whole"] = [timed(engine, document)]
     found["after"] = state_of(engine)
     found["fork"] = forked(engine, document, args.repeats)
+    engine.flush_cache()
+    document = drawn(args.fork_tokens, 2)
+    timed(engine, document)
+    found["short_fork"] = forked(engine, document, args.repeats)
     engine.flush_cache()
     found["parts"] = parts(engine, args.parts * args.part, args.part) if args.parts else []
     engine.flush_cache()
@@ -118,8 +137,13 @@ def stock(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> J
 
     settings = Ltri(**policy)
     kept = settings.sinks + settings.window + settings.retrieved * settings.block
-    engine = Engine(attention_backend=args.backend, max_total_tokens=(max(args.batch) + 1) * (kept + 512), **common)
-    found = {"decode": {n: stepping(engine, args.decode_tokens, args.repeats, n, kept) for n in args.batch}}
+    room = max((max(args.batch) + 1) * (kept + 512), args.fork_tokens + 1024)
+    engine = Engine(attention_backend=args.backend, max_total_tokens=room, enable_metrics=True, **common)
+    found: JsonObject = {"decode": {n: stepping(engine, args.decode_tokens, args.repeats, n, kept) for n in args.batch}}
+    engine.flush_cache()
+    document = drawn(args.fork_tokens, 2)
+    timed(engine, document)
+    found["short_fork"] = forked(engine, document, args.repeats)
     engine.shutdown()
     return {**found, "kept": kept, "backend": args.backend}
 
@@ -130,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", required=True, help="attention backend of the stock engine")
     for name in ("model", "heads", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("tokens", "part", "parts", "streams", "chunks", "decode-tokens", "repeats"):
+    for name in ("tokens", "part", "parts", "streams", "chunks", "decode-tokens", "repeats", "fork-tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--batch", type=int, nargs="+", required=True)
     parser.add_argument("--host-gb", type=float, required=True)

@@ -22,7 +22,7 @@ from sglang_ext.attention.policy import Caches, Carry
 from sglang_ext.cache.host_blocks import HostBlocks
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
 from sglang_ext.kernels.clamped_attention import flashinfer_impl, reference
-from sglang_ext.kernels.host_fetch import Found, fetch, store
+from sglang_ext.kernels.host_fetch import Found, fetch
 from sglang_ext.kernels.span_index import SpanRule, Spans, SpanWorkspace, cut_spans
 from sglang_ext.launch.bench._cascade_layer import LayerShape, rotation_of
 from sglang_ext.launch.bench._record import Timing
@@ -103,7 +103,7 @@ class Layers:
         )
 
     def _blocks_in_turn(self) -> list[torch.Tensor]:
-        """Lists of blocks of which each replaces `renewed` of the one before; no block comes back before it has gone."""
+        """Lists of blocks, each with `renewed` that the one before has not; a block comes back when it has gone."""
         settings = self.settings
         if not settings.renewed:
             return []
@@ -177,18 +177,13 @@ def timed(work: Callable[[], object], device: torch.device, samples: int = 30, c
     return Timing.of(seconds() for _ in range(samples))
 
 
-def transfers(layers: Layers, renewed: int) -> tuple[Timing, Timing, float]:
-    """(fetch of `renewed` blocks, store of a chunk's, bytes of a block), each alone."""
-    settings, device, row = layers.settings, layers.device, layers.place.plan.at
+def fetching(layers: Layers, count: int) -> tuple[Timing, int]:
+    """(fetch of so many blocks alone, bytes of a block)."""
     each = layers.chunks.stores[LISTENS]
-    ids = torch.arange(renewed, dtype=torch.int32, device=device).unsqueeze(0)
-    found = Found(ids, ids)
-    keys, values = each.scratch.leaving
-    places = torch.arange(settings.chunk, device=device).view(-1, settings.block)
-    out = torch.arange(places.shape[0], dtype=torch.int32, device=device)
-    back = timed(lambda: fetch(each.region, found, row, each.cache), device)
-    leave = timed(lambda: store(keys, values, places, out, each.region), device)
-    return back, leave, 2.0 * each.region.keys[0].numel() * each.region.keys.element_size()
+    ids = torch.arange(count, dtype=torch.int32, device=layers.device).unsqueeze(0)
+    found, row = Found(ids, ids), layers.place.plan.at
+    block = 2 * each.region.keys[0].numel() * each.region.keys.element_size()
+    return timed(lambda: fetch(each.region, found, row, each.cache), layers.device), block
 
 
 def pinned_bandwidth(device: torch.device, mib: int = 512) -> float:

@@ -1,7 +1,13 @@
 """``sglang-ext bench ltri``: Ltri-LLM beside StreamingLLM with as many visible tokens, and beside stock SGLang.
 
-One engine after the other, in Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU. What leaves a window lies in host
-memory: 512K tokens of this shape take 64 GiB. Every row names its baseline, measured in the same run.
+Two halves, both in Llama-3.1-8B's shape, bfloat16, on one NVIDIA GPU:
+
+- kernels: a chunk behind a long stream in one layer, and its parts: fetch, spans, scores and election, the index;
+- engine: one engine after the other. What leaves a window lies in host memory: 512K tokens of this shape take 64 GiB.
+
+Every row names its baseline, measured in the same run. Each half has a results file of its own. What a chunk gets back
+from the host is decided by votes, which are random, as the weights are: `--policy '{"renewed": 8}'` makes 8 blocks of
+each chunk new, whatever is voted for.
 """
 
 from __future__ import annotations
@@ -17,19 +23,21 @@ from pathlib import Path
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._ltri_engine import ROLES, write_heads
-from sglang_ext.launch.bench._record import Figure, Timing, at_most, json_file, save, table
-from sglang_ext.launch.bench.cascade import GRAPHS
+from sglang_ext.launch.bench._record import Figure, Timing, at_most, results_folder
+from sglang_ext.launch.bench.cascade import GRAPHS, HALVES, finish
 from sglang_ext.policies.ltri_options import Ltri
 from sglang_ext.types import JsonObject
 
-RESULTS = Path(__file__).resolve().parent / "results" / "ltri.json"
+RESULTS = Path(__file__).resolve().parent / "results"
 WHOLE_SECONDS, WHOLE_TOKENS = 20.0, 2**19
 """What a prompt of 512K tokens may take; of other lengths, in proportion."""
+FORK_SECONDS = 0.03
 DECODING = {1: 1.05, 8: 1.15}
 """Requests that decode together -> how many times stock SGLang's step ours may take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=HALVES, help="one half (default: both)")
     parser.add_argument("--tokens", type=int, default=2**19, help="tokens of the long prompt (default: 524288)")
     parser.add_argument("--part", type=int, default=2**16, help="tokens of a part that is timed (default: 65536)")
     parser.add_argument("--parts", type=int, default=8, help="parts of the long prompt (default: 8)")
@@ -37,9 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="the engines' model")
     parser.add_argument("--policy", type=json.loads, default={}, help="settings of Ltri-LLM, as JSON")
     parser.add_argument("--streams", type=int, default=10, help="streams that the KV pool has room for (default: 10)")
-    parser.add_argument("--chunks", type=int, default=1, help="chunks of a prompt in a pass (default: 1)")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks of a prompt in a pass (default: 8)")
     parser.add_argument("--host-gb", type=float, default=70.0, help="host memory of the engine, GiB (default: 70)")
     parser.add_argument("--decode-tokens", type=int, default=128, help="decoding steps of a run (default: 128)")
+    parser.add_argument(
+        "--fork-tokens",
+        type=int,
+        default=2**16,
+        help="of a document that stock SGLang has cached, too (default: 65536)",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="runs of what takes seconds (default: 3)")
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="engines (default: all)")
     parser.add_argument("--stock-backend", default="fa3", help="the stock engine's attention backend (default: fa3)")
@@ -47,16 +61,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernels", choices=KERNELS, default="flashinfer", help=f"of our engines, {KERNELS_ENV} (default: flashinfer)"
     )
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of all engines, as JSON")
-    parser.add_argument("--out", type=json_file, default=RESULTS, help="JSON file (default: results/ltri.json)")
+    parser.add_argument(
+        "--out", type=results_folder, default=RESULTS, help="folder of the JSON files (default: launch/bench/results)"
+    )
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
 
 
 def main(args: argparse.Namespace) -> int:
-    raw = engines(args)
-    figures = compare(raw, args)
-    save(args.out, figures, commit=args.commit, engine=raw)
-    print(table(figures))
-    print(f"written: {args.out}", flush=True)
+    from sglang_ext.launch.bench._gpu import require_gpu
+    from sglang_ext.launch.bench._ltri_kernels import measure
+
+    if args.only != "engine":
+        figures = measure(require_gpu(), Ltri(**args.policy), args.tokens)
+        finish(args.out / "ltri_kernels.json", figures, args.commit)
+    if args.only != "kernels":
+        raw = engines(args)
+        finish(args.out / "ltri_engine.json", compare(raw, args), args.commit, engine=raw)
     return 0
 
 
@@ -71,7 +91,7 @@ def engines(args: argparse.Namespace) -> JsonObject:
         folder, shape = Path(temporary), SHAPES[args.shape]
         write_model(folder / "model", args.shape, 131_072)
         write_heads(folder / "heads.json", shape["num_hidden_layers"], shape["num_attention_heads"])
-        names = ("tokens", "part", "parts", "streams", "chunks", "decode_tokens", "repeats", "host_gb")
+        names = ("tokens", "part", "parts", "streams", "chunks", "decode_tokens", "repeats", "host_gb", "fork_tokens")
         for role in args.roles:
             out = folder / f"{role}.json"
             options = {
@@ -113,10 +133,18 @@ def compare(raw: JsonObject, args: argparse.Namespace) -> list[Figure]:
         name = f"the last {args.part} of {args.part * args.parts} tokens, whole engine, {sizes}"
         first = f"the first {args.part} with a full window"
         figures.append(at_most(name, Timing.of([last]), second, first, 1.05, notes={"parts_s": ours["parts"]}))
-    name = f"another question about a document of {args.tokens} tokens, to the first token, {sizes}"
-    figures.append(at_most(name, Timing.of(ours["fork"]), whole.median, "reading the document", None))
+    name = f"another question about a document of {args.tokens} tokens, to the first token"
+    queued, ends = (Timing.of(ours["fork"][key]) for key in ("from the queue", "end to end"))
+    figures.append(
+        at_most(f"{name}, from the scheduler's queue", queued, FORK_SECONDS, f"{FORK_SECONDS * 1e3:.0f} ms", 1.0)
+    )
+    figures.append(at_most(f"{name}, end to end", ends, whole.median, "reading the document", None))
     if "stock" in raw:
         stock = raw["stock"]
+        name = f"another question about a document of {args.fork_tokens} tokens, end to end"
+        beside = Timing.of(stock["short_fork"]["end to end"]).median
+        floor = f"stock SGLang on {stock['backend']}, which has all of it cached"
+        figures.append(at_most(name, Timing.of(ours["short_fork"]["end to end"]), beside, floor, None))
         for batch, seconds in ours["decode"].items():
             beside = Timing.of(stock["decode"][batch]).median
             floor = f"over {stock['kept']} tokens, stock SGLang on {stock['backend']}"

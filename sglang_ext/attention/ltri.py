@@ -17,7 +17,7 @@ when a token behind it comes (`LayerMemory.last`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -312,13 +312,18 @@ class LtriPolicy(StreamPolicy):
         gone = range(stream.stored, min(source.state.stored, settings.blocks(fork.tokens)))
         back = range(settings.first(gone.start), settings.first(max(gone.start, gone.stop)))
         held = [*range(min(settings.sinks, fork.tokens)), *range(back.stop, fork.tokens)]
-        place = [settings.cell(token) for token in held]
+        place, places = (self._at(slots, tokens) for tokens in (held, back))
+        there = self._at(source.slots, held)
         for layer, (keys, values) in self._caches().items():
-            into, out_of = slots.long()[place], source.slots.long()[place]
-            keys[into], values[into] = keys[out_of], values[out_of]
-            into = slots.long()[[settings.cell(token) for token in back]]
-            host = LayerHost(self.blocks_on_host, source.state.lease, layer, keys.device)
-            keys[into], values[into] = host.get(list(gone))
+            keys[place], values[place] = keys[there], values[there]
+            if gone:
+                host = LayerHost(self.blocks_on_host, source.state.lease, layer, keys.device)
+                keys[places], values[places] = host.get(list(gone))
+
+    def _at(self, slots: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """[tokens] int64, the KV slots of tokens of a stream that has `slots`."""
+        cells = torch.tensor([self.config.cell(token) for token in tokens], dtype=torch.int64)
+        return slots.long()[cells.to(slots.device)]
 
     # ---- in every layer ----
 

@@ -85,8 +85,7 @@ class CascadePolicy(StreamPolicy):
     options: type[Cascade] = CascadeOptions
     request_options = StreamPolicy.request_options | {option.name for option in fields(Cascade)}
 
-    @property
-    def chunk(self) -> int | None:
+    def pass_tokens(self, kernels: bool) -> int | None:
         """A stride: what it sees is prepared for all layers at once then."""
         return self.config.stride
 

@@ -46,6 +46,8 @@ Votes: TypeAlias = dict[int, torch.Tensor]
 KVCaches: TypeAlias = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 """Layer -> (keys, values)."""
 
+CHUNKS_OF_A_PASS = 8
+
 logger = logging.getLogger(__name__)
 
 
@@ -181,9 +183,9 @@ class LtriPolicy(StreamPolicy):
                 " start the server with a larger `retrieved` (--policy)"
             )
 
-    @property
-    def chunk(self) -> int | None:
-        return self.config.chunk
+    def pass_tokens(self, kernels: bool) -> int | None:
+        """With kernels, several chunks: matrix products of more rows are faster, and passes are fewer."""
+        return self.config.chunk * (CHUNKS_OF_A_PASS if kernels else 1)
 
     @property
     def least_chunk(self) -> int:

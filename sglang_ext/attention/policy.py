@@ -152,15 +152,14 @@ class Policy:
     Attributes:
         request_options: names in `custom_params` that the policy reads itself (`Request.options`); over a pool they are
             passed on beside the pool's own.
-        chunk: tokens of a prompt that had best be one chunk; None where any number is as good.
         least_chunk: tokens of a prompt that a pass must have room for.
         captured: whether kernels that serve it decode inside CUDA graphs.
     """
 
     request_options: frozenset[str] = frozenset()
 
-    @property
-    def chunk(self) -> int | None:
+    def pass_tokens(self, kernels: bool) -> int | None:
+        """Tokens of prompts that one pass had best compute, in kernels or plain PyTorch; None for SGLang's choice."""
         return None
 
     @property

@@ -103,11 +103,12 @@ def before_server_args(server_args: ServerArgs) -> None:
     if server_args.page_size is None:
         server_args.page_size = 1
     _share_cores()
-    if not (captures(system, server_args.dtype) and policy.captured):
+    in_kernels = captures(system, server_args.dtype)
+    if not (in_kernels and policy.captured):
         # Views are built on the host in every layer: there is nothing to capture.
         server_args.disable_cuda_graph = True
-    if policy.chunk is not None and server_args.chunked_prefill_size is None:
-        server_args.chunked_prefill_size = policy.chunk
+    if server_args.chunked_prefill_size is None:
+        server_args.chunked_prefill_size = policy.pass_tokens(in_kernels)
 
 
 def _share_cores() -> None:

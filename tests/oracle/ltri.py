@@ -162,6 +162,16 @@ class LtriOracle:
                 and where its prompt ends.
             sizes: the settings.
         """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # these are many small operations, for which threads wait for each other
+        try:
+            return self._log_probs(tokens, prompt, sizes)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _log_probs(
+        self, tokens: Sequence[int], prompt: int | Sequence[tuple[int, int]], sizes: LtriSizes
+    ) -> torch.Tensor:
         turns = [(0, prompt)] if isinstance(prompt, int) else list(prompt)
         self._sizes, self.chunks = sizes, []
         for (begin, end), following in zip(turns, [*(low for low, _ in turns[1:]), len(tokens)], strict=True):

@@ -64,7 +64,7 @@ def attend_beyond(
     check_beyond(query, sinks, memory, width)
     count = sinks.near.shape[0]
     near = count > 0 and query.begin - (sinks.first + count - 1) < width  # some sink, to the first row
-    if not near:
+    if not near and count:
         memory = FarKeys(torch.cat([sinks.far, memory.keys]), torch.cat([sinks.values, memory.values]))
     parts = []
     if memory.keys.shape[0]:

@@ -4,6 +4,6 @@
 """
 
 from sglang_ext.kernels.host_fetch.dispatch import fetch, look_up, store
-from sglang_ext.kernels.host_fetch.types import BlockCache, Found, HostRegion
+from sglang_ext.kernels.host_fetch.types import BlockCache, Found, FreshBlocks, HostRegion
 
-__all__ = ["BlockCache", "Found", "HostRegion", "fetch", "look_up", "store"]
+__all__ = ["BlockCache", "Found", "FreshBlocks", "HostRegion", "fetch", "look_up", "store"]

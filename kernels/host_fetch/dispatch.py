@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_ext.kernels.host_fetch.types import BlockCache, Found, HostRegion
+from sglang_ext.kernels.host_fetch.types import BlockCache, Found, FreshBlocks, HostRegion
 
 
 def look_up(wanted: torch.Tensor, rows: torch.Tensor, cache: BlockCache, *, out: Found | None = None) -> Found:
@@ -20,13 +20,15 @@ def look_up(wanted: torch.Tensor, rows: torch.Tensor, cache: BlockCache, *, out:
     return run(wanted, rows, cache, out=out)
 
 
-def fetch(host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache) -> None:
+def fetch(
+    host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache, *, fresh: FreshBlocks | None = None
+) -> None:
     """`reference.fetch` (see there), by the Triton kernel where the cache lies on a GPU."""
     if not cache.held.is_cuda:
         from sglang_ext.kernels.host_fetch.reference import fetch as run
     else:
         from sglang_ext.kernels.host_fetch.triton_impl import fetch as run
-    run(host, found, rows, cache)
+    run(host, found, rows, cache, fresh=fresh)
 
 
 def store(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, host: HostRegion) -> None:

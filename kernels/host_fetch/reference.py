@@ -13,6 +13,7 @@ from sglang_ext.kernels.host_fetch.types import (
     NOBODY,
     BlockCache,
     Found,
+    FreshBlocks,
     HostRegion,
     check_fetch,
     check_look_up,
@@ -70,7 +71,9 @@ def look_up(wanted: torch.Tensor, rows: torch.Tensor, cache: BlockCache, *, out:
     return out
 
 
-def fetch(host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache) -> None:
+def fetch(
+    host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache, *, fresh: FreshBlocks | None = None
+) -> None:
     """Copy the missing blocks' keys and values from the host into their ways (section 3.4, second step).
 
     Args:
@@ -78,16 +81,21 @@ def fetch(host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache)
         found: what `look_up` returned for these rows, [batch, count] int32.
         rows: [batch] int32 or int64, as for `look_up`.
         cache: the layer's, on the region's device and in its dtype; its keys and values are written.
+        fresh: blocks that are taken from there, and not from the host.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
     """
-    check_fetch(host, found, rows, cache)
+    check_fetch(host, found, rows, cache, fresh)
     there = (found.missing >= 0) & (found.places >= 0) & (rows >= 0).unsqueeze(1)
     row = rows.long().unsqueeze(1).expand_as(there)[there]
     way, block = found.places[there].long(), found.missing[there].long()
     cache.keys[row, way] = host.keys[block]
     cache.values[row, way] = host.values[block]
+    if fresh is not None:
+        item, number = (block.unsqueeze(1) == fresh.ids).nonzero().unbind(1)
+        cache.keys[row[item], way[item]] = fresh.keys[number]
+        cache.values[row[item], way[item]] = fresh.values[number]
 
 
 def store(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, host: HostRegion) -> None:

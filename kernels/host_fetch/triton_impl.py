@@ -20,6 +20,7 @@ import triton.language as tl
 from sglang_ext.kernels.host_fetch.types import (
     BlockCache,
     Found,
+    FreshBlocks,
     HostRegion,
     check_fetch,
     check_look_up,
@@ -73,7 +74,13 @@ def look_up(wanted: torch.Tensor, rows: torch.Tensor, cache: BlockCache, *, out:
 
 
 def fetch(
-    host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache, *, tuning: CopyTuning = TUNING
+    host: HostRegion,
+    found: Found,
+    rows: torch.Tensor,
+    cache: BlockCache,
+    *,
+    fresh: FreshBlocks | None = None,
+    tuning: CopyTuning = TUNING,
 ) -> None:
     """`reference.fetch` (Ltri-LLM, section 3.4) on the device, in one launch and without synchronisation.
 
@@ -84,7 +91,7 @@ def fetch(
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
     """
-    check_fetch(host, found, rows, cache)
+    check_fetch(host, found, rows, cache, fresh)
     count, ways = found.places.shape[1], cache.held.shape[1]
     sizes = host.keys[:1].numel(), host.values[:1].numel()
     if not found.places.numel() or not max(sizes):
@@ -92,9 +99,10 @@ def fetch(
     piece = _piece(max(sizes), host.keys, tuning)
     pieces = triton.cdiv(max(sizes), piece)
     _fetch_kernel[(found.places.numel() * pieces,)](
-        host.keys, host.values, found.places, found.missing, rows, cache.keys, cache.values, count, ways,
-        host.keys.stride(0), host.values.stride(0),
-        KEY_SIZE=sizes[0], VALUE_SIZE=sizes[1], PIECES=pieces, PIECE=piece, num_warps=tuning.warps,
+        host.keys, host.values, found.places, found.missing, rows, cache.keys, cache.values,
+        *((found.places, host.keys, host.values) if fresh is None else (fresh.ids, fresh.keys, fresh.values)),
+        count, ways, host.keys.stride(0), host.values.stride(0), KEY_SIZE=sizes[0], VALUE_SIZE=sizes[1],
+        PIECES=pieces, PIECE=piece, FRESH=0 if fresh is None else fresh.ids.shape[0], num_warps=tuning.warps,
     )  # fmt: skip
 
 
@@ -188,8 +196,9 @@ def _look_up_kernel(
 
 @triton.jit
 def _fetch_kernel(
-    host_keys, host_values, places, missing, rows, keys, values, count, ways, stride_keys, stride_values,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    host_keys, host_values, places, missing, rows, keys, values, fresh_ids, fresh_keys, fresh_values, count, ways,
+    stride_keys, stride_values, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PIECES: tl.constexpr,
+    PIECE: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     """One piece of a wanted block: PIECE elements of its keys, and of its values."""
     item = tl.program_id(0) // PIECES
@@ -201,8 +210,16 @@ def _fetch_kernel(
     at = tl.program_id(0) % PIECES * PIECE + tl.arange(0, PIECE)
     way = row * ways + place
     in_keys, in_values = at < KEY_SIZE, at < VALUE_SIZE
-    some_keys = tl.load(host_keys + block * stride_keys + at, mask=in_keys)
-    some_values = tl.load(host_values + block * stride_values + at, mask=in_values)
+    new = tl.full([], -1, tl.int32)  # which of the fresh blocks it is
+    for number in tl.static_range(FRESH):
+        new = tl.where(tl.load(fresh_ids + number).to(tl.int64) == block, number, new)
+    old = new < 0
+    some_keys = tl.load(host_keys + block * stride_keys + at, mask=in_keys & old)
+    some_values = tl.load(host_values + block * stride_values + at, mask=in_values & old)
+    if FRESH > 0:
+        new_keys = tl.load(fresh_keys + new.to(tl.int64) * KEY_SIZE + at, mask=in_keys & (new >= 0))
+        new_values = tl.load(fresh_values + new.to(tl.int64) * VALUE_SIZE + at, mask=in_values & (new >= 0))
+        some_keys, some_values = tl.where(old, some_keys, new_keys), tl.where(old, some_values, new_values)
     tl.store(keys + way * KEY_SIZE + at, some_keys, mask=in_keys)
     tl.store(values + way * VALUE_SIZE + at, some_values, mask=in_values)
 

@@ -96,6 +96,21 @@ class BlockCache:
 
 
 @dataclass(frozen=True, slots=True)
+class FreshBlocks:
+    """Blocks that are on their way to the host, and may not be there yet. All tensors lie on the cache's device.
+
+    Attributes:
+        ids: [n] int32, their numbers on the host; no number twice.
+        keys: [n, block, kv_heads, head_dim] in the region's dtype, contiguous.
+        values: [n, block, kv_heads, value_dim], likewise.
+    """
+
+    ids: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """What a look-up says of each wanted block.
 
@@ -135,7 +150,9 @@ def check_look_up(wanted: torch.Tensor, rows: torch.Tensor, cache: BlockCache, o
             raise ValueError(f"out has room for {out.places.shape[1]} blocks a request: expected {count}")
 
 
-def check_fetch(host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache) -> None:
+def check_fetch(
+    host: HostRegion, found: Found, rows: torch.Tensor, cache: BlockCache, fresh: FreshBlocks | None = None
+) -> None:
     """Raise ValueError where shapes, dtypes or devices do not fit; values on the device are not looked at."""
     _check_state(cache)
     _check_region(host)
@@ -157,6 +174,20 @@ def check_fetch(host: HostRegion, found: Found, rows: torch.Tensor, cache: Block
     batch = found.places.shape[0]
     _check_found(found, batch, device)
     _check_rows(rows, batch, device)
+    if fresh is not None:
+        _check_fresh(fresh, host, device)
+
+
+def _check_fresh(fresh: FreshBlocks, host: HostRegion, device: torch.device) -> None:
+    ids = fresh.ids
+    if ids.dim() != 1 or ids.dtype != torch.int32 or not ids.is_contiguous() or ids.device != device:
+        raise ValueError(f"fresh.ids is {ids.dtype} {tuple(ids.shape)} on {ids.device}: expected int32 [n] on {device}")
+    for name, tensor, there in (("keys", fresh.keys, host.keys), ("values", fresh.values, host.values)):
+        shape = (ids.shape[0], *there.shape[1:])
+        if tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(f"fresh.{name} {tuple(tensor.shape)}: expected contiguous {shape}, as host.{name}")
+        if tensor.dtype != there.dtype or tensor.device != device:
+            raise ValueError(f"fresh.{name} is {tensor.dtype} on {tensor.device}: expected {there.dtype} on {device}")
 
 
 def check_store(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import torch
@@ -41,6 +42,8 @@ def measure(device: torch.device, settings: Ltri, tokens: int, shape: LayerShape
     for vote in ("inclusive", "preceding"):
         times: dict[tuple[int, int], Timing] = {}
         for renewed in (min(RENEWED, settings.retrieved), 0):
+            layers = None  # its memory on the host, too
+            gc.collect()
             layers = Layers(replace(settings, renewed=renewed, vote=vote), tokens, shape, device)
             layers.check()
             times |= {(layer, renewed): layers.timed(layer) for layer in (VOTES, LISTENS)}
@@ -50,7 +53,6 @@ def measure(device: torch.device, settings: Ltri, tokens: int, shape: LayerShape
                 if vote == "inclusive":
                     figures.append(_fetch(layers, device))
         figures.append(_exposed(times, back, vote, settings))
-        del layers
     figures += _selection(device, settings, shape)
     return [*figures, *_index(settings, shape, tokens)]
 

@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
@@ -75,13 +76,13 @@ def main(args: argparse.Namespace) -> int:
         figures = measure(require_gpu(), Ltri(**args.policy), args.tokens)
         finish(args.out / "ltri_kernels.json", figures, args.commit)
     if args.only != "kernels":
-        raw = engines(args)
-        finish(args.out / "ltri_engine.json", compare(raw, args), args.commit, engine=raw)
+        for raw in engines(args):  # a run that is cut short keeps what it has
+            finish(args.out / "ltri_engine.json", compare(raw, args), args.commit, engine=raw)
     return 0
 
 
-def engines(args: argparse.Namespace) -> JsonObject:
-    """Run the engines, one after the other: role -> what it measured.
+def engines(args: argparse.Namespace) -> Iterator[JsonObject]:
+    """Run the engines, one after the other: role -> what it measured, of those so far.
 
     Raises:
         RuntimeError: one of them failed; its output is above.
@@ -112,8 +113,7 @@ def engines(args: argparse.Namespace) -> JsonObject:
             if subprocess.run(command, check=False, env={**os.environ, **own}).returncode:
                 raise RuntimeError(f"the {role} engine failed; its output is above")
             found[role] = json.loads(out.read_text())
-            print(json.dumps({role: found[role]}), flush=True)
-    return found
+            yield found
 
 
 def compare(raw: JsonObject, args: argparse.Namespace) -> list[Figure]:

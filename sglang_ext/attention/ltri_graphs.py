@@ -5,12 +5,14 @@ recorded once and replayed for every other. What differs between chunks lies on 
 (`ChunkPlan.standing`). A pass has chunks in several *places*, one behind the other; each place has a plan and graphs of
 its own, so that a layer need not load what the layer before it has loaded.
 
-Copies of blocks to the host and back run on streams of their own beside the chunk's attention (`Lane`).
+Blocks that leave the window are copied to the host by the GPU's copy engine, beside all else (`HostCopies`): a kernel
+that writes to the host holds up others on its multiprocessors. A chunk that wants such a block back takes it from where
+it waits for its copy. Blocks that come back, and what a layer remembers, have lanes of their own inside a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -18,8 +20,10 @@ import torch
 
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens
+from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import ChunkPlan
-from sglang_ext.attention.ltri_state import KernelMemory, Lane, LayerStore
+from sglang_ext.attention.ltri_state import KernelMemory, Lane, Lanes, LayerStore, Leaving
+from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -50,19 +54,75 @@ class ChunkRows:
         return cls(rows(heads, keys), rows(kv_heads, keys), rows(kv_heads, values), rows(heads, values))
 
 
-@dataclass
+@dataclass(eq=False)
 class ChunkPlace:
     """Where one chunk of a pass is computed.
 
     Attributes:
+        number: of the place, from 0.
         plan: stands.
+        leaving: blocks on their way to the host.
         votes: [1, blocks] float32, of the layers so far; None before the first layer that votes is recorded.
-        replays: layer -> what computes the chunk there.
+        leaves: layer -> what has the blocks in `leaving`.
+        replays: layer -> what computes the chunk there, behind that.
     """
 
+    number: int
     plan: ChunkPlan
+    leaving: Leaving
     votes: torch.Tensor | None = None
+    leaves: dict[int, Replay] = field(default_factory=dict)
     replays: dict[int, Replay] = field(default_factory=dict)
+
+
+class HostCopies:
+    """Copies of blocks to the host, by the copy engine, one behind the other.
+
+    Args:
+        device: of the blocks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._of_layer = dict[int, torch.cuda.Event]()
+        self._of_place = dict[int, torch.cuda.Event]()
+
+    def wait_for_layer(self, layer: int) -> None:
+        """What is launched from here on finds all blocks of a layer on the host."""
+        if layer in self._of_layer:
+            torch.cuda.current_stream().wait_event(self._of_layer[layer])
+
+    def wait_for_place(self, number: int) -> None:
+        """What is launched from here on may write where the blocks of a place waited for their copies."""
+        if number in self._of_place:
+            torch.cuda.current_stream().wait_event(self._of_place[number])
+
+    def put(self, number: int, layer: int, leaving: Leaving, host: LayerHost, ids: Sequence[int]) -> None:
+        """Copy the blocks of a place to their numbers on the host, as soon as what was launched so far has ended."""
+        block = host.host.keys[layer].shape[1]
+        pairs = [
+            (source.unflatten(0, (-1, block)), kept[layer])
+            for source, kept in ((leaving.keys, host.host.keys), (leaving.values, host.host.values))
+        ]
+        if self._stream is None:
+            self._copy(pairs, ids)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(pairs, ids)
+            done = torch.cuda.Event()
+            done.record()
+        self._of_layer[layer] = self._of_place[number] = done
+
+    @staticmethod
+    def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], ids: Sequence[int]) -> None:
+        together = list(ids) == list(range(ids[0], ids[0] + len(ids)))
+        for source, kept in pairs:
+            if together:
+                kept[ids[0] : ids[0] + len(ids)].copy_(source, non_blocking=True)
+            else:
+                for number, each in zip(ids, source, strict=True):
+                    kept[number].copy_(each, non_blocking=True)
 
 
 class ChunkGraphs:
@@ -75,15 +135,18 @@ class ChunkGraphs:
         blocks: of a stream that may leave its window.
 
     Attributes:
-        replayed: how often a graph was.
+        replayed: how often a chunk was, in a layer.
+        copies: of blocks to the host.
     """
 
-    def __init__(self, settings: Ltri, stores: Mapping[int, LayerStore], count: int, blocks: int) -> None:
+    def __init__(
+        self, settings: Ltri, stores: Mapping[int, LayerStore], count: int, blocks: int, device: torch.device
+    ) -> None:
         self._settings, self._stores, self._count, self._blocks = settings, stores, count, blocks
         self._places: list[ChunkPlace] = []
         self._rows: ChunkRows | None = None
         self._began: torch.Tensor | None = None
-        self.replayed = 0
+        self.replayed, self.copies = 0, HostCopies(device)
 
     def record(self, chunks: Mapping[int, LayerTokens[Spans]], plan: ChunkPlan) -> None:
         """Record a chunk of a stream, and run it, in all layers; what it leaves in the stream's row is of no use.
@@ -98,10 +161,11 @@ class ChunkGraphs:
         states = (store.state for store in self._stores.values())
         self._began = next((state.received.new_zeros(1, self._settings.slots) for state in states if state), None)
         graphs = _Graphs(keys.device)
-        for _ in range(self._count):
-            place = ChunkPlace(plan.standing(self._blocks))
+        for number in range(self._count):
+            place = ChunkPlace(number, plan.standing(self._blocks), Leaving.empty(self._settings, keys, values))
             place.plan.load(plan)
             for layer in sorted(chunks):
+                place.leaves[layer] = graphs.record(self._leave(place, chunks[layer]))
                 body = self._body(place, chunks[layer], self._rows, graphs)
                 place.replays[layer] = graphs.record(body)
             self._places.append(place)
@@ -114,12 +178,16 @@ class ChunkGraphs:
         self, place: ChunkPlace, chunk: KernelChunk, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """`KernelChunk.attend`, replayed; what it returns holds until the next chunk."""
-        rows, memory = self._rows, chunk.memory
+        rows, memory, layer = self._rows, chunk.memory, chunk.caches.layer
         if rows is None:
             raise ValueError("a chunk is replayed before one was recorded: expected `record` first")
         for into, new in ((rows.query, query), (rows.keys, keys), (rows.values, values)):
             into.copy_(new)
-        place.replays[chunk.caches.layer]()
+        gone = chunk.plan.gone
+        self.copies.wait_for_place(place.number)
+        place.leaves[layer]()
+        self.copies.put(place.number, layer, place.leaving, chunk.host, chunk.host.lease.ids[gone.start : gone.stop])
+        place.replays[layer]()
         self.replayed += 1
         memory.stored, memory.retrieved = chunk.plan.stored, None
         if chunk.kept:
@@ -127,6 +195,16 @@ class ChunkGraphs:
         if chunk.voter is not None:
             memory.saw(chunk.end - 1)
         return rows.out
+
+    def _leave(self, place: ChunkPlace, tokens: LayerTokens[Spans]) -> Callable[[], None]:
+        """What has the blocks that leave the window where they wait: the chunk's own tokens take their slots."""
+        gone, leaving = place.plan.gone_tokens, place.leaving
+        if gone is None:
+            raise ValueError(
+                f"a chunk at token {tokens.begin} with which no block leaves: expected one behind a window"
+            )
+        caches, slots = (tokens.caches.keys, tokens.caches.values), gone.slots
+        return lambda: move(caches, (leaving.keys, leaving.values), read=slots)
 
     def _body(
         self, place: ChunkPlace, tokens: LayerTokens[Spans], rows: ChunkRows, graphs: _Graphs
@@ -143,12 +221,12 @@ class ChunkGraphs:
                 memory.saw(tokens.begin - 1)
             votes = {tokens.begin: place.votes} if voted and place.votes is not None else {}
             given = {**vars(tokens), "memory": memory, "kept": False}
-            chunk = KernelChunk(store=store, plan=plan, leave=graphs.leave, back=graphs.back, **given)
+            chunk = KernelChunk(store=store, plan=plan, lanes=graphs.lanes, leaving=place.leaving, **given)
             chunk.remember()
             if state is not None and began is not None:
                 torch.index_select(state.received, 0, plan.at, out=began)
             rows.out.copy_(chunk.seen(rows.query, rows.keys, rows.values, votes))
-            chunk.leave.join()
+            chunk.lanes.join()
             place.votes = votes.get(tokens.begin)
 
         return compute
@@ -160,7 +238,7 @@ class _Graphs:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
-        self.leave, self.back = (Lane(torch.cuda.Stream(device) if self._on_gpu else None) for _ in range(2))
+        self.lanes = Lanes(*(Lane(torch.cuda.Stream(device) if self._on_gpu else None) for _ in range(4)))
 
     def record(self, body: Callable[[], None]) -> Replay:
         """Run launches once, which compiles what has to be, and record them."""

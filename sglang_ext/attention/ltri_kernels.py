@@ -6,18 +6,18 @@ remembered of them, stays on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
-from sglang_ext.attention.ltri_state import KernelMemory, Lane, LayerStore, Retrieved, index_sizes, is_folded
+from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Retrieved, index_sizes, is_folded
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, merge, move, rotate_queries
 from sglang_ext.kernels.host_fetch import fetch, look_up, store
-from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
+from sglang_ext.kernels.local_map import BlockTiles, LocalMap, Received, fill_tiles, received
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.kernels.span_index import SpanRule, Spans, cut_spans, pick
 from sglang_ext.kernels.stream_decode import MapState
@@ -38,14 +38,16 @@ class KernelChunk(LayerTokens[Spans]):
         memory: of the layer, on the device.
         store: of the layer.
         plan: the chunk, in every layer.
-        leave, back: where blocks are copied to the host, and from it.
+        lanes: what runs beside the rest.
+        leaving: the blocks that leave the window, of a chunk that is recorded: who replays it copies them to the host.
+            None for a chunk that stores them itself.
     """
 
     memory: KernelMemory
     store: LayerStore
     plan: ChunkPlan
-    leave: Lane = field(default_factory=Lane)
-    back: Lane = field(default_factory=Lane)
+    lanes: Lanes = field(default_factory=Lanes)
+    leaving: Leaving | None = None
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
@@ -54,9 +56,7 @@ class KernelChunk(LayerTokens[Spans]):
         self.remember()
         if self.kept:
             self.memory.keep(self.begin, self.settings.chunk)
-        out = self.seen(query, keys, values, votes)
-        self.leave.join()
-        return out
+        return self.seen(query, keys, values, votes)
 
     def seen(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
@@ -66,14 +66,15 @@ class KernelChunk(LayerTokens[Spans]):
         self._write(keys, values)
         found = None
         if self.voter is None:  # what the layers before voted for: it comes while the window is looked at
-            with self.back.apart():
+            with self.lanes.back.apart():
                 found = self._retrieved(votes)
         asked, window = self._queries(query), self._window()
         local = attention.attend_window(asked, window, width=width, scale=scale)
         if found is None:
             found = self._retrieved(votes, asked, self._map(asked, window, local))
-        self.back.join()
+        self.lanes.back.join()
         sinks, memory = self._beyond(found)
+        self.lanes.join()
         if sinks.near.shape[0] + memory.keys.shape[0] == 0:
             return local.out.to(query.dtype)
         if self.settings.far:
@@ -159,24 +160,23 @@ class KernelChunk(LayerTokens[Spans]):
 
     def _evict(self, slots: torch.Tensor, cells: torch.Tensor) -> None:
         settings, memory, blocks, ids = self.settings, self.memory, self.plan.gone, self.plan.gone_ids
+        leaving = self.leaving
         if self.voter is not None and self.store.index is not None:
             spans, index = self._spans(blocks), self.store.index
             given = self._state.received.view(-1)[cells].view(len(blocks), settings.block)
-            states = self.voter.of_slots(self.caches.keys, slots, self.heads)
-            vectors = states.view(len(blocks), settings.block, -1)
-            found, counts = self._vectors(vectors, pick(spans, given, index_sizes(settings)[1]), spans.counts)
-            at = ids.long()
-            index.vectors.index_copy_(0, at, found.to(index.vectors.dtype))
-            index.counts.index_copy_(0, at, counts)
-        if self.leave.stream is None:
+            with self.lanes.index.apart(spans, given):
+                if leaving is None:
+                    states = self.voter.of_slots(self.caches.keys, slots, self.heads)
+                else:
+                    states = self.voter.of_keys(leaving.keys, self.heads)
+                vectors = states.view(len(blocks), settings.block, -1)
+                found, counts = self._vectors(vectors, pick(spans, given, index_sizes(settings)[1]), spans.counts)
+                at = ids.long()
+                index.vectors.index_copy_(0, at, found.to(index.vectors.dtype))
+                index.counts.index_copy_(0, at, counts)
+        if leaving is None:
             places = slots.view(len(blocks), settings.block)
             store(self.caches.keys, self.caches.values, places, ids, self.store.region)
-        else:  # the chunk's own tokens are about to take their slots
-            keys, values = self.store.scratch.leaving
-            move((self.caches.keys, self.caches.values), (keys, values), read=slots)
-            with self.leave.apart():
-                places = torch.arange(len(slots), device=slots.device).view(len(blocks), settings.block)
-                store(keys, values, places, ids, self.store.region)
         memory.stored = blocks.stop
 
     def _spans(self, blocks: range) -> Spans:
@@ -222,7 +222,7 @@ class KernelChunk(LayerTokens[Spans]):
         """
         if self.voter is None:
             return None
-        settings, memory, plan = self.settings, self.memory, self.plan
+        plan = self.plan
         chunk = LocalMap(
             query_near=asked.near.unsqueeze(0),
             query_far=asked.far.unsqueeze(0),
@@ -234,23 +234,49 @@ class KernelChunk(LayerTokens[Spans]):
             window=self._width,
             scale=self.caches.scale,
         )
-        given, cells, state = received(chunk), plan.window.cells, self._state
-        state.received.view(-1).index_add_(0, cells, given.received[0])
-        state.last.index_fill_(0, plan.at, 0)
-        state.last.view(-1).index_copy_(0, cells, given.last[0])
-        memory.saw(self.end - 1)
-        if settings.index != "ltri":
+        with self.lanes.tiles.apart():
+            tiles, spans = self._tiles(chunk)
+        with self.lanes.sums.apart():
+            given = self._add_sums(chunk)
+        if self.leaving is not None and spans is not None:  # what is waited for, and not all of the window's
+            count, nearest = plan.rows.slots.shape[0], slice(-plan.rows.slots.shape[0], None)
+            near, far = chunk.keys_near[:, :, nearest], chunk.keys_far[:, :, nearest]
+            given = received(
+                replace(chunk, keys_near=near, keys_far=far, before=torch.zeros_like(plan.before), window=count)
+            )
+        self.lanes.tiles.join()
+        if tiles is None:
             return None
-        tiles = given.last.new_zeros(plan.tiles.places.shape[1], self.heads, settings.block, settings.block)
+        own = None if spans is None else self._own_spans(spans, given.chunk_received[0])
+        self._keep_tiles()
+        return own
+
+    def _add_sums(self, chunk: LocalMap) -> Received:
+        """Count what the window's tokens receive from the chunk's rows."""
+        given, cells, state = received(chunk), self.plan.window.cells, self._state
+        state.received.view(-1).index_add_(0, cells, given.received[0])
+        state.last.index_fill_(0, self.plan.at, 0)
+        state.last.view(-1).index_copy_(0, cells, given.last[0])
+        self.memory.saw(self.end - 1)
+        return given
+
+    def _tiles(self, chunk: LocalMap) -> tuple[torch.Tensor | None, Spans | None]:
+        """Fill the tiles of the attention map that the chunk has rows in.
+
+        Returns:
+            (the tiles, the spans of the chunk's own); None where nothing remembers spans, and where nothing asks.
+        """
+        settings, memory, plan = self.settings, self.memory, self.plan
+        if settings.index != "ltri":
+            return None, None
+        tiles = chunk.lse.new_zeros(plan.tiles.places.shape[1], self.heads, settings.block, settings.block)
         for place, block in enumerate(plan.tiles.blocks):
             if block in memory.tiles:
                 tiles[place] = memory.tiles[block]
             memory.tiles[block] = tiles[place]
         fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
         asks = not (self.answers and settings.persist)
-        own = self._own_spans(tiles[plan.tiles.asking], given.chunk_received[0]) if asks else None
-        self._keep_tiles()
-        return own
+        return tiles, cut_spans(tiles[plan.tiles.asking], plan.tiles.lengths, self._rule) if asks else None
 
     def _keep_tiles(self) -> None:
         """Have the tiles that wait for more rows, or to be cut, in memory of their own, and not in that of a chunk.
@@ -264,17 +290,17 @@ class KernelChunk(LayerTokens[Spans]):
             else:
                 memory.tiles[block] = tile.clone()
 
-    def _own_spans(self, tiles: torch.Tensor, given: torch.Tensor) -> tuple[Spans, torch.Tensor]:
+    def _own_spans(self, spans: Spans, given: torch.Tensor) -> tuple[Spans, torch.Tensor]:
         """The spans of the chunk's own tokens; where these are blocks of the stream, they are those of the blocks."""
         settings, plan = self.settings, self.plan
-        spans = cut_spans(tiles, plan.tiles.lengths, self._rule)
         whole = [block for block in plan.tiles.blocks if settings.first(block + 1) <= self.end]
         if whole and plan.tiles.own == 0:
             count = len(whole)
             self._ring.put(plan.tile_spans[:count], Spans(spans.bounds[:count], spans.counts[:count]))
             for block in whole:
                 del self.memory.tiles[block]
-        return spans, _padded(given.unsqueeze(1), len(tiles) * settings.block).view(len(tiles), settings.block)
+        tiles = spans.counts.shape[0]
+        return spans, _padded(given.unsqueeze(1), tiles * settings.block).view(tiles, settings.block)
 
     # ---- what comes back ----
 
@@ -317,6 +343,7 @@ class KernelChunk(LayerTokens[Spans]):
         scores = None
         ids = plan.ids.unsqueeze(0)
         if self.voter is not None and self.store.index is not None and asked is not None:
+            self.lanes.index.join()
             index = BlockIndex(self.store.index.vectors, self.store.index.counts, ids, plan.blocks)
             scores = score_blocks(self._query_spans(self.voter, asked, own), index, kind=settings.similarity)
         after = torch.zeros(ids.shape, device=self.slots.device) if before is None else before
@@ -346,7 +373,9 @@ class KernelChunk(LayerTokens[Spans]):
         if chosen.shape[0] == 0:
             return Retrieved(chosen, chosen)
         found = look_up(self.plan.ids[chosen.long()].unsqueeze(0), at, cache)
-        fetch(self.store.region, found, at, cache)
+        leaving = self.leaving
+        fresh = None if leaving is None else leaving.fresh(self.settings, self.plan.gone_ids)
+        fetch(self.store.region, found, at, cache, fresh=fresh)
         return Retrieved(chosen, found.places[0])
 
     def _beyond(self, found: Retrieved) -> tuple[SeenKeys, FarKeys]:

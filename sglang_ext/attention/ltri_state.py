@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from sglang_ext.attention.ltri_memory import LayerMemory
 from sglang_ext.attention.ltri_plan import SpanRing
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
-from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
+from sglang_ext.kernels.host_fetch import BlockCache, FreshBlocks, HostRegion
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.kernels.stream_decode import MapState
 from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
@@ -150,20 +150,16 @@ class Scratch:
         keys: [3, at least the tokens of a window, kv_heads, head_dim]: rotated keys of the window, its keys as they are
             stored, and what is seen beyond it.
         values: [2, likewise, kv_heads, value_dim]: of the window, and beyond it.
-        leaving: (keys, values) [tokens of a chunk, kv_heads, head_dim or value_dim], on their way to the host.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    leaving: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
     def empty(cls, settings: Ltri, keys: torch.Tensor, values: torch.Tensor) -> Scratch:
         """Room for streams with KV caches like `keys` and `values`."""
         rows = max(settings.slots, settings.sinks + settings.retrieved * settings.block)
-        leaving = [each.new_empty(settings.chunk, *each.shape[1:]) for each in (keys, values)]
-        seen = keys.new_empty(3, rows, *keys.shape[1:]), values.new_empty(2, rows, *values.shape[1:])
-        return cls(*seen, (leaving[0], leaving[1]))
+        return cls(keys.new_empty(3, rows, *keys.shape[1:]), values.new_empty(2, rows, *values.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -201,21 +197,72 @@ class Lane:
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        self.stream, self._left = stream, False
+        self._stream, self._left, self._held = stream, False, list[object]()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is launched inside begins when all before has ended, and others do not wait for it."""
-        if self.stream is None:
+    def apart(self, *read: object) -> Iterator[None]:
+        """What is launched inside begins when all before has ended, and others do not wait for it.
+
+        Args:
+            read: what it reads and others would let go of; it is held until they wait.
+        """
+        if self._stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._left = True
-        with torch.cuda.stream(self.stream):
+        self._held += read
+        with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
         """What is launched from here on waits for it."""
-        if self.stream is not None and self._left:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        if self._stream is not None and self._left:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._left = False
+            self._held.clear()
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What of a chunk in one layer runs beside the rest.
+
+    Attributes:
+        index: index vectors of blocks that leave the window.
+        tiles: the attention map's tiles, and the spans of the chunk.
+        sums: attention that the tokens of the window receive.
+        back: blocks that come from the host.
+    """
+
+    index: Lane = field(default_factory=Lane)
+    tiles: Lane = field(default_factory=Lane)
+    sums: Lane = field(default_factory=Lane)
+    back: Lane = field(default_factory=Lane)
+
+    def join(self) -> None:
+        """What is launched from here on waits for all of them."""
+        for lane in (self.index, self.tiles, self.sums, self.back):
+            lane.join()
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The blocks that leave the window with a chunk that is recorded, on their way to the host.
+
+    Attributes:
+        keys: [chunk, kv_heads, head_dim], not rotated, block by block.
+        values: [chunk, kv_heads, value_dim], likewise.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def empty(cls, settings: Ltri, keys: torch.Tensor, values: torch.Tensor) -> Leaving:
+        """Room for those of a chunk, of a layer with such a KV cache."""
+        return cls(*(each.new_zeros(settings.chunk, *each.shape[1:]) for each in (keys, values)))
+
+    def fresh(self, settings: Ltri, ids: torch.Tensor) -> FreshBlocks:
+        """As blocks with these numbers on the host, [n] int32."""
+        keys, values = (each.unflatten(0, (-1, settings.block)) for each in (self.keys, self.values))
+        return FreshBlocks(ids, keys, values)

@@ -150,6 +150,8 @@ class KernelChunks:
             raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
         memory.sit(seat.row, self.settings, store)
         seat.decodes = False
+        if self._graphs is not None:
+            self._graphs.copies.wait_for_layer(tokens.caches.layer)
         return KernelChunk(store=store, plan=carry[key], **vars(tokens))
 
     def record(self, chunks: Mapping[int, LayerTokens[Any]], places: int) -> None:
@@ -161,7 +163,7 @@ class KernelChunks:
         """
         launched = {layer: self.launched(tokens) for layer, tokens in chunks.items()}
         plan = next(iter(launched.values())).plan
-        graphs = ChunkGraphs(self.settings, self.stores, places, self._blocks)
+        graphs = ChunkGraphs(self.settings, self.stores, places, self._blocks, self.device)
         graphs.record(chunks, plan)
         self._graphs = graphs
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import mmap
 import resource
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -99,6 +100,11 @@ def host_bytes(host_gb: float | None, root: Path = Path("/")) -> int:
 # ---- the region ----
 
 
+def _unregister(region: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(region.data_ptr())
+
+
 class HostBlocks:
     """The region, which of its blocks are held, and how many are promised.
 
@@ -157,6 +163,8 @@ class HostBlocks:
                 f"CUDA cannot register {size / GIB:.1f} GiB of host memory (error {status}): this process may lock"
                 f" {locked} (ulimit -l); raise that limit, or set --policy '{{\"host_gb\": N}}' lower"
             )
+        # Memory that is unmapped while it is registered cannot be registered again at the same address.
+        weakref.finalize(self, _unregister, self._whole).atexit = False
 
     def stats(self) -> Mapping[str, int]:
         """Counters, for /server_info and /metrics."""

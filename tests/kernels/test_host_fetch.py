@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sglang_ext.kernels import host_fetch
-from sglang_ext.kernels.host_fetch import BlockCache, Found, HostRegion, reference
+from sglang_ext.kernels.host_fetch import BlockCache, Found, FreshBlocks, HostRegion, reference
 from sglang_ext.kernels.host_fetch import triton_impl as triton
 from tests.kernels import sm90
 
@@ -239,6 +239,27 @@ def test_fetch(module: ModuleType, dims: tuple[int, int], dtype: torch.dtype) ->
         assert int(cache.keys.isnan().logical_not().sum()) == 4 * 3 * 2 * dims[0]
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dims", [(8, 8), (24, 40)])
+def test_blocks_that_are_not_on_the_host_yet(module: ModuleType, dims: tuple[int, int]) -> None:
+    """They come from where they wait; what the host has at their numbers is NaN."""
+    host = region(9, 5, 3, dims, torch.float32)
+    kept = [each.clone() for each in (host.keys, host.values)]
+    waiting = [4, 7]
+    fresh = FreshBlocks(ints(waiting), *(each[waiting].contiguous() for each in kept))
+    for each in (host.keys, host.values):
+        each[waiting] = torch.nan
+    cache = BlockCache.empty(2, 4, host, DEVICE)
+    cache.keys.fill_(torch.nan), cache.values.fill_(torch.nan)
+    found = Found(ints([[3, 0, -1, 2], [1, 3, 0, 2]]), ints([[7, 2, 4, -1], [-1, 0, 4, 8]]))
+    module.fetch(host, found, ints([1, 0]), cache, fresh=fresh)
+    for row, way, block in ((1, 3, 7), (1, 0, 2), (0, 3, 0), (0, 0, 4), (0, 2, 8)):
+        assert torch.equal(cache.keys[row, way], kept[0][block])
+        assert torch.equal(cache.values[row, way], kept[1][block])
+    for row, way in ((1, 1), (1, 2), (0, 1)):
+        assert cache.keys[row, way].isnan().all() and cache.values[row, way].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dims", [(24, 40), (40, 24), (16, 16), (7, 5)], ids=str)
 @IMPLEMENTATIONS
@@ -328,6 +349,14 @@ def test_bad_input_is_refused(module: ModuleType) -> None:
         module.fetch(HostRegion(strided, host.values), found, one, cache)
     with pytest.raises(ValueError, match=r"missing is torch\.int32 \(1, 1\): expected contiguous int32 \(1, 2\)"):
         module.fetch(host, Found(found.places, found.missing[:, :1].contiguous()), one, cache)
+    fresh = FreshBlocks(ints([0]), host.keys[:1].contiguous(), host.values[:1].contiguous())
+    for wrong_fresh, message in (
+        (replace(fresh, ids=fresh.ids.long()), "fresh.ids is torch.int64"),
+        (replace(fresh, keys=fresh.keys[:, 1:]), "fresh.keys"),
+        (replace(fresh, values=fresh.values.half()), "fresh.values is torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module.fetch(host, found, one, cache, fresh=wrong_fresh)
     with pytest.raises(ValueError, match="as many blocks of as many tokens"):
         module.fetch(HostRegion(host.keys, host.values[:5]), found, one, cache)
     keys, values, slots = host.keys[:, 0], host.values[:, 0], ints([[0, 1]])
@@ -422,14 +451,14 @@ def _alias(pinned: torch.Tensor) -> torch.Tensor:
 COMPILE = """
 import re
 import torch
-from sglang_ext.kernels.host_fetch import BlockCache, Found, HostRegion, triton_impl as triton
+from sglang_ext.kernels.host_fetch import BlockCache, Found, FreshBlocks, HostRegion, triton_impl as triton
 from tests.kernels.sm90 import compiled, stand_in
 
 SMALL = 48 * 1024
 stand_in(triton, "_look_up_kernel", "_fetch_kernel", "_store_kernel", shared=SMALL)
 
 
-def run(heads, dims, dtype, block=128, ways=32, count=16, kind=torch.int64):
+def run(heads, dims, dtype, block=128, ways=32, count=16, kind=torch.int64, fresh=0):
     host = HostRegion(*(torch.empty(3, block, heads, dim, dtype=dtype) for dim in dims))
     cache = BlockCache.empty(2, ways, host, "cpu")
     rows, ids = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
@@ -437,6 +466,10 @@ def run(heads, dims, dtype, block=128, ways=32, count=16, kind=torch.int64):
     triton.fetch(host, found, rows, cache)
     slots = torch.zeros(2, block, dtype=kind)
     triton.store(host.keys[0], host.values[0], slots, ids, host)
+    if fresh:
+        some = FreshBlocks(torch.zeros(fresh, dtype=torch.int32), *(torch.empty(fresh, block, heads, dim, dtype=dtype)
+                                                                    for dim in dims))
+        triton.fetch(host, found, rows, cache, fresh=some)
     return [compiled[f"host_fetch_{name}_kernel"].asm["ptx"] for name in ("look_up", "fetch", "store")]
 
 
@@ -450,6 +483,8 @@ for heads, dims, dtype in ((8, (128, 128), torch.bfloat16), (1, (192, 128), torc
         assert kinds == "l" * 8 + "s" * 8, kinds
 run(2, (24, 40), torch.float32, block=4, ways=128, count=128, kind=torch.int32)
 run(1, (7, 5), torch.bfloat16, block=3, ways=13, count=1)
+_, text, _ = run(8, (128, 128), torch.bfloat16, fresh=4)
+assert "".join(found[0] for found in wide.findall(text)) == "l" * 16 + "s" * 8, text
 assert len(compiled) == 3, compiled
 """
 

@@ -40,7 +40,11 @@ def write_heads(path: Path, layers: int, heads: int) -> None:
 
 
 def stepping(engine: Engine, steps: int, repeats: int, batch: int, tokens: int) -> list[float]:
-    """Seconds a decoding step of so many requests, each with a prompt of its own of so many tokens."""
+    """Seconds a decoding step of so many requests, each with a prompt of its own of so many tokens.
+
+    Twice as many steps are compared with as many: in both, all prompts are read before the last answer begins, and as
+    many streams are left of the run before, from which prompts may begin as copies.
+    """
     prompts = [drawn(tokens, 100 + number) for number in range(batch)]
 
     def seconds(new_tokens: int) -> float:
@@ -51,8 +55,8 @@ def stepping(engine: Engine, steps: int, repeats: int, batch: int, tokens: int) 
             completed(answer)
         return time.perf_counter() - begin
 
-    seconds(2)
-    return [(seconds(steps + 1) - seconds(1)) / steps for _ in range(repeats)]
+    seconds(steps)
+    return [(seconds(2 * steps) - seconds(steps)) / steps for _ in range(repeats)]
 
 
 def forked(engine: Engine, prompt: Sequence[int], repeats: int) -> JsonObject:

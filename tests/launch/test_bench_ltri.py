@@ -48,7 +48,7 @@ def test_rows() -> None:
         (1.125, "at most 1.15x", True),
         (1.05, "at most 1.05x", True),
         (1.0, "at most 1x", True),
-        (0.022, "", None),
+        (45.0, "", None),
         (2.0, "", None),
         (1.2, "at most 1.05x", False),
         (2.0, "", None),

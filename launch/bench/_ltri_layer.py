@@ -74,14 +74,16 @@ class Layers:
         if graphs is None:
             raise ValueError("nothing was recorded")
         self.graphs = graphs
-        place = graphs.place(0)
+        chunk = self._of(VOTES, {})
+        self._seat = self.chunks.seat(chunk)
+        place = graphs.place(chunk, self._seat, set())
         if place is None:
             raise ValueError("no place was recorded")
         self.place: ChunkPlace = place
         self.query = torch.randn(settings.chunk, shape.heads, shape.dim, device=device).to(shape.dtype)
         self.new = [torch.randn(settings.chunk, *rows[1:], device=device).to(shape.dtype) for _ in range(2)]
         self._lists = self._blocks_in_turn()
-        self._replayed: dict[int, KernelChunk] = {}
+        self._replayed: dict[int, LayerTokens[Spans]] = {}
 
     def _of(self, layer: int, carry: Carry) -> LayerTokens[Spans]:
         settings, (keys, values) = self.settings, self.caches[layer]
@@ -117,14 +119,16 @@ class Layers:
 
     def take(self, number: int) -> None:
         """Have the next chunk want another list of blocks."""
-        if self.place.plan.renewed is not None:
-            self.place.plan.renewed.copy_(self._lists[number % len(self._lists)])
+        if self.place.standing.plan.renewed is not None:
+            self.place.standing.plan.renewed.copy_(self._lists[number % len(self._lists)])
 
     def replay(self, layer: int) -> torch.Tensor:
         """The chunk in a layer, [chunk, heads, head_dim]."""
         if layer not in self._replayed:
-            self._replayed[layer] = self.chunks.launched(self._of(layer, {}))
-        return self.graphs.attend(self.place, self._replayed[layer], self.query, self.new[0], self.new[1])
+            self._replayed[layer] = tokens = self._of(layer, {})
+            self.chunks.launched(tokens)  # its memory is in the stream's row now
+        tokens, row = self._replayed[layer], self._seat.row
+        return self.graphs.attend(self.place, tokens, row, self.query, self.new[0], self.new[1])
 
     def check(self) -> None:
         """A replayed chunk is the one that is launched.
@@ -137,8 +141,8 @@ class Layers:
         for layer in self.caches:
             tokens = self._of(layer, carry)
             launched = self.chunks.launched(tokens)
-            if self.place.plan.renewed is not None:
-                plan = replace(launched.plan, renewed=self.place.plan.renewed)
+            if self.place.standing.plan.renewed is not None:
+                plan = replace(launched.plan, renewed=self.place.standing.plan.renewed)
                 launched = KernelChunk(**{**vars(launched), "plan": plan})
             wanted = launched.attend(self.query, self.new[0], self.new[1], votes).float()
             found = self.replay(layer).float()
@@ -184,7 +188,7 @@ def fetching(layers: Layers, count: int) -> tuple[Timing, int]:
     """(fetch of so many blocks alone, bytes of a block)."""
     each = layers.chunks.stores[LISTENS]
     ids = torch.arange(count, dtype=torch.int32, device=layers.device).unsqueeze(0)
-    found, row = Found(ids, ids), layers.place.plan.at
+    found, row = Found(ids, ids), layers.place.standing.plan.at
     block = 2 * each.region.keys[0].numel() * each.region.keys.element_size()
     return timed(lambda: fetch(each.region, found, row, each.cache), layers.device), block
 

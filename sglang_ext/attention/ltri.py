@@ -20,14 +20,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from sglang_ext import compat
-from sglang_ext.attention.ltri_chunk import Chunk
+from sglang_ext.attention.ltri_chunks import AnyMemory, Chunks, TorchChunks, Votes
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
-from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory, TorchMemory
+from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
 from sglang_ext.attention.sparse import REPORT
 from sglang_ext.cache.budget import KVShape, cached_bytes_per_slot
@@ -39,73 +39,12 @@ from sglang_ext.policies.heads import Heads, shipped, weights_hash
 from sglang_ext.policies.ltri_options import InfLlmOptions, Ltri
 from sglang_ext.types import JsonObject, Options
 
-AnyMemory: TypeAlias = LayerMemory[Any]
-"""Of whoever computes the chunks: plain PyTorch or kernels."""
-Votes: TypeAlias = dict[int, torch.Tensor]
-"""First token of a chunk -> votes for blocks, of the layers before."""
 KVCaches: TypeAlias = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 """Layer -> (keys, values)."""
 
 CHUNKS_OF_A_PASS = 8
 
 logger = logging.getLogger(__name__)
-
-
-class LayerChunk(Protocol):
-    """One chunk in one layer, in plain PyTorch (`ltri_chunk.Chunk`) or in kernels (`ltri_kernels.KernelChunk`)."""
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: Votes) -> torch.Tensor:
-        """Store the chunk's keys and values, and attend to what it sees."""
-
-
-class Chunks(Protocol):
-    """What computes chunks: `TorchChunks`, or `ltri_stores.KernelChunks`.
-
-    Attributes:
-        most_blocks: of a stream that may leave its window; None for any number.
-    """
-
-    @property
-    def most_blocks(self) -> int | None: ...
-
-    def memory(self) -> AnyMemory:
-        """What a layer of a stream remembers that has no token yet."""
-
-    def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
-        """What computes a chunk."""
-
-    def retrieved(self, memory: AnyMemory) -> list[int]:
-        """The blocks that the last chunk of a prompt got back; may wait for the device."""
-
-    def close(self, lease: HostLease) -> None:
-        """The stream that has a lease ends."""
-
-
-@dataclass(frozen=True)
-class TorchChunks:
-    """Chunks in plain PyTorch.
-
-    Attributes:
-        settings: of the method.
-        device: of the KV cache.
-    """
-
-    settings: Ltri
-    device: torch.device
-    most_blocks: None = None
-
-    def memory(self) -> AnyMemory:
-        return TorchMemory.empty(self.settings, self.device)
-
-    def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
-        return Chunk(**vars(tokens))
-
-    def retrieved(self, memory: AnyMemory) -> list[int]:
-        return list(memory.blocks) if isinstance(memory, TorchMemory) else []
-
-    def close(self, lease: HostLease) -> None:
-        """Nothing but the lease is the stream's."""
-        return
 
 
 @dataclass(eq=False)
@@ -320,7 +259,7 @@ class LtriPolicy(StreamPolicy):
             keys[place], values[place] = keys[there], values[there]
             if gone:
                 host = LayerHost(self.blocks_on_host, source.state.lease, layer, keys.device)
-                keys[places], values[places] = host.get(list(gone))
+                keys[places], values[places] = self._computing.stored(host, gone)
 
     def _at(self, slots: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """[tokens] int64, the KV slots of tokens of a stream that has `slots`."""

@@ -104,7 +104,7 @@ class DecodeRows:
                     ways[: memory.retrieved.ways.shape[0]] = memory.retrieved.ways
                 memory.shown = memory.retrieved
         seat = self._chunks.seat(tokens)
-        seat.decodes, seat.whole = True, None
+        seat.decodes, seat.settled = True, None
         return seat
 
     # ---- in every layer ----

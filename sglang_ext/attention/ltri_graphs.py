@@ -1,9 +1,9 @@
-"""Whole chunks of prompts of Ltri-LLM inside CUDA graphs, one for each layer.
+"""Chunks of prompts of Ltri-LLM inside CUDA graphs, one for each layer.
 
-From some token on (`Ltri.alike_from`), all whole chunks of a prompt do the same: the launches of one, in one layer, are
-recorded once and replayed for every other. What differs between chunks lies on the device, in a plan that stands
-(`ChunkPlan.standing`). A pass has chunks in several *places*, one behind the other; each place has a plan and graphs of
-its own, so that a layer need not load what the layer before it has loaded.
+From some token on (`Ltri.alike_from`), the chunks of a prompt do the same, in frames of as many rows (`ltri_frames`):
+the launches of one, in one layer, are recorded once and replayed for every other. What differs between chunks lies on
+the device, in a plan that stands (`FramePlan.standing`). A pass has chunks in several *places*, one behind the other;
+each place has a plan and graphs of its own, so that a layer need not load what the layer before it has loaded.
 
 Blocks that leave the window are copied to the host by the GPU's copy engine, beside all else (`HostCopies`): a kernel
 that writes to the host holds up others on its multiprocessors. A chunk that wants such a block back takes it from where
@@ -13,16 +13,17 @@ it waits for its copy. Blocks that come back, and what a layer remembers, have l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
 
-from sglang_ext.attention.ltri_kernels import KernelChunk
+from sglang_ext.attention.ltri_frames import Frame, FramePlan
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_memory import LayerHost
-from sglang_ext.attention.ltri_plan import ChunkPlan
-from sglang_ext.attention.ltri_state import KernelMemory, Lane, Lanes, LayerStore, Leaving
+from sglang_ext.attention.ltri_plan import Seat
+from sglang_ext.attention.ltri_recorded import RecordedChunk
+from sglang_ext.attention.ltri_state import KernelMemory, Lane, Lanes, LayerStore, Leaving, Retrieved
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri_options import Ltri
@@ -60,19 +61,30 @@ class ChunkPlace:
 
     Attributes:
         number: of the place, from 0.
-        plan: stands.
+        frame: of its chunks.
+        standing: the plan that graphs read.
+        chunk: the plan that was loaded last.
         leaving: blocks on their way to the host.
         votes: [1, blocks] float32, of the layers so far; None before the first layer that votes is recorded.
         leaves: layer -> what has the blocks in `leaving`.
         replays: layer -> what computes the chunk there, behind that.
+        found: layer -> what the chunk got back there, until the next one.
     """
 
     number: int
-    plan: ChunkPlan
+    frame: Frame
+    standing: FramePlan
+    chunk: FramePlan
     leaving: Leaving
     votes: torch.Tensor | None = None
     leaves: dict[int, Replay] = field(default_factory=dict)
     replays: dict[int, Replay] = field(default_factory=dict)
+    found: dict[int, Retrieved] = field(default_factory=dict)
+
+    def load(self, chunk: FramePlan) -> None:
+        """Have another chunk here."""
+        self.standing.load(chunk)
+        self.chunk = chunk
 
 
 class HostCopies:
@@ -117,7 +129,8 @@ class HostCopies:
     @staticmethod
     def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], ids: Sequence[int]) -> None:
         together = list(ids) == list(range(ids[0], ids[0] + len(ids)))
-        for source, kept in pairs:
+        for waiting, kept in pairs:
+            source = waiting[: len(ids)]
             if together:
                 kept[ids[0] : ids[0] + len(ids)].copy_(source, non_blocking=True)
             else:
@@ -126,13 +139,14 @@ class HostCopies:
 
 
 class ChunkGraphs:
-    """Graphs of whole chunks, in every layer and place.
+    """Graphs of chunks, in every layer and place.
 
     Args:
         settings: of the method.
         stores: by layer.
-        count: places.
         blocks: of a stream that may leave its window.
+        nowhere: the number on the host that is no block's.
+        device: of the KV cache.
 
     Attributes:
         replayed: how often a chunk was, in a layer.
@@ -140,77 +154,116 @@ class ChunkGraphs:
     """
 
     def __init__(
-        self, settings: Ltri, stores: Mapping[int, LayerStore], count: int, blocks: int, device: torch.device
+        self, settings: Ltri, stores: Mapping[int, LayerStore], blocks: int, nowhere: int, device: torch.device
     ) -> None:
-        self._settings, self._stores, self._count, self._blocks = settings, stores, count, blocks
+        self._settings, self._stores, self._blocks, self._nowhere = settings, stores, blocks, nowhere
         self._places: list[ChunkPlace] = []
         self._rows: ChunkRows | None = None
         self._began: torch.Tensor | None = None
         self.replayed, self.copies = 0, HostCopies(device)
 
-    def record(self, chunks: Mapping[int, LayerTokens[Spans]], plan: ChunkPlan) -> None:
+    def record(self, chunks: Mapping[int, LayerTokens[Spans]], seat: Seat, frames: Sequence[Frame]) -> None:
         """Record a chunk of a stream, and run it, in all layers; what it leaves in the stream's row is of no use.
 
         Args:
-            chunks: layer -> the chunk there.
-            plan: of it.
+            chunks: layer -> a whole chunk there.
+            seat: of the stream.
+            frames: a place for each of them.
         """
-        first = next(iter(chunks.values()))
+        settings, first = self._settings, next(iter(chunks.values()))
         keys, values = first.caches.keys, first.caches.values
-        self._rows = ChunkRows.empty(self._settings, first.heads, keys, values)
+        self._rows = ChunkRows.empty(settings, first.heads, keys, values)
         states = (store.state for store in self._stores.values())
-        self._began = next((state.received.new_zeros(1, self._settings.slots) for state in states if state), None)
+        self._began = next((state.received.new_zeros(1, settings.slots) for state in states if state), None)
         graphs = _Graphs(keys.device)
-        for number in range(self._count):
-            place = ChunkPlace(number, plan.standing(self._blocks), Leaving.empty(self._settings, keys, values))
-            place.plan.load(plan)
+        for number, frame in enumerate(frames):
+            plan = FramePlan.of(frame, replace(first, end=first.begin + frame.most), seat, self._nowhere)
+            leaving = Leaving.empty(settings, keys, values)
+            place = ChunkPlace(number, frame, plan.standing(self._blocks), plan, leaving)
+            place.load(plan)
             for layer in sorted(chunks):
-                place.leaves[layer] = graphs.record(self._leave(place, chunks[layer]))
-                body = self._body(place, chunks[layer], self._rows, graphs)
-                place.replays[layer] = graphs.record(body)
+                tokens = replace(chunks[layer], end=first.begin + frame.rows)
+                place.leaves[layer] = graphs.record(self._leave(place, tokens))
+                place.replays[layer] = graphs.record(self._body(place, tokens, self._rows, graphs))
             self._places.append(place)
 
-    def place(self, number: int) -> ChunkPlace | None:
-        """A place of a pass; None behind the last one."""
-        return self._places[number] if number < len(self._places) else None
+    def place(self, tokens: LayerTokens[Spans], seat: Seat, taken: set[int]) -> ChunkPlace | None:
+        """A place for a chunk that follows others of its prompt, with its plan.
+
+        Args:
+            tokens: the chunk, in the first layer.
+            seat: of its stream.
+            taken: numbers of places that others of the pass have, to which that of this place is added.
+
+        Returns:
+            The one with the fewest rows; None where none is left that fits, or too many blocks leave the window.
+        """
+        settings = self._settings
+        free = [place for place in self._places if place.number not in taken]
+        fitting = [place for place in free if place.frame.fits(settings, tokens.begin, tokens.end)]
+        if not fitting or settings.evicted(tokens.begin) - tokens.memory.stored > settings.chunk // settings.block:
+            return None
+        place = min(fitting, key=lambda each: each.frame.rows)
+        taken.add(place.number)
+        place.load(FramePlan.of(place.frame, tokens, seat, self._nowhere))
+        return place
 
     def attend(
-        self, place: ChunkPlace, chunk: KernelChunk, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        place: ChunkPlace,
+        tokens: LayerTokens[Spans],
+        row: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
-        """`KernelChunk.attend`, replayed; what it returns holds until the next chunk."""
-        rows, memory, layer = self._rows, chunk.memory, chunk.caches.layer
-        if rows is None:
+        """`KernelChunk.attend` of a chunk whose stream has a row, replayed; what it returns holds until the next."""
+        rows, memory, layer, chunk = self._rows, tokens.memory, tokens.caches.layer, place.chunk
+        if rows is None or not isinstance(memory, KernelMemory):
             raise ValueError("a chunk is replayed before one was recorded: expected `record` first")
+        part = slice(chunk.lead, chunk.count)
         for into, new in ((rows.query, query), (rows.keys, keys), (rows.values, values)):
-            into.copy_(new)
-        gone = chunk.plan.gone
-        self.copies.wait_for_place(place.number)
-        place.leaves[layer]()
-        self.copies.put(place.number, layer, place.leaving, chunk.host, chunk.host.lease.ids[gone.start : gone.stop])
+            into[part].copy_(new)
+        if chunk.gone:
+            self.copies.wait_for_place(place.number)
+            place.leaves[layer]()
+            ids = tokens.host.lease.ids[chunk.gone.start : chunk.gone.stop]
+            self.copies.put(place.number, layer, place.leaving, tokens.host, ids)
         place.replays[layer]()
         self.replayed += 1
         memory.stored, memory.retrieved = chunk.plan.stored, None
-        if chunk.kept:
-            memory.keep(chunk.begin, self._settings.chunk, None if self._began is None else self._began[0])
-        if chunk.voter is not None:
-            memory.saw(chunk.end - 1)
-        return rows.out
+        if tokens.end - tokens.begin < self._settings.chunk:  # the prompt's last chunk is none of the whole ones
+            found = place.found[layer]
+            memory.retrieved = Retrieved(found.blocks.clone(), found.ways.clone())
+        if tokens.kept:
+            memory.keep(tokens.begin, self._settings.chunk, None if self._began is None else self._began[0])
+        if tokens.voter is not None:
+            memory.saw(tokens.end - 1)
+            self._keep_tile(memory, layer, row, tokens.end)
+        return rows.out[part]
+
+    def _keep_tile(self, memory: KernelMemory, layer: int, row: int, end: int) -> None:
+        """Know where the tile of the newest block lies that is not complete."""
+        settings, state = self._settings, self._stores[layer].state
+        newest = settings.blocks(end) - 1
+        memory.tiles.clear()
+        if state is not None and settings.index == "ltri" and settings.first(newest + 1) > end:
+            memory.tiles[newest] = state.tile[row]
 
     def _leave(self, place: ChunkPlace, tokens: LayerTokens[Spans]) -> Callable[[], None]:
         """What has the blocks that leave the window where they wait: the chunk's own tokens take their slots."""
-        gone, leaving = place.plan.gone_tokens, place.leaving
+        gone, leaving = place.standing.plan.gone_tokens, place.leaving
         if gone is None:
-            raise ValueError(
-                f"a chunk at token {tokens.begin} with which no block leaves: expected one behind a window"
-            )
+            raise ValueError(f"a chunk at token {tokens.begin} with no room for blocks that leave: expected a frame's")
         caches, slots = (tokens.caches.keys, tokens.caches.values), gone.slots
         return lambda: move(caches, (leaving.keys, leaving.values), read=slots)
 
     def _body(
         self, place: ChunkPlace, tokens: LayerTokens[Spans], rows: ChunkRows, graphs: _Graphs
     ) -> Callable[[], None]:
-        """What computes a chunk in one layer out of what stands."""
-        store, began, plan = self._stores[tokens.caches.layer], self._began, place.plan
+        """What computes a frame in one layer out of what stands."""
+        layer, began, frame = tokens.caches.layer, self._began, place.standing
+        store, plan, part = self._stores[layer], frame.plan, slice(0, place.frame.rows)
         state, nothing = store.state, Spans.empty(0, self._settings.spans, rows.query.device)
         voted = place.votes is not None
 
@@ -221,13 +274,17 @@ class ChunkGraphs:
                 memory.saw(tokens.begin - 1)
             votes = {tokens.begin: place.votes} if voted and place.votes is not None else {}
             given = {**vars(tokens), "memory": memory, "kept": False}
-            chunk = KernelChunk(store=store, plan=plan, lanes=graphs.lanes, leaving=place.leaving, **given)
+            chunk = RecordedChunk(
+                store=store, plan=plan, lanes=graphs.lanes, frame=frame, leaving=place.leaving, **given
+            )
             chunk.remember()
             if state is not None and began is not None:
                 torch.index_select(state.received, 0, plan.at, out=began)
-            rows.out.copy_(chunk.seen(rows.query, rows.keys, rows.values, votes))
+            rows.out[part].copy_(chunk.seen(rows.query[part], rows.keys[part], rows.values[part], votes))
             chunk.lanes.join()
             place.votes = votes.get(tokens.begin)
+            if memory.retrieved is not None:
+                place.found[layer] = memory.retrieved
 
         return compute
 

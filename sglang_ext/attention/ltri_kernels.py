@@ -6,21 +6,28 @@ remembered of them, stays on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
-from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Retrieved, index_sizes, is_folded
+from sglang_ext.attention.ltri_state import (
+    KernelMemory,
+    Lanes,
+    LayerStore,
+    Retrieved,
+    index_sizes,
+    is_folded,
+    span_rule,
+)
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, merge, move, rotate_queries
-from sglang_ext.kernels.host_fetch import fetch, look_up, store
+from sglang_ext.kernels.host_fetch import FreshBlocks, fetch, look_up, store
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, Received, fill_tiles, received
 from sglang_ext.kernels.rope import rotate
-from sglang_ext.kernels.span_index import SpanRule, Spans, cut_spans, pick
-from sglang_ext.kernels.stream_decode import MapState
+from sglang_ext.kernels.span_index import Spans, cut_spans, pick
 from sglang_ext.policies.ltri import random_blocks
 
 
@@ -38,16 +45,13 @@ class KernelChunk(LayerTokens[Spans]):
         memory: of the layer, on the device.
         store: of the layer.
         plan: the chunk, in every layer.
-        lanes: what runs beside the rest.
-        leaving: the blocks that leave the window, of a chunk that is recorded: who replays it copies them to the host.
-            None for a chunk that stores them itself.
+        lanes: what runs beside the rest, in a chunk that is recorded (`ltri_recorded`).
     """
 
     memory: KernelMemory
     store: LayerStore
     plan: ChunkPlan
     lanes: Lanes = field(default_factory=Lanes)
-    leaving: Leaving | None = None
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
@@ -114,33 +118,6 @@ class KernelChunk(LayerTokens[Spans]):
 
     # ---- what is remembered ----
 
-    @property
-    def _state(self) -> MapState:
-        """Of the map of attention, in a layer that votes."""
-        if self.store.state is None:
-            raise ValueError(f"layer {self.caches.layer} votes, and has no state: expected one of `KernelChunks`")
-        return self.store.state
-
-    @property
-    def _ring(self) -> SpanRing:
-        """Spans of blocks, in a layer that votes."""
-        if self.store.ring is None:
-            raise ValueError(f"layer {self.caches.layer} votes, and has no spans: expected those of `KernelChunks`")
-        return self.store.ring
-
-    @property
-    def _rule(self) -> SpanRule:
-        settings = self.settings
-        return SpanRule(
-            theta=settings.theta,
-            phi=settings.phi,
-            spans=settings.spans,
-            most=settings.vectors // settings.spans,
-            rate=settings.rate_of(self.caches.layer),
-            ratio=settings.ratio,
-            boxes=settings.boxes,
-        )
-
     def remember(self) -> None:
         """Cut the spans of the blocks that are complete, and move those that have left the window to the host."""
         memory, settings, state = self.memory, self.settings, self.store.state
@@ -151,38 +128,41 @@ class KernelChunk(LayerTokens[Spans]):
         tiles = [memory.tiles.pop(block) for block in whole]
         if whole and settings.index == "ltri":
             lengths = torch.full((len(whole),), settings.block, dtype=torch.int32, device=self.slots.device)
-            found = cut_spans(torch.stack(tiles), lengths, self._rule)
+            found = cut_spans(torch.stack(tiles), lengths, span_rule(settings, self.caches.layer))
             for place, block in enumerate(whole):
                 at = SpanRing.places(settings, self.plan.row, range(block, block + 1), self.slots.device)
-                self._ring.put(at, Spans(found.bounds[place : place + 1], found.counts[place : place + 1]))
+                self.store.spans_of_voters.put(
+                    at, Spans(found.bounds[place : place + 1], found.counts[place : place + 1])
+                )
         if self.plan.gone_tokens is not None:
             self._evict(self.plan.gone_tokens.slots, self.plan.gone_tokens.cells)
 
     def _evict(self, slots: torch.Tensor, cells: torch.Tensor) -> None:
-        settings, memory, blocks, ids = self.settings, self.memory, self.plan.gone, self.plan.gone_ids
-        leaving = self.leaving
+        settings, blocks, ids = self.settings, self.plan.gone, self.plan.gone_ids
         if self.voter is not None and self.store.index is not None:
             spans, index = self._spans(blocks), self.store.index
-            given = self._state.received.view(-1)[cells].view(len(blocks), settings.block)
+            given = self.store.map_of_voters.received.view(-1)[cells].view(len(blocks), settings.block)
             with self.lanes.index.apart(spans, given):
-                if leaving is None:
-                    states = self.voter.of_slots(self.caches.keys, slots, self.heads)
-                else:
-                    states = self.voter.of_keys(leaving.keys, self.heads)
-                vectors = states.view(len(blocks), settings.block, -1)
+                vectors = self._gone_states(self.voter, slots).view(len(blocks), settings.block, -1)
                 found, counts = self._vectors(vectors, pick(spans, given, index_sizes(settings)[1]), spans.counts)
                 at = ids.long()
                 index.vectors.index_copy_(0, at, found.to(index.vectors.dtype))
                 index.counts.index_copy_(0, at, counts)
-        if leaving is None:
-            places = slots.view(len(blocks), settings.block)
-            store(self.caches.keys, self.caches.values, places, ids, self.store.region)
-        memory.stored = blocks.stop
+        self._keep_blocks(slots.view(len(blocks), settings.block), ids)
+        self.memory.stored = blocks.stop
+
+    def _gone_states(self, voter: Voter, slots: torch.Tensor) -> torch.Tensor:
+        """[tokens, dim], of the tokens that leave the window, which have these slots."""
+        return voter.of_slots(self.caches.keys, slots, self.heads)
+
+    def _keep_blocks(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
+        """Have the blocks with slots [blocks, block] under their numbers on the host, [blocks] int32."""
+        store(self.caches.keys, self.caches.values, slots, ids, self.store.region)
 
     def _spans(self, blocks: range) -> Spans:
         """The spans of blocks that leave the window."""
         if self.settings.index == "ltri":
-            return self._ring.at(self.plan.gone_spans)
+            return self.store.spans_of_voters.at(self.plan.gone_spans)
         bounds = torch.zeros(len(blocks), 1, 2, dtype=torch.int32, device=self.slots.device)
         bounds[..., 1] = self.settings.block
         return Spans(bounds, torch.full_like(bounds[..., 0], index_sizes(self.settings)[1]))
@@ -222,61 +202,60 @@ class KernelChunk(LayerTokens[Spans]):
         """
         if self.voter is None:
             return None
-        plan = self.plan
-        chunk = LocalMap(
-            query_near=asked.near.unsqueeze(0),
-            query_far=asked.far.unsqueeze(0),
-            keys_near=window.near.transpose(0, 1).unsqueeze(0),
-            keys_far=window.far.transpose(0, 1).unsqueeze(0),
-            lse=local.lse.unsqueeze(0),
-            before=plan.before,
-            count=plan.count,
-            window=self._width,
-            scale=self.caches.scale,
-        )
-        with self.lanes.tiles.apart():
-            tiles, spans = self._tiles(chunk)
-        with self.lanes.sums.apart():
-            given = self._add_sums(chunk)
-        if self.leaving is not None and spans is not None:  # what is waited for, and not all of the window's
-            count, nearest = plan.rows.slots.shape[0], slice(-plan.rows.slots.shape[0], None)
-            near, far = chunk.keys_near[:, :, nearest], chunk.keys_far[:, :, nearest]
-            given = received(
-                replace(chunk, keys_near=near, keys_far=far, before=torch.zeros_like(plan.before), window=count)
-            )
-        self.lanes.tiles.join()
-        if tiles is None:
+        chunk = self._local_map(asked, window, local)
+        spans, given = self._tiles(chunk), self._add_sums(chunk)
+        if self.settings.index != "ltri":
             return None
         own = None if spans is None else self._own_spans(spans, given.chunk_received[0])
         self._keep_tiles()
         return own
 
+    def _local_map(self, asked: ChunkQuery, window: SeenKeys, local: Part) -> LocalMap:
+        """What the map of the chunk's attention to the window follows from."""
+        return LocalMap(
+            query_near=asked.near.unsqueeze(0),
+            query_far=asked.far.unsqueeze(0),
+            keys_near=window.near.transpose(0, 1).unsqueeze(0),
+            keys_far=window.far.transpose(0, 1).unsqueeze(0),
+            lse=local.lse.unsqueeze(0),
+            before=self.plan.before,
+            count=self.plan.count,
+            window=self._width,
+            scale=self.caches.scale,
+        )
+
     def _add_sums(self, chunk: LocalMap) -> Received:
         """Count what the window's tokens receive from the chunk's rows."""
-        given, cells, state = received(chunk), self.plan.window.cells, self._state
+        given, cells, state = received(chunk), self.plan.window.cells, self.store.map_of_voters
         state.received.view(-1).index_add_(0, cells, given.received[0])
         state.last.index_fill_(0, self.plan.at, 0)
         state.last.view(-1).index_copy_(0, cells, given.last[0])
         self.memory.saw(self.end - 1)
         return given
 
-    def _tiles(self, chunk: LocalMap) -> tuple[torch.Tensor | None, Spans | None]:
+    def _tiles(self, chunk: LocalMap) -> Spans | None:
         """Fill the tiles of the attention map that the chunk has rows in.
 
         Returns:
-            (the tiles, the spans of the chunk's own); None where nothing remembers spans, and where nothing asks.
+            The spans of the chunk's own; None where nothing remembers spans, and where nothing asks.
         """
         settings, memory, plan = self.settings, self.memory, self.plan
         if settings.index != "ltri":
-            return None, None
-        tiles = chunk.lse.new_zeros(plan.tiles.places.shape[1], self.heads, settings.block, settings.block)
+            return None
+        tiles = self._no_tiles(chunk)
         for place, block in enumerate(plan.tiles.blocks):
             if block in memory.tiles:
                 tiles[place] = memory.tiles[block]
             memory.tiles[block] = tiles[place]
         fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
-        asks = not (self.answers and settings.persist)
-        return tiles, cut_spans(tiles[plan.tiles.asking], plan.tiles.lengths, self._rule) if asks else None
+        if self.answers and settings.persist:
+            return None
+        return cut_spans(tiles[plan.tiles.asking], plan.tiles.lengths, span_rule(settings, self.caches.layer))
+
+    def _no_tiles(self, chunk: LocalMap) -> torch.Tensor:
+        """[tiles, heads, block, block] without a row, in the dtype of the log-sum-exps."""
+        block = self.settings.block
+        return chunk.lse.new_zeros(self.plan.tiles.places.shape[1], self.heads, block, block)
 
     def _keep_tiles(self) -> None:
         """Have the tiles that wait for more rows, or to be cut, in memory of their own, and not in that of a chunk.
@@ -296,7 +275,7 @@ class KernelChunk(LayerTokens[Spans]):
         whole = [block for block in plan.tiles.blocks if settings.first(block + 1) <= self.end]
         if whole and plan.tiles.own == 0:
             count = len(whole)
-            self._ring.put(plan.tile_spans[:count], Spans(spans.bounds[:count], spans.counts[:count]))
+            self.store.spans_of_voters.put(plan.tile_spans[:count], Spans(spans.bounds[:count], spans.counts[:count]))
             for block in whole:
                 del self.memory.tiles[block]
         tiles = spans.counts.shape[0]
@@ -358,14 +337,22 @@ class KernelChunk(LayerTokens[Spans]):
         """Index vectors of the chunk's own spans: queries as they are behind a whole window."""
         settings, states = self.settings, voter.of_queries(asked.far)
         if own is None:
-            mean = states.mean(0, dtype=torch.promote_types(states.dtype, torch.float32))
+            mean = self._mean(states, torch.promote_types(states.dtype, torch.float32))
             return QuerySpans(mean.view(1, 1, 1, -1), torch.ones_like(self.plan.count).view(1, 1))
         spans, given = own
         tiles = given.shape[0]
-        padded = _padded(states, tiles * settings.block)
+        padded = self._asking(states, tiles * settings.block)
         tokens = pick(spans, given, index_sizes(settings)[1])
         found, counts = self._vectors(padded.view(tiles, settings.block, -1), tokens, spans.counts)
         return QuerySpans(found.flatten(0, 1).unsqueeze(0), counts.flatten().unsqueeze(0))
+
+    def _mean(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[dim], of the chunk's states [rows, dim]."""
+        return states.mean(0, dtype=dtype)
+
+    def _asking(self, states: torch.Tensor, rows: int) -> torch.Tensor:
+        """[rows, dim], contiguous: those of the chunk's own tokens, and behind them anything."""
+        return _padded(states, rows)
 
     def _fetched(self, chosen: torch.Tensor) -> Retrieved:
         """Have blocks in the stream's row of the cache."""
@@ -373,10 +360,12 @@ class KernelChunk(LayerTokens[Spans]):
         if chosen.shape[0] == 0:
             return Retrieved(chosen, chosen)
         found = look_up(self.plan.ids[chosen.long()].unsqueeze(0), at, cache)
-        leaving = self.leaving
-        fresh = None if leaving is None else leaving.fresh(self.settings, self.plan.gone_ids)
-        fetch(self.store.region, found, at, cache, fresh=fresh)
+        fetch(self.store.region, found, at, cache, fresh=self._fresh())
         return Retrieved(chosen, found.places[0])
+
+    def _fresh(self) -> FreshBlocks | None:
+        """Blocks that leave the window, and are not on the host yet."""
+        return None
 
     def _beyond(self, found: Retrieved) -> tuple[SeenKeys, FarKeys]:
         """The sinks, and what came back; sinks that all rows see at the largest distance are a part of it."""

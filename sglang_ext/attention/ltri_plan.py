@@ -33,7 +33,8 @@ class Seat:
         ids: [more than `known`] int32, numbers on the host of the stream's blocks that have left its window; -1 behind.
         known: how many of them are there.
         decodes: whether what decoding steps read is up to date.
-        whole: behind the stream's newest chunk, where that was a whole one of a prompt; None otherwise.
+        settled: behind the stream's newest chunk, where all blocks that are complete have their spans, and the tile of
+            the one that is not lies in the stream's row; None where that may be otherwise.
     """
 
     row: int
@@ -41,7 +42,7 @@ class Seat:
     ids: torch.Tensor
     known: int = 0
     decodes: bool = False
-    whole: int | None = None
+    settled: int | None = None
 
     def learn(self, ids: Sequence[int]) -> None:
         """Have all of a stream's blocks in `ids`, of which some may be there."""
@@ -134,7 +135,8 @@ class Tiles:
             where the chunk asks for nothing.
         firsts: [1, len(blocks) + own] int32, column in the window of each one's first token.
         places: [1, len(blocks) + own] int32, numbers of the tiles.
-        lengths: [tiles of the chunk's own tokens] int32, how many tokens each has.
+        lengths: [tiles of the chunk's own tokens] int32, how many tokens each has; in a frame (`ltri_frames`) that of
+            all tiles.
     """
 
     blocks: range
@@ -250,19 +252,22 @@ class ChunkPlan:
             own[name] = replace(part, cells=part.cells.clone(), slots=part.slots.clone())
         if self.renewed is not None:
             own["renewed"] = self.renewed.clone()
+        own["tiles"] = replace(self.tiles, firsts=self.tiles.firsts.clone(), lengths=self.tiles.lengths.clone())
         return type(self)(**{**vars(self), **own, "ids": self.ids.new_full((most,), -1)})
 
     def load(self, other: ChunkPlan) -> None:
         """Have another plan in the tensors of this one, which is `standing`; numbers that differ are nobody's to read.
 
         Args:
-            other: of a chunk that does the same (`Ltri.alike_from`).
+            other: of as many rows, which do the same (`Ltri.alike_from`).
         """
         for name in _LOADED:
             getattr(self, name).copy_(getattr(other, name))
         for (_, into), (_, part) in zip(self._parts(), other._parts(), strict=True):
             into.cells.copy_(part.cells)
             into.slots.copy_(part.slots)
+        self.tiles.firsts.copy_(other.tiles.firsts)
+        self.tiles.lengths.copy_(other.tiles.lengths)
         if self.renewed is not None and other.renewed is not None:
             self.renewed.copy_(other.renewed)
         self.ids[: other.stored].copy_(other.ids[: other.stored])
@@ -272,5 +277,5 @@ class ChunkPlan:
         return parts if self.gone_tokens is None else [*parts, ("gone_tokens", self.gone_tokens)]
 
 
-_LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "blocks")
+_LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "blocks", "count")
 """Tensors of a plan that differ between chunks that do the same."""

@@ -14,7 +14,7 @@ from sglang_ext.attention.ltri_plan import SpanRing
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
 from sglang_ext.kernels.host_fetch import BlockCache, FreshBlocks, HostRegion
-from sglang_ext.kernels.span_index import Spans
+from sglang_ext.kernels.span_index import SpanRule, Spans
 from sglang_ext.kernels.stream_decode import MapState
 from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
 
@@ -132,6 +132,19 @@ def is_folded(settings: Ltri) -> bool:
     return settings.index != "ltri" or settings.similarity == "sum"
 
 
+def span_rule(settings: Ltri, layer: int) -> SpanRule:
+    """How spans are cut in a layer."""
+    return SpanRule(
+        theta=settings.theta,
+        phi=settings.phi,
+        spans=settings.spans,
+        most=settings.vectors // settings.spans,
+        rate=settings.rate_of(layer),
+        ratio=settings.ratio,
+        boxes=settings.boxes,
+    )
+
+
 class ClampedAttention(Protocol):
     """Attention with clamped distances: `reference` or `flashinfer_impl` of `kernels.clamped_attention`."""
 
@@ -187,6 +200,20 @@ class LayerStore:
     rotation: Rotation
     attention: ClampedAttention
     scratch: Scratch
+
+    @property
+    def map_of_voters(self) -> MapState:
+        """`state`, in a layer that votes."""
+        if self.state is None:
+            raise ValueError("a layer that does not vote has no map of attention")
+        return self.state
+
+    @property
+    def spans_of_voters(self) -> SpanRing:
+        """`ring`, in a layer that votes."""
+        if self.ring is None:
+            raise ValueError("a layer that does not vote has no spans")
+        return self.ring
 
 
 class Lane:

@@ -6,17 +6,19 @@ stream, and is there from the start; what a stream is told of its own blocks (`l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_ext.attention.ltri import AnyMemory, LayerChunk, Votes
+from sglang_ext.attention.ltri_chunks import AnyMemory, LayerChunk, Votes
+from sglang_ext.attention.ltri_frames import Frame
 from sglang_ext.attention.ltri_graphs import ChunkGraphs, ChunkPlace
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
-from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, SpanRing
+from sglang_ext.attention.ltri_memory import LayerHost
+from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, SpanRing, on_device
 from sglang_ext.attention.ltri_state import (
     ClampedAttention,
     KernelMemory,
@@ -35,6 +37,8 @@ from sglang_ext.policies.ltri_options import Ltri
 
 RESERVED = 2 * GIB
 """Bytes of the GPU that are left to activations, CUDA graphs and buffers."""
+LAST_PLACES = 2
+"""Prompts of a pass whose last tokens are replayed, at most."""
 Voters = Mapping[int, Voter | None]
 """Layer -> what votes in it; None where nothing does."""
 
@@ -94,6 +98,7 @@ class KernelChunks:
     Attributes:
         stores: by layer.
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
+        prompts: chunks of prompts whose recording was replayed, and those whose launches were made one by one.
     """
 
     most_blocks = MAX_BLOCKS - 1  # that an election looks at, and room for none
@@ -112,9 +117,10 @@ class KernelChunks:
         keys, values = next(iter(caches.values()))
         self.settings, self.device = settings, keys.device
         self._graphs: ChunkGraphs | None = None
-        self._blocks = min(host.total, self.most_blocks) + 1
+        self._blocks, self._nowhere = min(host.total, self.most_blocks) + 1, host.total
+        self.prompts = {"replayed": 0, "launched": 0}
         self._free, self._seats = list(range(rows))[::-1], dict[HostLease, Seat]()
-        _check_room(settings, voters, host.total, heads, rows, keys)
+        _check_room(settings, voters, host.total + 1, heads, rows, keys)
         self.slot = torch.zeros(rows, settings.slots, dtype=torch.int32, device=self.device)
         scratch = Scratch.empty(settings, keys, values)
         self.stores: dict[int, LayerStore] = {}
@@ -122,7 +128,8 @@ class KernelChunks:
             region = HostRegion(*(device_view(kept[layer], self.device) for kept in (host.keys, host.values)))
             voter, index, state, ring = voters[layer], None, None, None
             if voter is not None:
-                index = LayerIndex.empty(settings, host.total, voter.dim(heads, keys.shape[2]), keys)
+                # One place more, for those of no block (`ltri_frames`).
+                index = LayerIndex.empty(settings, host.total + 1, voter.dim(heads, keys.shape[2]), keys)
                 state, ring = map_state(settings, rows, heads, keys), SpanRing.empty(settings, rows, self.device)
             cache = BlockCache.empty(rows, max(1, settings.ways), region, self.device)
             ways = torch.full((rows, max(1, settings.retrieved)), -1, dtype=torch.int32, device=self.device)
@@ -134,56 +141,65 @@ class KernelChunks:
 
     def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
         """What computes a chunk: its launches one after the other, or their recording."""
-        chunk, carry, key = self.launched(tokens), tokens.caches.carry, f"place of {self._named(tokens)}"
+        carry, key = tokens.caches.carry, f"place of {self._named(tokens)}"
         if key not in carry:
-            carry[key] = self._place(tokens, chunk.plan)
-        return chunk if carry[key] is None or self._graphs is None else Recorded(self._graphs, carry[key], chunk)
+            carry[key] = self._place(tokens)
+        place = carry[key]
+        if place is None or self._graphs is None:
+            return self.launched(tokens)
+        seat, _ = self._seated(tokens)
+        return Recorded(self._graphs, place, tokens, seat.row)
 
     def launched(self, tokens: LayerTokens[Any]) -> KernelChunk:
         """What computes a chunk, launch by launch."""
         carry, key = tokens.caches.carry, f"plan of {self._named(tokens)}"
-        store, seat = self.stores[tokens.caches.layer], self.seat(tokens)
+        seat, memory = self._seated(tokens)
         if key not in carry:
             carry[key] = ChunkPlan.of(tokens, seat)
-        memory = tokens.memory
-        if not isinstance(memory, KernelMemory):
-            raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
-        memory.sit(seat.row, self.settings, store)
-        seat.decodes = False
-        if self._graphs is not None:
-            self._graphs.copies.wait_for_layer(tokens.caches.layer)
-        return KernelChunk(store=store, plan=carry[key], **vars(tokens))
+        store = self.stores[tokens.caches.layer]
+        return KernelChunk(store=store, plan=carry[key], **{**vars(tokens), "memory": memory})
 
     def record(self, chunks: Mapping[int, LayerTokens[Any]], places: int) -> None:
-        """Record a chunk, so that whole chunks of prompts are replayed from then on.
+        """Record a chunk, so that chunks like it are replayed from then on.
 
         Args:
             chunks: layer -> a chunk from `Ltri.alike_from` on, whose stream has all blocks before it.
             places: chunks of a pass that are replayed, at most; those behind them are launched.
         """
-        launched = {layer: self.launched(tokens) for layer, tokens in chunks.items()}
-        plan = next(iter(launched.values())).plan
-        graphs = ChunkGraphs(self.settings, self.stores, places, self._blocks, self.device)
-        graphs.record(chunks, plan)
+        for tokens in chunks.values():
+            seat, _ = self._seated(tokens)
+        last = Frame.last(self.settings)
+        frames = [Frame.whole(self.settings)] * places + ([] if last is None else [last] * min(places, LAST_PLACES))
+        graphs = ChunkGraphs(self.settings, self.stores, self._blocks, self._nowhere, self.device)
+        graphs.record(chunks, seat, frames)
         self._graphs = graphs
 
     def _named(self, tokens: LayerTokens[Any]) -> str:
         """What tells a chunk from others of its pass."""
         return f"{id(tokens.host.lease)} from {tokens.begin}"
 
-    def _place(self, tokens: LayerTokens[Any], plan: ChunkPlan) -> ChunkPlace | None:
-        """The place of a chunk in its pass, with its plan; None for a chunk that does not do what whole ones do."""
-        seat, carry, settings = self.seat(tokens), tokens.caches.carry, self.settings
-        follows, first = seat.whole == tokens.begin, settings.alike_from
-        whole = tokens.begin % settings.chunk == 0 and tokens.end - tokens.begin == settings.chunk
-        seat.whole = tokens.end if whole and not tokens.answers else None
-        if self._graphs is None or first is None or not (seat.whole and follows and tokens.begin >= first):
-            return None
-        number = carry.setdefault("places taken", 0)
-        place = self._graphs.place(number)
-        if place is not None:
-            carry["places taken"] = number + 1
-            place.plan.load(plan)
+    def _seated(self, tokens: LayerTokens[Any]) -> tuple[Seat, KernelMemory]:
+        """A chunk's stream in its row, in one layer: (its seat, the layer's memory)."""
+        memory, layer, seat = tokens.memory, tokens.caches.layer, self.seat(tokens)
+        if not isinstance(memory, KernelMemory):
+            raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
+        memory.sit(seat.row, self.settings, self.stores[layer])
+        seat.decodes = False
+        if self._graphs is not None:
+            self._graphs.copies.wait_for_layer(layer)
+        return seat, memory
+
+    def _place(self, tokens: LayerTokens[Any]) -> ChunkPlace | None:
+        """The place of a chunk in its pass; None for a chunk that is launched."""
+        seat, settings = self.seat(tokens), self.settings
+        first, place = settings.alike_from, None
+        alike = first is not None and tokens.begin >= first and not tokens.answers
+        if self._graphs is not None and alike and seat.settled == tokens.begin:
+            place = self._graphs.place(tokens, seat, tokens.caches.carry.setdefault("places taken", set()))
+        if not tokens.answers:
+            self.prompts["launched" if place is None else "replayed"] += 1
+        settles = place is not None or tokens.begin % settings.chunk == 0
+        seat.settled = tokens.end if settles and not tokens.answers else None
         return place
 
     def retrieved(self, memory: AnyMemory) -> list[int]:
@@ -193,8 +209,18 @@ class KernelChunks:
         found: list[int] = memory.retrieved.blocks.tolist()
         return found
 
+    def stored(self, host: LayerHost, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) [tokens, kv_heads, dim] of blocks that have left a window; the device reads host memory."""
+        if self._graphs is not None:
+            self._graphs.copies.wait_for_layer(host.layer)
+        host.host.fetched += len(blocks)
+        at, region = on_device([host.lease.ids[block] for block in blocks], self.device), self.stores[host.layer].region
+        keys, values = (kept.index_select(0, at).flatten(0, 1) for kept in (region.keys, region.values))
+        return keys, values
+
     def forget_counts(self) -> None:
-        """Count wanted blocks from nothing again."""
+        """Count chunks and wanted blocks from nothing again."""
+        self.prompts.update(replayed=0, launched=0)
         for store in self.stores.values():
             store.cache.counters.zero_()
 
@@ -222,7 +248,9 @@ class KernelChunks:
             for store in self.stores.values():
                 store.cache.held[row] = -1
             self.slot[row] = tokens.slots[: self.settings.slots]
-            self._seats[lease] = Seat(row, at, torch.empty(0, dtype=torch.int32, device=self.device))
+            ids = torch.empty(0, dtype=torch.int32, device=self.device)
+            # A stream whose first chunk is not at its beginning begins as a copy, at an end of whole chunks.
+            self._seats[lease] = Seat(row, at, ids, settled=tokens.begin or None)
         seat = self._seats[lease]
         seat.learn(tokens.host.numbers(self.settings.evicted(tokens.begin)))
         return seat
@@ -235,16 +263,18 @@ class Recorded:
     Attributes:
         graphs: of all chunks.
         place: of this one in its pass.
-        chunk: what is replayed.
+        tokens: of the chunk.
+        row: of its stream.
     """
 
     graphs: ChunkGraphs
     place: ChunkPlace
-    chunk: KernelChunk
+    tokens: LayerTokens[Any]
+    row: int
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: Votes) -> torch.Tensor:
         """As `KernelChunk.attend`; the layers' votes stay in the place. What it returns holds until the next chunk."""
-        return self.graphs.attend(self.place, self.chunk, query, keys, values)
+        return self.graphs.attend(self.place, self.tokens, self.row, query, keys, values)
 
 
 def map_state(settings: Ltri, rows: int, heads: int, keys: torch.Tensor) -> MapState:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.attention.ltri import AnyMemory, KVCaches, LtriPolicy
+from sglang_ext.attention.ltri import KVCaches, LtriPolicy
+from sglang_ext.attention.ltri_chunks import AnyMemory
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_stores import KernelChunks

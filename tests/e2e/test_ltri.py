@@ -29,8 +29,8 @@ from tests.oracle.ltri import LtriOracle, LtriSizes
 SIZES = LtriSizes(8, 16, 8, 16, 5, 2, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1)
 """A span is remembered by several tokens: in the first layer equal tokens have equal keys, and of blocks that one such
 token each stands for, float32 would choose by its rounding."""
-OF_KERNELS = replace(SIZES, sinks=16, block=16)
-"""The kernel of spans takes no smaller blocks."""
+OF_KERNELS = replace(SIZES, sinks=16, window=32, block=16, chunk=32)
+"""The kernel of spans takes no smaller blocks, and a prompt's last tokens have a frame in two of them."""
 LENGTHS = (1, 5, 16, 37, 150)
 
 
@@ -65,12 +65,20 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             retract_often(patch)
         folder = save(tmp_path_factory.mktemp("model"))
         oracle, policy = LtriOracle(folder), policy_of(sizes)
-        with serving(folder, attention_backend="ltri", policy=policy, disable_overlap_schedule=retracts) as served:
+        options = {"attention_backend": "ltri", "policy": policy, **({"max_total_tokens": 300} if kernels else {})}
+        with serving(folder, **options, disable_overlap_schedule=retracts) as served:
             served.cascades = Replayed(oracle)  # type: ignore[assignment]
             served.retracts, served.oracle = retracts, oracle  # type: ignore[attr-defined]
             served.sizes = sizes  # type: ignore[attr-defined]
             assert served.stats()["reader"] == ("LtriReader" if kernels else "StreamReader")
             yield served
+
+
+def replays(served: Served) -> None:
+    """Chunks of prompts were replayed, where kernels serve."""
+    stats = served.stats()
+    if stats["reader"] == "LtriReader":
+        assert min(stats["prompt_chunks"].values()) > 0
 
 
 def clean(served: Served) -> None:
@@ -100,6 +108,7 @@ def test_answers_are_the_papers(served: Served) -> None:
     ):
         table = oracle.log_probs(sequence(prompts[-1], answers[-1]), len(prompts[-1]), other)
         assert deviation(prompts[-1], answers[-1], table) > 10 * TOLERANCE, other
+    replays(served)
     clean(served)
 
 

@@ -11,10 +11,9 @@ import pytest
 from tests.e2e.server import until
 from tests.e2e.streams import TOLERANCE, Served, prompt_of, retract_often, save, serving
 from tests.e2e.test_ltri import OF_KERNELS, SIZES, clean, policy_of
-from tests.oracle.ltri import LtriOracle
+from tests.oracle.ltri import LtriOracle, LtriSizes
 
 DOCUMENT = prompt_of(150, 1)
-CHUNK, LAST = SIZES.chunk, SIZES.last
 
 
 @pytest.fixture(scope="module", params=["overlap", "retracted", "kernels"])
@@ -22,7 +21,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """In plain PyTorch, or with the reader of kernels; there is room for three streams."""
     retracts, kernels = request.param == "retracted", request.param == "kernels"
     sizes = OF_KERNELS if kernels else SIZES
-    pool = {"max_total_tokens": 200} if kernels else {}
+    pool = {"max_total_tokens": 3 * 96 + 8} if kernels else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_EXT_KERNELS", "triton" if kernels else "torch")
         if retracts:
@@ -51,9 +50,9 @@ def check(served: Served, prompt: list[int], answer: dict[str, Any]) -> None:
         assert abs(row[token] - got) <= TOLERANCE and row.max() - row[token] <= TOLERANCE
 
 
-def shared(one: Sequence[int], prompt: Sequence[int], source: int) -> int:
+def shared(sizes: LtriSizes, one: Sequence[int], prompt: Sequence[int], source: int) -> int:
     """Tokens of a prompt that are copied from a stream whose prompt of `source` tokens begins with `one`."""
-    return min(len(one), source - LAST, len(prompt) - LAST) // CHUNK * CHUNK
+    return min(len(one), source - sizes.last, len(prompt) - sizes.last) // sizes.chunk * sizes.chunk
 
 
 def fresh(served: Served) -> None:
@@ -67,9 +66,10 @@ def test_a_second_question_over_a_document(served: Served) -> None:
     The last one ends with it, right behind a chunk: its last tokens are a chunk of their own.
     """
     prompts = [[*DOCUMENT, *prompt_of(20, 2)], [*DOCUMENT, *prompt_of(33, 3)], [*DOCUMENT, *prompt_of(20, 2)]]
-    prompts += [[*DOCUMENT[:90], *prompt_of(30, 4)], DOCUMENT[: 8 * CHUNK + 2]]
+    prompts += [[*DOCUMENT[:90], *prompt_of(30, 4)], DOCUMENT[:130]]
     alike: tuple[list[int], ...] = ([], DOCUMENT, prompts[0], DOCUMENT[:90], prompts[4])
-    wanted = [shared(one, prompt, len(prompts[0])) for one, prompt in zip(alike, prompts, strict=True)]
+    sizes = served.sizes  # type: ignore[attr-defined]
+    wanted = [shared(sizes, one, prompt, len(prompts[0])) for one, prompt in zip(alike, prompts, strict=True)]
     for prompt, cached in zip(prompts, wanted, strict=True):
         (answer,) = ask(served, [prompt])
         check(served, prompt, answer)

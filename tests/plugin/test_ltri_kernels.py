@@ -147,6 +147,17 @@ def replayed(world: World) -> int:
     return 0 if graphs is None else graphs.replayed
 
 
+def replayable(world: World, prompt: int, places: int) -> list[int]:
+    """Chunks of each pass of two chunks of a prompt that are replayed."""
+    settings, found = world.policy.config, []
+    first, chunks = settings.alike_from, settings.chunks(0, prompt, prompt)
+    for at in range(0, len(chunks), 2):
+        alike = [(begin, end) for begin, end in chunks[at : at + 2] if first is not None and begin >= first]
+        last = [end - begin <= settings.last for begin, end in alike]
+        found.append(min(places, sum(last)) + min(places, len(last) - sum(last)))
+    return found
+
+
 @pytest.mark.parametrize("places", [0, 1, 2])
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_whole_streams(changes: dict[str, Any], places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -157,17 +168,31 @@ def test_whole_streams(changes: dict[str, Any], places: int, monkeypatch: pytest
     for number, (wanted, found) in enumerate(zip(*outs, strict=True)):
         assert torch.isfinite(found).all()
         assert (found - wanted).abs().max() <= TOLERANCE, number
-    first = kernels.policy.config.alike_from
-    last = PROMPT - SIZES["last"] - SIZES["chunk"]
-    whole = [] if first is None else range(first, last + 1, SIZES["chunk"])
-    passes = {begin // (2 * SIZES["chunk"]) for begin in whole}
-    assert replayed(kernels) == LAYERS * {0: 0, 1: len(passes), 2: len(whole)}[places]
-    assert first is None or len(whole) > 4
+    assert replayed(kernels) == LAYERS * sum(replayable(kernels, PROMPT, places))
+    assert kernels.policy.config.alike_from is None or len(replayable(kernels, PROMPT, 2)) > 2
     one, other = (world.policy._streams[1].layers for world in (plain, kernels))
     for layer in range(LAYERS):
         assert one[layer].stored == other[layer].stored > 5
         if plain.policy.voter(layer) is not None:
             assert torch.allclose(one[layer].received, other[layer].received, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"similarity": "max"}, {"index": "infllm", "vote": "off"}, {"heads": "file"}])
+@pytest.mark.parametrize("prompt", [290, 295, 296, 298, 303, 304, 307, 311])
+def test_ends_of_prompts(prompt: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The last tokens of a prompt begin anywhere in a block, and end in that block, at its end or in the next one."""
+    plain, kernels = both(monkeypatch, tmp_path, changes, 2)
+    requests = [world.begin(1, prompt) for world in (plain, kernels)]
+    outs = [world.run(request, text(1), 0, TOKENS) for world, request in zip((plain, kernels), requests, strict=True)]
+    for number, (wanted, found) in enumerate(zip(*outs, strict=True)):
+        assert (found - wanted).abs().max() <= TOLERANCE, number
+    assert replayed(kernels) == LAYERS * sum(replayable(kernels, prompt, 2))
+    one, other = (world.policy._streams[1].layers for world in (plain, kernels))
+    for layer in range(LAYERS):
+        assert one[layer].stored == other[layer].stored
+        found = kernels.chunks.retrieved(other[layer])
+        wanted = plain.policy._computing.retrieved(one[layer])
+        assert sorted(found) == sorted(wanted) and len(found) in (0, SIZES["retrieved"])
 
 
 @pytest.mark.parametrize("places", [0, 2])

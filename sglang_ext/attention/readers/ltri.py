@@ -84,8 +84,7 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         if self._decoding is not None:
             self.graphs = self
         self._steps = {"graph": 0, "eager": 0}
-        if model.device.type == "cuda":
-            self.warm_up()
+        self.warm_up()
 
     def step(self, batch: Batch) -> Batch:
         return self._prompts.step(batch)
@@ -102,7 +101,9 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         return self._prompts.read(call)
 
     def stats(self) -> Mapping[str, Mapping[str, float]]:
-        return {**super().stats(), "decoding_steps": self._steps, "host_cache": self._chunks.counters()}
+        chunks = self._chunks
+        counted = {"prompt_chunks": chunks.prompts, "decoding_steps": self._steps, "host_cache": chunks.counters()}
+        return {**super().stats(), **counted}
 
     def warm_up(self) -> None:
         """Read a prompt, so that the first requests do not wait for compilers, and record whole chunks of prompts."""

@@ -1,0 +1,163 @@
+"""Frames of chunks of Ltri-LLM: CUDA graphs have the same number of rows for every chunk.
+
+A frame begins where a block begins, and has whole blocks. A chunk has some of its rows, and the others compute nothing
+that is kept: what they would store goes to SGLang's padding slot, and they add nothing to the attention map. There are
+two kinds: one for chunks that begin at a multiple of `chunk`, whole or not, and a shorter one for the last tokens of a
+prompt, which begin anywhere in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.functional import pad
+
+from sglang_ext.attention.ltri_layer import LayerTokens, SpansT
+from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, Tiles, Tokens, on_device
+from sglang_ext.policies.ltri import renewed_blocks
+from sglang_ext.policies.ltri_options import Ltri
+
+PADDING_SLOT = 0
+"""SGLang's, in the KV cache: nobody reads what lies there."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The rows that a graph computes.
+
+    Attributes:
+        rows: of the frame; whole blocks.
+        own: tiles of the chunk's own tokens, counted from its first one; 0 where chunks begin with the frame, so that
+            the tiles of the frame's blocks are their own.
+        most: tokens of a chunk, at most.
+    """
+
+    rows: int
+    own: int
+    most: int
+
+    @classmethod
+    def whole(cls, settings: Ltri) -> Frame:
+        """That of chunks that begin at a multiple of `chunk`."""
+        return cls(settings.chunk, 0, settings.chunk)
+
+    @classmethod
+    def last(cls, settings: Ltri) -> Frame | None:
+        """That of a prompt's last tokens; None where a frame around them has another window, or is too long."""
+        block, last = settings.block, settings.last
+        rows = -(-(block - 1 + last) // block) * block
+        return None if settings.window % block or rows > settings.chunk else cls(rows, -(-last // block), last)
+
+    def start(self, settings: Ltri, begin: int) -> int:
+        """First token of the frame around a chunk that begins at `begin`."""
+        return begin - (begin - settings.sinks) % settings.block
+
+    def fits(self, settings: Ltri, begin: int, end: int) -> bool:
+        """Whether the frame serves a chunk of the tokens [begin, end)."""
+        return end - begin <= self.most and (self.own > 0 or begin % settings.chunk == 0)
+
+
+@dataclass(frozen=True)
+class FramePlan:
+    """A chunk of a stream in its frame, in every layer.
+
+    Attributes:
+        plan: of the frame's tokens. As many blocks leave the window as leave with a whole chunk: those that do not have
+            a number on the host that is nobody's.
+        lead: rows before the chunk.
+        count: rows before the chunk's end.
+        gone: the blocks that leave the window.
+        outside: [rows] bool, rows that are not the chunk's.
+        asking: [tiles * block] int64, rows of the chunk's own tiles; empty where these are those of the frame's blocks.
+        newest: [1] int64, which of the frame's blocks has the chunk's last token.
+    """
+
+    plan: ChunkPlan
+    lead: int
+    count: int
+    gone: range
+    outside: torch.Tensor
+    asking: torch.Tensor
+    newest: torch.Tensor
+
+    @classmethod
+    def of(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: int) -> FramePlan:
+        """The plan of a chunk that the frame fits.
+
+        Args:
+            frame: around it.
+            chunk: in the first layer.
+            seat: of its stream.
+            nowhere: the number on the host of blocks that do not leave.
+        """
+        settings, device = chunk.settings, chunk.slots.device
+        start = frame.start(settings, chunk.begin)
+        lead, count = chunk.begin - start, chunk.end - start
+        plan = ChunkPlan.of(replace(chunk, begin=start, end=start + frame.rows), seat)
+        rows, steps = torch.arange(frame.rows, device=device), torch.arange(frame.own * settings.block, device=device)
+        outside = (rows < lead) | (rows >= count)
+        own = plan.rows
+        parts: Mapping[str, object] = {
+            **_gone(plan, settings, nowhere),
+            "rows": Tokens(
+                own.first,
+                torch.where(outside, own.cells[lead : lead + 1], own.cells),
+                own.slots.masked_fill(outside, PADDING_SLOT),
+            ),
+            "tiles": _tiles(plan, frame, chunk, count),
+            "renewed": on_device(renewed_blocks(chunk.begin, settings), device) if settings.renewed else None,
+            "count": torch.full_like(plan.count, count),
+        }
+        return cls(
+            plan=ChunkPlan(**{**vars(plan), **parts}),
+            lead=lead,
+            count=count,
+            gone=plan.gone,
+            outside=outside,
+            asking=(steps + lead).clamp(max=frame.rows - 1),
+            newest=torch.full((1,), (count - 1) // settings.block, dtype=torch.int64, device=device),
+        )
+
+    def standing(self, most: int) -> FramePlan:
+        """A plan with tensors of its own, into which others are loaded, with room for so many blocks on the host."""
+        own = {name: getattr(self, name).clone() for name in ("outside", "asking", "newest")}
+        return replace(self, plan=self.plan.standing(most), **own)
+
+    def load(self, other: FramePlan) -> None:
+        """Have another plan of the same frame in the tensors of this one, which is `standing`."""
+        self.plan.load(other.plan)
+        self.outside.copy_(other.outside)
+        self.asking.copy_(other.asking)
+        self.newest.copy_(other.newest)
+
+
+def _gone(plan: ChunkPlan, settings: Ltri, nowhere: int) -> Mapping[str, object]:
+    """Those parts of a plan that say what leaves the window, filled up to a chunk's blocks."""
+    most, block = settings.chunk // settings.block, settings.block
+    missing = most - len(plan.gone)
+    tokens = plan.gone_tokens
+    cells, slots = (plan.rows.cells[:0], plan.rows.slots[:0]) if tokens is None else (tokens.cells, tokens.slots)
+    return {
+        "gone": range(plan.stored - most, plan.stored),
+        "gone_tokens": Tokens(
+            settings.first(plan.gone.start),
+            pad(cells, (0, missing * block)),
+            pad(slots, (0, missing * block), value=PADDING_SLOT),
+        ),
+        "gone_ids": pad(plan.gone_ids, (0, missing), value=nowhere),
+        "gone_spans": pad(plan.gone_spans, (0, missing)),
+    }
+
+
+def _tiles(plan: ChunkPlan, frame: Frame, chunk: LayerTokens[SpansT], count: int) -> Tiles:
+    """The tiles of a frame's blocks, and behind them the chunk's own; `lengths` are those of all of them."""
+    block, blocks, device = chunk.settings.block, plan.tiles.blocks, chunk.slots.device
+    numbers = torch.arange(len(blocks) + frame.own, dtype=torch.int32, device=device)
+    steps, own = numbers * block, frame.own
+    lengths = [count - steps[: len(blocks)], chunk.end - chunk.begin - steps[:own]]
+    firsts = [plan.tiles.firsts[0], steps[:own] + (chunk.begin - plan.window.first)]
+    return Tiles(
+        blocks, own, torch.cat(firsts).unsqueeze(0), numbers.unsqueeze(0), torch.cat(lengths).clamp(min=0, max=block)
+    )

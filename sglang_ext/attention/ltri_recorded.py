@@ -1,0 +1,94 @@
+"""A chunk of Ltri-LLM in one layer as CUDA graphs have it: all of a frame's rows, whichever of them are the chunk's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sglang_ext.attention.ltri_frames import FramePlan
+from sglang_ext.attention.ltri_kernels import KernelChunk
+from sglang_ext.attention.ltri_layer import Voter
+from sglang_ext.attention.ltri_state import Leaving, span_rule
+from sglang_ext.kernels.clamped_attention import ChunkQuery, Part, SeenKeys
+from sglang_ext.kernels.host_fetch import FreshBlocks
+from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
+from sglang_ext.kernels.span_index import Spans, cut_spans
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedChunk(KernelChunk):
+    """A chunk in a frame; `begin` and `end` are those of the frame, and `plan` is that of `frame`.
+
+    The spans of complete blocks are cut as soon as they are complete, so no tile waits for it.
+
+    Attributes:
+        frame: the chunk in its frame.
+        leaving: the blocks that leave the window; who replays the chunk copies them to the host.
+    """
+
+    frame: FramePlan
+    leaving: Leaving
+
+    # ---- what leaves the window ----
+
+    def _gone_states(self, voter: Voter, slots: torch.Tensor) -> torch.Tensor:
+        return voter.of_keys(self.leaving.keys, self.heads)
+
+    def _keep_blocks(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
+        """They wait in `leaving`."""
+
+    def _fresh(self) -> FreshBlocks:
+        return self.leaving.fresh(self.settings, self.plan.gone_ids)
+
+    # ---- the map of attention ----
+
+    def _map(self, asked: ChunkQuery, window: SeenKeys, local: Part) -> tuple[Spans, torch.Tensor] | None:
+        if self.voter is None:
+            return None
+        chunk = self._local_map(asked, window, local)
+        if self.plan.tiles.own:  # rows before the chunk attend to nothing
+            chunk = replace(chunk, lse=chunk.lse.masked_fill(self.frame.outside.view(1, -1, 1), torch.inf))
+        with self.lanes.tiles.apart():
+            spans = self._framed_spans(chunk) if self.settings.index == "ltri" else None
+        with self.lanes.sums.apart():
+            self._add_sums(chunk)
+        if spans is None:
+            return None
+        given = self._own_received(chunk)
+        self.lanes.tiles.join()
+        blocks = len(self.plan.tiles.blocks)
+        self.store.spans_of_voters.put(self.plan.tile_spans, Spans(spans.bounds[:blocks], spans.counts[:blocks]))
+        if self.plan.tiles.own:
+            spans = Spans(spans.bounds[blocks:], spans.counts[blocks:])
+            given = given.index_select(0, self.frame.asking)
+        return spans, given.view(-1, self.settings.block)
+
+    def _own_received(self, chunk: LocalMap) -> torch.Tensor:
+        """[rows], what the frame's own tokens receive: what is waited for, and not all of the window's."""
+        rows, before = chunk.query_near.shape[1], torch.zeros_like(chunk.before)
+        near, far = chunk.keys_near[:, :, -rows:], chunk.keys_far[:, :, -rows:]
+        return received(replace(chunk, keys_near=near, keys_far=far, before=before, window=rows)).chunk_received[0]
+
+    def _framed_spans(self, chunk: LocalMap) -> Spans:
+        """The spans of the frame's blocks, and of the chunk's own tokens behind them.
+
+        Rows of the first block that were there before lie in the stream's row, where the newest block's are left.
+        """
+        plan, state = self.plan, self.store.map_of_voters
+        tiles = self._no_tiles(chunk)
+        fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
+        if plan.tiles.own:
+            before = self.frame.outside[: self.settings.block].unsqueeze(1)
+            tiles[0] = torch.where(before, state.tile.index_select(0, plan.at)[0], tiles[0])
+        state.tile.index_copy_(0, plan.at, tiles.index_select(0, self.frame.newest))
+        return cut_spans(tiles, plan.tiles.lengths, span_rule(self.settings, self.caches.layer))
+
+    # ---- what the chunk asks ----
+
+    def _mean(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        outside = self.frame.outside
+        return states.masked_fill(outside.unsqueeze(1), 0).sum(0, dtype=dtype) / (~outside).sum()
+
+    def _asking(self, states: torch.Tensor, rows: int) -> torch.Tensor:
+        return states.index_select(0, self.frame.asking) if self.plan.tiles.own else states.contiguous()

@@ -4,9 +4,11 @@ A block's name stands for its keys and values. So a copy, at the positions that 
 itself, and whoever asks for it is answered as before. The host keeps what has come back until its room is needed:
 evicted once more, it is there already.
 
-Copies run on the stream of the scheduler, one behind the other, so a page is read before it is written anew. A pass
-waits for that stream: what was evicted is read before the pass writes to its slots. Every rank keeps its own heads, and
-does the same in the same order.
+A block that nobody holds any more may be evicted. So it is copied ahead, on a stream beside the passes, a block between
+two of them (`back_up`): its eviction has nothing to copy then, which would hold up the pass that needs its room. All
+other copies run on the stream of the scheduler, one behind the other. A pass waits for that stream, and that stream for
+a copy ahead where a block is evicted or a page is written anew: what was evicted is read before the pass writes to its
+slots. Every rank keeps its own heads, and does the same in the same order.
 """
 
 from __future__ import annotations
@@ -37,11 +39,18 @@ class HostBlock:
         pages: that hold its keys and values.
         token_ids: its tokens, an array of "q".
         written: position of its first token.
+        copied: when it is there, of a copy on a stream beside the scheduler's; None otherwise.
     """
 
     pages: HostLease
     token_ids: array[int]
     written: int
+    copied: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """What is launched from here on finds it on the host, and may write to its slots or its pages."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
 
 
 class HostTier:
@@ -58,7 +67,9 @@ class HostTier:
         blocks: name -> block, the one that was longest not used first.
         pages: the memory.
         wanted: names of blocks that are on their way back.
+        waiting: names of blocks that are to be copied ahead, in the order in which their last holders let go of them.
         stored: blocks that were copied to the host.
+        ahead: those of them that were in the KV cache then.
         returned: blocks that came back.
     """
 
@@ -67,7 +78,10 @@ class HostTier:
         self.pages = HostBlocks(caches, PAGE, size)
         self.blocks: dict[str, HostBlock] = {}
         self.wanted: set[str] = set()
-        self.stored = self.returned = 0
+        self.waiting: dict[str, None] = {}
+        self.stored = self.ahead = self.returned = 0
+        device = next(iter(caches.values()))[0].device
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def stats(self) -> Mapping[str, int]:
         """Counters, for /server_info and /metrics."""
@@ -76,6 +90,7 @@ class HostTier:
             "host_pages": self.pages.used,
             "host_pages_total": self.pages.total,
             "host_stored": self.stored,
+            "host_stored_ahead": self.ahead,
             "host_returned": self.returned,
         }
 
@@ -89,11 +104,39 @@ class HostTier:
                 used. Those that are on their way back do not.
         """
         if key in self.blocks:
-            self.blocks[key] = self.blocks.pop(key)
+            kept = self.blocks[key] = self.blocks.pop(key)
+            kept.wait()
             return
-        count = -(-len(token_ids) // PAGE)
-        if not self._make_room(count, spare):
-            return
+        if self._make_room(_pages(token_ids), spare):
+            self.blocks[key] = HostBlock(self._copied(token_ids, slots), token_ids, written)
+
+    def store_ahead(self, key: str, token_ids: array[int], written: int, slots: torch.Tensor) -> bool:
+        """Copy a block that is in the KV cache, beside the passes, where it is not here and no other gives way for it.
+
+        Args:
+            key, token_ids, written, slots: as of `store`; what was launched before has written its keys and values.
+
+        Returns:
+            Whether it was copied.
+        """
+        if key in self.blocks or _pages(token_ids) > self.pages.available:
+            return False
+        copied = None
+        if self._beside is None:
+            pages = self._copied(token_ids, slots)
+        else:
+            self._beside.wait_stream(torch.cuda.current_stream(self._beside.device))
+            with torch.cuda.stream(self._beside):
+                pages = self._copied(token_ids, slots)
+                copied = torch.cuda.Event()
+                copied.record()
+        self.blocks[key] = HostBlock(pages, token_ids, written, copied)
+        self.ahead += 1
+        return True
+
+    def _copied(self, token_ids: array[int], slots: torch.Tensor) -> HostLease:
+        """A block's pages, to which it is copied."""
+        count = _pages(token_ids)
         lease = self.pages.lease(count)
         for _ in range(count):
             lease.take()
@@ -102,12 +145,13 @@ class HostTier:
             tokens = cache[slots]
             for rows, part in _runs(lease.ids, len(token_ids)):
                 host[rows].copy_(tokens[part], non_blocking=True)
-        self.blocks[key] = HostBlock(lease, token_ids, written)
         self.stored += 1
+        return lease
 
     def load(self, key: str, slots: torch.Tensor) -> HostBlock:
         """Copy a block that is here to KV slots, [tokens] int64."""
         kept = self.blocks[key] = self.blocks.pop(key)
+        kept.wait()
         for cache, host in self._tensors():
             tokens = cache.new_empty(len(kept.token_ids), *cache.shape[1:])
             for rows, part in _runs(kept.pages.ids, len(kept.token_ids)):
@@ -121,11 +165,13 @@ class HostTier:
         for key in keys:
             kept = self.blocks.pop(key, None)
             if kept is not None:
+                kept.wait()
                 kept.pages.release()
 
     def clear(self) -> None:
         """Give up all blocks: their names stand for other keys and values from now on."""
         self.forget(list(self.blocks))
+        self.waiting.clear()
 
     def _make_room(self, count: int, spare: Container[str]) -> bool:
         """Whether there are so many free pages, for which others give way; nothing does where that is not enough."""
@@ -148,6 +194,11 @@ class HostTier:
             yield values, self.pages.values[layer].flatten(0, 1)
 
 
+def _pages(token_ids: array[int]) -> int:
+    """Pages of a block with these tokens."""
+    return -(-len(token_ids) // PAGE)
+
+
 def _runs(pages: list[int], tokens: int) -> Iterator[tuple[slice, slice]]:
     """(rows on the host, tokens of the block) for every run of pages that follow one another."""
     begin = 0
@@ -159,6 +210,17 @@ def _runs(pages: list[int], tokens: int) -> Iterator[tuple[slice, slice]]:
         row = pages[begin] * PAGE
         yield slice(row, row + last - first), slice(first, last)
         begin = end
+
+
+def back_up(cache: BlockRadixCache) -> None:
+    """Copy the next block ahead that nobody holds any more and the host does not have; one at most."""
+    tier = cache.host
+    while tier is not None and tier.waiting:
+        key = next(iter(tier.waiting))
+        del tier.waiting[key]
+        node = cache.blocks.get(key)
+        if node is not None and tier.store_ahead(key, node.key.token_ids, cache.written[key], node.value):
+            return
 
 
 def bring_back(cache: BlockRadixCache, owner: str, keys: Sequence[str], room: int) -> None:

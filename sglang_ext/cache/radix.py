@@ -132,14 +132,13 @@ class BlockRadixCache(RadixCache):
                     del self.owners[key]
                     self.held_tokens -= len(node.key)
                     super().dec_lock_ref(node)
+                    if self.host is not None:
+                        self.host.waiting[key] = None
 
     def release_requests(self, keep: Iterable[str]) -> None:
-        """Take back what requests hold for themselves, except those with the ids `keep`.
-
-        Those that wait lose nothing but time: blocks that are evicted then are encoded again.
-        """
+        """Take back what requests hold for themselves, except those with the ids `keep`; they lose nothing but time."""
         kept = {REQUEST_OWNER + str(rid) for rid in keep}
-        for owner in {owner for owners in self.owners.values() for owner in owners}:
+        for owner in sorted({owner for owners in self.owners.values() for owner in owners}):  # on every rank alike
             if owner.startswith(REQUEST_OWNER) and owner not in kept:
                 self.release(owner)
 

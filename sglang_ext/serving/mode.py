@@ -41,6 +41,9 @@ class Mode:
 
     # ---- what runs next ----
 
+    def between_passes(self, scheduler: Scheduler) -> None:
+        """The scheduler is about to choose what runs next."""
+
     def takes_turns(self, chunked: Req) -> bool:
         """Whether a prompt that is prefilled in chunks may be so long that others must not wait for it."""
         return False

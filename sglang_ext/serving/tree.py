@@ -8,6 +8,7 @@ from collections.abc import Callable
 from sglang_ext import compat
 from sglang_ext.attention.backend import view_backend
 from sglang_ext.cache import carried
+from sglang_ext.cache.host_tier import back_up
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.cache.rows import INTERNAL, Row
 from sglang_ext.cache.stitch import MissingBlocks
@@ -46,6 +47,9 @@ class TreeMode(Mode):
                 cache.count_hits(row)
         if row is None or not row.encodes:
             fit(scheduler, req, row)
+
+    def between_passes(self, scheduler: Scheduler) -> None:
+        back_up(scheduler.tree_cache)
 
     def takes_turns(self, chunked: Req) -> bool:
         """An encoding may be of any length, a question fits the context."""

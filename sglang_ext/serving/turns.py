@@ -33,6 +33,7 @@ def around_get_new_batch_prefill(
     every running answer, and every new request, for its whole length. So requests that fit are prefilled after a chunk,
     then running requests decode once.
     """
+    mode_of(scheduler.tree_cache).between_passes(scheduler)
     if _takes_turns(scheduler):
         turn = getattr(scheduler, "ext_turn", Turn.ADMIT)
         if turn is Turn.ADMIT:

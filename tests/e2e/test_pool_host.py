@@ -88,6 +88,7 @@ def test_pools_take_turns_and_nothing_is_encoded_again(server: Server, pools: di
     assert after["reencoded_blocks"] == before["reencoded_blocks"]
     assert after["host_returned"] > before["host_returned"] + 8
     assert after["host_pages"] <= after["host_pages_total"]
+    assert 0 < after["host_stored_ahead"] <= after["host_stored"]
     stored = after["host_stored"]
     for name in NAMES:
         assert ask(server, name) == pools[name]
@@ -147,7 +148,8 @@ def test_deleted_and_purged_blocks_leave_the_host(server: Server, pools: dict[st
     keys = {block["key"] for block in server.pool("c")["blocks"]}
     server.json("DELETE", f"/v1/pools/c/demonstrations/{last}?purge=true")
     gone = keys - {block["key"] for block in server.pool("c")["blocks"]}
-    assert len(gone) == 1 and stats(server)["host_blocks"] == before - blocks - 1
+    assert len(gone) == 1
+    until(lambda: stats(server)["host_blocks"] == before - blocks)  # the block in its place was copied ahead
 
 
 def test_a_flush_empties_the_host(server: Server, pools: dict[str, Any]) -> None:

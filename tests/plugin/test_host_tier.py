@@ -16,7 +16,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_ext.cache import host_tier
-from sglang_ext.cache.host_tier import HostTier, bring_back
+from sglang_ext.cache.host_tier import HostTier, back_up, bring_back
 from sglang_ext.cache.rows import REQUEST_OWNER
 from tests.plugin.test_radix import LENGTHS, POOL, Request, World, answering
 
@@ -117,7 +117,8 @@ def test_what_is_evicted_comes_back_as_it_was(world: TierWorld) -> None:
         slot for key in "ad" for slot in world.cache.blocks[key].value.tolist()
     ) and {*world.restored.values()} == {*range(5)}
     assert world.tier.stats() == {
-        "host_blocks": 3, "host_pages": 6, "host_pages_total": PAGES, "host_stored": 3, "host_returned": 2,
+        "host_blocks": 3, "host_pages": 6, "host_pages_total": PAGES, "host_stored": 3, "host_stored_ahead": 0,
+        "host_returned": 2,
     }  # fmt: skip
     req = world.run(Request(answering("d", "a"), [7, 8, 9]))
     assert req.computed == 11
@@ -138,6 +139,42 @@ def test_a_second_eviction_copies_nothing(world: TierWorld) -> None:
     world.evict(world.size)
     assert world.tier.stored == 2 and sorted(world.kept) == ["a", "b"]
     assert world.back("a") == ["a"]
+
+
+def test_what_nobody_holds_is_copied_ahead_of_its_eviction(world: TierWorld) -> None:
+    """One block between two passes, in the order in which their last holders let go; eviction copies nothing more."""
+    world.encode("a", owner="p1")
+    world.encode("b", "c", owner="passing")
+    world.cache.hold("p2", ["b"])
+    back_up(world.cache)
+    assert world.kept == [], "all are held"
+    world.cache.release("passing")
+    back_up(world.cache)
+    assert world.kept == ["c"] and "c" in world.cache.blocks
+    world.cache.release("p2")
+    world.cache.release("p1")
+    for kept in (["c", "b"], ["c", "b", "a"], ["c", "b", "a"]):
+        back_up(world.cache)
+        world.check()
+        assert world.kept == kept
+    world.evict(world.size)
+    assert not world.cache.blocks and world.tier.stored == world.tier.ahead == 3
+    assert world.back("a", "b", "c") == ["a", "b", "c"]
+
+
+def test_nothing_gives_way_to_a_copy_ahead(world: TierWorld) -> None:
+    """What is only on the host stays. What has left the KV cache meanwhile, or is on the host, is passed over."""
+    world.evicted("a", "b", "d")
+    world.encode("f", "c", owner="passing")
+    world.cache.release("passing")
+    assert world.tier.pages.available == 1
+    back_up(world.cache)
+    assert sorted(world.kept) == ["a", "b", "c", "d"], "`f` needs 3 pages"
+    world.cache.hold("p1", ["f", "c"])
+    world.cache.release("p1")
+    world.cache.drop(["f"], keep=False)
+    back_up(world.cache)
+    assert not world.tier.waiting and world.tier.ahead == 1
 
 
 def test_the_longest_unused_gives_way_after_those_that_are_in_the_cache_too(world: TierWorld) -> None:

@@ -100,7 +100,7 @@ def engines(args: argparse.Namespace) -> JsonObject:
         "stock": {"backend": args.stock_backend},
         "ours": {"stages": {}, "decode stages": {}},
         "order": APART if args.apart else IN_TURNS,
-        "memory": {role: {"tokens": size, "kv_bytes": size * _token_bytes(args)} for role, size in sizes.items()},
+        "memory": {role: {"tokens": size, "kv_bytes": size * token_bytes(args)} for role, size in sizes.items()},
     }
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
         model = Path(temporary) / "model"
@@ -220,7 +220,7 @@ def _given(args: argparse.Namespace, role: str) -> JsonObject:
     return {name: value for name, value in args.engine.items() if name not in ROLES} | args.engine.get(role, {})
 
 
-def _token_bytes(args: argparse.Namespace) -> int:
+def token_bytes(args: argparse.Namespace) -> int:
     shape = SHAPES[args.shape]
     numbers = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     return numbers * (4 if args.shape == "tiny" else 2)

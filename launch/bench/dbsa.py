@@ -1,10 +1,12 @@
 """``sglang-ext bench dbsa``: block-sparse encoding and answering over shared blocks, beside what they replace.
 
-Two halves, both in Llama-3.1-8B's shape with random weights, bfloat16, on one NVIDIA GPU:
+Two halves, and a part that is measured where it is asked for, all in Llama-3.1-8B's shape with random weights,
+bfloat16, on one NVIDIA GPU:
 
 - kernels: attention of one layer, against FlashInfer and against what bandwidth and tensor cores allow;
 - engine: encoding, appending and requests a second, against stock SGLang with FlashInfer (dense prefill, Fixed ICL from
-  its cache, RetICL, zero-shot); both engines are resident and are measured in turns.
+  its cache, RetICL, zero-shot); both engines are resident and are measured in turns;
+- host: an unpinned pool that leaves the KV cache for host memory and comes back, against encoding it again.
 
 Every row names its baseline, measured in the same run. Nothing is timed whose output was not checked before.
 """
@@ -21,12 +23,13 @@ from pathlib import Path
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench import _stages
 from sglang_ext.launch.bench._dbsa_engine import SHAPES
+from sglang_ext.launch.bench._dbsa_host import host_figures, host_tier
 from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, IN_TURNS, engines
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, in_turns, json_file, save, table
 from sglang_ext.types import Json, JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results" / "dbsa.json"
-HALVES = ("kernels", "engine")
+PARTS = ("kernels", "engine", "host")
 # Concurrency -> what our requests a second are to be, as multiples of each baseline's.
 ANSWER_AIMS: dict[int, dict[str, float]] = {
     1: {"fixed": 1.15, "retrieval": 30.0, "zero-shot": 0.78},
@@ -42,7 +45,7 @@ BASELINES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=HALVES, help="one half (default: both)")
+    parser.add_argument("--only", choices=PARTS, help="one of them (default: kernels and engine)")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="the engine's model")
     parser.add_argument("--tokens", type=int, default=90_000, help="tokens of the pool (default: 90000)")
     parser.add_argument("--blocks", type=int, default=48, help="blocks of the pool, kernels half (default: 48)")
@@ -99,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     figures: list[Figure] = []
     raw: JsonObject = {}
+    if args.only == "host":
+        raw = host_tier(args)
+        figures = host_figures(raw)
+        save(args.out, figures, engine=raw, commit=args.commit)
+        print(f"{table(figures)}\nwritten: {args.out}")
+        return 0
     if args.only != "engine":
         from sglang_ext.launch.bench._dbsa_kernels import measure
         from sglang_ext.launch.bench._gpu import require_gpu

@@ -73,7 +73,7 @@ def test_two_engines_fit_on_one_gpu() -> None:
     sizes = turns.capacities(args)
     assert sizes["stock"] > 90_000 * 1.3125 and sizes["ours"] > 540_000 + 6 * 1880
     weights = 15
-    gib = sum(size * turns._token_bytes(args) for size in sizes.values()) / 2**30
+    gib = sum(size * turns.token_bytes(args) for size in sizes.values()) / 2**30
     assert gib + 2 * weights < 0.88 * 139, "the rest is for graphs, activations and contexts"
     given = arguments("--engine", '{"disable_cuda_graph": true, "ours": {"max_total_tokens": 7}}')
     assert turns.capacities(given) == {"stock": sizes["stock"], "ours": 7}
@@ -183,3 +183,16 @@ def test_both_engines_answer_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < rows[-1].notes["encoding"]["append larger"] < rows[-1].timing.high
     names = {"1 at a time", "2 at a time"}
     assert found["ours"]["stages"].keys() == found["ours"]["decode stages"].keys() == names
+
+
+def test_a_pool_leaves_for_the_host_and_comes_back(tmp_path: Path) -> None:
+    """The whole command; on this machine its times are of no meaning, and that blocks came back has been checked."""
+    out = tmp_path / "host.json"
+    words = ("--only", "host", "--shape", "tiny", "--tokens", "2000", "--block-size", "20", "--repeats", "1")
+    words += ("--kernels", "torch")
+    args = arguments(*words, "--out", str(out), "--engine", '{"max_running_requests": 8, "chunked_prefill_size": 512}')
+    assert dbsa.main(args) == 0
+    kept = json.loads(out.read_text())
+    assert [row["aim"] for row in kept["figures"]] == ["at least 8x", "at most 2x", ""]
+    assert kept["engine"]["ahead"] >= kept["engine"]["blocks"] > 3
+    assert [run["evicted"] > 0 for name in ("evicting", "calm") for run in kept["engine"][name]] == [True, False]

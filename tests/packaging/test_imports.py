@@ -41,7 +41,7 @@ ANYWHERE = {"names", "types"}
 
 MEETS_SGLANG = {"attention", "compat", "plugin", "platform_cpu", "serving"}
 STARTS = {"launch.doctor", "launch.serve", "launch.bench._cascade_engine", "launch.bench._dbsa_engine"}
-STARTS |= {"launch.bench._double_p_engine", "launch.bench._ltri_engine"}
+STARTS |= {"launch.bench._double_p_engine", "launch.bench._ltri_engine", "launch.bench._dbsa_host_engine"}
 """Commands that start SGLang, or look at it."""
 
 

@@ -3,8 +3,8 @@
 - *Near:* rows see the window through a sliding window of `width` tokens, causal.
 - *Far in the window:* row r sees the tokens up to begin + r - width. That is causal attention again, over fewer
   columns: FlashInfer aligns its mask at the end.
-- *Beyond:* all rows see all of the memory. Sinks are part of it as soon as they are far from every row; before that, in
-  the first chunks of a stream, the logits of their few tokens are written down.
+- *Beyond:* all rows see all of the memory. Sinks are part of it as soon as they are far from every row. In the first
+  chunks of a stream they are near to every row; in between the logits of their few tokens are written down.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def attend_beyond(
     parts = []
     if memory.keys.shape[0]:
         parts.append(_run(prefill, query.far, memory.keys, memory.values, scale, causal=False))
-    if near:
+    if near and query.begin + query.near.shape[0] - 1 - sinks.first < width:
+        parts.append(_run(prefill, query.near, sinks.near, sinks.values, scale, causal=False))
+    elif near:
         nothing = FarKeys(memory.keys[:0], memory.values[:0])
         parts.append(reference.attend_beyond(query, sinks, nothing, width=width, scale=scale))
     return parts[0] if len(parts) == 1 else merge(parts[0], parts[1], parts[0].lse.dtype)

@@ -100,7 +100,7 @@ class FreshBlocks:
     """Blocks that are on their way to the host, and may not be there yet. All tensors lie on the cache's device.
 
     Attributes:
-        ids: [n] int32, their numbers on the host; no number twice.
+        ids: [n] int32, their numbers on the host; of those that may be wanted, no number twice.
         keys: [n, block, kv_heads, head_dim] in the region's dtype, contiguous.
         values: [n, block, kv_heads, value_dim], likewise.
     """

@@ -233,7 +233,8 @@ class LtriPolicy(StreamPolicy):
         state.lease.release()
 
     def stats(self) -> Mapping[str, int]:
-        return {"streams": len(self._streams), **self.blocks_on_host.stats()}
+        host = self.blocks_on_host
+        return {"streams": len(self._streams), **host.stats(self._computing.fetched())}
 
     # ---- forks ----
 

@@ -1,8 +1,9 @@
 """Frames of chunks of Ltri-LLM: CUDA graphs have the same number of rows for every chunk.
 
 A frame begins where a block begins, and has whole blocks. A chunk has some of its rows, and the others compute nothing
-that is kept: what they would store goes to SGLang's padding slot, and they add nothing to the attention map. There are
-two kinds: one for chunks that begin at a multiple of `chunk`, whole or not, and a shorter one for the last tokens of a
+that is kept: what they would store goes to SGLang's padding slot, which nobody sees, and they add nothing to the
+attention map. There are three kinds. One serves chunks that begin at a multiple of `chunk`, whole or not, where all of
+them see as much (`Ltri.alike_from`). Before that each has a frame of its own. A shorter one serves the last tokens of a
 prompt, which begin anywhere in a block.
 """
 
@@ -32,16 +33,24 @@ class Frame:
         own: tiles of the chunk's own tokens, counted from its first one; 0 where chunks begin with the frame, so that
             the tiles of the frame's blocks are their own.
         most: tokens of a chunk, at most.
+        begin: where its chunks begin; None for any place from `Ltri.alike_from` on.
     """
 
     rows: int
     own: int
     most: int
+    begin: int | None = None
 
     @classmethod
     def whole(cls, settings: Ltri) -> Frame:
         """That of chunks that begin at a multiple of `chunk`."""
         return cls(settings.chunk, 0, settings.chunk)
+
+    @classmethod
+    def first(cls, settings: Ltri) -> list[Frame]:
+        """Those of the chunks before these, from a stream's beginning."""
+        begins = range(0, settings.alike_from or 0, settings.chunk)
+        return [cls(settings.chunk, 0, settings.chunk, begin) for begin in begins]
 
     @classmethod
     def last(cls, settings: Ltri) -> Frame | None:
@@ -56,7 +65,15 @@ class Frame:
 
     def fits(self, settings: Ltri, begin: int, end: int) -> bool:
         """Whether the frame serves a chunk of the tokens [begin, end)."""
-        return end - begin <= self.most and (self.own > 0 or begin % settings.chunk == 0)
+        if self.begin is not None:
+            return begin == self.begin
+        alike = settings.alike_from is not None and begin >= settings.alike_from
+        return alike and end - begin <= self.most and (self.own > 0 or begin % settings.chunk == 0)
+
+    def gone(self, settings: Ltri) -> int:
+        """Blocks that leave the window with a chunk, at most."""
+        most = settings.chunk // settings.block
+        return most if self.begin is None else min(most, settings.evicted(self.begin))
 
 
 @dataclass(frozen=True)
@@ -64,7 +81,7 @@ class FramePlan:
     """A chunk of a stream in its frame, in every layer.
 
     Attributes:
-        plan: of the frame's tokens. As many blocks leave the window as leave with a whole chunk: those that do not have
+        plan: of the frame's tokens. As many blocks leave the window as may leave (`Frame.gone`): those that do not have
             a number on the host that is nobody's.
         lead: rows before the chunk.
         count: rows before the chunk's end.
@@ -98,14 +115,20 @@ class FramePlan:
         plan = ChunkPlan.of(replace(chunk, begin=start, end=start + frame.rows), seat)
         rows, steps = torch.arange(frame.rows, device=device), torch.arange(frame.own * settings.block, device=device)
         outside = (rows < lead) | (rows >= count)
-        own = plan.rows
+        own, newest = plan.rows, settings.blocks(chunk.end) - 1 - plan.tiles.blocks.start
+        window, listed = plan.window.slots.clone(), plan.listed.clone()
+        there = window.shape[0] - (frame.rows - count)  # columns that have a token
+        window[there:] = PADDING_SLOT
+        listed[:, there:] = PADDING_SLOT
         parts: Mapping[str, object] = {
-            **_gone(plan, settings, nowhere),
+            **_gone(plan, settings, frame.gone(settings), nowhere),
             "rows": Tokens(
                 own.first,
                 torch.where(outside, own.cells[lead : lead + 1], own.cells),
                 own.slots.masked_fill(outside, PADDING_SLOT),
             ),
+            "window": replace(plan.window, slots=window),
+            "listed": listed,
             "tiles": _tiles(plan, frame, chunk, count),
             "renewed": on_device(renewed_blocks(chunk.begin, settings), device) if settings.renewed else None,
             "count": torch.full_like(plan.count, count),
@@ -117,7 +140,7 @@ class FramePlan:
             gone=plan.gone,
             outside=outside,
             asking=(steps + lead).clamp(max=frame.rows - 1),
-            newest=torch.full((1,), (count - 1) // settings.block, dtype=torch.int64, device=device),
+            newest=torch.full((1,), max(0, newest), dtype=torch.int64, device=device),
         )
 
     def standing(self, most: int) -> FramePlan:
@@ -133,11 +156,11 @@ class FramePlan:
         self.newest.copy_(other.newest)
 
 
-def _gone(plan: ChunkPlan, settings: Ltri, nowhere: int) -> Mapping[str, object]:
-    """Those parts of a plan that say what leaves the window, filled up to a chunk's blocks."""
-    most, block = settings.chunk // settings.block, settings.block
-    missing = most - len(plan.gone)
-    tokens = plan.gone_tokens
+def _gone(plan: ChunkPlan, settings: Ltri, most: int, nowhere: int) -> Mapping[str, object]:
+    """Those parts of a plan that say what leaves the window, filled up to so many blocks."""
+    if most == 0:
+        return {"gone": range(plan.stored, plan.stored), "gone_tokens": None}
+    block, missing, tokens = settings.block, most - len(plan.gone), plan.gone_tokens
     cells, slots = (plan.rows.cells[:0], plan.rows.slots[:0]) if tokens is None else (tokens.cells, tokens.slots)
     return {
         "gone": range(plan.stored - most, plan.stored),
@@ -156,8 +179,9 @@ def _tiles(plan: ChunkPlan, frame: Frame, chunk: LayerTokens[SpansT], count: int
     block, blocks, device = chunk.settings.block, plan.tiles.blocks, chunk.slots.device
     numbers = torch.arange(len(blocks) + frame.own, dtype=torch.int32, device=device)
     steps, own = numbers * block, frame.own
-    lengths = [count - steps[: len(blocks)], chunk.end - chunk.begin - steps[:own]]
-    firsts = [plan.tiles.firsts[0], steps[:own] + (chunk.begin - plan.window.first)]
+    before = chunk.settings.first(blocks.start) - plan.rows.first  # rows before the first block
+    lengths = [count - before - steps[: len(blocks)], chunk.end - chunk.begin - steps[:own]]
+    firsts = [plan.tiles.firsts[0, : len(blocks)], steps[:own] + (chunk.begin - plan.window.first)]
     return Tiles(
         blocks, own, torch.cat(firsts).unsqueeze(0), numbers.unsqueeze(0), torch.cat(lengths).clamp(min=0, max=block)
     )

@@ -2,8 +2,9 @@
 
 From some token on (`Ltri.alike_from`), the chunks of a prompt do the same, in frames of as many rows (`ltri_frames`):
 the launches of one, in one layer, are recorded once and replayed for every other. What differs between chunks lies on
-the device, in a plan that stands (`FramePlan.standing`). A pass has chunks in several *places*, one behind the other;
-each place has a plan and graphs of its own, so that a layer need not load what the layer before it has loaded.
+the device, in a plan that stands (`FramePlan.standing`). The chunks before that are recorded each. A pass has chunks in
+several *places*, one behind the other; each place has a plan and graphs of its own, so that a layer need not load what
+the layer before it has loaded.
 
 Blocks that leave the window are copied to the host by the GPU's copy engine, beside all else (`HostCopies`): a kernel
 that writes to the host holds up others on its multiprocessors. A chunk that wants such a block back takes it from where
@@ -177,13 +178,15 @@ class ChunkGraphs:
         self._began = next((state.received.new_zeros(1, settings.slots) for state in states if state), None)
         graphs = _Graphs(keys.device)
         for number, frame in enumerate(frames):
-            plan = FramePlan.of(frame, replace(first, end=first.begin + frame.most), seat, self._nowhere)
+            begin = first.begin if frame.begin is None else frame.begin
+            plan = FramePlan.of(frame, replace(first, begin=begin, end=begin + frame.most), seat, self._nowhere)
             leaving = Leaving.empty(settings, keys, values)
             place = ChunkPlace(number, frame, plan.standing(self._blocks), plan, leaving)
             place.load(plan)
             for layer in sorted(chunks):
-                tokens = replace(chunks[layer], end=first.begin + frame.rows)
-                place.leaves[layer] = graphs.record(self._leave(place, tokens))
+                tokens = replace(chunks[layer], begin=begin, end=begin + frame.rows)
+                if frame.gone(settings):
+                    place.leaves[layer] = graphs.record(self._leave(place, tokens))
                 place.replays[layer] = graphs.record(self._body(place, tokens, self._rows, graphs))
             self._places.append(place)
 
@@ -247,7 +250,8 @@ class ChunkGraphs:
         settings, state = self._settings, self._stores[layer].state
         newest = settings.blocks(end) - 1
         memory.tiles.clear()
-        if state is not None and settings.index == "ltri" and settings.first(newest + 1) > end:
+        waits = newest >= 0 and settings.first(newest + 1) > end
+        if state is not None and settings.index == "ltri" and waits:
             memory.tiles[newest] = state.tile[row]
 
     def _leave(self, place: ChunkPlace, tokens: LayerTokens[Spans]) -> Callable[[], None]:

@@ -381,7 +381,7 @@ class KernelChunk(LayerTokens[Spans]):
             keys[sinks:] = self._at(keys[sinks:], self._tokens(found.blocks))
         if not settings.far and self.begin - (sinks - 1) >= self._width:
             return SeenKeys(keys[:0], keys[:0], values[:0], 0), FarKeys(keys, values)
-        near = self._at(keys[:sinks], torch.arange(sinks, device=keys.device))
+        near, _ = rotate_queries(keys[:sinks], self.store.rotation, first=-plan.window.first, edge=0)
         return SeenKeys(near, keys[:sinks], values[:sinks], 0), FarKeys(keys[sinks:], values[sinks:])
 
     def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:

@@ -33,12 +33,14 @@ class RecordedChunk(KernelChunk):
     # ---- what leaves the window ----
 
     def _gone_states(self, voter: Voter, slots: torch.Tensor) -> torch.Tensor:
-        return voter.of_keys(self.leaving.keys, self.heads)
+        return voter.of_keys(self.leaving.keys[: slots.shape[0]], self.heads)
 
     def _keep_blocks(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
         """They wait in `leaving`."""
 
-    def _fresh(self) -> FreshBlocks:
+    def _fresh(self) -> FreshBlocks | None:
+        if self.plan.gone_tokens is None:
+            return None
         return self.leaving.fresh(self.settings, self.plan.gone_ids)
 
     # ---- the map of attention ----
@@ -50,7 +52,8 @@ class RecordedChunk(KernelChunk):
         if self.plan.tiles.own:  # rows before the chunk attend to nothing
             chunk = replace(chunk, lse=chunk.lse.masked_fill(self.frame.outside.view(1, -1, 1), torch.inf))
         with self.lanes.tiles.apart():
-            spans = self._framed_spans(chunk) if self.settings.index == "ltri" else None
+            cut = self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0
+            spans = self._framed_spans(chunk) if cut else None
         with self.lanes.sums.apart():
             self._add_sums(chunk)
         if spans is None:

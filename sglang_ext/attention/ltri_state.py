@@ -292,4 +292,4 @@ class Leaving:
     def fresh(self, settings: Ltri, ids: torch.Tensor) -> FreshBlocks:
         """As blocks with these numbers on the host, [n] int32."""
         keys, values = (each.unflatten(0, (-1, settings.block)) for each in (self.keys, self.values))
-        return FreshBlocks(ids, keys, values)
+        return FreshBlocks(ids, keys[: ids.shape[0]], values[: ids.shape[0]])

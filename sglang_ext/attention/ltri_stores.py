@@ -170,6 +170,7 @@ class KernelChunks:
             seat, _ = self._seated(tokens)
         last = Frame.last(self.settings)
         frames = [Frame.whole(self.settings)] * places + ([] if last is None else [last] * min(places, LAST_PLACES))
+        frames += Frame.first(self.settings)
         graphs = ChunkGraphs(self.settings, self.stores, self._blocks, self._nowhere, self.device)
         graphs.record(chunks, seat, frames)
         self._graphs = graphs
@@ -192,9 +193,8 @@ class KernelChunks:
     def _place(self, tokens: LayerTokens[Any]) -> ChunkPlace | None:
         """The place of a chunk in its pass; None for a chunk that is launched."""
         seat, settings = self.seat(tokens), self.settings
-        first, place = settings.alike_from, None
-        alike = first is not None and tokens.begin >= first and not tokens.answers
-        if self._graphs is not None and alike and seat.settled == tokens.begin:
+        place = None
+        if self._graphs is not None and seat.settled == tokens.begin and not tokens.answers:
             place = self._graphs.place(tokens, seat, tokens.caches.carry.setdefault("places taken", set()))
         if not tokens.answers:
             self.prompts["launched" if place is None else "replayed"] += 1
@@ -235,6 +235,10 @@ class KernelChunks:
         hits, misses = torch.stack([store.cache.counters.sum(0) for store in self.stores.values()]).sum(0).tolist()
         return {"hits": hits, "misses": misses}
 
+    def fetched(self) -> int:
+        """Blocks that kernels have read from host memory, each layer's counted; waits for the device."""
+        return self.counters()["misses"]
+
     def seat_of(self, lease: HostLease) -> Seat | None:
         """The seat of the stream that has a lease; None before its first chunk."""
         return self._seats.get(lease)
@@ -249,8 +253,8 @@ class KernelChunks:
                 store.cache.held[row] = -1
             self.slot[row] = tokens.slots[: self.settings.slots]
             ids = torch.empty(0, dtype=torch.int32, device=self.device)
-            # A stream whose first chunk is not at its beginning begins as a copy, at an end of whole chunks.
-            self._seats[lease] = Seat(row, at, ids, settled=tokens.begin or None)
+            # A stream begins empty, or as a copy that ends with a whole chunk.
+            self._seats[lease] = Seat(row, at, ids, settled=tokens.begin)
         seat = self._seats[lease]
         seat.learn(tokens.host.numbers(self.settings.evicted(tokens.begin)))
         return seat

@@ -73,6 +73,7 @@ class WarmUp:
         self.chunks.close(lease)
         self.chunks.forget_counts()
         lease.release()
+        host.taken = 0
 
     def _tokens(
         self, layer: int, lease: HostLease, memory: AnyMemory, bounds: tuple[int, int], carry: Carry

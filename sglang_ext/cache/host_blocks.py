@@ -122,7 +122,8 @@ class HostBlocks:
         total: number of blocks.
         block_bytes: bytes of a block in all layers.
         promised: blocks that streams may still take.
-        fetched: blocks that layers have read, each layer's counted.
+        taken: blocks that were written, so far.
+        fetched: blocks that layers have read, each layer's counted, by other means than kernels.
     """
 
     def __init__(self, caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]], block: int, size: int) -> None:
@@ -148,7 +149,7 @@ class HostBlocks:
                 end = begin + self.total * block * tensor[0].numel() * tensor.element_size()
                 kept[layer] = self._whole[begin:end].view(tensor.dtype).view(shape)
                 begin = end
-        self.promised, self.fetched = 0, 0
+        self.promised = self.taken = self.fetched = 0
         self._free = list(range(self.total - 1, -1, -1))
         self._holders = Counter[int]()
         logger.info("%d blocks of %d tokens in %.2f GiB of host memory", self.total, block, begin / GIB)
@@ -166,14 +167,15 @@ class HostBlocks:
         # Memory that is unmapped while it is registered cannot be registered again at the same address.
         weakref.finalize(self, _unregister, self._whole).atexit = False
 
-    def stats(self) -> Mapping[str, int]:
-        """Counters, for /server_info and /metrics."""
+    def stats(self, fetched: int = 0) -> Mapping[str, int]:
+        """Counters, for /server_info and /metrics; `fetched` blocks more have been read, each layer's counted."""
         layer_bytes = self.block_bytes // len(self.keys)
         return {
             "host_blocks": self.used,
             "host_blocks_promised": self.promised,
             "host_blocks_total": self.total,
-            "host_fetched_bytes": self.fetched * layer_bytes,
+            "host_stored_bytes": self.taken * self.block_bytes,
+            "host_fetched_bytes": (self.fetched + fetched) * layer_bytes,
         }
 
     @property
@@ -205,6 +207,7 @@ class HostBlocks:
         number = self._free.pop()
         self._holders[number] = 1
         self.promised -= 1
+        self.taken += 1
         return number
 
     def _hold(self, ids: Iterable[int]) -> None:

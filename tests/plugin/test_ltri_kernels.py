@@ -148,13 +148,23 @@ def replayed(world: World) -> int:
 
 
 def replayable(world: World, prompt: int, places: int) -> list[int]:
-    """Chunks of each pass of two chunks of a prompt that are replayed."""
-    settings, found = world.policy.config, []
+    """Chunks of each pass of two chunks of a prompt that are replayed: those behind one that was, or that was whole."""
+    settings, found, settled = world.policy.config, [0], 0
     first, chunks = settings.alike_from, settings.chunks(0, prompt, prompt)
-    for at in range(0, len(chunks), 2):
-        alike = [(begin, end) for begin, end in chunks[at : at + 2] if first is not None and begin >= first]
-        last = [end - begin <= settings.last for begin, end in alike]
-        found.append(min(places, sum(last)) + min(places, len(last) - sum(last)))
+    if first is None or not places:
+        return found
+    for number, (begin, end) in enumerate(chunks):
+        if number % 2 == 0:
+            found.append(0)
+            free = {"whole": places, "last": places}
+        kind = "last" if end - begin <= settings.last else "whole"
+        fits = begin % settings.chunk == 0 if begin < first else free[kind] > 0
+        if fits and begin == settled:
+            found[-1] += 1
+            free[kind] -= begin >= first
+            settled = end
+        elif begin % settings.chunk == 0:
+            settled = end
     return found
 
 
@@ -175,10 +185,14 @@ def test_whole_streams(changes: dict[str, Any], places: int, monkeypatch: pytest
         assert one[layer].stored == other[layer].stored > 5
         if plain.policy.voter(layer) is not None:
             assert torch.allclose(one[layer].received, other[layer].received, atol=1e-4)
+    counted, stats = plain.policy.stats(), kernels.policy.stats()
+    assert counted["host_stored_bytes"] == stats["host_stored_bytes"] > 0
+    assert (stats["host_fetched_bytes"] > 0) == (counted["host_fetched_bytes"] > 0)
+    assert stats["host_fetched_bytes"] <= counted["host_fetched_bytes"], "blocks stay on the device for some time"
 
 
 @pytest.mark.parametrize("changes", [{"similarity": "max"}, {"index": "infllm", "vote": "off"}, {"heads": "file"}])
-@pytest.mark.parametrize("prompt", [290, 295, 296, 298, 303, 304, 307, 311])
+@pytest.mark.parametrize("prompt", [3, 20, 37, 64, 69, 90, 128, 143, 290, 295, 296, 298, 303, 304, 307, 311])
 def test_ends_of_prompts(prompt: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The last tokens of a prompt begin anywhere in a block, and end in that block, at its end or in the next one."""
     plain, kernels = both(monkeypatch, tmp_path, changes, 2)
@@ -192,7 +206,7 @@ def test_ends_of_prompts(prompt: int, changes: dict[str, Any], monkeypatch: pyte
         assert one[layer].stored == other[layer].stored
         found = kernels.chunks.retrieved(other[layer])
         wanted = plain.policy._computing.retrieved(one[layer])
-        assert sorted(found) == sorted(wanted) and len(found) in (0, SIZES["retrieved"])
+        assert sorted(found) == sorted(wanted) and (prompt < 200 or len(found) in (0, SIZES["retrieved"]))
 
 
 @pytest.mark.parametrize("places", [0, 2])

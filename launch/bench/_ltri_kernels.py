@@ -12,7 +12,7 @@ from sglang_ext.attention.ltri_stores import index_bytes
 from sglang_ext.launch.bench import _ltri_layer as parts
 from sglang_ext.launch.bench._cascade_layer import LayerShape
 from sglang_ext.launch.bench._ltri_engine import SCORE, VOTING
-from sglang_ext.launch.bench._ltri_layer import LISTENS, VOTES, Layers
+from sglang_ext.launch.bench._ltri_layer import FIRST, LISTENS, VOTES, Layers
 from sglang_ext.launch.bench._record import Figure, Timing, at_most
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -46,7 +46,7 @@ def measure(device: torch.device, settings: Ltri, tokens: int, shape: LayerShape
             gc.collect()
             layers = Layers(replace(settings, renewed=renewed, vote=vote), tokens, shape, device)
             layers.check()
-            times |= {(layer, renewed): layers.timed(layer) for layer in (VOTES, LISTENS)}
+            times |= {(layer, renewed): layers.timed(layer) for layer in (FIRST, VOTES, LISTENS)}
             if renewed:
                 figures += _chunks(layers, times, vote) if vote == "inclusive" else []
                 back, _ = parts.fetching(layers, renewed)
@@ -59,7 +59,8 @@ def measure(device: torch.device, settings: Ltri, tokens: int, shape: LayerShape
 
 def _chunks(layers: Layers, times: dict[tuple[int, int], Timing], vote: str) -> list[Figure]:
     settings, found = layers.settings, []
-    for layer, what in ((VOTES, "that votes"), (LISTENS, "that does not vote")):
+    kinds = {FIRST: "that is the first to vote", VOTES: "that votes", LISTENS: "that does not vote"}
+    for layer, what in kinds.items():
         name = (
             f"a chunk of {settings.chunk} tokens in a layer {what}, behind {layers.tokens} tokens,"
             f" {settings.renewed} of {settings.retrieved} blocks new"
@@ -91,9 +92,9 @@ def _fetch(layers: Layers, device: torch.device) -> Figure:
 def _exposed(times: dict[tuple[int, int], Timing], back: Timing, vote: str, settings: Ltri) -> Figure:
     """How much of the blocks' way from the host the layers of a model wait for."""
     renewed = min(RENEWED, settings.retrieved)
-    held = {layer: max(0.0, times[layer, renewed].median - times[layer, 0].median) for layer in (VOTES, LISTENS)}
-    votes = len(VOTING) / LAYERS
-    share = (votes * held[VOTES] + (1 - votes) * held[LISTENS]) / back.median
+    counts = {FIRST: 1, VOTES: len(VOTING) - 1, LISTENS: LAYERS - len(VOTING)}
+    held = {layer: max(0.0, times[layer, renewed].median - times[layer, 0].median) for layer in counts}
+    share = sum(counts[layer] * held[layer] for layer in counts) / (LAYERS * back.median)
     return Figure(
         f"transfers that attention waits for, {renewed} of {settings.retrieved} blocks new, `{vote}` votes,"
         f" {len(VOTING)} of {LAYERS} layers vote",
@@ -102,7 +103,10 @@ def _exposed(times: dict[tuple[int, int], Timing], back: Timing, vote: str, sett
         met=share <= EXPOSED if vote == "preceding" else None,
         ratio=None,
         unit="share",
-        notes={"waits_s": {"votes": held[VOTES], "does not": held[LISTENS]}, "transfer_s": back.median},
+        notes={
+            "waits_s": {"the first that votes": held[FIRST], "votes": held[VOTES], "does not": held[LISTENS]},
+            "transfer_s": back.median,
+        },
     )
 
 

@@ -1,7 +1,7 @@
 """The kernels' half of ``sglang-ext bench ltri``: whole chunks of a long stream, in the engine's own code, and parts.
 
-There are two layers, of which the first votes. Their keys, queries and index vectors are random. What a chunk reads
-from the host is decided here (`Ltri.renewed`), so that a chunk with transfers and one without do the same else.
+There are three layers, of which the first two vote. Their keys, queries and index vectors are random. What a chunk
+reads from the host is decided here (`Ltri.renewed`), so that a chunk with transfers and one without do the same else.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sglang_ext.launch.bench._cascade_layer import LayerShape, rotation_of
 from sglang_ext.launch.bench._record import Timing
 from sglang_ext.policies.ltri_options import Ltri
 
-VOTES, LISTENS = 0, 1
-"""Numbers of the layers: one votes, and the other gets what the first one voted for."""
+FIRST, VOTES, LISTENS = 0, 1, 2
+"""Numbers of the layers: the first that votes, another that votes, and one that gets what they have voted for."""
 TOLERANCE = 2e-2  # bfloat16, of the largest value
 
 
 class Layers:
-    """Two layers of a stream of so many tokens, whose next whole chunk is recorded.
+    """Layers of a stream of so many tokens, whose next whole chunk is recorded.
 
     Args:
         settings: of the method; `renewed` blocks come from the host in each chunk.
@@ -54,11 +54,11 @@ class Layers:
         torch.manual_seed(0)
         rows = (1 + settings.slots, shape.kv_heads, shape.dim)
         draw = lambda: torch.randn(*rows, device=device).to(shape.dtype)  # noqa: E731
-        self.caches = {layer: (draw(), draw()) for layer in (VOTES, LISTENS)}
+        self.caches = {layer: (draw(), draw()) for layer in (FIRST, VOTES, LISTENS)}
         blocks = settings.evicted(tokens + settings.chunk) + 1
         size = blocks * settings.block * len(self.caches) * 2 * shape.kv_heads * shape.dim * shape.dtype.itemsize
         self.host = HostBlocks(self.caches, settings.block, size)
-        self.voters = {VOTES: Voter(0.5, 1), LISTENS: None}
+        self.voters = {FIRST: Voter(0.5, 1), VOTES: Voter(0.5, 1), LISTENS: None}
         rotation = rotation_of(shape, device)
         attention = flashinfer_impl if device.type == "cuda" else reference
         self.chunks = KernelChunks(settings, self.host, self.caches, self.voters, shape.heads, 1, rotation, attention)

@@ -72,6 +72,8 @@ class KernelChunk(LayerTokens[Spans]):
         if self.voter is None:  # what the layers before voted for: it comes while the window is looked at
             with self.lanes.back.apart():
                 found = self._retrieved(votes)
+        else:
+            self._fetch_ahead(votes)
         asked, window = self._queries(query), self._window()
         local = attention.attend_window(asked, window, width=width, scale=scale)
         if found is None:
@@ -323,6 +325,7 @@ class KernelChunk(LayerTokens[Spans]):
         ids = plan.ids.unsqueeze(0)
         if self.voter is not None and self.store.index is not None and asked is not None:
             self.lanes.index.join()
+            self.lanes.back.join()  # who fetches ahead reads the votes
             index = BlockIndex(self.store.index.vectors, self.store.index.counts, ids, plan.blocks)
             scores = score_blocks(self._query_spans(self.voter, asked, own), index, kind=settings.similarity)
         after = torch.zeros(ids.shape, device=self.slots.device) if before is None else before
@@ -345,6 +348,9 @@ class KernelChunk(LayerTokens[Spans]):
         tokens = pick(spans, given, index_sizes(settings)[1])
         found, counts = self._vectors(padded.view(tiles, settings.block, -1), tokens, spans.counts)
         return QuerySpans(found.flatten(0, 1).unsqueeze(0), counts.flatten().unsqueeze(0))
+
+    def _fetch_ahead(self, votes: dict[int, torch.Tensor]) -> None:
+        """Nothing, where launches do not run beside each other."""
 
     def _mean(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[dim], of the chunk's states [rows, dim]."""

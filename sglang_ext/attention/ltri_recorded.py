@@ -10,6 +10,7 @@ from sglang_ext.attention.ltri_frames import FramePlan
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import Voter
 from sglang_ext.attention.ltri_state import Leaving, span_rule
+from sglang_ext.kernels.block_votes import elect
 from sglang_ext.kernels.clamped_attention import ChunkQuery, Part, SeenKeys
 from sglang_ext.kernels.host_fetch import FreshBlocks
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
@@ -37,6 +38,16 @@ class RecordedChunk(KernelChunk):
 
     def _keep_blocks(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
         """They wait in `leaving`."""
+
+    def _fetch_ahead(self, votes: dict[int, torch.Tensor]) -> None:
+        """Fetch what the layers before have voted for, while the window is looked at; most of it is elected, too."""
+        settings, plan, before = self.settings, self.plan, votes.get(self.begin)
+        count = min(settings.retrieved, plan.stored)
+        if before is None or count == 0 or settings.vote == "off":
+            return
+        with self.lanes.back.apart():
+            voted = elect(before, None, weight=0.0, count=count, mode=settings.vote)[0]
+            self._fetched(voted if plan.renewed is None else plan.renewed)
 
     def _fresh(self) -> FreshBlocks | None:
         if self.plan.gone_tokens is None:

@@ -117,6 +117,7 @@ def test_rows_of_the_kernels() -> None:
     settings = Ltri(sinks=16, window=64, block=16, chunk=32, last=7, retrieved=4, spans=2, vectors=8)
     rows = _ltri_kernels.measure(torch.device("cpu"), settings, 320, LayerShape(4, 2, 16, torch.float32))
     assert [row.name.split(",")[0] for row in rows] == [
+        "a chunk of 32 tokens in a layer that is the first to vote",
         "a chunk of 32 tokens in a layer that votes",
         "a chunk of 32 tokens in a layer that does not vote",
         "fetch of 4 blocks of 4 KiB",

@@ -225,10 +225,6 @@ class Ltri:
         """KV slots of a stream: sinks, and what a chunk sees of the window, itself included."""
         return self.sinks + self.window + self.block + self.chunk
 
-    def cell(self, token: int) -> int:
-        """The number of the KV slot, among the stream's, that holds a token until it has left the window."""
-        return token if token < self.sinks else self.sinks + (token - self.sinks) % (self.slots - self.sinks)
-
 
 @dataclass(frozen=True)
 class InfLlmOptions(Ltri):

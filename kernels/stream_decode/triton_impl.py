@@ -147,7 +147,7 @@ def decode(
 
 @triton.jit
 def _ring(token, SINKS: tl.constexpr, CELLS: tl.constexpr):
-    """The cells of tokens (`Ltri.cell`)."""
+    """The cells of tokens (`StreamSizes.cell`)."""
     return tl.where(token < SINKS, token, SINKS + (token - SINKS) % (CELLS - SINKS))
 
 

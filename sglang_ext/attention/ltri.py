@@ -17,7 +17,7 @@ when a token behind it comes (`LayerMemory.last`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,7 +26,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.ltri_chunks import AnyMemory, Chunks, TorchChunks, Votes
-from sglang_ext.attention.ltri_layer import LayerTokens, Voter
+from sglang_ext.attention.ltri_layer import LayerTokens, Voter, cells_of
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
 from sglang_ext.attention.sparse import REPORT
@@ -253,8 +253,10 @@ class LtriPolicy(StreamPolicy):
         self._admitted[slot] = stream = source.state.fork(fork.tokens)
         gone = range(stream.stored, min(source.state.stored, settings.blocks(fork.tokens)))
         back = range(settings.first(gone.start), settings.first(max(gone.start, gone.stop)))
-        held = [*range(min(settings.sinks, fork.tokens)), *range(back.stop, fork.tokens)]
-        place, places = (self._at(slots, tokens) for tokens in (held, back))
+        held = torch.cat(
+            [torch.arange(min(settings.sinks, fork.tokens)), torch.arange(back.stop, max(back.stop, fork.tokens))]
+        )
+        place, places = (self._at(slots, tokens) for tokens in (held, torch.arange(back.start, back.stop)))
         there = self._at(source.slots, held)
         for layer, (keys, values) in self._caches().items():
             keys[place], values[place] = keys[there], values[there]
@@ -262,10 +264,9 @@ class LtriPolicy(StreamPolicy):
                 host = LayerHost(self.blocks_on_host, source.state.lease, layer, keys.device)
                 keys[places], values[places] = self._computing.stored(host, gone)
 
-    def _at(self, slots: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """[tokens] int64, the KV slots of tokens of a stream that has `slots`."""
-        cells = torch.tensor([self.config.cell(token) for token in tokens], dtype=torch.int64)
-        return slots.long()[cells.to(slots.device)]
+    def _at(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[tokens] int64, the KV slots of tokens, [tokens] int64 on the host, of a stream that has `slots`."""
+        return slots.long()[cells_of(self.config, tokens).to(slots.device)]
 
     # ---- in every layer ----
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.attention.ltri_layer import LayerTokens, Voter
+from sglang_ext.attention.ltri_layer import LayerTokens, Voter, cells_of
 from sglang_ext.attention.ltri_memory import BlockSpans, TorchMemory
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.policies.ltri import (
@@ -71,8 +71,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
 
     def _cells(self, begin: int, end: int) -> torch.Tensor:
         """[tokens] int64: numbers, among the stream's slots, of those that hold the tokens [begin, end)."""
-        cells = [self.settings.cell(token) for token in range(begin, end)]
-        return torch.tensor(cells, dtype=torch.int64, device=self.slots.device)
+        return cells_of(self.settings, torch.arange(begin, end, device=self.slots.device))
 
     def _stored(self, begin: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the tokens [begin, end), [kv_heads, tokens, dim]."""

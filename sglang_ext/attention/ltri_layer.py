@@ -43,6 +43,22 @@ class Voter:
         return self.of_keys(keys[slots], heads) if self.head is None else self.of_keys(keys, heads)[slots]
 
 
+def cells_of(settings: Ltri, tokens: torch.Tensor, behind_sinks: bool = False) -> torch.Tensor:
+    """The number of the KV slot, among a stream's, that holds a token until it has left the window.
+
+    Args:
+        settings: of the method.
+        tokens: [n] int64, any device.
+        behind_sinks: whether none of them is a sink.
+
+    Returns:
+        [n] int64, likewise.
+    """
+    sinks = settings.sinks
+    cells = sinks + (tokens - sinks) % (settings.slots - sinks)
+    return cells if behind_sinks else torch.where(tokens < sinks, tokens, cells)
+
+
 @dataclass(frozen=True)
 class LayerTokens(Generic[SpansT]):
     """Tokens [begin, end) of a stream in one layer.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang_ext.attention.ltri_layer import LayerTokens, SpansT
+from sglang_ext.attention.ltri_layer import LayerTokens, SpansT, cells_of
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import renewed_blocks
@@ -61,7 +61,7 @@ class Tokens:
 
     Attributes:
         first: number of the first.
-        cells: [tokens] int64, their numbers among the slots of all streams, one row behind the other (`Ltri.cell`).
+        cells: [tokens] int64, their numbers among the slots of all streams, one row behind the other (`cells_of`).
         slots: [tokens] int64, their KV slots.
     """
 
@@ -72,10 +72,7 @@ class Tokens:
     @classmethod
     def of(cls, settings: Ltri, slots: torch.Tensor, row: int, begin: int, end: int) -> Tokens:
         """The tokens [begin, end) of a stream in a row, with KV slots `slots`."""
-        tokens, sinks = torch.arange(begin, end, device=slots.device), settings.sinks
-        cells = sinks + (tokens - sinks) % (settings.slots - sinks)
-        if begin < sinks:
-            cells = torch.where(tokens < sinks, tokens, cells)
+        cells = cells_of(settings, torch.arange(begin, end, device=slots.device), begin >= settings.sinks)
         return cls(begin, cells + row * settings.slots, slots[cells].long())
 
 

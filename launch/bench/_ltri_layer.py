@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from sglang_ext.attention.ltri_graphs import ChunkPlace
+from sglang_ext.attention.ltri_graphs import PlacedChunk
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerHost
@@ -76,10 +76,10 @@ class Layers:
         self.graphs = graphs
         chunk = self._of(VOTES, {})
         self._seat = self.chunks.seat(chunk)
-        place = graphs.place(chunk, self._seat, set())
+        place = graphs.place(chunk, self._seat, [])
         if place is None:
             raise ValueError("no place was recorded")
-        self.place: ChunkPlace = place
+        self.place: PlacedChunk = place
         self.query = torch.randn(settings.chunk, shape.heads, shape.dim, device=device).to(shape.dtype)
         self.new = [torch.randn(settings.chunk, *rows[1:], device=device).to(shape.dtype) for _ in range(2)]
         self._lists = self._blocks_in_turn()
@@ -119,8 +119,8 @@ class Layers:
 
     def take(self, number: int) -> None:
         """Have the next chunk want another list of blocks."""
-        if self.place.standing.plan.renewed is not None:
-            self.place.standing.plan.renewed.copy_(self._lists[number % len(self._lists)])
+        if self.place.place.standing.plan.plan.renewed is not None:
+            self.place.place.standing.plan.plan.renewed.copy_(self._lists[number % len(self._lists)])
 
     def replay(self, layer: int) -> torch.Tensor:
         """The chunk in a layer, [chunk, heads, head_dim]."""
@@ -141,8 +141,8 @@ class Layers:
         for layer in self.caches:
             tokens = self._of(layer, carry)
             launched = self.chunks.launched(tokens)
-            if self.place.standing.plan.renewed is not None:
-                plan = replace(launched.plan, renewed=self.place.standing.plan.renewed)
+            if self.place.place.standing.plan.plan.renewed is not None:
+                plan = replace(launched.plan, renewed=self.place.place.standing.plan.plan.renewed)
                 launched = KernelChunk(**{**vars(launched), "plan": plan})
             wanted = launched.attend(self.query, self.new[0], self.new[1], votes).float()
             found = self.replay(layer).float()
@@ -188,7 +188,7 @@ def fetching(layers: Layers, count: int) -> tuple[Timing, int]:
     """(fetch of so many blocks alone, bytes of a block)."""
     each = layers.chunks.stores[LISTENS]
     ids = torch.arange(count, dtype=torch.int32, device=layers.device).unsqueeze(0)
-    found, row = Found(ids, ids), layers.place.standing.plan.at
+    found, row = Found(ids, ids), layers.place.place.standing.plan.plan.at
     block = 2 * each.region.keys[0].numel() * each.region.keys.element_size()
     return timed(lambda: fetch(each.region, found, row, each.cache), layers.device), block
 

@@ -143,17 +143,73 @@ class FramePlan:
             newest=torch.full((1,), max(0, newest), dtype=torch.int64, device=device),
         )
 
-    def standing(self, most: int) -> FramePlan:
-        """A plan with tensors of its own, into which others are loaded, with room for so many blocks on the host."""
-        own = {name: getattr(self, name).clone() for name in ("outside", "asking", "newest")}
-        return replace(self, plan=self.plan.standing(most), **own)
+    # ---- tensors that stand ----
 
-    def load(self, other: FramePlan) -> None:
-        """Have another plan of the same frame in the tensors of this one, which is `standing`."""
-        self.plan.load(other.plan)
-        self.outside.copy_(other.outside)
-        self.asking.copy_(other.asking)
-        self.newest.copy_(other.newest)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What differs between chunks of one frame, by name; the numbers on the host do, too (`ids`)."""
+        plan = self.plan
+        found = {name: getattr(plan, name) for name in _LOADED}
+        for name in _TOKENS:
+            tokens = getattr(plan, name)
+            if tokens is not None:
+                found |= {f"{name}.cells": tokens.cells, f"{name}.slots": tokens.slots}
+        found |= {"tiles.firsts": plan.tiles.firsts, "tiles.lengths": plan.tiles.lengths}
+        if plan.renewed is not None:
+            found["renewed"] = plan.renewed
+        return found | {name: getattr(self, name) for name in _OWN}
+
+    def packed(self) -> torch.Tensor:
+        """[bytes] uint8, `tensors` one behind the other, so that one copy has them all elsewhere."""
+        found = [each.reshape(-1).view(torch.uint8) for each in self.tensors().values()]
+        nothing = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=self.outside.device)
+        return torch.cat([part for each in found for part in (each, nothing[: -each.numel() % ALIGNMENT])])
+
+    def unpacked(self, packed: torch.Tensor, ids: torch.Tensor) -> FramePlan:
+        """A plan like this one, whose tensors are those in `packed`, and `ids` [n] int32."""
+        at, found = 0, dict[str, torch.Tensor]()
+        for name, each in self.tensors().items():
+            size = each.numel() * each.element_size()
+            found[name] = packed[at : at + size].view(each.dtype).view(each.shape)
+            at += size + -size % ALIGNMENT
+        plan = self.plan
+        parts: dict[str, object] = {name: found[name] for name in _LOADED}
+        for name in _TOKENS:
+            tokens = getattr(plan, name)
+            if tokens is not None:
+                parts[name] = replace(tokens, cells=found[f"{name}.cells"], slots=found[f"{name}.slots"])
+        parts["tiles"] = replace(plan.tiles, firsts=found["tiles.firsts"], lengths=found["tiles.lengths"])
+        parts["renewed"] = found.get("renewed")
+        own = {name: found[name] for name in _OWN}
+        return FramePlan(**{**vars(self), **own, "plan": ChunkPlan(**{**vars(plan), **parts, "ids": ids})})
+
+
+_LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "blocks", "count")
+_TOKENS = ("rows", "window", "sinks", "gone_tokens")
+_OWN = ("outside", "asking", "newest")
+"""Tensors that differ between chunks of one frame: of a `ChunkPlan`, of the `Tokens` in it, and a `FramePlan`'s own."""
+ALIGNMENT = 16
+"""Bytes, to whose multiples addresses are aligned that Triton's kernels are compiled for."""
+
+
+class StandingPlan:
+    """A plan in tensors that stand, into which others of the same frame are loaded.
+
+    Args:
+        plan: one of them.
+        most: blocks on the host of a stream, at most.
+
+    Attributes:
+        plan: in these tensors; numbers on the host are those of the first one, and nobody's to read.
+    """
+
+    def __init__(self, plan: FramePlan, most: int) -> None:
+        self._packed = plan.packed()
+        self.plan = plan.unpacked(self._packed, plan.plan.ids.new_full((most,), -1))
+
+    def load(self, packed: torch.Tensor, ids: torch.Tensor) -> None:
+        """Have another plan in these tensors: `FramePlan.packed` of it, and its blocks' numbers on the host."""
+        self._packed.copy_(packed)
+        self.plan.plan.ids[: ids.shape[0]].copy_(ids)
 
 
 def _gone(plan: ChunkPlan, settings: Ltri, most: int, nowhere: int) -> Mapping[str, object]:

@@ -2,9 +2,9 @@
 
 From some token on (`Ltri.alike_from`), the chunks of a prompt do the same, in frames of as many rows (`ltri_frames`):
 the launches of one, in one layer, are recorded once and replayed for every other. What differs between chunks lies on
-the device, in a plan that stands (`FramePlan.standing`). The chunks before that are recorded each. A pass has chunks in
+the device, in a plan that stands (`StandingPlan`). The chunks before that are recorded each. A pass has chunks in
 several *places*, one behind the other; each place has a plan and graphs of its own, so that a layer need not load what
-the layer before it has loaded.
+the layer before it has loaded. Where chunks are more than places, some share one, and are loaded anew in every layer.
 
 Blocks that leave the window are copied to the host by the GPU's copy engine, beside all else (`HostCopies`): a kernel
 that writes to the host holds up others on its multiprocessors. A chunk that wants such a block back takes it from where
@@ -13,13 +13,14 @@ it waits for its copy. Blocks that come back, and what a layer remembers, have l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
 
-from sglang_ext.attention.ltri_frames import Frame, FramePlan
+from sglang_ext.attention.ltri_frames import Frame, FramePlan, StandingPlan
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import Seat
@@ -57,6 +58,25 @@ class ChunkRows:
 
 
 @dataclass(eq=False)
+class PlacedChunk:
+    """A chunk of a pass in its place.
+
+    Attributes:
+        place: where it is computed.
+        plan: the chunk.
+        packed: `plan`, to be loaded.
+        shared: whether another chunk of the pass has the same place.
+        votes: [1, blocks] float32, of the layers so far, while another chunk is in the place.
+    """
+
+    place: ChunkPlace
+    plan: FramePlan
+    packed: torch.Tensor
+    shared: bool = False
+    votes: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
 class ChunkPlace:
     """Where one chunk of a pass is computed.
 
@@ -64,8 +84,8 @@ class ChunkPlace:
         number: of the place, from 0.
         frame: of its chunks.
         standing: the plan that graphs read.
-        chunk: the plan that was loaded last.
         leaving: blocks on their way to the host.
+        chunk: the one that was loaded last.
         votes: [1, blocks] float32, of the layers so far; None before the first layer that votes is recorded.
         leaves: layer -> what has the blocks in `leaving`.
         replays: layer -> what computes the chunk there, behind that.
@@ -74,17 +94,25 @@ class ChunkPlace:
 
     number: int
     frame: Frame
-    standing: FramePlan
-    chunk: FramePlan
+    standing: StandingPlan
     leaving: Leaving
+    chunk: PlacedChunk | None = None
     votes: torch.Tensor | None = None
     leaves: dict[int, Replay] = field(default_factory=dict)
     replays: dict[int, Replay] = field(default_factory=dict)
     found: dict[int, Retrieved] = field(default_factory=dict)
 
-    def load(self, chunk: FramePlan) -> None:
-        """Have another chunk here."""
-        self.standing.load(chunk)
+    def load(self, chunk: PlacedChunk) -> None:
+        """Have a chunk here, with the votes of the layers before; those of the one that was here are kept for it."""
+        before = self.chunk
+        if chunk is before:
+            return
+        if before is not None and before.shared and self.votes is not None:
+            before.votes = self.votes.clone()
+        plan = chunk.plan.plan
+        self.standing.load(chunk.packed, plan.ids[: plan.stored])
+        if chunk.votes is not None and self.votes is not None:
+            self.votes.copy_(chunk.votes)
         self.chunk = chunk
 
 
@@ -181,8 +209,8 @@ class ChunkGraphs:
             begin = first.begin if frame.begin is None else frame.begin
             plan = FramePlan.of(frame, replace(first, begin=begin, end=begin + frame.most), seat, self._nowhere)
             leaving = Leaving.empty(settings, keys, values)
-            place = ChunkPlace(number, frame, plan.standing(self._blocks), plan, leaving)
-            place.load(plan)
+            place = ChunkPlace(number, frame, StandingPlan(plan, self._blocks), leaving)
+            place.load(PlacedChunk(place, plan, plan.packed()))
             for layer in sorted(chunks):
                 tokens = replace(chunks[layer], begin=begin, end=begin + frame.rows)
                 if frame.gone(settings):
@@ -190,30 +218,33 @@ class ChunkGraphs:
                 place.replays[layer] = graphs.record(self._body(place, tokens, self._rows, graphs))
             self._places.append(place)
 
-    def place(self, tokens: LayerTokens[Spans], seat: Seat, taken: set[int]) -> ChunkPlace | None:
-        """A place for a chunk that follows others of its prompt, with its plan.
+    def place(self, tokens: LayerTokens[Spans], seat: Seat, taken: list[PlacedChunk]) -> PlacedChunk | None:
+        """Have a place for a chunk that follows others of its prompt.
 
         Args:
             tokens: the chunk, in the first layer.
             seat: of its stream.
-            taken: numbers of places that others of the pass have, to which that of this place is added.
+            taken: other chunks of the pass, to which it is added.
 
         Returns:
-            The one with the fewest rows; None where none is left that fits, or too many blocks leave the window.
+            The chunk in the place with the fewest rows, that fewest others have. None where none fits, or too many
+            blocks leave the window.
         """
-        settings = self._settings
-        free = [place for place in self._places if place.number not in taken]
-        fitting = [place for place in free if place.frame.fits(settings, tokens.begin, tokens.end)]
+        settings, shares = self._settings, Counter(chunk.place.number for chunk in taken)
+        fitting = [place for place in self._places if place.frame.fits(settings, tokens.begin, tokens.end)]
         if not fitting or settings.evicted(tokens.begin) - tokens.memory.stored > settings.chunk // settings.block:
             return None
-        place = min(fitting, key=lambda each: each.frame.rows)
-        taken.add(place.number)
-        place.load(FramePlan.of(place.frame, tokens, seat, self._nowhere))
-        return place
+        place = min(fitting, key=lambda each: (each.frame.rows, shares[each.number]))
+        plan = FramePlan.of(place.frame, tokens, seat, self._nowhere)
+        chunk = PlacedChunk(place, plan, plan.packed(), shared=shares[place.number] > 0)
+        for other in taken:
+            other.shared |= other.place is place
+        taken.append(chunk)
+        return chunk
 
     def attend(
         self,
-        place: ChunkPlace,
+        placed: PlacedChunk,
         tokens: LayerTokens[Spans],
         row: int,
         query: torch.Tensor,
@@ -221,9 +252,10 @@ class ChunkGraphs:
         values: torch.Tensor,
     ) -> torch.Tensor:
         """`KernelChunk.attend` of a chunk whose stream has a row, replayed; what it returns holds until the next."""
-        rows, memory, layer, chunk = self._rows, tokens.memory, tokens.caches.layer, place.chunk
+        rows, memory, layer, place, chunk = self._rows, tokens.memory, tokens.caches.layer, placed.place, placed.plan
         if rows is None or not isinstance(memory, KernelMemory):
             raise ValueError("a chunk is replayed before one was recorded: expected `record` first")
+        place.load(placed)
         part = slice(chunk.lead, chunk.count)
         for into, new in ((rows.query, query), (rows.keys, keys), (rows.values, values)):
             into[part].copy_(new)
@@ -256,7 +288,7 @@ class ChunkGraphs:
 
     def _leave(self, place: ChunkPlace, tokens: LayerTokens[Spans]) -> Callable[[], None]:
         """What has the blocks that leave the window where they wait: the chunk's own tokens take their slots."""
-        gone, leaving = place.standing.plan.gone_tokens, place.leaving
+        gone, leaving = place.standing.plan.plan.gone_tokens, place.leaving
         if gone is None:
             raise ValueError(f"a chunk at token {tokens.begin} with no room for blocks that leave: expected a frame's")
         caches, slots = (tokens.caches.keys, tokens.caches.values), gone.slots
@@ -266,7 +298,7 @@ class ChunkGraphs:
         self, place: ChunkPlace, tokens: LayerTokens[Spans], rows: ChunkRows, graphs: _Graphs
     ) -> Callable[[], None]:
         """What computes a frame in one layer out of what stands."""
-        layer, began, frame = tokens.caches.layer, self._began, place.standing
+        layer, began, frame = tokens.caches.layer, self._began, place.standing.plan
         store, plan, part = self._stores[layer], frame.plan, slice(0, place.frame.rows)
         state, nothing = store.state, Spans.empty(0, self._settings.spans, rows.query.device)
         voted = place.votes is not None

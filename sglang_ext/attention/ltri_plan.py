@@ -6,7 +6,7 @@ It follows from numbers that the host knows: so it is written down once, in the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -241,38 +241,3 @@ class ChunkPlan:
             count=number(end - begin),
             blocks=number(stored),
         )
-
-    def standing(self, most: int) -> ChunkPlan:
-        """A plan with tensors of its own, into which others are loaded, with room for so many blocks on the host."""
-        own = {name: getattr(self, name).clone() for name in _LOADED}
-        for name, part in self._parts():
-            own[name] = replace(part, cells=part.cells.clone(), slots=part.slots.clone())
-        if self.renewed is not None:
-            own["renewed"] = self.renewed.clone()
-        own["tiles"] = replace(self.tiles, firsts=self.tiles.firsts.clone(), lengths=self.tiles.lengths.clone())
-        return type(self)(**{**vars(self), **own, "ids": self.ids.new_full((most,), -1)})
-
-    def load(self, other: ChunkPlan) -> None:
-        """Have another plan in the tensors of this one, which is `standing`; numbers that differ are nobody's to read.
-
-        Args:
-            other: of as many rows, which do the same (`Ltri.alike_from`).
-        """
-        for name in _LOADED:
-            getattr(self, name).copy_(getattr(other, name))
-        for (_, into), (_, part) in zip(self._parts(), other._parts(), strict=True):
-            into.cells.copy_(part.cells)
-            into.slots.copy_(part.slots)
-        self.tiles.firsts.copy_(other.tiles.firsts)
-        self.tiles.lengths.copy_(other.tiles.lengths)
-        if self.renewed is not None and other.renewed is not None:
-            self.renewed.copy_(other.renewed)
-        self.ids[: other.stored].copy_(other.ids[: other.stored])
-
-    def _parts(self) -> list[tuple[str, Tokens]]:
-        parts = [("rows", self.rows), ("window", self.window), ("sinks", self.sinks)]
-        return parts if self.gone_tokens is None else [*parts, ("gone_tokens", self.gone_tokens)]
-
-
-_LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "blocks", "count")
-"""Tensors of a plan that differ between chunks that do the same."""

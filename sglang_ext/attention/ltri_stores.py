@@ -14,7 +14,7 @@ import torch
 
 from sglang_ext.attention.ltri_chunks import AnyMemory, LayerChunk, Votes
 from sglang_ext.attention.ltri_frames import Frame
-from sglang_ext.attention.ltri_graphs import ChunkGraphs, ChunkPlace
+from sglang_ext.attention.ltri_graphs import ChunkGraphs, PlacedChunk
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerHost
@@ -190,12 +190,12 @@ class KernelChunks:
             self._graphs.copies.wait_for_layer(layer)
         return seat, memory
 
-    def _place(self, tokens: LayerTokens[Any]) -> ChunkPlace | None:
+    def _place(self, tokens: LayerTokens[Any]) -> PlacedChunk | None:
         """The place of a chunk in its pass; None for a chunk that is launched."""
         seat, settings = self.seat(tokens), self.settings
         place = None
         if self._graphs is not None and seat.settled == tokens.begin and not tokens.answers:
-            place = self._graphs.place(tokens, seat, tokens.caches.carry.setdefault("places taken", set()))
+            place = self._graphs.place(tokens, seat, tokens.caches.carry.setdefault("places taken", []))
         if not tokens.answers:
             self.prompts["launched" if place is None else "replayed"] += 1
         settles = place is not None or tokens.begin % settings.chunk == 0
@@ -272,7 +272,7 @@ class Recorded:
     """
 
     graphs: ChunkGraphs
-    place: ChunkPlace
+    place: PlacedChunk
     tokens: LayerTokens[Any]
     row: int
 

@@ -101,19 +101,21 @@ class World:
 
     def run(self, request: Request, text: torch.Tensor, begin: int, end: int) -> Iterator[torch.Tensor]:
         """[layers, rows, heads, dim] of each pass: two chunks of the prompt, or a token of the answer."""
-        chunks = self.policy.config.chunks(begin, end, request.prompt)
-        passes = [chunks[at : at + 2] for at in range(0, len(chunks), 2)]
-        for each in passes:
-            low, high = each[0][0], each[-1][1]
+        for low, high in self.passes(request, begin, end):
             carry: dict[str, Any] = {}
-            layers = []
-            for layer, (keys, values) in self.caches.items():
-                nowhere = torch.empty(0, dtype=torch.int32)
-                caches = Caches(layer, keys, values, nowhere, ROPE, DIM**-0.5, carry)
-                query, new = text[layer, 0, low:high], text[layer, 1:, low:high, :KV_HEADS]
-                slots = self.slots(request.slot)
-                layers.append(self.policy.attend(request, caches, slots, low, query, new[0], new[1]))
-            yield torch.stack(layers)
+            yield torch.stack([self.layer(request, text, low, high, layer, carry) for layer in self.caches])
+
+    def passes(self, request: Request, begin: int, end: int) -> list[tuple[int, int]]:
+        chunks = self.policy.config.chunks(begin, end, request.prompt)
+        return [(chunks[at][0], chunks[at : at + 2][-1][1]) for at in range(0, len(chunks), 2)]
+
+    def layer(
+        self, request: Request, text: torch.Tensor, low: int, high: int, layer: int, carry: dict[str, Any]
+    ) -> torch.Tensor:
+        (keys, values), nowhere = self.caches[layer], torch.empty(0, dtype=torch.int32)
+        caches = Caches(layer, keys, values, nowhere, ROPE, DIM**-0.5, carry)
+        query, new = text[layer, 0, low:high], text[layer, 1:, low:high, :KV_HEADS]
+        return self.policy.attend(request, caches, self.slots(request.slot), low, query, new[0], new[1])
 
 
 def text(seed: int) -> torch.Tensor:
@@ -148,7 +150,10 @@ def replayed(world: World) -> int:
 
 
 def replayable(world: World, prompt: int, places: int) -> list[int]:
-    """Chunks of each pass of two chunks of a prompt that are replayed: those behind one that was, or that was whole."""
+    """Chunks of each pass of two chunks of a prompt that are replayed: those behind one that was, or that was whole.
+
+    Where there are fewer places, chunks share them.
+    """
     settings, found, settled = world.policy.config, [0], 0
     first, chunks = settings.alike_from, settings.chunks(0, prompt, prompt)
     if first is None or not places:
@@ -156,12 +161,9 @@ def replayable(world: World, prompt: int, places: int) -> list[int]:
     for number, (begin, end) in enumerate(chunks):
         if number % 2 == 0:
             found.append(0)
-            free = {"whole": places, "last": places}
-        kind = "last" if end - begin <= settings.last else "whole"
-        fits = begin % settings.chunk == 0 if begin < first else free[kind] > 0
+        fits = begin % settings.chunk == 0 or (begin >= first and end - begin <= settings.last)
         if fits and begin == settled:
             found[-1] += 1
-            free[kind] -= begin >= first
             settled = end
         elif begin % settings.chunk == 0:
             settled = end
@@ -228,6 +230,34 @@ def test_forks(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
     assert len(found) < len(whole)
     for wanted, got in zip(whole[-len(found) :], found, strict=True):
         assert (got - wanted).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "changes", [{"similarity": "max"}, {"similarity": "max", "heads": "file"}, {"vote": "preceding"}]
+)
+def test_prompts_in_one_pass_share_places(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """In every layer one is computed behind the other, in the same graphs; each is what it is alone."""
+    plain, kernels = both(monkeypatch, tmp_path, changes, 1)
+    texts, lengths = {1: text(1), 2: text(2)}, {1: PROMPT, 2: PROMPT - 23}
+    wanted = {}
+    for slot, words in texts.items():
+        request = plain.begin(slot, lengths[slot])
+        wanted[slot] = [*plain.run(request, words, 0, lengths[slot])]
+        plain.policy.finish(request)
+    requests = {slot: kernels.begin(slot, lengths[slot]) for slot in texts}
+    passes = {slot: kernels.passes(requests[slot], 0, lengths[slot]) for slot in texts}
+    for number in range(max(map(len, passes.values()))):
+        carry: dict[str, Any] = {}
+        there = [slot for slot in texts if number < len(passes[slot])]
+        for layer in kernels.caches:
+            for slot in there:
+                found = kernels.layer(requests[slot], texts[slot], *passes[slot][number], layer, carry)
+                assert (found - wanted[slot][number][layer]).abs().max() <= TOLERANCE, (slot, number, layer)
+    shared = [place for place in kernels.chunks._graphs._places if place.chunk is not None and place.chunk.shared]
+    assert len(shared) > 4
+    assert replayed(kernels) == LAYERS * sum(sum(replayable(kernels, length, 1)) for length in lengths.values())
 
 
 def test_what_kernels_do_not_take() -> None:

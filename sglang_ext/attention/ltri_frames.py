@@ -2,9 +2,10 @@
 
 A frame begins where a block begins, and has whole blocks. A chunk has some of its rows, and the others compute nothing
 that is kept: what they would store goes to SGLang's padding slot, which nobody sees, and they add nothing to the
-attention map. There are three kinds. One serves chunks that begin at a multiple of `chunk`, whole or not, where all of
-them see as much (`Ltri.alike_from`). Before that each has a frame of its own. A shorter one serves the last tokens of a
-prompt, which begin anywhere in a block.
+attention map. There are two kinds: for chunks that begin at a multiple of `chunk`, whole or not, and for the last
+tokens of a prompt, which begin anywhere. One frame of each kind serves where all chunks see as much
+(`Ltri.alike_from`); that of the last tokens is shorter, and begins with their block. Before that, each `chunk` tokens
+have frames of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Frame:
         own: tiles of the chunk's own tokens, counted from its first one; 0 where chunks begin with the frame, so that
             the tiles of the frame's blocks are their own.
         most: tokens of a chunk, at most.
-        begin: where its chunks begin; None for any place from `Ltri.alike_from` on.
+        begin: its first token; None for any place from `Ltri.alike_from` on.
     """
 
     rows: int
@@ -48,9 +49,10 @@ class Frame:
 
     @classmethod
     def first(cls, settings: Ltri) -> list[Frame]:
-        """Those of the chunks before these, from a stream's beginning."""
-        begins = range(0, settings.alike_from or 0, settings.chunk)
-        return [cls(settings.chunk, 0, settings.chunk, begin) for begin in begins]
+        """Those from a stream's beginning up to `Ltri.alike_from`, of both kinds."""
+        begins, own = range(0, settings.alike_from or 0, settings.chunk), -(-settings.last // settings.block)
+        kinds = ((0, settings.chunk), (own, settings.last))
+        return [cls(settings.chunk, *kind, begin) for begin in begins for kind in kinds]
 
     @classmethod
     def last(cls, settings: Ltri) -> Frame | None:
@@ -61,19 +63,34 @@ class Frame:
 
     def start(self, settings: Ltri, begin: int) -> int:
         """First token of the frame around a chunk that begins at `begin`."""
-        return begin - (begin - settings.sinks) % settings.block
+        return begin - (begin - settings.sinks) % settings.block if self.begin is None else self.begin
 
     def fits(self, settings: Ltri, begin: int, end: int) -> bool:
         """Whether the frame serves a chunk of the tokens [begin, end)."""
-        if self.begin is not None:
-            return begin == self.begin
-        alike = settings.alike_from is not None and begin >= settings.alike_from
-        return alike and end - begin <= self.most and (self.own > 0 or begin % settings.chunk == 0)
+        if end - begin > self.most or (self.own == 0 and begin % settings.chunk):
+            return False
+        if self.begin is not None:  # with the window of its first token
+            inside = self.begin <= begin and end <= self.begin + self.rows
+            return inside and settings.evicted(begin) == settings.evicted(self.begin)
+        return settings.alike_from is not None and begin >= settings.alike_from
 
     def gone(self, settings: Ltri) -> int:
         """Blocks that leave the window with a chunk, at most."""
         most = settings.chunk // settings.block
         return most if self.begin is None else min(most, settings.evicted(self.begin))
+
+
+@dataclass(frozen=True)
+class Nowhere:
+    """Where things go that nobody looks at.
+
+    Attributes:
+        block: a number on the host that is no block's.
+        span: a place for spans that is no block's (`SpanRing`).
+    """
+
+    block: int
+    span: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +105,8 @@ class FramePlan:
         gone: the blocks that leave the window.
         outside: [rows] bool, rows that are not the chunk's.
         asking: [tiles * block] int64, rows of the chunk's own tiles; empty where these are those of the frame's blocks.
-        newest: [1] int64, which of the frame's blocks has the chunk's last token.
+        oldest, newest: [1] int64, which of the frame's blocks have the chunk's first token and its last.
+        before: [block] bool, tokens of the oldest block that are before the chunk.
     """
 
     plan: ChunkPlan
@@ -97,17 +115,19 @@ class FramePlan:
     gone: range
     outside: torch.Tensor
     asking: torch.Tensor
+    oldest: torch.Tensor
     newest: torch.Tensor
+    before: torch.Tensor
 
     @classmethod
-    def of(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: int) -> FramePlan:
+    def of(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: Nowhere) -> FramePlan:
         """The plan of a chunk that the frame fits.
 
         Args:
             frame: around it.
             chunk: in the first layer.
             seat: of its stream.
-            nowhere: the number on the host of blocks that do not leave.
+            nowhere: for blocks that do not leave, or had their spans before.
         """
         settings, device = chunk.settings, chunk.slots.device
         start = frame.start(settings, chunk.begin)
@@ -115,13 +135,17 @@ class FramePlan:
         plan = ChunkPlan.of(replace(chunk, begin=start, end=start + frame.rows), seat)
         rows, steps = torch.arange(frame.rows, device=device), torch.arange(frame.own * settings.block, device=device)
         outside = (rows < lead) | (rows >= count)
-        own, newest = plan.rows, settings.blocks(chunk.end) - 1 - plan.tiles.blocks.start
+        own, blocks = plan.rows, plan.tiles.blocks
+        # Sinks are in no block.
+        oldest, newest = (max(0, settings.blocks(end) - 1 - blocks.start) for end in (chunk.begin + 1, chunk.end))
+        spans = plan.tile_spans.clone()
+        spans[:oldest] = nowhere.span  # these blocks were complete before
         window, listed = plan.window.slots.clone(), plan.listed.clone()
         there = window.shape[0] - (frame.rows - count)  # columns that have a token
         window[there:] = PADDING_SLOT
         listed[:, there:] = PADDING_SLOT
         parts: Mapping[str, object] = {
-            **_gone(plan, settings, frame.gone(settings), nowhere),
+            **_gone(plan, settings, frame.gone(settings), nowhere.block),
             "rows": Tokens(
                 own.first,
                 torch.where(outside, own.cells[lead : lead + 1], own.cells),
@@ -130,6 +154,7 @@ class FramePlan:
             "window": replace(plan.window, slots=window),
             "listed": listed,
             "tiles": _tiles(plan, frame, chunk, count),
+            "tile_spans": spans,
             "renewed": on_device(renewed_blocks(chunk.begin, settings), device) if settings.renewed else None,
             "count": torch.full_like(plan.count, count),
         }
@@ -140,7 +165,9 @@ class FramePlan:
             gone=plan.gone,
             outside=outside,
             asking=(steps + lead).clamp(max=frame.rows - 1),
-            newest=torch.full((1,), max(0, newest), dtype=torch.int64, device=device),
+            oldest=torch.full((1,), oldest, dtype=torch.int64, device=device),
+            newest=torch.full((1,), newest, dtype=torch.int64, device=device),
+            before=torch.arange(settings.block, device=device) < chunk.begin - settings.first(blocks.start + oldest),
         )
 
     # ---- tensors that stand ----
@@ -185,7 +212,7 @@ class FramePlan:
 
 _LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "blocks", "count")
 _TOKENS = ("rows", "window", "sinks", "gone_tokens")
-_OWN = ("outside", "asking", "newest")
+_OWN = ("outside", "asking", "oldest", "newest", "before")
 """Tensors that differ between chunks of one frame: of a `ChunkPlan`, of the `Tokens` in it, and a `FramePlan`'s own."""
 ALIGNMENT = 16
 """Bytes, to whose multiples addresses are aligned that Triton's kernels are compiled for."""

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import torch
 
-from sglang_ext.attention.ltri_frames import Frame, FramePlan, StandingPlan
+from sglang_ext.attention.ltri_frames import Frame, FramePlan, Nowhere, StandingPlan
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import Seat
@@ -174,7 +174,7 @@ class ChunkGraphs:
         settings: of the method.
         stores: by layer.
         blocks: of a stream that may leave its window.
-        nowhere: the number on the host that is no block's.
+        nowhere: for what nobody looks at.
         device: of the KV cache.
 
     Attributes:
@@ -183,7 +183,7 @@ class ChunkGraphs:
     """
 
     def __init__(
-        self, settings: Ltri, stores: Mapping[int, LayerStore], blocks: int, nowhere: int, device: torch.device
+        self, settings: Ltri, stores: Mapping[int, LayerStore], blocks: int, nowhere: Nowhere, device: torch.device
     ) -> None:
         self._settings, self._stores, self._blocks, self._nowhere = settings, stores, blocks, nowhere
         self._places: list[ChunkPlace] = []

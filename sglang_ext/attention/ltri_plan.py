@@ -81,8 +81,8 @@ class SpanRing:
     """The spans of the blocks in the windows of all streams, in one layer, one row of blocks behind the other.
 
     Attributes:
-        bounds: [rows * blocks of a row, spans, 2] int32 (`Spans.bounds`).
-        counts: [rows * blocks of a row, spans] int32.
+        bounds: [rows * blocks of a row + 1, spans, 2] int32 (`Spans.bounds`); the last place is no block's.
+        counts: [rows * blocks of a row + 1, spans] int32.
     """
 
     bounds: torch.Tensor
@@ -96,7 +96,7 @@ class SpanRing:
     @classmethod
     def empty(cls, settings: Ltri, rows: int, device: torch.device) -> SpanRing:
         """Room for so many streams."""
-        shape = rows * cls.blocks(settings), settings.spans
+        shape = rows * cls.blocks(settings) + 1, settings.spans
         bounds, counts = (torch.zeros(each, dtype=torch.int32, device=device) for each in ((*shape, 2), shape))
         return cls(bounds, counts)
 

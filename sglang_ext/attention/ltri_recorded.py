@@ -87,15 +87,15 @@ class RecordedChunk(KernelChunk):
     def _framed_spans(self, chunk: LocalMap) -> Spans:
         """The spans of the frame's blocks, and of the chunk's own tokens behind them.
 
-        Rows of the first block that were there before lie in the stream's row, where the newest block's are left.
+        Rows of the oldest block that were there before lie in the stream's row, where the newest block's are left.
         """
-        plan, state = self.plan, self.store.map_of_voters
+        plan, state, frame = self.plan, self.store.map_of_voters, self.frame
         tiles = self._no_tiles(chunk)
         fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
         if plan.tiles.own:
-            before = self.frame.outside[: self.settings.block].unsqueeze(1)
-            tiles[0] = torch.where(before, state.tile.index_select(0, plan.at)[0], tiles[0])
-        state.tile.index_copy_(0, plan.at, tiles.index_select(0, self.frame.newest))
+            kept, found = state.tile.index_select(0, plan.at), tiles.index_select(0, frame.oldest)
+            tiles.index_copy_(0, frame.oldest, torch.where(frame.before.view(1, 1, -1, 1), kept, found))
+        state.tile.index_copy_(0, plan.at, tiles.index_select(0, frame.newest))
         return cut_spans(tiles, plan.tiles.lengths, span_rule(self.settings, self.caches.layer))
 
     # ---- what the chunk asks ----

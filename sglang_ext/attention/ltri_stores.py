@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.ltri_chunks import AnyMemory, LayerChunk, Votes
-from sglang_ext.attention.ltri_frames import Frame
+from sglang_ext.attention.ltri_frames import Frame, Nowhere
 from sglang_ext.attention.ltri_graphs import ChunkGraphs, PlacedChunk
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
@@ -117,7 +117,8 @@ class KernelChunks:
         keys, values = next(iter(caches.values()))
         self.settings, self.device = settings, keys.device
         self._graphs: ChunkGraphs | None = None
-        self._blocks, self._nowhere = min(host.total, self.most_blocks) + 1, host.total
+        self._blocks = min(host.total, self.most_blocks) + 1
+        self._nowhere = Nowhere(host.total, rows * SpanRing.blocks(settings))
         self.prompts = {"replayed": 0, "launched": 0}
         self._free, self._seats = list(range(rows))[::-1], dict[HostLease, Seat]()
         _check_room(settings, voters, host.total + 1, heads, rows, keys)

@@ -6,6 +6,8 @@ stream, and is there from the start; what a stream is told of its own blocks (`l
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +39,8 @@ from sglang_ext.policies.ltri_options import Ltri
 
 RESERVED = 2 * GIB
 """Bytes of the GPU that are left to activations, CUDA graphs and buffers."""
+logger = logging.getLogger(__name__)
+
 LAST_PLACES = 2
 """Prompts of a pass whose last tokens are replayed, at most."""
 Voters = Mapping[int, Voter | None]
@@ -173,7 +177,10 @@ class KernelChunks:
         frames = [Frame.whole(self.settings)] * places + ([] if last is None else [last] * min(places, LAST_PLACES))
         frames += Frame.first(self.settings)
         graphs = ChunkGraphs(self.settings, self.stores, self._blocks, self._nowhere, self.device)
+        begun = time.perf_counter()
         graphs.record(chunks, seat, frames)
+        what, seconds = len(frames) * len(self.stores), time.perf_counter() - begun
+        logger.info("chunks of prompts of Ltri-LLM: %d were recorded in %.1f s", what, seconds)
         self._graphs = graphs
 
     def _named(self, tokens: LayerTokens[Any]) -> str:

@@ -1,7 +1,8 @@
-"""The engine's half of ``sglang-ext bench dbsa``: which of the two engines does what, and when.
+"""The engine's half of ``sglang-ext bench dbsa``: which of the engines does what, and when.
 
-Both are resident on one GPU and take turns: every run of ours stands beside one of stock SGLang's, with the same
-questions. Where the memory is not enough for both, `--apart` has them do the same one after the other.
+Stock SGLang runs on each of some attention backends, an engine each. All engines are resident on one GPU and take
+turns: every run of ours stands beside one of each of them, with the same questions. Where the memory is not enough for
+all, `--apart` has them do the same one after the other. The larger pool has an engine of its own, behind the others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from sglang_ext.launch.bench._turns import STOCK, Process, say
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.types import JsonObject, Options
 
-ROLES = ("stock", "ours")
+STOCK_ROLE, OURS, LARGE = "stock", "ours", "larger"
+"""Who does what: stock SGLang on all of its backends; our engine; and our engine with room for the larger pool."""
 IN_TURNS, APART = "in turns", "one engine after the other"
 TURN = (("stock", "zero-shot"), ("ours", "zero-shot"), ("stock", "fixed"), ("ours", "dbsa"), ("ours", "all blocks"))
 """What is asked in a turn, by whom: what is compared stands side by side."""
@@ -56,7 +58,7 @@ class TurnStep:
     """One thing that an engine is asked for.
 
     Attributes:
-        role: which engine.
+        role: which engine, or engines.
         do: a method of `_dbsa_engine.Stock` or `Ours`.
         options: its keywords.
         keep: where the answer goes in what is found of the engine; empty where it is a warm-up.
@@ -72,9 +74,9 @@ class TurnStep:
     several: bool = True
 
     def run(self, process: Process, found: JsonObject) -> None:
-        """Have it done, and keep the answer in `found`."""
+        """Have it done by an engine of its role, and keep the answer in `found`."""
         answer = process.ask(self.do, **self.options)
-        words = [self.role, self.do, *(f"{name} {value}" for name, value in self.options.items())]
+        words = [process.name, self.do, *(f"{name} {value}" for name, value in self.options.items())]
         seconds = answer.get("seconds", answer.get("wall"))
         say(f"{', '.join(words)}: {seconds:.4g} s{'' if self.keep else ' (warm-up)'}")
         if not self.keep:
@@ -89,16 +91,46 @@ class TurnStep:
             found[last] = value
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """An engine that is to be started.
+
+    Attributes:
+        role: what it does.
+        backend: attention backend of stock SGLang; empty for ours.
+    """
+
+    role: str
+    backend: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} on {self.backend}" if self.backend else self.role
+
+    def found(self, raw: JsonObject) -> JsonObject:
+        """Where what it measures is kept."""
+        kept: JsonObject = raw[STOCK_ROLE][self.backend] if self.backend else raw[OURS]
+        return kept
+
+
+def phases(args: argparse.Namespace) -> list[list[Wanted]]:
+    """Engines that are resident together, one group after the other."""
+    stock = [Wanted(STOCK_ROLE, backend) for backend in args.stock_backend]
+    together = [*stock, Wanted(OURS)]
+    found = [[each] for each in together] if args.apart else [together]
+    return [*found, [Wanted(LARGE)]] if args.larger else found
+
+
 def engines(args: argparse.Namespace) -> JsonObject:
-    """Measure both engines: {"stock": ..., "ours": ..., "order": ..., "memory": ...}.
+    """Measure all engines: {"stock": {backend: ...}, "ours": ..., "order": ..., "memory": ...}.
 
     Raises:
         RuntimeError: one of them failed (its output is above), or has less KV cache than it needs.
     """
     sizes = capacities(args)
     found: JsonObject = {
-        "stock": {"backend": args.stock_backend},
-        "ours": {"stages": {}, "decode stages": {}},
+        STOCK_ROLE: {backend: {"backend": backend} for backend in args.stock_backend},
+        OURS: {"stages": {}, "decode stages": {}},
         "order": APART if args.apart else IN_TURNS,
         "memory": {role: {"tokens": size, "kv_bytes": size * token_bytes(args)} for role, size in sizes.items()},
     }
@@ -106,21 +138,24 @@ def engines(args: argparse.Namespace) -> JsonObject:
         model = Path(temporary) / "model"
         # Positions are sequential over the larger pool too, so that both are encoded alike.
         write_model(model, args.shape, max(131_072, *sizes.values()))
-        for roles in [[role] for role in ROLES] if args.apart else [ROLES]:
+        for group in phases(args):
             with ExitStack() as stack:
                 processes = {}
-                for role in roles:
-                    words, environment = _words(role, model, args, sizes[role])
-                    process = Process(role, _dbsa_engine.__name__, words, environment)
-                    processes[role] = stack.enter_context(process)
+                for wanted in group:
+                    words, environment = _words(wanted, model, args, sizes[wanted.role])
+                    process = Process(wanted.name, _dbsa_engine.__name__, words, environment)
+                    processes[wanted] = stack.enter_context(process)
                     if torch.cuda.is_available():  # the next one finds the memory of this one taken
                         process.wait()
-                for role, process in processes.items():
-                    found[role] |= _about(process, sizes[role])
+                for wanted, process in processes.items():
+                    about = _about(process, sizes[wanted.role])
+                    if wanted.role != LARGE:
+                        wanted.found(found).update(about)
                 for step in steps(args):
-                    if step.role in processes:
-                        step.run(processes[step.role], found[step.role])
-    ours = found["ours"]
+                    for wanted, process in processes.items():
+                        if step.role == wanted.role:
+                            step.run(process, wanted.found(found))
+    ours = found[OURS]
     ours |= {name: ours["encode"][0][name] for name in ("tokens", "blocks")}
     ours["append encoding"] = {name: [each["encoding"] for each in ours[name]] for name in APPENDED if name in ours}
     for name in ("encode", *ours["append encoding"]):
@@ -141,7 +176,7 @@ def _about(process: Process, size: int) -> JsonObject:
 
 
 def steps(args: argparse.Namespace) -> Iterator[TurnStep]:
-    """All that both engines do, in order. The first of several runs of one thing is a warm-up."""
+    """All that the engines do, in order. The first of several runs of one thing is a warm-up."""
     asked = 0  # questions so far: one that was asked before would be cached
     repeats = range(args.repeats + 1)
     for repeat in repeats:
@@ -160,10 +195,8 @@ def steps(args: argparse.Namespace) -> Iterator[TurnStep]:
         yield _asking("stock", "retrieval", tokens, concurrency, asked, min(LIGHT, count), kept[0])
         yield _asking("ours", "dbsa", tokens, concurrency, asked, count, kept[1])
         asked += count
-    yield from _appending(args, POOL, APPENDED[0])
-    if args.larger:
-        yield TurnStep("ours", "encode", {"pool": LARGER}, ("larger",), part="", several=False)
-        yield from _appending(args, LARGER, APPENDED[1])
+    if not args.larger:
+        yield from _appending(args, OURS, POOL, APPENDED[0])
     yield TurnStep("ours", "encode", {"pool": POOL})
     # Last: a profiler that has run goes on slowing launches down.
     for name, tokens in (("stages", args.label_tokens[0]), ("decode stages", args.decode_tokens)):
@@ -172,6 +205,11 @@ def steps(args: argparse.Namespace) -> Iterator[TurnStep]:
             options = {"tokens": tokens, "concurrency": concurrency, "first": asked, "count": count}
             asked += count
             yield TurnStep("ours", "stages", options, (name, f"{concurrency} at a time"), part="", several=False)
+    if args.larger:  # appends to either pool are measured in one engine
+        yield TurnStep(LARGE, "encode", {"pool": POOL})
+        yield from _appending(args, LARGE, POOL, APPENDED[0])
+        yield TurnStep(LARGE, "encode", {"pool": LARGER}, ("larger",), part="", several=False)
+        yield from _appending(args, LARGE, LARGER, APPENDED[1])
 
 
 def _asking(role: str, kind: str, tokens: int, concurrency: int, first: int, count: int, keep: str | None) -> TurnStep:
@@ -179,9 +217,9 @@ def _asking(role: str, kind: str, tokens: int, concurrency: int, first: int, cou
     return TurnStep(role, "run", options, ("answers", str(tokens), keep, str(concurrency)) if keep else (), part="")
 
 
-def _appending(args: argparse.Namespace, pool: str, name: str) -> Iterator[TurnStep]:
+def _appending(args: argparse.Namespace, role: str, pool: str, name: str) -> Iterator[TurnStep]:
     for repeat in range(_appends(args) + 1):
-        yield TurnStep("ours", "append", {"pool": pool}, (name,) if repeat else (), part="")
+        yield TurnStep(role, "append", {"pool": pool}, (name,) if repeat else (), part="")
 
 
 def _appends(args: argparse.Namespace) -> int:
@@ -200,8 +238,8 @@ def capacities(args: argparse.Namespace) -> dict[str, int]:
     """Tokens of KV cache that each engine needs.
 
     Stock SGLang keeps the pool's prompt between two runs behind it, while the questions of both and of the zero-shot
-    run between them are cached too; later one RetICL prompt. Ours holds the largest pool, what is appended to it and
-    the requests under way.
+    run between them are cached too; later one RetICL prompt. Ours holds a pool, what is appended to it and the requests
+    under way.
     """
     most = max(args.concurrency)
     run = questions_a_run(args, most) * (QUESTION + max(args.label_tokens))
@@ -209,15 +247,17 @@ def capacities(args: argparse.Namespace) -> dict[str, int]:
     appended = (_appends(args) + 1) * args.block_size * DEMONSTRATION
     computed = {
         "stock": args.tokens + max(2 * run, round(args.ratio * args.tokens)) + run,
-        "ours": max(args.tokens, args.larger) + appended + under_way,
+        "ours": args.tokens + appended + under_way,
+        **({LARGE: args.larger + appended + under_way} if args.larger else {}),
     }
     # A pool ends behind the first demonstration that makes it long enough.
     return {role: _given(args, role).get("max_total_tokens", size + DEMONSTRATION) for role, size in computed.items()}
 
 
 def _given(args: argparse.Namespace, role: str) -> JsonObject:
-    """An engine's arguments of `--engine`: those of both, and its own, which stand under its role."""
-    return {name: value for name, value in args.engine.items() if name not in ROLES} | args.engine.get(role, {})
+    """An engine's arguments of `--engine`: those of all, and its own, which stand under its role."""
+    roles = (STOCK_ROLE, OURS, LARGE)
+    return {name: value for name, value in args.engine.items() if name not in roles} | args.engine.get(role, {})
 
 
 def token_bytes(args: argparse.Namespace) -> int:
@@ -226,24 +266,25 @@ def token_bytes(args: argparse.Namespace) -> int:
     return numbers * (4 if args.shape == "tiny" else 2)
 
 
-def _words(role: str, model: Path, args: argparse.Namespace, size: int) -> tuple[list[str], dict[str, str]]:
+def _words(wanted: Wanted, model: Path, args: argparse.Namespace, size: int) -> tuple[list[str], dict[str, str]]:
     """(arguments, environment) of a process."""
+    stock = wanted.role == STOCK_ROLE
     options: JsonObject = {
         "max_total_tokens": size,
         "max_running_requests": max(args.concurrency),
         **({"mem_fraction_static": STATIC} if torch.cuda.is_available() else {}),
-        **({"attention_backend": args.stock_backend} if role == "stock" else {}),
-        **_given(args, role),
+        **({"attention_backend": wanted.backend} if stock else {}),
+        **_given(args, wanted.role),
     }
     words = {
-        "role": role,
+        "role": STOCK_ROLE if stock else OURS,
         "model": model,
         "tokens": args.tokens,
         "block-size": args.block_size,
         "ratio": args.ratio,
-        "larger": args.larger,
+        "larger": args.larger if wanted.role == LARGE else 0,
         "engine": json.dumps(options),
     }
     chosen = args.kernels or ("flashinfer" if torch.cuda.is_available() else "torch")
-    environment = {KERNELS_ENV: chosen} if role == "ours" else STOCK
+    environment = STOCK if stock else {KERNELS_ENV: chosen}
     return [text for name, value in words.items() for text in (f"--{name}", str(value))], environment

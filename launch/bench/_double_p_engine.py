@@ -26,7 +26,7 @@ from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._double_p_planted import planted_weights, prompt_ids
 from sglang_ext.launch.bench._double_p_rows import LEVELS
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
+from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, fastest
 from sglang_ext.launch.bench._turns import STOCK, Process, say, serve
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.types import JsonObject
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 
 SHORT = 16
+OURS = ""
+"""Stands where the backend of a stock engine stands."""
 """Output tokens of the run whose time is taken off, with all that does not belong to a step."""
 
 TIME_AIM = {"flat": None, "middle": 2.4, "peaked": 2.4}
@@ -188,17 +190,17 @@ def _wait(device: torch.device) -> None:
 
 
 def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> JsonObject:
-    """Prefill every prompt once in both engines, then decode over them from the cache.
+    """Prefill every prompt once in all engines, then decode over them from the cache.
 
-    One engine after the other, or, where the memory is enough for both (`--together`), in turns.
+    Stock SGLang runs on each of some attention backends, an engine each. One engine after the other, or, where the
+    memory is enough for all (`--together`), in turns.
     """
     found: JsonObject = {
         "rows": args.engine_batch,
         "length": args.engine_length,
         "tokens": args.decode_tokens,
         "together": args.together,
-        "stock backend": args.stock_backend,
-        "stock": {"decode": []},
+        "stock": {backend: {"decode": []} for backend in args.stock_backend},
         "ours": {"decode": {name: [] for name in args.levels}, "selected": {name: [] for name in args.levels}},
     }
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary, ExitStack() as stack:
@@ -206,16 +208,18 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
         first = args.levels[0]
 
         @contextmanager
-        def started(role: str) -> Iterator[Process]:
-            process = Process(role, __name__, *_words(role, folders[first], device, args, config))
+        def started(backend: str) -> Iterator[Process]:
+            """Stock SGLang's engine on a backend; ours for none."""
+            name, kept = f"stock on {backend}" if backend else "ours", found["stock"].get(backend, found["ours"])
+            process = Process(name, __name__, *_words(backend, folders[first], device, args, config))
             try:
                 process.ask("weights", folder=str(folders[first]), flush=True)
-                say(f"{role}: started")
-                found[role]["prefill"] = process.ask("prefill")["seconds"]
-                say(f"{role}: prefill {found[role]['prefill']}")
+                say(f"{name}: started")
+                kept["prefill"] = process.ask("prefill")["seconds"]
+                say(f"{name}: prefill {kept['prefill']}")
                 process.ask("decode", tokens=SHORT)  # compiles, clusters what is left, captures what was not yet
                 yield process
-                found[role]["state"] = process.ask("state")
+                kept["state"] = process.ask("state")
             finally:
                 process.stop()
 
@@ -223,25 +227,28 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
             process.ask("weights", folder=str(folders[level]), flush=False)
             process.ask("decode", tokens=SHORT)
 
-        def stock_turn(process: Process) -> None:
-            found["stock"]["decode"].append(_turn(process, args.decode_tokens))
+        def stock_turn(backend: str, process: Process) -> None:
+            found["stock"][backend]["decode"].append(_turn(process, args.decode_tokens))
 
         def our_turn(level: str, process: Process) -> None:
             found["ours"]["decode"][level].append(_turn(process, args.decode_tokens))
             found["ours"]["selected"][level].append(process.ask("state").get("last_selection", {}))
 
         if args.together:
-            stock, ours = (stack.enter_context(started(role)) for role in ("stock", "ours"))
+            stocks = {backend: stack.enter_context(started(backend)) for backend in args.stock_backend}
+            ours = stack.enter_context(started(OURS))
             for level in args.levels:
                 ask_for(level, ours)
                 for _ in range(args.repeats):
-                    stock_turn(stock)
+                    for backend, stock in stocks.items():
+                        stock_turn(backend, stock)
                     our_turn(level, ours)
         else:
-            with started("stock") as stock:
-                for _ in range(args.repeats):
-                    stock_turn(stock)
-            with started("ours") as ours:
+            for backend in args.stock_backend:
+                with started(backend) as stock:
+                    for _ in range(args.repeats):
+                        stock_turn(backend, stock)
+            with started(OURS) as ours:
                 for level in args.levels:
                     ask_for(level, ours)
                     for _ in range(args.repeats):
@@ -271,9 +278,9 @@ def _models(folder: Path, args: argparse.Namespace) -> dict[str, Path]:
 
 
 def _words(
-    role: str, model: Path, device: torch.device, args: argparse.Namespace, config: DoubleP
+    backend: str, model: Path, device: torch.device, args: argparse.Namespace, config: DoubleP
 ) -> tuple[list[str], dict[str, str]]:
-    """(arguments, environment) of a process."""
+    """(arguments, environment) of a process: stock SGLang's on a backend, or ours for none."""
     runs = (args.repeats + 2) * (2 * SHORT + args.decode_tokens) * len(args.levels)
     options: JsonObject = {
         "model_path": str(model),
@@ -283,7 +290,7 @@ def _words(
         "random_seed": 0,
         "max_running_requests": args.engine_batch,
         "max_total_tokens": args.engine_batch * (args.engine_length + runs + 64),
-        "attention_backend": "double_p" if role == "ours" else args.stock_backend,
+        "attention_backend": backend or "double_p",
         **({"cuda_graph_max_bs_decode": args.engine_batch} if device.type == "cuda" else {}),
         **args.engine,
     }
@@ -296,7 +303,7 @@ def _words(
         "vocabulary": vocabulary,
     }
     words = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    if role == "ours":
+    if not backend:
         return [*words, "--ours"], {KERNELS_ENV: args.kernels or ("flashinfer" if device.type == "cuda" else "triton")}
     return words, STOCK
 
@@ -307,13 +314,16 @@ def compare(raw: JsonObject) -> list[Figure]:
     Raises:
         ValueError: prompts were not in the cache while decoding, or a step did not read clusters.
     """
-    stock, ours, clusters = raw["stock"], raw["ours"], raw["clustering"]
+    ours, clusters = raw["ours"], raw["clustering"]
+    # Files of one stock engine name its backend beside it.
+    stocks = {raw["stock backend"]: raw["stock"]} if "stock backend" in raw else raw["stock"]
     length, rows = raw["length"], raw["rows"]
-    name = f"stock SGLang on {raw['stock backend']}"
     where = f"{rows} requests of {length} tokens, {clusters['layers']} layers"
     turns = "in turns" if raw["together"] else "one engine after the other"
-    _check_cached([*stock["decode"], *(run for runs in ours["decode"].values() for run in runs)], length)
-    dense = Timing.of(run["seconds"] for run in stock["decode"])
+    runs = [run for stock in stocks.values() for run in stock["decode"]]
+    _check_cached([*runs, *(run for runs in ours["decode"].values() for run in runs)], length)
+    name, dense, others = fastest({backend: [run["seconds"] for run in each["decode"]] for backend, each in
+                                    stocks.items()})  # fmt: skip
     figures = []
     for level, runs in ours["decode"].items():
         selected = ours["selected"][level]
@@ -323,13 +333,15 @@ def compare(raw: JsonObject) -> list[Figure]:
             sum(each[key] for each in selected) / len(selected) for key in ("exact_tokens", "approximated_clusters")
         )
         kept = f"{level} planted keys, {exact:.2f} exact, {approx:.2f} by centroid"
-        notes = {"exact": exact, "approx": approx, "output_tokens": raw["tokens"], "order": turns}
+        notes = {"exact": exact, "approx": approx, "output_tokens": raw["tokens"], "order": turns, **others}
         mine = Timing.of(run["seconds"] for run in runs)
         words = f"time per output token, {where} ({kept})"
         figures.append(at_least(words, mine, name, dense, TIME_AIM[level], notes=notes))
     # The first prompt waits for compilers.
-    mine, theirs = (Timing.of(side["prefill"][1:] or side["prefill"]) for side in (ours, stock))
-    note = {"clustered_meanwhile": "all segments but the last, which the first decoding step clusters"}
+    mine = Timing.of(ours["prefill"][1:] or ours["prefill"])
+    name, theirs, others = fastest({backend: each["prefill"][1:] or each["prefill"] for backend, each in
+                                     stocks.items()})  # fmt: skip
+    note = {"clustered_meanwhile": "all segments but the last, which the first decoding step clusters", **others}
     words = f"prefill of {length} tokens with their clustering, {clusters['layers']} layers, whole engine"
     figures.append(at_least(words, mine, name, theirs, None, notes=note))
     words = f"clustering {length} tokens, {clusters['layers']} layers, all heads"

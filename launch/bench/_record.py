@@ -14,7 +14,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -144,6 +144,38 @@ def at_most(name: str, ours: Timing, floor: float, floor_of: str, aim: float | N
     ratio = ours.median / floor
     text, met = ("", None) if aim is None else (f"at most {aim:.3g}x", ratio <= aim)
     return Figure(name, ours, floor_of, None, ratio, text, met, floor=floor, floor_of=floor_of, **more)
+
+
+def stock_engines(measured: JsonObject) -> list[JsonObject]:
+    """What each engine of stock SGLang measured, with its `backend`; of one alone, or of several by their backends."""
+    return [measured] if "backend" in measured else list(measured.values())
+
+
+def fastest(times: Mapping[str, Sequence[float]]) -> tuple[str, Timing, JsonObject]:
+    """The fastest of some engines of stock SGLang.
+
+    Args:
+        times: backend -> seconds.
+
+    Returns:
+        (its name, its seconds, median seconds of the others for the notes of a row).
+    """
+    found = {backend: Timing.of(seconds) for backend, seconds in times.items()}
+    best = min(found, key=lambda backend: found[backend].median)
+    others = {backend: timing.median for backend, timing in found.items() if backend != best}
+    return f"stock SGLang on {best}", found[best], {"seconds of others": others} if others else {}
+
+
+def stock_backends(parser: argparse.ArgumentParser) -> None:
+    """The argument ``--stock-backend`` of a benchmark."""
+    parser.add_argument(
+        "--stock-backend",
+        nargs="+",
+        default=["fa3", "flashinfer"],
+        metavar="NAME",
+        help="attention backends of stock SGLang; each is measured, and a row has the fastest (default: fa3, which"
+        " SGLang chooses on Hopper GPUs, and flashinfer)",
+    )
 
 
 def machine() -> JsonObject:

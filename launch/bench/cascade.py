@@ -20,9 +20,19 @@ import tempfile
 from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench._cascade_engine import ROLES
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, results_folder, save, table
+from sglang_ext.launch.bench._record import (
+    Figure,
+    Timing,
+    at_least,
+    at_most,
+    fastest,
+    results_folder,
+    save,
+    stock_backends,
+    stock_engines,
+    table,
+)
 from sglang_ext.policies.cascade import Cascade
 from sglang_ext.types import Json, JsonObject
 
@@ -47,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", type=int, default=2**16, help="tokens of a part that is timed (default: 65536)")
     parser.add_argument("--decode-tokens", type=int, default=128, help="decoding steps of the engine (default: 128)")
     parser.add_argument("--repeats", type=int, default=1, help="long prompts (default: 1)")
-    parser.add_argument("--stock-backend", default="flashinfer", help="the stock engine's attention backend")
+    stock_backends(parser)
     parser.add_argument(
         "--kernels", choices=KERNELS, default="flashinfer", help=f"of our engine, {KERNELS_ENV} (default: flashinfer)"
     )
@@ -96,21 +106,21 @@ def finish(path: Path, figures: list[Figure], commit: str, **more: Json) -> None
 
 
 def engines(args: argparse.Namespace) -> JsonObject:
-    """Run both engines, one after the other: {"ours": ..., "stock": ...}.
+    """Run the engines, one after the other: {"ours": ..., "stock": {backend: ...}}.
 
     Raises:
         RuntimeError: one of them failed; its output is above.
     """
-    found: JsonObject = {}
+    found: JsonObject = {"stock": {}}
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
         folder = Path(temporary)
         write_model(folder / "model", args.shape, max(131_072, args.part + args.slots))
         names = ("tokens", "part", "slots", "window", "cascades", "sinks", "stride", "decode_tokens", "repeats")
-        for role in ROLES:
+        for role, backend in [("ours", ""), *(("stock", backend) for backend in args.stock_backend)]:
             out = folder / f"{role}.json"
             options = {
                 "role": role,
-                "backend": args.stock_backend,
+                "backend": backend,
                 "model": folder / "model",
                 "out": out,
                 "engine": json.dumps({**GRAPHS, **args.engine}),
@@ -122,13 +132,16 @@ def engines(args: argparse.Namespace) -> JsonObject:
             own = {KERNELS_ENV: args.kernels} if role == "ours" else {"SGLANG_PLUGINS": "sglang_ext_cpu"}
             if subprocess.run(command, check=False, env={**os.environ, **own}).returncode:
                 raise RuntimeError(f"the {role} engine failed; its output is above")
-            found[role] = json.loads(out.read_text())
+            measured = json.loads(out.read_text())
+            found |= {role: measured} if role == "ours" else {role: {**found[role], backend: measured}}
     return found
 
 
 def compare(raw: JsonObject, args: argparse.Namespace, cascade: Cascade) -> list[Figure]:
-    """Rows from what the two engines measured."""
-    ours, stock = raw["ours"], raw["stock"]
+    """Rows from what the engines measured."""
+    ours, stocks = raw["ours"], stock_engines(raw["stock"])
+    dense, prefill, slower = fastest({stock["backend"]: stock["prefill"] for stock in stocks})
+    stepping, step, later = fastest({stock["backend"]: stock["decode"] for stock in stocks})
     sizes = f"window {cascade.window}, {cascade.cascades} cascades, stride {cascade.stride}, pool of {args.slots} slots"
     _, second, *_, last = ours["parts"]
     whole, times = Timing.of(ours["whole"]), args.tokens / args.part
@@ -157,17 +170,17 @@ def compare(raw: JsonObject, args: argparse.Namespace, cascade: Cascade) -> list
         at_least(
             name,
             whole,
-            f"dense prefill of {args.part} tokens, {times:.4g} times, stock SGLang on {stock['backend']}",
-            Timing.of(seconds * times for seconds in stock["prefill"]),
+            f"dense prefill of {args.part} tokens, {times:.4g} times, {dense}",
+            Timing(prefill.median * times, prefill.low * times, prefill.high * times, prefill.samples),
             None,
-            notes=notes,
+            notes={**notes, **slower},
         ),
         at_most(
             f"a decoding step with a full window, whole engine, batch 1, {sizes}",
             Timing.of(ours["decode"]),
-            Timing.of(stock["decode"]).median,
-            f"over {stock['kept']} tokens, dense, stock SGLang on {stock['backend']}",
+            step.median,
+            f"over {stocks[0]['kept']} tokens, dense, {stepping}",
             None,
-            notes={"conversation_slots": ours["conversation_slots"]},
+            notes={"conversation_slots": ours["conversation_slots"], **later},
         ),
     ]

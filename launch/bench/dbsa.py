@@ -4,8 +4,9 @@ Two halves, and a part that is measured where it is asked for, all in Llama-3.1-
 bfloat16, on one NVIDIA GPU:
 
 - kernels: attention of one layer, against FlashInfer and against what bandwidth and tensor cores allow;
-- engine: encoding, appending and requests a second, against stock SGLang with FlashInfer (dense prefill, Fixed ICL from
-  its cache, RetICL, zero-shot); both engines are resident and are measured in turns;
+- engine: encoding, appending and requests a second, against stock SGLang (dense prefill, Fixed ICL from its cache,
+  RetICL, zero-shot) on each of some attention backends, of which each row has the fastest; all engines are resident and
+  are measured in turns;
 - host: an unpinned pool that leaves the KV cache for host memory and comes back, against encoding it again.
 
 Every row names its baseline, measured in the same run. Nothing is timed whose output was not checked before.
@@ -17,7 +18,9 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
@@ -25,7 +28,18 @@ from sglang_ext.launch.bench import _stages
 from sglang_ext.launch.bench._dbsa_engine import SHAPES
 from sglang_ext.launch.bench._dbsa_host import host_figures, host_tier
 from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, IN_TURNS, engines
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, in_turns, json_file, save, table
+from sglang_ext.launch.bench._record import (
+    Figure,
+    Timing,
+    at_least,
+    at_most,
+    in_turns,
+    json_file,
+    save,
+    stock_backends,
+    stock_engines,
+    table,
+)
 from sglang_ext.types import Json, JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results" / "dbsa.json"
@@ -36,6 +50,7 @@ ANSWER_AIMS: dict[int, dict[str, float]] = {
     32: {"fixed": 6.0, "all blocks": 1.5, "zero-shot": 0.45},
     128: {"all blocks": 1.8},
 }
+DENSE = "dense prefill, stock SGLang on {backend}"
 BASELINES = {
     "fixed": "Fixed ICL, cached, stock SGLang on {backend}",
     "all blocks": "Fixed ICL, pool read once for the batch (ours over all blocks)",
@@ -80,9 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--apart",
         action="store_true",
-        help="one engine after the other, where the memory is not enough for both (default: both resident, in turns)",
+        help="one engine after the other, where the memory is not enough for all (default: all resident, in turns)",
     )
-    parser.add_argument("--stock-backend", default="flashinfer", help="the stock engine's attention backend")
+    stock_backends(parser)
     parser.add_argument(
         "--kernels", choices=KERNELS, help=f"of our engine, {KERNELS_ENV} (default: flashinfer on a GPU, torch without)"
     )
@@ -90,8 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         type=json.loads,
         default={},
-        help='more arguments of both engines, as JSON; those of one under "stock" or "ours"'
-        ' ({"ours": {"max_total_tokens": 580000}}; default: what --tokens and --larger need)',
+        help='more arguments of all engines, as JSON; those of one under "stock", "ours" or "larger"'
+        ' ({"larger": {"max_total_tokens": 580000}}; default: what --tokens and --larger need)',
     )
     parser.add_argument(
         "--out", type=json_file, default=RESULTS, help="JSON file (default: launch/bench/results/dbsa.json)"
@@ -126,76 +141,112 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Makes rows of what was measured.
+
+    Attributes:
+        stocks: what each stock engine measured.
+        order: how the engines were measured, `IN_TURNS` or `APART`.
+    """
+
+    stocks: Sequence[JsonObject]
+    order: str
+
+    def beside(
+        self, name: str, mine: list[float], words: str, theirs: list[float], aim: float | None, **notes: Json
+    ) -> Figure:
+        """A row of seconds beside others."""
+        if self.order == IN_TURNS:
+            return in_turns(name, mine, words, theirs, aim, notes=notes)
+        return at_least(name, Timing.of(mine), words, Timing.of(theirs), aim, notes=notes)
+
+    def beside_stock(
+        self,
+        name: str,
+        mine: list[float],
+        words: str,
+        theirs: Callable[[JsonObject], list[float]],
+        aim: float | None,
+        **notes: Json,
+    ) -> Figure:
+        """A row beside the fastest of the stock engines, which `words` name; `theirs` has the seconds of one."""
+        times = {stock["backend"]: theirs(stock) for stock in self.stocks}
+        fastest = min(times, key=lambda backend: statistics.median(times[backend]))
+        others = {
+            backend: statistics.median(found) / statistics.median(mine)
+            for backend, found in times.items()
+            if backend != fastest
+        }
+        more = {"ratios to others": others} if others else {}
+        return self.beside(name, mine, words.format(backend=fastest), times[fastest], aim, **notes, **more)
+
+
 def compare(raw: JsonObject, concurrency: Sequence[int]) -> list[Figure]:
-    """Rows from what the two engines measured.
+    """Rows from what the engines measured, each beside the fastest of the stock engines.
 
     Raises:
-        ValueError: the stock engine did not have the pool in its cache while it answered behind it.
+        ValueError: a stock engine did not have the pool in its cache while it answered behind it.
     """
-    stock, ours = raw["stock"], raw["ours"]
-    order = raw.get("order", APART)
-    tokens = {"pool_tokens": ours["tokens"], "dense_tokens": stock["tokens"], "order": order}
-    dense = [seconds * ours["tokens"] / stock["tokens"] for seconds in stock["prefill"]]
+    ours, stocks = raw["ours"], stock_engines(raw["stock"])
+    rows = Rows(stocks, raw.get("order", APART))
 
-    def faster(
-        name: str, mine: list[float], baseline: str, theirs: list[float], aim: float | None, **more: Json
-    ) -> Figure:
-        if order == IN_TURNS:
-            return in_turns(name, mine, baseline, theirs, aim, **more)
-        return at_least(name, Timing.of(mine), baseline, Timing.of(theirs), aim, **more)
+    def prefill(stock: JsonObject) -> list[float]:
+        return [seconds * ours["tokens"] / stock["tokens"] for seconds in stock["prefill"]]
 
-    figures = [
-        faster(
-            f"encoding a pool of {ours['tokens']} tokens in {ours['blocks']} blocks, whole engine",
-            ours["encode"],
-            f"dense prefill, stock SGLang on {stock['backend']}",
-            dense,
-            2.5,
-            notes=tokens,
-        )
-    ]
+    notes = {"pool_tokens": ours["tokens"], "dense_tokens": stocks[0]["tokens"], "order": rows.order}
+    name = f"encoding a pool of {ours['tokens']} tokens in {ours['blocks']} blocks, whole engine"
+    figures = [rows.beside_stock(name, ours["encode"], DENSE, prefill, 2.5, **notes)]
     for label, number in itertools.product(ours["answers"], concurrency):
-        mine, theirs = ours["answers"][label], stock["answers"][label]
-        measured = {"retrieval": {}, **theirs, "all blocks": mine["all blocks"]}
-        notes = {"question_tokens": stock["question_tokens"], "label_tokens": int(label), "concurrency": number}
-        notes["order"] = order
-        for baseline, words in BASELINES.items():
-            if str(number) not in measured[baseline]:
-                continue
-            aim = ANSWER_AIMS.get(number, {}).get(baseline)
-            name = f"answering with {label} tokens, {number} at a time, time a request"
-            words = words.format(backend=stock["backend"])
-            runs = measured[baseline][str(number)]
-            if baseline == "fixed":
-                _check_cached(runs, stock["tokens"])
-            own = BESIDE_RETRIEVAL if baseline == "retrieval" and BESIDE_RETRIEVAL in mine else "dbsa"
-            figures.append(
-                faster(name, _per_request(mine[own][str(number)]), words, _per_request(runs), aim, notes=notes)
-            )
-        plain, other = (_per_request(side["zero-shot"][str(number)]) for side in (mine, theirs))
-        name = f"a plain request with {label} tokens, {number} at a time"
-        words = BASELINES["zero-shot"].format(backend=stock["backend"])
-        figures.append(faster(name, plain, words, other, 1 / 1.03, notes=notes))
+        figures += _answers(ours["answers"][label], rows, label, number)
     for number in concurrency:
         spent = ours["decode stages"].get(f"{number} at a time", {})
         if spent.get("rotation"):  # else it is part of the attention kernel, and cannot be told from it
-            beside = Timing.of([sum(spent[stage] for stage in ("rotation", "merge", "planning"))])
+            part = Timing.of([sum(spent[stage] for stage in ("rotation", "merge", "planning"))])
             name = f"rotation, merge and planning while decoding, {number} at a time"
-            figures.append(at_most(name, beside, spent["span"], "all of the time", 0.08, notes=spent))
-    if "larger" in ours:
-        larger = ours["larger"]
-        growth = larger["tokens"] / ours["tokens"]
-        times = statistics.median(ours["encode"]) * growth
-        one, scaled = Timing.of([larger["seconds"]]), Timing.of([times])
-        name = f"encoding {growth:.2f} times the pool, against that many times the time"
-        figures.append(at_least(name, one, "linear growth", scaled, 6 / 6.3))
-        small, large = Timing.of(ours["append"]), Timing.of(ours["append larger"])
-        # The rest is the host's: parsing, laying out, describing the pool.
-        spent = {name: statistics.median(each) for name, each in ours.get("append encoding", {}).items()}
-        notes = {"encoding": spent} if spent else {}
-        name = "appending a block to the larger pool"
-        figures.append(at_least(name, large, "to the smaller", small, 1 / 1.1, notes=notes))
-    return figures
+            figures.append(at_most(name, part, spent["span"], "all of the time", 0.08, notes=spent))
+    return figures + (_of_larger(ours) if "larger" in ours else [])
+
+
+def _answers(mine: JsonObject, rows: Rows, label: str, number: int) -> list[Figure]:
+    """Rows of answers with `label` tokens, so many at a time."""
+    at, aims, first = str(number), ANSWER_AIMS.get(number, {}), rows.stocks[0]
+    notes = {"question_tokens": first["question_tokens"], "label_tokens": int(label), "concurrency": number}
+    notes["order"] = rows.order
+    name, figures = f"answering with {label} tokens, {number} at a time, time a request", []
+    for stock in rows.stocks:
+        _check_cached(stock["answers"][label]["fixed"].get(at, []), stock["tokens"])
+    for baseline, words in BASELINES.items():
+        aim, theirs = aims.get(baseline), partial(_seconds, label=label, kind=baseline, at=at)
+        if baseline == "all blocks":
+            seconds = _per_request(mine["dbsa"][at])
+            figures.append(rows.beside(name, seconds, words, _per_request(mine[baseline][at]), aim, **notes))
+        elif at in first["answers"][label].get(baseline, {}):
+            kept = BESIDE_RETRIEVAL if baseline == "retrieval" and BESIDE_RETRIEVAL in mine else "dbsa"
+            figures.append(rows.beside_stock(name, _per_request(mine[kept][at]), words, theirs, aim, **notes))
+    name, words = f"a plain request with {label} tokens, {number} at a time", BASELINES["zero-shot"]
+    of, seconds = partial(_seconds, label=label, kind="zero-shot", at=at), _per_request(mine["zero-shot"][at])
+    return [*figures, rows.beside_stock(name, seconds, words, of, 1 / 1.03, **notes)]
+
+
+def _seconds(stock: JsonObject, label: str, kind: str, at: str) -> list[float]:
+    """Seconds a request of a stock engine's runs."""
+    return _per_request(stock["answers"][label][kind][at])
+
+
+def _of_larger(ours: JsonObject) -> list[Figure]:
+    """Rows of the larger pool."""
+    larger = ours["larger"]
+    growth = larger["tokens"] / ours["tokens"]
+    one, scaled = Timing.of([larger["seconds"]]), Timing.of([statistics.median(ours["encode"]) * growth])
+    name = f"encoding {growth:.2f} times the pool, against that many times the time"
+    rows = [at_least(name, one, "linear growth", scaled, 6 / 6.3)]
+    small, large = Timing.of(ours["append"]), Timing.of(ours["append larger"])
+    # The rest is the host's: parsing, laying out, describing the pool.
+    spent = {name: statistics.median(each) for name, each in ours.get("append encoding", {}).items()}
+    notes = {"encoding": spent} if spent else {}
+    name = "appending a block to the larger pool"
+    return [*rows, at_least(name, large, "to the smaller", small, 1 / 1.1, notes=notes)]
 
 
 def _per_request(runs: Sequence[JsonObject]) -> list[float]:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench._record import Curve, Figure, json_file, save, table
+from sglang_ext.launch.bench._record import Curve, Figure, json_file, save, stock_backends, table
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.types import JsonObject
 
@@ -60,11 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of each, engine half (default: 3)")
     parser.add_argument("--layers", type=int, default=0, help="of both engines' model (default: the shape's)")
     parser.add_argument(
-        "--together", action="store_true", help="both engines resident, in turns; needs memory for both (see --layers)"
+        "--together", action="store_true", help="all engines resident, in turns; needs memory for all (see --layers)"
     )
-    parser.add_argument("--stock-backend", default="flashinfer", help="the stock engine's attention backend")
+    stock_backends(parser)
     parser.add_argument("--kernels", choices=KERNELS, help=f"of our engine, {KERNELS_ENV} (default: flashinfer)")
-    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of both engines, as JSON")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of all engines, as JSON")
     parser.add_argument(
         "--policy", type=json.loads, default={}, help="more options of Double-P, as JSON (min_tokens, segment, ...)"
     )

@@ -228,6 +228,7 @@ def test_options_of_the_engine_are_handed_on(monkeypatch: pytest.MonkeyPatch) ->
     parser = command.argparse.ArgumentParser()
     command.add_arguments(parser)
     given = ["--shape", "tiny", "--window", "12", "--cascades", "3", "--kernels", "triton", "--engine", '{"x": 1}']
-    assert command.engines(parser.parse_args(given)) == RAW
-    assert [role for role, *_ in seen] == ["ours", "stock"] and seen[0][1] == Cascade(12, 3)
+    found = command.engines(parser.parse_args([*given, "--stock-backend", "one", "two"]))
+    assert found == {**RAW, "stock": {"one": RAW["stock"], "two": RAW["stock"]}}
+    assert [role for role, *_ in seen] == ["ours", "stock", "stock"] and seen[0][1] == Cascade(12, 3)
     assert seen[0][2]["x"] == 1 and seen[0][2]["load_format"] == "dummy" and seen[0][3] == "triton"

@@ -114,6 +114,16 @@ def test_rows() -> None:
     assert memory.notes["allocated_share"] == 0.08
 
 
+def test_each_row_has_the_fastest_of_the_stock_engines() -> None:
+    one = RAW["stock"]
+    other = {"decode": [turn(0.0156)], "prefill": [9.0, 5.0, 5.0]}
+    raw = {name: value for name, value in RAW.items() if name != "stock backend"}
+    token, prefill, *_ = engine.compare({**raw, "stock": {"flashinfer": one, "fa3": other}})
+    assert token.ratio == pytest.approx(2) and token.baseline == "stock SGLang on fa3"
+    assert token.notes["seconds of others"] == {"flashinfer": 0.0195}
+    assert prefill.ratio == pytest.approx(4 / 4.1) and prefill.baseline == "stock SGLang on flashinfer"
+
+
 def test_nothing_is_compared_that_was_prefilled_again() -> None:
     raw = copy.deepcopy(RAW)
     raw["stock"]["decode"].append(turn(0.0195, cached=0))

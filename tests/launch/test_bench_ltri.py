@@ -55,6 +55,12 @@ def test_rows() -> None:
     ]
     assert sum("window 4096, 16 blocks of 128, chunk 512" in row.name for row in rows) == 5
     assert "stock SGLang on fa3" in rows[-1].baseline
+    other = {**raw["stock"], "decode": {"1": [0.004], "3": [0.04]}, "backend": "flashinfer"}
+    several = ltri.compare(
+        {**raw, "stock": {"fa3": raw["stock"], "flashinfer": other}}, arguments("--tokens", str(2**18), "--parts", "3")
+    )
+    assert [row.ratio for row in several[-2:]] == [1.5, 2.0] and "flashinfer" in several[-2].baseline
+    assert several[-2].notes["seconds of others"] == {"fa3": 0.005}
 
 
 def test_rows_of_the_engines_that_ran() -> None:

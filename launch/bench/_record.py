@@ -69,7 +69,7 @@ class Figure:
         baseline_timing: that, from the same run.
         ratio: how many times the baseline's time ours fits in (or the other way round, as `aim` reads).
         aim: what was aimed at, in words.
-        met: whether `ratio` meets it; None where nothing was aimed at.
+        met: whether the ratio meets it, from its 10th to its 90th percentile; None where nothing was aimed at.
         floor: seconds that bandwidth or arithmetic allow at best, or None.
         floor_of: what the floor is made of.
         notes: what else belongs to the row (lengths, concurrency, kept fractions).
@@ -108,7 +108,8 @@ class Curve:
 
 def at_least(name: str, ours: Timing, baseline: str, theirs: Timing, aim: float | None, **more: Json) -> Figure:
     """A row whose ratio is how many times faster than the baseline ours is."""
-    return _faster(name, ours, baseline, theirs, theirs.median / ours.median, aim, **more)
+    ratio = Timing(theirs.median / ours.median, theirs.low / ours.high, theirs.high / ours.low, ours.samples)
+    return _faster(name, ours, baseline, theirs, ratio, aim, **more)
 
 
 def in_turns(
@@ -129,20 +130,20 @@ def in_turns(
     paired = [other / own for own, other in zip(ours, theirs, strict=True)]
     ratio = Timing.of(paired)
     more["notes"] = {**more.get("notes", {}), "paired": paired, "spread": [ratio.low, ratio.high]}
-    return _faster(name, Timing.of(ours), baseline, Timing.of(theirs), ratio.median, aim, **more)
+    return _faster(name, Timing.of(ours), baseline, Timing.of(theirs), ratio, aim, **more)
 
 
 def _faster(
-    name: str, ours: Timing, baseline: str, theirs: Timing, ratio: float, aim: float | None, **more: Json
+    name: str, ours: Timing, baseline: str, theirs: Timing, ratio: Timing, aim: float | None, **more: Json
 ) -> Figure:
-    text, met = ("", None) if aim is None else (f"at least {aim:.3g}x", ratio >= aim)
-    return Figure(name, ours, baseline, theirs, ratio, text, met, **more)
+    text, met = ("", None) if aim is None else (f"at least {aim:.3g}x", ratio.low >= aim)
+    return Figure(name, ours, baseline, theirs, ratio.median, text, met, **more)
 
 
 def at_most(name: str, ours: Timing, floor: float, floor_of: str, aim: float | None, **more: Json) -> Figure:
     """A row whose ratio is how many times the floor ours takes."""
     ratio = ours.median / floor
-    text, met = ("", None) if aim is None else (f"at most {aim:.3g}x", ratio <= aim)
+    text, met = ("", None) if aim is None else (f"at most {aim:.3g}x", ours.high / floor <= aim)
     return Figure(name, ours, floor_of, None, ratio, text, met, floor=floor, floor_of=floor_of, **more)
 
 
@@ -281,7 +282,8 @@ def save(path: Path, figures: Sequence[Figure], curves: Sequence[Curve] = (), **
 def table(figures: Sequence[Figure]) -> str:
     """The rows as a Markdown table; times in milliseconds, other things in their units."""
     times = ", ms" if all(figure.unit == "ms" for figure in figures) else ""
-    lines = [f"| what | ours{times} (10-90%) | baseline{times} | ratio | aim | met |", "|---|---|---|---|---|---|"]
+    lines = [f"| what | ours{times} (10th to 90th percentile) | baseline{times} | ratio | aim | met |"]
+    lines.append("|---|---|---|---|---|---|")
     for figure in figures:
         factor, unit = UNITS[figure.unit], "" if times or figure.unit in BARE else f" {figure.unit}"
         spread = f"{figure.timing.low * factor:.4g}-{figure.timing.high * factor:.4g}"

@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class StockRows:
     """Makes rows of what was measured.
 
     Attributes:
@@ -189,7 +189,7 @@ def compare(raw: JsonObject, concurrency: Sequence[int]) -> list[Figure]:
         ValueError: a stock engine did not have the pool in its cache while it answered behind it.
     """
     ours, stocks = raw["ours"], stock_engines(raw["stock"])
-    rows = Rows(stocks, raw.get("order", APART))
+    rows = StockRows(stocks, raw.get("order", APART))
 
     def prefill(stock: JsonObject) -> list[float]:
         return [seconds * ours["tokens"] / stock["tokens"] for seconds in stock["prefill"]]
@@ -208,7 +208,7 @@ def compare(raw: JsonObject, concurrency: Sequence[int]) -> list[Figure]:
     return figures + (_of_larger(ours) if "larger" in ours else [])
 
 
-def _answers(mine: JsonObject, rows: Rows, label: str, number: int) -> list[Figure]:
+def _answers(mine: JsonObject, rows: StockRows, label: str, number: int) -> list[Figure]:
     """Rows of answers with `label` tokens, so many at a time."""
     at, aims, first = str(number), ANSWER_AIMS.get(number, {}), rows.stocks[0]
     notes = {"question_tokens": first["question_tokens"], "label_tokens": int(label), "concurrency": number}

@@ -18,7 +18,6 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput, UpdateWeightFromDiskReqInput
-from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.mem_cache.allocation import alloc_req_slots
@@ -59,7 +58,7 @@ from sglang_ext.compat.manager import (
     prompt_index,
     streams_parts,
 )
-from sglang_ext.compat.slots import after_forward, take_slots
+from sglang_ext.compat.slots import after_forward, set_released, set_reserved, take_slots
 
 __all__ = [
     "AbortReq",
@@ -250,18 +249,6 @@ def request_rows(batch: Any) -> list[int]:
     """
     found: list[int] = alloc_req_slots(batch.req_to_token_pool, batch.reqs, batch.tree_cache)
     return found
-
-
-def set_reserved(req: Any, slots: int) -> None:
-    """Tell SGLang that a scheduler request has so many KV slots, and that the cache accounts for all of them."""
-    req.kv = ReqKvInfo(kv_allocated_len=slots, swa_evicted_seqlen=0)
-    req.cache_protected_len = slots
-
-
-def set_released(req: Any, tokens: int) -> None:
-    """Tell SGLang that a request of so many tokens has no KV slots any more, beyond what the cache handled."""
-    req.kv.kv_allocated_len = tokens
-    req.cache_protected_len = 0
 
 
 def others_run(manager: Any, prefix: str) -> bool:

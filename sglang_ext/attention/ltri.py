@@ -233,8 +233,7 @@ class LtriPolicy(StreamPolicy):
         state.lease.release()
 
     def stats(self) -> Mapping[str, int]:
-        host = self.blocks_on_host
-        return {"streams": len(self._streams), **host.stats(self._computing.fetched())}
+        return {"streams": len(self._streams), **self.blocks_on_host.stats()}
 
     # ---- forks ----
 

@@ -49,9 +49,6 @@ class Chunks(Protocol):
     def stored(self, host: LayerHost, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) [tokens, kv_heads, dim], on the KV cache's device, of blocks that have left a window."""
 
-    def fetched(self) -> int:
-        """Blocks that kernels have read from host memory, each layer's counted; may wait for the device."""
-
     def close(self, lease: HostLease) -> None:
         """The stream that has a lease ends."""
 
@@ -80,9 +77,6 @@ class TorchChunks:
 
     def stored(self, host: LayerHost, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         return host.get(blocks)
-
-    def fetched(self) -> int:
-        return 0
 
     def close(self, lease: HostLease) -> None:
         """Nothing but the lease is the stream's."""

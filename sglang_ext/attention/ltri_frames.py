@@ -51,8 +51,13 @@ class Frame:
     def first(cls, settings: Ltri) -> list[Frame]:
         """Those from a stream's beginning up to `Ltri.alike_from`, of both kinds."""
         begins, own = range(0, settings.alike_from or 0, settings.chunk), -(-settings.last // settings.block)
-        kinds = ((0, settings.chunk), (own, settings.last))
-        return [cls(settings.chunk, *kind, begin) for begin in begins for kind in kinds]
+        found = [cls(settings.chunk, 0, settings.chunk, begin) for begin in begins]
+        for begin in begins:
+            start = max(begin, settings.sinks)  # where sinks are no part of the window
+            rows = begin + settings.chunk - start
+            if rows >= settings.last:
+                found.append(cls(rows, own, settings.last, start))
+        return found
 
     @classmethod
     def last(cls, settings: Ltri) -> Frame | None:
@@ -69,9 +74,9 @@ class Frame:
         """Whether the frame serves a chunk of the tokens [begin, end)."""
         if end - begin > self.most or (self.own == 0 and begin % settings.chunk):
             return False
-        if self.begin is not None:  # with the window of its first token
+        if self.begin is not None:
             inside = self.begin <= begin and end <= self.begin + self.rows
-            return inside and settings.evicted(begin) == settings.evicted(self.begin)
+            return inside and settings.local(begin) == settings.local(self.begin)
         return settings.alike_from is not None and begin >= settings.alike_from
 
     def gone(self, settings: Ltri) -> int:

@@ -86,7 +86,9 @@ class ChunkPlace:
         standing: the plan that graphs read.
         leaving: blocks on their way to the host.
         chunk: the one that was loaded last.
-        votes: [1, blocks] float32, of the layers so far; None before the first layer that votes is recorded.
+        votes: [1, blocks] float32, of the layers so far. It outlives a graph, and others are replayed in between that
+            share their memory: so it is none of theirs.
+        voted: whether a layer that votes was recorded.
         leaves: layer -> what has the blocks in `leaving`.
         replays: layer -> what computes the chunk there, behind that.
         found: layer -> what the chunk got back there, until the next one.
@@ -96,8 +98,9 @@ class ChunkPlace:
     frame: Frame
     standing: StandingPlan
     leaving: Leaving
+    votes: torch.Tensor
     chunk: PlacedChunk | None = None
-    votes: torch.Tensor | None = None
+    voted: bool = False
     leaves: dict[int, Replay] = field(default_factory=dict)
     replays: dict[int, Replay] = field(default_factory=dict)
     found: dict[int, Retrieved] = field(default_factory=dict)
@@ -107,11 +110,11 @@ class ChunkPlace:
         before = self.chunk
         if chunk is before:
             return
-        if before is not None and before.shared and self.votes is not None:
+        if before is not None and before.shared:
             before.votes = self.votes.clone()
         plan = chunk.plan.plan
         self.standing.load(chunk.packed, plan.ids[: plan.stored])
-        if chunk.votes is not None and self.votes is not None:
+        if chunk.votes is not None:
             self.votes.copy_(chunk.votes)
         self.chunk = chunk
 
@@ -209,7 +212,8 @@ class ChunkGraphs:
             begin = first.begin if frame.begin is None else frame.begin
             plan = FramePlan.of(frame, replace(first, begin=begin, end=begin + frame.most), seat, self._nowhere)
             leaving = Leaving.empty(settings, keys, values)
-            place = ChunkPlace(number, frame, StandingPlan(plan, self._blocks), leaving)
+            votes = torch.zeros(1, self._blocks, device=keys.device)
+            place = ChunkPlace(number, frame, StandingPlan(plan, self._blocks), leaving, votes)
             place.load(PlacedChunk(place, plan, plan.packed()))
             for layer in sorted(chunks):
                 tokens = replace(chunks[layer], begin=begin, end=begin + frame.rows)
@@ -258,6 +262,8 @@ class ChunkGraphs:
         place.load(placed)
         part = slice(chunk.lead, chunk.count)
         for into, new in ((rows.query, query), (rows.keys, keys), (rows.values, values)):
+            if chunk.count - chunk.lead < place.frame.rows:
+                into.zero_()  # what another prompt left may not be finite
             into[part].copy_(new)
         if chunk.gone:
             self.copies.wait_for_place(place.number)
@@ -301,14 +307,14 @@ class ChunkGraphs:
         layer, began, frame = tokens.caches.layer, self._began, place.standing.plan
         store, plan, part = self._stores[layer], frame.plan, slice(0, place.frame.rows)
         state, nothing = store.state, Spans.empty(0, self._settings.spans, rows.query.device)
-        voted = place.votes is not None
+        voted = place.voted
 
         def compute() -> None:
             memory = KernelMemory(nothing.counts, nothing, plan.gone.start)
             if state is not None:
                 memory.newest = state.last[plan.row]  # of which the chunk knows only that it is there
                 memory.saw(tokens.begin - 1)
-            votes = {tokens.begin: place.votes} if voted and place.votes is not None else {}
+            votes = {tokens.begin: place.votes} if voted else {}
             given = {**vars(tokens), "memory": memory, "kept": False}
             chunk = RecordedChunk(
                 store=store, plan=plan, lanes=graphs.lanes, frame=frame, leaving=place.leaving, **given
@@ -318,7 +324,9 @@ class ChunkGraphs:
                 torch.index_select(state.received, 0, plan.at, out=began)
             rows.out[part].copy_(chunk.seen(rows.query[part], rows.keys[part], rows.values[part], votes))
             chunk.lanes.join()
-            place.votes = votes.get(tokens.begin)
+            if not voted and tokens.begin in votes:
+                place.votes.copy_(votes[tokens.begin])
+                place.voted = True
             if memory.retrieved is not None:
                 place.found[layer] = memory.retrieved
 
@@ -326,19 +334,23 @@ class ChunkGraphs:
 
 
 class _Graphs:
-    """CUDA graphs that share their memory; on a CPU, what was recorded is run again."""
+    """CUDA graphs that share their memory; on a CPU, what was recorded is run again.
+
+    All are recorded on one stream, of which alone memory that is free again is used again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self.lanes = Lanes(*(Lane(torch.cuda.Stream(device) if self._on_gpu else None) for _ in range(4)))
 
     def record(self, body: Callable[[], None]) -> Replay:
         """Run launches once, which compiles what has to be, and record them."""
         body()
-        if not self._on_gpu:
+        if self._stream is None:
             return body
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage before each of hundreds
             graph.capture_begin(pool=self._pool)

@@ -65,7 +65,7 @@ class RecordedChunk(KernelChunk):
         with self.lanes.tiles.apart():
             cut = self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0
             spans = self._framed_spans(chunk) if cut else None
-        with self.lanes.sums.apart():
+        with self.lanes.sums.apart(chunk.lse):
             self._add_sums(chunk)
         if spans is None:
             return None

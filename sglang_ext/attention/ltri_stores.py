@@ -206,7 +206,9 @@ class KernelChunks:
             place = self._graphs.place(tokens, seat, tokens.caches.carry.setdefault("places taken", []))
         if not tokens.answers:
             self.prompts["launched" if place is None else "replayed"] += 1
-        settles = place is not None or tokens.begin % settings.chunk == 0
+        # Behind the sinks, blocks that are complete with a chunk have their spans with it.
+        whole = tokens.begin % settings.chunk == 0 and tokens.begin >= settings.sinks
+        settles = place is not None or whole
         seat.settled = tokens.end if settles and not tokens.answers else None
         return place
 
@@ -239,13 +241,14 @@ class KernelChunks:
             self._free.append(seat.row)
 
     def counters(self) -> Mapping[str, int]:
-        """Blocks that layers wanted and found in the caches of blocks, and that they did not; waits for the device."""
-        hits, misses = torch.stack([store.cache.counters.sum(0) for store in self.stores.values()]).sum(0).tolist()
-        return {"hits": hits, "misses": misses}
+        """Blocks that layers wanted and found in the caches of blocks, and that they did not; waits for the device.
 
-    def fetched(self) -> int:
-        """Blocks that kernels have read from host memory, each layer's counted; waits for the device."""
-        return self.counters()["misses"]
+        With the bytes that were read for these from the host.
+        """
+        hits, misses = torch.stack([store.cache.counters.sum(0) for store in self.stores.values()]).sum(0).tolist()
+        region = next(iter(self.stores.values())).region
+        block = sum(each[0].numel() * each.element_size() for each in (region.keys, region.values))
+        return {"hits": hits, "misses": misses, "fetched_bytes": misses * block}
 
     def seat_of(self, lease: HostLease) -> Seat | None:
         """The seat of the stream that has a lease; None before its first chunk."""

@@ -167,15 +167,15 @@ class HostBlocks:
         # Memory that is unmapped while it is registered cannot be registered again at the same address.
         weakref.finalize(self, _unregister, self._whole).atexit = False
 
-    def stats(self, fetched: int = 0) -> Mapping[str, int]:
-        """Counters, for /server_info and /metrics; `fetched` blocks more have been read, each layer's counted."""
+    def stats(self) -> Mapping[str, int]:
+        """Counters, for /server_info and /metrics."""
         layer_bytes = self.block_bytes // len(self.keys)
         return {
             "host_blocks": self.used,
             "host_blocks_promised": self.promised,
             "host_blocks_total": self.total,
             "host_stored_bytes": self.taken * self.block_bytes,
-            "host_fetched_bytes": (self.fetched + fetched) * layer_bytes,
+            "host_fetched_bytes": self.fetched * layer_bytes,
         }
 
     @property

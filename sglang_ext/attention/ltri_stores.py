@@ -177,10 +177,11 @@ class KernelChunks:
         frames = [Frame.whole(self.settings)] * places + ([] if last is None else [last] * min(places, LAST_PLACES))
         frames += Frame.first(self.settings)
         graphs = ChunkGraphs(self.settings, self.stores, self._blocks, self._nowhere, self.device)
-        begun = time.perf_counter()
+        begun, free = time.perf_counter(), _free_bytes(self.device)
         graphs.record(chunks, seat, frames)
         what, seconds = len(frames) * len(self.stores), time.perf_counter() - begun
-        logger.info("chunks of prompts of Ltri-LLM: %d were recorded in %.1f s", what, seconds)
+        taken = (free - _free_bytes(self.device)) / GIB
+        logger.info("chunks of prompts of Ltri-LLM: %d were recorded in %.1f s and %.2f GiB", what, seconds, taken)
         self._graphs = graphs
 
     def _named(self, tokens: LayerTokens[Any]) -> str:
@@ -290,6 +291,11 @@ class Recorded:
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: Votes) -> torch.Tensor:
         """As `KernelChunk.attend`; the layers' votes stay in the place. What it returns holds until the next chunk."""
         return self.graphs.attend(self.place, self.tokens, self.row, query, keys, values)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of a GPU; 0 of a CPU."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def map_state(settings: Ltri, rows: int, heads: int, keys: torch.Tensor) -> MapState:

@@ -11,4 +11,5 @@ SYSTEM = replace(
     summary="As ltri, with InfLLM's index: every layer chooses blocks by their most attended keys.",
     policy="sglang_ext.attention.ltri:InfLlmPolicy",
     options=InfLlmOptions,
+    automatic=False,  # not measured yet
 )

@@ -206,7 +206,7 @@ class Ltri:
         if not self.remembers or self.far or self.sinks % self.block or self.last == self.chunk:
             return None
         if self.renewed and self.retrieved & (self.retrieved - 1):
-            return None  # so many blocks come back as there is room for in powers of two
+            return None  # the number of blocks that `renewed_blocks` names grows with the stream
         behind = self.sinks + self.window + max(self.chunk, self.retrieved * self.block)
         return -(-behind // self.chunk) * self.chunk
 

@@ -7,13 +7,10 @@ import json
 import tempfile
 from pathlib import Path
 
-import torch
-
-from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.cache.host_blocks import GIB
 from sglang_ext.launch.bench import _dbsa_host_engine
 from sglang_ext.launch.bench._dbsa_engine import write_model
-from sglang_ext.launch.bench._dbsa_turns import ROOM_FOR_REQUESTS, token_bytes
+from sglang_ext.launch.bench._dbsa_turns import ROOM_FOR_REQUESTS, our_environment, token_bytes
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.launch.bench._turns import Process, say
 from sglang_ext.types import JsonObject
@@ -44,13 +41,12 @@ def host_tier(args: argparse.Namespace) -> JsonObject:
         **args.engine,
     }
     words = {"tokens": args.tokens, "block-size": args.block_size, "engine": json.dumps(options)}
-    kernels = args.kernels or ("flashinfer" if torch.cuda.is_available() else "torch")
     found: JsonObject = {"encode": [], "back": [], "there": [], "calm": [], "evicting": []}
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as folder:
         model = Path(folder) / "model"
         write_model(model, args.shape, max(131_072, room))
         line = [text for name, value in {"model": model, **words}.items() for text in (f"--{name}", str(value))]
-        with Process("host", _dbsa_host_engine.__name__, line, {KERNELS_ENV: kernels}) as engine:
+        with Process("host", _dbsa_host_engine.__name__, line, our_environment(args)) as engine:
             found["about"] = engine.ask("about")
             for number in range(args.repeats + 1):  # the first one compiles
                 pool = engine.ask("encode", pool="bench")

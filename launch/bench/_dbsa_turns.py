@@ -260,6 +260,11 @@ def _given(args: argparse.Namespace, role: str) -> JsonObject:
     return {name: value for name, value in args.engine.items() if name not in roles} | args.engine.get(role, {})
 
 
+def our_environment(args: argparse.Namespace) -> dict[str, str]:
+    """Environment of our engine: the kernels of `--kernels`, or those that this machine has."""
+    return {KERNELS_ENV: args.kernels or ("flashinfer" if torch.cuda.is_available() else "torch")}
+
+
 def token_bytes(args: argparse.Namespace) -> int:
     shape = SHAPES[args.shape]
     numbers = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
@@ -285,6 +290,5 @@ def _words(wanted: Wanted, model: Path, args: argparse.Namespace, size: int) -> 
         "larger": args.larger if wanted.role == LARGE else 0,
         "engine": json.dumps(options),
     }
-    chosen = args.kernels or ("flashinfer" if torch.cuda.is_available() else "torch")
-    environment = STOCK if stock else {KERNELS_ENV: chosen}
+    environment = STOCK if stock else our_environment(args)
     return [text for name, value in words.items() for text in (f"--{name}", str(value))], environment

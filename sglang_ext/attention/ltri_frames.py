@@ -51,7 +51,7 @@ class Frame:
     def first(cls, settings: Ltri) -> list[Frame]:
         """Those from a stream's beginning up to `Ltri.alike_from`, of both kinds."""
         begins, own = range(0, settings.alike_from or 0, settings.chunk), -(-settings.last // settings.block)
-        found = [cls(settings.chunk, 0, settings.chunk, begin) for begin in begins]
+        found = [replace(cls.whole(settings), begin=begin) for begin in begins]
         for begin in begins:
             start = max(begin, settings.sinks)  # where sinks are no part of the window
             rows = begin + settings.chunk - start
@@ -103,8 +103,8 @@ class FramePlan:
     """A chunk of a stream in its frame, in every layer.
 
     Attributes:
-        plan: of the frame's tokens. As many blocks leave the window as may leave (`Frame.gone`): those that do not have
-            a number on the host that is nobody's.
+        plan: of the frame's tokens. It has room for all blocks that may leave the window (`Frame.gone`); where fewer
+            leave, the rest of the numbers on the host are `Nowhere.block`.
         lead: rows before the chunk.
         count: rows before the chunk's end.
         gone: the blocks that leave the window.

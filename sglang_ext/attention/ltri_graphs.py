@@ -86,8 +86,8 @@ class ChunkPlace:
         standing: the plan that graphs read.
         leaving: blocks on their way to the host.
         chunk: the one that was loaded last.
-        votes: [1, blocks] float32, of the layers so far. It outlives a graph, and others are replayed in between that
-            share their memory: so it is none of theirs.
+        votes: [1, blocks] float32, of the layers so far. Graphs share their memory, and a graph of another place may
+            write to all of it between two layers of this one: so votes lie outside of that memory.
         voted: whether a layer that votes was recorded.
         leaves: layer -> what has the blocks in `leaving`.
         replays: layer -> what computes the chunk there, behind that.
@@ -177,7 +177,7 @@ class ChunkGraphs:
         settings: of the method.
         stores: by layer.
         blocks: of a stream that may leave its window.
-        nowhere: for what nobody looks at.
+        nowhere: where rows of a frame that are not the chunk's leave things.
         device: of the KV cache.
 
     Attributes:
@@ -296,7 +296,9 @@ class ChunkGraphs:
         """What has the blocks that leave the window where they wait: the chunk's own tokens take their slots."""
         gone, leaving = place.standing.plan.plan.gone_tokens, place.leaving
         if gone is None:
-            raise ValueError(f"a chunk at token {tokens.begin} with no room for blocks that leave: expected a frame's")
+            raise ValueError(
+                f"the frame at token {tokens.begin} has no room for blocks that leave: expected `Frame.gone` above 0"
+            )
         caches, slots = (tokens.caches.keys, tokens.caches.values), gone.slots
         return lambda: move(caches, (leaving.keys, leaving.values), read=slots)
 
@@ -336,7 +338,7 @@ class ChunkGraphs:
 class _Graphs:
     """CUDA graphs that share their memory; on a CPU, what was recorded is run again.
 
-    All are recorded on one stream, of which alone memory that is free again is used again.
+    All are recorded on one stream, because PyTorch reuses freed memory within a stream only.
     """
 
     def __init__(self, device: torch.device) -> None:

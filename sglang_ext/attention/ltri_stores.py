@@ -294,7 +294,7 @@ class Recorded:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of a GPU; 0 of a CPU."""
+    """Free bytes of a GPU; 0 for a CPU."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 

@@ -136,7 +136,8 @@ class BlockRadixCache(RadixCache):
                         self.host.waiting[key] = None
 
     def release_requests(self, keep: Iterable[str]) -> None:
-        """Take back what requests hold for themselves, except those with the ids `keep`; they lose nothing but time."""
+        """Take back what requests hold for themselves, except those with the ids `keep`."""
+        # Requests that wait lose nothing but time: their blocks may be evicted, and are encoded again then.
         kept = {REQUEST_OWNER + str(rid) for rid in keep}
         for owner in sorted({owner for owners in self.owners.values() for owner in owners}):  # on every rank alike
             if owner.startswith(REQUEST_OWNER) and owner not in kept:

@@ -25,11 +25,13 @@ from sglang_ext.types import Json, JsonObject
 if TYPE_CHECKING:
     from sglang_ext.names import Engine
 
-ROLES = ("ltri", "streaming_llm", "stock")
+ROLES = ("ltri", "voted", "streaming_llm", "stock")
 VOTING = {1: 10, 5: 11, 8: 1, 10: 14, 13: 6, 14: 18, 15: 30, 16: 1, 17: 29, 20: 14, 22: 8, 24: 27, 27: 7, 30: 3}
 """Layer -> the head that votes in it, counted around where a model has fewer."""
 SCORE = 0.5
 """Score of each of these heads."""
+LONG = 1000
+"""Seed of the first of the long prompts."""
 
 
 def write_heads(path: Path, layers: int, heads: int) -> None:
@@ -78,7 +80,8 @@ def forked(engine: Engine, prompt: Sequence[int], repeats: int) -> JsonObject:
     return found
 
 
-def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> JsonObject:
+def serving(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> Engine:
+    """An engine of the method, which has compiled what it launches."""
     from sglang_ext import Engine
 
     settings = Ltri(**policy)
@@ -90,12 +93,32 @@ def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> Js
         enable_metrics=True,  # answers say when the scheduler got them
         **common,
     )
-    timed(engine, drawn(settings.slots + 4 * settings.chunk, 0), 3)  # compiles what was not warmed up
-    found: JsonObject = {"before": state_of(engine)}
-    document = drawn(args.tokens, 1)
-    found["whole"] = [timed(engine, document)]
-    found["after"] = state_of(engine)
-    found["fork"] = forked(engine, document, args.repeats)
+    timed(engine, drawn(settings.slots + 4 * settings.chunk, 0), 3)
+    return engine
+
+
+def reading(engine: Engine, args: argparse.Namespace) -> JsonObject:
+    """Seconds of the long prompt, each time another one, and what /server_info says before and after the last."""
+    found: JsonObject = {"whole": []}
+    for number in range(args.whole_runs):
+        engine.flush_cache()
+        found["before"] = state_of(engine)
+        found["whole"].append(timed(engine, drawn(args.tokens, LONG + number)))
+    return {**found, "after": state_of(engine)}
+
+
+def voted(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> JsonObject:
+    """The long prompt, whose blocks come back as the votes fall."""
+    engine = serving(args, {**policy, "renewed": 0}, common)
+    found = reading(engine, args)
+    engine.shutdown()
+    return found
+
+
+def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> JsonObject:
+    engine, settings = serving(args, policy, common), Ltri(**policy)
+    found = reading(engine, args)
+    found["fork"] = forked(engine, drawn(args.tokens, LONG + args.whole_runs - 1), args.repeats)
     engine.flush_cache()
     document = drawn(args.fork_tokens, 2)
     timed(engine, document)
@@ -130,7 +153,7 @@ def streaming_llm(args: argparse.Namespace, policy: JsonObject, common: JsonObje
         **common,
     )
     timed(engine, drawn(slots + 4 * settings.chunk, 0), 3)
-    found = {"whole": [timed(engine, drawn(args.tokens, 1))]}
+    found = reading(engine, args)
     engine.shutdown()
     return found
 
@@ -158,7 +181,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", required=True, help="attention backend of the stock engine")
     for name in ("model", "heads", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("tokens", "part", "parts", "streams", "chunks", "decode-tokens", "repeats", "fork-tokens"):
+    for name in (
+        "tokens",
+        "part",
+        "parts",
+        "streams",
+        "chunks",
+        "decode-tokens",
+        "repeats",
+        "fork-tokens",
+        "whole-runs",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--batch", type=int, nargs="+", required=True)
     parser.add_argument("--host-gb", type=float, required=True)
@@ -166,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", type=json.loads, required=True, help="more arguments of the engine, as JSON")
     args = parser.parse_args(argv)
     common = {"model_path": str(args.model), "load_format": "dummy", "log_level": "warning", "page_size": 1}
-    measure = {"ltri": ltri, "streaming_llm": streaming_llm, "stock": stock}[args.role]
+    measure = {"ltri": ltri, "voted": voted, "streaming_llm": streaming_llm, "stock": stock}[args.role]
     args.out.write_text(json.dumps(measure(args, args.policy, {**common, **args.engine})))
     return 0
 

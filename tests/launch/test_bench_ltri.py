@@ -24,15 +24,24 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def read(seconds: float, hits: int) -> dict[str, Any]:
+    """What an engine says that has read a long prompt."""
+    states = [
+        {"host_cache": {"hits": count, "misses": 10 + count // 3, "fetched_bytes": 64 * count}} for count in (0, hits)
+    ]
+    return {"whole": [seconds], "before": states[0], "after": states[1]}
+
+
 def test_rows() -> None:
     raw: dict[str, Any] = {
         "ltri": {
-            "whole": [9.0],
+            **read(9.0, 30),
             "fork": {"from the queue": [0.02, 0.06, 0.03], "end to end": [0.1, 0.3, 0.2]},
             "short_fork": {"end to end": [0.2]},
             "parts": [1.0, 2.0, 2.1],
             "decode": {"1": [0.006], "3": [0.02]},
         },
+        "voted": read(10.0, 90),
         "streaming_llm": {"whole": [8.0]},
         "stock": {
             "decode": {"1": [0.005], "3": [0.01]},
@@ -45,6 +54,7 @@ def test_rows() -> None:
     found = [(round(row.ratio or 0, 3), row.aim, row.met) for row in rows]
     assert found == [
         (0.9, "at most 1x", True),  # of ten seconds
+        (1.111, "", None),
         (1.125, "at most 1.15x", True),
         (1.05, "at most 1.05x", True),
         (1.0, "at most 1x", False),  # in the median, and not in all of its interval
@@ -53,7 +63,12 @@ def test_rows() -> None:
         (1.2, "at most 1.05x", False),
         (2.0, "", None),
     ]
-    assert sum("window 4096, 16 blocks of 128, chunk 512" in row.name for row in rows) == 5
+    assert sum("window 4096, 16 blocks of 128, chunk 512" in row.name for row in rows) == 6
+    assert [row.notes for row in rows[:2]] == [
+        {"hit_rate": 0.75, "fetched_bytes": 1920},
+        {"hit_rate": 0.75, "fetched_bytes": 5760},
+    ]
+    assert rows[1].baseline == "8 new blocks a chunk"
     assert "stock SGLang on fa3" in rows[-1].baseline
     other = {**raw["stock"], "decode": {"1": [0.004], "3": [0.04]}, "backend": "flashinfer"}
     several = ltri.compare(
@@ -65,7 +80,7 @@ def test_rows() -> None:
 
 def test_rows_of_the_engines_that_ran() -> None:
     raw: dict[str, Any] = {
-        "ltri": {"whole": [9.0], "fork": {"from the queue": [0.1], "end to end": [0.1]}, "parts": [], "decode": {}}
+        "ltri": {**read(9.0, 3), "fork": {"from the queue": [0.1], "end to end": [0.1]}, "parts": [], "decode": {}}
     }
     assert len(ltri.compare(raw, arguments())) == 3
     assert ltri.compare({"streaming_llm": {"whole": [1.0]}}, arguments()) == []
@@ -90,8 +105,11 @@ def test_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "tiny",
         "--roles",
         "ltri",
+        "voted",
         "--kernels",
-        "torch",
+        "triton",
+        "--whole-runs",
+        "2",
         "--policy",
         json.dumps(policy),
     ]
@@ -111,11 +129,14 @@ def test_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words, "--out", str(tmp_path)]) == 0, capsys.readouterr()
     found = json.loads((tmp_path / "ltri_engine.json").read_text())
     assert [figure["name"].split(",")[0] for figure in found["figures"]] == [
-        "a prompt of 1024 tokens",
+        *["a prompt of 1024 tokens"] * 2,
         "the last 256 of 768 tokens",
         *["another question about a document of 1024 tokens"] * 2,
     ]
-    assert found["engine"]["ltri"]["after"]["host_blocks"] > 0
+    for role in ("ltri", "voted"):
+        engine = found["engine"][role]
+        assert engine["after"]["host_blocks"] > 0 and len(engine["whole"]) == 2
+        assert 0 < ltri.came_back(engine)["hit_rate"] < 1
 
 
 def test_rows_of_the_kernels() -> None:

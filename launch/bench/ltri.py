@@ -108,8 +108,8 @@ def engines(args: argparse.Namespace) -> Iterator[JsonObject]:
         folder, shape = Path(temporary), SHAPES[args.shape]
         write_model(folder / "model", args.shape, 131_072)
         write_heads(folder / "heads.json", shape["num_hidden_layers"], shape["num_attention_heads"])
-        names = ("tokens", "part", "parts", "streams", "chunks", "decode_tokens", "repeats", "whole_runs")
-        names = (*names, "host_gb", "fork_tokens")
+        sizes = ("tokens", "part", "parts", "streams", "chunks", "host_gb", "fork_tokens")
+        names = (*sizes, "decode_tokens", "repeats", "whole_runs")
         stock = [("stock", backend) for backend in args.stock_backend] if "stock" in args.roles else []
         for role, backend in [*((role, "") for role in args.roles if role != "stock"), *stock]:
             out = folder / f"{role}.json"

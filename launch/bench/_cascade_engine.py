@@ -36,6 +36,10 @@ PARTS: JsonObject = {"conversation": "parts", "conversation_key": secrets.token_
 """The conversation that is measured, begun anew with a key of its own."""
 TOKENS = (50, 380)
 """Random tokens are drawn from here: inside every vocabulary."""
+STEPPING = 5
+"""Runs of what takes a second."""
+ROOM = 1024
+"""KV slots of stock SGLang's engine beyond those of its prompts."""
 UNSCORED = 3
 """Parts of a stream without scores: what they add is the difference. In the first the window fills, kernels compile."""
 
@@ -96,11 +100,12 @@ def ours(args: argparse.Namespace, cascade: Cascade, common: JsonObject) -> Json
     state = engine.get_server_info()["internal_states"][0]["sglang_ext"]
     timed(engine, drawn(cascade.slots + 2 * cascade.stride, 0), 3)  # compiles what was not warmed up
     found: JsonObject = {"attention_backend": state["attention_backend"]}
-    found["parts"] = parts(engine, args.tokens, args.part)
+    found["parts"] = [parts(engine, args.tokens, args.part) for _ in range(args.repeats)]
     goes_on: JsonObject = {**PARTS, "continue": True}
     timed(engine, drawn(max(1, cascade.stride // 2 - 1), 7), **goes_on)  # to the middle of a stride
-    found["decode"] = decoding(engine, args.decode_tokens, args.repeats, [60], **goes_on)
+    found["decode"] = decoding(engine, args.decode_tokens, STEPPING, [60], **goes_on)
     found["whole"] = [timed(engine, drawn(args.tokens, 1 + n)) for n in range(args.repeats)]
+    found["dense"] = [timed(engine, drawn(args.dense_tokens, 50 + n)) for n in range(args.repeats)]
     found["unscored"] = parts(engine, UNSCORED * args.part, args.part, selection=False)
     state = engine.get_server_info()["internal_states"][0]["sglang_ext"]
     found["conversation_slots"] = state["conversation_slots"]
@@ -109,14 +114,18 @@ def ours(args: argparse.Namespace, cascade: Cascade, common: JsonObject) -> Json
 
 
 def stock(args: argparse.Namespace, cascade: Cascade, common: JsonObject) -> JsonObject:
-    """SGLang as it is: dense prefill of one part, decoding over as many tokens as a cascade keeps."""
+    """SGLang as it is: dense prefill of a prompt, decoding over as many tokens as a cascade keeps."""
     from sglang import Engine
 
-    engine = Engine(attention_backend=args.backend, max_total_tokens=args.part + args.slots, **common)
-    timed(engine, drawn(args.part, 0))
-    prefill = [timed(engine, drawn(args.part, 1 + n)) for n in range(args.repeats)]
     kept = cascade.sinks + cascade.window + cascade.stride // 2
-    found = {"prefill": prefill, "decode": decoding(engine, args.decode_tokens, args.repeats, drawn(kept, 99))}
+    room = max(args.dense_tokens, kept + args.decode_tokens) + ROOM
+    engine = Engine(attention_backend=args.backend, max_total_tokens=room, **common)
+    timed(engine, drawn(kept, 98))  # compiles what was not warmed up
+    dense = []
+    for number in range(args.repeats):
+        engine.flush_cache()
+        dense.append(timed(engine, drawn(args.dense_tokens, 50 + number)))
+    found = {"dense": dense, "decode": decoding(engine, args.decode_tokens, STEPPING, drawn(kept, 99))}
     engine.shutdown()
     return {**found, "kept": kept, "backend": args.backend}
 
@@ -127,7 +136,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", required=True, help="attention backend of the stock engine")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    for name in ("tokens", "part", "slots", "window", "cascades", "sinks", "stride", "decode-tokens", "repeats"):
+    for name in (
+        "tokens",
+        "part",
+        "slots",
+        "window",
+        "cascades",
+        "sinks",
+        "stride",
+        "decode-tokens",
+        "repeats",
+        "dense-tokens",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--engine", type=json.loads, required=True, help="more arguments of the engine, as JSON")
     args = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """The few rows of the results that a reader looks for first, in words of their own: README's table.
 
-Which rows these are, and what the papers report, stands here; every figure of ours comes from a results file.
+Which rows these are stands here; every figure comes from a results file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_ext.launch.bench._record import Figure, Timing
 
-HEADER = "| what | ours | beside it | ratio | the paper |\n|---|---|---|---|---|"
+HEADER = "| what | ours | beside it | ratio |\n|---|---|---|---|"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class Headline:
         row: how the row's name begins.
         baseline: how the name of what stands beside it begins.
         what, beside: both, for the reader.
-        paper: what the paper reports for the like of it; on another model, engine and GPU.
     """
 
     file: str
@@ -31,21 +30,20 @@ class Headline:
     baseline: str
     what: str
     beside: str
-    paper: str = ""
 
 
 HEADLINES = (
     Headline(
         "dbsa_engine", "encoding a pool of", "dense prefill",
-        "DBSA: encoding a pool of 90,000 tokens", "dense prefill, stock SGLang", "1.86x",
+        "DBSA: encoding a pool of 90,000 tokens", "dense prefill, stock SGLang",
     ),
     Headline(
         "dbsa_engine", "answering with 4 tokens, 1 at a time", "Fixed ICL, cached",
-        "DBSA: an answer over that pool, one at a time", "the pool as a cached prefix, stock SGLang", "1.13x",
+        "DBSA: an answer over that pool, one at a time", "the pool as a cached prefix, stock SGLang",
     ),
     Headline(
         "dbsa_engine", "answering with 4 tokens, 1 at a time", "RetICL",
-        "the same", "retrieved demonstrations prefilled each time, stock SGLang", "19x",
+        "the same", "retrieved demonstrations prefilled each time, stock SGLang",
     ),
     Headline(
         "dbsa_engine", "answering with 4 tokens, 32 at a time", "Fixed ICL, cached",
@@ -53,20 +51,15 @@ HEADLINES = (
     ),
     Headline(
         "double_p_engine", "time per output token, 8 requests of 65536 tokens, 32 layers (peaked", "stock SGLang",
-        "Double-P: a decoding step of 8 requests of 64K tokens, peaked attention", "stock SGLang", "up to 2.23x",
+        "Double-P: a decoding step of 8 requests of 64K tokens, peaked attention", "stock SGLang",
     ),
     Headline(
         "double_p_engine", "time per output token, 8 requests of 65536 tokens, 32 layers (middle", "stock SGLang",
-        "the same, less peaked", "stock SGLang", "up to 2.23x",
+        "the same, less peaked", "stock SGLang",
     ),
     Headline(
         "cascade_kernels", "prefill attention, one layer, 1048576 tokens", "FlashInfer, dense",
-        "Cascades: attention of one layer over a million tokens, window 16K", "dense FlashInfer", "6.8x",
-    ),
-    Headline(
-        "cascade_engine", "a prompt of 1048576 tokens", "dense prefill of 65536 tokens",
-        "Cascades: a prompt of a million tokens in a pool of 64K slots",
-        "16 dense prefills of 64K tokens, stock SGLang",
+        "Cascades: attention of one layer over a million tokens, window 16K", "dense FlashInfer",
     ),
 )  # fmt: skip
 
@@ -97,7 +90,7 @@ def _row(headline: Headline, figures: Sequence[Figure]) -> tuple[Figure, Timing]
 
 def _line(headline: Headline, figure: Figure, beside: Timing) -> str:
     ours, theirs = (_time(timing.median) for timing in (figure.timing, beside))
-    return f"| {headline.what} | {ours} | {headline.beside}: {theirs} | **{figure.ratio:.3g}x** | {headline.paper} |"
+    return f"| {headline.what} | {ours} | {headline.beside}: {theirs} | **{figure.ratio:.3g}x** |"
 
 
 def _time(seconds: float) -> str:

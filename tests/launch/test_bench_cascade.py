@@ -97,7 +97,6 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         "UPDATE_BATCH": 2,
         "UPDATE_HEADS": 2,
         "UPDATE_TOKENS": 10,
-        "SINGLE_TOKENS": 4,
         "DENSE_ROWS": 16,
         "dense_decode": lambda _: {"tensor cores": Dense(2e-3), "CUDA cores": Dense(4e-3)},
     }.items():
@@ -107,12 +106,12 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     figures = bench.measure(CPU, CASCADE, 32, [1, 2, 8])
-    assert [figure.met for figure in figures] == [False, False, False, True, None, None, True, None, True]
-    prefill, share, alone, by_stride, *_, one, _, eight = figures
+    assert [figure.met for figure in figures] == [False, False, True, True, None, True]
+    prefill, share, keeping, one, _, eight = figures
     assert prefill.ratio == 1 and prefill.notes["strides"] == 7 and "35 tokens" in prefill.name
     assert prefill.notes["stages_ms"].keys() == {"update", "lists", "window", "attention", "scores"}
     assert share.ratio == pytest.approx(2e-3 / (1e-2 / 7))
-    assert alone.ratio == pytest.approx(1e-2 / 1e-3 * 10 / 4) and by_stride.ratio == pytest.approx(10)
+    assert keeping.ratio == pytest.approx(10) and keeping.aim == "at least 3x"
     assert one.ratio == 0.5 and one.aim == "at most 1.35x" and eight.aim == "at most 1.2x"
     assert one.notes["ratios"] == [0.5] * bench.TURNS and eight.timing.samples == bench.TURNS
     assert one.notes["columns"] == 16 and "tensor cores" in one.baseline
@@ -129,13 +128,14 @@ def test_no_gpu_no_times(capsys: pytest.CaptureFixture[str]) -> None:
 
 RAW = {
     "ours": {
-        "parts": [9.0, 4.0, 4.1, 4.2],
+        "parts": [[9.0, 4.0, 4.1, 4.2], [9.0, 4.0, 4.1, 4.2]],
         "unscored": [8.0, 3.4, 3.6],
         "decode": [0.006],
         "whole": [20.0],
+        "dense": [3.0, 5.0],
         "conversation_slots": 30,
     },
-    "stock": {"prefill": [6.0], "decode": [0.005], "kept": 16, "backend": "flashinfer"},
+    "stock": {"dense": [6.0], "decode": [0.005], "kept": 16, "backend": "flashinfer"},
 }
 
 
@@ -156,7 +156,8 @@ def test_rows_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         and scores["aim"] == "at most 0.25x"
     )
     assert whole["ratio"] == pytest.approx(20 / (75 * 400_000 / 2**20)) and whole["met"]
-    assert dense["ratio"] == pytest.approx(6 * 4 / 20) and not dense["aim"]
+    assert dense["ratio"] == pytest.approx(6 / 4) and not dense["aim"] and "524288 tokens" in dense["name"]
+    assert [row["timing"]["samples"] for row in (linear, dense)] == [2, 2]
     assert step["ratio"] == pytest.approx(1.2) and not step["aim"]
 
 

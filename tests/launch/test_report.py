@@ -306,17 +306,17 @@ def test_documents_hold_the_committed_results(name: str) -> None:
 
 # -- headlines ----------------------------------------------------------------------------------------------------
 
-ZEBRA = _headlines.Headline("dbsa", "zeb", "den", "A zebra", "a dense one", "3x")
+ZEBRA = _headlines.Headline("dbsa", "zeb", "den", "A zebra", "a dense one")
 PAIR = f"{report.HEADLINES_BEGIN}\n{report.HEADLINES_END}\n"
 
 
 def test_headlines_are_a_section_of_their_own(folder: Path, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = row("slow", baseline="dense", baseline_timing=timing(80000), ratio=40.0)
     (folder / "other.json").write_text(json.dumps(record(figures=[slow])))
-    monkeypatch.setattr(_headlines, "HEADLINES", (ZEBRA, replace(ZEBRA, file="other", row="slow", paper="")))
+    monkeypatch.setattr(_headlines, "HEADLINES", (ZEBRA, replace(ZEBRA, file="other", row="slow")))
     table = (
-        f"{_headlines.HEADER}\n| A zebra | 2 ms | a dense one: 8 ms | **4x** | 3x |\n"
-        "| A zebra | 2 ms | a dense one: 80 s | **40x** |  |"
+        f"{_headlines.HEADER}\n| A zebra | 2 ms | a dense one: 8 ms | **4x** |\n"
+        "| A zebra | 2 ms | a dense one: 80 s | **40x** |"
     )
     expected = PAIR.replace("\n", f"\n\n{table}\n\n", 1)
     for text in (PAIR, PAIR + DOCUMENT):

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from sglang_ext.launch.bench._code import code_hash
 from sglang_ext.types import Json, JsonObject
 
 FEW = 5
@@ -265,11 +266,12 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def save(path: Path, figures: Sequence[Figure], curves: Sequence[Curve] = (), **more: Json) -> None:
-    """Write rows, curves, the machine, the commit and the command that made them."""
+    """Write rows, curves, the machine, and the commit, the hash of the code and the command that made them."""
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": more.pop("commit", None) or commit(),
         "command": more.pop("command", None) or command_line(sys.argv[1:]),
+        "code": code_hash(),
         "machine": machine(),
         **more,
         "figures": [asdict(figure) for figure in figures],

@@ -1,0 +1,164 @@
+"""``sglang-ext bench all``: every benchmark whose rows the project publishes, one after the other.
+
+A run that was cut short goes on where it stopped: what has ended is noted in ``all.json`` in the results folder, with a
+hash of the product's code (`_code`). A benchmark that ended with other code is run again, so that in the end all rows
+are of one state of the code. One that fails holds up no other one; the exit status is 1 then, and the next run tries it
+again. The studies of quality need --data, the folder of the classification sets, and are left out without it.
+
+The tables of docs/ follow from the results with ``sglang-ext bench report``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_ext.launch.bench._code import code_hash
+from sglang_ext.launch.bench._record import results_folder
+from sglang_ext.launch.bench._results_files import read_text
+from sglang_ext.types import JsonObject
+
+RESULTS = Path(__file__).resolve().parent / "results"
+JOURNAL = "all.json"
+EAGER_PREFILL = '{"cuda_graph_backend_prefill":"disabled"}'
+HALF = '{"dtype":"float16","disable_cuda_graph":true}'
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One command.
+
+    Attributes:
+        name: of it, in --only.
+        words: behind ``sglang-ext bench``.
+        out: its --out, within the results folder; empty where that is the folder itself.
+        data: whether it reads the classification sets.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    out: str = ""
+    data: bool = False
+
+
+BENCHMARKS = (
+    Benchmark("dbsa-kernels", ("dbsa", "--only", "kernels"), "dbsa.json"),
+    Benchmark("dbsa-engine", ("dbsa", "--only", "engine", "--repeats", "5", "--rounds", "2"), "dbsa.json"),
+    Benchmark("dbsa-host", ("dbsa", "--only", "host"), "dbsa.json"),
+    Benchmark(
+        "double_p-kernels",
+        ("double_p", "--only", "kernels", "--lengths", "65536", "131072", "--batches", "1", "8"),
+        "double_p.json",
+    ),
+    Benchmark(
+        "double_p-engine",
+        ("double_p", "--only", "engine", "--levels", "peaked", "middle", "--repeats", "2", "--engine", EAGER_PREFILL),
+        "double_p.json",
+    ),
+    Benchmark(
+        "double_p-recovered",
+        ("double_p", "--only", "recovered", "--device", "cpu", "--texts", "32"),
+        "double_p.json",
+    ),
+    Benchmark("cascade-kernels", ("cascade", "--only", "kernels")),
+    Benchmark("cascade-engine", ("cascade", "--only", "engine")),
+    Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
+    Benchmark("ltri-engine", ("ltri", "--only", "engine")),
+    Benchmark(
+        "quality-double_p",
+        ("quality", "--suite", "double_p", "--queries", "3080", "--passkey", "4096", "8192", "16384", "--parallel", "2")
+        + ("--kernels", "triton", "--engine", HALF),
+        "quality_double_p.json",
+        data=True,
+    ),
+    Benchmark(
+        "quality-cascade",
+        ("quality", "--suite", "cascade", "--parallel", "7", "--kernels", "triton", "--engine", HALF),
+        "quality_cascade.json",
+        data=True,
+    ),
+    Benchmark(
+        "quality-ltri",
+        ("quality", "--suite", "ltri", "--hidden", "named", "--passkey", "4096", "--prompts", "20"),
+        "quality_ltri.json",
+        data=True,
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = [each.name for each in BENCHMARKS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
+    parser.add_argument("--data", help="folder of the classification sets; without it, studies of quality are left out")
+    parser.add_argument(
+        "--out", type=results_folder, default=RESULTS, help="folder of the JSON files (default: launch/bench/results)"
+    )
+    parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
+
+
+def main(args: argparse.Namespace) -> int:
+    code, failed, journal = code_hash(), [], args.out / JOURNAL
+    chosen = [each for each in BENCHMARKS if each.name in args.only]
+    for benchmark in chosen:
+        line = shlex.join(["sglang-ext", "bench", *benchmark.words])
+        if benchmark.data and not args.data:
+            print(f"{benchmark.name}: left out, because it needs --data", flush=True)
+            continue
+        if done(journal).get(benchmark.name, {}).get("code") == code:
+            print(f"{benchmark.name}: done with this code", flush=True)
+            continue
+        print(f"{benchmark.name}: {line}", flush=True)
+        if args.list:
+            continue
+        begin = time.perf_counter()
+        status = subprocess.run(command(benchmark, args), check=False).returncode
+        seconds = time.perf_counter() - begin
+        if status:
+            failed.append(benchmark.name)
+            print(f"{benchmark.name}: failed with exit status {status} after {seconds:.0f} s", flush=True)
+            continue
+        note(journal, benchmark.name, {"code": code, "seconds": round(seconds)})
+    if failed:
+        print(f"failed: {', '.join(failed)}; the same command runs them again", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def command(benchmark: Benchmark, args: argparse.Namespace) -> Sequence[str]:
+    """What runs a benchmark."""
+    words = [sys.executable, "-m", "sglang_ext.launch.cli", "bench", *benchmark.words]
+    if benchmark.data:
+        words += ["--data", args.data]
+    return [*words, "--out", str(args.out / benchmark.out), *(["--commit", args.commit] if args.commit else [])]
+
+
+def done(journal: Path) -> dict[str, JsonObject]:
+    """Name of a benchmark that has ended -> the hash of the code that it ran with, and its seconds.
+
+    Raises:
+        ValueError: the journal is not one.
+    """
+    if not journal.exists():
+        return {}
+    try:
+        found: dict[str, JsonObject] = json.loads(read_text(journal))["done"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{journal}: expected what `bench all` has noted there, got something else ({error}); delete the file, and"
+            " all benchmarks run again"
+        ) from error
+    return found
+
+
+def note(journal: Path, name: str, what: JsonObject) -> None:
+    """Keep that a benchmark has ended."""
+    known = done(journal)
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    journal.write_text(json.dumps({"bench": "all", "done": {**known, name: what}}, indent=1) + "\n")

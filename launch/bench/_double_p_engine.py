@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 SHORT = 16
+"""Output tokens of the run whose time is taken off, with all that does not belong to a step."""
 OURS = ""
 """Stands where the backend of a stock engine stands."""
-"""Output tokens of the run whose time is taken off, with all that does not belong to a step."""
 
 TIME_AIM = {"flat": None, "middle": 2.4, "peaked": 2.4}
-"""How many times faster than dense attention an output token is to be, by level."""
+"""How many times faster than dense attention an output token is to be, by level, in the largest batch."""
 
 
 # ---- one engine ----
@@ -63,10 +63,10 @@ class Served:
             times.append(time.perf_counter() - begin)
         return {"seconds": times}
 
-    def decode(self, tokens: int) -> JsonObject:
-        """Seconds of answers of so many tokens to all prompts at once, and what of the prompts was cached."""
+    def decode(self, tokens: int, rows: int | None = None) -> JsonObject:
+        """Seconds of answers of so many tokens to the first prompts (all) at once, and what of these was cached."""
         begin = time.perf_counter()
-        answers = self.engine.generate(input_ids=list(self.prompts), sampling_params=_sampling(tokens))
+        answers = self.engine.generate(input_ids=list(self.prompts[:rows]), sampling_params=_sampling(tokens))
         seconds = time.perf_counter() - begin
         completed(answers)
         return {"seconds": seconds, "cached": [answer["meta_info"]["cached_tokens"] for answer in answers]}
@@ -196,7 +196,7 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
     memory is enough for all (`--together`), in turns.
     """
     found: JsonObject = {
-        "rows": args.engine_batch,
+        "rows": max(args.engine_batch),
         "length": args.engine_length,
         "tokens": args.decode_tokens,
         "together": args.together,
@@ -217,22 +217,29 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
                 say(f"{name}: started")
                 kept["prefill"] = process.ask("prefill")["seconds"]
                 say(f"{name}: prefill {kept['prefill']}")
-                process.ask("decode", tokens=SHORT)  # compiles, clusters what is left, captures what was not yet
+                compile_all(process)
                 yield process
                 kept["state"] = process.ask("state")
             finally:
                 process.stop()
 
+        def compile_all(process: Process) -> None:
+            """Compile, cluster what is left, and capture what was not yet."""
+            for rows in args.engine_batch:
+                process.ask("decode", tokens=SHORT, rows=rows)
+
         def ask_for(level: str, process: Process) -> None:
             process.ask("weights", folder=str(folders[level]), flush=False)
-            process.ask("decode", tokens=SHORT)
+            compile_all(process)
 
         def stock_turn(backend: str, process: Process) -> None:
-            found["stock"][backend]["decode"].append(_turn(process, args.decode_tokens))
+            for rows in args.engine_batch:
+                found["stock"][backend]["decode"].append(_turn(process, args.decode_tokens, rows))
 
         def our_turn(level: str, process: Process) -> None:
-            found["ours"]["decode"][level].append(_turn(process, args.decode_tokens))
-            found["ours"]["selected"][level].append(process.ask("state").get("last_selection", {}))
+            for rows in args.engine_batch:
+                found["ours"]["decode"][level].append(_turn(process, args.decode_tokens, rows))
+                found["ours"]["selected"][level].append(process.ask("state").get("last_selection", {}))
 
         if args.together:
             stocks = {backend: stack.enter_context(started(backend)) for backend in args.stock_backend}
@@ -256,11 +263,11 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
     return found
 
 
-def _turn(process: Process, tokens: int) -> JsonObject:
-    short, long = (process.ask("decode", tokens=count) for count in (SHORT, SHORT + tokens))
+def _turn(process: Process, tokens: int, rows: int) -> JsonObject:
+    short, long = (process.ask("decode", tokens=count, rows=rows) for count in (SHORT, SHORT + tokens))
     seconds = (long["seconds"] - short["seconds"]) / tokens
-    say(f"{process.name}: {seconds * 1e3:.3f} ms a token")
-    return {"seconds": seconds, "short": short, "long": long}
+    say(f"{process.name}: {seconds * 1e3:.3f} ms a token of {rows} requests")
+    return {"seconds": seconds, "rows": rows, "short": short, "long": long}
 
 
 def _models(folder: Path, args: argparse.Namespace) -> dict[str, Path]:
@@ -281,17 +288,17 @@ def _words(
     backend: str, model: Path, device: torch.device, args: argparse.Namespace, config: DoubleP
 ) -> tuple[list[str], dict[str, str]]:
     """(arguments, environment) of a process: stock SGLang's on a backend, or ours for none."""
-    runs = (args.repeats + 2) * (2 * SHORT + args.decode_tokens) * len(args.levels)
+    runs = (args.repeats + 2) * (2 * SHORT + args.decode_tokens) * len(args.levels) * len(args.engine_batch)
     options: JsonObject = {
         "model_path": str(model),
         "load_format": "dummy",
         "log_level": "warning",
         "page_size": 1,
         "random_seed": 0,
-        "max_running_requests": args.engine_batch,
-        "max_total_tokens": args.engine_batch * (args.engine_length + runs + 64),
+        "max_running_requests": max(args.engine_batch),
+        "max_total_tokens": max(args.engine_batch) * (args.engine_length + runs + 64),
         "attention_backend": backend or "double_p",
-        **({"cuda_graph_max_bs_decode": args.engine_batch} if device.type == "cuda" else {}),
+        **({"cuda_graph_max_bs_decode": max(args.engine_batch)} if device.type == "cuda" else {}),
         **args.engine,
     }
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -299,7 +306,7 @@ def _words(
         "options": json.dumps(options),
         "config": json.dumps(vars(config)),
         "length": args.engine_length,
-        "rows": args.engine_batch,
+        "rows": max(args.engine_batch),
         "vocabulary": vocabulary,
     }
     words = [text for name, value in given.items() for text in (f"--{name}", str(value))]
@@ -317,26 +324,30 @@ def compare(raw: JsonObject) -> list[Figure]:
     ours, clusters = raw["ours"], raw["clustering"]
     # Files of one stock engine name its backend beside it.
     stocks = {raw["stock backend"]: raw["stock"]} if "stock backend" in raw else raw["stock"]
-    length, rows = raw["length"], raw["rows"]
-    where = f"{rows} requests of {length} tokens, {clusters['layers']} layers"
+    length, most = raw["length"], raw["rows"]
     turns = "in turns" if raw["together"] else "one engine after the other"
     runs = [run for stock in stocks.values() for run in stock["decode"]]
     _check_cached([*runs, *(run for runs in ours["decode"].values() for run in runs)], length)
-    name, dense, others = fastest({backend: [run["seconds"] for run in each["decode"]] for backend, each in
-                                    stocks.items()})  # fmt: skip
     figures = []
-    for level, runs in ours["decode"].items():
-        selected = ours["selected"][level]
-        if not all(each.get("rows") == rows for each in selected):
-            raise ValueError(f"level {level}: steps over clusters had {selected} rows, expected {rows}: not compared")
-        exact, approx = (
-            sum(each[key] for each in selected) / len(selected) for key in ("exact_tokens", "approximated_clusters")
-        )
-        kept = f"{level} planted keys, {exact:.2f} exact, {approx:.2f} by centroid"
-        notes = {"exact": exact, "approx": approx, "output_tokens": raw["tokens"], "order": turns, **others}
-        mine = Timing.of(run["seconds"] for run in runs)
-        words = f"time per output token, {where} ({kept})"
-        figures.append(at_least(words, mine, name, dense, TIME_AIM[level], notes=notes))
+    for rows in sorted({run.get("rows", most) for run in runs}, reverse=True):
+        where = f"{rows} requests of {length} tokens, {clusters['layers']} layers"
+        of_stock = {backend: _seconds(each["decode"], rows, most) for backend, each in stocks.items()}
+        name, dense, others = fastest(of_stock)
+        for level, runs in ours["decode"].items():
+            selected = [each for run, each in zip(runs, ours["selected"][level], strict=True)
+                        if run.get("rows", most) == rows]  # fmt: skip
+            if not all(each.get("rows") == rows for each in selected):
+                raise ValueError(
+                    f"level {level}: steps over clusters had {selected} rows, expected {rows}: not compared"
+                )
+            exact, approx = (
+                sum(each[key] for each in selected) / len(selected) for key in ("exact_tokens", "approximated_clusters")
+            )
+            kept = f"{level} planted keys, {exact:.2f} exact, {approx:.2f} by centroid"
+            notes = {"exact": exact, "approx": approx, "output_tokens": raw["tokens"], "order": turns, **others}
+            words, mine = f"time per output token, {where} ({kept})", Timing.of(_seconds(runs, rows, most))
+            aim = TIME_AIM[level] if rows == most else None
+            figures.append(at_least(words, mine, name, dense, aim, notes=notes))
     # The first prompt waits for compilers.
     mine = Timing.of(ours["prefill"][1:] or ours["prefill"])
     name, theirs, others = fastest({backend: each["prefill"][1:] or each["prefill"] for backend, each in
@@ -354,6 +365,11 @@ def compare(raw: JsonObject) -> list[Figure]:
         at_most(words, held, float(clusters["kv_bytes"]), "their keys and values", 0.08, unit="MiB", notes=note)
     )
     return figures
+
+
+def _seconds(runs: Sequence[JsonObject], rows: int, most: int) -> list[float]:
+    """Those of the runs of so many requests; a run that does not say how many had `most`."""
+    return [run["seconds"] for run in runs if run.get("rows", most) == rows]
 
 
 def _check_cached(runs: Sequence[JsonObject], length: int) -> None:

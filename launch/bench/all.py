@@ -59,7 +59,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "double_p-engine",
-        ("double_p", "--only", "engine", "--levels", "peaked", "middle", "--repeats", "2", "--engine", EAGER_PREFILL),
+        ("double_p", "--only", "engine", "--repeats", "5", "--engine", EAGER_PREFILL),
         "double_p.json",
     ),
     Benchmark(

@@ -55,7 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="engine half: peakedness (default: all)",
     )
     parser.add_argument("--engine-length", type=int, default=65536, metavar="TOKENS", help="of a prompt, engine half")
-    parser.add_argument("--engine-batch", type=int, default=8, metavar="N", help="prompts, engine half")
+    parser.add_argument(
+        "--engine-batch",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        metavar="N",
+        help="prompts that are answered together; each is measured, engine half (default: 1 8)",
+    )
     parser.add_argument("--decode-tokens", type=int, default=256, help="output tokens a run, engine half")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of each, engine half (default: 3)")
     parser.add_argument("--layers", type=int, default=0, help="of both engines' model (default: the shape's)")

@@ -114,6 +114,17 @@ def test_rows() -> None:
     assert memory.notes["allocated_share"] == 0.08
 
 
+def test_batches_have_rows_of_their_own() -> None:
+    raw = copy.deepcopy(RAW)
+    raw["stock"]["decode"].append({**turn(0.006), "rows": 1})
+    raw["ours"]["decode"]["peaked"].append({**turn(0.005), "rows": 1})
+    raw["ours"]["selected"]["peaked"].append({"rows": 1.0, "exact_tokens": 0.1, "approximated_clusters": 0.2})
+    eight, one, *_ = engine.compare(raw)
+    assert (eight.ratio, eight.aim) == (pytest.approx(2.5), "at least 2.4x")
+    assert (one.ratio, one.aim) == (pytest.approx(1.2), "") and "1 requests of 1000" in one.name
+    assert one.notes["exact"] == 0.1 and one.timing.samples == 1
+
+
 def test_each_row_has_the_fastest_of_the_stock_engines() -> None:
     one = RAW["stock"]
     other = {"decode": [turn(0.0156)], "prefill": [9.0, 5.0, 5.0]}
@@ -134,6 +145,7 @@ def test_nothing_is_compared_that_was_prefilled_again() -> None:
 @pytest.mark.parametrize("selected", [{}, {"rows": 7.0, "exact_tokens": 0.06, "approximated_clusters": 0.33}])
 def test_nothing_is_compared_that_did_not_read_clusters(selected: dict[str, float]) -> None:
     raw = copy.deepcopy(RAW)
+    raw["ours"]["decode"]["peaked"].append(turn(0.0078))
     raw["ours"]["selected"]["peaked"].append(selected)
     with pytest.raises(ValueError, match="level peaked"):
         engine.compare(raw)

@@ -21,7 +21,7 @@ COMMANDS = {
     "serve": ("serve", "start a server that has pools: SGLang's own, with every flag it has"),
     "pool": ("pool", "put, ls, show, append, rm, cancel, plan: the pools of a running server"),
     "batch": ("batch", "answer a file of questions offline; resumes where it stopped"),
-    "demo": ("demo", "one pool answered from in four ways, in one table"),
+    "demo": ("demo", "one pool answered from in five ways, in one table"),
     "heads": ("heads", "find a model's retrieval heads, by which ltri votes"),
     "doctor": ("doctor", "what is installed, active, refused, and why"),
     "bench": ("bench", "measure something; see sglang-ext bench --help"),

@@ -1,12 +1,14 @@
-"""`sglang-ext demo`: one pool, four ways to answer from it, one table. Every figure in it is measured in the run.
+"""`sglang-ext demo`: one pool, five ways to answer from it, one table. Every figure in it is measured in the run.
 
-The server is a real one (`sglang-ext serve` in a process of its own, asked over HTTP). The four methods get the same
+The server is a real one (`sglang-ext serve` in a process of its own, asked over HTTP). The five methods get the same
 questions, the same demonstrations in the same tokens, the same grammar of labels and the same number of requests at a
 time:
 
 - DBSA: a share of the pool's blocks, retrieved and stitched by the server;
 - Fixed ICL: the whole pool as one dense prompt, whose prefix SGLang's radix cache keeps;
-- RetICL: the demonstrations of the blocks that the same retriever selects, as a dense prompt, nothing cached;
+- RetICL by example: the demonstrations that BM25 finds for the question, as many as the share has, as a dense prompt,
+  nothing cached; it is what the DBSA paper calls RetICL;
+- RetICL by block: the demonstrations of the blocks that DBSA selects, as a dense prompt, nothing cached;
 - zero-shot: the question alone, nothing cached.
 """
 
@@ -171,7 +173,7 @@ def run(args: argparse.Namespace, log: Log) -> JsonObject:
         log(f"server up after {started:.1f} s; encoding {len(task.demonstrations)} demonstrations ...")
         bench = Bench(server, task, tokenizer, args.ratio, args.block_size, args.concurrency)
         rows = []
-        for method in (bench.dbsa, bench.fixed_icl, bench.ret_icl, bench.zero_shot):
+        for method in bench.methods:
             row = method()
             log(f"{row.method}: {row.queries} queries in {row.seconds:.1f} s")
             rows.append(row)

@@ -1,4 +1,4 @@
-"""This module asks a running server the demo's questions with each of the four methods that `launch.demo` names,
+"""This module asks a running server the demo's questions with each of the five methods that `launch.demo` names,
 measures the time that this takes, and makes a row of the table from each method's answers.
 """
 
@@ -127,16 +127,43 @@ class Bench:
         prefill = time.perf_counter() - begin
         return self._measure("Fixed ICL", lambda query, _key: (self._dense(prefix, query, None), []), prefill)
 
-    def ret_icl(self) -> MethodRow:
+    def _texts(self) -> dict[str, str]:
+        """What is searched: the name of each demonstration -> its text."""
+        return {
+            f"d{at}": self.options.render(item["input"], item["output"])
+            for at, item in enumerate(self.task.demonstrations)
+        }
+
+    def ret_icl_by_example(self) -> MethodRow:
+        """The best demonstrations as a dense prompt, prefilled anew for each question; the best one stands last.
+
+        As many as the same share of the pool has (DBSA, section 4, "Baselines": RetICL).
+        """
+        from sglang_ext.retrievers import registry
+        from sglang_ext.retrievers.selection import budget, select
+
+        texts, tokens = self._texts(), {}
+        for ids, block in zip(self.blocks, self.info["blocks"], strict=True):
+            for name, (start, end) in zip(block["demonstrations"], block["spans"], strict=True):
+                tokens[name] = ids[start:end]
+        begin = time.perf_counter()
+        retriever = registry.get("bm25").build(list(texts.values()))
+        indexing, names = time.perf_counter() - begin, list(texts)
+        chosen = budget(self.ratio, None, total=len(names), sinks=0)
+
+        def ask(query: str, key: str) -> tuple[JsonObject, list[int]]:
+            found = select(retriever.score(query), chosen, 0, "low_to_high")
+            prefix = [*self.header, *(token for at in found for token in tokens[names[at]])]
+            return self._dense(prefix, query, key), []
+
+        return self._measure("RetICL by example", ask, indexing)
+
+    def ret_icl_by_block(self) -> MethodRow:
         """The selected blocks' demonstrations as a dense prompt, prefilled anew for each question."""
         from sglang_ext.retrievers import registry
         from sglang_ext.retrievers.selection import budget, select
 
-        sinks = min(self.options.sink_blocks, len(self.blocks))
-        texts = {
-            f"d{at}": self.options.render(item["input"], item["output"])
-            for at, item in enumerate(self.task.demonstrations)
-        }
+        sinks, texts = min(self.options.sink_blocks, len(self.blocks)), self._texts()
         begin = time.perf_counter()
         retriever = registry.get("bm25").build(
             [self.options.separator.join(texts[id] for id in block["demonstrations"]) for block in self.info["blocks"]]
@@ -149,7 +176,12 @@ class Bench:
             prefix = [token for block in blocks for token in self.blocks[block]]
             return self._dense(prefix, query, key), blocks
 
-        return self._measure("RetICL", ask, indexing)
+        return self._measure("RetICL by block", ask, indexing)
+
+    @property
+    def methods(self) -> tuple[Callable[[], MethodRow], ...]:
+        """All of them, in the table's order."""
+        return self.dbsa, self.fixed_icl, self.ret_icl_by_example, self.ret_icl_by_block, self.zero_shot
 
     def zero_shot(self) -> MethodRow:
         """The question alone."""

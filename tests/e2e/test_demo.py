@@ -1,4 +1,4 @@
-"""The demo, run as users run it: a real server on the embedded model, four methods, one table."""
+"""The demo, run as users run it: a real server on the embedded model, five methods, one table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from sglang_ext.launch import cli, demo, demo_data, demo_server
 
-METHODS = ("DBSA 30%", "Fixed ICL", "RetICL", "zero-shot")
+METHODS = ("DBSA 30%", "Fixed ICL", "RetICL by example", "RetICL by block", "zero-shot")
 QUERIES = 16
 
 # Least accuracy of DBSA and Fixed ICL over QUERIES queries, by task: far above chance (0.083) and far below what the
@@ -59,10 +59,11 @@ def check(result: dict[str, Any], printed: str, floor: float | None) -> None:
         assert set(row["predictions"]) <= set(result["labels"])  # the constraint holds in every row
         assert 0 <= row["correct"] <= row["queries"]
 
-    dbsa, fixed, retrieved, zero = (rows[name] for name in METHODS)
+    dbsa, fixed, found, retrieved, zero = (rows[name] for name in METHODS)
     assert 0 < dbsa["cached_tokens"] < dbsa["prompt_tokens"]
     assert fixed["cached_tokens"] >= result["pool_tokens"] > dbsa["prompt_tokens"]
-    assert retrieved["cached_tokens"] == zero["cached_tokens"] == 0
+    assert found["cached_tokens"] == retrieved["cached_tokens"] == zero["cached_tokens"] == 0
+    assert zero["prompt_tokens"] < found["prompt_tokens"] < 0.5 * fixed["prompt_tokens"]
     # The same retrieval on both sides of the wire, hence the same prompts.
     assert dbsa["blocks"] == retrieved["blocks"] and all(blocks[0] == 0 for blocks in dbsa["blocks"])
     assert dbsa["prompt_tokens"] == retrieved["prompt_tokens"]

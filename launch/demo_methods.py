@@ -5,7 +5,7 @@ measures the time that this takes, and makes a row of the table from each method
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,48 +134,57 @@ class Bench:
             for at, item in enumerate(self.task.demonstrations)
         }
 
-    def ret_icl_by_example(self) -> MethodRow:
-        """The best demonstrations as a dense prompt, prefilled anew for each question, in the pool's order.
+    def _searched(self, texts: Sequence[str], sinks: int) -> tuple[Callable[[str], list[int]], float]:
+        """Index texts with BM25.
 
-        As many as the same share of the pool has (DBSA, section 4, "Baselines": RetICL). On the demo's own data the
-        embedded model answered 74% so, 68% with the best one first, and 60% with the best one last.
+        Args:
+            texts: of the pool, in its order.
+            sinks: of the first ones, which every question gets.
+
+        Returns:
+            (what gives the numbers of the texts that a question gets, the best `ratio` of them in the pool's order;
+            seconds that indexing took).
         """
         from sglang_ext.retrievers import registry
         from sglang_ext.retrievers.selection import budget, select
 
-        texts, tokens = self._texts(), {}
+        begin = time.perf_counter()
+        retriever = registry.get("bm25").build(texts)
+        indexing = time.perf_counter() - begin
+        chosen = budget(self.ratio, None, total=len(texts), sinks=sinks)
+        return lambda query: [int(at) for at in select(retriever.score(query), chosen, sinks, "pool")], indexing
+
+    def ret_icl_by_example(self) -> MethodRow:
+        """The best demonstrations as a dense prompt, prefilled anew for each question.
+
+        As many as the same share of the pool has (DBSA, section 4, "Baselines": RetICL). They stand in the pool's
+        order: with the best one first or last the embedded model answers fewer of the demo's questions.
+        """
+        tokens: dict[str, list[int]] = {}
         for ids, block in zip(self.blocks, self.info["blocks"], strict=True):
             for name, (start, end) in zip(block["demonstrations"], block["spans"], strict=True):
                 tokens[name] = ids[start:end]
-        begin = time.perf_counter()
-        retriever = registry.get("bm25").build(list(texts.values()))
-        indexing, names = time.perf_counter() - begin, list(texts)
-        chosen = budget(self.ratio, None, total=len(names), sinks=0)
+        texts = self._texts()
+        names = list(texts)
+        search, indexing = self._searched(list(texts.values()), 0)
 
         def ask(query: str, key: str) -> tuple[JsonObject, list[int]]:
-            found = select(retriever.score(query), chosen, 0, "pool")
-            prefix = [*self.header, *(token for at in found for token in tokens[names[at]])]
+            prefix = [*self.header, *(token for at in search(query) for token in tokens[names[at]])]
             return self._dense(prefix, query, key), []
 
         return self._measure("RetICL by example", ask, indexing)
 
     def ret_icl_by_block(self) -> MethodRow:
         """The selected blocks' demonstrations as a dense prompt, prefilled anew for each question."""
-        from sglang_ext.retrievers import registry
-        from sglang_ext.retrievers.selection import budget, select
-
-        sinks, texts = min(self.options.sink_blocks, len(self.blocks)), self._texts()
-        begin = time.perf_counter()
-        retriever = registry.get("bm25").build(
-            [self.options.separator.join(texts[id] for id in block["demonstrations"]) for block in self.info["blocks"]]
+        texts, sinks = self._texts(), min(self.options.sink_blocks, len(self.blocks))
+        search, indexing = self._searched(
+            [self.options.separator.join(texts[id] for id in block["demonstrations"]) for block in self.info["blocks"]],
+            sinks,
         )
-        indexing = time.perf_counter() - begin
-        chosen = budget(self.ratio, None, total=len(self.blocks), sinks=sinks)
 
         def ask(query: str, key: str) -> tuple[JsonObject, list[int]]:
-            blocks = [int(block) for block in select(retriever.score(query), chosen, sinks, "pool")]
-            prefix = [token for block in blocks for token in self.blocks[block]]
-            return self._dense(prefix, query, key), blocks
+            blocks = search(query)
+            return self._dense([token for block in blocks for token in self.blocks[block]], query, key), blocks
 
         return self._measure("RetICL by block", ask, indexing)
 

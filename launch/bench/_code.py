@@ -11,8 +11,8 @@ import sglang_ext
 
 PACKAGE = Path(sglang_ext.__file__).parent
 SOURCES = (".py", ".cu", ".cuh")
-APART = ("launch", "__pycache__")
-"""Folders that are no part of what is measured: commands, and the benchmarks themselves."""
+APART = "launch"
+"""The folder that is no part of what is measured: commands, and the benchmarks themselves."""
 
 
 def code_hash(package: Path = PACKAGE) -> str:
@@ -31,5 +31,5 @@ def code_hash(package: Path = PACKAGE) -> str:
 def _sources(package: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(package, followlinks=True):
         if Path(folder) == package:
-            names[:] = [name for name in names if name not in APART]
+            names[:] = [name for name in names if name != APART]
         yield from (Path(folder) / file for file in files if file.endswith(SOURCES))

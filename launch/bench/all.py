@@ -1,4 +1,4 @@
-"""``sglang-ext bench all``: every benchmark whose rows the project publishes, one after the other.
+"""``sglang-ext bench all``: every benchmark whose rows stand in docs/RESULTS.md, one after the other.
 
 A run that was cut short goes on where it stopped: what has ended is noted in ``all.json`` in the results folder, with a
 hash of the product's code (`_code`). A benchmark that ended with other code is run again, so that in the end all rows
@@ -49,23 +49,23 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("dbsa-kernels", ("dbsa", "--only", "kernels"), "dbsa.json"),
-    Benchmark("dbsa-engine", ("dbsa", "--only", "engine", "--repeats", "5", "--rounds", "2"), "dbsa.json"),
-    Benchmark("dbsa-host", ("dbsa", "--only", "host"), "dbsa.json"),
+    Benchmark("dbsa-kernels", ("dbsa", "--only", "kernels"), "dbsa_kernels.json"),
+    Benchmark("dbsa-engine", ("dbsa", "--only", "engine", "--repeats", "5", "--rounds", "2"), "dbsa_engine.json"),
+    Benchmark("dbsa-host", ("dbsa", "--only", "host"), "dbsa_host.json"),
     Benchmark(
         "double_p-kernels",
         ("double_p", "--only", "kernels", "--lengths", "65536", "131072", "--batches", "1", "8"),
-        "double_p.json",
+        "double_p_kernels.json",
     ),
     Benchmark(
         "double_p-engine",
         ("double_p", "--only", "engine", "--repeats", "5", "--engine", EAGER_PREFILL),
-        "double_p.json",
+        "double_p_engine.json",
     ),
     Benchmark(
         "double_p-recovered",
         ("double_p", "--only", "recovered", "--device", "cpu", "--texts", "32"),
-        "double_p.json",
+        "double_p_recovered.json",
     ),
     Benchmark("cascade-kernels", ("cascade", "--only", "kernels")),
     Benchmark("cascade-engine", ("cascade", "--only", "engine")),
@@ -73,9 +73,15 @@ BENCHMARKS = (
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
     Benchmark(
         "quality-double_p",
-        ("quality", "--suite", "double_p", "--queries", "3080", "--passkey", "4096", "8192", "16384", "--parallel", "2")
-        + ("--kernels", "triton", "--engine", HALF),
+        ("quality", "--suite", "double_p", "--queries", "400", "--passkey", "4096", "--parallel", "2"),
         "quality_double_p.json",
+        data=True,
+    ),
+    Benchmark(
+        "quality-double_p-gpu",
+        ("quality", "--suite", "double_p", "--queries", "3080", "--passkey", "4096", "8192", "16384", "--parallel", "2")
+        + ("--methods", "dense", "double_p-kernels", "--kernels", "triton", "--engine", '{"dtype":"float16"}'),
+        "quality_double_p_gpu.json",
         data=True,
     ),
     Benchmark(
@@ -86,7 +92,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "quality-ltri",
-        ("quality", "--suite", "ltri", "--hidden", "named", "--passkey", "4096", "--prompts", "20"),
+        ("quality", "--suite", "ltri", "--hidden", "named", "--passkey", "4096", "--prompts", "20", "--host-gb", "2")
+        + ("--methods", "ltri-sum", "ltri-max", "ltri-mass", "infllm", "given", "random"),
         "quality_ltri.json",
         data=True,
     ),
@@ -118,6 +125,8 @@ def main(args: argparse.Namespace) -> int:
         print(f"{benchmark.name}: {line}", flush=True)
         if args.list:
             continue
+        if benchmark.data:
+            put_aside(args.out / benchmark.out, code)
         begin = time.perf_counter()
         status = subprocess.run(command(benchmark, args), check=False).returncode
         seconds = time.perf_counter() - begin
@@ -129,6 +138,12 @@ def main(args: argparse.Namespace) -> int:
     if failed:
         print(f"failed: {', '.join(failed)}; the same command runs them again", file=sys.stderr)
     return 1 if failed else 0
+
+
+def put_aside(results: Path, code: str) -> None:
+    """Rename a study's results of other code to ``.json.old``: the study would go on from them."""
+    if results.exists() and json.loads(read_text(results)).get("code") != code:
+        results.replace(results.with_suffix(".json.old"))
 
 
 def command(benchmark: Benchmark, args: argparse.Namespace) -> Sequence[str]:

@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
+from sglang_ext.launch.bench._cascade_engine import ROOM
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._record import (
     Figure,
@@ -120,7 +121,7 @@ def engines(args: argparse.Namespace) -> JsonObject:
     found: JsonObject = {"stock": {}}
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
         folder = Path(temporary)
-        write_model(folder / "model", args.shape, max(131_072, args.part + args.slots, args.dense_tokens + 1024))
+        write_model(folder / "model", args.shape, max(131_072, args.part + args.slots, args.dense_tokens + ROOM))
         sizes = ("window", "cascades", "sinks", "stride")
         names = ("tokens", "part", "slots", *sizes, "decode_tokens", "repeats", "dense_tokens")
         for role, backend in [("ours", ""), *(("stock", backend) for backend in args.stock_backend)]:

@@ -102,7 +102,8 @@ def fetch(
         host.keys, host.values, found.places, found.missing, rows, cache.keys, cache.values,
         *((found.places, host.keys, host.values) if fresh is None else (fresh.ids, fresh.keys, fresh.values)),
         count, ways, host.keys.stride(0), host.values.stride(0), KEY_SIZE=sizes[0], VALUE_SIZE=sizes[1],
-        PIECES=pieces, PIECE=piece, FRESH=0 if fresh is None else fresh.ids.shape[0], num_warps=tuning.warps,
+        PIECES=pieces, PIECE=piece, FRESH=0 if fresh is None else fresh.ids.shape[0],
+        FRESH_PAD=1 if fresh is None else triton.next_power_of_2(fresh.ids.shape[0]), num_warps=tuning.warps,
     )  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def _look_up_kernel(
 def _fetch_kernel(
     host_keys, host_values, places, missing, rows, keys, values, fresh_ids, fresh_keys, fresh_values, count, ways,
     stride_keys, stride_values, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PIECES: tl.constexpr,
-    PIECE: tl.constexpr, FRESH: tl.constexpr,
+    PIECE: tl.constexpr, FRESH: tl.constexpr, FRESH_PAD: tl.constexpr,
 ):  # fmt: skip
     """One piece of a wanted block: PIECE elements of its keys, and of its values."""
     item = tl.program_id(0) // PIECES
@@ -210,9 +211,9 @@ def _fetch_kernel(
     at = tl.program_id(0) % PIECES * PIECE + tl.arange(0, PIECE)
     way = row * ways + place
     in_keys, in_values = at < KEY_SIZE, at < VALUE_SIZE
-    new = tl.full([], -1, tl.int32)  # which of the fresh blocks it is
-    for number in tl.static_range(FRESH):
-        new = tl.where(tl.load(fresh_ids + number).to(tl.int64) == block, number, new)
+    number = tl.arange(0, FRESH_PAD)
+    ids = tl.load(fresh_ids + number, mask=number < FRESH, other=-1)
+    new = tl.max(tl.where(ids.to(tl.int64) == block, number, -1), 0)  # which of the fresh blocks it is
     old = new < 0
     some_keys = tl.load(host_keys + block * stride_keys + at, mask=in_keys & old)
     some_values = tl.load(host_values + block * stride_values + at, mask=in_values & old)

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from sglang_ext.attention.ltri_graphs import PlacedChunk
+from sglang_ext.attention.ltri_graphs import ChunkGraphs
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import on_device
+from sglang_ext.attention.ltri_runs import PlacedRun
 from sglang_ext.attention.ltri_state import KernelMemory, stored_sizes
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.policy import Caches, Carry
@@ -30,6 +31,8 @@ from sglang_ext.policies.ltri_options import Ltri
 
 FIRST, VOTES, LISTENS = 0, 1, 2
 """Numbers of the layers: the first that votes, another that votes, and one that gets what they have voted for."""
+TOGETHER = 8
+"""Chunks of a run: as many as an engine reads in a pass."""
 TOLERANCE = 2e-2  # bfloat16, of the largest value
 
 
@@ -55,7 +58,7 @@ class Layers:
         rows = (1 + settings.slots, shape.kv_heads, shape.dim)
         draw = lambda: torch.randn(*rows, device=device).to(shape.dtype)  # noqa: E731
         self.caches = {layer: (draw(), draw()) for layer in (FIRST, VOTES, LISTENS)}
-        blocks = settings.evicted(tokens + settings.chunk) + 1
+        blocks = settings.evicted(tokens + TOGETHER * settings.chunk) + 1
         size = blocks * settings.block * len(self.caches) * 2 * shape.kv_heads * shape.dim * shape.dtype.itemsize
         self.host = HostBlocks(self.caches, settings.block, size)
         self.voters = {FIRST: Voter(0.5, 1), VOTES: Voter(0.5, 1), LISTENS: None}
@@ -69,23 +72,28 @@ class Layers:
         self.lease = self.host.lease(blocks)
         self._rope = rotation.rope
         carry: Carry = {}
-        self.chunks.record({layer: self._of(layer, carry) for layer in self.caches}, 1)
+        self.chunks.record({layer: self._of(layer, carry) for layer in self.caches}, TOGETHER)
         graphs = self.chunks._graphs
         if graphs is None:
             raise ValueError("nothing was recorded")
         self.graphs = graphs
-        chunk = self._of(VOTES, {})
-        self._seat = self.chunks.seat(chunk)
-        place = graphs.place(chunk, self._seat, [])
-        if place is None:
-            raise ValueError("no place was recorded")
-        self.place: PlacedChunk = place
-        self.query = torch.randn(settings.chunk, shape.heads, shape.dim, device=device).to(shape.dtype)
-        self.new = [torch.randn(settings.chunk, *rows[1:], device=device).to(shape.dtype) for _ in range(2)]
+        chunks = [self._of(VOTES, {}, number) for number in range(TOGETHER)]
+        for chunk in chunks:
+            self.seat = self.chunks.seat(chunk)
+        self._one, self._all = (self._placed(graphs, chunks[:count]) for count in (1, TOGETHER))
+        count = TOGETHER * settings.chunk
+        self.query = torch.randn(count, shape.heads, shape.dim, device=device).to(shape.dtype)
+        self.new = [torch.randn(count, *rows[1:], device=device).to(shape.dtype) for _ in range(2)]
         self._lists = self._blocks_in_turn()
-        self._replayed: dict[int, LayerTokens[Spans]] = {}
+        self._replayed: dict[int, list[LayerTokens[Spans]]] = {}
 
-    def _of(self, layer: int, carry: Carry) -> LayerTokens[Spans]:
+    def _placed(self, graphs: ChunkGraphs, chunks: list[LayerTokens[Spans]]) -> PlacedRun:
+        placed = graphs.place(chunks, self.seat, chunks[0].memory.stored, [])
+        if placed is None or len(placed.plans) < len(chunks):
+            raise ValueError(f"no run of {len(chunks)} chunks was recorded")
+        return placed
+
+    def _of(self, layer: int, carry: Carry, number: int = 0) -> LayerTokens[Spans]:
         settings, (keys, values) = self.settings, self.caches[layer]
         memory = KernelMemory.empty(settings, self.device)
         memory.stored = settings.evicted(self.tokens - settings.chunk)
@@ -98,8 +106,8 @@ class Layers:
             slots=slots,
             voter=self.voters[layer],
             heads=self.shape.heads,
-            begin=self.tokens,
-            end=self.tokens + settings.chunk,
+            begin=self.tokens + number * settings.chunk,
+            end=self.tokens + (number + 1) * settings.chunk,
             answers=False,
             given=(),
             kept=False,
@@ -118,17 +126,22 @@ class Layers:
         ]  # fmt: skip
 
     def take(self, number: int) -> None:
-        """Have the next chunk want another list of blocks."""
-        if self.place.place.standing.plan.plan.renewed is not None:
-            self.place.place.standing.plan.plan.renewed.copy_(self._lists[number % len(self._lists)])
+        """Have the next chunks want other lists of blocks."""
+        for place, each in enumerate(self._all.run.places):
+            renewed = each.standing.plan.plan.renewed
+            if renewed is not None:
+                renewed.copy_(self._lists[(number * TOGETHER + place) % len(self._lists)])
 
-    def replay(self, layer: int) -> torch.Tensor:
-        """The chunk in a layer, [chunk, heads, head_dim]."""
+    def replay(self, layer: int, placed: PlacedRun) -> torch.Tensor:
+        """Chunks in a layer, [tokens, heads, head_dim]."""
         if layer not in self._replayed:
-            self._replayed[layer] = tokens = self._of(layer, {})
-            self.chunks.launched(tokens)  # its memory is in the stream's row now
-        tokens, row = self._replayed[layer], self._seat.row
-        return self.graphs.attend(self.place, tokens, row, self.query, self.new[0], self.new[1])
+            self._replayed[layer] = [self._of(layer, {}, number) for number in range(TOGETHER)]
+            self.chunks.launched(self._replayed[layer][0])  # its memory is in the stream's row now
+        chunks = self._replayed[layer][: len(placed.plans)]
+        rows = slice(0, len(chunks) * self.settings.chunk)
+        given, out = (self.query[rows], self.new[0][rows], self.new[1][rows]), torch.empty_like(self.query[rows])
+        self.graphs.attend(placed, chunks, self.seat.row, given, out)
+        return out
 
     def check(self) -> None:
         """A replayed chunk is the one that is launched.
@@ -141,11 +154,12 @@ class Layers:
         for layer in self.caches:
             tokens = self._of(layer, carry)
             launched = self.chunks.launched(tokens)
-            if self.place.place.standing.plan.plan.renewed is not None:
-                plan = replace(launched.plan, renewed=self.place.place.standing.plan.plan.renewed)
+            standing, chunk = self._one.run.places[0].standing.plan.plan, slice(0, self.settings.chunk)
+            if standing.renewed is not None:
+                plan = replace(launched.plan, renewed=standing.renewed)
                 launched = KernelChunk(**{**vars(launched), "plan": plan})
-            wanted = launched.attend(self.query, self.new[0], self.new[1], votes).float()
-            found = self.replay(layer).float()
+            wanted = launched.attend(self.query[chunk], self.new[0][chunk], self.new[1][chunk], votes).float()
+            found = self.replay(layer, self._one).float()
             off = float((found - wanted).abs().max() / wanted.abs().max())
             if self.settings.renewed and not off < TOLERANCE:
                 raise ValueError(
@@ -154,15 +168,16 @@ class Layers:
             if not bool(torch.isfinite(found).all()):
                 raise ValueError(f"layer {layer}: a replayed chunk has values that are not finite")
 
-    def timed(self, layer: int, samples: int = 30, replays: int = 16) -> Timing:
-        """Seconds of a chunk in a layer, each with another list of blocks."""
+    def timed(self, layer: int, samples: int = 30, replays: int = 4) -> Timing:
+        """Seconds of a chunk in a layer, one of `TOGETHER` that are replayed together, each with other blocks."""
         number = iter(range(10**9))
 
-        def chunk() -> None:
+        def chunks() -> None:
             self.take(next(number))
-            self.replay(layer)
+            self.replay(layer, self._all)
 
-        return timed(chunk, self.device, samples, replays)
+        run = timed(chunks, self.device, samples, replays)
+        return Timing(run.median / TOGETHER, run.low / TOGETHER, run.high / TOGETHER, run.samples)
 
 
 def timed(work: Callable[[], object], device: torch.device, samples: int = 30, calls: int = 16) -> Timing:
@@ -188,7 +203,7 @@ def fetching(layers: Layers, count: int) -> tuple[Timing, int]:
     """(fetch of so many blocks alone, bytes of a block)."""
     each = layers.chunks.stores[LISTENS]
     ids = torch.arange(count, dtype=torch.int32, device=layers.device).unsqueeze(0)
-    found, row = Found(ids, ids), layers.place.place.standing.plan.plan.at
+    found, row = Found(ids, ids), layers.seat.at
     block = 2 * each.region.keys[0].numel() * each.region.keys.element_size()
     return timed(lambda: fetch(each.region, found, row, each.cache), layers.device), block
 

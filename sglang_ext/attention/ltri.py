@@ -290,11 +290,9 @@ class LtriPolicy(StreamPolicy):
     ) -> torch.Tensor:
         begin, prompt = (self._streams[request.slot].offset + each for each in (begin, request.prompt))
         votes: Votes = caches.carry.setdefault(f"votes of {request.slot}", {})
-        out = query.new_empty(*query.shape[:2], values.shape[-1])
-        for first, last in self.config.chunks(begin, begin + query.shape[0], prompt):
-            rows = slice(first - begin, last - begin)
-            tokens = self.tokens(request, caches, slots, query.shape[1], (first, last))
-            out[rows] = self._computing.chunk(tokens).attend(query[rows], keys[rows], values[rows], votes)
+        bounds = self.config.chunks(begin, begin + query.shape[0], prompt)
+        chunks = [self.tokens(request, caches, slots, query.shape[1], each) for each in bounds]
+        out = self._computing.attend(chunks, query, keys, values, votes)
         stream = self._streams[request.slot]
         if stream.note is not None:
             found = self._computing.retrieved(stream.layers[caches.layer])

@@ -20,13 +20,6 @@ Votes: TypeAlias = dict[int, torch.Tensor]
 """First token of a chunk -> votes for blocks, of the layers before."""
 
 
-class LayerChunk(Protocol):
-    """One chunk in one layer, in plain PyTorch (`ltri_chunk.Chunk`) or in kernels (`ltri_kernels.KernelChunk`)."""
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: Votes) -> torch.Tensor:
-        """Store the chunk's keys and values, and attend to what it sees."""
-
-
 class Chunks(Protocol):
     """What computes chunks: `TorchChunks`, or `ltri_stores.KernelChunks`.
 
@@ -40,8 +33,26 @@ class Chunks(Protocol):
     def memory(self) -> AnyMemory:
         """What a layer of a stream remembers that has no token yet."""
 
-    def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
-        """What computes a chunk."""
+    def attend(
+        self,
+        chunks: Sequence[LayerTokens[Any]],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        votes: Votes,
+    ) -> torch.Tensor:
+        """Store the keys and values of consecutive chunks of a stream in one layer, and attend to what each sees.
+
+        Args:
+            chunks: all that a pass has of the stream.
+            query: [tokens of all chunks, heads, head_dim], not rotated, as the keys.
+            keys: [tokens, kv_heads, head_dim].
+            values: [tokens, kv_heads, value_dim].
+            votes: of the pass.
+
+        Returns:
+            [tokens, heads, value_dim].
+        """
 
     def retrieved(self, memory: AnyMemory) -> list[int]:
         """The blocks that the last chunk of a prompt got back; may wait for the device."""
@@ -69,8 +80,19 @@ class TorchChunks:
     def memory(self) -> AnyMemory:
         return TorchMemory.empty(self.settings, self.device)
 
-    def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
-        return Chunk(**vars(tokens))
+    def attend(
+        self,
+        chunks: Sequence[LayerTokens[Any]],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        votes: Votes,
+    ) -> torch.Tensor:
+        out, first = query.new_empty(*query.shape[:2], values.shape[-1]), chunks[0].begin
+        for tokens in chunks:
+            rows = slice(tokens.begin - first, tokens.end - first)
+            out[rows] = Chunk(**vars(tokens)).attend(query[rows], keys[rows], values[rows], votes)
+        return out
 
     def retrieved(self, memory: AnyMemory) -> list[int]:
         return list(memory.blocks) if isinstance(memory, TorchMemory) else []

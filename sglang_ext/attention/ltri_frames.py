@@ -125,7 +125,7 @@ class FramePlan:
     before: torch.Tensor
 
     @classmethod
-    def of(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: Nowhere) -> FramePlan:
+    def of(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: Nowhere, before: int) -> FramePlan:
         """The plan of a chunk that the frame fits.
 
         Args:
@@ -133,11 +133,12 @@ class FramePlan:
             chunk: in the first layer.
             seat: of its stream.
             nowhere: for blocks that do not leave, or had their spans before.
+            before: blocks that have left the window before the chunk.
         """
         settings, device = chunk.settings, chunk.slots.device
         start = frame.start(settings, chunk.begin)
         lead, count = chunk.begin - start, chunk.end - start
-        plan = ChunkPlan.of(replace(chunk, begin=start, end=start + frame.rows), seat)
+        plan = ChunkPlan.of(replace(chunk, begin=start, end=start + frame.rows), seat, before)
         rows, steps = torch.arange(frame.rows, device=device), torch.arange(frame.own * settings.block, device=device)
         outside = (rows < lead) | (rows >= count)
         own, blocks = plan.rows, plan.tiles.blocks

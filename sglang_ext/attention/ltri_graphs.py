@@ -1,177 +1,41 @@
 """Chunks of prompts of Ltri-LLM inside CUDA graphs, one for each layer.
 
 From some token on (`Ltri.alike_from`), the chunks of a prompt do the same, in frames of as many rows (`ltri_frames`):
-the launches of one, in one layer, are recorded once and replayed for every other. What differs between chunks lies on
-the device, in a plan that stands (`StandingPlan`). The chunks before that are recorded each. A pass has chunks in
-several *places*, one behind the other; each place has a plan and graphs of its own, so that a layer need not load what
-the layer before it has loaded. Where chunks are more than places, some share one, and are loaded anew in every layer.
+the launches of a *run* of chunks (`ltri_runs`), in one layer, are recorded once and replayed for every other. The
+longest run has all chunks of a pass, so that the host launches one graph a layer; shorter ones, of powers of two, serve
+what is left, and one has a prompt's end. The chunks before `alike_from` are recorded each. What differs between chunks
+lies on the device, in plans that stand (`StandingPlan`). Where a pass needs a run twice, its plans are loaded anew in
+every layer.
 
-Blocks that leave the window are copied to the host by the GPU's copy engine, beside all else (`HostCopies`): a kernel
-that writes to the host holds up others on its multiprocessors. A chunk that wants such a block back takes it from where
-it waits for its copy. Blocks that come back, and what a layer remembers, have lanes of their own inside a graph.
+Blocks that leave the window with a run are copied to the host behind it (`ltri_copies`). A chunk that wants such a
+block back takes it from where it waits for its copy. Blocks that come back, and what a layer remembers, have lanes of
+their own inside a graph.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
+from sglang_ext.attention.ltri_copies import HostCopies
 from sglang_ext.attention.ltri_frames import Frame, FramePlan, Nowhere, StandingPlan
 from sglang_ext.attention.ltri_layer import LayerTokens
-from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_recorded import RecordedChunk
+from sglang_ext.attention.ltri_runs import Before, ChunkPlace, ChunkRows, PlacedRun, Replay, Run, Tokens
 from sglang_ext.attention.ltri_state import KernelMemory, Lane, Lanes, LayerStore, Leaving, Retrieved
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.span_index import Spans
+from sglang_ext.policies.ltri import kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
-
-Replay: TypeAlias = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class ChunkRows:
-    """The rows of a chunk, which graphs read and write; one for all places and layers.
-
-    Attributes:
-        query: [chunk, heads, head_dim], not rotated, as the keys.
-        keys: [chunk, kv_heads, head_dim].
-        values: [chunk, kv_heads, value_dim].
-        out: [chunk, heads, value_dim].
-    """
-
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    out: torch.Tensor
-
-    @classmethod
-    def empty(cls, settings: Ltri, heads: int, keys: torch.Tensor, values: torch.Tensor) -> ChunkRows:
-        """Rows for a layer with such a KV cache."""
-        rows = lambda count, like: like.new_zeros(settings.chunk, count, like.shape[2])  # noqa: E731
-        kv_heads = keys.shape[1]
-        return cls(rows(heads, keys), rows(kv_heads, keys), rows(kv_heads, values), rows(heads, values))
-
-
-@dataclass(eq=False)
-class PlacedChunk:
-    """A chunk of a pass in its place.
-
-    Attributes:
-        place: where it is computed.
-        plan: the chunk.
-        packed: `plan`, to be loaded.
-        shared: whether another chunk of the pass has the same place.
-        votes: [1, blocks] float32, of the layers so far, while another chunk is in the place.
-    """
-
-    place: ChunkPlace
-    plan: FramePlan
-    packed: torch.Tensor
-    shared: bool = False
-    votes: torch.Tensor | None = None
-
-
-@dataclass(eq=False)
-class ChunkPlace:
-    """Where one chunk of a pass is computed.
-
-    Attributes:
-        number: of the place, from 0.
-        frame: of its chunks.
-        standing: the plan that graphs read.
-        leaving: blocks on their way to the host.
-        chunk: the one that was loaded last.
-        votes: [1, blocks] float32, of the layers so far. Graphs share their memory, and a graph of another place may
-            write to all of it between two layers of this one: so votes lie outside of that memory.
-        voted: whether a layer that votes was recorded.
-        leaves: layer -> what has the blocks in `leaving`.
-        replays: layer -> what computes the chunk there, behind that.
-        found: layer -> what the chunk got back there, until the next one.
-    """
-
-    number: int
-    frame: Frame
-    standing: StandingPlan
-    leaving: Leaving
-    votes: torch.Tensor
-    chunk: PlacedChunk | None = None
-    voted: bool = False
-    leaves: dict[int, Replay] = field(default_factory=dict)
-    replays: dict[int, Replay] = field(default_factory=dict)
-    found: dict[int, Retrieved] = field(default_factory=dict)
-
-    def load(self, chunk: PlacedChunk) -> None:
-        """Have a chunk here, with the votes of the layers before; those of the one that was here are kept for it."""
-        before = self.chunk
-        if chunk is before:
-            return
-        if before is not None and before.shared:
-            before.votes = self.votes.clone()
-        plan = chunk.plan.plan
-        self.standing.load(chunk.packed, plan.ids[: plan.stored])
-        if chunk.votes is not None:
-            self.votes.copy_(chunk.votes)
-        self.chunk = chunk
-
-
-class HostCopies:
-    """Copies of blocks to the host, by the copy engine, one behind the other.
-
-    Args:
-        device: of the blocks.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._of_layer = dict[int, torch.cuda.Event]()
-        self._of_place = dict[int, torch.cuda.Event]()
-
-    def wait_for_layer(self, layer: int) -> None:
-        """What is launched from here on finds all blocks of a layer on the host."""
-        if layer in self._of_layer:
-            torch.cuda.current_stream().wait_event(self._of_layer[layer])
-
-    def wait_for_place(self, number: int) -> None:
-        """What is launched from here on may write where the blocks of a place waited for their copies."""
-        if number in self._of_place:
-            torch.cuda.current_stream().wait_event(self._of_place[number])
-
-    def put(self, number: int, layer: int, leaving: Leaving, host: LayerHost, ids: Sequence[int]) -> None:
-        """Copy the blocks of a place to their numbers on the host, as soon as what was launched so far has ended."""
-        block = host.host.keys[layer].shape[1]
-        pairs = [
-            (source.unflatten(0, (-1, block)), kept[layer])
-            for source, kept in ((leaving.keys, host.host.keys), (leaving.values, host.host.values))
-        ]
-        if self._stream is None:
-            self._copy(pairs, ids)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._copy(pairs, ids)
-            done = torch.cuda.Event()
-            done.record()
-        self._of_layer[layer] = self._of_place[number] = done
-
-    @staticmethod
-    def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], ids: Sequence[int]) -> None:
-        together = list(ids) == list(range(ids[0], ids[0] + len(ids)))
-        for waiting, kept in pairs:
-            source = waiting[: len(ids)]
-            if together:
-                kept[ids[0] : ids[0] + len(ids)].copy_(source, non_blocking=True)
-            else:
-                for number, each in zip(ids, source, strict=True):
-                    kept[number].copy_(each, non_blocking=True)
 
 
 class ChunkGraphs:
-    """Graphs of chunks, in every layer and place.
+    """Graphs of chunks, in every layer and run.
 
     Args:
         settings: of the method.
@@ -189,146 +53,195 @@ class ChunkGraphs:
         self, settings: Ltri, stores: Mapping[int, LayerStore], blocks: int, nowhere: Nowhere, device: torch.device
     ) -> None:
         self._settings, self._stores, self._blocks, self._nowhere = settings, stores, blocks, nowhere
-        self._places: list[ChunkPlace] = []
+        self._runs: list[Run] = []
         self._rows: ChunkRows | None = None
-        self._began: torch.Tensor | None = None
         self.replayed, self.copies = 0, HostCopies(device)
 
-    def record(self, chunks: Mapping[int, LayerTokens[Spans]], seat: Seat, frames: Sequence[Frame]) -> None:
+    def record(self, chunks: Mapping[int, LayerTokens[Spans]], seat: Seat, frames: Sequence[Sequence[Frame]]) -> None:
         """Record a chunk of a stream, and run it, in all layers; what it leaves in the stream's row is of no use.
 
         Args:
             chunks: layer -> a whole chunk there.
             seat: of the stream.
-            frames: a place for each of them.
+            frames: of each run.
         """
-        settings, first = self._settings, next(iter(chunks.values()))
+        first = next(iter(chunks.values()))
         keys, values = first.caches.keys, first.caches.values
-        self._rows = ChunkRows.empty(settings, first.heads, keys, values)
-        states = (store.state for store in self._stores.values())
-        self._began = next((state.received.new_zeros(1, settings.slots) for state in states if state), None)
+        rows = max(sum(frame.rows for frame in each) for each in frames)
+        self._rows = ChunkRows.empty(rows, first.heads, keys, values)
         graphs = _Graphs(keys.device)
-        for number, frame in enumerate(frames):
-            begin = first.begin if frame.begin is None else frame.begin
-            plan = FramePlan.of(frame, replace(first, begin=begin, end=begin + frame.most), seat, self._nowhere)
-            leaving = Leaving.empty(settings, keys, values)
-            votes = torch.zeros(1, self._blocks, device=keys.device)
-            place = ChunkPlace(number, frame, StandingPlan(plan, self._blocks), leaving, votes)
-            place.load(PlacedChunk(place, plan, plan.packed()))
+        for number, each in enumerate(frames):
+            run = self._run(number, each, first, seat)
             for layer in sorted(chunks):
-                tokens = replace(chunks[layer], begin=begin, end=begin + frame.rows)
-                if frame.gone(settings):
-                    place.leaves[layer] = graphs.record(self._leave(place, tokens))
-                place.replays[layer] = graphs.record(self._body(place, tokens, self._rows, graphs))
-            self._places.append(place)
+                bodies = [self._body(run, place, chunks[layer], self._rows, graphs.lanes) for place in run.places]
+                run.replays[layer] = graphs.record(bodies)
+            self._runs.append(run)
 
-    def place(self, tokens: LayerTokens[Spans], seat: Seat, taken: list[PlacedChunk]) -> PlacedChunk | None:
-        """Have a place for a chunk that follows others of its prompt.
+    def place(self, chunks: Tokens, seat: Seat, stored: int, taken: list[PlacedRun]) -> PlacedRun | None:
+        """Have places for the first of some chunks, which follow others of their prompt.
 
         Args:
-            tokens: the chunk, in the first layer.
-            seat: of its stream.
-            taken: other chunks of the pass, to which it is added.
+            chunks: in the first layer.
+            seat: of their stream.
+            stored: blocks that have left the window before them.
+            taken: other runs of the pass, to which theirs is added.
 
         Returns:
-            The chunk in the place with the fewest rows, that fewest others have. None where none fits, or too many
-            blocks leave the window.
+            As many as fit a run, in the one with the fewest rows that fewest others have; None where none fits.
         """
-        settings, shares = self._settings, Counter(chunk.place.number for chunk in taken)
-        fitting = [place for place in self._places if place.frame.fits(settings, tokens.begin, tokens.end)]
-        if not fitting or settings.evicted(tokens.begin) - tokens.memory.stored > settings.chunk // settings.block:
+        settings, shares = self._settings, Counter(other.run.number for other in taken)
+        fitting = [run for run in self._runs if run.fits(settings, chunks, stored)]
+        if not fitting:
             return None
-        place = min(fitting, key=lambda each: (each.frame.rows, shares[each.number]))
-        plan = FramePlan.of(place.frame, tokens, seat, self._nowhere)
-        chunk = PlacedChunk(place, plan, plan.packed(), shared=shares[place.number] > 0)
+        run, plans = min(fitting, key=lambda each: (-len(each.places), each.rows, shares[each.number])), []
+        for place, tokens in zip(run.places, chunks, strict=False):
+            plans.append(FramePlan.of(place.frame, tokens, seat, self._nowhere, stored))
+            stored = plans[-1].plan.stored
+        placed = PlacedRun(run, plans, shared=shares[run.number] > 0)
         for other in taken:
-            other.shared |= other.place is place
-        taken.append(chunk)
-        return chunk
+            other.shared |= other.run is run
+        taken.append(placed)
+        return placed
 
     def attend(
         self,
-        placed: PlacedChunk,
-        tokens: LayerTokens[Spans],
+        placed: PlacedRun,
+        chunks: Tokens,
         row: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """`KernelChunk.attend` of a chunk whose stream has a row, replayed; what it returns holds until the next."""
-        rows, memory, layer, place, chunk = self._rows, tokens.memory, tokens.caches.layer, placed.place, placed.plan
-        if rows is None or not isinstance(memory, KernelMemory):
+        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """`KernelChunk.attend` of chunks whose stream has a row, replayed.
+
+        Args:
+            placed: the chunks in their run.
+            chunks: the same, in this layer.
+            row: of their stream.
+            given: (query, keys, values) of all of their tokens.
+            out: [tokens, heads, value_dim], written.
+        """
+        rows, run, layer = self._rows, placed.run, chunks[0].caches.layer
+        if rows is None:
             raise ValueError("a chunk is replayed before one was recorded: expected `record` first")
-        place.load(placed)
-        part = slice(chunk.lead, chunk.count)
-        for into, new in ((rows.query, query), (rows.keys, keys), (rows.values, values)):
-            if chunk.count - chunk.lead < place.frame.rows:
-                into.zero_()  # what another prompt left may not be finite
-            into[part].copy_(new)
-        if chunk.gone:
-            self.copies.wait_for_place(place.number)
-            place.leaves[layer]()
-            ids = tokens.host.lease.ids[chunk.gone.start : chunk.gone.stop]
-            self.copies.put(place.number, layer, place.leaving, tokens.host, ids)
-        place.replays[layer]()
-        self.replayed += 1
-        memory.stored, memory.retrieved = chunk.plan.stored, None
-        if tokens.end - tokens.begin < self._settings.chunk:  # the prompt's last chunk is none of the whole ones
+        run.load(placed)
+        parts = placed.parts
+        if not placed.full:
+            for into in (rows.query, rows.keys, rows.values):
+                into[: run.rows].zero_()  # what another prompt left may not be finite
+        for into, new in zip((rows.query, rows.keys, rows.values), given, strict=True):
+            for framed, own in parts:
+                into[framed].copy_(new[own])
+        self.copies.wait_for_run(run.number)
+        run.replays[layer]()
+        self.replayed += len(chunks)
+        self._send(placed, chunks[0], layer)
+        for framed, own in parts:
+            out[own].copy_(rows.out[framed])
+        for place, plan, tokens in zip(run.places, placed.plans, chunks, strict=True):
+            self._remember(place, plan, tokens, chunks[-1])
+        if chunks[-1].voter is not None:
+            self._keep_tile(chunks[-1], row)
+
+    def _send(self, placed: PlacedRun, first: LayerTokens[Spans], layer: int) -> None:
+        """Have what has left the window copied to the host."""
+        ids, room = first.host.lease.ids, [place.frame.gone(self._settings) for place in placed.run.places]
+        begins = accumulate(room, initial=0)
+        pairs = [
+            (begin + number, ids[block])
+            for begin, plan in zip(begins, placed.plans, strict=False)
+            for number, block in enumerate(plan.gone)
+        ]
+        if pairs:
+            self.copies.put(placed.run.number, layer, placed.run.leaving, first.host, pairs)
+
+    def _remember(
+        self, place: ChunkPlace, plan: FramePlan, tokens: LayerTokens[Spans], newest: LayerTokens[Spans]
+    ) -> None:
+        """Know what the layer remembers behind a chunk; `newest` is the last of its run."""
+        memory, settings, layer = tokens.memory, self._settings, tokens.caches.layer
+        if not isinstance(memory, KernelMemory):
+            raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
+        memory.stored, memory.retrieved = plan.plan.stored, None
+        if tokens.end - tokens.begin < settings.chunk:  # the prompt's last chunk is none of the whole ones
             found = place.found[layer]
             memory.retrieved = Retrieved(found.blocks.clone(), found.ways.clone())
-        if tokens.kept:
-            memory.keep(tokens.begin, self._settings.chunk, None if self._began is None else self._began[0])
-        if tokens.voter is not None:
-            memory.saw(tokens.end - 1)
-            self._keep_tile(memory, layer, row, tokens.end)
-        return rows.out[part]
+        if tokens.kept and tokens.begin // settings.chunk in kept_chunks(newest.begin // settings.chunk):
+            before = place.before
+            if before is None or tokens.voter is None:
+                memory.keep(tokens.begin, settings.chunk)
+            else:
+                spans = Spans(before.bounds[0], before.counts[0])
+                memory.keep(tokens.begin, settings.chunk, before.received[0], spans)
 
-    def _keep_tile(self, memory: KernelMemory, layer: int, row: int, end: int) -> None:
-        """Know where the tile of the newest block lies that is not complete."""
-        settings, state = self._settings, self._stores[layer].state
-        newest = settings.blocks(end) - 1
+    def _keep_tile(self, tokens: LayerTokens[Spans], row: int) -> None:
+        """Know the newest token, and where the tile of the newest block lies that is not complete."""
+        settings, memory = self._settings, tokens.memory
+        state, newest = self._stores[tokens.caches.layer].state, settings.blocks(tokens.end) - 1
+        if not isinstance(memory, KernelMemory):
+            raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
+        memory.saw(tokens.end - 1)
         memory.tiles.clear()
-        waits = newest >= 0 and settings.first(newest + 1) > end
+        waits = newest >= 0 and settings.first(newest + 1) > tokens.end
         if state is not None and settings.index == "ltri" and waits:
             memory.tiles[newest] = state.tile[row]
 
-    def _leave(self, place: ChunkPlace, tokens: LayerTokens[Spans]) -> Callable[[], None]:
-        """What has the blocks that leave the window where they wait: the chunk's own tokens take their slots."""
-        gone, leaving = place.standing.plan.plan.gone_tokens, place.leaving
-        if gone is None:
-            raise ValueError(
-                f"the frame at token {tokens.begin} has no room for blocks that leave: expected `Frame.gone` above 0"
+    # ---- recording ----
+
+    def _run(self, number: int, frames: Sequence[Frame], first: LayerTokens[Spans], seat: Seat) -> Run:
+        """A run that no layer was recorded of, with some chunks in it."""
+        settings, (keys, values) = self._settings, (first.caches.keys, first.caches.values)
+        received = next((store.state.received for store in self._stores.values() if store.state), None)
+        gone = [0, *accumulate(frame.gone(settings) for frame in frames)]
+        rows = [0, *accumulate(frame.rows for frame in frames)]
+        leaving, places, plans = Leaving.empty(gone[-1] * settings.block, keys, values), [], []
+        for at, frame in enumerate(frames):
+            begin = first.begin if frame.begin is None else frame.begin
+            tokens = replace(first, begin=begin, end=begin + frame.most)
+            plans.append(FramePlan.of(frame, tokens, seat, self._nowhere, first.memory.stored))
+            places.append(
+                ChunkPlace(
+                    frame=frame,
+                    rows=slice(rows[at], rows[at + 1]),
+                    standing=StandingPlan(plans[-1], self._blocks),
+                    leaving=leaving.part(settings, gone[at], gone[at + 1]),
+                    votes=torch.zeros(1, self._blocks, device=keys.device),
+                    before=None if received is None else Before.empty(settings, received),
+                )
             )
-        caches, slots = (tokens.caches.keys, tokens.caches.values), gone.slots
-        return lambda: move(caches, (leaving.keys, leaving.values), read=slots)
+        run = Run(number, places, leaving, keys.new_zeros(gone[-1], dtype=torch.int32))
+        run.load(PlacedRun(run, plans))
+        return run
 
     def _body(
-        self, place: ChunkPlace, tokens: LayerTokens[Spans], rows: ChunkRows, graphs: _Graphs
+        self, run: Run, place: ChunkPlace, chunk: LayerTokens[Spans], rows: ChunkRows, lanes: Lanes
     ) -> Callable[[], None]:
         """What computes a frame in one layer out of what stands."""
-        layer, began, frame = tokens.caches.layer, self._began, place.standing.plan
-        store, plan, part = self._stores[layer], frame.plan, slice(0, place.frame.rows)
+        frame, part, layer = place.standing.plan, place.rows, chunk.caches.layer
+        store, plan, begin = self._stores[layer], frame.plan, frame.plan.rows.first
+        tokens, fresh = replace(chunk, begin=begin, end=begin + place.frame.rows), run.fresh(self._settings)
         state, nothing = store.state, Spans.empty(0, self._settings.spans, rows.query.device)
-        voted = place.voted
+        caches = chunk.caches.keys, chunk.caches.values
+        voted = any(other.state is not None for number, other in self._stores.items() if number < layer)
 
         def compute() -> None:
+            if plan.gone_tokens is not None:  # the chunk's own tokens take their slots
+                move(caches, (place.leaving.keys, place.leaving.values), read=plan.gone_tokens.slots)
             memory = KernelMemory(nothing.counts, nothing, plan.gone.start)
             if state is not None:
                 memory.newest = state.last[plan.row]  # of which the chunk knows only that it is there
                 memory.saw(tokens.begin - 1)
             votes = {tokens.begin: place.votes} if voted else {}
             given = {**vars(tokens), "memory": memory, "kept": False}
-            chunk = RecordedChunk(
-                store=store, plan=plan, lanes=graphs.lanes, frame=frame, leaving=place.leaving, **given
+            recorded = RecordedChunk(
+                store=store, plan=plan, lanes=lanes, frame=frame, leaving=place.leaving, waiting=fresh, **given
             )
-            chunk.remember()
-            if state is not None and began is not None:
-                torch.index_select(state.received, 0, plan.at, out=began)
-            rows.out[part].copy_(chunk.seen(rows.query[part], rows.keys[part], rows.values[part], votes))
-            chunk.lanes.join()
+            recorded.remember()
+            if state is not None and place.before is not None:
+                place.before.keep(store, plan.at)
+            rows.out[part].copy_(recorded.seen(rows.query[part], rows.keys[part], rows.values[part], votes))
+            lanes.join()
             if not voted and tokens.begin in votes:
                 place.votes.copy_(votes[tokens.begin])
-                place.voted = True
             if memory.retrieved is not None:
                 place.found[layer] = memory.retrieved
 
@@ -347,8 +260,13 @@ class _Graphs:
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self.lanes = Lanes(*(Lane(torch.cuda.Stream(device) if self._on_gpu else None) for _ in range(4)))
 
-    def record(self, body: Callable[[], None]) -> Replay:
+    def record(self, bodies: Sequence[Callable[[], None]]) -> Replay:
         """Run launches once, which compiles what has to be, and record them."""
+
+        def body() -> None:
+            for each in bodies:
+                each()
+
         body()
         if self._stream is None:
             return body

@@ -209,15 +209,21 @@ class ChunkPlan:
     blocks: torch.Tensor
 
     @classmethod
-    def of(cls, chunk: LayerTokens[SpansT], seat: Seat) -> ChunkPlan:
-        """The plan of a chunk whose blocks have their numbers on the host (`LayerHost.numbers`)."""
+    def of(cls, chunk: LayerTokens[SpansT], seat: Seat, before: int) -> ChunkPlan:
+        """The plan of a chunk whose blocks have their numbers on the host (`LayerHost.numbers`).
+
+        Args:
+            chunk: in the first layer.
+            seat: of its stream.
+            before: blocks that have left the window before the chunk.
+        """
         settings, begin, end, device = chunk.settings, chunk.begin, chunk.end, chunk.slots.device
         first, stored, row = settings.local(begin), settings.evicted(begin), seat.row
         tokens = lambda low, high: Tokens.of(settings, chunk.slots, row, low, high)  # noqa: E731
         window = tokens(first, end)
         listed = torch.zeros(1, settings.slots, dtype=torch.int32, device=device)
         listed[0, : end - first] = window.slots
-        gone = range(chunk.memory.stored, stored)
+        gone = range(before, stored)
         number = lambda value: torch.full((1,), value, dtype=torch.int32, device=device)  # noqa: E731
         tiles = Tiles.of(settings, begin, end, first, not (chunk.answers and settings.persist), device)
         return cls(

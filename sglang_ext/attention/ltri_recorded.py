@@ -26,10 +26,12 @@ class RecordedChunk(KernelChunk):
     Attributes:
         frame: the chunk in its frame.
         leaving: the blocks that leave the window; who replays the chunk copies them to the host.
+        waiting: those that leave with any chunk of its run, and may not be on the host yet; None where none does.
     """
 
     frame: FramePlan
     leaving: Leaving
+    waiting: FreshBlocks | None
 
     # ---- what leaves the window ----
 
@@ -50,9 +52,7 @@ class RecordedChunk(KernelChunk):
             self._fetched(voted if plan.renewed is None else plan.renewed)
 
     def _fresh(self) -> FreshBlocks | None:
-        if self.plan.gone_tokens is None:
-            return None
-        return self.leaving.fresh(self.settings, self.plan.gone_ids)
+        return self.waiting
 
     # ---- the map of attention ----
 

@@ -63,10 +63,10 @@ class KernelMemory(LayerMemory[Spans]):
         """The memory of a stream that has no token yet."""
         return cls(torch.zeros(settings.slots, device=device), Spans.empty(0, settings.spans, device))
 
-    def keep(self, begin: int, chunk: int, received: torch.Tensor | None = None) -> None:
+    def keep(self, begin: int, chunk: int, received: torch.Tensor | None = None, spans: Spans | None = None) -> None:
         if self.row is None:  # there is nothing but the number of blocks
             received = self.received[:0]
-        super().keep(begin, chunk, received)
+        super().keep(begin, chunk, received, spans)
 
     def sit(self, row: int, settings: Ltri, store: LayerStore) -> None:
         """Have what the layer remembers in a row of its state, where all launches find it."""
@@ -274,20 +274,25 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Leaving:
-    """The blocks that leave the window with a chunk that is recorded, on their way to the host.
+    """The blocks that leave the window with chunks that are recorded, on their way to the host.
 
     Attributes:
-        keys: [chunk, kv_heads, head_dim], not rotated, block by block.
-        values: [chunk, kv_heads, value_dim], likewise.
+        keys: [tokens, kv_heads, head_dim], not rotated, block by block.
+        values: [tokens, kv_heads, value_dim], likewise.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
 
     @classmethod
-    def empty(cls, settings: Ltri, keys: torch.Tensor, values: torch.Tensor) -> Leaving:
-        """Room for those of a chunk, of a layer with such a KV cache."""
-        return cls(*(each.new_zeros(settings.chunk, *each.shape[1:]) for each in (keys, values)))
+    def empty(cls, tokens: int, keys: torch.Tensor, values: torch.Tensor) -> Leaving:
+        """Room for so many tokens, of a layer with such a KV cache."""
+        return cls(*(each.new_zeros(tokens, *each.shape[1:]) for each in (keys, values)))
+
+    def part(self, settings: Ltri, begin: int, end: int) -> Leaving:
+        """The blocks [begin, end) of these."""
+        part = slice(begin * settings.block, end * settings.block)
+        return Leaving(self.keys[part], self.values[part])
 
     def fresh(self, settings: Ltri, ids: torch.Tensor) -> FreshBlocks:
         """As blocks with these numbers on the host, [n] int32."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_ext.attention.ltri_chunks import AnyMemory, LayerChunk, Votes
+from sglang_ext.attention.ltri_chunks import AnyMemory, Votes
 from sglang_ext.attention.ltri_frames import Frame, Nowhere
-from sglang_ext.attention.ltri_graphs import ChunkGraphs, PlacedChunk
+from sglang_ext.attention.ltri_graphs import ChunkGraphs
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, SpanRing, on_device
+from sglang_ext.attention.ltri_runs import PlacedRun
 from sglang_ext.attention.ltri_state import (
     ClampedAttention,
     KernelMemory,
@@ -41,8 +41,6 @@ RESERVED = 2 * GIB
 """Bytes of the GPU that are left to activations, CUDA graphs and buffers."""
 logger = logging.getLogger(__name__)
 
-LAST_PLACES = 2
-"""Prompts of a pass whose last tokens are replayed, at most."""
 Voters = Mapping[int, Voter | None]
 """Layer -> what votes in it; None where nothing does."""
 
@@ -144,23 +142,36 @@ class KernelChunks:
         """What a layer of a stream remembers that has no token yet."""
         return KernelMemory.empty(self.settings, self.device)
 
-    def chunk(self, tokens: LayerTokens[Any]) -> LayerChunk:
-        """What computes a chunk: its launches one after the other, or their recording."""
-        carry, key = tokens.caches.carry, f"place of {self._named(tokens)}"
+    def attend(
+        self,
+        chunks: Sequence[LayerTokens[Any]],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        votes: Votes,
+    ) -> torch.Tensor:
+        """`Chunks.attend`: chunks one after the other, launched or replayed."""
+        out, carry, first = query.new_empty(*query.shape[:2], values.shape[-1]), chunks[0].caches.carry, chunks[0].begin
+        key, at = f"runs of {self._named(chunks[0])}", 0
         if key not in carry:
-            carry[key] = self._place(tokens)
-        place = carry[key]
-        if place is None or self._graphs is None:
-            return self.launched(tokens)
-        seat, _ = self._seated(tokens)
-        return Recorded(self._graphs, place, tokens, seat.row)
+            carry[key] = self._runs(chunks)
+        for count, run in carry[key]:
+            some = chunks[at : at + count]
+            rows = slice(some[0].begin - first, some[-1].end - first)
+            if run is None or self._graphs is None:
+                out[rows] = self.launched(some[0]).attend(query[rows], keys[rows], values[rows], votes)
+            else:
+                seat, _ = self._seated(some[0])
+                self._graphs.attend(run, some, seat.row, (query[rows], keys[rows], values[rows]), out[rows])
+            at += count
+        return out
 
     def launched(self, tokens: LayerTokens[Any]) -> KernelChunk:
         """What computes a chunk, launch by launch."""
         carry, key = tokens.caches.carry, f"plan of {self._named(tokens)}"
         seat, memory = self._seated(tokens)
         if key not in carry:
-            carry[key] = ChunkPlan.of(tokens, seat)
+            carry[key] = ChunkPlan.of(tokens, seat, memory.stored)
         store = self.stores[tokens.caches.layer]
         return KernelChunk(store=store, plan=carry[key], **{**vars(tokens), "memory": memory})
 
@@ -169,17 +180,15 @@ class KernelChunks:
 
         Args:
             chunks: layer -> a chunk from `Ltri.alike_from` on, whose stream has all blocks before it.
-            places: chunks of a pass that are replayed, at most; those behind them are launched.
+            places: whole chunks of a run, at most.
         """
         for tokens in chunks.values():
             seat, _ = self._seated(tokens)
-        last = Frame.last(self.settings)
-        frames = [Frame.whole(self.settings)] * places + ([] if last is None else [last] * min(places, LAST_PLACES))
-        frames += Frame.first(self.settings)
+        frames = run_frames(self.settings, places)
         graphs = ChunkGraphs(self.settings, self.stores, self._blocks, self._nowhere, self.device)
         begun, free = time.perf_counter(), _free_bytes(self.device)
         graphs.record(chunks, seat, frames)
-        what, seconds = len(frames) * len(self.stores), time.perf_counter() - begun
+        what, seconds = sum(map(len, frames)) * len(self.stores), time.perf_counter() - begun
         taken = (free - _free_bytes(self.device)) / GIB
         logger.info("chunks of prompts of Ltri-LLM: %d were recorded in %.1f s and %.2f GiB", what, seconds, taken)
         self._graphs = graphs
@@ -199,19 +208,33 @@ class KernelChunks:
             self._graphs.copies.wait_for_layer(layer)
         return seat, memory
 
-    def _place(self, tokens: LayerTokens[Any]) -> PlacedChunk | None:
-        """The place of a chunk in its pass; None for a chunk that is launched."""
-        seat, settings = self.seat(tokens), self.settings
-        place = None
-        if self._graphs is not None and seat.settled == tokens.begin and not tokens.answers:
-            place = self._graphs.place(tokens, seat, tokens.caches.carry.setdefault("places taken", []))
-        if not tokens.answers:
-            self.prompts["launched" if place is None else "replayed"] += 1
+    def _runs(self, chunks: Sequence[LayerTokens[Any]]) -> list[tuple[int, PlacedRun | None]]:
+        """(how many, where they are replayed) of a pass's consecutive chunks; None for one that is launched."""
+        found: list[tuple[int, PlacedRun | None]] = []
+        taken: list[PlacedRun] = chunks[0].caches.carry.setdefault("runs taken", [])
+        stored, at = chunks[0].memory.stored, 0
+        for tokens in chunks:
+            seat = self.seat(tokens)
+        while at < len(chunks):
+            tokens, run = chunks[at], None
+            if self._graphs is not None and seat.settled == tokens.begin:
+                read = [each for each in chunks[at:] if not each.answers]
+                run = self._graphs.place(read, seat, stored, taken)
+            count = 1 if run is None else len(run.plans)
+            newest = chunks[at + count - 1]
+            self._settle(seat, newest, replayed=run is not None)
+            if not tokens.answers:
+                self.prompts["launched" if run is None else "replayed"] += count
+            stored, at = self.settings.evicted(newest.begin), at + count
+            found.append((count, run))
+        return found
+
+    def _settle(self, seat: Seat, newest: LayerTokens[Any], *, replayed: bool) -> None:
+        """Know whether all is settled behind a stream's newest chunk (`Seat.settled`)."""
+        settings = self.settings
         # Behind the sinks, blocks that are complete with a chunk have their spans with it.
-        whole = tokens.begin % settings.chunk == 0 and tokens.begin >= settings.sinks
-        settles = place is not None or whole
-        seat.settled = tokens.end if settles and not tokens.answers else None
-        return place
+        whole = newest.begin % settings.chunk == 0 and newest.begin >= settings.sinks
+        seat.settled = newest.end if (replayed or whole) and not newest.answers else None
 
     def retrieved(self, memory: AnyMemory) -> list[int]:
         """The blocks that the last chunk of a prompt got back; waits for the device."""
@@ -272,25 +295,17 @@ class KernelChunks:
         return seat
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A chunk in one layer, replayed.
+def run_frames(settings: Ltri, places: int) -> list[list[Frame]]:
+    """The frames of all runs: of 1, 2, 4 and more whole chunks up to `places`; of a prompt's end; of its first chunks.
 
-    Attributes:
-        graphs: of all chunks.
-        place: of this one in its pass.
-        tokens: of the chunk.
-        row: of its stream.
+    Args:
+        settings: of the method.
+        places: whole chunks of a run, at most.
     """
-
-    graphs: ChunkGraphs
-    place: PlacedChunk
-    tokens: LayerTokens[Any]
-    row: int
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: Votes) -> torch.Tensor:
-        """As `KernelChunk.attend`; the layers' votes stay in the place. What it returns holds until the next chunk."""
-        return self.graphs.attend(self.place, self.tokens, self.row, query, keys, values)
+    whole, last = Frame.whole(settings), Frame.last(settings)
+    counts = [1 << power for power in range(places.bit_length()) if 1 << power < places] + [places]
+    ends = [] if last is None else [[last], [whole, last]]
+    return [[whole] * count for count in counts] + ends + [[frame] for frame in Frame.first(settings)]
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -44,7 +44,7 @@ class WarmUp:
         """Read a prompt until blocks come back, and record its last whole chunk where it does what all others do.
 
         Args:
-            places: chunks of a pass that are replayed, at most; 0 records nothing.
+            places: whole chunks of a run, at most; 0 records nothing.
         """
         settings, host = self.policy.config, self.policy.blocks_on_host
         first, room = settings.alike_from, settings.longest(host.available) - 1
@@ -69,7 +69,7 @@ class WarmUp:
                     rows, keys = stop - begin, tokens.caches.keys
                     query = keys.new_zeros(rows, self.heads, keys.shape[2])
                     new = [each.new_zeros(rows, *each.shape[1:]) for each in self.caches[tokens.caches.layer]]
-                    self.chunks.chunk(tokens).attend(query, new[0], new[1], votes)
+                    self.chunks.launched(tokens).attend(query, new[0], new[1], votes)
         self.chunks.close(lease)
         self.chunks.forget_counts()
         lease.release()

@@ -1,0 +1,196 @@
+"""Runs of chunks of Ltri-LLM: where chunks that are replayed together have their plans, and what they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from sglang_ext.attention.ltri_frames import Frame, FramePlan, StandingPlan
+from sglang_ext.attention.ltri_layer import LayerTokens
+from sglang_ext.attention.ltri_plan import SpanRing
+from sglang_ext.attention.ltri_state import LayerStore, Leaving, Retrieved
+from sglang_ext.kernels.host_fetch import FreshBlocks
+from sglang_ext.kernels.span_index import Spans
+from sglang_ext.policies.ltri_options import Ltri
+
+Replay: TypeAlias = Callable[[], object]
+Tokens: TypeAlias = Sequence[LayerTokens[Spans]]
+"""Of consecutive chunks of a stream, in one layer."""
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """The rows of a run of chunks, which graphs read and write; one for all runs and layers.
+
+    Attributes:
+        query: [rows, heads, head_dim], not rotated, as the keys.
+        keys: [rows, kv_heads, head_dim].
+        values: [rows, kv_heads, value_dim].
+        out: [rows, heads, value_dim].
+    """
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, keys: torch.Tensor, values: torch.Tensor) -> ChunkRows:
+        """Rows for a layer with such a KV cache."""
+        room = lambda count, like: like.new_zeros(rows, count, like.shape[2])  # noqa: E731
+        kv_heads = keys.shape[1]
+        return cls(room(heads, keys), room(kv_heads, keys), room(kv_heads, values), room(heads, values))
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a layer that votes remembered before a chunk, for streams that begin alike; one for all layers.
+
+    Attributes:
+        received: [1, slots of a stream] float32 or float64.
+        bounds: [1, blocks of a row, spans, 2] int32 (`SpanRing`).
+        counts: [1, blocks of a row, spans] int32.
+    """
+
+    received: torch.Tensor
+    bounds: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def empty(cls, settings: Ltri, received: torch.Tensor) -> Before:
+        """Room for it; `received` has its dtype and device."""
+        shape = 1, SpanRing.blocks(settings), settings.spans
+        bounds, counts = (torch.zeros(each, dtype=torch.int32, device=received.device) for each in ((*shape, 2), shape))
+        return cls(received.new_zeros(1, settings.slots), bounds, counts)
+
+    def keep(self, store: LayerStore, at: torch.Tensor) -> None:
+        """Have what there is in a stream's row, [1] int64."""
+        ring = store.spans_of_voters
+        torch.index_select(store.map_of_voters.received, 0, at, out=self.received)
+        for kept, all_rows in ((self.bounds, ring.bounds), (self.counts, ring.counts)):
+            torch.index_select(all_rows[:-1].unflatten(0, (-1, kept.shape[1])), 0, at, out=kept)
+
+
+@dataclass(eq=False)
+class ChunkPlace:
+    """Where one chunk of a run is computed.
+
+    Attributes:
+        frame: of its chunks.
+        rows: of the run's that are the frame's.
+        standing: the plan that graphs read.
+        leaving: blocks on their way to the host.
+        votes: [1, blocks] float32, of the layers so far. Graphs share their memory, and a graph of another run may
+            write to all of it between two layers of this one: so votes lie outside of that memory.
+        before: what there was before the chunk, in the layer that was replayed last; None where nothing votes.
+        found: layer -> what the chunk got back there, until the next one.
+    """
+
+    frame: Frame
+    rows: slice
+    standing: StandingPlan
+    leaving: Leaving
+    votes: torch.Tensor
+    before: Before | None
+    found: dict[int, Retrieved] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class PlacedRun:
+    """Consecutive chunks of a stream in a run.
+
+    Attributes:
+        run: where they are computed.
+        plans: of the chunks.
+        shared: whether others of the pass are computed there, too.
+        votes: [1, blocks] float32 of each chunk, of the layers so far, while others are in the run.
+        packed: the plans, to be loaded.
+        gone_ids: [blocks] int32, numbers on the host of those that leave the window.
+        full: whether the chunks have all rows of their frames.
+        parts: (rows of the run, tokens of all chunks) that are the same.
+    """
+
+    run: Run
+    plans: Sequence[FramePlan]
+    shared: bool = False
+    votes: Sequence[torch.Tensor] = ()
+
+    def __post_init__(self) -> None:
+        self.packed = [plan.packed() for plan in self.plans]
+        self.gone_ids = torch.cat([plan.plan.gone_ids for plan in self.plans])
+        self.full = all(
+            plan.count - plan.lead == place.frame.rows for place, plan in zip(self.run.places, self.plans, strict=True)
+        )
+        self.parts = self._parts()
+
+    def _parts(self) -> list[tuple[slice, slice]]:
+        """(rows of the run, tokens of all chunks) that are the same; neighbouring rows are one part."""
+        found: list[tuple[slice, slice]] = []
+        token = 0
+        for place, plan in zip(self.run.places, self.plans, strict=True):
+            framed = slice(place.rows.start + plan.lead, place.rows.start + plan.count)
+            own = slice(token, token + plan.count - plan.lead)
+            token = own.stop
+            if found and found[-1][0].stop == framed.start:
+                before, tokens = found.pop()
+                framed, own = slice(before.start, framed.stop), slice(tokens.start, own.stop)
+            found.append((framed, own))
+        return found
+
+
+@dataclass(eq=False)
+class Run:
+    """Chunks that are replayed together.
+
+    Attributes:
+        number: of the run, from 0.
+        places: of its chunks, one behind the other.
+        leaving: blocks that leave the window with all of them.
+        gone_ids: [blocks of `leaving`] int32, their numbers on the host.
+        chunks: those that were loaded last.
+        replays: layer -> what computes all of them there.
+    """
+
+    number: int
+    places: Sequence[ChunkPlace]
+    leaving: Leaving
+    gone_ids: torch.Tensor
+    chunks: PlacedRun | None = None
+    replays: dict[int, Replay] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Of all frames."""
+        return self.places[-1].rows.stop
+
+    def fits(self, settings: Ltri, chunks: Tokens, stored: int) -> bool:
+        """Whether the first of some chunks have their places here, of which so many blocks have left before."""
+        if len(chunks) < len(self.places):
+            return False
+        for place, tokens in zip(self.places, chunks, strict=False):
+            leave = settings.evicted(tokens.begin) - stored
+            if not place.frame.fits(settings, tokens.begin, tokens.end) or leave > settings.chunk // settings.block:
+                return False
+            stored += leave
+        return True
+
+    def load(self, chunks: PlacedRun) -> None:
+        """Have chunks here, with the votes of the layers before; those of the ones that were here are kept for them."""
+        before = self.chunks
+        if chunks is before:
+            return
+        if before is not None and before.shared:
+            before.votes = [place.votes.clone() for place in self.places]
+        for place, plan, packed in zip(self.places, chunks.plans, chunks.packed, strict=True):
+            place.standing.load(packed, plan.plan.ids[: plan.plan.stored])
+        self.gone_ids.copy_(chunks.gone_ids)
+        for place, votes in zip(self.places, chunks.votes, strict=False):
+            place.votes.copy_(votes)
+        self.chunks = chunks
+
+    def fresh(self, settings: Ltri) -> FreshBlocks | None:
+        """The blocks that leave, before they are on the host."""
+        return self.leaving.fresh(settings, self.gone_ids) if len(self.gone_ids) else None

@@ -17,12 +17,9 @@ import torch
 from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, SpansT
-from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, Tiles, Tokens, on_device
+from sglang_ext.attention.ltri_plan import PADDING_SLOT, ChunkPlan, Seat, Tiles, Tokens, on_device
 from sglang_ext.policies.ltri import renewed_blocks
 from sglang_ext.policies.ltri_options import Ltri
-
-PADDING_SLOT = 0
-"""SGLang's, in the KV cache: nobody reads what lies there."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +123,12 @@ class FramePlan:
 
     @classmethod
     def of(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: Nowhere, before: int) -> FramePlan:
-        """The plan of a chunk that the frame fits.
+        """The plan of a chunk that the frame fits, on the device of the chunk's slots.
 
         Args:
             frame: around it.
             chunk: in the first layer.
-            seat: of its stream.
+            seat: of its stream, on that device.
             nowhere: for blocks that do not leave, or had their spans before.
             before: blocks that have left the window before the chunk.
         """
@@ -176,32 +173,53 @@ class FramePlan:
             before=torch.arange(settings.block, device=device) < chunk.begin - settings.first(blocks.start + oldest),
         )
 
+    @classmethod
+    def on_host(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: Nowhere, before: int) -> FramePlan:
+        """`of` on the CPU, where tensors are small and launches would be many; a slot n + 1 is the stream's cell n."""
+        known = seat.on_host()
+        return cls.of(frame, replace(chunk, slots=known.slots[1:]), known, nowhere, before)
+
     # ---- tensors that stand ----
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What differs between chunks of one frame, by name; the numbers on the host do, too (`ids`)."""
+        """All tensors of a plan by name, without the numbers on the host (`ids`); KV slots are the last ones."""
         plan = self.plan
+        tokens = {name: getattr(plan, name) for name in _TOKENS if getattr(plan, name) is not None}
         found = {name: getattr(plan, name) for name in _LOADED}
-        for name in _TOKENS:
-            tokens = getattr(plan, name)
-            if tokens is not None:
-                found |= {f"{name}.cells": tokens.cells, f"{name}.slots": tokens.slots}
-        found |= {"tiles.firsts": plan.tiles.firsts, "tiles.lengths": plan.tiles.lengths}
+        found |= {f"{name}.cells": each.cells for name, each in tokens.items()}
+        found |= {f"tiles.{name}": getattr(plan.tiles, name) for name in _TILES}
         if plan.renewed is not None:
             found["renewed"] = plan.renewed
-        return found | {name: getattr(self, name) for name in _OWN}
+        found |= {f"own.{name}": getattr(self, name) for name in _OWN}
+        return found | {f"{name}.slots": each.slots for name, each in tokens.items()}
 
-    def packed(self) -> torch.Tensor:
-        """[bytes] uint8, `tensors` one behind the other, so that one copy has them all elsewhere."""
+    def packed(self, pin: bool = False) -> torch.Tensor:
+        """[bytes] uint8, `tensors` one behind the other, so that one copy has them all elsewhere.
+
+        Args:
+            pin: have them in pinned memory.
+        """
         found = [each.reshape(-1).view(torch.uint8) for each in self.tensors().values()]
         nothing = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=self.outside.device)
-        return torch.cat([part for each in found for part in (each, nothing[: -each.numel() % ALIGNMENT])])
+        parts = [part for each in found for part in (each, nothing[: -each.numel() % ALIGNMENT])]
+        size = sum(part.numel() for part in parts)
+        return torch.cat(parts, out=torch.empty(size, dtype=torch.uint8, device=nothing.device, pin_memory=pin))
 
-    def unpacked(self, packed: torch.Tensor, ids: torch.Tensor) -> FramePlan:
-        """A plan like this one, whose tensors are those in `packed`, and `ids` [n] int32."""
-        at, found = 0, dict[str, torch.Tensor]()
+    def unpacked(self, packed: torch.Tensor, ids: torch.Tensor) -> tuple[FramePlan, torch.Tensor]:
+        """A plan like this one in other memory.
+
+        Args:
+            packed: `packed` of a plan, anywhere.
+            ids: [n] int32, its blocks' numbers on the host.
+
+        Returns:
+            (the plan, [n] int64: all of its tokens' KV slots, which share its memory).
+        """
+        at, found, slots = 0, dict[str, torch.Tensor](), 0
         for name, each in self.tensors().items():
             size = each.numel() * each.element_size()
+            if name.endswith(".slots"):
+                slots = slots or at
             found[name] = packed[at : at + size].view(each.dtype).view(each.shape)
             at += size + -size % ALIGNMENT
         plan = self.plan
@@ -210,16 +228,18 @@ class FramePlan:
             tokens = getattr(plan, name)
             if tokens is not None:
                 parts[name] = replace(tokens, cells=found[f"{name}.cells"], slots=found[f"{name}.slots"])
-        parts["tiles"] = replace(plan.tiles, firsts=found["tiles.firsts"], lengths=found["tiles.lengths"])
+        parts["tiles"] = Tiles(**{**vars(plan.tiles), **{name: found[f"tiles.{name}"] for name in _TILES}})
         parts["renewed"] = found.get("renewed")
-        own = {name: found[name] for name in _OWN}
-        return FramePlan(**{**vars(self), **own, "plan": ChunkPlan(**{**vars(plan), **parts, "ids": ids})})
+        own = {name: found[f"own.{name}"] for name in _OWN}
+        standing = FramePlan(**{**vars(self), **own, "plan": ChunkPlan(**{**vars(plan), **parts, "ids": ids})})
+        return standing, packed[slots:].view(torch.int64)
 
 
-_LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "blocks", "count")
+_LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "before", "blocks", "count")
 _TOKENS = ("rows", "window", "sinks", "gone_tokens")
+_TILES = ("firsts", "places", "lengths")
 _OWN = ("outside", "asking", "oldest", "newest", "before")
-"""Tensors that differ between chunks of one frame: of a `ChunkPlan`, of the `Tokens` in it, and a `FramePlan`'s own."""
+"""Tensors of a `ChunkPlan`, of the `Tokens` and the `Tiles` in it, and a `FramePlan`'s own."""
 ALIGNMENT = 16
 """Bytes, to whose multiples addresses are aligned that Triton's kernels are compiled for."""
 
@@ -228,21 +248,35 @@ class StandingPlan:
     """A plan in tensors that stand, into which others of the same frame are loaded.
 
     Args:
-        plan: one of them.
+        plan: one of them, `FramePlan.on_host`.
         most: blocks on the host of a stream, at most.
+        device: of the tensors.
 
     Attributes:
-        plan: in these tensors; numbers on the host are those of the first one, and nobody's to read.
+        plan: in these tensors; those of a plan that is loaded from then on.
     """
 
-    def __init__(self, plan: FramePlan, most: int) -> None:
-        self._packed = plan.packed()
-        self.plan = plan.unpacked(self._packed, plan.plan.ids.new_full((most,), -1))
+    def __init__(self, plan: FramePlan, most: int, device: torch.device) -> None:
+        packed = plan.packed().to(device)
+        ids = torch.full((most,), -1, dtype=torch.int32, device=device)
+        self._cells, self._slots_of = packed, packed.clone()
+        self._given, self._asked = plan.unpacked(packed, ids)
+        self.plan, self._found = plan.unpacked(self._slots_of, ids)
 
-    def load(self, packed: torch.Tensor, ids: torch.Tensor) -> None:
-        """Have another plan in these tensors: `FramePlan.packed` of it, and its blocks' numbers on the host."""
-        self._packed.copy_(packed)
-        self.plan.plan.ids[: ids.shape[0]].copy_(ids)
+    def load(self, packed: torch.Tensor, seat: Seat, stored: int) -> None:
+        """Have another plan in these tensors.
+
+        Args:
+            packed: `FramePlan.packed` of it, `FramePlan.on_host`.
+            seat: of its stream, on the device.
+            stored: its blocks on the host.
+        """
+        self._cells.copy_(packed, non_blocking=True)
+        self._slots_of.copy_(self._cells)
+        torch.index_select(seat.wide_slots, 0, self._asked, out=self._found)
+        given, found = (each.plan.listed.view(-1) for each in (self._given, self.plan))
+        torch.index_select(seat.slots, 0, given, out=found)
+        self.plan.plan.ids[:stored].copy_(seat.ids[:stored])
 
 
 def _gone(plan: ChunkPlan, settings: Ltri, most: int, nowhere: int) -> Mapping[str, object]:

@@ -95,9 +95,9 @@ class ChunkGraphs:
             return None
         run, plans = min(fitting, key=lambda each: (-len(each.places), each.rows, shares[each.number])), []
         for place, tokens in zip(run.places, chunks, strict=False):
-            plans.append(FramePlan.of(place.frame, tokens, seat, self._nowhere, stored))
+            plans.append(FramePlan.on_host(place.frame, tokens, seat, self._nowhere, stored))
             stored = plans[-1].plan.stored
-        placed = PlacedRun(run, plans, shared=shares[run.number] > 0)
+        placed = PlacedRun(run, seat, plans, shared=shares[run.number] > 0)
         for other in taken:
             other.shared |= other.run is run
         taken.append(placed)
@@ -197,19 +197,19 @@ class ChunkGraphs:
         for at, frame in enumerate(frames):
             begin = first.begin if frame.begin is None else frame.begin
             tokens = replace(first, begin=begin, end=begin + frame.most)
-            plans.append(FramePlan.of(frame, tokens, seat, self._nowhere, first.memory.stored))
+            plans.append(FramePlan.on_host(frame, tokens, seat, self._nowhere, first.memory.stored))
             places.append(
                 ChunkPlace(
                     frame=frame,
                     rows=slice(rows[at], rows[at + 1]),
-                    standing=StandingPlan(plans[-1], self._blocks),
+                    standing=StandingPlan(plans[-1], self._blocks, keys.device),
                     leaving=leaving.part(settings, gone[at], gone[at + 1]),
                     votes=torch.zeros(1, self._blocks, device=keys.device),
                     before=None if received is None else Before.empty(settings, received),
                 )
             )
         run = Run(number, places, leaving, keys.new_zeros(gone[-1], dtype=torch.int32))
-        run.load(PlacedRun(run, plans))
+        run.load(PlacedRun(run, seat, plans))
         return run
 
     def _body(

@@ -6,15 +6,19 @@ It follows from numbers that the host knows: so it is written down once, in the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, SpansT, cells_of
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import renewed_blocks
 from sglang_ext.policies.ltri_options import Ltri
+
+PADDING_SLOT = 0
+"""SGLang's, in the KV cache: nobody reads what lies there."""
 
 
 def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -31,7 +35,10 @@ class Seat:
         row: of all that has a row a stream.
         at: [1] int64, the same on the device.
         ids: [more than `known`] int32, numbers on the host of the stream's blocks that have left its window; -1 behind.
-        known: how many of them are there.
+        slots: [1 + slots of a stream] int32, `PADDING_SLOT` and the KV slots of the stream's cells.
+        wide_slots: the same, int64.
+        host_ids: `ids`, on the CPU.
+        known: how many of `ids` are there.
         decodes: whether what decoding steps read is up to date.
         settled: behind the stream's newest chunk, where all blocks that are complete have their spans, and the tile of
             the one that is not lies in the stream's row; None where that may be otherwise.
@@ -40,19 +47,41 @@ class Seat:
     row: int
     at: torch.Tensor
     ids: torch.Tensor
+    slots: torch.Tensor
+    wide_slots: torch.Tensor
+    host_ids: torch.Tensor
     known: int = 0
     decodes: bool = False
     settled: int | None = None
 
+    @classmethod
+    def of(cls, row: int, slots: torch.Tensor, settled: int) -> Seat:
+        """The seat of a stream that has no block yet, with KV slots [slots of a stream] int32."""
+        at = torch.full((1,), row, dtype=torch.int64, device=slots.device)
+        padded, none = pad(slots, (1, 0), value=PADDING_SLOT), torch.empty(0, dtype=torch.int32)
+        return cls(row, at, none.to(slots.device), padded, padded.long(), none, settled=settled)
+
+    def on_host(self) -> Seat:
+        """The seat, as the CPU knows it: slot n + 1 stands for the stream's cell n."""
+        cells = torch.arange(self.slots.shape[0], dtype=torch.int32)
+        at = torch.full((1,), self.row, dtype=torch.int64)
+        return replace(self, at=at, ids=self.host_ids, slots=cells)
+
     def learn(self, ids: Sequence[int]) -> None:
         """Have all of a stream's blocks in `ids`, of which some may be there."""
         if len(ids) >= self.ids.shape[0]:
-            grown = self.ids.new_full((max(len(ids) + 1, min(2 * len(ids), MAX_BLOCKS)),), -1)
-            grown[: self.known] = self.ids[: self.known]
-            self.ids = grown
+            size = max(len(ids) + 1, min(2 * len(ids), MAX_BLOCKS))
+            self.ids, self.host_ids = (self._grown(each, size) for each in (self.ids, self.host_ids))
         if len(ids) > self.known:
-            self.ids[self.known : len(ids)] = on_device(ids[self.known :], self.ids.device)
+            new = slice(self.known, len(ids))
+            self.host_ids[new] = torch.tensor(ids[new], dtype=torch.int32)
+            self.ids[new] = on_device(ids[new], self.ids.device)
             self.known = len(ids)
+
+    def _grown(self, ids: torch.Tensor, size: int) -> torch.Tensor:
+        found = ids.new_full((size,), -1)
+        found[: self.known] = ids[: self.known]
+        return found
 
 
 @dataclass(frozen=True)

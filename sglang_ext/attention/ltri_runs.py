@@ -10,7 +10,7 @@ import torch
 
 from sglang_ext.attention.ltri_frames import Frame, FramePlan, StandingPlan
 from sglang_ext.attention.ltri_layer import LayerTokens
-from sglang_ext.attention.ltri_plan import SpanRing
+from sglang_ext.attention.ltri_plan import Seat, SpanRing
 from sglang_ext.attention.ltri_state import LayerStore, Leaving, Retrieved
 from sglang_ext.kernels.host_fetch import FreshBlocks
 from sglang_ext.kernels.span_index import Spans
@@ -104,23 +104,23 @@ class PlacedRun:
 
     Attributes:
         run: where they are computed.
-        plans: of the chunks.
+        seat: of the stream.
+        plans: of the chunks, on the CPU.
         shared: whether others of the pass are computed there, too.
         votes: [1, blocks] float32 of each chunk, of the layers so far, while others are in the run.
         packed: the plans, to be loaded.
-        gone_ids: [blocks] int32, numbers on the host of those that leave the window.
         full: whether the chunks have all rows of their frames.
         parts: (rows of the run, tokens of all chunks) that are the same.
     """
 
     run: Run
+    seat: Seat
     plans: Sequence[FramePlan]
     shared: bool = False
     votes: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
-        self.packed = [plan.packed() for plan in self.plans]
-        self.gone_ids = torch.cat([plan.plan.gone_ids for plan in self.plans])
+        self.packed = [plan.packed(pin=self.seat.at.is_cuda) for plan in self.plans]
         self.full = all(
             plan.count - plan.lead == place.frame.rows for place, plan in zip(self.run.places, self.plans, strict=True)
         )
@@ -185,8 +185,8 @@ class Run:
         if before is not None and before.shared:
             before.votes = [place.votes.clone() for place in self.places]
         for place, plan, packed in zip(self.places, chunks.plans, chunks.packed, strict=True):
-            place.standing.load(packed, plan.plan.ids[: plan.plan.stored])
-        self.gone_ids.copy_(chunks.gone_ids)
+            place.standing.load(packed, chunks.seat, plan.plan.stored)
+        torch.cat([place.standing.plan.plan.gone_ids for place in self.places], out=self.gone_ids)
         for place, votes in zip(self.places, chunks.votes, strict=False):
             place.votes.copy_(votes)
         self.chunks = chunks

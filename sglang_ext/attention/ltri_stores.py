@@ -283,13 +283,11 @@ class KernelChunks:
         lease = tokens.host.lease
         if lease not in self._seats:
             row = self._free.pop()
-            at = torch.full((1,), row, dtype=torch.int64, device=self.device)
             for store in self.stores.values():
                 store.cache.held[row] = -1
             self.slot[row] = tokens.slots[: self.settings.slots]
-            ids = torch.empty(0, dtype=torch.int32, device=self.device)
             # A stream begins empty, or as a copy that ends with a whole chunk.
-            self._seats[lease] = Seat(row, at, ids, settled=tokens.begin)
+            self._seats[lease] = Seat.of(row, self.slot[row].clone(), settled=tokens.begin)
         seat = self._seats[lease]
         seat.learn(tokens.host.numbers(self.settings.evicted(tokens.begin)))
         return seat

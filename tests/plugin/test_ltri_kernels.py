@@ -358,7 +358,7 @@ def test_heads_that_flashinfer_takes(size: int, value_size: int, dtype: torch.dt
 
 def test_streams_are_no_longer_than_an_election() -> None:
     """A stream that has all of its blocks at once, as a fork has, is told of as many as kernels take."""
-    seat = Seat(0, torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+    seat = Seat.of(0, torch.empty(0, dtype=torch.int32), 0)
     for count in (3, 16_385, 30_000, MAX_BLOCKS - 1):
         seat.learn(range(count))
         assert count < seat.ids.shape[0] <= MAX_BLOCKS and seat.known == count

@@ -291,7 +291,8 @@ class LtriPolicy(StreamPolicy):
         begin, prompt = (self._streams[request.slot].offset + each for each in (begin, request.prompt))
         votes: Votes = caches.carry.setdefault(f"votes of {request.slot}", {})
         bounds = self.config.chunks(begin, begin + query.shape[0], prompt)
-        chunks = [self.tokens(request, caches, slots, query.shape[1], each) for each in bounds]
+        first = self.tokens(request, caches, slots, query.shape[1], bounds[0])
+        chunks = [first, *(self._next(request, first, each) for each in bounds[1:])]
         out = self._computing.attend(chunks, query, keys, values, votes)
         stream = self._streams[request.slot]
         if stream.note is not None:
@@ -324,6 +325,13 @@ class LtriPolicy(StreamPolicy):
             given=request.options.get("blocks") or (),
             kept=self._kept(request, stream, first),
         )
+
+    def _next(self, request: Request, first: LayerTokens[Any], bounds: tuple[int, int]) -> LayerTokens[Any]:
+        """As `tokens`, another chunk of the same pass and layer."""
+        begin, end = bounds
+        stream = self._streams[request.slot]
+        answers, kept = begin >= stream.offset + request.prompt, self._kept(request, stream, begin)
+        return LayerTokens(**{**vars(first), "begin": begin, "end": end, "answers": answers, "kept": kept})
 
     def _kept(self, request: Request, stream: LtriStream, begin: int) -> bool:
         """Whether other streams may begin like a stream up to `begin`, where a chunk begins."""

@@ -73,7 +73,8 @@ class ChunkGraphs:
         for number, each in enumerate(frames):
             run = self._run(number, each, first, seat)
             for layer in sorted(chunks):
-                bodies = [self._body(run, place, chunks[layer], self._rows, graphs.lanes) for place in run.places]
+                count = len(run.places)
+                bodies = [self._body(run, at, chunks[layer], self._rows, graphs.lanes) for at in range(count)]
                 run.replays[layer] = graphs.record(bodies)
             self._runs.append(run)
 
@@ -97,7 +98,10 @@ class ChunkGraphs:
         for place, tokens in zip(run.places, chunks, strict=False):
             plans.append(FramePlan.on_host(place.frame, tokens, seat, self._nowhere, stored))
             stored = plans[-1].plan.stored
-        placed = PlacedRun(run, seat, plans, shared=shares[run.number] > 0)
+        some = chunks[: len(plans)]
+        wanted = kept_chunks(some[-1].begin // settings.chunk)
+        kept = [tokens.kept and tokens.begin // settings.chunk in wanted for tokens in some]
+        placed = PlacedRun(run, seat, plans, kept, shared=shares[run.number] > 0)
         for other in taken:
             other.shared |= other.run is run
         taken.append(placed)
@@ -137,8 +141,7 @@ class ChunkGraphs:
         self._send(placed, chunks[0], layer)
         for framed, own in parts:
             out[own].copy_(rows.out[framed])
-        for place, plan, tokens in zip(run.places, placed.plans, chunks, strict=True):
-            self._remember(place, plan, tokens, chunks[-1])
+        self._remember(placed, chunks)
         if chunks[-1].voter is not None:
             self._keep_tile(chunks[-1], row)
 
@@ -154,24 +157,23 @@ class ChunkGraphs:
         if pairs:
             self.copies.put(placed.run.number, layer, placed.run.leaving, first.host, pairs)
 
-    def _remember(
-        self, place: ChunkPlace, plan: FramePlan, tokens: LayerTokens[Spans], newest: LayerTokens[Spans]
-    ) -> None:
-        """Know what the layer remembers behind a chunk; `newest` is the last of its run."""
-        memory, settings, layer = tokens.memory, self._settings, tokens.caches.layer
+    def _remember(self, placed: PlacedRun, chunks: Tokens) -> None:
+        """Know what the layer remembers behind some chunks."""
+        memory, chunk, newest, run = chunks[-1].memory, self._settings.chunk, chunks[-1], placed.run
         if not isinstance(memory, KernelMemory):
             raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
-        memory.stored, memory.retrieved = plan.plan.stored, None
-        if tokens.end - tokens.begin < settings.chunk:  # the prompt's last chunk is none of the whole ones
-            found = place.found[layer]
+        votes = newest.voter is not None and any(placed.kept)
+        before = run.before.copied() if votes and run.before is not None else None
+        for number, (plan, kept, tokens) in enumerate(zip(placed.plans, placed.kept, chunks, strict=True)):
+            memory.stored = plan.plan.stored
+            if kept and before is not None:
+                memory.have(tokens.begin, chunk, before.of(number, memory.stored))
+            elif kept:
+                memory.keep(tokens.begin, chunk)
+        memory.retrieved = None
+        if newest.end - newest.begin < chunk:  # the prompt's last chunk is none of the whole ones
+            found = run.places[-1].found[newest.caches.layer]
             memory.retrieved = Retrieved(found.blocks.clone(), found.ways.clone())
-        if tokens.kept and tokens.begin // settings.chunk in kept_chunks(newest.begin // settings.chunk):
-            before = place.before
-            if before is None or tokens.voter is None:
-                memory.keep(tokens.begin, settings.chunk)
-            else:
-                spans = Spans(before.bounds[0], before.counts[0])
-                memory.keep(tokens.begin, settings.chunk, before.received[0], spans)
 
     def _keep_tile(self, tokens: LayerTokens[Spans], row: int) -> None:
         """Know the newest token, and where the tile of the newest block lies that is not complete."""
@@ -205,23 +207,24 @@ class ChunkGraphs:
                     standing=StandingPlan(plans[-1], self._blocks, keys.device),
                     leaving=leaving.part(settings, gone[at], gone[at + 1]),
                     votes=torch.zeros(1, self._blocks, device=keys.device),
-                    before=None if received is None else Before.empty(settings, received),
                 )
             )
-        run = Run(number, places, leaving, keys.new_zeros(gone[-1], dtype=torch.int32))
-        run.load(PlacedRun(run, seat, plans))
+        before = None if received is None else Before.empty(settings, len(frames), received)
+        run = Run(number, places, leaving, keys.new_zeros(gone[-1], dtype=torch.int32), before)
+        run.load(PlacedRun(run, seat, plans, [False] * len(plans)))
         return run
 
     def _body(
-        self, run: Run, place: ChunkPlace, chunk: LayerTokens[Spans], rows: ChunkRows, lanes: Lanes
+        self, run: Run, number: int, chunk: LayerTokens[Spans], rows: ChunkRows, lanes: Lanes
     ) -> Callable[[], None]:
-        """What computes a frame in one layer out of what stands."""
+        """What computes one frame of a run in one layer out of what stands."""
+        place = run.places[number]
         frame, part, layer = place.standing.plan, place.rows, chunk.caches.layer
         store, plan, begin = self._stores[layer], frame.plan, frame.plan.rows.first
         tokens, fresh = replace(chunk, begin=begin, end=begin + place.frame.rows), run.fresh(self._settings)
         state, nothing = store.state, Spans.empty(0, self._settings.spans, rows.query.device)
         caches = chunk.caches.keys, chunk.caches.values
-        voted = any(other.state is not None for number, other in self._stores.items() if number < layer)
+        voted = any(other.state is not None for before, other in self._stores.items() if before < layer)
 
         def compute() -> None:
             if plan.gone_tokens is not None:  # the chunk's own tokens take their slots
@@ -236,8 +239,8 @@ class ChunkGraphs:
                 store=store, plan=plan, lanes=lanes, frame=frame, leaving=place.leaving, waiting=fresh, **given
             )
             recorded.remember()
-            if state is not None and place.before is not None:
-                place.before.keep(store, plan.at)
+            if state is not None and run.before is not None:
+                run.before.keep(number, store, plan.at)
             rows.out[part].copy_(recorded.seen(rows.query[part], rows.keys[part], rows.values[part], votes))
             lanes.join()
             if not voted and tokens.begin in votes:

@@ -157,17 +157,18 @@ class LayerMemory(ABC, Generic[SpansT]):
     def copied(spans: SpansT) -> SpansT:
         """A copy of spans that does not change with them."""
 
-    def keep(self, begin: int, chunk: int, received: torch.Tensor | None = None, spans: SpansT | None = None) -> None:
+    def keep(self, begin: int, chunk: int) -> None:
         """Keep a snapshot for streams that go on differently from `begin`, where a chunk begins; few are kept.
 
         Args:
             begin: first token of the chunk.
             chunk: tokens of a chunk.
-            received: what `received` was there; None where it still is.
-            spans: what `spans` were there, likewise.
         """
-        given, cut = self.received if received is None else received, self.spans if spans is None else spans
-        self.snapshots[begin] = Snapshot(self.stored, self.copied(cut), given.clone())
+        self.have(begin, chunk, Snapshot(self.stored, self.copied(self.spans), self.received.clone()))
+
+    def have(self, begin: int, chunk: int, snapshot: Snapshot[SpansT]) -> None:
+        """`keep` a snapshot that was taken at `begin`."""
+        self.snapshots[begin] = snapshot
         wanted = kept_chunks(begin // chunk)
         self.snapshots = {place: kept for place, kept in self.snapshots.items() if place // chunk in wanted}
 

@@ -10,6 +10,7 @@ import torch
 
 from sglang_ext.attention.ltri_frames import Frame, FramePlan, StandingPlan
 from sglang_ext.attention.ltri_layer import LayerTokens
+from sglang_ext.attention.ltri_memory import Snapshot
 from sglang_ext.attention.ltri_plan import Seat, SpanRing
 from sglang_ext.attention.ltri_state import LayerStore, Leaving, Retrieved
 from sglang_ext.kernels.host_fetch import FreshBlocks
@@ -47,12 +48,12 @@ class ChunkRows:
 
 @dataclass(frozen=True)
 class Before:
-    """What a layer that votes remembered before a chunk, for streams that begin alike; one for all layers.
+    """What a layer that votes remembered before each chunk of a run, for streams that begin alike; one for all layers.
 
     Attributes:
-        received: [1, slots of a stream] float32 or float64.
-        bounds: [1, blocks of a row, spans, 2] int32 (`SpanRing`).
-        counts: [1, blocks of a row, spans] int32.
+        received: [chunks, slots of a stream] float32 or float64.
+        bounds: [chunks, blocks of a row, spans, 2] int32 (`SpanRing`).
+        counts: [chunks, blocks of a row, spans] int32.
     """
 
     received: torch.Tensor
@@ -60,18 +61,26 @@ class Before:
     counts: torch.Tensor
 
     @classmethod
-    def empty(cls, settings: Ltri, received: torch.Tensor) -> Before:
+    def empty(cls, settings: Ltri, chunks: int, received: torch.Tensor) -> Before:
         """Room for it; `received` has its dtype and device."""
-        shape = 1, SpanRing.blocks(settings), settings.spans
+        shape = chunks, SpanRing.blocks(settings), settings.spans
         bounds, counts = (torch.zeros(each, dtype=torch.int32, device=received.device) for each in ((*shape, 2), shape))
-        return cls(received.new_zeros(1, settings.slots), bounds, counts)
+        return cls(received.new_zeros(chunks, settings.slots), bounds, counts)
 
-    def keep(self, store: LayerStore, at: torch.Tensor) -> None:
-        """Have what there is in a stream's row, [1] int64."""
-        ring = store.spans_of_voters
-        torch.index_select(store.map_of_voters.received, 0, at, out=self.received)
-        for kept, all_rows in ((self.bounds, ring.bounds), (self.counts, ring.counts)):
+    def keep(self, number: int, store: LayerStore, at: torch.Tensor) -> None:
+        """Have what there is before a chunk of the run in a stream's row, [1] int64."""
+        ring, part = store.spans_of_voters, slice(number, number + 1)
+        torch.index_select(store.map_of_voters.received, 0, at, out=self.received[part])
+        for kept, all_rows in ((self.bounds[part], ring.bounds), (self.counts[part], ring.counts)):
             torch.index_select(all_rows[:-1].unflatten(0, (-1, kept.shape[1])), 0, at, out=kept)
+
+    def copied(self) -> Before:
+        """A copy that the next layer leaves alone."""
+        return Before(self.received.clone(), self.bounds.clone(), self.counts.clone())
+
+    def of(self, number: int, stored: int) -> Snapshot[Spans]:
+        """The snapshot before a chunk of the run, behind so many blocks on the host; it shares this memory."""
+        return Snapshot(stored, Spans(self.bounds[number], self.counts[number]), self.received[number])
 
 
 @dataclass(eq=False)
@@ -85,7 +94,6 @@ class ChunkPlace:
         leaving: blocks on their way to the host.
         votes: [1, blocks] float32, of the layers so far. Graphs share their memory, and a graph of another run may
             write to all of it between two layers of this one: so votes lie outside of that memory.
-        before: what there was before the chunk, in the layer that was replayed last; None where nothing votes.
         found: layer -> what the chunk got back there, until the next one.
     """
 
@@ -94,7 +102,6 @@ class ChunkPlace:
     standing: StandingPlan
     leaving: Leaving
     votes: torch.Tensor
-    before: Before | None
     found: dict[int, Retrieved] = field(default_factory=dict)
 
 
@@ -106,6 +113,7 @@ class PlacedRun:
         run: where they are computed.
         seat: of the stream.
         plans: of the chunks, on the CPU.
+        kept: whether a snapshot is kept before each chunk, once all of the run are there.
         shared: whether others of the pass are computed there, too.
         votes: [1, blocks] float32 of each chunk, of the layers so far, while others are in the run.
         packed: the plans, to be loaded.
@@ -116,6 +124,7 @@ class PlacedRun:
     run: Run
     seat: Seat
     plans: Sequence[FramePlan]
+    kept: Sequence[bool]
     shared: bool = False
     votes: Sequence[torch.Tensor] = ()
 
@@ -150,6 +159,7 @@ class Run:
         places: of its chunks, one behind the other.
         leaving: blocks that leave the window with all of them.
         gone_ids: [blocks of `leaving`] int32, their numbers on the host.
+        before: what there was before the chunks, in the layer that was replayed last; None where nothing votes.
         chunks: those that were loaded last.
         replays: layer -> what computes all of them there.
     """
@@ -158,6 +168,7 @@ class Run:
     places: Sequence[ChunkPlace]
     leaving: Leaving
     gone_ids: torch.Tensor
+    before: Before | None
     chunks: PlacedRun | None = None
     replays: dict[int, Replay] = field(default_factory=dict)
 

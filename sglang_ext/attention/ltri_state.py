@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sglang_ext.attention.ltri_memory import LayerMemory
+from sglang_ext.attention.ltri_memory import LayerMemory, Snapshot
 from sglang_ext.attention.ltri_plan import SpanRing
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
@@ -63,10 +63,11 @@ class KernelMemory(LayerMemory[Spans]):
         """The memory of a stream that has no token yet."""
         return cls(torch.zeros(settings.slots, device=device), Spans.empty(0, settings.spans, device))
 
-    def keep(self, begin: int, chunk: int, received: torch.Tensor | None = None, spans: Spans | None = None) -> None:
+    def keep(self, begin: int, chunk: int) -> None:
         if self.row is None:  # there is nothing but the number of blocks
-            received = self.received[:0]
-        super().keep(begin, chunk, received, spans)
+            self.have(begin, chunk, Snapshot(self.stored, self.spans, self.received[:0]))
+        else:
+            super().keep(begin, chunk)
 
     def sit(self, row: int, settings: Ltri, store: LayerStore) -> None:
         """Have what the layer remembers in a row of its state, where all launches find it."""

@@ -10,6 +10,7 @@ stream can ever need, so a stream that runs never waits for host memory.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import mmap
 import resource
@@ -150,7 +151,7 @@ class HostBlocks:
                 kept[layer] = self._whole[begin:end].view(tensor.dtype).view(shape)
                 begin = end
         self.promised = self.taken = self.fetched = 0
-        self._free = list(range(self.total - 1, -1, -1))
+        self._free = list(range(self.total))  # a heap: neighbours are taken together, and copied together
         self._holders = Counter[int]()
         logger.info("%d blocks of %d tokens in %.2f GiB of host memory", self.total, block, begin / GIB)
 
@@ -204,7 +205,7 @@ class HostBlocks:
     # ---- for leases ----
 
     def _take(self) -> int:
-        number = self._free.pop()
+        number = heapq.heappop(self._free)
         self._holders[number] = 1
         self.promised -= 1
         self.taken += 1
@@ -219,7 +220,7 @@ class HostBlocks:
             self._holders[number] -= 1
             if self._holders[number] == 0:
                 del self._holders[number]
-                self._free.append(number)
+                heapq.heappush(self._free, number)
 
 
 class HostLease:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_ext.attention.ltri_copies import stretches
 from sglang_ext.cache import host_blocks
 from sglang_ext.cache.host_blocks import GIB, HostBlocks, host_bytes, memory_limit
 
@@ -97,6 +98,20 @@ def test_what_is_promised_is_there() -> None:
     assert host.stats()["host_blocks"] == 2 and host.stats()["host_blocks_total"] == 6
     first.release()
     assert (host.available, host.used) == (6, 0)
+
+
+def test_what_streams_left_is_taken_in_order() -> None:
+    """However streams end: neighbours are copied to the host together."""
+    host = HostBlocks(CACHES, BLOCK, 6 * BLOCK_BYTES)
+    leases = [host.lease(2) for _ in range(3)]
+    for lease in leases:
+        lease.take(), lease.take()
+    for lease in (leases[1], leases[2], leases[0]):
+        lease.release()
+    other = host.lease(6)
+    assert [other.take() for _ in range(6)] == list(range(6))
+    assert [*stretches([(0, 4), (1, 5), (2, 7), (4, 8)])] == [(0, 4, 2), (2, 7, 1), (4, 8, 1)]
+    assert [*stretches([])] == []
 
 
 def test_forks_hold_what_they_share() -> None:

@@ -26,7 +26,7 @@ from sglang_ext.attention.ltri_frames import Frame, FramePlan, Nowhere, Standing
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_recorded import RecordedChunk
-from sglang_ext.attention.ltri_runs import Before, ChunkPlace, ChunkRows, PlacedRun, Replay, Run, Tokens
+from sglang_ext.attention.ltri_runs import Before, ChunkPlace, ChunkRows, ChunkRun, PlacedRun, Replay, Tokens
 from sglang_ext.attention.ltri_state import KernelMemory, Lane, Lanes, LayerStore, Leaving, Retrieved
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.span_index import Spans
@@ -53,7 +53,7 @@ class ChunkGraphs:
         self, settings: Ltri, stores: Mapping[int, LayerStore], blocks: int, nowhere: Nowhere, device: torch.device
     ) -> None:
         self._settings, self._stores, self._blocks, self._nowhere = settings, stores, blocks, nowhere
-        self._runs: list[Run] = []
+        self._runs: list[ChunkRun] = []
         self._rows: ChunkRows | None = None
         self.replayed, self.copies = 0, HostCopies(device)
 
@@ -170,6 +170,7 @@ class ChunkGraphs:
                 memory.have(tokens.begin, chunk, before.of(number, memory.stored))
             elif kept:
                 memory.keep(tokens.begin, chunk)
+        memory.part(chunks[0].begin)  # few are left of an older run, whose memory they would keep
         memory.retrieved = None
         if newest.end - newest.begin < chunk:  # the prompt's last chunk is none of the whole ones
             found = run.places[-1].found[newest.caches.layer]
@@ -189,7 +190,7 @@ class ChunkGraphs:
 
     # ---- recording ----
 
-    def _run(self, number: int, frames: Sequence[Frame], first: LayerTokens[Spans], seat: Seat) -> Run:
+    def _run(self, number: int, frames: Sequence[Frame], first: LayerTokens[Spans], seat: Seat) -> ChunkRun:
         """A run that no layer was recorded of, with some chunks in it."""
         settings, (keys, values) = self._settings, (first.caches.keys, first.caches.values)
         received = next((store.state.received for store in self._stores.values() if store.state), None)
@@ -210,12 +211,12 @@ class ChunkGraphs:
                 )
             )
         before = None if received is None else Before.empty(settings, len(frames), received)
-        run = Run(number, places, leaving, keys.new_zeros(gone[-1], dtype=torch.int32), before)
+        run = ChunkRun(number, places, leaving, keys.new_zeros(gone[-1], dtype=torch.int32), before)
         run.load(PlacedRun(run, seat, plans, [False] * len(plans)))
         return run
 
     def _body(
-        self, run: Run, number: int, chunk: LayerTokens[Spans], rows: ChunkRows, lanes: Lanes
+        self, run: ChunkRun, number: int, chunk: LayerTokens[Spans], rows: ChunkRows, lanes: Lanes
     ) -> Callable[[], None]:
         """What computes one frame of a run in one layer out of what stands."""
         place = run.places[number]

@@ -124,11 +124,13 @@ class Snapshot(Generic[SpansT]):
 
     Attributes:
         stored, spans, received: see `LayerMemory`.
+        shares: whether its memory is a part of a larger one, which it keeps alive.
     """
 
     stored: int
     spans: SpansT
     received: torch.Tensor
+    shares: bool = False
 
 
 @dataclass
@@ -171,6 +173,12 @@ class LayerMemory(ABC, Generic[SpansT]):
         self.snapshots[begin] = snapshot
         wanted = kept_chunks(begin // chunk)
         self.snapshots = {place: kept for place, kept in self.snapshots.items() if place // chunk in wanted}
+
+    def part(self, begin: int) -> None:
+        """Have the snapshots before `begin` in memory of their own."""
+        for place, kept in self.snapshots.items():
+            if kept.shares and place < begin:
+                self.snapshots[place] = Snapshot(kept.stored, self.copied(kept.spans), kept.received.clone())
 
     def fork(self, begin: int) -> Self:
         """The memory of another stream that begins with the same tokens, up to one of `snapshots`."""

@@ -80,7 +80,8 @@ class Before:
 
     def of(self, number: int, stored: int) -> Snapshot[Spans]:
         """The snapshot before a chunk of the run, behind so many blocks on the host; it shares this memory."""
-        return Snapshot(stored, Spans(self.bounds[number], self.counts[number]), self.received[number])
+        spans = Spans(self.bounds[number], self.counts[number])
+        return Snapshot(stored, spans, self.received[number], shares=True)
 
 
 @dataclass(eq=False)
@@ -121,7 +122,7 @@ class PlacedRun:
         parts: (rows of the run, tokens of all chunks) that are the same.
     """
 
-    run: Run
+    run: ChunkRun
     seat: Seat
     plans: Sequence[FramePlan]
     kept: Sequence[bool]
@@ -151,7 +152,7 @@ class PlacedRun:
 
 
 @dataclass(eq=False)
-class Run:
+class ChunkRun:
     """Chunks that are replayed together.
 
     Attributes:

@@ -191,6 +191,10 @@ def test_whole_streams(changes: dict[str, Any], places: int, monkeypatch: pytest
     one, other = (world.policy._streams[1].layers for world in (plain, kernels))
     for layer in range(LAYERS):
         assert one[layer].stored == other[layer].stored > 5
+        assert set(one[layer].snapshots) == set(other[layer].snapshots)
+        assert sum(kept.shares for kept in other[layer].snapshots.values()) <= places, (
+            "older ones keep whole runs alive"
+        )
         if plain.policy.voter(layer) is not None:
             assert torch.allclose(one[layer].received, other[layer].received, atol=1e-4)
     counted, stats, cache = plain.policy.stats(), kernels.policy.stats(), kernels.chunks.counters()

@@ -292,7 +292,7 @@ class LtriPolicy(StreamPolicy):
         votes: Votes = caches.carry.setdefault(f"votes of {request.slot}", {})
         bounds = self.config.chunks(begin, begin + query.shape[0], prompt)
         first = self.tokens(request, caches, slots, query.shape[1], bounds[0])
-        chunks = [first, *(self._next(request, first, each) for each in bounds[1:])]
+        chunks = [first, *(LayerTokens(**{**vars(first), **self._between(request, each)}) for each in bounds[1:])]
         out = self._computing.attend(chunks, query, keys, values, votes)
         stream = self._streams[request.slot]
         if stream.note is not None:
@@ -308,7 +308,7 @@ class LtriPolicy(StreamPolicy):
         self, request: Request, caches: Caches, slots: torch.Tensor, heads: int, bounds: tuple[int, int]
     ) -> LayerTokens[Any]:
         """The chunk of a request's tokens between `bounds`, numbers in its stream, in one layer of so many heads."""
-        stream, (first, last) = self._streams[request.slot], bounds
+        stream = self._streams[request.slot]
         if caches.layer not in stream.layers:
             stream.layers[caches.layer] = self._computing.memory()
         return LayerTokens(
@@ -319,19 +319,15 @@ class LtriPolicy(StreamPolicy):
             slots=slots,
             voter=self.voter(caches.layer),
             heads=heads,
-            begin=first,
-            end=last,
-            answers=first >= stream.offset + request.prompt,
             given=request.options.get("blocks") or (),
-            kept=self._kept(request, stream, first),
+            **self._between(request, bounds),
         )
 
-    def _next(self, request: Request, first: LayerTokens[Any], bounds: tuple[int, int]) -> LayerTokens[Any]:
-        """As `tokens`, another chunk of the same pass and layer."""
-        begin, end = bounds
-        stream = self._streams[request.slot]
-        answers, kept = begin >= stream.offset + request.prompt, self._kept(request, stream, begin)
-        return LayerTokens(**{**vars(first), "begin": begin, "end": end, "answers": answers, "kept": kept})
+    def _between(self, request: Request, bounds: tuple[int, int]) -> dict[str, Any]:
+        """What differs between the chunks of a request in one pass and layer (`LayerTokens`)."""
+        (begin, end), stream = bounds, self._streams[request.slot]
+        answers = begin >= stream.offset + request.prompt
+        return {"begin": begin, "end": end, "answers": answers, "kept": self._kept(request, stream, begin)}
 
     def _kept(self, request: Request, stream: LtriStream, begin: int) -> bool:
         """Whether other streams may begin like a stream up to `begin`, where a chunk begins."""

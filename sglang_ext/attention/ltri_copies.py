@@ -35,7 +35,9 @@ class HostCopies:
         if number in self._of_run:
             torch.cuda.current_stream().wait_event(self._of_run[number])
 
-    def put(self, number: int, layer: int, leaving: Leaving, host: LayerHost, ids: Sequence[tuple[int, int]]) -> None:
+    def put(
+        self, number: int, layer: int, leaving: Leaving, host: LayerHost, blocks: Sequence[tuple[int, int]]
+    ) -> None:
         """Copy blocks that wait to the host, as soon as what was launched so far has ended.
 
         Args:
@@ -43,7 +45,7 @@ class HostCopies:
             layer: of the blocks.
             leaving: where they wait.
             host: where they go.
-            ids: (place among those that wait, number on the host) of each.
+            blocks: (place among those that wait, number on the host) of each.
         """
         block = host.host.keys[layer].shape[1]
         pairs = [
@@ -51,18 +53,18 @@ class HostCopies:
             for source, kept in ((leaving.keys, host.host.keys), (leaving.values, host.host.values))
         ]
         if self._stream is None:
-            self._copy(pairs, ids)
+            self._copy(pairs, blocks)
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._copy(pairs, ids)
+            self._copy(pairs, blocks)
             done = torch.cuda.Event()
             done.record()
         self._of_layer[layer] = self._of_run[number] = done
 
     @staticmethod
-    def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], ids: Sequence[tuple[int, int]]) -> None:
-        for place, number, count in stretches(ids):
+    def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], blocks: Sequence[tuple[int, int]]) -> None:
+        for place, number, count in stretches(blocks):
             for waiting, kept in pairs:
                 kept[number : number + count].copy_(waiting[place : place + count], non_blocking=True)
 

@@ -82,6 +82,19 @@ class Frame:
         return most if self.begin is None else min(most, settings.evicted(self.begin))
 
 
+def run_frames(settings: Ltri, places: int) -> list[list[Frame]]:
+    """The frames of all runs: of 1, 2, 4 and more whole chunks up to `places`; of a prompt's end; of its first chunks.
+
+    Args:
+        settings: of the method.
+        places: whole chunks of a run, at most.
+    """
+    whole, last = Frame.whole(settings), Frame.last(settings)
+    counts = [1 << power for power in range(places.bit_length()) if 1 << power < places] + [places]
+    ends = [] if last is None else [[last], [whole, last]]
+    return [[whole] * count for count in counts] + ends + [[frame] for frame in Frame.first(settings)]
+
+
 @dataclass(frozen=True)
 class Nowhere:
     """Where things go that nobody looks at.
@@ -259,9 +272,9 @@ class StandingPlan:
     def __init__(self, plan: FramePlan, most: int, device: torch.device) -> None:
         packed = plan.packed().to(device)
         ids = torch.full((most,), -1, dtype=torch.int32, device=device)
-        self._cells, self._slots_of = packed, packed.clone()
-        self._given, self._asked = plan.unpacked(packed, ids)
-        self.plan, self._found = plan.unpacked(self._slots_of, ids)
+        self._loaded, self._standing = packed, packed.clone()
+        self._in_cells, self._cells = plan.unpacked(self._loaded, ids)
+        self.plan, self._slots = plan.unpacked(self._standing, ids)
 
     def load(self, packed: torch.Tensor, seat: Seat, stored: int) -> None:
         """Have another plan in these tensors.
@@ -271,11 +284,11 @@ class StandingPlan:
             seat: of its stream, on the device.
             stored: its blocks on the host.
         """
-        self._cells.copy_(packed, non_blocking=True)
-        self._slots_of.copy_(self._cells)
-        torch.index_select(seat.wide_slots, 0, self._asked, out=self._found)
-        given, found = (each.plan.listed.view(-1) for each in (self._given, self.plan))
-        torch.index_select(seat.slots, 0, given, out=found)
+        self._loaded.copy_(packed, non_blocking=True)
+        self._standing.copy_(self._loaded)
+        torch.index_select(seat.wide_slots, 0, self._cells, out=self._slots)
+        cells, slots = (each.plan.listed.view(-1) for each in (self._in_cells, self.plan))
+        torch.index_select(seat.slots, 0, cells, out=slots)
         self.plan.plan.ids[:stored].copy_(seat.ids[:stored])
 
 

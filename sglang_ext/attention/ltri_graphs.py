@@ -101,7 +101,7 @@ class ChunkGraphs:
         some = chunks[: len(plans)]
         wanted = kept_chunks(some[-1].begin // settings.chunk)
         kept = [tokens.kept and tokens.begin // settings.chunk in wanted for tokens in some]
-        placed = PlacedRun(run, seat, plans, kept, shared=shares[run.number] > 0)
+        placed = PlacedRun(run, seat, plans, kept, self._leave(run, plans, chunks[0]), shared=shares[run.number] > 0)
         for other in taken:
             other.shared |= other.run is run
         taken.append(placed)
@@ -124,8 +124,9 @@ class ChunkGraphs:
             given: (query, keys, values) of all of their tokens.
             out: [tokens, heads, value_dim], written.
         """
-        rows, run, layer = self._rows, placed.run, chunks[0].caches.layer
-        if rows is None:
+        rows, run, newest = self._rows, placed.run, chunks[-1]
+        layer, memory = newest.caches.layer, newest.memory
+        if rows is None or not isinstance(memory, KernelMemory):
             raise ValueError("a chunk is replayed before one was recorded: expected `record` first")
         run.load(placed)
         parts = placed.parts
@@ -138,30 +139,26 @@ class ChunkGraphs:
         self.copies.wait_for_run(run.number)
         run.replays[layer]()
         self.replayed += len(chunks)
-        self._send(placed, chunks[0], layer)
+        if placed.leaves:
+            self.copies.put(run.number, layer, run.leaving, newest.host, placed.leaves)
         for framed, own in parts:
             out[own].copy_(rows.out[framed])
-        self._remember(placed, chunks)
-        if chunks[-1].voter is not None:
-            self._keep_tile(chunks[-1], row)
+        self._remember(placed, chunks, memory)
+        if newest.voter is not None:
+            self._keep_tile(newest, memory, row)
 
-    def _send(self, placed: PlacedRun, first: LayerTokens[Spans], layer: int) -> None:
-        """Have what has left the window copied to the host."""
-        ids, room = first.host.lease.ids, [place.frame.gone(self._settings) for place in placed.run.places]
-        begins = accumulate(room, initial=0)
-        pairs = [
-            (begin + number, ids[block])
-            for begin, plan in zip(begins, placed.plans, strict=False)
+    def _leave(self, run: ChunkRun, plans: Sequence[FramePlan], first: LayerTokens[Spans]) -> list[tuple[int, int]]:
+        """(place in `ChunkRun.leaving`, number on the host) of each block that leaves the window."""
+        begins = accumulate((place.frame.gone(self._settings) for place in run.places), initial=0)
+        return [
+            (begin + number, first.host.lease.ids[block])
+            for begin, plan in zip(begins, plans, strict=False)
             for number, block in enumerate(plan.gone)
         ]
-        if pairs:
-            self.copies.put(placed.run.number, layer, placed.run.leaving, first.host, pairs)
 
-    def _remember(self, placed: PlacedRun, chunks: Tokens) -> None:
+    def _remember(self, placed: PlacedRun, chunks: Tokens, memory: KernelMemory) -> None:
         """Know what the layer remembers behind some chunks."""
-        memory, chunk, newest, run = chunks[-1].memory, self._settings.chunk, chunks[-1], placed.run
-        if not isinstance(memory, KernelMemory):
-            raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
+        chunk, newest, run = self._settings.chunk, chunks[-1], placed.run
         votes = newest.voter is not None and any(placed.kept)
         before = run.before.copied() if votes and run.before is not None else None
         for number, (plan, kept, tokens) in enumerate(zip(placed.plans, placed.kept, chunks, strict=True)):
@@ -176,12 +173,10 @@ class ChunkGraphs:
             found = run.places[-1].found[newest.caches.layer]
             memory.retrieved = Retrieved(found.blocks.clone(), found.ways.clone())
 
-    def _keep_tile(self, tokens: LayerTokens[Spans], row: int) -> None:
+    def _keep_tile(self, tokens: LayerTokens[Spans], memory: KernelMemory, row: int) -> None:
         """Know the newest token, and where the tile of the newest block lies that is not complete."""
-        settings, memory = self._settings, tokens.memory
+        settings = self._settings
         state, newest = self._stores[tokens.caches.layer].state, settings.blocks(tokens.end) - 1
-        if not isinstance(memory, KernelMemory):
-            raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
         memory.saw(tokens.end - 1)
         memory.tiles.clear()
         waits = newest >= 0 and settings.first(newest + 1) > tokens.end
@@ -212,7 +207,7 @@ class ChunkGraphs:
             )
         before = None if received is None else Before.empty(settings, len(frames), received)
         run = ChunkRun(number, places, leaving, keys.new_zeros(gone[-1], dtype=torch.int32), before)
-        run.load(PlacedRun(run, seat, plans, [False] * len(plans)))
+        run.load(PlacedRun(run, seat, plans, [False] * len(plans), ()))
         return run
 
     def _body(

@@ -115,6 +115,7 @@ class PlacedRun:
         seat: of the stream.
         plans: of the chunks, on the CPU.
         kept: whether a snapshot is kept before each chunk, once all of the run are there.
+        leaves: (place in the run's `leaving`, number on the host) of each block that leaves the window.
         shared: whether others of the pass are computed there, too.
         votes: [1, blocks] float32 of each chunk, of the layers so far, while others are in the run.
         packed: the plans, to be loaded.
@@ -126,6 +127,7 @@ class PlacedRun:
     seat: Seat
     plans: Sequence[FramePlan]
     kept: Sequence[bool]
+    leaves: Sequence[tuple[int, int]]
     shared: bool = False
     votes: Sequence[torch.Tensor] = ()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_ext.attention.ltri_chunks import AnyMemory, Votes
-from sglang_ext.attention.ltri_frames import Frame, Nowhere
+from sglang_ext.attention.ltri_frames import Nowhere, run_frames
 from sglang_ext.attention.ltri_graphs import ChunkGraphs
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
@@ -291,19 +291,6 @@ class KernelChunks:
         seat = self._seats[lease]
         seat.learn(tokens.host.numbers(self.settings.evicted(tokens.begin)))
         return seat
-
-
-def run_frames(settings: Ltri, places: int) -> list[list[Frame]]:
-    """The frames of all runs: of 1, 2, 4 and more whole chunks up to `places`; of a prompt's end; of its first chunks.
-
-    Args:
-        settings: of the method.
-        places: whole chunks of a run, at most.
-    """
-    whole, last = Frame.whole(settings), Frame.last(settings)
-    counts = [1 << power for power in range(places.bit_length()) if 1 << power < places] + [places]
-    ends = [] if last is None else [[last], [whole, last]]
-    return [[whole] * count for count in counts] + ends + [[frame] for frame in Frame.first(settings)]
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -135,6 +135,11 @@ class Cascade:
         """Whether scores decide anything: they choose what one sub-cache passes on to the next."""
         return self.cascades > 1 and self.selection
 
+    @property
+    def decides_together(self) -> bool:
+        """Whether what a head keeps depends on other heads' scores."""
+        return self.heads == "homogeneous" and self.keeps_scores
+
     def stride_at(self, token: int) -> int:
         """The first token of the stride in which a token of the sequence lies."""
         return token // self.stride * self.stride

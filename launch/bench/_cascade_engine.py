@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_ext.attention.policy import CONVERSATION_KEY_BYTES
+from sglang_ext.attention.stream_policy import CONVERSATION_KEY_BYTES
 from sglang_ext.launch.answers import completed
 from sglang_ext.policies.cascade import Cascade
 from sglang_ext.types import Json, JsonObject

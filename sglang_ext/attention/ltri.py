@@ -28,8 +28,9 @@ from sglang_ext import compat
 from sglang_ext.attention.ltri_chunks import AnyMemory, Chunks, TorchChunks, Votes
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter, cells_of
 from sglang_ext.attention.ltri_memory import LayerHost
-from sglang_ext.attention.policy import Caches, Request, ServedModel, StreamPolicy
+from sglang_ext.attention.policy import Caches, Request, ServedModel
 from sglang_ext.attention.sparse import REPORT
+from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.cache.budget import KVShape, cached_bytes_per_slot
 from sglang_ext.cache.forks import Fork
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease, host_bytes

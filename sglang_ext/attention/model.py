@@ -55,7 +55,8 @@ class Model:
     def served(self) -> ServedModel:
         """What policies may know of it."""
         path, loaded = compat.model_path(self._runner)
-        return ServedModel(path, len(self.caches()), self.shape.heads, loaded)
+        kv_heads = compat.model_kv_heads(self._runner)
+        return ServedModel(path, len(self.caches()), self.shape.heads, kv_heads, loaded)
 
     @property
     def device(self) -> torch.device:

@@ -25,6 +25,5 @@ def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
     else:
         from sglang_ext.attention.on_torch import TorchViews as Backend
     make = pkgutil.resolve_name(system.reader_of(kernels=chosen != "torch"))
-    return Backend(
-        model_runner, system.make_policy(), lambda model, policy, base: make(model, policy, Machine(chosen, base))
-    )
+    policy = system.make_policy(model_runner.server_args.tp_size)
+    return Backend(model_runner, policy, lambda model, policy, base: make(model, policy, Machine(chosen, base)))

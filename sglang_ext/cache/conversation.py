@@ -41,7 +41,7 @@ class Conversation:
 
 
 class StreamStates(Protocol):
-    """What a cache of streams asks the policy whose streams they are (`attention.policy.StreamPolicy` says more)."""
+    """What a cache of streams asks the policy whose streams they are; `attention.stream_policy` says more."""
 
     request_options: frozenset[str]
     of_tokens: bool

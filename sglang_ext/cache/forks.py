@@ -1,7 +1,7 @@
 """Streams that begin as a copy of another's beginning: which one, and how much of it.
 
 The source is a stream that runs, or one that has ended and whose room nobody has needed yet. Both prompts begin with
-the same tokens, and the source's policy says at which of these it can be copied (`attention.policy.StreamPolicy`).
+the same tokens, and the source's policy says at which of these it can be copied (`attention.stream_policy`).
 """
 
 from __future__ import annotations

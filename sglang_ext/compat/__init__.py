@@ -215,6 +215,11 @@ def attention_shape(model_runner: Any) -> AttentionShape:
     return AttentionShape(heads, kv_heads, head_dim, value_dim, model_runner.dtype, scale, sms)
 
 
+def model_kv_heads(model_runner: Any) -> int:
+    """Key-value heads of an attention layer, on all ranks together."""
+    return int(model_runner.model_config.get_total_num_kv_heads())
+
+
 def num_kv_slots(model_runner: Any) -> int:
     """Rows of every layer's KV buffer; slot 0 is SGLang's padding slot."""
     pool = model_runner.token_to_kv_pool

@@ -39,7 +39,6 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
 )
 
 _REFUSED_STREAMS: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
-    ("tp_size", lambda v: v > 1, "set --tp-size 1"),
     ("dcp_size", lambda v: v > 1, "leave out --dcp-size"),
     ("enable_mixed_chunk", bool, "leave out --enable-mixed-chunk"),
     ("enable_dynamic_chunking", bool, "leave out --enable-dynamic-chunking"),
@@ -57,7 +56,7 @@ def is_active(server_args: ServerArgs) -> bool:
 
 
 def serves_streams(server_args: ServerArgs) -> bool:
-    """Whether every request of this server is a stream (`attention.policy.StreamPolicy`)."""
+    """Whether every request of this server is a stream (`attention.stream_policy.StreamPolicy`)."""
     system = system_of(server_args)
     return system is not None and system.streams
 
@@ -83,7 +82,12 @@ def refusals(server_args: ServerArgs) -> list[str]:
             f"enable_mixed_chunk is not supported with --attention-backend {server_args.attention_backend}: leave out"
             " --enable-mixed-chunk: decoding steps would not be told from prompts"
         )
-    least, size = system.make_policy().least_chunk, server_args.chunked_prefill_size
+    policy = system.make_policy()
+    try:
+        policy.spread(server_args.tp_size)
+    except ValueError as error:
+        problems.append(f"--attention-backend {server_args.attention_backend}: {error}")
+    least, size = policy.least_chunk, server_args.chunked_prefill_size
     if size is not None and 0 < size < least:
         problems.append(
             f"chunked_prefill_size={size} is below the policy's chunk of {least} tokens, which are computed together:"

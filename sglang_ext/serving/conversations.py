@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 import fastapi
 
 from sglang_ext import compat
-from sglang_ext.attention.policy import CONVERSATION_KEY_BYTES
+from sglang_ext.attention.stream_policy import CONVERSATION_KEY_BYTES
 from sglang_ext.names import RequestInput, TokenizerManager
 from sglang_ext.serving.tokenizer import pools_of
 from sglang_ext.types import Json, JsonObject

@@ -28,7 +28,7 @@ def after_init(_result: None, manager: TokenizerManager, *_args: Passed, **_kwar
     """
     manager.ext_system, manager.ext_policy, manager.ext_facts = system_of(manager.server_args), None, None
     if manager.ext_system is not None:
-        manager.ext_policy = manager.ext_system.make_policy()
+        manager.ext_policy = manager.ext_system.make_policy(manager.server_args.tp_size)
         manager.ext_facts = facts_of(manager, manager.ext_policy, manager.ext_pools.settings)
 
 

@@ -47,7 +47,7 @@ class System:
         summary: what it does, a sentence for users.
         policy: `module:class` of its policy (`attention.policy.Policy`), which is imported when it is asked for.
         options: frozen dataclass of what `--policy` may say; None for a system that has no options.
-        streams: whether every request is a stream in a fixed set of KV slots (`attention.policy.StreamPolicy`).
+        streams: whether every request is a stream in a fixed set of KV slots (`attention.stream_policy.StreamPolicy`).
         apart: whether decoding steps see other views than a prompt's rows do, so that one batch must not mix them.
         reader: `module:class` of the reader in plain PyTorch, which serves it on any device; None for the usual one.
         kernels: `module:class` of the reader in kernels; None for a system that has none.
@@ -69,9 +69,18 @@ class System:
             return self.kernels
         return self.reader or (STREAMS if self.streams else VIEWS)
 
-    def make_policy(self) -> Policy:
-        """A new policy, with the options that the server was started with."""
-        return pkgutil.resolve_name(self.policy)()
+    def make_policy(self, ranks: int = 1) -> Policy:
+        """A new policy, with the options that the server was started with.
+
+        Args:
+            ranks: of tensor parallelism (`--tp-size`).
+
+        Raises:
+            ValueError: an option is wrong, or does not go with so many ranks.
+        """
+        policy: Policy = pkgutil.resolve_name(self.policy)()
+        policy.spread(ranks)
+        return policy
 
 
 @functools.cache

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from sglang_ext.attention.policy import Caches, Request, StreamPolicy
+from sglang_ext.attention.policy import Caches, Request
+from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.config import policy_options
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.systems.registry import System

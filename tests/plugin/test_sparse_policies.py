@@ -230,6 +230,7 @@ def test_batches_that_mix_prompts_and_decoding_are_refused(
         enable_mixed_chunk=True,
         dp_size=1,
         pp_size=1,
+        tp_size=1,
         chunked_prefill_size=None,
     )
     (problem,) = refusals(arguments)
@@ -250,7 +251,7 @@ def test_a_system_without_options_takes_none(monkeypatch: pytest.MonkeyPatch) ->
     bare = replace(ours()["dbsa"], options=None, policy="sglang_ext.attention.policy:Policy")
     monkeypatch.setattr(checks, "system_of", lambda _arguments: bare)
     monkeypatch.setenv(POLICY_ENV, json.dumps({"p1": 0.9}))
-    arguments = SimpleNamespace(attention_backend="bare", dp_size=1, pp_size=1, chunked_prefill_size=None)
+    arguments = SimpleNamespace(attention_backend="bare", dp_size=1, pp_size=1, tp_size=1, chunked_prefill_size=None)
     (problem,) = checks.refusals(arguments)
     assert "--policy" in problem and "bare has no options" in problem
 

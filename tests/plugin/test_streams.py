@@ -11,8 +11,9 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.cascade import CascadePolicy, StreamingLlmPolicy
-from sglang_ext.attention.policy import Request, StreamPolicy
+from sglang_ext.attention.policy import Request, ServedModel
 from sglang_ext.attention.readers.streams import check_fits
+from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.cache.rows import WIRE_KEY
 from sglang_ext.cache.streams import Conversation, StreamCache
 from sglang_ext.compat import ChunkCache
@@ -54,6 +55,27 @@ def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(system.make_policy(), StreamPolicy) == system.streams
 
 
+def test_ranks_of_heads_that_decide_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICY_ENV, raising=False)
+    two: dict[str, Any] = {"tp_size": 2}
+    for name in ("cascade", "streaming_llm"):
+        assert checks.refusals(arguments(attention_backend=name, **two)) == []
+    for name in ("ltri", "infllm"):
+        (problem,) = checks.refusals(arguments(attention_backend=name, chunked_prefill_size=4096, **two))
+        assert name in problem and "tp_size=2" in problem and "set --tp-size 1" in problem
+    policy = systems()["cascade"].make_policy(2)
+    with pytest.raises(ValueError, match="custom_params: heads=homogeneous with tp_size=2"):
+        policy.check({"heads": "homogeneous"})
+    policy.check({"heads": "homogeneous", "selection": False})  # what is kept follows from counts
+    systems()["streaming_llm"].make_policy(2).check({"heads": "homogeneous"})
+    with pytest.raises(ValueError, match=r"4 key-value heads a layer.*set --tp-size 4 or less"):
+        systems()["cascade"].make_policy(8).meet(ServedModel("model", 32, 4, 4, True))
+    policy.meet(ServedModel("model", 32, 16, 2, True))
+    monkeypatch.setenv(POLICY_ENV, '{"heads": "homogeneous"}')
+    (problem,) = checks.refusals(arguments(**two))
+    assert "--policy: heads=homogeneous with tp_size=2" in problem and "independent, or --tp-size 1" in problem
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
@@ -67,15 +89,6 @@ def test_names_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_streams_do_not_serve_is_refused_by_name(name: str, remedy: str) -> None:
     (problem,) = checks.refusals(arguments(**{name: True}))
     assert name in problem and remedy in problem
-
-
-def test_tensor_parallelism_is_refused_for_streams_alone() -> None:
-    two = arguments()
-    two.tp_size = 2
-    (problem,) = checks.refusals(two)
-    assert "tp_size=2" in problem
-    two.attention_backend = "dbsa"
-    assert checks.refusals(two) == []
 
 
 def test_a_pass_has_room_for_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

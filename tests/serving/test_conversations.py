@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.attention.policy import Policy, StreamPolicy
+from sglang_ext.attention.policy import Policy
+from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.serving.conversations import around_generate_request, key_of, with_keys
 from sglang_ext.systems.registry import System
 

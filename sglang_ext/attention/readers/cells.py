@@ -80,6 +80,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
         # Every stream, running or between two turns, has `most` slots: so many rows are enough.
         self.rows = self._make(policy.config, model.request_slots // most)
         self._own = OwnRows(lambda cascade: self._make(cascade, 1, self.rows.window))
+        policy.meet(model.served)
         policy.keep_in(self._begin)
         self._kind, self._attend = self._choose(machine.kernels)
         self.prefills = {"flashinfer": 0, "torch": 0}

@@ -10,9 +10,10 @@ import torch
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.model import Machine, Model
-from sglang_ext.attention.policy import Caches, StreamPolicy
+from sglang_ext.attention.policy import Caches
 from sglang_ext.attention.readers.reader import Reader
 from sglang_ext.attention.step import Batch, Forward, LayerCall
+from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.cache.streams import MAX_TOKENS
 from sglang_ext.kernels.cells import flashinfer_impl
 

@@ -19,6 +19,7 @@ from sglang_ext import compat
 from sglang_ext.attention.dbsa import DbsaPolicy
 from sglang_ext.attention.policy import Caches, LayerView, Request, RequestRows, RowViews
 from sglang_ext.attention.tokens import token_logits
+from sglang_ext.compat.ranks import least_over_ranks, mean_over_ranks
 from sglang_ext.config import policy_options
 from sglang_ext.names import Req
 from sglang_ext.policies.clustering import Middle
@@ -168,7 +169,7 @@ def measure(
         note: name -> a figure a layer: `exact` and `kept`, shares of the row's tokens that were read one by one, and
             those with the tokens of approximated clusters, mean over key-value heads; `approximated_clusters`, a share;
             `recovered` and `recovered_least`, mean and least over query heads of the share of dense attention that
-            falls on kept tokens. With tensor parallelism the heads are this rank's.
+            falls on kept tokens. The heads are those of all tensor-parallel ranks, which measure the same steps.
         rows, caches, query: of the step; query [kv_heads, group, head_dim].
         read: [kv_heads, columns] bool.
         kept: likewise; None: the same.
@@ -176,13 +177,9 @@ def measure(
     """
     kept = read if kept is None else kept
     mass = (torch.softmax(token_logits(rows, caches, query), dim=-1) * kept.unsqueeze(1)).sum(-1)
-    figures = {
-        "exact": read.float().mean(),
-        "kept": kept.float().mean(),
-        "recovered": mass.mean(),
-        "recovered_least": mass.min(),
-    }
+    means = {"exact": read.float().mean(), "kept": kept.float().mean(), "recovered": mass.mean()}
     if approximated is not None:
-        figures["approximated_clusters"] = approximated.float().mean()
-    for name, value in figures.items():
-        note.setdefault(name, []).append(float(value))
+        means["approximated_clusters"] = approximated.float().mean()
+    found = dict(zip(means, mean_over_ranks(torch.stack([*means.values()])).tolist(), strict=True))
+    for name, value in {**found, "recovered_least": float(least_over_ranks(mass.min()))}.items():
+        note.setdefault(name, []).append(value)

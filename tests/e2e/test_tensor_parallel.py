@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import test_double_p as double_p
 from tests.e2e.server import until
 from tests.e2e.streams import (
     BETA,
@@ -69,6 +70,45 @@ def test_two_ranks_answer_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND")
     assert _answers(folder, 1) == both
     assert len({tuple(ids) for ids in both}) > 1, "the questions must have different answers, or equality shows little"
+
+
+# ---- clusters: reports are of all heads ----
+
+
+def _reports(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """meta_info of answers to a long prompt, and over a pool, that were read through clusters and measured."""
+    from sglang_ext import Engine
+
+    options: dict[str, Any] = {"attention_backend": "dbsa+double_p", "policy": double_p.POLICY, "tp_size": ranks}
+    engine = Engine(model_path=str(folder), dtype="float32", max_total_tokens=2000, chunked_prefill_size=80, **options)
+    try:
+        engine.create_pool("p", models.demonstrations(12), block_size=3, pinned=False)
+        asked = {**double_p.SPARSE, "attention_report": True}
+        params = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
+        alone, over_pool = ({**params, "custom_params": {**asked, **more}} for more in ({}, {"pool": "p"}))
+        prompt = double_p.prompt_of(140, 6)
+        answers = [
+            engine.generate(input_ids=prompt, sampling_params=alone, return_logprob=True),
+            engine.generate(QUESTIONS[0], over_pool, return_logprob=True),
+        ]
+        return [answer["meta_info"] for answer in answers]
+    finally:
+        engine.shutdown()
+
+
+def test_reports_are_of_the_heads_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = models.save_model("llama", tmp_path / "llama")
+    both = _reports(folder, 2)
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND")
+    for mine, one in zip(both, _reports(folder, 1), strict=True):
+        got, want = ([value for value, *_ in each["output_token_logprobs"]] for each in (mine, one))
+        assert got == pytest.approx(want, abs=1e-4)
+        measured = list(zip(mine["attention_report"][1:], one["attention_report"][1:], strict=True))
+        assert len(measured) == 4
+        for figures, expected in measured:
+            assert "recovered_least" in expected and figures.keys() == expected.keys()
+            for name, layers in expected.items():
+                assert figures[name] == pytest.approx(layers, abs=1e-4), name
 
 
 # ---- streams: a rank has half of the heads, and each head its own tokens ----

@@ -27,6 +27,7 @@ from sglang_ext.attention.readers.prefill import Prefill, Prefills
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
 from sglang_ext.cache.cluster_pool import ClusterMemory, tiles_of
+from sglang_ext.compat.ranks import mean_over_ranks
 from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention.buffers import RowBuffers
 from sglang_ext.kernels.cluster_attention.rows import COPY, TILE, PlannedRow, RowCapacity
@@ -304,9 +305,9 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         """What the last layer of the last decoding step over clusters read, for /server_info; waits for the device.
 
         Returns:
-            `rows` of the step, and means over its rows and key-value heads: `exact_tokens`, the share of the clustered
-            tokens that are read one by one, and `approximated_clusters`, the share of the clusters that are read by
-            their centroid. Empty before the first such step.
+            `rows` of the step, and means over its rows and the key-value heads of all ranks: `exact_tokens`, the share
+            of the clustered tokens that are read one by one, and `approximated_clusters`, the share of the clusters
+            that are read by their centroid. Empty before the first such step.
         """
         last = self._last
         if last is None or not last.rows or len(last.rows) != last.buffers.rows:
@@ -316,11 +317,9 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         selection, _ = last.buffers.chosen(last.buffers.rows)
         _, tokens, approx, clusters, _ = selection.counts.double().cpu().unbind(-1)
         clustered = torch.tensor([row.tokens for row in last.rows], dtype=torch.float64).unsqueeze(1)
-        return {
-            "rows": float(len(last.rows)),
-            "exact_tokens": float((tokens / clustered.clamp(min=1)).mean()),
-            "approximated_clusters": float((approx / clusters.clamp(min=1)).mean()),
-        }
+        shares = (tokens / clustered.clamp(min=1)).mean(), (approx / clusters.clamp(min=1)).mean()
+        exact, approximated = mean_over_ranks(torch.stack(shares)).tolist()
+        return {"rows": float(len(last.rows)), "exact_tokens": exact, "approximated_clusters": approximated}
 
     # ---- reports ----
 

@@ -44,6 +44,15 @@ SHAPES: dict[str, dict[str, int]] = {
         head_dim=128,
         vocab_size=128256,
     ),
+    "llama-3.1-70b": dict(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+    ),
     # For trying the benchmark itself on a machine without a GPU.
     "tiny": dict(
         hidden_size=64,
@@ -65,8 +74,15 @@ ROPE = {
 }
 
 
-def write_model(folder: Path, shape: str, context: int) -> None:
-    """A model folder without weights: Llama's configuration in `shape`, the reference model's tokenizer."""
+def write_model(folder: Path, shape: str, context: int, layers: int = 0) -> None:
+    """A model folder without weights: Llama's configuration in `shape`, the reference model's tokenizer.
+
+    Args:
+        folder: which is made.
+        shape: one of `SHAPES`.
+        context: positions.
+        layers: 0 for as many as the shape has.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in TOKENIZER.glob("*token*"):
         shutil.copy(path, folder / path.name)
@@ -86,6 +102,7 @@ def write_model(folder: Path, shape: str, context: int) -> None:
         "rope_scaling": ROPE,
         "rope_theta": ROPE["rope_theta"],
         **sizes,
+        **({"num_hidden_layers": layers} if layers else {}),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 

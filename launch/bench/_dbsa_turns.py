@@ -21,6 +21,7 @@ import torch
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.launch.bench import _dbsa_engine
 from sglang_ext.launch.bench._dbsa_engine import LARGER, POOL, SHAPES, write_model
+from sglang_ext.launch.bench._record import arguments_of_ranks
 from sglang_ext.launch.bench._turns import STOCK, Process, say
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.types import JsonObject, Options
@@ -137,7 +138,7 @@ def engines(args: argparse.Namespace) -> JsonObject:
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as temporary:
         model = Path(temporary) / "model"
         # Positions are sequential over the larger pool too, so that both are encoded alike.
-        write_model(model, args.shape, max(131_072, *sizes.values()))
+        write_model(model, args.shape, max(131_072, *sizes.values()), args.layers)
         for group in phases(args):
             with ExitStack() as stack:
                 processes = {}
@@ -257,7 +258,8 @@ def capacities(args: argparse.Namespace) -> dict[str, int]:
 def _given(args: argparse.Namespace, role: str) -> JsonObject:
     """An engine's arguments of `--engine`: those of all, and its own, which stand under its role."""
     roles = (STOCK_ROLE, OURS, LARGE)
-    return {name: value for name, value in args.engine.items() if name not in roles} | args.engine.get(role, {})
+    given = arguments_of_ranks(args)
+    return {name: value for name, value in given.items() if name not in roles} | given.get(role, {})
 
 
 def our_environment(args: argparse.Namespace) -> dict[str, str]:
@@ -266,8 +268,9 @@ def our_environment(args: argparse.Namespace) -> dict[str, str]:
 
 
 def token_bytes(args: argparse.Namespace) -> int:
+    """Of keys and values, on all GPUs together."""
     shape = SHAPES[args.shape]
-    numbers = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    numbers = 2 * (args.layers or shape["num_hidden_layers"]) * shape["num_key_value_heads"] * shape["head_dim"]
     return numbers * (4 if args.shape == "tiny" else 2)
 
 

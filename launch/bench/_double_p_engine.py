@@ -26,7 +26,7 @@ from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._double_p_planted import planted_weights, prompt_ids
 from sglang_ext.launch.bench._double_p_rows import LEVELS
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most, fastest
+from sglang_ext.launch.bench._record import Figure, Timing, arguments_of_ranks, at_least, at_most, fastest, of_ranks
 from sglang_ext.launch.bench._turns import STOCK, Process, say, serve
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.types import JsonObject
@@ -133,7 +133,7 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engines' now
     raw |= engines(device, args, config)
-    return compare(raw), raw
+    return of_ranks(compare(raw), args), raw
 
 
 def clustering(device: torch.device, args: argparse.Namespace, config: DoubleP) -> JsonObject:
@@ -275,11 +275,7 @@ def _models(folder: Path, args: argparse.Namespace) -> dict[str, Path]:
     found = {}
     for name in args.levels:
         found[name] = folder / name
-        write_model(found[name], args.shape, max(131_072, 2 * args.engine_length))
-        config = json.loads((found[name] / "config.json").read_text())
-        if args.layers:
-            config["num_hidden_layers"] = args.layers
-            (found[name] / "config.json").write_text(json.dumps(config, indent=1))
+        write_model(found[name], args.shape, max(131_072, 2 * args.engine_length), args.layers)
         planted_weights(found[name], LEVELS[name], keys=name == args.levels[0])
     return found
 
@@ -299,7 +295,7 @@ def _words(
         "max_total_tokens": max(args.engine_batch) * (args.engine_length + runs + 64),
         "attention_backend": backend or "double_p",
         **({"cuda_graph_max_bs_decode": max(args.engine_batch)} if device.type == "cuda" else {}),
-        **args.engine,
+        **arguments_of_ranks(args),
     }
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     given = {

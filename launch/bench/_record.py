@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -178,6 +178,27 @@ def stock_backends(parser: argparse.ArgumentParser) -> None:
         help="attention backends of stock SGLang; each is measured, and a row has the fastest (default: fa3, which"
         " SGLang chooses on Hopper GPUs, and flashinfer)",
     )
+
+
+def tensor_parallel(parser: argparse.ArgumentParser) -> None:
+    """The argument ``--tp`` of a benchmark."""
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="GPUs of every engine, SGLang's --tp-size (default: 1)"
+    )
+
+
+def arguments_of_ranks(args: argparse.Namespace) -> JsonObject:
+    """What `--engine` says, and `--tp`: more arguments of the engines."""
+    given: JsonObject = args.engine
+    return {"tp_size": args.tp, **given} if args.tp > 1 else given
+
+
+def of_ranks(figures: Sequence[Figure], args: argparse.Namespace) -> list[Figure]:
+    """Rows of engines, whose names say over how many GPUs each of these ran."""
+    if args.tp == 1:
+        return list(figures)
+    notes = {"tp": args.tp}
+    return [replace(each, name=f"{each.name}, on {args.tp} GPUs", notes={**each.notes, **notes}) for each in figures]
 
 
 def machine() -> JsonObject:

@@ -25,14 +25,17 @@ from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._record import (
     Figure,
     Timing,
+    arguments_of_ranks,
     at_least,
     at_most,
     fastest,
+    of_ranks,
     results_folder,
     save,
     stock_backends,
     stock_engines,
     table,
+    tensor_parallel,
 )
 from sglang_ext.policies.cascade import Cascade
 from sglang_ext.types import Json, JsonObject
@@ -68,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels", choices=KERNELS, default="flashinfer", help=f"of our engine, {KERNELS_ENV} (default: flashinfer)"
     )
+    tensor_parallel(parser)
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of both engines, as JSON")
     parser.add_argument(
         "--out", type=results_folder, default=RESULTS, help="folder of the JSON files (default: launch/bench/results)"
@@ -90,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
                 f" sinks + window ({cascade.sinks + cascade.window}), so that the window is full from the second on"
             )
         raw = {**engines(args), "stride_update": stride_updates(args, cascade)}
-        finish(args.out / "cascade_engine.json", compare(raw, args, cascade), args.commit, engine=raw)
+        finish(args.out / "cascade_engine.json", of_ranks(compare(raw, args, cascade), args), args.commit, engine=raw)
     return 0
 
 
@@ -131,7 +135,7 @@ def engines(args: argparse.Namespace) -> JsonObject:
                 "backend": backend,
                 "model": folder / "model",
                 "out": out,
-                "engine": json.dumps({**GRAPHS, **args.engine}),
+                "engine": json.dumps({**GRAPHS, **arguments_of_ranks(args)}),
                 **{name.replace("_", "-"): getattr(args, name) for name in names},
             }
             command = [sys.executable, "-m", "sglang_ext.launch.bench._cascade_engine"]

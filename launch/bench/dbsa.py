@@ -35,10 +35,12 @@ from sglang_ext.launch.bench._record import (
     at_most,
     in_turns,
     json_file,
+    of_ranks,
     save,
     stock_backends,
     stock_engines,
     table,
+    tensor_parallel,
 )
 from sglang_ext.types import Json, JsonObject
 
@@ -98,6 +100,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one engine after the other, where the memory is not enough for all (default: all resident, in turns)",
     )
     stock_backends(parser)
+    tensor_parallel(parser)
+    parser.add_argument(
+        "--layers", type=int, default=0, metavar="N", help="of the engines' model (default: the shape's)"
+    )
     parser.add_argument(
         "--kernels", choices=KERNELS, help=f"of our engine, {KERNELS_ENV} (default: flashinfer on a GPU, torch without)"
     )
@@ -131,7 +137,7 @@ def main(args: argparse.Namespace) -> int:
         print(table(figures), flush=True)
     if args.only != "kernels":
         raw = engines(args)
-        figures += compare(raw, args.concurrency)
+        figures += of_ranks(compare(raw, args.concurrency), args)
     save(args.out, figures, engine=raw, commit=args.commit)
     print(table(figures))
     for name in ("stages", "decode stages"):

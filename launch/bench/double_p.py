@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench._record import Curve, Figure, json_file, save, stock_backends, table
+from sglang_ext.launch.bench._record import Curve, Figure, json_file, save, stock_backends, table, tensor_parallel
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.types import JsonObject
 
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--together", action="store_true", help="all engines resident, in turns; needs memory for all (see --layers)"
     )
     stock_backends(parser)
+    tensor_parallel(parser)
     parser.add_argument("--kernels", choices=KERNELS, help=f"of our engine, {KERNELS_ENV} (default: flashinfer)")
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of all engines, as JSON")
     parser.add_argument(

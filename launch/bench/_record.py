@@ -194,11 +194,15 @@ def arguments_of_ranks(args: argparse.Namespace) -> JsonObject:
 
 
 def of_ranks(figures: Sequence[Figure], args: argparse.Namespace) -> list[Figure]:
-    """Rows of engines, whose names say over how many GPUs each of these ran."""
+    """Rows of engines, whose names say over how many GPUs each of these ran; the aims are of one GPU."""
     if args.tp == 1:
         return list(figures)
-    notes = {"tp": args.tp}
-    return [replace(each, name=f"{each.name}, on {args.tp} GPUs", notes={**each.notes, **notes}) for each in figures]
+
+    def named(each: Figure) -> Figure:
+        notes = {**each.notes, "tp": args.tp}
+        return replace(each, name=f"{each.name}, on {args.tp} GPUs", aim="", met=None, notes=notes)
+
+    return [named(each) for each in figures]
 
 
 def machine() -> JsonObject:

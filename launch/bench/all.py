@@ -51,6 +51,12 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark("dbsa-kernels", ("dbsa", "--only", "kernels"), "dbsa_kernels.json"),
     Benchmark("dbsa-engine", ("dbsa", "--only", "engine", "--repeats", "5", "--rounds", "2"), "dbsa_engine.json"),
+    Benchmark(
+        "dbsa-engine-tp2",
+        ("dbsa", "--only", "engine", "--tp", "2", "--concurrency", "1", "32", "--label-tokens", "4")
+        + ("--decode-tokens", "0", "--larger", "0", "--repeats", "5", "--rounds", "2"),
+        "dbsa_engine_tp2.json",
+    ),
     Benchmark("dbsa-host", ("dbsa", "--only", "host"), "dbsa_host.json"),
     Benchmark(
         "double_p-kernels",

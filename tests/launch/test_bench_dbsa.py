@@ -13,7 +13,8 @@ import pytest
 
 from sglang_ext.launch.bench import _dbsa_turns as turns
 from sglang_ext.launch.bench import dbsa
-from sglang_ext.launch.bench._record import in_turns, table
+from sglang_ext.launch.bench._dbsa_engine import write_model
+from sglang_ext.launch.bench._record import arguments_of_ranks, in_turns, of_ranks, table
 
 RESULTS = Path(dbsa.__file__).parent / "results" / "dbsa_engine.json"
 
@@ -90,6 +91,28 @@ def test_engines_that_are_together_fit_on_one_gpu() -> None:
     options = json.loads(words[words.index("--engine") + 1])
     assert options["disable_cuda_graph"] and options["max_total_tokens"] == sizes["stock"] and "ours" not in options
     assert options["attention_backend"] == "fa3"
+
+
+def test_several_gpus(tmp_path: Path) -> None:
+    """All engines get them, rows say so, and have no aims, which are of one GPU."""
+    args = arguments(
+        "--tp", "2", "--shape", "llama-3.1-70b", "--layers", "40", "--engine", '{"ours": {"dtype": "half"}}'
+    )
+    for wanted, dtype in ((turns.Wanted("stock", "fa3"), None), (turns.Wanted("ours"), "half")):
+        words, _ = turns._words(wanted, Path("model"), args, 1000)
+        options = json.loads(words[words.index("--engine") + 1])
+        assert options["tp_size"] == 2 and options.get("dtype") == dtype
+    assert "tp_size" not in arguments_of_ranks(arguments())
+    assert turns.token_bytes(args) == 2 * 40 * 8 * 128 * 2
+    write_model(tmp_path, args.shape, 4096, args.layers)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["num_hidden_layers"], written["hidden_size"], written["num_attention_heads"]) == (40, 8192, 64)
+    raw = json.loads(RESULTS.read_text())["engine"]
+    one = dbsa.compare(raw, [1])
+    both = of_ranks(one, args)
+    assert [each.name for each in both] == [f"{each.name}, on 2 GPUs" for each in one]
+    assert not any(each.aim or each.met is not None for each in both) and any(each.aim for each in one)
+    assert {each.notes["tp"] for each in both} == {2} and of_ranks(one, arguments()) == one
 
 
 class Small:

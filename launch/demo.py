@@ -171,7 +171,7 @@ def run(args: argparse.Namespace, log: Log) -> JsonObject:
     with served(args.model, kv_tokens) as server:
         started = time.perf_counter() - begin
         log(f"server up after {started:.1f} s; encoding {len(task.demonstrations)} demonstrations ...")
-        bench = Bench(server, task, tokenizer, args.ratio, args.block_size, args.concurrency)
+        bench = Bench(server, task, tokenizer, args.ratio, args.concurrency, block_size=args.block_size)
         rows = []
         for method in bench.methods:
             row = method()

@@ -15,7 +15,7 @@ from sglang_ext.launch.answers import completed, counted, failure
 from sglang_ext.launch.client import ServerError
 from sglang_ext.launch.demo_data import DemoTask
 from sglang_ext.launch.demo_server import Server
-from sglang_ext.types import JsonObject
+from sglang_ext.types import Json, JsonObject
 
 if TYPE_CHECKING:
     from sglang_ext.names import Tokenizer
@@ -61,19 +61,33 @@ class Bench:
     """One task on one server: the pool's tokens, the label constraint, and the clock.
 
     Creating it encodes the pool (and times that).
+
+    Args:
+        server: the running one.
+        task: what is asked over which demonstrations.
+        tokenizer: the model's.
+        ratio: share of the blocks, or of the demonstrations, that methods read which choose.
+        concurrency: requests at a time.
+        pool: options of the pool, as `PUT /v1/pools` takes them.
     """
 
     def __init__(
-        self, server: Server, task: DemoTask, tokenizer: Tokenizer, ratio: float, block_size: int, concurrency: int
+        self,
+        server: Server,
+        task: DemoTask,
+        tokenizer: Tokenizer,
+        ratio: float,
+        concurrency: int,
+        **pool: Json,
     ) -> None:
         from sglang_ext.config import PoolOptions
         from sglang_ext.serving.grammar import label_grammar
 
         self.server, self.task, self.tokenizer = server, task, tokenizer
         self.ratio, self.concurrency = ratio, concurrency
-        options = PoolOptions(block_size=block_size)
+        options = PoolOptions(**pool)
         begin = time.perf_counter()
-        body = {"demonstrations": task.demonstrations, "block_size": block_size}
+        body = {"demonstrations": task.demonstrations, **pool}
         server.call("PUT", f"/v1/pools/{POOL}", body)
         self.encode_seconds = time.perf_counter() - begin
 
@@ -107,16 +121,17 @@ class Bench:
         answer: JsonObject = self.server.call("POST", "/generate", body)
         return answer
 
-    def dbsa(self) -> MethodRow:
-        """A share of the blocks, retrieved and stitched by the server."""
+    def dbsa(self, ratio: float | None = None) -> MethodRow:
+        """A share of the blocks, or that of all methods, retrieved and stitched by the server."""
+        share = self.ratio if ratio is None else ratio
 
         def ask(query: str, _key: str) -> tuple[JsonObject, list[int]]:
-            custom = {"pool": POOL, "ratio": self.ratio, "constrain": "labels"}
+            custom = {"pool": POOL, "ratio": share, "constrain": "labels"}
             sampling = {"temperature": 0.0, "max_new_tokens": self.new_tokens, "custom_params": custom}
             answer = self.server.call("POST", "/generate", {"text": query, "sampling_params": sampling})
             return answer, answer["meta_info"].get("sglang_ext", {}).get("blocks", [])
 
-        return self._measure(f"DBSA {self.ratio:.0%}", ask, self.encode_seconds)
+        return self._measure(f"DBSA {share:.0%}", ask, self.encode_seconds)
 
     def fixed_icl(self) -> MethodRow:
         """The whole pool as a dense prompt, kept by the radix cache."""

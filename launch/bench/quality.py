@@ -1,7 +1,11 @@
 """``sglang-ext bench quality``: what sparse attention costs in right answers, in the real engine.
 
-Each method in an engine of its own, the same prompts, greedy answers, the reference model (or another, --model):
+The same prompts for all methods, greedy answers, the reference model (or another, --model). Each method has an engine
+of its own, but those of dbsa share a server:
 
+- --suite dbsa: texts of four classification sets over pools of demonstrations that are drawn: zero-shot, Fixed ICL,
+  RetICL by example and by block, DBSA over 10, 30 and 100% of the blocks, and over demonstrations as blocks. Means and
+  intervals are over draws; the time of an answer stands beside each result.
 - --suite double_p: banking77 with many demonstrations and passkeys, for dense attention, Double-P, and RetroInfer,
   Quest and Twilight with budgets that make them read as much as Double-P did on the same task: as many tokens kept
   (exact, or in an approximated cluster), and as many exact. What was read and the attention that it recovered stand
@@ -35,6 +39,7 @@ from pathlib import Path
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
+from sglang_ext.launch.bench import _quality_dbsa
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._quality_ltri import ltri_methods
@@ -44,7 +49,7 @@ from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SUITES = ("double_p", "cascade", "ltri")
+SUITES = ("dbsa", "double_p", "cascade", "ltri")
 # What a measurement depends on, beside its method.
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
@@ -94,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", choices=KERNELS, default="torch", help=f"{KERNELS_ENV} (default: torch)")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of SGLang's")
     parser.add_argument("--anew", action="store_true", help="measure again what the file of results has already")
+    _quality_dbsa.add_arguments(parser)
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
     parser.add_argument("--out", type=json_file, help="results (default: launch/bench/results/quality_SUITE.json)")
 
@@ -104,6 +110,8 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         RuntimeError: some engine failed; what the others measured is written.
     """
+    if args.suite == "dbsa":
+        return _quality_dbsa.main(args)
     # Whoever ends the run (a time limit, say) ends its engines too: as an exception, not at once.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     study = Study(args)

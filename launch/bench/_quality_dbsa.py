@@ -1,0 +1,294 @@
+"""``sglang-ext bench quality --suite dbsa``: right answers over real demonstrations, as in DBSA's Table 3 and Figure 1.
+
+A *draw* is some classes of a set, a pool of their training texts that fills so many tokens, and test texts of these
+classes. Every method answers the same questions over the same draw, constrained to the draw's labels, by the code of
+`sglang-ext demo`; one server answers all. Means and intervals are over draws: answers of one draw depend on one pool.
+
+Results are written after each method of a draw; a run that is cut short is taken up again where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_ext.attention.choice import KERNELS_ENV
+from sglang_ext.launch.bench._quality_figures import Z, mean_and_error
+from sglang_ext.launch.bench._record import Curve, Figure, Timing, save, table
+from sglang_ext.launch.bench.reference import MODEL
+from sglang_ext.launch.demo import fill
+from sglang_ext.launch.demo_data import DemoTask, Example, take_turns
+from sglang_ext.launch.demo_methods import Bench, MethodRow
+from sglang_ext.launch.demo_server import Server, served
+from sglang_ext.launch.reference.corpus import TRAINING_SETS, held_out_classes, read_rows
+from sglang_ext.types import JsonObject, Options
+
+if TYPE_CHECKING:
+    from sglang_ext.names import Tokenizer
+
+RATIO = 0.3
+"""Share of the pool that methods read which choose, unless their name has another."""
+FEWER = 0.02
+"""So much below the best of the others DBSA's answers may be right (issue: within 2 points)."""
+AIMED, IN_CONTEXT = "dbsa-30", ("fixed", "example", "block", "dbsa-10", "dbsa-100")
+SETTINGS = ("data", "model", "labels", "queries", "block_size", "concurrency", "seed", "kernels")
+SETS = ("banking77", "clinc150", "nlu", "trec_fine")
+REQUESTS = (1, 10, 100, 1000, 10_000, 100_000)
+"""Requests whose time is added up with the pool's setup."""
+
+
+@dataclass(frozen=True)
+class DrawnMethod:
+    """A method of the study.
+
+    Attributes:
+        title: what tables call it.
+        ask: has a draw answered.
+        pool: options of its pool, beside those of the others'; methods with the same ones share it.
+    """
+
+    title: str
+    ask: Callable[[Bench], MethodRow]
+    pool: Options
+
+
+EXAMPLES: Options = {"block_size": 1, "sink_blocks": 20, "previous_blocks": 100}
+"""A block is one demonstration: the authors' setting of DBSA by example."""
+METHODS: Mapping[str, DrawnMethod] = {
+    "zero-shot": DrawnMethod("zero-shot", Bench.zero_shot, {}),
+    "fixed": DrawnMethod("Fixed ICL", Bench.fixed_icl, {}),
+    "example": DrawnMethod("RetICL by example, 30%", Bench.ret_icl_by_example, {}),
+    "block": DrawnMethod("RetICL by block, 30%", Bench.ret_icl_by_block, {}),
+    "dbsa-10": DrawnMethod("DBSA 10%", lambda bench: bench.dbsa(0.1), {}),
+    "dbsa-30": DrawnMethod("DBSA 30%", Bench.dbsa, {}),
+    "dbsa-100": DrawnMethod("DBSA 100%", lambda bench: bench.dbsa(1.0), {}),
+    "dbsa-example": DrawnMethod("DBSA by example, 30%", Bench.dbsa, EXAMPLES),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that `--suite dbsa` has for itself."""
+    parser.add_argument("--sets", nargs="+", default=list(SETS), metavar="NAME", help="folders of --data, dbsa")
+    parser.add_argument(
+        "--pool-tokens", type=int, nargs="+", default=[2000, 4000, 7000], metavar="N", help="of pools, dbsa"
+    )
+    parser.add_argument("--labels", type=int, default=16, help="classes of a draw, 0: all of a set, dbsa (default: 16)")
+    parser.add_argument("--draws", type=int, default=10, help="of each set and size, dbsa (default: 10)")
+    parser.add_argument("--block-size", type=int, default=10, help="demonstrations a block, dbsa (default: 10)")
+
+
+def draw(name: str, pool_tokens: int, number: int, args: argparse.Namespace, tokenizer: Tokenizer) -> DemoTask:
+    """Draw some classes of a set, demonstrations of them that fill a pool, and as many questions as `--queries` says.
+
+    Demonstrations have their classes in turn, so that few of a class are missing, and are shuffled then. The embedded
+    model is asked for classes that its training did not see.
+
+    Raises:
+        ValueError: the set has fewer classes than `--labels`.
+    """
+    dice = random.Random(f"{args.seed} {name} {pool_tokens} {number}")
+    train, test = read_rows(args.data, name, "train"), read_rows(args.data, name, "test")
+    labels = sorted({label for _, label in train})
+    if Path(args.model) == MODEL and name in TRAINING_SETS:
+        labels = sorted(held_out_classes(labels))
+    if args.labels > len(labels):
+        raise ValueError(f"--labels {args.labels}: {name} has {len(labels)} classes; expected at most so many, or 0")
+    chosen = set(dice.sample(labels, args.labels or len(labels)))
+
+    def examples(rows: Sequence[tuple[str, str]]) -> list[Example]:
+        kept = [{"input": text, "output": label.replace("_", " ")} for text, label in rows if label in chosen]
+        return dice.sample(kept, len(kept))
+
+    pool = fill(take_turns(examples(train)), tokenizer, pool_tokens)
+    dice.shuffle(pool)
+    shown = {each["output"] for each in pool}
+    asked = examples(test)
+    possible = [each for each in asked if each["output"] in shown]
+    return DemoTask(name, pool, possible[: args.queries], len(asked) - len(possible))
+
+
+class DrawStudy:
+    """What is measured so far, and the file that keeps it.
+
+    Raises:
+        ValueError: an unknown method, or a file with results of other settings.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.out: Path = args.out or Path(__file__).resolve().parent / "results" / "quality_dbsa.json"
+        self.chosen = list(args.methods or METHODS)
+        if unknown := set(self.chosen) - set(METHODS):
+            raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {', '.join(METHODS)}")
+        self.settings: JsonObject = {name: getattr(args, name) for name in SETTINGS}
+        self.measured: list[JsonObject] = []
+        if self.out.exists() and not args.anew:
+            record = json.loads(self.out.read_text())
+            known = record.get("settings", {})
+            if other := [name for name in SETTINGS if known.get(name) != self.settings[name]]:
+                raise ValueError(
+                    f"{self.out} has results of other settings: {', '.join(f'{n}={known.get(n)}' for n in other)};"
+                    f" expected {', '.join(f'{n}={self.settings[n]}' for n in other)}: measure --anew, or name another"
+                    " --out"
+                )
+            self.measured = record["measurements"]
+
+    def run(self) -> None:
+        """Measure what is missing."""
+        from transformers import AutoTokenizer
+
+        args, tokenizer = self.args, AutoTokenizer.from_pretrained(self.args.model)
+        # Room for the pool three times (by blocks, by examples, the dense prompt) and for every request's dense prompt.
+        kv_tokens = max(32768, (3 + args.concurrency) * max(args.pool_tokens) + 8192)
+        extra = [text for name, value in args.engine.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        os.environ[KERNELS_ENV] = args.kernels
+        with served(args.model, kv_tokens, extra) as server:
+            for name, size, number in product(args.sets, args.pool_tokens, range(args.draws)):
+                for method, row in self._rows(server, name, size, number, tokenizer):
+                    self.measured.append(_measurement(name, size, number, method, row))
+                    self.save()
+                    of_draw = f"{name}, {size} tokens, draw {number}"
+                    print(f"{of_draw}, {METHODS[method].title}: {row.accuracy:.3f}", flush=True)
+
+    def _rows(
+        self, server: Server, name: str, size: int, number: int, tokenizer: Tokenizer
+    ) -> Iterator[tuple[str, MethodRow]]:
+        """What is missing of a draw, method by method."""
+        args = self.args
+        done = {(each["set"], each["size"], each["draw"], each["method"]) for each in self.measured}
+        wanted = [method for method in self.chosen if (name, size, number, method) not in done]
+        if not wanted:
+            return
+        task = draw(name, size, number, args, tokenizer)
+        bench, pool = None, None
+        for method in sorted(wanted, key=lambda each: bool(METHODS[each].pool)):
+            if bench is None or METHODS[method].pool != pool:
+                pool = METHODS[method].pool
+                options = {"block_size": args.block_size, **pool}
+                bench = Bench(server, task, tokenizer, RATIO, concurrency=args.concurrency, **options)
+            yield method, METHODS[method].ask(bench)
+
+    def save(self) -> None:
+        """Write what is measured so far."""
+        rows, lines = figures(self.measured), curves(self.measured)
+        save(self.out, rows, lines, commit=self.args.commit, settings=self.settings, measurements=self.measured)
+
+
+def _measurement(name: str, size: int, number: int, method: str, row: MethodRow) -> JsonObject:
+    return {
+        "set": name,
+        "size": size,
+        "draw": number,
+        "method": method,
+        "accuracy": row.accuracy,
+        "correct": row.correct,
+        "queries": row.queries,
+        "failures": len(row.failures),
+        "seconds": row.seconds / row.queries,
+        "setup": row.setup_seconds,
+        "prompt_tokens": row.prompt_tokens,
+        "cached_tokens": row.cached_tokens,
+    }
+
+
+def _drawn(measured: Sequence[JsonObject], name: str, size: int) -> dict[str, dict[int, JsonObject]]:
+    """Method -> number of the draw -> measurement, of a set and a size, in the order of `METHODS`."""
+    found: dict[str, dict[int, JsonObject]] = {}
+    for method in METHODS:
+        of_method = {each["draw"]: each for each in measured
+                     if (each["set"], each["size"], each["method"]) == (name, size, method)}  # fmt: skip
+        if of_method:
+            found[method] = of_method
+    return found
+
+
+def _share(draws: Mapping[int, JsonObject]) -> Timing:
+    """The mean share of right answers, and the ends of its central 80% over draws."""
+    mean, error = mean_and_error([each["accuracy"] for each in draws.values()])
+    return Timing(mean, max(0.0, mean - Z * error), min(1.0, mean + Z * error), len(draws))
+
+
+def figures(measured: Sequence[JsonObject]) -> list[Figure]:
+    """A row for each set, size and method, beside Fixed ICL over the same draws."""
+    rows = []
+    for name, size in dict.fromkeys((each["set"], each["size"]) for each in measured):
+        found = _drawn(measured, name, size)
+        for method, draws in found.items():
+            seconds = sum(each["seconds"] for each in draws.values()) / len(draws)
+            asked = sum(each["queries"] for each in draws.values())
+            title = (
+                f"{name}, pools of {size} tokens, {METHODS[method].title}: answers right; {1e3 * seconds:.1f} ms each"
+            )
+            notes: JsonObject = {"draws": len(draws), "questions": asked, "seconds": seconds}
+            aim, met = _aim(found) if method == AIMED else ("", None)
+            fixed = found.get("fixed", {})
+            both = [at for at in draws if at in fixed]
+            if method == "fixed" or not both:
+                rows.append(Figure(title, _share(draws), aim=aim, met=met, unit="share", notes=notes))
+                continue
+            mean, error = mean_and_error([draws[at]["accuracy"] - fixed[at]["accuracy"] for at in both])
+            notes |= {"difference": mean, "difference_error": error}
+            title += f"; {100 * mean:+.1f} points, standard error {100 * error:.1f}"
+            theirs, ours = _share(fixed), _share(draws)
+            ratio = ours.median / theirs.median if ours.median and theirs.median else None
+            words = METHODS["fixed"].title
+            rows.append(Figure(title, ours, words, theirs, ratio, aim, met, unit="share", notes=notes))
+    return rows
+
+
+def _aim(found: Mapping[str, Mapping[int, JsonObject]]) -> tuple[str, bool | None]:
+    """Whether DBSA's answers are nowhere more than `FEWER` below the best other method with demonstrations."""
+    ours = found[AIMED]
+    shares = {method: _share(found[method]).median for method in IN_CONTEXT if method in found}
+    best = max(shares, key=lambda method: shares[method], default=None)
+    both = [at for at in ours if best is not None and at in found[best]]
+    if best is None or not both:
+        return "", None
+    mean, error = mean_and_error([ours[at]["accuracy"] - found[best][at]["accuracy"] for at in both])
+    return f"at most 2 points below {METHODS[best].title}", mean - Z * error >= -FEWER
+
+
+def curves(measured: Sequence[JsonObject]) -> list[Curve]:
+    """Right answers against the time of one, and against the time of many with their pool's setup, of each set."""
+    drawn = []
+    for name in dict.fromkeys(each["set"] for each in measured):
+        sizes = sorted({each["size"] for each in measured if each["set"] == name})
+        right: dict[str, list[tuple[float, float]]] = {}
+        cost: dict[str, list[tuple[float, float]]] = {}
+        for size in sizes:
+            for method, draws in _drawn(measured, name, size).items():
+                mean = lambda key, draws=draws: sum(each[key] for each in draws.values()) / len(draws)  # noqa: E731
+                right.setdefault(METHODS[method].title, []).append((1e3 * mean("seconds"), mean("accuracy")))
+                if size == sizes[-1]:
+                    total = [(float(n), mean("setup") + n * mean("seconds")) for n in REQUESTS]
+                    cost[METHODS[method].title] = total
+        drawn.append(
+            Curve(f"{name}: answers right by their time, for each size of a pool", "ms a request", "share", right)
+        )
+        drawn.append(Curve(f"{name}: requests with their pool, {sizes[-1]} tokens", "requests", "seconds", cost, True))
+    return drawn
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure what is missing, write the results, print the table.
+
+    Raises:
+        ValueError: what `DrawStudy` and `draw` refuse.
+        ServerError: the server failed; what was measured is written.
+    """
+    # Whoever ends the run (a time limit, say) ends its server too: as an exception, not at once.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    study = DrawStudy(args)
+    study.run()
+    print(table(figures(study.measured)))
+    print(f"written: {study.out}")
+    return 0

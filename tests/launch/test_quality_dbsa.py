@@ -1,0 +1,176 @@
+"""`sglang-ext bench quality --suite dbsa`: draws, what is measured when, and the rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from sglang_ext.launch.bench import _quality_dbsa as study
+from sglang_ext.launch.bench import quality
+from sglang_ext.launch.bench.reference import MODEL
+from sglang_ext.launch.demo_methods import MethodRow
+
+CLASSES = [f"class_{letter}" for letter in "abcdefghi"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("banking77", "nlu"):
+        (folder / name).mkdir()
+        for split in ("train", "test"):
+            rows = [{"text": f"{split} text {at} of {name}", "label": CLASSES[at % len(CLASSES)]} for at in range(180)]
+            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def arguments(data: Path, *words: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    quality.add_arguments(parser)
+    given = ["--suite", "dbsa", "--data", data, "--commit", "none", "--queries", 10, *words]
+    return parser.parse_args([str(word) for word in given])
+
+
+# ---- draws ----
+
+
+def test_a_draw_is_of_its_numbers_alone(data: Path) -> None:
+    tokenizer, args = AutoTokenizer.from_pretrained(MODEL), arguments(data, "--labels", 4, "--model", "another")
+    first, again, other = (study.draw("banking77", 300, number, args, tokenizer) for number in (0, 0, 1))
+    assert first == again and first.demonstrations != other.demonstrations
+    counts = Counter(each["output"] for each in first.demonstrations)
+    assert len(counts) == 4 and max(counts.values()) - min(counts.values()) <= 1
+    assert all(label.startswith("class ") for label in counts)
+    assert all(each["input"].startswith("train") for each in first.demonstrations)
+    assert len(first.queries) == 10 and {each["output"] for each in first.queries} <= set(counts)
+    assert all(each["input"].startswith("test") for each in first.queries)
+    longer = study.draw("banking77", 600, 0, args, tokenizer)
+    assert len(longer.demonstrations) > 1.5 * len(first.demonstrations)
+    every = study.draw("nlu", 600, 0, arguments(data, "--labels", 0, "--model", "another"), tokenizer)
+    assert len(every.labels) == len(CLASSES)
+
+
+def test_the_embedded_model_is_asked_for_classes_that_it_did_not_see(data: Path) -> None:
+    tokenizer, args = AutoTokenizer.from_pretrained(MODEL), arguments(data, "--labels", 3)
+    assert set(study.draw("nlu", 600, 0, args, tokenizer).labels) == {"class c", "class f", "class i"}
+    with pytest.raises(ValueError, match="--labels 4: nlu has 3 classes"):
+        study.draw("nlu", 600, 0, arguments(data, "--labels", 4), tokenizer)
+    assert len(study.draw("banking77", 600, 0, arguments(data, "--labels", 9), tokenizer).labels) == 9  # held out whole
+
+
+# ---- measuring ----
+
+
+class Pool:
+    """Stands for `Bench`, and says what it was made of."""
+
+    def __init__(self, server: Any, task: Any, tokenizer: Any, ratio: float, concurrency: int, **pool: Any) -> None:
+        self.task, self.pool = task, pool
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """The names of the methods that are asked, with the options of their pools, on no server."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    @contextmanager
+    def served(*_: Any) -> Iterator[None]:
+        yield None
+
+    def asking(name: str) -> Any:
+        def ask(bench: Any) -> MethodRow:
+            found.append((name, bench.pool))
+            count = len(bench.task.queries)
+            return MethodRow(name, count // 2, count, 2.0, 30.0, 20.0, 0.5, ["a"] * count, [[]] * count)
+
+        return ask
+
+    methods = {name: replace(each, ask=asking(name)) for name, each in study.METHODS.items()}
+    monkeypatch.setattr(study, "METHODS", methods)
+    monkeypatch.setattr(study, "Bench", Pool)
+    monkeypatch.setattr(study, "served", served)
+    monkeypatch.setenv(study.KERNELS_ENV, "")
+    monkeypatch.setattr(study.signal, "signal", lambda *_: None)
+    return found
+
+
+def test_each_method_of_each_draw_is_measured_once(
+    data: Path, tmp_path: Path, asked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "q.json"
+    words = ["--sets", "banking77", "--pool-tokens", 300, "--labels", 4, "--out", out]
+    assert quality.main(arguments(data, *words, "--draws", 1)) == 0
+    assert [name for name, _ in asked] == list(study.METHODS)
+    assert all(pool == {"block_size": 10} for _, pool in asked[:-1])
+    assert asked[-1][1] == {"block_size": 1, "sink_blocks": 20, "previous_blocks": 100}
+    assert "banking77, 300 tokens, draw 0, DBSA 30%: 0.500" in capsys.readouterr().out
+    asked.clear()
+    quality.main(arguments(data, *words, "--draws", 2, "--methods", "fixed", "dbsa-30"))
+    assert [name for name, _ in asked] == ["fixed", "dbsa-30"]  # of the second draw alone
+    record = json.loads(out.read_text())
+    assert len(record["measurements"]) == 10 and record["commit"] == "none"
+    assert record["measurements"][0]["seconds"] == 0.2 and len(record["curves"]) == 2
+    with pytest.raises(ValueError, match=r"labels=4; expected labels=5: measure --anew"):
+        study.DrawStudy(arguments(data, *words, "--labels", 5))
+    with pytest.raises(ValueError, match="--methods magic: expected some of zero-shot, fixed"):
+        study.DrawStudy(arguments(data, *words, "--methods", "magic"))
+
+
+# ---- rows ----
+
+
+def measurement(method: str, number: int, accuracy: float, **more: Any) -> dict[str, Any]:
+    of_draw = {"set": "nlu", "size": 300, "draw": number, "method": method, "accuracy": accuracy}
+    return {**of_draw, "queries": 10, "seconds": 0.1, "setup": 5.0, **more}
+
+
+def test_differences_are_of_the_same_draws() -> None:
+    """Draws differ much from each other, and methods little within one."""
+    levels = [0.2, 0.9, 0.5, 0.6]
+    measured = [measurement("fixed", at, level) for at, level in enumerate(levels)]
+    measured += [measurement("dbsa-30", at, level + 0.05 + 0.01 * (at % 2)) for at, level in enumerate(levels)]
+    measured += [measurement("dbsa-10", at, level - 0.3) for at, level in enumerate(levels[:2])]
+    fixed, fewer, ours = study.figures(measured)
+    assert fixed.baseline == "" and fixed.timing.median == pytest.approx(0.55)
+    assert ours.notes["difference"] == pytest.approx(0.055) and ours.notes["difference_error"] < 0.01
+    assert ours.timing.high - ours.timing.low > 0.2 and ours.notes["questions"] == 40
+    assert ours.aim == "at most 2 points below Fixed ICL" and ours.met
+    assert fewer.notes["difference"] == pytest.approx(-0.3) and fewer.aim == "" and fewer.timing.samples == 2
+    worse = [each if each["method"] != "dbsa-30" else {**each, "accuracy": each["accuracy"] - 0.2} for each in measured]
+    assert study.figures(worse)[2].met is False
+    best = [*measured, *(measurement("example", at, 1.0) for at in range(4))]
+    found = {figure.aim for figure in study.figures(best)}
+    assert found == {"", "at most 2 points below RetICL by example, 30%"}
+
+
+def test_time_is_drawn_with_and_without_the_pool() -> None:
+    measured = [measurement("fixed", 0, 0.5), measurement("fixed", 0, 0.7, size=600, seconds=0.3, setup=7.0)]
+    right, cost = study.curves(measured)
+    assert right.series == {"Fixed ICL": [(100.0, 0.5), (pytest.approx(300.0), 0.7)]}
+    assert cost.series["Fixed ICL"][:2] == [(1.0, 7.3), (10.0, 10.0)] and cost.doubling
+
+
+def test_an_option_of_the_engine_is_the_servers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    @contextmanager
+    def served(model: str, tokens: int, extra: Any) -> Iterator[SimpleNamespace]:
+        seen.extend([tokens, extra])
+        yield SimpleNamespace()
+
+    monkeypatch.setattr(study, "served", served)
+    monkeypatch.setenv(study.KERNELS_ENV, "")
+    args = arguments(data, "--pool-tokens", 7000, "--engine", '{"mem_fraction_static": 0.5}')
+    args.sets = []
+    study.DrawStudy(args).run()
+    assert seen == [11 * 7000 + 8192, ["--mem-fraction-static", "0.5"]]

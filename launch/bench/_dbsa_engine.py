@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import random
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import sglang_ext
 from sglang_ext.config import PoolOptions
 from sglang_ext.launch.answers import completed
+from sglang_ext.launch.bench._shapes import TOKENIZER
 from sglang_ext.launch.bench._stages import profiled
 from sglang_ext.launch.bench._turns import serve
 from sglang_ext.launch.demo_data import INTENTS, sentence
+from sglang_ext.serving.grammar import label_grammar
 from sglang_ext.types import Json, JsonObject
 
 if TYPE_CHECKING:
@@ -32,79 +32,9 @@ if TYPE_CHECKING:
 
 
 HOST_STAGES = ("retrieval", "tokenization")
-TOKENIZER = Path(sglang_ext.__file__).resolve().parent / "assets" / "reference"
+LABELLED = "a label"
+"""Kind of the requests whose answer is a label of the pool, and ends with it."""
 POOL, LARGER, OPTIONS = "bench", "larger", PoolOptions()
-SHAPES: dict[str, dict[str, int]] = {
-    "llama-3.1-8b": dict(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-    ),
-    "llama-3.1-70b": dict(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-    ),
-    # For trying the benchmark itself on a machine without a GPU.
-    "tiny": dict(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=0,  # the tokenizer's
-    ),
-}
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def write_model(folder: Path, shape: str, context: int, layers: int = 0) -> None:
-    """A model folder without weights: Llama's configuration in `shape`, the reference model's tokenizer.
-
-    Args:
-        folder: which is made.
-        shape: one of `SHAPES`.
-        context: positions.
-        layers: 0 for as many as the shape has.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in TOKENIZER.glob("*token*"):
-        shutil.copy(path, folder / path.name)
-    own = json.loads((TOKENIZER / "config.json").read_text())
-    sizes = {**SHAPES[shape]}
-    sizes["vocab_size"] = sizes["vocab_size"] or own["vocab_size"]
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16" if shape != "tiny" else "float32",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": context,
-        "bos_token_id": own.get("bos_token_id"),
-        "eos_token_id": own.get("eos_token_id"),
-        "rope_scaling": ROPE,
-        "rope_theta": ROPE["rope_theta"],
-        **sizes,
-        **({"num_hidden_layers": layers} if layers else {}),
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def examples(count: int, seed: int) -> list[dict[str, str]]:
@@ -144,13 +74,14 @@ class Loop:
     def run(self, requests: Sequence[JsonObject], concurrency: int) -> JsonObject:
         """Seconds of all, and of one (quantiles); of retrieval and tokenization where pools are asked.
 
-        With the fewest tokens of a prompt that were cached (`cached`).
+        With the fewest tokens of a prompt that were cached (`cached`), and the tokens of an answer on average (`said`).
 
         Raises:
             FailedAnswers: some answer failed.
         """
         host: dict[str, float] = {}
         cached: list[int] = []
+        said: list[int] = []
         answers: list[JsonObject] = []
 
         async def everything() -> list[float]:
@@ -163,6 +94,7 @@ class Loop:
                     seconds = time.perf_counter() - begin
                     answers.append(answer)
                     cached.append(answer["meta_info"]["cached_tokens"])
+                    said.append(answer["meta_info"]["completion_tokens"])
                     for stage in HOST_STAGES:
                         spent = answer["meta_info"].get("sglang_ext", {}).get(f"{stage}_ms", 0.0)
                         host[stage] = host.get(stage, 0.0) + spent * 1e-3
@@ -180,6 +112,7 @@ class Loop:
             "latency": _quantiles(latencies),
             "host": host,
             "cached": min(cached),
+            "said": sum(said) / len(said),
         }
 
 
@@ -257,7 +190,9 @@ class Stock(AskedBatch):
         self.whole = [token for ids in self.pool for token in ids]
         self.retrieved = max(1, round(args.ratio * len(self.pool)))
         self.dice = random.Random(0)
-        self.made = {"zero-shot": self.plain, "fixed": self.fixed, "retrieval": self.retrieval}
+        self.made = {"zero-shot": self.plain, "fixed": self.fixed, "retrieval": self.retrieval, LABELLED: self.labelled}
+        self.lead, self.end = OPTIONS.render_query("")[1], OPTIONS.template.split("{output}", 1)[1] + OPTIONS.separator
+        self.grammar = label_grammar([*INTENTS], self.lead, self.end)
 
     def about(self) -> JsonObject:
         """Tokens of the pool, of the KV cache, and of a question on average."""
@@ -274,6 +209,12 @@ class Stock(AskedBatch):
     def fixed(self, number: int, tokens: int) -> JsonObject:
         """A question behind the whole pool."""
         return dict(input_ids=self.whole + self.question_ids(number), sampling_params=_sampling(tokens))
+
+    def labelled(self, number: int, tokens: int) -> JsonObject:
+        """A question behind the whole pool, answered with a label: a grammar says which there are."""
+        request = self.fixed(number, tokens)
+        params: JsonObject = {"temperature": 0, "max_new_tokens": tokens, "ebnf": self.grammar, "stop": [self.end]}
+        return {**request, "sampling_params": params}
 
     def retrieval(self, number: int, tokens: int) -> JsonObject:
         """A question behind demonstrations of its own, in an order of its own."""
@@ -292,7 +233,12 @@ class Ours(AskedBatch):
             self.demonstrations[LARGER] = demonstrations(args.larger, seed=50_000)
         self.ratio = args.ratio
         self.appended = 0
-        self.made = {"zero-shot": self.plain, "dbsa": self.selected, "all blocks": self.everything}
+        self.made = {
+            "zero-shot": self.plain,
+            "dbsa": self.selected,
+            "all blocks": self.everything,
+            LABELLED: self.labelled,
+        }
 
     def about(self) -> JsonObject:
         """What serves it, and tokens of the KV cache."""
@@ -323,6 +269,12 @@ class Ours(AskedBatch):
     def everything(self, number: int, tokens: int) -> JsonObject:
         """A question over all blocks."""
         return self._over(number, tokens, 1.0)
+
+    def labelled(self, number: int, tokens: int) -> JsonObject:
+        """A question over the blocks that are selected for it, answered with a label of the pool."""
+        request, custom = self.selected(number, tokens), {"pool": POOL, "ratio": self.ratio, "constrain": "labels"}
+        params: JsonObject = {"temperature": 0, "max_new_tokens": tokens, "custom_params": custom}
+        return {**request, "sampling_params": params}
 
     def stages(self, tokens: int, concurrency: int, first: int, count: int) -> JsonObject:
         """`stages` of questions over the blocks that are selected for them."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from sglang_ext.cache.host_blocks import GIB
 from sglang_ext.launch.bench import _dbsa_host_engine
-from sglang_ext.launch.bench._dbsa_engine import write_model
 from sglang_ext.launch.bench._dbsa_turns import ROOM_FOR_REQUESTS, our_environment, token_bytes
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
+from sglang_ext.launch.bench._shapes import write_model
 from sglang_ext.launch.bench._turns import Process, say
 from sglang_ext.types import JsonObject
 

@@ -20,8 +20,9 @@ import torch
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.launch.bench import _dbsa_engine
-from sglang_ext.launch.bench._dbsa_engine import LARGER, POOL, SHAPES, write_model
+from sglang_ext.launch.bench._dbsa_engine import LABELLED, LARGER, POOL
 from sglang_ext.launch.bench._record import arguments_of_ranks
+from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench._turns import STOCK, Process, say
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.types import JsonObject, Options
@@ -37,6 +38,9 @@ BESIDE_RETRIEVAL = "dbsa, beside retrieval"
 
 LIGHT = 4
 """Questions of a run that takes seconds a question."""
+
+LABEL_ROOM = 24
+"""Tokens of a label, at most."""
 
 APPENDED = ("append", "append larger")
 """Appends to the pool and to the larger one."""
@@ -189,6 +193,14 @@ def steps(args: argparse.Namespace) -> Iterator[TurnStep]:
             for role, kind in TURN:
                 yield _asking(role, kind, tokens, concurrency, asked, count, kind if repeat else None)
             asked += count
+    for concurrency in () if args.no_labels else args.concurrency:
+        count = questions_a_run(args, concurrency)
+        for repeat in repeats:
+            for role in (STOCK_ROLE, OURS):
+                options = {"kind": LABELLED, "tokens": LABEL_ROOM, "concurrency": concurrency}
+                options |= {"first": asked, "count": count}
+                yield TurnStep(role, "run", options, ("labelled", str(concurrency)) if repeat else (), part="")
+            asked += count
     tokens, concurrency = args.label_tokens[0], args.concurrency[0]  # seconds a request, whatever its answer
     count = questions_a_run(args, concurrency)
     for repeat in repeats:  # behind the others: it drives the pool out of the stock engine's cache
@@ -243,8 +255,8 @@ def capacities(args: argparse.Namespace) -> dict[str, int]:
     under way.
     """
     most = max(args.concurrency)
-    run = questions_a_run(args, most) * (QUESTION + max(args.label_tokens))
-    under_way = most * (QUESTION + max(*args.label_tokens, args.decode_tokens)) + ROOM_FOR_REQUESTS
+    run = questions_a_run(args, most) * (QUESTION + max(*args.label_tokens, LABEL_ROOM))
+    under_way = most * (QUESTION + max(*args.label_tokens, args.decode_tokens, LABEL_ROOM)) + ROOM_FOR_REQUESTS
     appended = (_appends(args) + 1) * args.block_size * DEMONSTRATION
     computed = {
         "stock": args.tokens + max(2 * run, round(args.ratio * args.tokens)) + run,

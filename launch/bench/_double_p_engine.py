@@ -23,10 +23,10 @@ import torch
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.launch.answers import completed
-from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._double_p_planted import planted_weights, prompt_ids
 from sglang_ext.launch.bench._double_p_rows import LEVELS
 from sglang_ext.launch.bench._record import Figure, Timing, arguments_of_ranks, at_least, at_most, fastest, of_ranks
+from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench._turns import STOCK, Process, say, serve
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.types import JsonObject

@@ -28,12 +28,13 @@ import torch
 
 import sglang_ext
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench._dbsa_engine import POOL, SHAPES, write_model
+from sglang_ext.launch.bench._dbsa_engine import POOL
 from sglang_ext.launch.bench._dbsa_turns import STATIC
 from sglang_ext.launch.bench._double_p_engine import SHORT
 from sglang_ext.launch.bench._double_p_planted import planted_weights
 from sglang_ext.launch.bench._double_p_rows import LEVELS
 from sglang_ext.launch.bench._record import Figure, Timing, in_turns, json_file, save, table
+from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench._turns import Process, say
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.types import Json, JsonObject

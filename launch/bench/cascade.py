@@ -21,7 +21,6 @@ from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._cascade_engine import ROOM
-from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._record import (
     Figure,
     Timing,
@@ -37,6 +36,7 @@ from sglang_ext.launch.bench._record import (
     table,
     tensor_parallel,
 )
+from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.policies.cascade import Cascade
 from sglang_ext.types import Json, JsonObject
 

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench import _stages
-from sglang_ext.launch.bench._dbsa_engine import SHAPES
 from sglang_ext.launch.bench._dbsa_host import host_figures, host_tier
 from sglang_ext.launch.bench._dbsa_turns import APART, BESIDE_RETRIEVAL, IN_TURNS, engines
 from sglang_ext.launch.bench._record import (
@@ -42,6 +41,7 @@ from sglang_ext.launch.bench._record import (
     table,
     tensor_parallel,
 )
+from sglang_ext.launch.bench._shapes import SHAPES
 from sglang_ext.types import Json, JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results" / "dbsa.json"
@@ -81,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[4, 8],
         metavar="N",
         help="tokens of an answer; each is measured (default: 4 8)",
+    )
+    parser.add_argument(
+        "--no-labels",
+        action="store_true",
+        help="leave out answers that are labels of the pool: without a GPU stock SGLang cannot constrain an answer",
     )
     parser.add_argument(
         "--decode-tokens",
@@ -206,6 +211,8 @@ def compare(raw: JsonObject, concurrency: Sequence[int]) -> list[Figure]:
     for label, number in itertools.product(ours["answers"], concurrency):
         figures += _answers(ours["answers"][label], rows, label, number)
     for number in concurrency:
+        if "labelled" in ours:
+            figures.append(_labelled(ours, rows, number))
         spent = ours["decode stages"].get(f"{number} at a time", {})
         if spent.get("rotation"):  # else it is part of the attention kernel, and cannot be told from it
             part = Timing.of([sum(spent[stage] for stage in ("rotation", "merge", "planning"))])
@@ -233,6 +240,20 @@ def _answers(mine: JsonObject, rows: StockRows, label: str, number: int) -> list
     name, words = f"a plain request with {label} tokens, {number} at a time", BASELINES["zero-shot"]
     of, seconds = partial(_seconds, label=label, kind="zero-shot", at=at), _per_request(mine["zero-shot"][at])
     return [*figures, rows.beside_stock(name, seconds, words, of, 1 / 1.03, **notes)]
+
+
+def _labelled(ours: JsonObject, rows: StockRows, number: int) -> Figure:
+    """The row of answers that are labels, so many at a time: as pools are used."""
+    at = str(number)
+    for stock in rows.stocks:
+        _check_cached(stock["labelled"][at], stock["tokens"])
+    said = {each.get("backend", "ours"): statistics.fmean(run["said"] for run in each["labelled"][at])
+            for each in (ours, *rows.stocks)}  # fmt: skip
+    notes = {"concurrency": number, "answer_tokens": said, "order": rows.order}
+    name = f"answering with a label, {number} at a time, time a request"
+    words = f"{BASELINES['fixed']}, a grammar of the labels"
+    seconds = _per_request(ours["labelled"][at])
+    return rows.beside_stock(name, seconds, words, lambda stock: _per_request(stock["labelled"][at]), None, **notes)
 
 
 def _seconds(stock: JsonObject, label: str, kind: str, at: str) -> list[float]:

@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._ltri_engine import ROLES, write_heads
 from sglang_ext.launch.bench._record import (
     Figure,
@@ -35,6 +34,7 @@ from sglang_ext.launch.bench._record import (
     stock_backends,
     stock_engines,
 )
+from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench.cascade import GRAPHS, HALVES, finish
 from sglang_ext.policies.ltri_options import Ltri
 from sglang_ext.types import JsonObject

@@ -13,8 +13,9 @@ import pytest
 
 from sglang_ext.launch.bench import _dbsa_turns as turns
 from sglang_ext.launch.bench import dbsa
-from sglang_ext.launch.bench._dbsa_engine import write_model
+from sglang_ext.launch.bench._dbsa_engine import LABELLED, Ours, Stock
 from sglang_ext.launch.bench._record import arguments_of_ranks, in_turns, of_ranks, table
+from sglang_ext.launch.bench._shapes import write_model
 
 RESULTS = Path(dbsa.__file__).parent / "results" / "dbsa_engine.json"
 
@@ -45,7 +46,8 @@ def test_every_run_of_ours_stands_beside_one_of_the_stock_engine() -> None:
 
 
 def test_a_turn_is_not_interrupted() -> None:
-    asked = [step for step in turns.steps(arguments()) if step.do == "run" and step.options["kind"] != "retrieval"]
+    alone = ("retrieval", LABELLED)
+    asked = [step for step in turns.steps(arguments()) if step.do == "run" and step.options["kind"] not in alone]
     whole = len(asked) // len(turns.TURN) * len(turns.TURN)
     regular = [(step.role, step.options["kind"]) for step in asked[:whole]][: 2 * 3 * 4 * len(turns.TURN)]
     assert regular == list(turns.TURN) * (2 * 3 * 4)
@@ -189,6 +191,37 @@ def test_each_row_has_the_fastest_of_the_stock_engines() -> None:
         dbsa.compare({**raw(turns.IN_TURNS), "stock": {"flashinfer": one, "fa3": other}}, [1])
 
 
+def test_answers_that_are_labels_have_rows_of_their_own() -> None:
+    """Of as many pairs, with the tokens of the answers, which are not the same on both sides."""
+    steps = [step for step in turns.steps(arguments("--concurrency", "1", "8")) if step.options.get("kind") == LABELLED]
+    kept = [(step.role, *step.keep) for step in steps if step.keep]
+    assert kept == [(role, "labelled", at) for at in ("1", "8") for _ in range(3) for role in ("stock", "ours")]
+    assert not [each for each in turns.steps(arguments("--no-labels")) if each.options.get("kind") == LABELLED]
+    found = raw(turns.IN_TURNS)
+    found["ours"]["labelled"] = {"1": [{"seconds": 1.0, "requests": 2, "said": 5.0}] * 2}
+    found["stock"]["labelled"] = {"1": [{"seconds": 3.0, "requests": 2, "said": 4.0, "cached": 1000} for _ in range(2)]}
+    (row,) = [each for each in dbsa.compare(found, [1]) if each.name.startswith("answering with a label, 1 at a time")]
+    assert row.ratio == pytest.approx(3) and row.baseline.endswith("a grammar of the labels")
+    assert set(row.notes["answer_tokens"].values()) == {5.0, 4.0}
+    found["stock"]["labelled"]["1"][0]["cached"] = 1
+    with pytest.raises(ValueError, match="1 were cached"):
+        dbsa.compare(found, [1])
+
+
+def test_a_label_is_asked_for_by_a_grammar_and_by_a_pool() -> None:
+    stock, ours = object.__new__(Stock), object.__new__(Ours)
+    stock.whole, stock.grammar, stock.end, ours.ratio = [1, 2], "root ::= x", "\n", 0.25
+    stock.__dict__["questions"] = ours.__dict__["questions"] = ["which?"]
+    stock.question_ids = lambda number: [3 + number]  # type: ignore[method-assign]
+    assert stock.labelled(1, 9) == {
+        "input_ids": [1, 2, 4],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 9, "ebnf": "root ::= x", "stop": ["\n"]},
+    }
+    custom = {"pool": "bench", "ratio": 0.25, "constrain": "labels"}
+    params = {"temperature": 0, "max_new_tokens": 9, "custom_params": custom}
+    assert ours.labelled(0, 9) == {"prompt": "which?", "sampling_params": params}
+
+
 def test_rows_of_engines_apart_have_no_pairs() -> None:
     rows = dbsa.compare(raw(turns.APART), [1])
     assert [row.ratio for row in rows] == pytest.approx([4, 2, 1.4, 40, 0.99, 0.99])
@@ -220,7 +253,7 @@ def test_both_engines_answer_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(
         *("--shape", "tiny", "--tokens", "600", "--larger", "1200", "--block-size", "5", "--concurrency", "1", "2"),
         *("--label-tokens", "2", "--min-requests", "2", "--rounds", "1", "--repeats", "1", "--decode-tokens", "3"),
-        *("--stock-backend", "torch_native", "--kernels", "torch"),
+        *("--stock-backend", "torch_native", "--kernels", "torch", "--no-labels"),
     )
     found = turns.engines(args)
     stock = found["stock"]["torch_native"]

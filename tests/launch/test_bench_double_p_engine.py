@@ -14,8 +14,8 @@ from sglang_ext.launch.bench import _double_p_engine as engine
 from sglang_ext.launch.bench import _double_p_planted as planted
 from sglang_ext.launch.bench import _double_p_rows as rows_of
 from sglang_ext.launch.bench import double_p
-from sglang_ext.launch.bench._dbsa_engine import SHAPES, write_model
 from sglang_ext.launch.bench._record import Timing, at_most, table
+from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench._turns import Process
 from sglang_ext.policies.double_p import DoubleP
 

@@ -171,16 +171,18 @@ def test_ropes_that_are_not_linear_are_refused_by_name(name: str) -> None:
 class Bent(nn.Module):
     """Like RotaryEmbedding, with one thing wrong in its table."""
 
-    def __init__(self, bend: str) -> None:
+    def __init__(self, bend: str, rows: int = 1024) -> None:
         super().__init__()
         self.base, self.is_neox_style, self.rotary_dim = 10000, True, 16
         inv_freq = self._compute_inv_freq(self.base)
-        position = torch.arange(1024, dtype=torch.float32)
+        position = torch.arange(rows, dtype=torch.float32)
         if bend == "squeezed behind 512":  # longrope and dynamic scalings switch there
             position = torch.where(position < 512, position, 512 + (position - 512) / 4)
         elif bend == "one frequency":
             inv_freq = inv_freq.clone()
             inv_freq[-1] *= 1.1
+        elif bend == "last bits":  # as another device computes powers
+            inv_freq = torch.nextafter(inv_freq, torch.zeros(()))
         elif bend == "backwards":
             position = -position
         angle = position.unsqueeze(-1) * inv_freq
@@ -192,6 +194,16 @@ class Bent(nn.Module):
 
 def test_a_table_that_is_position_times_frequency_is_accepted_whatever_its_class() -> None:
     assert rope_of(Bent("not at all")).rotary_dim == 16
+
+
+def test_the_last_bits_of_a_frequency_are_nobodys_mistake() -> None:
+    """A million positions, and frequencies computed on another device; 0.02 radians there."""
+    far = Bent("last bits", 2**20)
+    assert (far.cos_sin_cache[-1] - Bent("not at all", 2**20).cos_sin_cache[-1]).abs().max() > 0.01
+    assert rope_of(far).rotary_dim == 16
+    for bend in ("squeezed behind 512", "one frequency", "backwards"):
+        with pytest.raises(ValueError, match="rotary embedding Bent: not linear in position"):
+            rope_of(Bent(bend, 2**20))
 
 
 @pytest.mark.parametrize("bend", ["squeezed behind 512", "one frequency", "backwards"])

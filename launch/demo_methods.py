@@ -121,12 +121,17 @@ class Bench:
         answer: JsonObject = self.server.call("POST", "/generate", body)
         return answer
 
-    def dbsa(self, ratio: float | None = None) -> MethodRow:
-        """A share of the blocks, or that of all methods, retrieved and stitched by the server."""
+    def dbsa(self, ratio: float | None = None, **options: Json) -> MethodRow:
+        """A share of the blocks, retrieved and stitched by the server.
+
+        Args:
+            ratio: the share, or None for that of all methods.
+            options: more of the request's (`sglang_ext.config.RequestOptions`).
+        """
         share = self.ratio if ratio is None else ratio
 
         def ask(query: str, _key: str) -> tuple[JsonObject, list[int]]:
-            custom = {"pool": POOL, "ratio": share, "constrain": "labels"}
+            custom = {"pool": POOL, "ratio": share, "constrain": "labels", **options}
             sampling = {"temperature": 0.0, "max_new_tokens": self.new_tokens, "custom_params": custom}
             answer = self.server.call("POST", "/generate", {"text": query, "sampling_params": sampling})
             return answer, answer["meta_info"].get("sglang_ext", {}).get("blocks", [])

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.attention.choice import KERNELS_ENV
+from sglang_ext.config import GROUPINGS, ORDERS, PoolOptions
 from sglang_ext.launch.bench._quality_figures import Z, mean_and_error
 from sglang_ext.launch.bench._record import Curve, Figure, Timing, save, table
 from sglang_ext.launch.bench.reference import MODEL
@@ -30,6 +31,7 @@ from sglang_ext.launch.demo_data import DemoTask, Example, take_turns
 from sglang_ext.launch.demo_methods import Bench, MethodRow
 from sglang_ext.launch.demo_server import Server, served
 from sglang_ext.launch.reference.corpus import TRAINING_SETS, held_out_classes, read_rows
+from sglang_ext.policies.dbsa import PATTERNS
 from sglang_ext.types import JsonObject, Options
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class DrawnMethod:
 
 EXAMPLES: Options = {"block_size": 1, "sink_blocks": 20, "previous_blocks": 100}
 """A block is one demonstration: the authors' setting of DBSA by example."""
-METHODS: Mapping[str, DrawnMethod] = {
+MAIN: Mapping[str, DrawnMethod] = {
     "zero-shot": DrawnMethod("zero-shot", Bench.zero_shot, {}),
     "fixed": DrawnMethod("Fixed ICL", Bench.fixed_icl, {}),
     "example": DrawnMethod("RetICL by example, 30%", Bench.ret_icl_by_example, {}),
@@ -73,6 +75,34 @@ METHODS: Mapping[str, DrawnMethod] = {
     "dbsa-100": DrawnMethod("DBSA 100%", lambda bench: bench.dbsa(1.0), {}),
     "dbsa-example": DrawnMethod("DBSA by example, 30%", Bench.dbsa, EXAMPLES),
 }
+PLOTTED = ("fixed", "example", "block", "dbsa-10", "dbsa-30", "dbsa-100")
+
+
+def _ordered(order: str) -> Callable[[Bench], MethodRow]:
+    return lambda bench: bench.dbsa(order=order)
+
+
+def _ablations() -> dict[str, DrawnMethod]:
+    """DBSA 30% with one thing changed (DBSA, Tables 5, 6, 7, 8 and 12)."""
+    defaults, found = PoolOptions(), dict[str, DrawnMethod]()
+    pools: list[Options] = [{"pattern": each} for each in PATTERNS if each != defaults.pattern]
+    pools += [{"grouping": each} for each in GROUPINGS if each != defaults.grouping]
+    pools += [{"previous_blocks": each} for each in (1, 4, 8)]
+    for pool in pools:
+        ((name, value),) = pool.items()
+        words = f"{name.replace('_', ' ')} {value}"
+        found[words.replace(" ", "-")] = DrawnMethod(f"DBSA 30%, {words}", Bench.dbsa, pool)
+    for order in ORDERS:
+        if order != "pool":
+            words = order.replace("_", " ")
+            found[f"order-{order}"] = DrawnMethod(f"DBSA 30%, blocks from {words}", _ordered(order), {})
+    examples = DrawnMethod("DBSA 30%, examples cut out of blocks", lambda bench: bench.dbsa(granularity="example"), {})
+    return {**found, "granularity-example": examples}
+
+
+ABLATIONS = _ablations()
+METHODS: Mapping[str, DrawnMethod] = {**MAIN, **ABLATIONS}
+GROUPS: Mapping[str, Sequence[str]] = {"main": tuple(MAIN), "ablations": tuple(ABLATIONS)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,9 +156,11 @@ class DrawStudy:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.out: Path = args.out or Path(__file__).resolve().parent / "results" / "quality_dbsa.json"
-        self.chosen = list(args.methods or METHODS)
+        asked = args.methods or ["main"]
+        self.chosen = [name for each in asked for name in GROUPS.get(each, [each])]
         if unknown := set(self.chosen) - set(METHODS):
-            raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {', '.join(METHODS)}")
+            known = ", ".join([*GROUPS, *METHODS])
+            raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {known}")
         self.settings: JsonObject = {name: getattr(args, name) for name in SETTINGS}
         self.measured: list[JsonObject] = []
         if self.out.exists() and not args.anew:
@@ -218,7 +250,7 @@ def _share(draws: Mapping[int, JsonObject]) -> Timing:
 
 
 def figures(measured: Sequence[JsonObject]) -> list[Figure]:
-    """A row for each set, size and method, beside Fixed ICL over the same draws."""
+    """A row for each set, size and method, over the same draws as Fixed ICL; an ablation beside DBSA 30%."""
     rows = []
     for name, size in dict.fromkeys((each["set"], each["size"]) for each in measured):
         found = _drawn(measured, name, size)
@@ -230,17 +262,18 @@ def figures(measured: Sequence[JsonObject]) -> list[Figure]:
             )
             notes: JsonObject = {"draws": len(draws), "questions": asked, "seconds": seconds}
             aim, met = _aim(found) if method == AIMED else ("", None)
-            fixed = found.get("fixed", {})
-            both = [at for at in draws if at in fixed]
-            if method == "fixed" or not both:
+            baseline = AIMED if method in ABLATIONS else "fixed"
+            beside = found.get(baseline, {})
+            both = [at for at in draws if at in beside]
+            if method == baseline or not both:
                 rows.append(Figure(title, _share(draws), aim=aim, met=met, unit="share", notes=notes))
                 continue
-            mean, error = mean_and_error([draws[at]["accuracy"] - fixed[at]["accuracy"] for at in both])
+            mean, error = mean_and_error([draws[at]["accuracy"] - beside[at]["accuracy"] for at in both])
             notes |= {"difference": mean, "difference_error": error}
             title += f"; {100 * mean:+.1f} points, standard error {100 * error:.1f}"
-            theirs, ours = _share(fixed), _share(draws)
+            theirs, ours = _share(beside), _share(draws)
             ratio = ours.median / theirs.median if ours.median and theirs.median else None
-            words = METHODS["fixed"].title
+            words = METHODS[baseline].title
             rows.append(Figure(title, ours, words, theirs, ratio, aim, met, unit="share", notes=notes))
     return rows
 
@@ -266,6 +299,8 @@ def curves(measured: Sequence[JsonObject]) -> list[Curve]:
         cost: dict[str, list[tuple[float, float]]] = {}
         for size in sizes:
             for method, draws in _drawn(measured, name, size).items():
+                if method not in PLOTTED:
+                    continue
                 mean = lambda key, draws=draws: sum(each[key] for each in draws.values()) / len(draws)  # noqa: E731
                 right.setdefault(METHODS[method].title, []).append((1e3 * mean("seconds"), mean("accuracy")))
                 if size == sizes[-1]:

@@ -4,8 +4,9 @@ The same prompts for all methods, greedy answers, the reference model (or anothe
 of its own, but those of dbsa share a server:
 
 - --suite dbsa: texts of four classification sets over pools of demonstrations that are drawn: zero-shot, Fixed ICL,
-  RetICL by example and by block, DBSA over 10, 30 and 100% of the blocks, and over demonstrations as blocks. Means and
-  intervals are over draws; the time of an answer stands beside each result.
+  RetICL by example and by block, DBSA over 10, 30 and 100% of the blocks, and over demonstrations as blocks; and with
+  --methods ablations other patterns, groupings, orders, previous blocks and single examples. Means and intervals are
+  over draws; the time of an answer stands beside each result.
 - --suite double_p: banking77 with many demonstrations and passkeys, for dense attention, Double-P, and RetroInfer,
   Quest and Twilight with budgets that make them read as much as Double-P did on the same task: as many tokens kept
   (exact, or in an approximated cluster), and as many exact. What was read and the attention that it recovered stand
@@ -62,7 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", choices=SUITES, required=True)
     parser.add_argument("--data", required=True, help="folder of the classification sets; banking77 is read")
     parser.add_argument("--model", default=str(MODEL), help="model folder (default: the embedded one)")
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help="some of the suite's methods (default: all)")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="NAME",
+        help="some of the suite's methods (default: all; of dbsa: main, and ablations names the rest)",
+    )
     parser.add_argument("--queries", type=int, default=300, help="of banking77 (default: 300)")
     parser.add_argument(
         "--shots", type=int, nargs="*", default=[0], metavar="N", help="demonstrations a class; 0: all that fit"

@@ -110,7 +110,7 @@ def test_each_method_of_each_draw_is_measured_once(
     out = tmp_path / "q.json"
     words = ["--sets", "banking77", "--pool-tokens", 300, "--labels", 4, "--out", out]
     assert quality.main(arguments(data, *words, "--draws", 1)) == 0
-    assert [name for name, _ in asked] == list(study.METHODS)
+    assert [name for name, _ in asked] == list(study.MAIN)
     assert all(pool == {"block_size": 10} for _, pool in asked[:-1])
     assert asked[-1][1] == {"block_size": 1, "sink_blocks": 20, "previous_blocks": 100}
     assert "banking77, 300 tokens, draw 0, DBSA 30%: 0.500" in capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_each_method_of_each_draw_is_measured_once(
     assert record["measurements"][0]["seconds"] == 0.2 and len(record["curves"]) == 2
     with pytest.raises(ValueError, match=r"labels=4; expected labels=5: measure --anew"):
         study.DrawStudy(arguments(data, *words, "--labels", 5))
-    with pytest.raises(ValueError, match="--methods magic: expected some of zero-shot, fixed"):
+    with pytest.raises(ValueError, match="--methods magic: expected some of main, ablations, zero-shot, fixed"):
         study.DrawStudy(arguments(data, *words, "--methods", "magic"))
 
 
@@ -151,6 +151,22 @@ def test_differences_are_of_the_same_draws() -> None:
     best = [*measured, *(measurement("example", at, 1.0) for at in range(4))]
     found = {figure.aim for figure in study.figures(best)}
     assert found == {"", "at most 2 points below RetICL by example, 30%"}
+
+
+def test_an_ablation_changes_one_thing_and_stands_beside_dbsa(data: Path, tmp_path: Path, asked: list[Any]) -> None:
+    words = ["--sets", "banking77", "--pool-tokens", 300, "--labels", 4, "--draws", 1, "--out", tmp_path / "q.json"]
+    quality.main(arguments(data, *words, "--methods", "ablations", "dbsa-30", "fixed"))
+    assert {name for name, _ in asked} == {*study.ABLATIONS, "dbsa-30", "fixed"}
+    changed = {name: {**pool} for name, pool in asked}
+    assert all(pool.pop("block_size") == 10 for pool in changed.values())
+    assert changed["pattern-self"] == {"pattern": "self"} and changed["previous-blocks-4"] == {"previous_blocks": 4}
+    assert changed["grouping-cluster_diverse"] == {"grouping": "cluster_diverse"}
+    assert [name for name, pool in changed.items() if not pool] == [
+        "order-low_to_high", "order-high_to_low", "order-reversed", "granularity-example", "dbsa-30", "fixed",
+    ]  # fmt: skip
+    measured = [measurement(name, 0, 0.5) for name in ("fixed", "dbsa-30", "order-reversed")]
+    assert [row.baseline for row in study.figures(measured)] == ["", "Fixed ICL", "DBSA 30%"]
+    assert all(len(curve.series) == 2 for curve in study.curves(measured))
 
 
 def test_time_is_drawn_with_and_without_the_pool() -> None:

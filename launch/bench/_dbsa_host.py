@@ -10,7 +10,7 @@ from pathlib import Path
 from sglang_ext.cache.host_blocks import GIB
 from sglang_ext.launch.bench import _dbsa_host_engine
 from sglang_ext.launch.bench._dbsa_turns import ROOM_FOR_REQUESTS, our_environment, token_bytes
-from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
+from sglang_ext.launch.bench._record import Figure, Timing, arguments_of_ranks, at_least, at_most
 from sglang_ext.launch.bench._shapes import write_model
 from sglang_ext.launch.bench._turns import Process, say
 from sglang_ext.types import JsonObject
@@ -38,13 +38,13 @@ def host_tier(args: argparse.Namespace) -> JsonObject:
         "max_total_tokens": room,
         "policy": {"host_gb": ROUNDING * args.tokens * token_bytes(args) / GIB},
         "attention_backend": "dbsa",
-        **args.engine,
+        **arguments_of_ranks(args),
     }
     words = {"tokens": args.tokens, "block-size": args.block_size, "engine": json.dumps(options)}
     found: JsonObject = {"encode": [], "back": [], "there": [], "calm": [], "evicting": []}
     with tempfile.TemporaryDirectory(prefix="sglang-ext-bench-") as folder:
         model = Path(folder) / "model"
-        write_model(model, args.shape, max(131_072, room))
+        write_model(model, args.shape, max(131_072, room), args.layers)
         line = [text for name, value in {"model": model, **words}.items() for text in (f"--{name}", str(value))]
         with Process("host", _dbsa_host_engine.__name__, line, our_environment(args)) as engine:
             found["about"] = engine.ask("about")

@@ -25,7 +25,7 @@ from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._double_p_planted import planted_weights, prompt_ids
 from sglang_ext.launch.bench._double_p_rows import LEVELS
-from sglang_ext.launch.bench._record import Figure, Timing, arguments_of_ranks, at_least, at_most, fastest, of_ranks
+from sglang_ext.launch.bench._record import Figure, Timing, arguments_of_ranks, at_least, at_most, fastest, of_engines
 from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench._turns import STOCK, Process, say, serve
 from sglang_ext.policies.double_p import DoubleP
@@ -133,13 +133,14 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engines' now
     raw |= engines(device, args, config)
-    return of_ranks(compare(raw), args), raw
+    return of_engines(compare(raw), args), raw
 
 
 def clustering(device: torch.device, args: argparse.Namespace, config: DoubleP) -> JsonObject:
     """Seconds of clustering one prompt's keys in all layers and heads, by what does it in the engine; and memory.
 
-    Keys are normal(0, 1): k-means runs a fixed number of rounds, whatever the keys are.
+    Keys are normal(0, 1): k-means runs a fixed number of rounds, whatever the keys are. With several GPUs, the heads
+    are those of one, as each clusters its own beside the others.
     """
     from sglang_ext.cache.cluster_pool import ClusterMemory
     from sglang_ext.kernels.kmeans import kmeans_layers as cluster
@@ -149,7 +150,7 @@ def clustering(device: torch.device, args: argparse.Namespace, config: DoubleP) 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cuda":
         from sglang_ext.kernels.kmeans.dispatch import kmeans_layers as cluster
-    size = (args.engine_length, shape["num_key_value_heads"], shape["head_dim"])
+    size = (args.engine_length, max(1, shape["num_key_value_heads"] // args.tp), shape["head_dim"])
 
     def cache() -> torch.Tensor:
         return torch.randn(size, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.config import GROUPINGS, ORDERS, PoolOptions
 from sglang_ext.launch.bench._quality_figures import Z, mean_and_error
-from sglang_ext.launch.bench._record import Curve, Figure, Timing, save, table
+from sglang_ext.launch.bench._record import Curve, Figure, Timing, command_line, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.launch.demo import fill
 from sglang_ext.launch.demo_data import DemoTask, Example, take_turns
@@ -41,9 +41,12 @@ RATIO = 0.3
 """Share of the pool that methods read which choose, unless their name has another."""
 FEWER = 0.02
 """So much below the best of the others DBSA's answers may be right (issue: within 2 points)."""
-AIMED, IN_CONTEXT = "dbsa-30", ("fixed", "example", "block", "dbsa-10", "dbsa-100")
-SETTINGS = ("data", "model", "labels", "queries", "block_size", "concurrency", "seed", "kernels")
+AIMED, IN_CONTEXT = "dbsa-30", ("fixed", "example", "block", "dbsa-10", "dbsa-100", "dbsa-example")
+"""The method with an aim, and all others that show demonstrations."""
+SETTINGS = ("labels", "queries", "block_size", "concurrency", "seed", "kernels", "engine")
+"""What a measurement depends on, beside its set, size, draw and method, and the model."""
 SETS = ("banking77", "clinc150", "nlu", "trec_fine")
+EMBEDDED, AND = "the embedded one", " && "
 REQUESTS = (1, 10, 100, 1000, 10_000, 100_000)
 """Requests whose time is added up with the pool's setup."""
 
@@ -162,57 +165,76 @@ class DrawStudy:
             known = ", ".join([*GROUPS, *METHODS])
             raise ValueError(f"--methods {' '.join(sorted(unknown))}: expected some of {known}")
         self.settings: JsonObject = {name: getattr(args, name) for name in SETTINGS}
+        self.settings["model"] = EMBEDDED if Path(args.model) == MODEL else Path(args.model).name
         self.measured: list[JsonObject] = []
+        self.commands: list[str] = []
         if self.out.exists() and not args.anew:
             record = json.loads(self.out.read_text())
             known = record.get("settings", {})
-            if other := [name for name in SETTINGS if known.get(name) != self.settings[name]]:
+            if other := [name for name, value in self.settings.items() if known.get(name) != value]:
                 raise ValueError(
                     f"{self.out} has results of other settings: {', '.join(f'{n}={known.get(n)}' for n in other)};"
                     f" expected {', '.join(f'{n}={self.settings[n]}' for n in other)}: measure --anew, or name another"
                     " --out"
                 )
-            self.measured = record["measurements"]
+            self.measured, self.commands = record["measurements"], record["command"].split(AND)
 
     def run(self) -> None:
         """Measure what is missing."""
         from transformers import AutoTokenizer
 
         args, tokenizer = self.args, AutoTokenizer.from_pretrained(self.args.model)
+        draws = [(each, self._missing(*each)) for each in product(args.sets, args.pool_tokens, range(args.draws))]
+        if not any(methods for _, methods in draws):
+            return
         # Room for the pool three times (by blocks, by examples, the dense prompt) and for every request's dense prompt.
         kv_tokens = max(32768, (3 + args.concurrency) * max(args.pool_tokens) + 8192)
         extra = [text for name, value in args.engine.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         os.environ[KERNELS_ENV] = args.kernels
         with served(args.model, kv_tokens, extra) as server:
-            for name, size, number in product(args.sets, args.pool_tokens, range(args.draws)):
-                for method, row in self._rows(server, name, size, number, tokenizer):
+            for (name, size, number), methods in draws:
+                for method, row in self._rows(server, name, size, number, methods, tokenizer):
                     self.measured.append(_measurement(name, size, number, method, row))
                     self.save()
                     of_draw = f"{name}, {size} tokens, draw {number}"
                     print(f"{of_draw}, {METHODS[method].title}: {row.accuracy:.3f}", flush=True)
 
-    def _rows(
-        self, server: Server, name: str, size: int, number: int, tokenizer: Tokenizer
-    ) -> Iterator[tuple[str, MethodRow]]:
-        """What is missing of a draw, method by method."""
-        args = self.args
+    def _missing(self, name: str, size: int, number: int) -> list[str]:
+        """The methods of a draw that are not measured; those with a pool of their own last."""
         done = {(each["set"], each["size"], each["draw"], each["method"]) for each in self.measured}
         wanted = [method for method in self.chosen if (name, size, number, method) not in done]
-        if not wanted:
+        return sorted(wanted, key=lambda each: bool(METHODS[each].pool))
+
+    def _rows(
+        self, server: Server, name: str, size: int, number: int, methods: Sequence[str], tokenizer: Tokenizer
+    ) -> Iterator[tuple[str, MethodRow]]:
+        """Methods of a draw, one after the other."""
+        if not methods:
             return
+        args, bench, pool = self.args, None, None
         task = draw(name, size, number, args, tokenizer)
-        bench, pool = None, None
-        for method in sorted(wanted, key=lambda each: bool(METHODS[each].pool)):
+        for method in methods:
             if bench is None or METHODS[method].pool != pool:
                 pool = METHODS[method].pool
                 options = {"block_size": args.block_size, **pool}
                 bench = Bench(server, task, tokenizer, RATIO, concurrency=args.concurrency, **options)
             yield method, METHODS[method].ask(bench)
 
+    def rows(self) -> list[Figure]:
+        """Rows of what is measured so far."""
+        return figures(self.measured, self.args.concurrency)
+
     def save(self) -> None:
-        """Write what is measured so far."""
-        rows, lines = figures(self.measured), curves(self.measured)
-        save(self.out, rows, lines, commit=self.args.commit, settings=self.settings, measurements=self.measured)
+        """Write what is measured so far, with the commands of all runs that measured it."""
+        save(
+            self.out,
+            self.rows(),
+            curves(self.measured, self.args.concurrency),
+            commit=self.args.commit,
+            command=AND.join(dict.fromkeys([*self.commands, command_line(sys.argv[1:])])),
+            settings=self.settings,
+            measurements=self.measured,
+        )
 
 
 def _measurement(name: str, size: int, number: int, method: str, row: MethodRow) -> JsonObject:
@@ -249,17 +271,16 @@ def _share(draws: Mapping[int, JsonObject]) -> Timing:
     return Timing(mean, max(0.0, mean - Z * error), min(1.0, mean + Z * error), len(draws))
 
 
-def figures(measured: Sequence[JsonObject]) -> list[Figure]:
-    """A row for each set, size and method, over the same draws as Fixed ICL; an ablation beside DBSA 30%."""
+def figures(measured: Sequence[JsonObject], concurrency: int) -> list[Figure]:
+    """A row for each set, size and method, beside Fixed ICL over the same draws; an ablation beside DBSA 30%."""
     rows = []
     for name, size in dict.fromkeys((each["set"], each["size"]) for each in measured):
         found = _drawn(measured, name, size)
         for method, draws in found.items():
             seconds = sum(each["seconds"] for each in draws.values()) / len(draws)
             asked = sum(each["queries"] for each in draws.values())
-            title = (
-                f"{name}, pools of {size} tokens, {METHODS[method].title}: answers right; {1e3 * seconds:.1f} ms each"
-            )
+            title = f"{name}, pools of {size} tokens, {METHODS[method].title}: answers right"
+            title += f"; {1e3 * seconds:.1f} ms a request, {concurrency} at a time"
             notes: JsonObject = {"draws": len(draws), "questions": asked, "seconds": seconds}
             aim, met = _aim(found) if method == AIMED else ("", None)
             baseline = AIMED if method in ABLATIONS else "fixed"
@@ -271,7 +292,7 @@ def figures(measured: Sequence[JsonObject]) -> list[Figure]:
             mean, error = mean_and_error([draws[at]["accuracy"] - beside[at]["accuracy"] for at in both])
             notes |= {"difference": mean, "difference_error": error}
             title += f"; {100 * mean:+.1f} points, standard error {100 * error:.1f}"
-            theirs, ours = _share(beside), _share(draws)
+            theirs, ours = (_share({at: each[at] for at in both}) for each in (beside, draws))
             ratio = ours.median / theirs.median if ours.median and theirs.median else None
             words = METHODS[baseline].title
             rows.append(Figure(title, ours, words, theirs, ratio, aim, met, unit="share", notes=notes))
@@ -279,18 +300,21 @@ def figures(measured: Sequence[JsonObject]) -> list[Figure]:
 
 
 def _aim(found: Mapping[str, Mapping[int, JsonObject]]) -> tuple[str, bool | None]:
-    """Whether DBSA's answers are nowhere more than `FEWER` below the best other method with demonstrations."""
-    ours = found[AIMED]
-    shares = {method: _share(found[method]).median for method in IN_CONTEXT if method in found}
-    best = max(shares, key=lambda method: shares[method], default=None)
-    both = [at for at in ours if best is not None and at in found[best]]
-    if best is None or not both:
+    """Whether DBSA's answers are no more than `FEWER` below the best other method with demonstrations, draw by draw."""
+    ours, least = found[AIMED], dict[str, tuple[float, float]]()
+    for method in IN_CONTEXT:
+        both = [at for at in ours if at in found.get(method, {})]
+        if len(both) > 1:  # else there is no interval
+            differences = [ours[at]["accuracy"] - found[method][at]["accuracy"] for at in both]
+            least[method] = mean_and_error(differences)
+    if not least:
         return "", None
-    mean, error = mean_and_error([ours[at]["accuracy"] - found[best][at]["accuracy"] for at in both])
+    best = min(least, key=lambda method: least[method][0])
+    mean, error = least[best]
     return f"at most 2 points below {METHODS[best].title}", mean - Z * error >= -FEWER
 
 
-def curves(measured: Sequence[JsonObject]) -> list[Curve]:
+def curves(measured: Sequence[JsonObject], concurrency: int) -> list[Curve]:
     """Right answers against the time of one, and against the time of many with their pool's setup, of each set."""
     drawn = []
     for name in dict.fromkeys(each["set"] for each in measured):
@@ -306,9 +330,8 @@ def curves(measured: Sequence[JsonObject]) -> list[Curve]:
                 if size == sizes[-1]:
                     total = [(float(n), mean("setup") + n * mean("seconds")) for n in REQUESTS]
                     cost[METHODS[method].title] = total
-        drawn.append(
-            Curve(f"{name}: answers right by their time, for each size of a pool", "ms a request", "share", right)
-        )
+        time = f"ms a request, {concurrency} at a time"
+        drawn.append(Curve(f"{name}: answers right by their time, for each size of a pool", time, "share", right))
         drawn.append(Curve(f"{name}: requests with their pool, {sizes[-1]} tokens", "requests", "seconds", cost, True))
     return drawn
 
@@ -324,6 +347,6 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     study = DrawStudy(args)
     study.run()
-    print(table(figures(study.measured)))
+    print(table(study.rows()))
     print(f"written: {study.out}")
     return 0

@@ -180,6 +180,10 @@ def stock_backends(parser: argparse.ArgumentParser) -> None:
     )
 
 
+SHAPE = "llama-3.1-8b"
+"""The model that the aims of engines are of."""
+
+
 def tensor_parallel(parser: argparse.ArgumentParser) -> None:
     """The argument ``--tp`` of a benchmark."""
     parser.add_argument(
@@ -193,14 +197,18 @@ def arguments_of_ranks(args: argparse.Namespace) -> JsonObject:
     return {"tp_size": args.tp, **given} if args.tp > 1 else given
 
 
-def of_ranks(figures: Sequence[Figure], args: argparse.Namespace) -> list[Figure]:
-    """Rows of engines, whose names say over how many GPUs each of these ran; the aims are of one GPU."""
-    if args.tp == 1:
+def of_engines(figures: Sequence[Figure], args: argparse.Namespace) -> list[Figure]:
+    """Rows of engines, whose names say what differs from the model and the GPU that the aims are of: they have none."""
+    layers = vars(args).get("layers")
+    words = [args.shape] if args.shape not in (SHAPE, "tiny") else []
+    words += [f"{layers} layers"] if layers else []
+    words += [f"on {args.tp} GPUs"] if args.tp > 1 else []
+    if not words:
         return list(figures)
 
     def named(each: Figure) -> Figure:
-        notes = {**each.notes, "tp": args.tp}
-        return replace(each, name=f"{each.name}, on {args.tp} GPUs", aim="", met=None, notes=notes)
+        notes = {**each.notes, "shape": args.shape, "layers": layers, "tp": args.tp}
+        return replace(each, name=", ".join([each.name, *words]), aim="", met=None, notes=notes)
 
     return [named(each) for each in figures]
 

@@ -3,7 +3,8 @@
 A run that was cut short goes on where it stopped: what has ended is noted in ``all.json`` in the results folder, with a
 hash of the product's code (`_code`). A benchmark that ended with other code is run again, so that in the end all rows
 are of one state of the code. One that fails holds up no other one; the exit status is 1 then, and the next run tries it
-again. The studies of quality need --data, the folder of the classification sets, and are left out without it.
+again. The studies of quality need --data, the folder of the classification sets, and are left out without it; so are
+benchmarks of several GPUs on a machine with fewer.
 
 The tables of docs/ follow from the results with ``sglang-ext bench report``.
 """
@@ -40,12 +41,14 @@ class Benchmark:
         words: behind ``sglang-ext bench``.
         out: its --out, within the results folder; empty where that is the folder itself.
         data: whether it reads the classification sets.
+        gpus: that it needs.
     """
 
     name: str
     words: tuple[str, ...]
     out: str = ""
     data: bool = False
+    gpus: int = 1
 
 
 BENCHMARKS = (
@@ -56,6 +59,7 @@ BENCHMARKS = (
         ("dbsa", "--only", "engine", "--tp", "2", "--concurrency", "1", "32", "--label-tokens", "4")
         + ("--decode-tokens", "0", "--larger", "0", "--repeats", "5", "--rounds", "2"),
         "dbsa_engine_tp2.json",
+        gpus=2,
     ),
     Benchmark("dbsa-host", ("dbsa", "--only", "host"), "dbsa_host.json"),
     Benchmark(
@@ -77,6 +81,12 @@ BENCHMARKS = (
     Benchmark("cascade-engine", ("cascade", "--only", "engine")),
     Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
+    Benchmark(
+        "quality-dbsa",
+        ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "4000", "--queries", "50"),
+        "quality_dbsa.json",
+        data=True,
+    ),
     Benchmark(
         "quality-double_p",
         ("quality", "--suite", "double_p", "--queries", "400", "--passkey", "4096", "--parallel", "2"),
@@ -117,6 +127,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
 
 
+def gpus() -> int:
+    """GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def main(args: argparse.Namespace) -> int:
     code, failed, journal = code_hash(), [], args.out / JOURNAL
     chosen = [each for each in BENCHMARKS if each.name in args.only]
@@ -124,6 +141,9 @@ def main(args: argparse.Namespace) -> int:
         line = shlex.join(["sglang-ext", "bench", *benchmark.words])
         if benchmark.data and not args.data:
             print(f"{benchmark.name}: left out, because it needs --data", flush=True)
+            continue
+        if benchmark.gpus > 1 and benchmark.gpus > gpus():
+            print(f"{benchmark.name}: left out, because it needs {benchmark.gpus} GPUs", flush=True)
             continue
         if done(journal).get(benchmark.name, {}).get("code") == code:
             print(f"{benchmark.name}: done with this code", flush=True)

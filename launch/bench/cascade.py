@@ -28,7 +28,7 @@ from sglang_ext.launch.bench._record import (
     at_least,
     at_most,
     fastest,
-    of_ranks,
+    of_engines,
     results_folder,
     save,
     stock_backends,
@@ -94,18 +94,18 @@ def main(args: argparse.Namespace) -> int:
                 f" sinks + window ({cascade.sinks + cascade.window}), so that the window is full from the second on"
             )
         raw = {**engines(args), "stride_update": stride_updates(args, cascade)}
-        finish(args.out / "cascade_engine.json", of_ranks(compare(raw, args, cascade), args), args.commit, engine=raw)
+        finish(args.out / "cascade_engine.json", of_engines(compare(raw, args, cascade), args), args.commit, engine=raw)
     return 0
 
 
 def stride_updates(args: argparse.Namespace, cascade: Cascade) -> float:
-    """Seconds of adding one stride to the sub-caches of all layers: streams without scores do it too."""
+    """Seconds of adding one stride to the sub-caches of all layers of a GPU: streams without scores do it too."""
     import torch
 
     from sglang_ext.launch.bench._cascade_kernels import stride_update_seconds
 
     shape, device = SHAPES[args.shape], torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layers, kv_heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
+    layers, kv_heads = shape["num_hidden_layers"], max(1, shape["num_key_value_heads"] // args.tp)
     return stride_update_seconds(cascade, layers, kv_heads, device).median
 
 

@@ -34,7 +34,7 @@ from sglang_ext.launch.bench._record import (
     at_most,
     in_turns,
     json_file,
-    of_ranks,
+    of_engines,
     save,
     stock_backends,
     stock_engines,
@@ -130,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
     raw: JsonObject = {}
     if args.only == "host":
         raw = host_tier(args)
-        figures = host_figures(raw)
+        figures = of_engines(host_figures(raw), args)
         save(args.out, figures, engine=raw, commit=args.commit)
         print(f"{table(figures)}\nwritten: {args.out}")
         return 0
@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> int:
         print(table(figures), flush=True)
     if args.only != "kernels":
         raw = engines(args)
-        figures += of_ranks(compare(raw, args.concurrency), args)
+        figures += of_engines(compare(raw, args.concurrency), args)
     save(args.out, figures, engine=raw, commit=args.commit)
     print(table(figures))
     for name in ("stages", "decode stages"):

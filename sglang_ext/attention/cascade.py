@@ -114,8 +114,8 @@ class CascadePolicy(StreamPolicy):
     def meet(self, model: ServedModel) -> None:
         if self._ranks > model.kv_heads:
             raise ValueError(
-                f"tp_size={self._ranks} for a model with {model.kv_heads} key-value heads a layer: several ranks would"
-                f" score one head's tokens, each by some of its queries; set --tp-size {model.kv_heads} or less"
+                f"tp_size={self._ranks} for a model with {model.kv_heads} key-value heads a layer: one head would lie"
+                f" on several ranks, each with some of its queries; set --tp-size {model.kv_heads} or less"
             )
 
     def check(self, options: Options) -> None:

@@ -201,8 +201,7 @@ class Policy:
         """
 
     def meet(self, model: ServedModel) -> None:
-        """The model whose requests will come; readers in plain PyTorch and those of streams call it, before the first
-        pass.
+        """The model whose requests will come; readers of streams call it, before the first pass.
 
         Raises:
             ValueError: what the policy was told does not go with it.

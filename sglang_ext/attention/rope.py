@@ -45,7 +45,8 @@ def rope_of(module: RotaryEmbedding) -> Rope:
     refused = name.startswith(("MRotary", "DualChunk", "Fourier"))
     if refused or table is None or not hasattr(module, "_compute_inv_freq"):
         raise ValueError(f"rotary embedding {name}: not linear in position, so keys cannot be moved; not supported")
-    inv_freq = _inv_freq(module, name)
+    with torch.device(table.device):  # where the model's own came from: powers differ in their last bits elsewhere
+        inv_freq = _inv_freq(module, name)
     _check_linear(name, table, inv_freq)
     return Rope(inv_freq.to(device=table.device, dtype=torch.float32), bool(module.is_neox_style))
 

@@ -14,7 +14,7 @@ import pytest
 from sglang_ext.launch.bench import _dbsa_turns as turns
 from sglang_ext.launch.bench import dbsa
 from sglang_ext.launch.bench._dbsa_engine import LABELLED, Ours, Stock
-from sglang_ext.launch.bench._record import arguments_of_ranks, in_turns, of_ranks, table
+from sglang_ext.launch.bench._record import arguments_of_ranks, in_turns, of_engines, table
 from sglang_ext.launch.bench._shapes import write_model
 
 RESULTS = Path(dbsa.__file__).parent / "results" / "dbsa_engine.json"
@@ -111,10 +111,10 @@ def test_several_gpus(tmp_path: Path) -> None:
     assert (written["num_hidden_layers"], written["hidden_size"], written["num_attention_heads"]) == (40, 8192, 64)
     raw = json.loads(RESULTS.read_text())["engine"]
     one = dbsa.compare(raw, [1])
-    both = of_ranks(one, args)
-    assert [each.name for each in both] == [f"{each.name}, on 2 GPUs" for each in one]
+    both = of_engines(one, args)
+    assert [each.name for each in both] == [f"{each.name}, llama-3.1-70b, 40 layers, on 2 GPUs" for each in one]
     assert not any(each.aim or each.met is not None for each in both) and any(each.aim for each in one)
-    assert {each.notes["tp"] for each in both} == {2} and of_ranks(one, arguments()) == one
+    assert {each.notes["tp"] for each in both} == {2} and of_engines(one, arguments()) == one
 
 
 class Small:

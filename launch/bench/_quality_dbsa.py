@@ -222,14 +222,14 @@ class DrawStudy:
 
     def rows(self) -> list[Figure]:
         """Rows of what is measured so far."""
-        return figures(self.measured, self.args.concurrency)
+        return figures(self.measured, self.settings)
 
     def save(self) -> None:
         """Write what is measured so far, with the commands of all runs that measured it."""
         save(
             self.out,
             self.rows(),
-            curves(self.measured, self.args.concurrency),
+            curves(self.measured, self.settings),
             commit=self.args.commit,
             command=AND.join(dict.fromkeys([*self.commands, command_line(sys.argv[1:])])),
             settings=self.settings,
@@ -271,7 +271,12 @@ def _share(draws: Mapping[int, JsonObject]) -> Timing:
     return Timing(mean, max(0.0, mean - Z * error), min(1.0, mean + Z * error), len(draws))
 
 
-def figures(measured: Sequence[JsonObject], concurrency: int) -> list[Figure]:
+def _named(name: str, settings: Options) -> str:
+    """A set's name, behind the model's where that is not the embedded one."""
+    return name if settings["model"] == EMBEDDED else f"{settings['model']}, {name}"
+
+
+def figures(measured: Sequence[JsonObject], settings: Options) -> list[Figure]:
     """A row for each set, size and method, beside Fixed ICL over the same draws; an ablation beside DBSA 30%."""
     rows = []
     for name, size in dict.fromkeys((each["set"], each["size"]) for each in measured):
@@ -279,8 +284,8 @@ def figures(measured: Sequence[JsonObject], concurrency: int) -> list[Figure]:
         for method, draws in found.items():
             seconds = sum(each["seconds"] for each in draws.values()) / len(draws)
             asked = sum(each["queries"] for each in draws.values())
-            title = f"{name}, pools of {size} tokens, {METHODS[method].title}: answers right"
-            title += f"; {1e3 * seconds:.1f} ms a request, {concurrency} at a time"
+            title = f"{_named(name, settings)}, pools of {size} tokens, {METHODS[method].title}: answers right"
+            title += f"; {1e3 * seconds:.1f} ms a request, {settings['concurrency']} at a time"
             notes: JsonObject = {"draws": len(draws), "questions": asked, "seconds": seconds}
             aim, met = _aim(found) if method == AIMED else ("", None)
             baseline = AIMED if method in ABLATIONS else "fixed"
@@ -314,7 +319,7 @@ def _aim(found: Mapping[str, Mapping[int, JsonObject]]) -> tuple[str, bool | Non
     return f"at most 2 points below {METHODS[best].title}", mean - Z * error >= -FEWER
 
 
-def curves(measured: Sequence[JsonObject], concurrency: int) -> list[Curve]:
+def curves(measured: Sequence[JsonObject], settings: Options) -> list[Curve]:
     """Right answers against the time of one, and against the time of many with their pool's setup, of each set."""
     drawn = []
     for name in dict.fromkeys(each["set"] for each in measured):
@@ -330,9 +335,9 @@ def curves(measured: Sequence[JsonObject], concurrency: int) -> list[Curve]:
                 if size == sizes[-1]:
                     total = [(float(n), mean("setup") + n * mean("seconds")) for n in REQUESTS]
                     cost[METHODS[method].title] = total
-        time = f"ms a request, {concurrency} at a time"
-        drawn.append(Curve(f"{name}: answers right by their time, for each size of a pool", time, "share", right))
-        drawn.append(Curve(f"{name}: requests with their pool, {sizes[-1]} tokens", "requests", "seconds", cost, True))
+        time, title = f"ms a request, {settings['concurrency']} at a time", _named(name, settings)
+        drawn.append(Curve(f"{title}: answers right by their time, for each size of a pool", time, "share", right))
+        drawn.append(Curve(f"{title}: requests with their pool, {sizes[-1]} tokens", "requests", "seconds", cost, True))
     return drawn
 
 

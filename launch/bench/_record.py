@@ -276,8 +276,12 @@ def results_folder(text: str) -> Path:
     return path
 
 
+FOLDERS = {"--data": "DATA", "--model": "FOLDER"}
+"""Arguments that are folders, and what stands for them in records."""
+
+
 def command_line(words: Sequence[str]) -> str:
-    """The command, without where its results went and what they were called, and with no folder of data by its path.
+    """The command, without where its results went and what they were called, and with no folder by its path.
 
     None of that changes a figure.
     """
@@ -288,10 +292,10 @@ def command_line(words: Sequence[str]) -> str:
             before = ""
             continue
         name = word.split("=", 1)[0]
-        if before == "--data":
-            kept.append("DATA")
-        elif name == "--data" and "=" in word:
-            kept.append("--data=DATA")
+        if before in FOLDERS:
+            kept.append(FOLDERS[before])
+        elif name in FOLDERS and "=" in word:
+            kept.append(f"{name}={FOLDERS[name]}")
         elif name not in ("--out", "--commit"):
             kept.append(word)
         before = word

@@ -4,7 +4,7 @@ A run that was cut short goes on where it stopped: what has ended is noted in ``
 hash of the product's code (`_code`). A benchmark that ended with other code is run again, so that in the end all rows
 are of one state of the code. One that fails holds up no other one; the exit status is 1 then, and the next run tries it
 again. The studies of quality need --data, the folder of the classification sets, and are left out without it; so are
-benchmarks of several GPUs on a machine with fewer.
+those of a real model without --model, and benchmarks of several GPUs on a machine with fewer.
 
 The tables of docs/ follow from the results with ``sglang-ext bench report``.
 """
@@ -42,6 +42,7 @@ class Benchmark:
         out: its --out, within the results folder; empty where that is the folder itself.
         data: whether it reads the classification sets.
         gpus: that it needs.
+        model: whether it is of the model of --model.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Benchmark:
     out: str = ""
     data: bool = False
     gpus: int = 1
+    model: bool = False
 
 
 BENCHMARKS = (
@@ -88,6 +90,14 @@ BENCHMARKS = (
         data=True,
     ),
     Benchmark(
+        "quality-dbsa-smollm2",
+        ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "--queries", "20")
+        + ("--methods", "fixed", "dbsa-30", "dbsa-example", "zero-shot"),
+        "quality_dbsa_smollm2.json",
+        data=True,
+        model=True,
+    ),
+    Benchmark(
         "quality-double_p",
         ("quality", "--suite", "double_p", "--queries", "400", "--passkey", "4096", "--parallel", "2"),
         "quality_double_p.json",
@@ -121,6 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
     parser.add_argument("--data", help="folder of the classification sets; without it, studies of quality are left out")
+    parser.add_argument("--model", help="folder of SmolLM2-135M-Instruct; without it, its studies are left out")
     parser.add_argument(
         "--out", type=results_folder, default=RESULTS, help="folder of the JSON files (default: launch/bench/results)"
     )
@@ -141,6 +152,9 @@ def main(args: argparse.Namespace) -> int:
         line = shlex.join(["sglang-ext", "bench", *benchmark.words])
         if benchmark.data and not args.data:
             print(f"{benchmark.name}: left out, because it needs --data", flush=True)
+            continue
+        if benchmark.model and not args.model:
+            print(f"{benchmark.name}: left out, because it needs --model", flush=True)
             continue
         if benchmark.gpus > 1 and benchmark.gpus > gpus():
             print(f"{benchmark.name}: left out, because it needs {benchmark.gpus} GPUs", flush=True)
@@ -177,6 +191,8 @@ def command(benchmark: Benchmark, args: argparse.Namespace) -> Sequence[str]:
     words = [sys.executable, "-m", "sglang_ext.launch.cli", "bench", *benchmark.words]
     if benchmark.data:
         words += ["--data", args.data]
+    if benchmark.model:
+        words += ["--model", args.model]
     return [*words, "--out", str(args.out / benchmark.out), *(["--commit", args.commit] if args.commit else [])]
 
 

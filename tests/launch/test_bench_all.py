@@ -43,7 +43,7 @@ def ask(*words: object) -> int:
 def test_every_command_is_one(tmp_path: Path) -> None:
     """The benchmarks take the words that they get."""
     for benchmark in all.BENCHMARKS:
-        words = all.command(benchmark, argparse.Namespace(data="DATA", out=tmp_path, commit="c0"))[4:]
+        words = all.command(benchmark, argparse.Namespace(data="DATA", model="MODEL", out=tmp_path, commit="c0"))[4:]
         module, prog, arguments = cli._module("bench", list(words))
         parsed = cli._parse(module, prog, arguments)
         assert parsed.commit == "c0" and Path(parsed.out) == tmp_path / benchmark.out
@@ -92,7 +92,7 @@ def test_a_study_does_not_go_on_from_results_of_other_code(tmp_path: Path) -> No
 def test_what_is_left(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("--list", "--out", tmp_path) == 0
     said = capsys.readouterr().out
-    assert not runs.words and said.count("left out, because it needs --data") == 5
+    assert not runs.words and said.count("left out, because it needs --data") == 6
     assert "dbsa-engine-tp2: left out, because it needs 2 GPUs" in said
     assert "dbsa-host: sglang-ext bench dbsa --only host" in said
     assert not list(tmp_path.iterdir())

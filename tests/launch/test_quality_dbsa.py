@@ -20,6 +20,7 @@ from sglang_ext.launch.bench import quality
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.launch.demo_methods import MethodRow
 
+OF = {"model": study.EMBEDDED, "concurrency": 8}
 CLASSES = [f"class_{letter}" for letter in "abcdefghi"]
 
 
@@ -149,7 +150,9 @@ def test_differences_are_of_the_same_draws() -> None:
     measured = [measurement("fixed", at, level) for at, level in enumerate(levels)]
     measured += [measurement("dbsa-30", at, level + 0.05 + 0.01 * (at % 2)) for at, level in enumerate(levels)]
     measured += [measurement("dbsa-10", at, level - 0.3) for at, level in enumerate(levels[:2])]
-    fixed, fewer, ours = study.figures(measured, 8)
+    fixed, fewer, ours = study.figures(measured, OF)
+    assert fixed.name == "nlu, pools of 300 tokens, Fixed ICL: answers right; 100.0 ms a request, 8 at a time"
+    assert study.figures(measured, {**OF, "model": "Small"})[0].name.startswith("Small, nlu, pools of")
     assert fixed.baseline == "" and fixed.timing.median == pytest.approx(0.55)
     assert ours.notes["difference"] == pytest.approx(0.055) and ours.notes["difference_error"] < 0.01
     assert ours.timing.high - ours.timing.low > 0.2 and ours.notes["questions"] == 40
@@ -157,10 +160,10 @@ def test_differences_are_of_the_same_draws() -> None:
     assert fewer.notes["difference"] == pytest.approx(-0.3) and fewer.aim == "" and fewer.timing.samples == 2
     assert fewer.baseline_timing and fewer.ratio == pytest.approx(0.25 / 0.55)  # of the two draws that both have
     worse = [each if each["method"] != "dbsa-30" else {**each, "accuracy": each["accuracy"] - 0.2} for each in measured]
-    assert study.figures(worse, 8)[2].met is False
-    assert study.figures([each for each in measured if each["draw"] == 0], 8)[2].met is None  # of one draw
+    assert study.figures(worse, OF)[2].met is False
+    assert study.figures([each for each in measured if each["draw"] == 0], OF)[2].met is None  # of one draw
     best = [*measured, *(measurement("example", at, 1.0) for at in range(4))]
-    found = {figure.aim for figure in study.figures(best, 8)}
+    found = {figure.aim for figure in study.figures(best, OF)}
     assert found == {"", "at most 2 points below RetICL by example, 30%"}
 
 
@@ -176,18 +179,18 @@ def test_an_ablation_changes_one_thing_and_stands_beside_dbsa(data: Path, tmp_pa
         "order-low_to_high", "order-high_to_low", "order-reversed", "granularity-example", "dbsa-30", "fixed",
     ]  # fmt: skip
     measured = [measurement(name, 0, 0.5) for name in ("fixed", "dbsa-30", "order-reversed")]
-    assert [row.baseline for row in study.figures(measured, 8)] == ["", "Fixed ICL", "DBSA 30%"]
-    assert all(len(curve.series) == 2 for curve in study.curves(measured, 8))
+    assert [row.baseline for row in study.figures(measured, OF)] == ["", "Fixed ICL", "DBSA 30%"]
+    assert all(len(curve.series) == 2 for curve in study.curves(measured, OF))
 
 
 def test_time_is_drawn_with_and_without_the_pool() -> None:
     measured = [measurement("fixed", 0, 0.5), measurement("fixed", 0, 0.7, size=600, seconds=0.3, setup=7.0)]
-    right, cost = study.curves(measured, 8)
+    right, cost = study.curves(measured, OF)
     assert right.series == {"Fixed ICL": [(100.0, 0.5), (pytest.approx(300.0), 0.7)]}
     assert cost.series["Fixed ICL"][:2] == [(1.0, 7.3), (10.0, 10.0)] and cost.doubling
 
 
-def test_an_option_of_the_engine_is_the_servers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_the_engine_is_the_servers(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     @contextmanager
@@ -198,6 +201,7 @@ def test_an_option_of_the_engine_is_the_servers(data: Path, monkeypatch: pytest.
     monkeypatch.setattr(study, "served", served)
     monkeypatch.setenv(study.KERNELS_ENV, "")
     args = arguments(data, "--sets", "banking77", "--pool-tokens", 7000, "--engine", '{"mem_fraction_static": 0.5}')
+    args.out = tmp_path / "q.json"
     monkeypatch.setattr(study.DrawStudy, "_rows", lambda *_: [])
     study.DrawStudy(args).run()
     assert seen == [11 * 7000 + 8192, ["--mem-fraction-static", "0.5"]]

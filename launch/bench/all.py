@@ -92,7 +92,7 @@ BENCHMARKS = (
     Benchmark(
         "quality-dbsa-smollm2",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "--queries", "20")
-        + ("--methods", "fixed", "dbsa-30", "dbsa-example", "zero-shot"),
+        + ("--methods", "fixed", "example", "dbsa-30", "dbsa-example", "zero-shot"),
         "quality_dbsa_smollm2.json",
         data=True,
         model=True,

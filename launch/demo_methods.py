@@ -95,7 +95,7 @@ class Bench:
         self.blocks: list[list[int]] = [block["token_ids"] for block in self.info["blocks"]]
         self.options = options
         self.lead = options.render_query("")[1]
-        self.end = options.template.split("{output}", 1)[1] + options.separator
+        self.end = options.answer_end
         self.grammar = label_grammar(self.info["labels"], self.lead, self.end)
         longest = max(len(self._ids(self.lead + label + self.end)) for label in self.info["labels"])
         # A label may also be spelled in more tokens than the tokenizer's own choice: each is at least one character.

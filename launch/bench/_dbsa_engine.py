@@ -191,8 +191,8 @@ class Stock(AskedBatch):
         self.retrieved = max(1, round(args.ratio * len(self.pool)))
         self.dice = random.Random(0)
         self.made = {"zero-shot": self.plain, "fixed": self.fixed, "retrieval": self.retrieval, LABELLED: self.labelled}
-        self.lead, self.end = OPTIONS.render_query("")[1], OPTIONS.template.split("{output}", 1)[1] + OPTIONS.separator
-        self.grammar = label_grammar([*INTENTS], self.lead, self.end)
+        self.end = OPTIONS.answer_end
+        self.grammar = label_grammar([*INTENTS], OPTIONS.render_query("")[1], self.end)
 
     def about(self) -> JsonObject:
         """Tokens of the pool, of the KV cache, and of a question on average."""

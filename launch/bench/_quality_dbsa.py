@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.config import GROUPINGS, ORDERS, PoolOptions
-from sglang_ext.launch.bench._quality_figures import Z, mean_and_error
-from sglang_ext.launch.bench._record import Curve, Figure, Timing, command_line, save, table
+from sglang_ext.launch.bench._quality_figures import Z, mean_and_error, share
+from sglang_ext.launch.bench._record import AND, Curve, Figure, Timing, command_lines, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.launch.demo import fill
 from sglang_ext.launch.demo_data import DemoTask, Example, take_turns
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 RATIO = 0.3
 """Share of the pool that methods read which choose, unless their name has another."""
 FEWER = 0.02
-"""So much below the best of the others DBSA's answers may be right (issue: within 2 points)."""
+"""The share of DBSA's right answers may lie so much below that of the best other method."""
 AIMED, IN_CONTEXT = "dbsa-30", ("fixed", "example", "block", "dbsa-10", "dbsa-100", "dbsa-example")
 """The method with an aim, and all others that show demonstrations."""
 SETTINGS = ("labels", "queries", "block_size", "concurrency", "seed", "kernels", "engine")
 """What a measurement depends on, beside its set, size, draw and method, and the model."""
 SETS = ("banking77", "clinc150", "nlu", "trec_fine")
-EMBEDDED, AND = "the embedded one", " && "
+EMBEDDED = "the embedded one"
 REQUESTS = (1, 10, 100, 1000, 10_000, 100_000)
 """Requests whose time is added up with the pool's setup."""
 
@@ -231,7 +231,7 @@ class DrawStudy:
             self.rows(),
             curves(self.measured, self.settings),
             commit=self.args.commit,
-            command=AND.join(dict.fromkeys([*self.commands, command_line(sys.argv[1:])])),
+            command=command_lines(self.commands),
             settings=self.settings,
             measurements=self.measured,
         )
@@ -266,9 +266,8 @@ def _drawn(measured: Sequence[JsonObject], name: str, size: int) -> dict[str, di
 
 
 def _share(draws: Mapping[int, JsonObject]) -> Timing:
-    """The mean share of right answers, and the ends of its central 80% over draws."""
-    mean, error = mean_and_error([each["accuracy"] for each in draws.values()])
-    return Timing(mean, max(0.0, mean - Z * error), min(1.0, mean + Z * error), len(draws))
+    """The mean share of right answers over draws."""
+    return share([each["accuracy"] for each in draws.values()])
 
 
 def _named(name: str, settings: Options) -> str:

@@ -302,6 +302,15 @@ def command_line(words: Sequence[str]) -> str:
     return "sglang-ext " + shlex.join(kept)
 
 
+AND = " && "
+"""What stands between the commands of several runs."""
+
+
+def command_lines(before: Sequence[str]) -> str:
+    """The commands of earlier runs that measured a part of a file, and that of this one, each once."""
+    return AND.join(dict.fromkeys([*before, command_line(sys.argv[1:])]))
+
+
 def save(path: Path, figures: Sequence[Figure], curves: Sequence[Curve] = (), **more: Json) -> None:
     """Write rows, curves, the machine, and the commit, the hash of the code and the command that made them."""
     record = {

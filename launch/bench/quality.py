@@ -45,7 +45,7 @@ from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, dou
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._quality_ltri import ltri_methods
 from sglang_ext.launch.bench._quality_tasks import HIDDEN
-from sglang_ext.launch.bench._record import Figure, command_line, json_file, save, table
+from sglang_ext.launch.bench._record import AND, Figure, command_lines, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
 
@@ -56,7 +56,6 @@ SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride"
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
 HOSTED = ("ltri", "infllm")  # systems that keep on the host what leaves a window
 POLL_SECONDS = 1.0
-AND = " && "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -282,7 +281,7 @@ class Study:
             self.out,
             self.figures(),
             commit=self.args.commit,
-            command=AND.join(dict.fromkeys([*self.commands, command_line(sys.argv[1:])])),
+            command=command_lines(self.commands),
             settings=self.recorded,
             curves=curves(self.settings, self.methods, self.measured),
             measurements=self.measured,

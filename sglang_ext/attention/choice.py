@@ -1,4 +1,8 @@
-"""Which kernels serve a system on this machine: what an operator asked for, or what was measured to be best."""
+"""What serves a system on this machine: what an operator asked for, or what was measured to be best.
+
+Two questions have an answer each: which kernels read rows with views (`kernels`), and which of SGLang's own attention
+backends serves batches without views (`plain_attention`).
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,13 @@ KERNELS_ENV = "SGLANG_EXT_KERNELS"
 """
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 
+PLAIN_ENV = "SGLANG_EXT_PLAIN_ATTENTION"
+"""Environment variable: what serves batches without views on a GPU, where kernels serve the others.
+
+- `auto`, the default: `fa3` where SGLang itself would choose it (Hopper GPUs), `flashinfer` elsewhere.
+- `fa3`, `flashinfer`: SGLang's attention backend of that name.
+"""
+PLAIN = ("auto", "fa3", "flashinfer")
 
 FLOAT32 = ("float32", "float")
 
@@ -44,6 +55,27 @@ def kernels(system: System, dtype: str) -> str:
         return "torch"
     if chosen == "auto":
         return "flashinfer" if system.automatic and _hopper() and dtype not in FLOAT32 else "torch"
+    return chosen
+
+
+def plain_attention(system: System, default: str) -> str:
+    """SGLang's attention backend that serves batches without views on a GPU: `fa3` or `flashinfer`.
+
+    Args:
+        system: a batch of one whose requests are all streams has views, so that nothing runs on this backend; it is the
+            one that takes the least memory then.
+        default: the backend that SGLang would choose for the model on this machine.
+
+    Raises:
+        ValueError: the environment asks for something else.
+    """
+    chosen = os.environ.get(PLAIN_ENV, "auto")
+    if chosen not in PLAIN:
+        raise ValueError(f"{PLAIN_ENV}={chosen}: expected one of {', '.join(PLAIN)}")
+    if system.streams:
+        return "flashinfer"
+    if chosen == "auto":
+        return "fa3" if default == "fa3" else "flashinfer"
     return chosen
 
 

@@ -20,8 +20,8 @@ class Machine:
 
     Attributes:
         kernels: `torch`, `triton` or `flashinfer` (`attention.choice`).
-        base: the attention backend that the reader belongs to, of which a reader uses what is SGLang's own: workspaces,
-            and attention of single requests. It calls none of the `forward` methods, which come back to the reader.
+        base: the attention backend that the reader belongs to, of which a reader uses what is SGLang's own: attention
+            of single requests. It calls none of the `forward` methods, which come back to the reader.
     """
 
     kernels: str

@@ -6,24 +6,32 @@ import pkgutil
 
 import torch
 
+from sglang_ext import compat
 from sglang_ext.attention.backend import ViewBackend
-from sglang_ext.attention.choice import kernels
+from sglang_ext.attention.choice import kernels, plain_attention
 from sglang_ext.attention.model import Machine
 from sglang_ext.names import ModelRunner
 from sglang_ext.systems.registry import System
+
+_BACKENDS = {
+    "fa3": "sglang_ext.attention.on_fa3:Fa3Views",
+    "flashinfer": "sglang_ext.attention.on_flashinfer:FlashInferViews",
+    "torch": "sglang_ext.attention.on_torch:TorchViews",
+}
+"""What serves batches without views -> the backend that is mixed over it, imported where it serves."""
 
 
 def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
     """The backend that serves `system` on this machine.
 
     Raises:
-        ValueError: the model is none that the system or its kernels serve; says what to change.
+        ValueError: the model is none that the system or its kernels serve, or the environment asks for kernels or for
+            plain attention that there are not; says what to change.
     """
     chosen = kernels(system, model_runner.server_args.dtype)
-    if chosen != "torch" and torch.cuda.is_available():
-        from sglang_ext.attention.on_flashinfer import FlashInferViews as Backend
-    else:
-        from sglang_ext.attention.on_torch import TorchViews as Backend
+    on_gpu = chosen != "torch" and torch.cuda.is_available()
+    plain = plain_attention(system, compat.default_attention(model_runner)) if on_gpu else "torch"
+    Backend: type[ViewBackend] = pkgutil.resolve_name(_BACKENDS[plain])
     make = pkgutil.resolve_name(system.reader_of(kernels=chosen != "torch"))
     policy = system.make_policy(model_runner.server_args.tp_size)
     return Backend(model_runner, policy, lambda model, policy, base: make(model, policy, Machine(chosen, base)))

@@ -220,6 +220,11 @@ def model_kv_heads(model_runner: Any) -> int:
     return int(model_runner.model_config.get_total_num_kv_heads())
 
 
+def default_attention(model_runner: Any) -> str:
+    """The attention backend that SGLang would choose for a model on this machine, if none were asked for."""
+    return model_runner.server_args._get_default_attn_backend(model_runner.use_mla_backend, model_runner.model_config)
+
+
 def num_kv_slots(model_runner: Any) -> int:
     """Rows of every layer's KV buffer; slot 0 is SGLang's padding slot."""
     pool = model_runner.token_to_kv_pool

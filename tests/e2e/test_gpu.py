@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.e2e.exact import Answer, Ask, Served
+from tests.e2e.test_gpu_double_p import BACKEND
 from tests.oracle import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -168,7 +169,7 @@ def test_a_wrong_view_strays_further(served: Served, noise: float) -> None:
 
 def test_the_kernels_ran(served: Served, request: pytest.FixtureRequest) -> None:
     state = served.engine.get_server_info()["internal_states"][0]["sglang_ext"]
-    assert (state["attention_backend"], state["reader"]) == ("FlashInferViews", "PlannedReader")
+    assert (state["attention_backend"], state["reader"]) == (BACKEND, "PlannedReader")
     asked = asks(served, seed=40)
     for number in (1, 2, 5):
         served.generate(asked[:number])

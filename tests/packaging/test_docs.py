@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
+from sglang_ext.attention.choice import KERNELS, KERNELS_ENV, PLAIN, PLAIN_ENV
 from sglang_ext.config import CHOICES, DEFAULT_RATIO, PoolOptions, RequestOptions
 from sglang_ext.launch import docs
 from sglang_ext.serving import checks
@@ -155,10 +155,11 @@ def test_every_refused_argument_is_there() -> None:
 
 
 def test_kernels_are_explained_once() -> None:
-    for value in KERNELS:
+    for value in (*KERNELS, *PLAIN):
         assert re.search(rf"^\| `{value}` \|", TEXTS["gpu.md"], flags=re.MULTILINE), value
     others = {name for name, text in TEXTS.items() if KERNELS_ENV in text} - {"gpu.md", "RESULTS.md"}
     assert others == {"troubleshooting.md"}  # which names the variable and leads to gpu.md
+    assert {name for name, text in TEXTS.items() if PLAIN_ENV in text} == {"gpu.md"}
 
 
 def test_the_picture_can_be_read_in_light_and_in_dark() -> None:

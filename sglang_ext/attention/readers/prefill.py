@@ -92,7 +92,7 @@ def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
     model.check_cache_type()
     if machine.kernels != "flashinfer":
         return None
-    return VirtualRequests(model.device, "auto", machine.base.workspace_buffer)
+    return VirtualRequests(model.device, "auto")
 
 
 class Prefills(PrefillGraphs[Loaded]):

@@ -81,7 +81,6 @@ class ViewBackend(_Base):
     def __init__(self, model_runner: ModelRunner, policy: Policy, make_reader: MakeReader) -> None:
         compat.refuse_model(model_runner)
         super().__init__(model_runner)
-        self.needs_cpu_seq_lens = True  # `note_batch` reads how long decoding requests are, whatever the base needs
         self.policy = policy
         self.requests = RequestTable(policy)
         self.reader = make_reader(Model(model_runner), policy, self)

@@ -1,7 +1,8 @@
 """Requests that have no views, beside stock SGLang on the attention backend that it would choose: Hopper GPUs, float16.
 
-The same kernels run there over the same rows, so that log-probabilities differ by what atomics and split sums reorder.
-What rounding alone does is seen beside the other backend (`SGLANG_EXT_PLAIN_ATTENTION=flashinfer`).
+The same kernels run there over the same rows, so that most log-probabilities are equal to the last bit. Where tokens of
+a prompt come in other batches, sums have another order. What other kernels do is seen beside the other backend
+(`SGLANG_EXT_PLAIN_ATTENTION=flashinfer`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OPTIONS: dict[str, Any] = {
     "log_level": "error",
 }
 NEW_TOKENS = 40
-SAME = 1e-3  # float16: what another order of sums may do to a log-probability, where kernels are the same
+ROUNDED = 1e-2  # float16: what another order of sums may do to a log-probability, where kernels are the same
 
 
 def prompts() -> list[list[int]]:
@@ -92,9 +93,10 @@ def test_plain_requests_are_stock_sglangs(folder: Path, stock: dict[str, list[An
     finally:
         engine.shutdown()
     for asked in ("alone", "batch"):
-        of_all = differences(found[asked], stock[asked])
-        print(f"{backend}, {plain}, {asked}: largest {max(of_all):.5f} of {len(of_all)} steps")
+        of_all = sorted(differences(found[asked], stock[asked]))
+        median, largest = of_all[len(of_all) // 2], of_all[-1]
+        print(f"{backend}, {plain}, {asked}: median {median:.5f}, largest {largest:.5f} of {len(of_all)} steps")
         if plain == "auto":
-            assert len(of_all) == NEW_TOKENS * len(prompts()) and max(of_all) < SAME
+            assert len(of_all) == NEW_TOKENS * len(prompts()) and median == 0 and largest < ROUNDED
         else:
-            assert 0 < max(of_all) < 0.1  # other kernels round differently: the comparison above can fail
+            assert median > 0 and largest < 0.1  # other kernels round differently: the comparison above can fail

@@ -123,8 +123,10 @@ def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> Js
     document = drawn(args.fork_tokens, 2)
     timed(engine, document)
     found["short_fork"] = forked(engine, document, args.repeats)
-    engine.flush_cache()
-    found["parts"] = parts(engine, args.parts * args.part, args.part) if args.parts else []
+    found["parts"] = []
+    for _ in range(args.repeats if args.parts else 0):
+        engine.flush_cache()
+        found["parts"].append(parts(engine, args.parts * args.part, args.part))
     engine.flush_cache()
     tokens = settings.slots + 2 * settings.chunk
     found["decode"] = {n: stepping(engine, args.decode_tokens, args.repeats, n, tokens) for n in args.batch}

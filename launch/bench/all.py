@@ -29,6 +29,8 @@ from sglang_ext.types import JsonObject
 RESULTS = Path(__file__).resolve().parent / "results"
 JOURNAL = "all.json"
 EAGER_PREFILL = '{"cuda_graph_backend_prefill":"disabled"}'
+SIXTEEN = ("--layers", "16", "--levels", "middle", "--engine-batch", "1", "8")
+"""Of the model: 8 rows of 64K tokens fit a GPU of 80 GB, and so one and two of these can be compared."""
 HALF = '{"dtype":"float16","disable_cuda_graph":true}'
 
 
@@ -73,6 +75,17 @@ BENCHMARKS = (
         "double_p-engine",
         ("double_p", "--only", "engine", "--repeats", "5", "--engine", EAGER_PREFILL),
         "double_p_engine.json",
+    ),
+    Benchmark(
+        "double_p-engine-16-layers",
+        ("double_p", "--only", "engine", *SIXTEEN, "--repeats", "5"),
+        "double_p_engine_16_layers.json",
+    ),
+    Benchmark(
+        "double_p-engine-tp2",
+        ("double_p", "--only", "engine", "--tp", "2", *SIXTEEN, "--repeats", "5"),
+        "double_p_engine_tp2.json",
+        gpus=2,
     ),
     Benchmark(
         "double_p-recovered",

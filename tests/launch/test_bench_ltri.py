@@ -38,7 +38,7 @@ def test_rows() -> None:
             **read(9.0, 30),
             "fork": {"from the queue": [0.02, 0.06, 0.03], "end to end": [0.1, 0.3, 0.2]},
             "short_fork": {"end to end": [0.2]},
-            "parts": [1.0, 2.0, 2.1],
+            "parts": [[1.0, 2.0, 2.08], [1.0, 2.0, 2.08]],
             "decode": {"1": [0.006], "3": [0.02]},
         },
         "voted": read(10.0, 90),
@@ -56,7 +56,7 @@ def test_rows() -> None:
         (0.9, "at most 1x", True),  # of ten seconds
         (1.111, "", None),
         (1.125, "at most 1.15x", True),
-        (1.05, "at most 1.05x", True),
+        (1.04, "at most 1.05x", True),
         (1.0, "at most 1x", False),  # in the median, and not in all of its interval
         (45.0, "", None),
         (2.0, "", None),
@@ -83,6 +83,8 @@ def test_rows_of_the_engines_that_ran() -> None:
         "ltri": {**read(9.0, 3), "fork": {"from the queue": [0.1], "end to end": [0.1]}, "parts": [], "decode": {}}
     }
     assert len(ltri.compare(raw, arguments())) == 3
+    raw["ltri"]["parts"] = [[1.0, 2.0, 2.1]]
+    assert len(ltri.compare(raw, arguments())) == 3, "one conversation says nothing of how far parts differ"
     assert ltri.compare({"streaming_llm": {"whole": [1.0]}}, arguments()) == []
 
 
@@ -116,7 +118,7 @@ def test_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words += ["--tokens", "1024", "--part", "256", "--parts", "3", "--host-gb", "0.05", "--decode-tokens", "3"]
     words += [
         "--repeats",
-        "1",
+        "2",
         "--streams",
         "3",
         "--fork-tokens",

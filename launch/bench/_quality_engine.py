@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING
 from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._quality_reports import REPORT, attention, recall
 from sglang_ext.launch.bench._quality_tasks import (
+    PARTS,
     QualityTask,
     StreamTask,
     blocks_of,
+    books,
     by_bins,
     classification,
     digits_right,
     key_tasks,
-    perplexity,
     stream,
 )
 from sglang_ext.launch.bench._reference_reader import Writer
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 STREAMS = ("cascade", "streaming_llm", "ltri", "infllm")
 CALIBRATE, TOLERANCE, ROUNDS = 16, 0.02, 6
 GPU_ROWS = 48  # prompts that stay in the KV pool of a GPU, so that setting budgets computes them once
-BINS = 16
 ANSWERED = 1  # tokens of an answer to what is only read; they take room in the context
 RESERVED = 8  # SGLang keeps a few tokens of the context to itself: it is told that there are more, and none is used
 
@@ -290,17 +290,14 @@ class Asker:
         labels = text.labels[1:]
         if len(values) != len(labels):
             raise RuntimeError(f"the engine gave {len(values)} log-probabilities of {len(labels)} tokens")
-        size = -(-len(values) // BINS)
-        every = [True] * len(values)
+        size = text.part or -(-len(values) // PARTS)
+        kinds = {"all": [True] * len(values), **({"labels": labels} if any(labels) else {})}
         return {
             "task": name,
             "tokens": len(text.tokens),
-            "perplexity": {
-                "all": perplexity(values),
-                "labels": perplexity([value for value, chosen in zip(values, labels, strict=True) if chosen]),
-            },
+            "perplexity": {kind: by_bins(values, chosen, len(values))[0] for kind, chosen in kinds.items()},
             "bin": size,
-            "bins": {"all": by_bins(values, every, size), "labels": by_bins(values, labels, size)},
+            "bins": {kind: by_bins(values, chosen, size) for kind, chosen in kinds.items()},
             "seconds": {"answers": time.perf_counter() - begin},
         }
 
@@ -310,6 +307,8 @@ def tasks(writer: Writer, settings: Options, method: Method) -> dict[str, Qualit
     found: dict[str, QualityTask | StreamTask] = {}
     data, seed, context = settings["data"], settings["seed"], settings["context"]
     sparse_decoding, endless = settings["suite"] == "double_p", method.endless
+    if settings["suite"] == "book":
+        return {**books(writer, settings)}
     if settings["stream"] and settings["suite"] == "cascade":
         found[f"stream, {settings['stream']} tokens"] = stream(writer, data, settings["stream"], seed)
     for length in settings["passkey"]:

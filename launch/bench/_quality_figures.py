@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from sglang_ext.launch.bench import _quality_book
 from sglang_ext.launch.bench._quality_engine import Method
 from sglang_ext.launch.bench._quality_ltri import PLOTS, RECALLED, RETRIEVED, aim, kind_of
 from sglang_ext.launch.bench._quality_tasks import BLOCK, DIGITS, HIDDEN
@@ -15,7 +16,7 @@ from sglang_ext.types import JsonObject, Options
 Z = 1.2816  # 80% of a normal distribution lie within so many standard deviations
 WIDE_Z = 1.96  # and 95% within so many
 POINT = 0.01
-BASELINE = {"double_p": "dense", "cascade": "streaming_llm", "ltri": "infllm"}
+BASELINE = {"double_p": "dense", "cascade": "streaming_llm", "ltri": "infllm", "book": "streaming_llm"}
 
 
 def share(scores: Sequence[float]) -> Timing:
@@ -168,7 +169,9 @@ def _perplexities(
             continue
         before = _spread(theirs["perplexity"][kind], theirs["bins"][kind])
         aim, met = "", None
-        if selects(methods[name]):
+        if selects(methods[name]) and settings["suite"] == "book":
+            aim, met = _quality_book.aim(mine, theirs)
+        elif selects(methods[name]):
             aim, met = "below StreamingLLM", value < before.median
         baseline = methods[BASELINE[settings["suite"]]].title
         ratio = before.median / value
@@ -185,6 +188,8 @@ def curves(settings: Options, methods: Mapping[str, Method], measured: Sequence[
     """What is plotted: right answers and what was read against the length of the row, perplexity along a stream."""
     if settings["suite"] == "ltri":
         return _key_curves(methods, measured)
+    if settings["suite"] == "book":
+        return _quality_book.curves(methods, measured)
 
     def lines(figure: Callable[[JsonObject], float | None], begins: str) -> dict[str, list[tuple[float, float]]]:
         found: dict[str, list[tuple[float, float]]] = {}

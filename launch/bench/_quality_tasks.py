@@ -5,6 +5,7 @@
 - A passkey somewhere in filler sentences.
 - For systems that fetch back blocks of a row: a passkey at a depth that is drawn, and within one block or over two; one
   of 16 passkeys that have names; a passkey among texts of banking77.
+- A text that the user names, from its beginning on, for perplexity.
 - A stream of banking77's demonstrations without end, for perplexity. The reference model was trained to predict labels
   that it has seen and hardly anything else, so the perplexity of the labels is given beside that of all tokens.
 
@@ -20,6 +21,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sglang_ext.launch.bench._reference_reader import PREFIX, SEPARATOR, Writer
 from sglang_ext.launch.bench.reference import FILLER, Suite, demonstrations, passkey_prompt, suite_data
@@ -29,6 +31,10 @@ from sglang_ext.types import Options
 
 CLASSES = Suite("banking77", False, 0.8, lower=True)
 DIGITS = 5
+PARTS = 16
+"""Of a stream."""
+CHARACTERS = 10
+"""Of a token of a book, at most, in the mean: so much of a file is read."""
 
 
 @dataclass(frozen=True)
@@ -285,10 +291,12 @@ class StreamTask:
     Attributes:
         tokens: token ids, BOS first.
         labels: of each token, whether it is one of a label.
+        part: tokens of a part that has a perplexity of its own; 0: there are `PARTS` of them.
     """
 
     tokens: list[int]
     labels: list[bool]
+    part: int = 0
 
     def chunks(self, size: int) -> list[list[int]]:
         """The tokens without BOS in runs that fit `size` tokens with a BOS before each: what dense attention reads."""
@@ -311,6 +319,26 @@ def stream(writer: Writer, data: str, tokens: int, seed: int) -> StreamTask:
             if len(ids) >= tokens:
                 break
     return StreamTask(ids[:tokens], labels[:tokens])
+
+
+def books(writer: Writer, settings: Options) -> dict[str, StreamTask]:
+    """The first tokens of each of `--books`, by the name of their task.
+
+    Raises:
+        ValueError: a file cannot be read as text, or has fewer tokens than `--stream` says.
+    """
+    found, tokens = {}, settings["stream"]
+    for path in settings["books"]:
+        try:
+            with open(path, encoding="utf-8", errors="strict") as file:
+                text = file.read(CHARACTERS * tokens)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--books {path}: {error}; expected a text file in UTF-8") from error
+        ids = [writer.tokenizer.bos_token_id, *writer.encode(text)][:tokens]
+        if len(ids) < tokens:
+            raise ValueError(f"--books {path}: {len(ids)} tokens; expected {tokens}, or a smaller --stream")
+        found[f"{Path(path).stem}, {tokens} tokens"] = StreamTask(ids, [False] * tokens, settings["part"])
+    return found
 
 
 def perplexity(logprobs: Sequence[float]) -> float:

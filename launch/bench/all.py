@@ -4,7 +4,8 @@ A run that was cut short goes on where it stopped: what has ended is noted in ``
 hash of the product's code (`_code`). A benchmark that ended with other code is run again, so that in the end all rows
 are of one state of the code. One that fails holds up no other one; the exit status is 1 then, and the next run tries it
 again. The studies of quality need --data, the folder of the classification sets, and are left out without it; so are
-those of a real model without --model, and benchmarks of several GPUs on a machine with fewer.
+those of a real model without --model, those of books without --books, and benchmarks of several GPUs on a machine with
+fewer.
 
 The tables of docs/ follow from the results with ``sglang-ext bench report``.
 """
@@ -42,17 +43,15 @@ class Benchmark:
         name: of it, in --only.
         words: behind ``sglang-ext bench``.
         out: its --out, within the results folder; empty where that is the folder itself.
-        data: whether it reads the classification sets.
         gpus: that it needs.
-        model: whether it is of the model of --model.
+        needs: arguments of this command without which it is left out, and which it is given.
     """
 
     name: str
     words: tuple[str, ...]
     out: str = ""
-    data: bool = False
     gpus: int = 1
-    model: bool = False
+    needs: tuple[str, ...] = ()
 
 
 BENCHMARKS = (
@@ -100,41 +99,51 @@ BENCHMARKS = (
         "quality-dbsa",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "4000", "--queries", "50"),
         "quality_dbsa.json",
-        data=True,
+        needs=("data",),
     ),
     Benchmark(
         "quality-dbsa-smollm2",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "--queries", "20")
         + ("--methods", "fixed", "example", "dbsa-30", "dbsa-example", "zero-shot"),
         "quality_dbsa_smollm2.json",
-        data=True,
-        model=True,
+        needs=("data", "model"),
     ),
     Benchmark(
         "quality-double_p",
         ("quality", "--suite", "double_p", "--queries", "400", "--passkey", "4096", "--parallel", "2"),
         "quality_double_p.json",
-        data=True,
+        needs=("data",),
     ),
     Benchmark(
         "quality-double_p-gpu",
         ("quality", "--suite", "double_p", "--queries", "3080", "--passkey", "4096", "8192", "16384", "--parallel", "2")
         + ("--methods", "dense", "double_p-kernels", "--kernels", "triton", "--engine", '{"dtype":"float16"}'),
         "quality_double_p_gpu.json",
-        data=True,
+        needs=("data",),
     ),
     Benchmark(
         "quality-cascade",
         ("quality", "--suite", "cascade", "--parallel", "7", "--kernels", "triton", "--engine", HALF),
         "quality_cascade.json",
-        data=True,
+        needs=("data",),
     ),
     Benchmark(
         "quality-ltri",
         ("quality", "--suite", "ltri", "--hidden", "named", "--passkey", "4096", "--prompts", "20", "--host-gb", "2")
         + ("--methods", "ltri-sum", "ltri-max", "ltri-mass", "infllm", "given", "random"),
         "quality_ltri.json",
-        data=True,
+        needs=("data",),
+    ),
+    *(
+        Benchmark(
+            f"quality-book-{window}",
+            ("quality", "--suite", "book", "--stream", "524288", "--window", str(window), "--stride", "128")
+            + ("--concurrency", "1", "--parallel", "6", "--host-gb", "16", "--heads", "all")
+            + ("--kernels", "triton", "--engine", HALF),
+            f"quality_book_{window}.json",
+            needs=("books", "model"),
+        )
+        for window in (2048, 4096)
     ),
 )
 
@@ -145,6 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
     parser.add_argument("--data", help="folder of the classification sets; without it, studies of quality are left out")
     parser.add_argument("--model", help="folder of SmolLM2-135M-Instruct; without it, its studies are left out")
+    parser.add_argument("--books", nargs="+", metavar="FILE", help="texts of 512K tokens or more, likewise")
     parser.add_argument(
         "--out", type=results_folder, default=RESULTS, help="folder of the JSON files (default: launch/bench/results)"
     )
@@ -163,11 +173,8 @@ def main(args: argparse.Namespace) -> int:
     chosen = [each for each in BENCHMARKS if each.name in args.only]
     for benchmark in chosen:
         line = shlex.join(["sglang-ext", "bench", *benchmark.words])
-        if benchmark.data and not args.data:
-            print(f"{benchmark.name}: left out, because it needs --data", flush=True)
-            continue
-        if benchmark.model and not args.model:
-            print(f"{benchmark.name}: left out, because it needs --model", flush=True)
+        if lacking := [f"--{name}" for name in benchmark.needs if not getattr(args, name)]:
+            print(f"{benchmark.name}: left out, because it needs {' and '.join(lacking)}", flush=True)
             continue
         if benchmark.gpus > 1 and benchmark.gpus > gpus():
             print(f"{benchmark.name}: left out, because it needs {benchmark.gpus} GPUs", flush=True)
@@ -178,7 +185,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"{benchmark.name}: {line}", flush=True)
         if args.list:
             continue
-        if benchmark.data:
+        if benchmark.words[0] == "quality":
             put_aside(args.out / benchmark.out, code)
         begin = time.perf_counter()
         status = subprocess.run(command(benchmark, args), check=False).returncode
@@ -202,10 +209,9 @@ def put_aside(results: Path, code: str) -> None:
 def command(benchmark: Benchmark, args: argparse.Namespace) -> Sequence[str]:
     """What runs a benchmark."""
     words = [sys.executable, "-m", "sglang_ext.launch.cli", "bench", *benchmark.words]
-    if benchmark.data:
-        words += ["--data", args.data]
-    if benchmark.model:
-        words += ["--model", args.model]
+    for name in benchmark.needs:
+        given = getattr(args, name)
+        words += [f"--{name}", *([given] if isinstance(given, str) else given)]
     return [*words, "--out", str(args.out / benchmark.out), *(["--commit", args.commit] if args.commit else [])]
 
 

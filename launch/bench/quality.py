@@ -14,6 +14,10 @@ of its own, but those of dbsa share a server:
 - --suite cascade: passkeys in rows of one window and its doublings, and the perplexity of a stream of demonstrations,
   for dense attention, StreamingLLM and 2, 4 and 8 cascades of one window, with and without token selection.
 
+- --suite book: the perplexity of texts, --books, that are read from their beginning to their end: for dense attention
+  in pieces of the model's context, and for StreamingLLM, cascades, InfLLM's index and Ltri-LLM, which see as many
+  tokens as each other. Spreads are over parts of 64K tokens.
+
 - --suite ltri: passkeys at depths that are drawn uniformly (--hidden says where: among filler sentences, one of 16 that
   have names, among texts of banking77, within one memory block, over two), for dense attention, StreamingLLM with as
   many visible tokens, InfLLM's index, random blocks, the blocks that hold the key, and Ltri-LLM with its similarities,
@@ -41,6 +45,7 @@ import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench import _quality_dbsa
+from sglang_ext.launch.bench._quality_book import PART, book_methods
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._quality_ltri import ltri_methods
@@ -50,17 +55,19 @@ from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SUITES = ("dbsa", "double_p", "cascade", "ltri")
+SUITES = ("dbsa", "double_p", "cascade", "ltri", "book")
 # What a measurement depends on, beside its method.
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
+OF_BOOKS = ("part", "heads")  # beside these, of books
 HOSTED = ("ltri", "infllm")  # systems that keep on the host what leaves a window
 POLL_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", choices=SUITES, required=True)
-    parser.add_argument("--data", required=True, help="folder of the classification sets; banking77 is read")
+    parser.add_argument("--data", default="", help="folder of the classification sets; all suites but book read it")
+    parser.add_argument("--books", nargs="+", default=[], metavar="FILE", help="texts in UTF-8 that book reads")
     parser.add_argument("--model", default=str(MODEL), help="model folder (default: the embedded one)")
     parser.add_argument(
         "--methods",
@@ -94,6 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stream", type=int, default=65_536, help="tokens that cascades read for perplexity; 0: none (default: 65536)"
     )
+    parser.add_argument("--part", type=int, default=PART, help=f"tokens of a part of a book (default: {PART})")
+    parser.add_argument("--heads", help="file of sglang-ext heads, or all: which heads of book vote in Ltri-LLM")
     parser.add_argument("--context", type=int, default=0, help="longest dense row (default: the model's context)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
     parser.add_argument("--parallel", type=int, default=1, help="engines at a time (default: 1)")
@@ -115,6 +124,9 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         RuntimeError: some engine failed; what the others measured is written.
     """
+    if not (args.books if args.suite == "book" else args.data):
+        what = "--books, the texts to read" if args.suite == "book" else "--data, the folder of the classification sets"
+        raise ValueError(f"--suite {args.suite} needs {what}: expected it beside the suite")
     if args.suite == "dbsa":
         return _quality_dbsa.main(args)
     # Whoever ends the run (a time limit, say) ends its engines too: as an exception, not at once.
@@ -132,6 +144,9 @@ def methods_of(settings: Options) -> dict[str, Method]:
     """The methods of a suite, by name."""
     if settings["suite"] == "double_p":
         return double_p_methods()
+    if settings["suite"] == "book":
+        sizes = (settings[name] for name in ("window", "stride", "sinks", "context", "heads"))
+        return book_methods(*sizes)
     make = cascade_methods if settings["suite"] == "cascade" else ltri_methods
     return make(settings["window"], settings["stride"], settings["sinks"], settings["context"])
 
@@ -171,6 +186,8 @@ class Study:
             "passkey": lengths,
             "context": context,
         }
+        if args.suite == "book":
+            self.settings |= {"passkey": [], "books": args.books, "part": args.part, "heads": args.heads}
         if args.suite == "ltri":
             self.settings |= {"hidden": args.hidden, "prompts": _prompts(args.prompts, lengths)}
         self.methods = methods_of(self.settings)
@@ -188,16 +205,23 @@ class Study:
         self.measured: list[JsonObject] = []
         self.commands: list[str] = []
         self.recorded = dict(self.settings)
+        if args.suite == "book":  # folders are the user's own
+            self.recorded |= {"books": [Path(path).stem for path in args.books]}
+            self.recorded |= {"heads": args.heads and Path(args.heads).name}
         if self.out.exists() and not args.anew:
             self.measured = self._known(json.loads(self.out.read_text()))
 
     def _known(self, record: JsonObject) -> list[JsonObject]:
         """The measurements of a file; with --passkey, --shots or --stream some more may be asked for."""
         known = record.get("settings", {})
-        if other := [name for name in SETTINGS if name not in TASKS and known.get(name) != self.settings[name]]:
+        kept = [
+            *(name for name in SETTINGS if name not in TASKS),
+            *(name for name in OF_BOOKS if name in self.recorded),
+        ]
+        if other := [name for name in kept if known.get(name) != self.recorded[name]]:
             raise ValueError(
                 f"{self.out} has results of other settings: {', '.join(f'{n}={known.get(n)}' for n in other)}; expected"
-                f" {', '.join(f'{n}={self.settings[n]}' for n in other)}: measure --anew, or name another --out"
+                f" {', '.join(f'{n}={self.recorded[n]}' for n in other)}: measure --anew, or name another --out"
             )
         self.commands = record["command"].split(AND)
         asked = self.settings.get("prompts", {})
@@ -207,8 +231,8 @@ class Study:
                     f"{self.out} has {count} prompts of {length} tokens; expected --prompts {count} and not"
                     f" {asked[length]}: measure --anew, or name another --out"
                 )
-        for name in ("shots", "passkey", *(["hidden"] if asked else [])):
-            self.recorded[name] = list(dict.fromkeys([*known[name], *self.settings[name]]))
+        for name in (each for each in ("shots", "passkey", "hidden", "books") if each in self.recorded):
+            self.recorded[name] = list(dict.fromkeys([*known[name], *self.recorded[name]]))
         if asked:
             self.recorded["prompts"] = {**known["prompts"], **asked}
         self.recorded["stream"] = self.settings["stream"] or known["stream"]

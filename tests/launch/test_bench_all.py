@@ -43,7 +43,8 @@ def ask(*words: object) -> int:
 def test_every_command_is_one(tmp_path: Path) -> None:
     """The benchmarks take the words that they get."""
     for benchmark in all.BENCHMARKS:
-        words = all.command(benchmark, argparse.Namespace(data="DATA", model="MODEL", out=tmp_path, commit="c0"))[4:]
+        given = argparse.Namespace(data="DATA", model="MODEL", books=["A", "B"], out=tmp_path, commit="c0")
+        words = all.command(benchmark, given)[4:]
         module, prog, arguments = cli._module("bench", list(words))
         parsed = cli._parse(module, prog, arguments)
         assert parsed.commit == "c0" and Path(parsed.out) == tmp_path / benchmark.out
@@ -93,6 +94,7 @@ def test_what_is_left(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert ask("--list", "--out", tmp_path) == 0
     said = capsys.readouterr().out
     assert not runs.words and said.count("left out, because it needs --data") == 6
+    assert said.count("left out, because it needs --books and --model") == 2
     assert "dbsa-engine-tp2: left out, because it needs 2 GPUs" in said
     assert "dbsa-host: sglang-ext bench dbsa --only host" in said
     assert not list(tmp_path.iterdir())

@@ -1,11 +1,14 @@
 # `make demo` and `make test` set everything up. Needed: make, and Python 3.10 to 3.12 with pip. No GPU.
 #   PYTHON=/path/to/python  the interpreter to build the environment with (default: the first that fits)
+#   SGLANG=0.5.18           another SGLang than 0.5.17, in an environment of its own (.venv-0.5.18): make test SGLANG=0.5.18
 #   ARGS="..."              more arguments for the command: make test ARGS="-k exactness", make demo ARGS="--queries 50"
 #   MINUTES=60 ANSWERS=20000 JSON=FILE   of `make soak`: how long, how many answers at least, where the summary goes
 #   WORKERS=N               processes that run tests, a file each at a time (default: 2; 0: in one, as where there is a GPU)
 
 SHELL := /bin/sh
-VENV ?= .venv
+DEFAULT_SGLANG := 0.5.17
+SGLANG ?= $(DEFAULT_SGLANG)
+VENV ?= .venv$(if $(filter-out $(DEFAULT_SGLANG),$(SGLANG)),-$(SGLANG))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
@@ -84,7 +87,7 @@ $(READY): pyproject.toml
 	  $(BIN)/python -m ensurepip --default-pip >/dev/null; \
 	fi
 	@echo "installing sglang-ext and what it needs into $(VENV) (the first time: about 9 GB, a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' 'sglang==$(SGLANG)'
 	@touch $@
 
 clean:

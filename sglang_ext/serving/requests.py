@@ -314,7 +314,8 @@ def _check_fields(request: RequestInput) -> None:
         value = getattr(request, name)
         if value is None or value is default:
             continue
-        if name not in SERVED and value != default:
+        left_out = value == default or (value is False and default is None)  # which chats say of some fields
+        if name not in SERVED and not left_out:
             raise ValueError(f"{name} is not served by this server: leave it out")
         try:
             value = adapter.validate_python(value)

@@ -98,7 +98,7 @@ class Request:
                 tokens += block_tokens(block.key)
         self.origin_input_ids = array("q", [*tokens, *own])
         self.output_ids = array("q")
-        self.extra_key = extra_key
+        self.extra_key, self.cache_salt = extra_key, None
         self.priority = None
         self.rid = f"r{next(self._numbers)}"
         self.is_finished = False

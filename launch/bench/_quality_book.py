@@ -65,5 +65,5 @@ def curves(methods: Mapping[str, Method], measured: Sequence[JsonObject]) -> lis
             if name in found
         }
         if series:
-            drawn.append(Curve(task.rsplit(",", 1)[0], "tokens read", "perplexity of a part", series))
+            drawn.append(Curve(task, "tokens read", "perplexity of a part", series))
     return drawn

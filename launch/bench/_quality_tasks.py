@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_ext.launch.bench._reference_reader import PREFIX, SEPARATOR, Writer
-from sglang_ext.launch.bench.reference import FILLER, Suite, demonstrations, passkey_prompt, suite_data
+from sglang_ext.launch.bench.reference import FILLER, MODEL, Suite, demonstrations, passkey_prompt, suite_data
 from sglang_ext.launch.reference.corpus import read_rows
 from sglang_ext.serving.grammar import label_grammar
 from sglang_ext.types import Options
@@ -322,12 +322,17 @@ def stream(writer: Writer, data: str, tokens: int, seed: int) -> StreamTask:
 
 
 def books(writer: Writer, settings: Options) -> dict[str, StreamTask]:
-    """The first tokens of each of `--books`, by the name of their task.
+    """The first tokens of each of `--books`, by the name of their task, which has the model's where it is another one.
 
     Raises:
-        ValueError: a file cannot be read as text, or has fewer tokens than `--stream` says.
+        ValueError: a file cannot be read as text, has fewer tokens than `--stream` says, or is called like another; or
+            `--stream` leaves nothing to predict.
     """
-    found, tokens = {}, settings["stream"]
+    found, tokens = dict[str, StreamTask](), settings["stream"]
+    if tokens < 2:
+        raise ValueError(f"--stream {tokens}: expected at least 2 tokens of a book, of which the first is given")
+    model = Path(settings["model"])
+    of_model = "" if model == MODEL else f"{model.name}, "
     for path in settings["books"]:
         try:
             with open(path, encoding="utf-8", errors="strict") as file:
@@ -337,7 +342,10 @@ def books(writer: Writer, settings: Options) -> dict[str, StreamTask]:
         ids = [writer.tokenizer.bos_token_id, *writer.encode(text)][:tokens]
         if len(ids) < tokens:
             raise ValueError(f"--books {path}: {len(ids)} tokens; expected {tokens}, or a smaller --stream")
-        found[f"{Path(path).stem}, {tokens} tokens"] = StreamTask(ids, [False] * tokens, settings["part"])
+        name = f"{of_model}{Path(path).stem}, {tokens} tokens"
+        if name in found:
+            raise ValueError(f"--books {path}: another one has this name, too; results call books by their names")
+        found[name] = StreamTask(ids, [False] * tokens, settings["part"])
     return found
 
 

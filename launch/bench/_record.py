@@ -276,8 +276,8 @@ def results_folder(text: str) -> Path:
     return path
 
 
-FOLDERS = {"--data": "DATA", "--model": "FOLDER"}
-"""Arguments that are folders, and what stands for them in records."""
+FOLDERS = {"--data": "DATA", "--model": "FOLDER", "--heads": "HEADS", "--books": "BOOK"}
+"""Arguments that are paths of the user's own, and what stands for each in records."""
 
 
 def command_line(words: Sequence[str]) -> str:
@@ -286,19 +286,17 @@ def command_line(words: Sequence[str]) -> str:
     None of that changes a figure.
     """
     kept: list[str] = []
-    before = ""
+    option = ""  # that the words behind it belong to
     for word in words:
-        if before in ("--out", "--commit"):
-            before = ""
-            continue
         name = word.split("=", 1)[0]
-        if before in FOLDERS:
-            kept.append(FOLDERS[before])
-        elif name in FOLDERS and "=" in word:
-            kept.append(f"{name}={FOLDERS[name]}")
-        elif name not in ("--out", "--commit"):
-            kept.append(word)
-        before = word
+        if word.startswith("--"):
+            option = "" if "=" in word else name
+            if name in FOLDERS and "=" in word:
+                word = f"{name}={FOLDERS[name]}"
+            if name not in ("--out", "--commit"):
+                kept.append(word)
+        elif option not in ("--out", "--commit"):
+            kept.append(FOLDERS.get(option, word))
     return "sglang-ext " + shlex.join(kept)
 
 

@@ -153,6 +153,7 @@ class ViewBackend(_Base):
     ) -> torch.Tensor:
         if not self._is_ours():
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        _refuse(kwargs)
         return self._read(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_extend(
@@ -167,6 +168,7 @@ class ViewBackend(_Base):
     ) -> torch.Tensor:
         if not self._is_ours():
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        _refuse(kwargs)
         return self._read(q, k, v, layer, forward_batch, save_kv_cache)
 
     def _is_ours(self) -> bool:
@@ -266,6 +268,15 @@ def view_backend(model_runner: ModelRunner) -> ViewBackend | None:
     """The view backend among a model runner's attention backends, or None when another one was chosen."""
     backend = getattr(model_runner, "attn_backend", None)
     return backend if isinstance(backend, ViewBackend) else None
+
+
+def _refuse(given: Mapping[str, Passed]) -> None:
+    """Raise ValueError where a layer passes what no reader knows (attention sinks, scales of 8 bits)."""
+    if unknown := [name for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"the model's attention passes {', '.join(unknown)}, which views do not serve: serve it with one of"
+            " SGLang's own attention backends"
+        )
 
 
 def _forward(forward_batch: ForwardBatch) -> Forward:

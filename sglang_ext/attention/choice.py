@@ -7,6 +7,7 @@ backends serves batches without views (`plain_attention`).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -29,7 +30,8 @@ PLAIN_ENV = "SGLANG_EXT_PLAIN_ATTENTION"
 """Environment variable: what serves batches without views on a GPU, where kernels serve the others.
 
 - `auto`, the default: `fa3` where SGLang itself would choose it (Hopper GPUs), `flashinfer` elsewhere.
-- `fa3`, `flashinfer`: SGLang's attention backend of that name.
+- `fa3`: SGLang's attention backend of that name, which serves GPUs of compute capability 8 and 9.
+- `flashinfer`: likewise.
 """
 PLAIN = ("auto", "fa3", "flashinfer")
 
@@ -58,24 +60,39 @@ def kernels(system: System, dtype: str) -> str:
     return chosen
 
 
-def plain_attention(system: System, default: str) -> str:
-    """SGLang's attention backend that serves batches without views on a GPU: `fa3` or `flashinfer`.
-
-    Args:
-        system: a batch of one whose requests are all streams has views, so that nothing runs on this backend; it is the
-            one that takes the least memory then.
-        default: the backend that SGLang would choose for the model on this machine.
+def asked_plain_attention() -> str:
+    """What the environment asks for: one of `PLAIN`.
 
     Raises:
-        ValueError: the environment asks for something else.
+        ValueError: it asks for something else, or for what does not run on this GPU.
     """
     chosen = os.environ.get(PLAIN_ENV, "auto")
     if chosen not in PLAIN:
         raise ValueError(f"{PLAIN_ENV}={chosen}: expected one of {', '.join(PLAIN)}")
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+    if chosen == "fa3" and major not in (None, 8, 9):
+        raise ValueError(
+            f"{PLAIN_ENV}=fa3 on a GPU of compute capability {major}: it serves 8 and 9; set it to auto or flashinfer"
+        )
+    return chosen
+
+
+def plain_attention(system: System, default: Callable[[], str]) -> str:
+    """SGLang's attention backend that serves batches without views on a GPU: `fa3` or `flashinfer`.
+
+    Args:
+        system: on a server of streams every batch has views, so that nothing runs on this backend. It is FlashInfer's
+            then, with which these servers were measured.
+        default: says which backend SGLang would choose for the model on this machine.
+
+    Raises:
+        ValueError: as of `asked_plain_attention`.
+    """
+    chosen = asked_plain_attention()
     if system.streams:
         return "flashinfer"
     if chosen == "auto":
-        return "fa3" if default == "fa3" else "flashinfer"
+        return "fa3" if default() == "fa3" else "flashinfer"
     return chosen
 
 

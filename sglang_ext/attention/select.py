@@ -30,7 +30,7 @@ def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
     """
     chosen = kernels(system, model_runner.server_args.dtype)
     on_gpu = chosen != "torch" and torch.cuda.is_available()
-    plain = plain_attention(system, compat.default_attention(model_runner)) if on_gpu else "torch"
+    plain = plain_attention(system, lambda: compat.default_attention(model_runner)) if on_gpu else "torch"
     Backend: type[ViewBackend] = pkgutil.resolve_name(_BACKENDS[plain])
     make = pkgutil.resolve_name(system.reader_of(kernels=chosen != "torch"))
     policy = system.make_policy(model_runner.server_args.tp_size)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_ext.attention.choice import captures
+from sglang_ext.attention.choice import asked_plain_attention, captures
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.names import ServerArgs
 from sglang_ext.systems.options import without_options
@@ -82,6 +82,10 @@ def refusals(server_args: ServerArgs) -> list[str]:
             f"enable_mixed_chunk is not supported with --attention-backend {server_args.attention_backend}: leave out"
             " --enable-mixed-chunk: decoding steps would not be told from prompts"
         )
+    try:
+        asked_plain_attention()
+    except ValueError as error:
+        problems.append(str(error))
     policy = system.make_policy()
     try:
         policy.spread(server_args.tp_size)

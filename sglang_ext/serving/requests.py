@@ -314,9 +314,11 @@ def _check_fields(request: RequestInput) -> None:
         value = getattr(request, name)
         if value is None or value is default:
             continue
-        left_out = value == default or (value is False and default is None)  # which chats say of some fields
-        if name not in SERVED and not left_out:
-            raise ValueError(f"{name} is not served by this server: leave it out")
+        if name not in SERVED:
+            if value != default and not (value is False and default is None):
+                raise ValueError(f"{name} is not served by this server: leave it out")
+            setattr(request, name, default)  # a chat says False of some fields whose default is None
+            continue
         try:
             value = adapter.validate_python(value)
         except ValidationError as error:

@@ -303,9 +303,7 @@ def test_a_stored_response_says_what_it_used(server: Server) -> None:
     ids.append(json.loads(events.split("event: response.completed\ndata: ")[1].splitlines()[0])["response"]["id"])
     ids.append(server.json("POST", "/v1/responses", json={**body, "background": True})["id"])
     for id in ids:
-        kept = until(
-            lambda id=id: (found := server.json("GET", f"/v1/responses/{id}"))["status"] in ENDED and found
-        )
+        kept = until(lambda id=id: (found := server.json("GET", f"/v1/responses/{id}"))["status"] in ENDED and found)
         assert kept["sglang_ext"]["pool"] == "base" and kept["sglang_ext"]["label_probs"] and kept["output"]
         assert server.call("POST", "/v1/responses", json={**body, "previous_response_id": id}).status_code == 200
 

@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def settings(path: Path, tokens: int = 500) -> dict[str, Any]:
-    return {"suite": "book", "books": [str(path)], "stream": tokens, "part": 200}
+    return {"suite": "book", "books": [str(path)], "stream": tokens, "part": 200, "model": str(MODEL)}
 
 
 def test_a_book_is_read_from_its_beginning(writer: Writer, text: Path) -> None:
@@ -41,6 +41,7 @@ def test_a_book_is_read_from_its_beginning(writer: Writer, text: Path) -> None:
     assert (name, found.part, len(found.tokens), len(found.labels)) == ("story, 500 tokens", 200, 500, 500)
     assert found.tokens[0] == writer.tokenizer.bos_token_id
     assert text.read_text("utf-8").startswith(writer.tokenizer.decode(found.tokens[1:]))
+    assert list(tasks.books(writer, {**settings(text), "model": "/models/Other"})) == ["Other, story, 500 tokens"]
 
 
 def test_what_is_no_book_is_refused(writer: Writer, tmp_path: Path, text: Path) -> None:
@@ -48,6 +49,13 @@ def test_what_is_no_book_is_refused(writer: Writer, tmp_path: Path, text: Path) 
         tasks.books(writer, settings(text, 99_999))
     with pytest.raises(ValueError, match=r"--books .*none.txt: .*No such file.*; expected a text file in UTF-8"):
         tasks.books(writer, settings(tmp_path / "none.txt"))
+    (tmp_path / "more").mkdir()
+    same = {**settings(text), "books": [str(text), str(text.rename(tmp_path / "more" / "story.txt"))]}
+    (tmp_path / "story.txt").write_bytes((tmp_path / "more" / "story.txt").read_bytes())
+    with pytest.raises(ValueError, match=r"--books .*more/story.txt: another one has this name"):
+        tasks.books(writer, same)
+    with pytest.raises(ValueError, match=r"--stream 1: expected at least 2 tokens"):
+        tasks.books(writer, settings(text, 1))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"--books .*binary: .*; expected a text file in UTF-8"):
         tasks.books(writer, settings(tmp_path / "binary"))
@@ -102,7 +110,8 @@ def test_cascades_are_to_be_better_in_every_part(text: Path) -> None:
     ]
     assert {row.unit for row in lines} == {"perplexity"} and {row.baseline for row in lines} == {"StreamingLLM"}
     (curve,) = rows.curves(settings(text), methods, found)
-    assert curve.title == "story" and curve.series["4 cascades"] == [(200.0, 4.0), (400.0, 5.0), (600.0, 9.0)]
+    assert curve.title == "story, 500 tokens"
+    assert curve.series["4 cascades"] == [(200.0, 4.0), (400.0, 5.0), (600.0, 9.0)]
     assert "4 cascades, no selection" not in curve.series
 
 

@@ -462,25 +462,6 @@ def test_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
             select.make_backend(runner, dbsa)
 
 
-def test_what_serves_batches_without_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own choice where we have it, what was asked for, and the smallest where nothing runs there."""
-    from sglang_ext.attention import choice
-    from sglang_ext.systems.registry import systems
-
-    double_p, streams = systems()["double_p"], systems()["cascade"]
-    monkeypatch.delenv(choice.PLAIN_ENV, raising=False)
-    assert choice.plain_attention(double_p, "fa3") == "fa3"
-    assert {choice.plain_attention(double_p, default) for default in ("trtllm_mha", "triton")} == {"flashinfer"}
-    for asked in ("fa3", "flashinfer"):
-        monkeypatch.setenv(choice.PLAIN_ENV, asked)
-        assert {choice.plain_attention(double_p, default) for default in ("fa3", "flashinfer")} == {asked}
-        assert choice.plain_attention(streams, "fa3") == "flashinfer"
-    for wrong in ("fa4", ""):
-        monkeypatch.setenv(choice.PLAIN_ENV, wrong)
-        with pytest.raises(ValueError, match=f"{choice.PLAIN_ENV}={wrong}: expected one of auto, fa3, flashinfer"):
-            choice.plain_attention(streams, "fa3")
-
-
 def test_questions_inside_graphs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned into the buffers of the graphs, rows padded to the graph's; beside graphs that lack room, and none."""
     monkeypatch.setattr(plans, "SLICE_ENTRIES", 70)

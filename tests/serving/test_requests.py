@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.attention.policy import Policy
 from sglang_ext.serving.errors import PoolError
-from sglang_ext.serving.requests import Facts, check, check_tokens
+from sglang_ext.serving.requests import SERVED, Facts, check, check_tokens
 from sglang_ext.serving.stop_regex import check_stop_regex
 
 
@@ -53,6 +54,20 @@ GOOD: list[dict[str, Any]] = [
     {"sampling_params": {"stop_regex": [r"\d{1,9}", "yes|no"]}},
     {"priority": "5", "image_data": [], "bootstrap_room": None},
 ]
+
+
+@pytest.mark.parametrize(
+    "field", [each for each in fields(GenerateReqInput) if each.name not in SERVED], ids=lambda each: each.name
+)
+def test_what_is_not_served_has_its_default_or_is_refused(field: Any) -> None:
+    """Chats of SGLang 0.5.18 say False of a field whose default is None: nothing else may come of it."""
+    asked = request(**{field.name: False})
+    if field.default in (None, False):
+        check(asked, FACTS)
+        assert getattr(asked, field.name) is field.default
+    else:
+        with pytest.raises(ValueError, match=f"{field.name} is not served"):
+            check(asked, FACTS)
 
 
 @pytest.mark.parametrize("fields", GOOD)

@@ -22,6 +22,7 @@ from sglang_ext.attention.readers.plans import PlanMemory, Planner
 from sglang_ext.attention.readers.reader import Loaded, PrefillGraphs
 from sglang_ext.attention.seen import RowRuns
 from sglang_ext.attention.step import Batch, BatchRows, LayerCall, LoadedT
+from sglang_ext.compat import AttentionShape
 from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
@@ -31,6 +32,11 @@ from sglang_ext.kernels.view_attention.planned import view_attention_plan
 
 DENSE_ROWS = 256
 """Query rows of a request from which a dense prefill kernel serves it, where nothing is rotated."""
+
+LEAST_WORKSPACE = 128 << 20
+"""Bytes of FlashInfer's scratch memory."""
+SPLIT_ROWS = 128
+"""Query rows of FlashInfer's largest tile."""
 
 QUESTION_ROWS = 1024
 """Query rows of the largest prefill whose attention is inside its CUDA graph: above, launches are hidden anyway."""
@@ -92,7 +98,17 @@ def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
     model.check_cache_type()
     if machine.kernels != "flashinfer":
         return None
-    return VirtualRequests(model.device, "auto")
+    workspace = torch.empty(_workspace_bytes(model.shape), dtype=torch.uint8, device=model.device)
+    return VirtualRequests(model.device, "auto", workspace)
+
+
+def _workspace_bytes(shape: AttentionShape) -> int:
+    """Bytes of FlashInfer's scratch memory: where it splits rows over keys, two tiles of partial outputs for each SM.
+
+    Its own recommendation is 128 MiB, which is not enough for wide groups on GPUs with many SMs.
+    """
+    partial = shape.group * 2 * shape.num_sms * SPLIT_ROWS * shape.value_dim * 4
+    return max(LEAST_WORKSPACE, 2 * partial)
 
 
 class Prefills(PrefillGraphs[Loaded]):

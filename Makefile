@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up. Needed: make, and Python 3.10 to 3.12 with pip. No GPU.
 #   PYTHON=/path/to/python  the interpreter to build the environment with (default: the first that fits)
-#   SGLANG=0.5.18           another SGLang than 0.5.17, in an environment of its own (.venv-0.5.18): make test SGLANG=0.5.18
+#   SGLANG=0.5.16           another SGLang than 0.5.17, in an environment of its own (.venv-0.5.16): make test SGLANG=0.5.16
 #   ARGS="..."              more arguments for the command: make test ARGS="-k exactness", make demo ARGS="--queries 50"
 #   MINUTES=60 ANSWERS=20000 JSON=FILE   of `make soak`: how long, how many answers at least, where the summary goes
 #   WORKERS=N               processes that run tests, a file each at a time (default: 2; 0: in one, as where there is a GPU)

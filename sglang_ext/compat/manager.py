@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
 
 
@@ -15,6 +16,17 @@ def generate(manager: Any, request: Any, client: Any = None) -> AsyncIterator[An
         client: the HTTP request it is made for: it is aborted when the client has hung up.
     """
     return manager.generate_request(request, client)
+
+
+def abort_request(manager: Any, rid: str) -> None:
+    """Have the scheduler abort a request whose task was cancelled.
+
+    Where such a task ends, SGLang 0.5.18 forgets its request, and does not tell the scheduler of one that it forgot.
+    """
+    if rid in manager.rid_to_state:
+        manager.abort_request(rid=rid)
+    else:
+        manager._dispatch_to_scheduler(AbortReq(rid=rid))
 
 
 def logical_rid(manager: Any, rid: str) -> str:

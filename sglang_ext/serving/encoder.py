@@ -14,6 +14,7 @@ import fastapi
 from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import INTERNAL
+from sglang_ext.compat.manager import abort_request
 from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.change import Progress
 from sglang_ext.serving.channel import Channel
@@ -243,7 +244,7 @@ class Encoder:
                 if reason.get("type") == "abort":  # SGLang's own abort of everything: the blocks are not written
                     raise PoolError(f"aborted: {reason.get('message')}", 503)
         except asyncio.CancelledError:
-            self.manager.abort_request(rid=request.rid)
+            abort_request(self.manager, request.rid)
             raise
         except Exception as error:
             if isinstance(error, fastapi.HTTPException) and compat.blocks_were_missing(error):

@@ -13,6 +13,7 @@ import fastapi
 from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import INTERNAL, Row
+from sglang_ext.compat.manager import abort_request
 from sglang_ext.names import Tokenizer, TokenizerManager
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import LabelCheck
@@ -167,7 +168,7 @@ async def _score(
         async for out in compat.generate(manager, request, client):
             return found.scores(_values(out, found))
     except asyncio.CancelledError:
-        manager.abort_request(rid=request.rid)
+        abort_request(manager, request.rid)
         raise
     raise RuntimeError("the scoring request gave no answer")
 

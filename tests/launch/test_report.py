@@ -458,7 +458,17 @@ def test_the_recorded_command_can_be_run() -> None:
     assert _record.command_line(words) == "sglang-ext bench dbsa --only kernels --repeats 2"
     words = ["bench", "quality", "--data", "../texts", "--suite", "cascade", "--data=../texts"]
     assert _record.command_line(words) == "sglang-ext bench quality --data DATA --suite cascade --data=DATA"
-    words = ["bench", "quality", "--books", "/home/me/a.txt", "b.txt", "--stream", "9", "--heads", "/home/me/h.json"]
+    words = [
+        "bench",
+        "quality",
+        "--books",
+        "/elsewhere/a.txt",
+        "b.txt",
+        "--stream",
+        "9",
+        "--heads",
+        "/elsewhere/h.json",
+    ]
     assert _record.command_line(words) == "sglang-ext bench quality --books BOOK BOOK --stream 9 --heads HEADS"
     assert (
         _record.command_line(["bench", "dbsa", "--engine", '{"a": 1}'])

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 _LN2 = math.log(2.0)
+WORKSPACE = 128 << 20
+"""Bytes of scratch memory that FlashInfer recommends."""
 
 
 class VirtualRequests:
@@ -24,14 +26,14 @@ class VirtualRequests:
         device: the KV cache's CUDA device.
         backend: FlashInfer's kernel family, `fa2`, `fa3` or `auto`. Measured on an H200: `fa2` splits few rows over KV
             and wins while decoding, the default on Hopper does not.
-        workspace: [bytes] uint8 on `device`, FlashInfer's scratch memory; made here when None (128 MiB).
+        workspace: [bytes] uint8 on `device`, FlashInfer's scratch memory; made here when None (`WORKSPACE`).
     """
 
     def __init__(self, device: torch.device, backend: str = "fa2", workspace: torch.Tensor | None = None) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         if workspace is None:
-            workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+            workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         self._device = device
         self._rows = 0

@@ -276,7 +276,7 @@ def results_folder(text: str) -> Path:
     return path
 
 
-FOLDERS = {"--data": "DATA", "--model": "FOLDER", "--heads": "HEADS", "--books": "BOOK"}
+PATHS = {"--data": "DATA", "--model": "FOLDER", "--heads": "HEADS", "--books": "BOOK"}
 """Arguments that are paths of the user's own, and what stands for each in records."""
 
 
@@ -291,12 +291,12 @@ def command_line(words: Sequence[str]) -> str:
         name = word.split("=", 1)[0]
         if word.startswith("--"):
             option = "" if "=" in word else name
-            if name in FOLDERS and "=" in word:
-                word = f"{name}={FOLDERS[name]}"
+            if name in PATHS and "=" in word:
+                word = f"{name}={PATHS[name]}"
             if name not in ("--out", "--commit"):
                 kept.append(word)
         elif option not in ("--out", "--commit"):
-            kept.append(FOLDERS.get(option, word))
+            kept.append(PATHS.get(option, word))
     return "sglang-ext " + shlex.join(kept)
 
 

@@ -170,7 +170,7 @@ def compare(raw: JsonObject, args: argparse.Namespace) -> list[Figure]:
     if "streaming_llm" in raw:
         beside = Timing.of(raw["streaming_llm"]["whole"]).median
         figures.append(at_most(name, whole, beside, "StreamingLLM with as many visible tokens", 1.15))
-    if len(ours["parts"]) > 1 and len(ours["parts"][0]) > 2:  # of one conversation, an odd part would be the row
+    if len(ours["parts"]) > 1 and len(ours["parts"][0]) > 2:  # one conversation has no spread
         second, last = (Timing.of([run[number] for run in ours["parts"]]) for number in (1, -1))
         name = f"the last {args.part} of {args.part * args.parts} tokens, whole engine, {sizes}"
         first = f"the first {args.part} with a full window"

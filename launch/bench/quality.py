@@ -99,7 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sinks", type=int, default=64, help="of a stream (default: 64)")
     parser.add_argument(
-        "--stream", type=int, default=65_536, help="tokens that cascades read for perplexity; 0: none (default: 65536)"
+        "--stream",
+        type=int,
+        default=65_536,
+        help="tokens that cascade, or book, reads for perplexity; 0: none (default: 65536)",
     )
     parser.add_argument("--part", type=int, default=PART, help=f"tokens of a part of a book (default: {PART})")
     parser.add_argument("--heads", help="file of sglang-ext heads, or all: which heads of book vote in Ltri-LLM")
@@ -123,6 +126,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises:
         RuntimeError: some engine failed; what the others measured is written.
+        ValueError: the suite lacks what it reads.
     """
     if not (args.books if args.suite == "book" else args.data):
         what = "--books, the texts to read" if args.suite == "book" else "--data, the folder of the classification sets"

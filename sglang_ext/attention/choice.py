@@ -30,8 +30,8 @@ PLAIN_ENV = "SGLANG_EXT_PLAIN_ATTENTION"
 """Environment variable: what serves batches without views on a GPU, where kernels serve the others.
 
 - `auto`, the default: `fa3` where SGLang itself would choose it (Hopper GPUs), `flashinfer` elsewhere.
-- `fa3`: SGLang's attention backend of that name, which serves GPUs of compute capability 8 and 9.
-- `flashinfer`: likewise.
+- `fa3`: SGLang's attention backend `fa3`, which serves GPUs of compute capability 8 and 9.
+- `flashinfer`: SGLang's attention backend `flashinfer`.
 """
 PLAIN = ("auto", "fa3", "flashinfer")
 
@@ -69,8 +69,7 @@ def asked_plain_attention() -> str:
     chosen = os.environ.get(PLAIN_ENV, "auto")
     if chosen not in PLAIN:
         raise ValueError(f"{PLAIN_ENV}={chosen}: expected one of {', '.join(PLAIN)}")
-    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
-    if chosen == "fa3" and major not in (None, 8, 9):
+    if chosen == "fa3" and torch.cuda.is_available() and (major := torch.cuda.get_device_capability()[0]) not in (8, 9):
         raise ValueError(
             f"{PLAIN_ENV}=fa3 on a GPU of compute capability {major}: it serves 8 and 9; set it to auto or flashinfer"
         )
@@ -86,7 +85,7 @@ def plain_attention(system: System, default: Callable[[], str]) -> str:
         default: says which backend SGLang would choose for the model on this machine.
 
     Raises:
-        ValueError: as of `asked_plain_attention`.
+        ValueError: what `asked_plain_attention` raises.
     """
     chosen = asked_plain_attention()
     if system.streams:

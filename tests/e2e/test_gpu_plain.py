@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from sglang_ext.attention.choice import PLAIN_ENV
+from tests.e2e.test_gpu_double_p import HOPPER, differences
 from tests.oracle import models
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, where SGLang chooses fa3")
 
 OPTIONS: dict[str, Any] = {
@@ -40,26 +40,16 @@ def prompts() -> list[list[int]]:
 
 
 def answers(engine: Any) -> dict[str, list[Any]]:
-    """[(token, log-probability) of each answer's tokens], of prompts alone and of all at once."""
+    """[(tokens, log-probability of each)] of the answers, of prompts alone and of all at once."""
     params = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
 
     def ask(asked: list[list[int]]) -> list[Any]:
         engine.flush_cache()
         found = engine.generate(input_ids=asked, sampling_params=params, return_logprob=True)
-        return [[(t, lp) for lp, t, *_ in each["meta_info"]["output_token_logprobs"]] for each in found]
+        steps = [each["meta_info"]["output_token_logprobs"] for each in found]
+        return [([token for _, token, *_ in each], [logprob for logprob, *_ in each]) for each in steps]
 
     return {"alone": [ask([each])[0] for each in prompts()], "batch": ask(prompts())}
-
-
-def differences(ours: list[Any], stock: list[Any]) -> list[float]:
-    """Of the log-probabilities, up to the first token that differs in each answer."""
-    found = []
-    for a, b in zip(ours, stock, strict=True):
-        for (token, x), (other, y) in zip(a, b, strict=True):
-            found.append(abs(x - y))
-            if token != other:
-                break
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +83,8 @@ def test_plain_requests_are_stock_sglangs(folder: Path, stock: dict[str, list[An
     finally:
         engine.shutdown()
     for asked in ("alone", "batch"):
-        of_all = sorted(differences(found[asked], stock[asked]))
+        pairs = zip(found[asked], stock[asked], strict=True)
+        of_all = sorted(difference for pair in pairs for difference in differences(*pair))
         median, largest = of_all[len(of_all) // 2], of_all[-1]
         print(f"{backend}, {plain}, {asked}: median {median:.5f}, largest {largest:.5f} of {len(of_all)} steps")
         if plain == "auto":

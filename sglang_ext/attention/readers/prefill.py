@@ -27,14 +27,12 @@ from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
 from sglang_ext.kernels.view_attention.config import Config
-from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
+from sglang_ext.kernels.view_attention.flashinfer_impl import WORKSPACE, VirtualRequests
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
 
 DENSE_ROWS = 256
 """Query rows of a request from which a dense prefill kernel serves it, where nothing is rotated."""
 
-LEAST_WORKSPACE = 128 << 20
-"""Bytes of FlashInfer's scratch memory."""
 SPLIT_ROWS = 128
 """Query rows of FlashInfer's largest tile."""
 
@@ -103,12 +101,12 @@ def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
 
 
 def _workspace_bytes(shape: AttentionShape) -> int:
-    """Bytes of FlashInfer's scratch memory: where it splits rows over keys, two tiles of partial outputs for each SM.
+    """Bytes of FlashInfer's scratch memory, which holds two tiles of partial outputs for each SM where it splits keys.
 
-    Its own recommendation is 128 MiB, which is not enough for wide groups on GPUs with many SMs.
+    What FlashInfer recommends is not enough for wide groups on GPUs with many SMs.
     """
     partial = shape.group * 2 * shape.num_sms * SPLIT_ROWS * shape.value_dim * 4
-    return max(LEAST_WORKSPACE, 2 * partial)
+    return max(WORKSPACE, 2 * partial)
 
 
 class Prefills(PrefillGraphs[Loaded]):

@@ -1,14 +1,11 @@
 # `make demo` and `make test` set everything up. Needed: make, and Python 3.10 to 3.12 with pip. No GPU.
 #   PYTHON=/path/to/python  the interpreter to build the environment with (default: the first that fits)
-#   SGLANG=0.5.16           another SGLang than 0.5.17, in an environment of its own (.venv-0.5.16): make test SGLANG=0.5.16
 #   ARGS="..."              more arguments for the command: make test ARGS="-k exactness", make demo ARGS="--queries 50"
 #   MINUTES=60 ANSWERS=20000 JSON=FILE   of `make soak`: how long, how many answers at least, where the summary goes
 #   WORKERS=N               processes that run tests, a file each at a time (default: 2; 0: in one, as where there is a GPU)
 
 SHELL := /bin/sh
-DEFAULT_SGLANG := 0.5.17
-SGLANG ?= $(DEFAULT_SGLANG)
-VENV ?= .venv$(if $(filter-out $(DEFAULT_SGLANG),$(SGLANG)),-$(SGLANG))
+VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
@@ -87,9 +84,9 @@ $(READY): pyproject.toml
 	  $(BIN)/python -m ensurepip --default-pip >/dev/null; \
 	fi
 	@echo "installing sglang-ext and what it needs into $(VENV) (the first time: about 9 GB, a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' 'sglang==$(SGLANG)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .demo
-	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     _LogProbs: TypeAlias = tuple[list[Tensor | list[float] | list[list[float]]], Passed]
     """(those of each request, the tokens that they are of)."""
 
-SUPPORTED_SGLANG = ("0.5.16", "0.5.18")  # at least, below
+SUPPORTED_SGLANG = ("0.5.17", "0.5.18")  # at least, below
 
 
 def installed_sglang() -> str:

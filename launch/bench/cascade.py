@@ -94,7 +94,8 @@ def main(args: argparse.Namespace) -> int:
                 f" sinks + window ({cascade.sinks + cascade.window}), so that the window is full from the second on"
             )
         raw = {**engines(args), "stride_update": stride_updates(args, cascade)}
-        finish(args.out / "cascade_engine.json", of_engines(compare(raw, args, cascade), args), args.commit, engine=raw)
+        name = f"cascade_engine_tp{args.tp}.json" if args.tp > 1 else "cascade_engine.json"
+        finish(args.out / name, of_engines(compare(raw, args, cascade), args), args.commit, engine=raw)
     return 0
 
 

@@ -12,7 +12,6 @@ import torch
 from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, SpansT, cells_of
-from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import renewed_blocks
 from sglang_ext.policies.ltri_options import Ltri
@@ -34,7 +33,8 @@ class Seat:
     Attributes:
         row: of all that has a row a stream.
         at: [1] int64, the same on the device.
-        ids: [more than `known`] int32, numbers on the host of the stream's blocks that have left its window; -1 behind.
+        ids: [blocks that a stream may have, and one] int32, numbers on the host of its blocks that have left the
+            window; -1 behind. All streams have this width from the start: kernels are compiled for it.
         slots: [1 + slots of a stream] int32, `PADDING_SLOT` and the KV slots of the stream's cells.
         wide_slots: the same, int64.
         host_ids: `ids`, on the CPU.
@@ -55,10 +55,10 @@ class Seat:
     settled: int | None = None
 
     @classmethod
-    def of(cls, row: int, slots: torch.Tensor, settled: int) -> Seat:
-        """The seat of a stream that has no block yet, with KV slots [slots of a stream] int32."""
+    def of(cls, row: int, slots: torch.Tensor, room: int, settled: int) -> Seat:
+        """The seat of a stream that has no block yet, with KV slots [slots of a stream] int32, and `ids` [room]."""
         at = torch.full((1,), row, dtype=torch.int64, device=slots.device)
-        padded, none = pad(slots, (1, 0), value=PADDING_SLOT), torch.empty(0, dtype=torch.int32)
+        padded, none = pad(slots, (1, 0), value=PADDING_SLOT), torch.full((room,), -1, dtype=torch.int32)
         return cls(row, at, none.to(slots.device), padded, padded.long(), none, settled=settled)
 
     def on_host(self) -> Seat:
@@ -69,19 +69,11 @@ class Seat:
 
     def learn(self, ids: Sequence[int]) -> None:
         """Have all of a stream's blocks in `ids`, of which some may be there."""
-        if len(ids) >= self.ids.shape[0]:
-            size = max(len(ids) + 1, min(2 * len(ids), MAX_BLOCKS))
-            self.ids, self.host_ids = (self._grown(each, size) for each in (self.ids, self.host_ids))
         if len(ids) > self.known:
             new = slice(self.known, len(ids))
             self.host_ids[new] = torch.tensor(ids[new], dtype=torch.int32)
             self.ids[new] = on_device(ids[new], self.ids.device)
             self.known = len(ids)
-
-    def _grown(self, ids: torch.Tensor, size: int) -> torch.Tensor:
-        found = ids.new_full((size,), -1)
-        found[: self.known] = ids[: self.known]
-        return found
 
 
 @dataclass(frozen=True)

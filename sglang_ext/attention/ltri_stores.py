@@ -1,7 +1,7 @@
 """What kernels have for the streams of Ltri-LLM, beside the KV cache: index vectors, cached blocks, views of the host.
 
 Index vectors have the numbers of the blocks on the host, whichever streams hold them. Nearly all else has a row a
-stream, and is there from the start; what a stream is told of its own blocks (`ltri_plan.Seat`) grows with it.
+stream, and is there from the start; a stream knows the numbers of its own blocks (`ltri_plan.Seat`).
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class KernelChunks:
                 store.cache.held[row] = -1
             self.slot[row] = tokens.slots[: self.settings.slots]
             # A stream begins empty, or as a copy that ends with a whole chunk.
-            self._seats[lease] = Seat.of(row, self.slot[row].clone(), settled=tokens.begin)
+            self._seats[lease] = Seat.of(row, self.slot[row].clone(), self._blocks, settled=tokens.begin)
         seat = self._seats[lease]
         seat.learn(tokens.host.numbers(self.settings.evicted(tokens.begin)))
         return seat

@@ -5,6 +5,7 @@ The first requests are not to wait for compilers, and whole chunks are recorded 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,26 +44,31 @@ class WarmUp:
     def read(self, places: int) -> None:
         """Read a prompt until blocks come back, and record its last whole chunk where it does what all others do.
 
+        Chunks are launched one by one at the begin of a turn, whatever was recorded: as a turn ends anywhere, so does
+        one here, and the next one begins there.
+
         Args:
             places: whole chunks of a run, at most; 0 records nothing.
         """
         settings, host = self.policy.config, self.policy.blocks_on_host
-        first, room = settings.alike_from, settings.longest(host.available) - 1
-        recorded = first is not None and places > 0 and first + settings.chunk + settings.last <= room
-        end = min(
-            room, first + settings.chunk if recorded and first is not None else settings.slots + 3 * settings.chunk
-        )
+        first, chunk = settings.alike_from, settings.chunk
+        room = settings.longest(host.available) - 1
+        end, turn = min(room, settings.slots + 3 * chunk), None
+        recorded = first is not None and places > 0 and first + 3 * chunk + settings.last <= room
+        if recorded and first is not None:
+            end, turn = first + 3 * chunk, first + chunk + chunk // 2
         lease = host.lease(settings.evicted(end))
         memories = {layer: self.chunks.memory() for layer in sorted(self.caches)}
+        bounds = settings.chunks(0, end, end + settings.last if recorded else end)
         with torch.no_grad():
-            for begin, stop in settings.chunks(0, end, end + settings.last if recorded else end):
+            for begin, stop in _cut(bounds, turn):
                 carry: Carry = {}
                 votes: dict[int, torch.Tensor] = {}
                 parts = {
                     layer: self._tokens(layer, lease, memory, (begin, stop), carry)
                     for layer, memory in memories.items()
                 }
-                if recorded and begin == first:
+                if recorded and stop == end:
                     self.chunks.record(parts, places)
                     continue
                 for tokens in parts.values():
@@ -94,3 +100,12 @@ class WarmUp:
             given=(),
             kept=False,
         )
+
+
+def _cut(bounds: Sequence[tuple[int, int]], at: int | None) -> Iterator[tuple[int, int]]:
+    """Chunks, of which the one that has token `at` is cut there."""
+    for begin, end in bounds:
+        if at is not None and begin < at < end:
+            yield begin, at
+            begin = at
+        yield begin, end

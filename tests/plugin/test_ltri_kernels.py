@@ -361,11 +361,14 @@ def test_heads_that_flashinfer_takes(size: int, value_size: int, dtype: torch.dt
 
 
 def test_streams_are_no_longer_than_an_election() -> None:
-    """A stream that has all of its blocks at once, as a fork has, is told of as many as kernels take."""
-    seat = Seat.of(0, torch.empty(0, dtype=torch.int32), 0)
+    """A stream that has all of its blocks at once, as a fork has, is told of as many as kernels take.
+
+    What it is told them in is as wide for all streams of a server, since kernels are compiled for the width.
+    """
+    seat = Seat.of(0, torch.empty(0, dtype=torch.int32), MAX_BLOCKS, 0)
     for count in (3, 16_385, 30_000, MAX_BLOCKS - 1):
         seat.learn(range(count))
-        assert count < seat.ids.shape[0] <= MAX_BLOCKS and seat.known == count
+        assert seat.ids.shape == (MAX_BLOCKS,) and seat.known == count
         assert seat.ids[:count].tolist() == list(range(count)) and int(seat.ids[count:].max()) == -1
 
 

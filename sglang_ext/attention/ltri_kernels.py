@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
@@ -33,8 +34,7 @@ from sglang_ext.policies.ltri import random_blocks
 
 def _padded(states: torch.Tensor, rows: int) -> torch.Tensor:
     """[rows, dim], contiguous: states and zeros behind them."""
-    missing = rows - states.shape[0]
-    return torch.nn.functional.pad(states, (0, 0, 0, missing)) if missing else states.contiguous()
+    return pad(states, (0, 0, 0, rows - states.shape[0])).contiguous()
 
 
 @dataclass(frozen=True)
@@ -343,11 +343,11 @@ class KernelChunk(LayerTokens[Spans]):
             mean = self._mean(states, torch.promote_types(states.dtype, torch.float32))
             return QuerySpans(mean.view(1, 1, 1, -1), torch.ones_like(self.plan.count).view(1, 1))
         spans, given = own
-        tiles = given.shape[0]
-        padded = self._asking(states, tiles * settings.block)
-        tokens = pick(spans, given, index_sizes(settings)[1])
-        found, counts = self._vectors(padded.view(tiles, settings.block, -1), tokens, spans.counts)
-        return QuerySpans(found.flatten(0, 1).unsqueeze(0), counts.flatten().unsqueeze(0))
+        asking = self._asking(states, given.numel()).view(*given.shape, -1)
+        found, counts = self._vectors(asking, pick(spans, given, index_sizes(settings)[1]), spans.counts)
+        missing = (settings.chunk // settings.block - len(given)) * settings.spans  # kernels are compiled for their number
+        vectors, counts = pad(found.flatten(0, 1), (0, 0, 0, 0, 0, missing)), pad(counts.flatten(), (0, missing))
+        return QuerySpans(vectors.unsqueeze(0), counts.unsqueeze(0))
 
     def _fetch_ahead(self, votes: dict[int, torch.Tensor]) -> None:
         """Nothing, where launches do not run beside each other."""

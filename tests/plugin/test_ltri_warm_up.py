@@ -9,7 +9,7 @@ import torch
 
 from sglang_ext.attention import ltri_kernels
 from sglang_ext.attention.policy import Request
-from sglang_ext.kernels.block_votes import BlockIndex
+from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans
 from tests.plugin.test_ltri_kernels import PROMPT, TOKENS, World, both, text
 
 
@@ -17,6 +17,8 @@ def sizes(given: Any) -> Any:
     """What a kernel may be compiled for: shapes of tensors, and arguments that are no tensors."""
     if isinstance(given, BlockIndex):
         return tuple(given.ids.shape)
+    if isinstance(given, QuerySpans):
+        return tuple(given.vectors.shape)
     if isinstance(given, torch.Tensor):
         return tuple(given.shape)
     return given if isinstance(given, (int, str, bool, type(None))) else type(given).__name__

@@ -64,6 +64,14 @@ BENCHMARKS = (
         "dbsa_engine_tp2.json",
         gpus=2,
     ),
+    Benchmark(
+        "dbsa-engine-70b-tp2",
+        ("dbsa", "--only", "engine", "--tp", "2", "--shape", "llama-3.1-70b", "--layers", "40", "--apart")
+        + ("--concurrency", "1", "8", "32", "--label-tokens", "4", "--no-labels")
+        + ("--decode-tokens", "0", "--larger", "0", "--repeats", "5", "--rounds", "2"),
+        "dbsa_engine_70b_tp2.json",
+        gpus=2,
+    ),
     Benchmark("dbsa-host", ("dbsa", "--only", "host"), "dbsa_host.json"),
     Benchmark(
         "double_p-kernels",
@@ -93,6 +101,7 @@ BENCHMARKS = (
     ),
     Benchmark("cascade-kernels", ("cascade", "--only", "kernels")),
     Benchmark("cascade-engine", ("cascade", "--only", "engine")),
+    Benchmark("cascade-engine-tp2", ("cascade", "--only", "engine", "--tp", "2"), gpus=2),
     Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
     Benchmark(

@@ -345,7 +345,7 @@ class KernelChunk(LayerTokens[Spans]):
         spans, given = own
         asking = self._asking(states, given.numel()).view(*given.shape, -1)
         found, counts = self._vectors(asking, pick(spans, given, index_sizes(settings)[1]), spans.counts)
-        missing = (settings.chunk // settings.block - len(given)) * settings.spans  # kernels are compiled for their number
+        missing = (settings.chunk // settings.block - len(given)) * settings.spans  # kernels know the number
         vectors, counts = pad(found.flatten(0, 1), (0, 0, 0, 0, 0, missing)), pad(counts.flatten(), (0, missing))
         return QuerySpans(vectors.unsqueeze(0), counts.unsqueeze(0))
 

@@ -1,4 +1,4 @@
-"""This module starts the demo's server in a process of its own, asks it over HTTP from several threads, and stops it
+"""This module starts a server in a process of its own, asks it over HTTP from several threads, and stops it
 with everything it has started; when the server fails, the error carries the end of its log.
 """
 
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
 
@@ -25,10 +25,15 @@ START_SECONDS = 600.0  # for the server; a model of many gigabytes takes minutes
 
 
 class Server:
-    """A running server, asked from several threads; each has its own connection."""
+    """A running server, asked from several threads; each has its own connection.
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    Attributes:
+        url: where it answers.
+        pid: of its first process, which started all others.
+    """
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.url, self.pid = url, pid
         self._local = threading.local()
 
     def call(self, method: str, path: str, body: JsonObject | None = None) -> Json:
@@ -45,7 +50,8 @@ class Server:
             return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -64,26 +70,43 @@ def _server_command(model: str, port: int, kv_tokens: int, extra: Sequence[str])
 
 @contextmanager
 def served(model: str, kv_tokens: int, extra: Sequence[str] = ()) -> Iterator[Server]:
-    """A server in a process of its own, stopped with everything it started when the block ends.
+    """`running` for the command line's own server.
 
     Args:
         kv_tokens: size of the KV cache in tokens on a machine without a GPU; on a GPU SGLang sizes it.
         extra: further SGLang flags.
 
     Raises:
+        ServerError: as `running`.
+    """
+    port = free_port()
+    with running(_server_command(model, port, kv_tokens, extra), port) as server:
+        yield server
+
+
+@contextmanager
+def running(command: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server in a process of its own, stopped with everything it started when the block ends.
+
+    Args:
+        command: that starts it.
+        port: where it answers.
+        environment: variables that differ from this process's.
+
+    Raises:
         ServerError: the server ended, was not up in time, or failed at a request; with the end of its log.
     """
-    port = _free_port()
-    with tempfile.NamedTemporaryFile("w+", suffix=".log", prefix="sglang-ext-demo-", errors="replace") as log:
+    with tempfile.NamedTemporaryFile("w+", suffix=".log", prefix="sglang-ext-server-", errors="replace") as log:
         process = subprocess.Popen(
-            _server_command(model, port, kv_tokens, extra),
+            command,
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
         try:
-            server = Server(f"http://127.0.0.1:{port}")
+            server = Server(f"http://127.0.0.1:{port}", process.pid)
             deadline = time.monotonic() + START_SECONDS
             while not server.is_up():
                 ended = process.poll()

@@ -104,6 +104,7 @@ BENCHMARKS = (
     Benchmark("cascade-engine-tp2", ("cascade", "--only", "engine", "--tp", "2"), gpus=2),
     Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
+    Benchmark("serve", ("serve",), "serve.json"),
     Benchmark(
         "quality-dbsa",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "4000", "--queries", "50"),

@@ -24,7 +24,7 @@ help:
 	@echo "make test-all  run all tests"
 	@echo "make soak    32 clients mix everything for 15 minutes, every answer checked (MINUTES=60 ANSWERS=20000)"
 	@echo "make lint    ruff and mypy"
-	@echo "make docs    write the tables of options in README.md and docs/ from the code"
+	@echo "make docs    write the tables of options and of results in README.md and docs/"
 	@echo "make env     create $(VENV) (the others do it too): about 9 GB and a few minutes"
 	@echo "make clean   remove build outputs and caches; $(VENV) stays (rm -r $(VENV) removes it)"
 
@@ -55,6 +55,7 @@ format: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m sglang_ext.launch.docs
+	$(BIN)/sglang-ext bench report --markdown README.md docs/RESULTS.md
 
 env: $(READY)
 

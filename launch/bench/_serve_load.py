@@ -27,7 +27,7 @@ PARTS = 5
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadRequest:
     """A request of `/generate`.
 
     Attributes:
@@ -167,7 +167,7 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {"p50": found[49], "p99": found[98]}
 
 
-async def ask(session: aiohttp.ClientSession, url: str, asked: Asked, begun: float) -> Answered:
+async def ask(session: aiohttp.ClientSession, url: str, asked: LoadRequest, begun: float) -> Answered:
     """Send one request, and see its answer through; what goes wrong is in the answer."""
     answer = Answered(asked.tokens, begun)
     begin = time.perf_counter()
@@ -204,7 +204,7 @@ def _piece(line: bytes) -> JsonObject | None:
     return found
 
 
-Begin: TypeAlias = Callable[[Asked], "asyncio.Task[Answered]"]
+Begin: TypeAlias = Callable[[LoadRequest], "asyncio.Task[Answered]"]
 """Sends a request."""
 
 
@@ -220,7 +220,7 @@ class Load:
     def __init__(self, url: str, limits: Limits, patience: float = PATIENCE) -> None:
         self.url, self.limits, self.patience = url, limits, patience
 
-    def open(self, requests: Iterator[Asked], rate: float, seconds: float, seed: int) -> Measured:
+    def open(self, requests: Iterator[LoadRequest], rate: float, seconds: float, seed: int) -> Measured:
         """Requests that arrive at random, `rate` of them a second on average, whatever the server does."""
         dice = random.Random(seed)
 
@@ -236,7 +236,11 @@ class Load:
         return Measured.of(answers, self.limits, seconds, whole, rate=rate)
 
     def closed(
-        self, requests: Iterator[Asked], concurrency: int, seconds: float, beside: Callable[[], bool] = lambda: False
+        self,
+        requests: Iterator[LoadRequest],
+        concurrency: int,
+        seconds: float,
+        beside: Callable[[], bool] = lambda: False,
     ) -> Measured:
         """As many requests under way at any time; each answer is followed by another request.
 
@@ -263,13 +267,13 @@ class Load:
     async def _run(self, arrive: Callable[[Begin], Awaitable[None]]) -> tuple[list[Answered], float]:
         """(answers, seconds until the last one) of what arrives."""
         tasks: list[asyncio.Task[Answered]] = []
-        asked: list[Asked] = []
+        asked: list[LoadRequest] = []
         started = time.perf_counter()
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
 
-            def begin(each: Asked) -> asyncio.Task[Answered]:
+            def begin(each: LoadRequest) -> asyncio.Task[Answered]:
                 asked.append(each)
                 tasks.append(asyncio.create_task(ask(session, self.url, each, time.perf_counter() - started)))
                 return tasks[-1]

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from sglang_ext.launch.bench._cascade_engine import drawn
 from sglang_ext.launch.bench._dbsa_engine import OPTIONS, demonstrations, examples, text_of
-from sglang_ext.launch.bench._serve_load import Asked
+from sglang_ext.launch.bench._serve_load import LoadRequest
 from sglang_ext.launch.bench._shapes import TOKENIZER
 from sglang_ext.launch.demo_server import Server
 from sglang_ext.names import Tokenizer
@@ -83,7 +83,7 @@ class Mix(ABC):
         return
 
     @abstractmethod
-    def requests(self, seed: int, *, ours: bool) -> Iterator[Asked]:
+    def requests(self, seed: int, *, ours: bool) -> Iterator[LoadRequest]:
         """Requests without end, the same for both servers where the seed is the same."""
 
 
@@ -127,7 +127,7 @@ class Questions(Mix):
             else:
                 server.call("POST", "/generate", plain(self.prefixes[number], 1).body)
 
-    def requests(self, seed: int, *, ours: bool) -> Iterator[Asked]:
+    def requests(self, seed: int, *, ours: bool) -> Iterator[LoadRequest]:
         dice, sizes = random.Random(seed), self.sizes
         weights = [1 / (number + 1) for number in range(sizes.pools)]
         for number in itertools.count(seed * SEEDS):
@@ -136,7 +136,7 @@ class Questions(Mix):
             if ours:
                 custom: JsonObject = {"pool": pool_name(pool), "ratio": sizes.ratio}
                 params = {**sampling(sizes.answer), "custom_params": custom}
-                yield Asked({"text": question, "sampling_params": params}, sizes.answer)
+                yield LoadRequest({"text": question, "sampling_params": params}, sizes.answer)
             else:
                 asked = self.ids(OPTIONS.render_query(question)[0])
                 yield plain(self.prefixes[pool] + asked, sizes.answer)
@@ -149,7 +149,7 @@ class Chat(Mix):
     words = "plain chat of ShareGPT's lengths"
     aim = 0.98
 
-    def requests(self, seed: int, *, ours: bool) -> Iterator[Asked]:
+    def requests(self, seed: int, *, ours: bool) -> Iterator[LoadRequest]:
         dice = random.Random(seed)
         for number in itertools.count(seed * SEEDS):
             prompt, answer = (length(dice, mean) for mean in (CHAT_PROMPT, CHAT_ANSWER))
@@ -162,13 +162,13 @@ class Long(Mix):
     name = "long"
     words = "long prompts and answers"
 
-    def requests(self, seed: int, *, ours: bool) -> Iterator[Asked]:
+    def requests(self, seed: int, *, ours: bool) -> Iterator[LoadRequest]:
         dice = random.Random(seed)
         for number in itertools.count(seed * SEEDS):
             yield plain(drawn(dice.randint(*self.sizes.long), number), self.sizes.decoded)
 
 
-class Streams(Long):
+class LongStreams(Long):
     """The same on a server of streams."""
 
     name = "streams"
@@ -176,7 +176,7 @@ class Streams(Long):
     backend = "cascade"
 
 
-MIXES: dict[str, type[Mix]] = {each.name: each for each in (Questions, Chat, Long, Streams)}
+MIXES: dict[str, type[Mix]] = {each.name: each for each in (Questions, Chat, Long, LongStreams)}
 
 
 def pool_name(number: int) -> str:
@@ -194,7 +194,7 @@ def sampling(tokens: int) -> JsonObject:
     return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
 
 
-def plain(prompt: Sequence[int], tokens: int) -> Asked:
+def plain(prompt: Sequence[int], tokens: int) -> LoadRequest:
     """A request that any server takes."""
     ids: list[Json] = [*prompt]
-    return Asked({"input_ids": ids, "sampling_params": sampling(tokens)}, tokens)
+    return LoadRequest({"input_ids": ids, "sampling_params": sampling(tokens)}, tokens)

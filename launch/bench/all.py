@@ -7,7 +7,7 @@ again. The studies of quality need --data, the folder of the classification sets
 those of a real model without --model, those of books without --books, and benchmarks of several GPUs on a machine with
 fewer.
 
-The tables of docs/ follow from the results with ``sglang-ext bench report``.
+The tables of docs/ follow from the results with ``sglang-ext bench report --markdown README.md docs/RESULTS.md``.
 """
 
 from __future__ import annotations

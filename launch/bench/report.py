@@ -1,8 +1,9 @@
 """``sglang-ext bench report``: tables and plots from the results that benchmarks keep.
 
 Reads the files that `_record.save` wrote into a folder and prints, for each, the machine, the commit and the command it
-comes from, and its rows. With ``--markdown`` the same text replaces a section of a document, so that no figure in it
-is typed by hand, and the table of headlines (`_headlines`) another one; ``--check`` says whether they are up to date.
+comes from, and its rows. ``--markdown README.md docs/RESULTS.md`` writes all documents that hold results, so that no
+figure in them is typed by hand: the headlines (`_headlines`), the summaries on speed and on quality (`_summary`), and a
+page for each file (`_pages`). ``--check`` says whether they are up to date.
 ``--plots`` draws each file's ratios beside their aims, and its curves.
 Files of benchmarks with a layout of their own (``demo.json``, ``reference.json``) are left out, which stderr says.
 """
@@ -16,13 +17,14 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_ext.launch.bench._headlines import headlines
-from sglang_ext.launch.bench._record import Curve, Figure, table
-from sglang_ext.launch.bench._results_files import VERSIONS, Results, read_folder, read_text
+from sglang_ext.launch.bench._markdown import one_line, render
+from sglang_ext.launch.bench._pages import SECTIONS, Document, documents
+from sglang_ext.launch.bench._record import Curve, Figure
+from sglang_ext.launch.bench._results_files import Results, read_folder
+from sglang_ext.launch.bench._summary import PAGES
 from sglang_ext.types import Options
 
 if TYPE_CHECKING:
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 RESULTS = Path(__file__).resolve().parent / "results"
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-HEADLINES_BEGIN, HEADLINES_END = "<!-- headlines:begin -->", "<!-- headlines:end -->"
 AIM = re.compile(r"at (?:least|most) (\d+(?:\.\d+)?(?:e[+-]?\d+)?)x")  # as _record.at_least and at_most write it
 OUTDATED = 1  # the exit status of --check
 
@@ -61,137 +61,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--markdown",
         type=Path,
+        nargs="+",
         metavar="FILE",
-        help=f"replace what stands between the lines {BEGIN} and {END}, or the headlines between {HEADLINES_BEGIN} "
-        f"and {HEADLINES_END}",
+        help="replace the sections of documents, which are between such lines: "
+        + "; ".join(f"{begin} and {end}" for begin, end in SECTIONS)
+        + f"; with a section on speed or quality, also write a page for each results file into the folder {PAGES} "
+        "beside the document",
     )
     parser.add_argument(
-        "--check", action="store_true", help=f"with --markdown: change nothing; exit {OUTDATED} when it would change"
+        "--check",
+        action="store_true",
+        help=f"with --markdown: change nothing; exit {OUTDATED} when a document or a page would change",
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write a PNG for each results file into it")
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.check and args.markdown is None:
-        raise ValueError("--check was given without --markdown: name the file to check, --markdown FILE")
-    if args.check and args.plots is not None:
-        raise ValueError("--check changes nothing and --plots writes files: give one of them")
+    _refuse_check(args)
     results, others = read_folder(args.results)
     for path, bench in others.items():
         print(f"left out: {path} (layout of bench {bench}, which has no figures)", file=sys.stderr)
-    report = render(results)
-    before, after = "", ""
-    if args.markdown is not None:  # before anything is written, as it may refuse
-        before = read_text(args.markdown)
-        after = replace_sections(before, results, args.markdown)
+    # Before anything is written, as it may refuse.
+    found = [each for path in args.markdown or () for each in documents(path, results)]
     if args.check:
-        return _check(args, before == after)
+        return _check(args, found)
     if args.plots is not None:
         for path in plot(results, args.plots):
             print(f"written: {path}", file=sys.stderr)
     if args.markdown is None:
-        print(report)
-    elif before == after:
-        print(f"up to date: {args.markdown}")
-    else:
-        args.markdown.write_bytes(after.encode())  # bytes: line ends stay what they are
-        print(f"written: {args.markdown}")
+        print(render(results))
+    _write(args, found)
     return 0
 
 
-def _check(args: argparse.Namespace, same: bool) -> int:
-    if same:
-        print(f"up to date: {args.markdown}")
-        return 0
-    words = ["sglang-ext", "bench", "report"]
-    words += [] if args.results == RESULTS else ["--results", str(args.results)]
-    words += ["--markdown", str(args.markdown)]
-    print(
-        f"{args.markdown} differs from the results in {args.results}; update it: {shlex.join(words)}", file=sys.stderr
-    )
-    return OUTDATED
+def _refuse_check(args: argparse.Namespace) -> None:
+    if args.check and args.markdown is None:
+        raise ValueError("--check was given without --markdown: name the files to check, --markdown FILE")
+    if args.check and args.plots is not None:
+        raise ValueError("--check changes nothing and --plots writes files: give one of them")
 
 
-# -- Markdown -----------------------------------------------------------------------------------------------------
+def _write(args: argparse.Namespace, found: Sequence[Document]) -> None:
+    for each in _outdated(args, found):
+        each.write()
+        print(f"written: {each.path}")
 
 
-def render(results: Sequence[Results]) -> str:
-    """Markdown: for each file a heading line, an empty line and the table of its rows; no line end at the end."""
-    return "\n\n".join(f"{heading(each)}\n\n{_table(each.figures)}" for each in results)
+def _outdated(args: argparse.Namespace, found: Sequence[Document]) -> list[Document]:
+    """The documents that differ from their files; says so where there is none."""
+    outdated = [each for each in found if not each.current]
+    if found and not outdated:
+        print(f"up to date: {' '.join(map(str, args.markdown))}")
+    return outdated
 
 
-def heading(results: Results) -> str:
-    """One line: GPU, commit, day, versions and command."""
-    versions = (f"{name} {results.machine.get(key) or 'not installed'}" for name, key in VERSIONS.items())
-    words = (f"commit {results.short_commit}", results.date.isoformat(), *versions)
-    return f"**{_one_line(results.device)}**, {_one_line(', '.join(words))}: {_code(_one_line(results.command))}"
-
-
-def _code(text: str) -> str:
-    """A code span; its fence is longer than any run of backticks in the text."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    space = " " if len(fence) > 1 else ""
-    return f"{fence}{space}{text}{space}{fence}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _table(figures: Sequence[Figure]) -> str:
-    def cell(text: str) -> str:
-        return _one_line(text).replace("|", r"\|")
-
-    return table(
-        [
-            replace(
-                figure,
-                name=cell(figure.name),
-                baseline=cell(figure.baseline),
-                aim=cell(figure.aim),
-                floor_of=cell(figure.floor_of),
-            )
-            for figure in figures
-        ]
-    )
-
-
-def replace_sections(text: str, results: Sequence[Results], where: Path) -> str:
-    """`text` with the report, or the headlines, or both between their markers; `where` names it in errors.
-
-    Raises:
-        ValueError: there are no markers, or not one line of each of a pair, or no row for a headline.
-    """
-    headlined = any(line.strip() in (HEADLINES_BEGIN, HEADLINES_END) for line in text.splitlines())
-    if headlined:
-        table_of = headlines((each.path, each.figures) for each in results)
-        text = replace_section(text, table_of, where, (HEADLINES_BEGIN, HEADLINES_END))
-    if not headlined or any(line.strip() in (BEGIN, END) for line in text.splitlines()):
-        text = replace_section(text, render(results), where)
-    return text
-
-
-def replace_section(text: str, report: str, where: Path, markers: tuple[str, str] = (BEGIN, END)) -> str:
-    """`text` with `report` between its markers, which stay; `where` names it in errors.
-
-    Raises:
-        ValueError: not exactly one line of each marker, or the end before the beginning.
-    """
-    lines = text.splitlines(keepends=True)
-    begins, ends = ([at for at, line in enumerate(lines) if line.strip() == marker] for marker in markers)
-    if len(begins) != 1 or len(ends) != 1 or begins[0] > ends[0]:
-        got = "; ".join(
-            f"{marker} on line{'' if len(found) == 1 else 's'} {', '.join(str(at + 1) for at in found)}"
-            if found
-            else f"no line {marker}"
-            for marker, found in zip(markers, (begins, ends), strict=True)
-        )
-        raise ValueError(
-            f"{where}: got {got}; expected one line {markers[0]} and, after it, one line {markers[1]}: add or mend them"
-        )
-    line_end = "\r\n" if lines[begins[0]].endswith("\r\n") else "\n"
-    section = line_end.join(["", *report.split("\n"), "", ""])
-    return "".join(lines[: begins[0] + 1]) + section + "".join(lines[ends[0] :])
+def _check(args: argparse.Namespace, found: Sequence[Document]) -> int:
+    outdated = _outdated(args, found)
+    for each in outdated:
+        print(f"{each.path} differs from the results in {args.results}", file=sys.stderr)
+    if outdated:
+        words = [] if args.results == RESULTS else ["--results", str(args.results)]
+        words += ["--markdown", *map(str, args.markdown)]
+        print(f"update: {shlex.join(['sglang-ext', 'bench', 'report', *words])}", file=sys.stderr)
+    return OUTDATED if outdated else 0
 
 
 # -- plots --------------------------------------------------------------------------------------------------------
@@ -343,13 +275,13 @@ def _label(figure: Figure) -> str:
         against = f"against {figure.baseline}"
     else:
         against = "" if figure.floor is None else f"floor: {figure.floor_of}"
-    parts = [textwrap.fill(_one_line(text), LABEL_COLUMNS) for text in (figure.name, against)]
+    parts = [textwrap.fill(one_line(text), LABEL_COLUMNS) for text in (figure.name, against)]
     return "\n".join(part for part in parts if part)
 
 
 def _value(figure: Figure) -> str:
     ratio = "no ratio" if figure.ratio is None else f"{figure.ratio:.3g}x"
-    return f"{ratio} (aim: {_one_line(figure.aim)})" if figure.aim else ratio
+    return f"{ratio} (aim: {one_line(figure.aim)})" if figure.aim else ratio
 
 
 def _aim(figure: Figure) -> float | None:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._record import json_file, save, stock_backends, table
-from sglang_ext.launch.bench._serve_load import Asked, Limits, Load, Measured
+from sglang_ext.launch.bench._serve_load import LoadRequest, Limits, Load, Measured
 from sglang_ext.launch.bench._serve_mixes import MIXES, Chat, Mix, Questions, Sizes, drawn, plain
 from sglang_ext.launch.bench._serve_rows import compare, curves
 from sglang_ext.launch.bench._serve_watch import settle, watched
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
         write_model(model, args.shape, max(131_072, args.max_total_tokens), args.layers)
         for role, backend, mixes in servers(args):
             with served(role, backend, model, args) as server:
-                bench = Bench(server, args, ours=role == "ours")
+                bench = ServerLoads(server, args, ours=role == "ours")
                 for mix in mixes:
                     found = raw.setdefault(mix, {}).setdefault(role, {})
                     measured = bench.measure(mix, raw[mix].get("rates", []))
@@ -154,7 +154,7 @@ def served(role: str, backend: str, model: Path, args: argparse.Namespace) -> It
         yield server
 
 
-class Bench:
+class ServerLoads:
     """Loads on one server.
 
     Args:
@@ -197,7 +197,7 @@ class Bench:
         rates = rates or [share * most for share in self.args.shares]
         return {"closed": closed, "open": [self.open(mix, rate) for rate in rates]}
 
-    def requests(self, mix: Mix) -> Iterator[Asked]:
+    def requests(self, mix: Mix) -> Iterator[LoadRequest]:
         """Requests that were not sent before."""
         return mix.requests(next(self._seeds), ours=self.ours)
 

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _serve_watch, serve
-from sglang_ext.launch.bench._serve_load import Answered, Asked, Limits, Load, Measured, in_parts, quantiles
+from sglang_ext.launch.bench._serve_load import Answered, LoadRequest, Limits, Load, Measured, in_parts, quantiles
 from sglang_ext.launch.bench._serve_mixes import CHAT_ANSWER, MIXES, Chat, Long, Questions, Sizes
 from sglang_ext.launch.bench._serve_rows import compare, curves
 
@@ -26,9 +26,9 @@ SMALL = Sizes(pools=3, pool_tokens=400, block_size=8, answer=4, long=(20, 30), d
 STEP = 0.02  # seconds of a token of the fake server
 
 
-def asked(tokens: int, **body: Any) -> Asked:
+def asked(tokens: int, **body: Any) -> LoadRequest:
     """A request of so many tokens, of which the fake server makes four unless `made` says otherwise."""
-    return Asked({"input_ids": [1], **body}, tokens)
+    return LoadRequest({"input_ids": [1], **body}, tokens)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.launch import cli
-from sglang_ext.launch.bench import _headlines, _record, report
+from sglang_ext.launch.bench import _headlines, _markdown, _pages, _record, report
 from sglang_ext.launch.bench._record import Curve, Timing, at_least, at_most, save
 from sglang_ext.launch.bench._results_files import read_folder
 
@@ -39,7 +39,7 @@ ROWS = (
     "| bare | 2 (1-3) |  |  |  |  |"
 )
 REPORT = f"{HEADING}\n\n{HEADER}{ROWS}"
-DOCUMENT = f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nThe end.\n"
+DOCUMENT = f"# Title\n\n{_markdown.BEGIN}\nold\n{_markdown.END}\n\nThe end.\n"
 
 
 def timing(milliseconds: float) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def test_what_save_writes_is_read_back(tmp_path: Path) -> None:
 def test_headings(folder: Path, changes: dict[str, Any], expected: str) -> None:
     (folder / "dbsa.json").write_text(json.dumps(record(**changes)))
     (results,), _ = read_folder(folder)
-    line = report.heading(results)
+    line = _markdown.heading(results)
     assert expected in line and "\n" not in line
 
 
 def test_names_do_not_break_the_table(folder: Path) -> None:
     (folder / "dbsa.json").write_text(json.dumps(record(figures=[row("p(a|b)\nnext")])))
     (results,), _ = read_folder(folder)
-    assert report.render([results]).splitlines()[-1] == r"| p(a\|b) next | 2 (1-3) |  |  |  |  |"
+    assert _markdown.render([results]).splitlines()[-1] == r"| p(a\|b) next | 2 (1-3) |  |  |  |  |"
 
 
 def test_layouts_of_other_benchmarks_are_left_out_aloud(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_check_is_for_a_document_alone(folder: Path, capsys: pytest.CaptureFixtu
 def test_the_section_is_replaced_and_nothing_else(folder: Path, document: Path) -> None:
     for _ in range(2):  # the second time it is up to date
         assert run("--results", folder, "--markdown", document) == 0
-        assert document.read_text() == f"# Title\n\n{report.BEGIN}\n\n{REPORT}\n\n{report.END}\n\nThe end.\n"
+        assert document.read_text() == f"# Title\n\n{_markdown.BEGIN}\n\n{REPORT}\n\n{_markdown.END}\n\nThe end.\n"
 
 
 def test_line_ends_stay(folder: Path, document: Path) -> None:
@@ -256,12 +256,18 @@ def test_line_ends_stay(folder: Path, document: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "got"),
     [
-        ("nothing\n", f"no line {report.BEGIN}; no line {report.END}"),
-        (f"{report.BEGIN}\n", f"{report.BEGIN} on line 1; no line {report.END}"),
-        (f"a\n{report.END}\n", f"no line {report.BEGIN}; {report.END} on line 2"),
-        (f"{report.END}\n{report.BEGIN}\n", f"{report.BEGIN} on line 2; {report.END} on line 1"),
-        (f"{report.BEGIN}\n{report.BEGIN}\n{report.END}\n", f"{report.BEGIN} on lines 1, 2; {report.END} on line 3"),
-        (f"a line with {report.BEGIN} in it\n{report.END}\n", f"no line {report.BEGIN}; {report.END} on line 2"),
+        ("nothing\n", f"no line {_markdown.BEGIN}; no line {_markdown.END}"),
+        (f"{_markdown.BEGIN}\n", f"{_markdown.BEGIN} on line 1; no line {_markdown.END}"),
+        (f"a\n{_markdown.END}\n", f"no line {_markdown.BEGIN}; {_markdown.END} on line 2"),
+        (f"{_markdown.END}\n{_markdown.BEGIN}\n", f"{_markdown.BEGIN} on line 2; {_markdown.END} on line 1"),
+        (
+            f"{_markdown.BEGIN}\n{_markdown.BEGIN}\n{_markdown.END}\n",
+            f"{_markdown.BEGIN} on lines 1, 2; {_markdown.END} on line 3",
+        ),
+        (
+            f"a line with {_markdown.BEGIN} in it\n{_markdown.END}\n",
+            f"no line {_markdown.BEGIN}; {_markdown.END} on line 2",
+        ),
     ],
 )
 @pytest.mark.parametrize("check", [False, True])
@@ -270,7 +276,7 @@ def test_markers_missing_or_out_of_order(
 ) -> None:
     document.write_text(text)
     with pytest.raises(ValueError) as raised:
-        report.replace_section(text, "report", document)
+        _markdown.replace_section(text, "report", document)
     assert f"{document}: got {got}; expected" in str(raised.value)
     plots = [] if check else ["--plots", document.parent / "plots"]
     assert run("--results", folder, "--markdown", document, *(["--check"] if check else plots)) == 2
@@ -283,7 +289,7 @@ def test_check_changes_nothing_and_names_the_command(
 ) -> None:
     assert run("--results", folder, "--markdown", document, "--check") == 1
     command = f"sglang-ext bench report --results {folder} --markdown {document}"
-    assert capsys.readouterr().err.endswith(f"update it: {command}\n")
+    assert capsys.readouterr().err.endswith(f"update: {command}\n")
     assert document.read_text() == DOCUMENT
     assert cli.main(command.split()[1:]) == 0
     before = document.read_bytes(), document.stat().st_mtime_ns
@@ -296,18 +302,10 @@ def test_a_document_that_is_not_there(folder: Path, tmp_path: Path, capsys: pyte
     assert "absent.md" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/RESULTS.md"])
-def test_documents_hold_the_committed_results(name: str) -> None:
-    results, _ = read_folder(ROOT / "launch" / "bench" / "results")
-    text = (ROOT / name).read_text()
-    assert report.replace_sections(text, results, Path(name)) == text, f"sglang-ext bench report --markdown {name}"
-    assert (report.BEGIN in text, report.HEADLINES_BEGIN in text) == (name != "README.md", name == "README.md")
-
-
 # -- headlines ----------------------------------------------------------------------------------------------------
 
 ZEBRA = _headlines.Headline("dbsa", "zeb", "den", "A zebra", "a dense one")
-PAIR = f"{report.HEADLINES_BEGIN}\n{report.HEADLINES_END}\n"
+PAIR = f"{_pages.HEADLINES[0]}\n{_pages.HEADLINES[1]}\n"
 
 
 def test_headlines_are_a_section_of_their_own(folder: Path, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,9 +353,9 @@ def test_half_a_pair_of_markers_for_headlines(
     folder: Path, document: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(_headlines, "HEADLINES", (ZEBRA,))
-    document.write_text(f"{report.HEADLINES_BEGIN}\n{DOCUMENT}")
+    document.write_text(f"{_pages.HEADLINES[0]}\n{DOCUMENT}")
     assert run("--results", folder, "--markdown", document) == 2
-    assert f"no line {report.HEADLINES_END}" in capsys.readouterr().err
+    assert f"no line {_pages.HEADLINES[1]}" in capsys.readouterr().err
 
 
 # -- plots --------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_every_refused_argument_is_there() -> None:
 def test_kernels_are_explained_once() -> None:
     for value in (*KERNELS, *PLAIN):
         assert re.search(rf"^\| `{value}` \|", TEXTS["gpu.md"], flags=re.MULTILINE), value
-    others = {name for name, text in TEXTS.items() if KERNELS_ENV in text} - {"gpu.md", "RESULTS.md"}
+    others = {name for name, text in TEXTS.items() if KERNELS_ENV in text} - {"gpu.md"}
     assert others == {"troubleshooting.md"}  # which names the variable and leads to gpu.md
     assert {name for name, text in TEXTS.items() if PLAIN_ENV in text} == {"gpu.md"}
 

@@ -1,0 +1,289 @@
+"""The few rows of each results file that the page of results shows: its parts on speed and on quality.
+
+Which rows these are stands here, and what the page of each file is called; every figure comes from a results file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_ext.launch.bench._markdown import figure_table, origin
+from sglang_ext.launch.bench._record import Figure
+from sglang_ext.launch.bench._results_files import Results
+
+PAGES = "results"
+"""The folder of the pages, beside the document with the summary."""
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """A row of a results file.
+
+    Attributes:
+        name: how the row's name begins.
+        baseline: how the name of what stands beside it begins.
+    """
+
+    name: str
+    baseline: str = ""
+
+    def of(self, figures: Sequence[Figure], file: str) -> Figure:
+        """The row, among those of a file.
+
+        Raises:
+            ValueError: not exactly one begins so.
+        """
+        found = [f for f in figures if f.name.startswith(self.name) and f.baseline.startswith(self.baseline)]
+        if len(found) != 1:
+            raise ValueError(
+                f"the summary of {file}.json: got {len(found)} rows {self.name!r} beside {self.baseline!r}, expected "
+                "one; run that benchmark, or mend SPEED or QUALITY in launch/bench/_summary.py"
+            )
+        return found[0]
+
+
+@dataclass(frozen=True)
+class FileSummary:
+    """What stands of a results file on the page of results.
+
+    Attributes:
+        file: the results file's stem.
+        title: of the file's own page, and of its rows.
+        rows: the rows that matter most, met aims and missed ones alike.
+    """
+
+    file: str
+    title: str
+    rows: tuple[ShownRow, ...]
+
+
+SPEED = (
+    FileSummary(
+        "dbsa_engine",
+        "DBSA in an engine, one GPU",
+        (
+            ShownRow("encoding a pool of", "dense prefill"),
+            ShownRow("answering with 4 tokens, 1 at a time", "Fixed ICL, cached"),
+            ShownRow("answering with 4 tokens, 1 at a time", "RetICL"),
+            ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),
+            ShownRow("answering with a label, 32 at a time", "Fixed ICL, cached"),
+            ShownRow("a plain request with 4 tokens, 32 at a time", "zero-shot"),
+            ShownRow("a plain request with 8 tokens, 32 at a time", "zero-shot"),
+        ),
+    ),
+    FileSummary(
+        "dbsa_engine_tp2",
+        "DBSA in an engine, two GPUs",
+        (
+            ShownRow("encoding a pool of", "dense prefill"),
+            ShownRow("answering with 4 tokens, 1 at a time", "Fixed ICL, cached"),
+            ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),
+        ),
+    ),
+    FileSummary(
+        "dbsa_engine_70b_tp2",
+        "DBSA in an engine, half of a 70B shape, two GPUs",
+        (
+            ShownRow("encoding a pool of", "dense prefill"),
+            ShownRow("answering with 4 tokens, 1 at a time", "Fixed ICL, cached"),
+            ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),
+        ),
+    ),
+    FileSummary(
+        "dbsa_kernels",
+        "DBSA's kernels",
+        (
+            ShownRow("decode attention, one layer, 15 of 48 blocks, batch 32", "bytes"),
+            ShownRow("decode attention, one layer, 15 of 48 blocks, batch 32", "fa2"),
+            ShownRow("question prefill, one layer", "tensor-core rate"),
+            ShownRow("encoding attention, one layer", "dense causal prefill"),
+        ),
+    ),
+    FileSummary(
+        "double_p_engine",
+        "Double-P in an engine, one GPU",
+        (
+            ShownRow("time per output token, 8 requests of 65536 tokens, 32 layers (peaked"),
+            ShownRow("time per output token, 8 requests of 65536 tokens, 32 layers (middle"),
+            ShownRow("prefill of 65536 tokens with their clustering"),
+            ShownRow("memory of the clusters"),
+        ),
+    ),
+    FileSummary(
+        "double_p_engine_16_layers",
+        "Double-P in an engine, 16 layers, one GPU",
+        (
+            ShownRow("time per output token, 8 requests of 65536 tokens"),
+            ShownRow("time per output token, 1 requests of 65536 tokens"),
+            ShownRow("prefill of 65536 tokens with their clustering"),
+        ),
+    ),
+    FileSummary(
+        "double_p_engine_tp2",
+        "Double-P in an engine, 16 layers, two GPUs",
+        (
+            ShownRow("time per output token, 8 requests of 65536 tokens"),
+            ShownRow("time per output token, 1 requests of 65536 tokens"),
+            ShownRow("prefill of 65536 tokens with their clustering"),
+        ),
+    ),
+    FileSummary(
+        "double_p_kernels",
+        "Double-P's kernels",
+        (
+            ShownRow("decode attention, one layer, middle planted keys, batch 1, 64K"),
+            ShownRow("decode attention, one layer, middle planted keys, batch 8, 64K"),
+            ShownRow("decode attention, one layer, peaked planted keys, batch 8, 64K"),
+            ShownRow("middle planted keys, batch 8, 64K: the step"),
+        ),
+    ),
+    FileSummary(
+        "cascade_engine",
+        "Cascades in an engine",
+        (
+            ShownRow("the last 65536 of 1048576 tokens"),
+            ShownRow("a prompt of 1048576 tokens"),
+            ShownRow("a decoding step with a full window"),
+        ),
+    ),
+    FileSummary(
+        "cascade_kernels",
+        "Kernels of cascades",
+        (
+            ShownRow("prefill attention, one layer, 1048576 tokens"),
+            ShownRow("score and cache update of a stride"),
+            ShownRow("decode attention, one layer, 18496 tokens kept, batch 32"),
+        ),
+    ),
+    FileSummary(
+        "ltri_engine",
+        "Ltri-LLM in an engine",
+        (
+            ShownRow("a prompt of 524288 tokens", "20 s"),
+            ShownRow("a prompt of 524288 tokens", "StreamingLLM"),
+            ShownRow("another question about a document of 524288 tokens", "30 ms"),
+        ),
+    ),
+    FileSummary(
+        "ltri_kernels",
+        "Ltri-LLM's kernels",
+        (
+            ShownRow("a chunk of 512 tokens in a layer that votes"),
+            ShownRow("a chunk of 512 tokens in a layer that does not vote"),
+            ShownRow("fetch of 16 blocks"),
+            ShownRow("transfers that attention waits for, 8 of 16 blocks new, `preceding`"),
+        ),
+    ),
+)
+"""The part on speed."""
+
+QUALITY = (
+    FileSummary(
+        "quality_dbsa",
+        "DBSA beside Fixed ICL and RetICL, embedded model",
+        (
+            ShownRow("banking77, pools of 4000 tokens, Fixed ICL"),
+            ShownRow("banking77, pools of 4000 tokens, RetICL by example"),
+            ShownRow("banking77, pools of 4000 tokens, DBSA 30%"),
+            ShownRow("banking77, pools of 4000 tokens, DBSA by example"),
+        ),
+    ),
+    FileSummary(
+        "quality_dbsa_smollm2",
+        "DBSA beside Fixed ICL and RetICL, SmolLM2-135M-Instruct",
+        (
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, Fixed ICL"),
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, RetICL by example"),
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, DBSA 30%"),
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, DBSA by example"),
+        ),
+    ),
+    FileSummary(
+        "quality_double_p_gpu",
+        "Double-P in kernels",
+        (ShownRow("passkey, 16384 tokens, Double-P"), ShownRow("banking77, 7 a class, Double-P")),
+    ),
+    FileSummary(
+        "quality_double_p",
+        "Double-P beside RetroInfer, Quest and Twilight",
+        (
+            ShownRow("banking77, 7 a class, Double-P"),
+            ShownRow("banking77, 7 a class, RetroInfer"),
+            ShownRow("banking77, 7 a class, Quest, as many kept"),
+            ShownRow("banking77, 7 a class, Twilight, as many kept"),
+        ),
+    ),
+    FileSummary(
+        "double_p_recovered",
+        "Attention that Double-P and others recover",
+        (
+            ShownRow("recovered attention to the middle, captured keys, 16384 tokens: Double-P (0.95, 0.7)"),
+            ShownRow("recovered attention to the middle, captured keys, 16384 tokens: RetroInfer"),
+            ShownRow("recovered attention to the middle, captured keys, 16384 tokens: Quest, 25%"),
+        ),
+    ),
+    FileSummary(
+        "quality_cascade",
+        "Cascades beside StreamingLLM",
+        (
+            ShownRow("stream, 65536 tokens, 4 cascades: perplexity of labels"),
+            ShownRow("passkey, 2048 tokens, 4 cascades: digits right"),
+            ShownRow("passkey, 8192 tokens, 4 cascades: digits right"),
+            ShownRow("passkey, 16384 tokens, 4 cascades: digits right"),
+        ),
+    ),
+    FileSummary(
+        "quality_ltri",
+        "Ltri-LLM beside InfLLM",
+        (
+            ShownRow("16 named passkeys, 4096 tokens, InfLLM"),
+            ShownRow("16 named passkeys, 4096 tokens, Ltri-LLM, sum"),
+            ShownRow("16 named passkeys, 4096 tokens, Ltri-LLM, max"),
+        ),
+    ),
+)
+"""The part on quality."""
+
+
+def summary(results: Sequence[Results], part: Sequence[FileSummary]) -> str:
+    """One part as Markdown: for each of its files a heading, a line that leads to its page, and a table.
+
+    Raises:
+        ValueError: a file or a row that the part declares is missing.
+    """
+    by_file = {each.path.stem: each for each in results}
+    if missing := [f"{each.file}.json" for each in part if each.file not in by_file]:
+        raise ValueError(
+            f"results files of the summary: got no {', '.join(missing)}, expected all that SPEED and QUALITY in "
+            "launch/bench/_summary.py declare; run their benchmarks, or mend it"
+        )
+    return "\n\n".join(_section(each, by_file[each.file]) for each in part)
+
+
+def _section(declared: FileSummary, results: Results) -> str:
+    rows = [row.of(results.figures, declared.file) for row in declared.rows]
+    return f"### {declared.title}\n\n{_line(results)}\n\n{figure_table(rows)}"
+
+
+def _line(results: Results) -> str:
+    """Where all rows are, how many aims they meet, and where they come from."""
+    aims = [figure.met for figure in results.figures if figure.met is not None]
+    met = f", {sum(aims)} of {len(aims)} aims met" if aims else ""
+    return f"[All rows ({len(results.figures)})]({PAGES}/{results.path.stem}.md){met}: {origin(results)}"
+
+
+def titles(results: Sequence[Results]) -> dict[str, str]:
+    """The title of the page of each results file that has rows, by the file's stem.
+
+    Raises:
+        ValueError: no summary declares the file.
+    """
+    declared = {each.file: each.title for each in (*SPEED, *QUALITY)}
+    named = [each.path for each in results if each.figures]
+    if unknown := [str(path) for path in named if path.stem not in declared]:
+        raise ValueError(
+            f"{', '.join(unknown)}: got no summary, expected one for each results file with rows; add it to SPEED or "
+            "QUALITY in launch/bench/_summary.py"
+        )
+    return {path.stem: declared[path.stem] for path in named}

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._record import json_file, save, stock_backends, table
-from sglang_ext.launch.bench._serve_load import LoadRequest, Limits, Load, Measured
+from sglang_ext.launch.bench._serve_load import Limits, Load, LoadRequest, Measured
 from sglang_ext.launch.bench._serve_mixes import MIXES, Chat, Mix, Questions, Sizes, drawn, plain
 from sglang_ext.launch.bench._serve_rows import compare, curves
 from sglang_ext.launch.bench._serve_watch import settle, watched

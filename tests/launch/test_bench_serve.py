@@ -18,7 +18,7 @@ from aiohttp import web
 
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _serve_watch, serve
-from sglang_ext.launch.bench._serve_load import Answered, LoadRequest, Limits, Load, Measured, in_parts, quantiles
+from sglang_ext.launch.bench._serve_load import Answered, Limits, Load, LoadRequest, Measured, in_parts, quantiles
 from sglang_ext.launch.bench._serve_mixes import CHAT_ANSWER, MIXES, Chat, Long, Questions, Sizes
 from sglang_ext.launch.bench._serve_rows import compare, curves
 

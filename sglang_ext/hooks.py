@@ -1,24 +1,104 @@
-"""Every place of SGLang's that we wrap, and what wraps it: names alone, nothing is imported."""
+"""Every place of SGLang's that we wrap, and what wraps it: names alone, nothing is imported.
+
+A target that resolves may still never be called: SGLang goes on without our hook then, and would answer wrongly. So
+hooks note that they were called, and those without which an answer may be wrong are looked at when the first request
+has ended (`check_called`).
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from sglang_ext.names import Passed
+
+Process = Literal["", "main", "scheduler"]
+ARGUMENTS_ENV = "SGLANG_EXT_ARGUMENTS"
+"""Set in the process that resolved the server's arguments, and in those that it starts."""
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One patch: a dotted SGLang name, how it is wrapped, and `module:function` of ours (imported when needed)."""
+    """One patch.
+
+    Attributes:
+        target: a dotted name of SGLang's.
+        kind: how it is wrapped: before, after, around.
+        ours: `module:function` of ours, imported when needed.
+        called_in: in which process it was called when the first request has ended; empty where that depends on the
+            request or on the server's flags.
+    """
 
     target: str
     kind: str
     ours: str
+    called_in: Process = ""
 
     def load(self) -> Callable[..., Passed]:
         return pkgutil.resolve_name(self.ours)
+
+    def __str__(self) -> str:
+        return f"{self.target} ({self.kind}, {self.ours})"
+
+
+_called: set[Hook] = set()
+_checked: set[Process] = set()
+
+
+@functools.cache
+def noted(hook: Hook) -> Callable[..., Passed]:
+    """What SGLang calls for a hook."""
+    ours = hook.load()
+
+    @functools.wraps(ours)
+    def call(*args: Passed, **kwargs: Passed) -> Passed:
+        _called.add(hook)
+        return ours(*args, **kwargs)
+
+    return call
+
+
+def never_called(process: Process) -> list[Hook]:
+    """Hooks that should have been called in this process, and were not."""
+    return [hook for hook in HOOKS if hook.called_in == process and hook not in _called]
+
+
+def was_checked(process: Process) -> bool:
+    """Whether all hooks that a request goes through in this process are known to have been called."""
+    return process in _checked
+
+
+def check_called(process: Process) -> None:
+    """Look once, when a request has ended, whether all hooks that it goes through in this process were called.
+
+    Raises:
+        RuntimeError: some were not.
+    """
+    if was_checked(process):
+        return
+    if silent := never_called(process):
+        raise RuntimeError(
+            "sglang_ext: a request has ended, and SGLang has not called hooks of the plugin, without which answers may"
+            f" be wrong: {'; '.join(map(str, silent))}. Install a supported version of SGLang (see sglang-ext doctor)"
+        )
+    _checked.add(process)
+
+
+def check_arguments() -> None:
+    """Look whether the server's arguments were looked at, in the process that resolved them.
+
+    Raises:
+        RuntimeError: they were not: nothing that the plugin does not support was refused.
+    """
+    if ARGUMENTS_ENV not in os.environ:
+        raise RuntimeError(
+            "sglang_ext: SGLang has not called the plugin's hook on ServerArgs, so that no argument was looked at;"
+            " install a supported version of SGLang (sglang-ext doctor)"
+        )
 
 
 _SRT = "sglang.srt."
@@ -64,8 +144,9 @@ HOOKS = (
         _SRT + "managers.scheduler.Scheduler.handle_generate_request",
         "before",
         _OURS + "scheduler:before_handle_generate_request",
+        "scheduler",
     ),
-    Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init"),
+    Hook(_SRT + "managers.schedule_batch.Req.__init__", "after", _OURS + "scheduler:after_req_init", "scheduler"),
     Hook(
         _SRT + "managers.schedule_batch.Req.set_finish_with_abort",
         "after",
@@ -80,19 +161,36 @@ HOOKS = (
         _SRT + "managers.scheduler.Scheduler.init_req_max_new_tokens",
         "around",
         _OURS + "scheduler:around_init_req_max_new_tokens",
+        "scheduler",
     ),
-    Hook(_SRT + "managers.scheduler.Scheduler.init_model_worker", "after", _OURS + "streams:after_init_model_worker"),
-    Hook(_SRT + "managers.scheduler.Scheduler.__init__", "around", _OURS + "watch:around_scheduler_work"),
-    Hook(_SRT + "managers.scheduler.Scheduler.run_event_loop", "around", _OURS + "watch:around_scheduler_work"),
-    Hook(_ADDER + "add_one_req", "around", _OURS + "scheduler:around_add_one_req"),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.init_model_worker",
+        "after",
+        _OURS + "streams:after_init_model_worker",
+        "scheduler",
+    ),
+    Hook(_SRT + "managers.scheduler.Scheduler.__init__", "around", _OURS + "watch:around_scheduler_work", "scheduler"),
+    Hook(
+        _SRT + "managers.scheduler.Scheduler.run_event_loop",
+        "around",
+        _OURS + "watch:around_scheduler_work",
+        "scheduler",
+    ),
+    Hook(_ADDER + "add_one_req", "around", _OURS + "scheduler:around_add_one_req", "scheduler"),
     Hook(_ADDER + "add_chunked_req", "around", _OURS + "scheduler:around_add_chunked_req"),
     Hook(_ADDER + "_get_running_request_total_token_offset", "around", _OURS + "scheduler:around_running_offset"),
-    Hook(_SRT + "mem_cache.allocation.alloc_for_extend", "around", _OURS + "scheduler:around_alloc_for_extend"),
+    Hook(
+        _SRT + "mem_cache.allocation.alloc_for_extend",
+        "around",
+        _OURS + "scheduler:around_alloc_for_extend",
+        "scheduler",
+    ),
     Hook(_SRT + "mem_cache.allocation.alloc_for_decode", "around", _OURS + "scheduler:around_alloc_for_decode"),
     Hook(
         _SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
         "around",
         _OURS + "turns:around_get_new_batch_prefill",
+        "scheduler",
     ),
     Hook(
         _SRT + "managers.scheduler.Scheduler.update_running_batch",
@@ -103,6 +201,7 @@ HOOKS = (
         _SRT + "managers.scheduler.Scheduler.init_request_dispatcher",
         "after",
         _OURS + "scheduler:after_init_request_dispatcher",
+        "scheduler",
     ),
     Hook(
         _SRT + "managers.scheduler.Scheduler.get_internal_state",
@@ -113,6 +212,7 @@ HOOKS = (
         _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
         "after",
         _OURS + "scheduler:after_forward_batch_init_new",
+        "scheduler",
     ),
     Hook(_RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.capture", "before", _GRAPHS + "before_capture"),
     Hook(_RUNNER + "decode_cuda_graph_runner.DecodeCudaGraphRunner.capture", "after", _GRAPHS + "after_capture"),
@@ -147,16 +247,23 @@ HOOKS = (
         _SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         "after",
         "sglang_ext.plugin:after_compute_cell_size",
+        "scheduler",
     ),
-    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "tokenizer:after_init"),
     Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "streams:after_init_tokenizer"
+        _SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "tokenizer:after_init", "main"
     ),
-    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "options:after_init"),
+    Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.__init__",
+        "after",
+        _OURS + "streams:after_init_tokenizer",
+        "main",
+    ),
+    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "options:after_init", "main"),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
         "around",
         _OURS + "entry:around_generate_request",
+        "main",
     ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
@@ -177,11 +284,13 @@ HOOKS = (
         _SRT + "managers.tokenizer_manager.TokenizerManager._wait_one_response",
         "around",
         _OURS + "tokenizer:around_wait_one_response",
+        "main",
     ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
         "around",
         _OURS + "access:around_dispatch",
+        "main",
     ),
     Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.flush_cache",

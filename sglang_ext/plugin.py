@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sglang_ext.config import RADIX_CACHE_BACKEND
-from sglang_ext.hooks import HOOKS, Hook
+from sglang_ext.hooks import HOOKS, Hook, check_arguments, check_called, noted
 from sglang_ext.names import ModelRunner, Passed
 from sglang_ext.systems.registry import System, system_of, systems
 
@@ -70,7 +70,7 @@ def not_installed(hooks: Iterable[Hook]) -> list[str]:
 
 
 def _wraps(hook: Hook) -> bool:
-    ours = hook.load()
+    ours = noted(hook)
     found = pkgutil.resolve_name(hook.target)
     # SGLang nests one wrapper for each hook, and each holds its hook as a variable of the function around it.
     while found is not None:
@@ -98,7 +98,7 @@ def register() -> None:
 
     _register_backends()
     for hook in HOOKS:
-        HookRegistry.register(hook.target, hook.load(), HookType(hook.kind))
+        HookRegistry.register(hook.target, noted(hook), HookType(hook.kind))
 
 
 def _register_backends() -> None:
@@ -135,6 +135,7 @@ class _BackendFactory:
     def __call__(self, model_runner: ModelRunner) -> ViewBackend:
         from sglang_ext.attention.select import make_backend
 
+        check_arguments()
         return make_backend(model_runner, self.system)
 
 
@@ -157,16 +158,20 @@ def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRad
     server_args = context.tp_worker.model_runner.server_args
     if systems()[server_args.attention_backend].streams:
         streams = StreamCache(context.params, policy, server_settings().open_conversations)
-        streams.on_release.append(backend.release)
+        streams.on_release += [backend.release, _check_scheduler]
         return streams
     cache = BlockRadixCache(context.params)
     cache.hooks.extend(policy.node_hooks())
-    cache.on_release.append(backend.release)
+    cache.on_release += [backend.release, _check_scheduler]
     cache.on_rewrite.append(backend.rewritten)
     cache.on_restore.append(backend.restored)
     if isinstance(policy, DbsaPolicy) and policy.host_gb is not None:
         cache.host = HostTier(backend.caches(), host_bytes(policy.host_gb) // server_args.tp_size)
     return cache
+
+
+def _check_scheduler(_slot: int) -> None:
+    check_called("scheduler")
 
 
 def around_support_triton(original: Callable[[str], bool], backend: str) -> bool:

@@ -7,8 +7,9 @@ from functools import partial
 
 import fastapi
 
+from sglang_ext.hooks import check_called, was_checked
 from sglang_ext.names import RequestInput, TokenizerManager
-from sglang_ext.serving import conversations, options, texts, tokenizer
+from sglang_ext.serving import checks, conversations, options, texts, tokenizer
 from sglang_ext.types import Json
 
 
@@ -25,4 +26,12 @@ def around_generate_request(
     texts.keep_time(obj)
     over_pools = partial(tokenizer.around_generate_request, original)
     keyed = partial(conversations.around_generate_request, over_pools)
-    return options.around_generate_request(keyed, manager, obj, request)
+    answers = options.around_generate_request(keyed, manager, obj, request)
+    return answers if was_checked("main") or not checks.is_active(manager.server_args) else _looked_at(answers)
+
+
+async def _looked_at(answers: AsyncGenerator[Json, None]) -> AsyncGenerator[Json, None]:
+    """The answers to the first request, which came through all hooks that they had to."""
+    async for answer in answers:
+        check_called("main")
+        yield answer

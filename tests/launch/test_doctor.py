@@ -12,6 +12,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from sglang_ext import plugin
+from sglang_ext.hooks import noted
 from sglang_ext.launch import cli, doctor
 from sglang_ext.serving.checks import _REFUSED
 from sglang_ext.systems.registry import systems
@@ -151,7 +152,7 @@ def test_a_hook_that_resolves_and_is_not_installed(capsys, monkeypatch: pytest.M
     hook = plugin.Hook("made_up_target.target", "around", "made_up_target:around")
     dead = ["hook made_up_target:around is not installed on made_up_target.target"]
     assert plugin.not_installed([hook]) == dead
-    here.target = _wrap_fn(_wrap_fn(target, around, HookType.AROUND), lambda *_: None, HookType.BEFORE)
+    here.target = _wrap_fn(_wrap_fn(target, noted(hook), HookType.AROUND), lambda *_: None, HookType.BEFORE)
     assert plugin.not_installed([hook]) == []
     monkeypatch.setattr(doctor, "active", lambda: {**ALIVE, "dead_hooks": dead})
     assert report(capsys, 1)["problems"] == dead

@@ -28,7 +28,7 @@ BELOW: dict[str, set[str]] = {
     "systems": {"config", "policies"},
     "cache": {"compat", "config", "kernels", "policies"},
     "attention": {"cache", "compat", "config", "kernels", "policies", "systems"},
-    "serving": {"attention", "cache", "compat", "config", "policies", "retrievers", "settings", "systems"},
+    "serving": {"attention", "cache", "compat", "config", "hooks", "policies", "retrievers", "settings", "systems"},
     "plugin": {"attention", "cache", "config", "hooks", "serving", "settings", "systems"},
     "platform_cpu": {"quiet"},
     "": {"serving"},  # the package itself

@@ -74,7 +74,8 @@ def ruler_prompt(source: RulerSource, kind: str, tokens: int, seed: int, number:
 
 def _single_key(source: RulerSource, rng: random.Random, tokens: int) -> RulerPrompt:
     name = "" if source.frame.trained else rng.choice(source.words)
-    return _needles(source, noise(), [(rng.random(), name, *_numbers(source, rng, 1))], name, tokens, ends=(" ", ""))
+    (number,) = _numbers(source, rng, 1)
+    return _needles(source, noise(), [(rng.random(), name, number)], name, tokens, ends=(" ", ""))
 
 
 def _multi_key(source: RulerSource, rng: random.Random, tokens: int) -> RulerPrompt:

@@ -46,17 +46,19 @@ def _task(source: RulerSource, settings: Options, kind: str, length: int) -> Fin
 
     The embedded model says labels under the grammar of all labels of the set: it was not trained to say anything else.
     """
-    of_kind = KINDS[kind]
+    of_kind, frame = KINDS[kind], source.frame
     count, room = settings["prompts"][str(length)], length - of_kind.new_tokens
     prompts = [ruler_prompt(source, kind, room, settings["seed"], number) for number in range(count)]
+    forced = of_kind.labelled and frame.trained
     return FindTask(
         f"{of_model(settings)}{of_kind.title}, {length} tokens",
         [each.tokens for each in prompts],
         [BETWEEN.join(each.answers) for each in prompts],
         of_kind.new_tokens,
-        lead=LEAD if of_kind.labelled and source.frame.trained else "",
-        grammar=label_grammar(source.labels, LEAD, SEPARATOR) if of_kind.labelled and source.frame.trained else None,
-        stop=None if source.frame.chat else SEPARATOR,
+        lead=LEAD if forced else "",
+        grammar=label_grammar(source.labels, LEAD, SEPARATOR) if forced else None,
+        # A chat model says where an answer ends; one without a template may begin a list with an empty line.
+        stop=SEPARATOR if frame.trained or (of_kind.labelled and not frame.chat) else None,
         cells=[10 * each.places[0][0] // len(each.tokens) for each in prompts if each.places],
         ends=True,
         chance=max(each.chance for each in prompts),

@@ -26,11 +26,11 @@ from sglang_ext.launch.bench._quality_tasks import (
     books,
     by_bins,
     classification,
-    digits_right,
     key_tasks,
     stream,
 )
 from sglang_ext.launch.bench._reference_reader import Writer
+from sglang_ext.launch.bench._ruler_tasks import ruler_tasks
 from sglang_ext.policies.ltri_options import Ltri
 from sglang_ext.types import JsonObject, Options
 
@@ -189,7 +189,7 @@ class Asker:
         report = self.method.reports or (self.method.finds and task.places)
         own = {**self.method.options, **options, **({REPORT: True} if report else {})}
         params: JsonObject = {"temperature": 0, "max_new_tokens": task.new_tokens}
-        params |= {"ebnf": task.grammar} if task.grammar else {"ignore_eos": True}
+        params |= {"ebnf": task.grammar} if task.grammar else {"ignore_eos": not task.ends}
         params |= {"stop": [task.stop]} if task.stop else {}
         each = [{**params, "custom_params": {**own, **self._given(task, at)} or None} for at in chosen]
         answers: list[JsonObject] = self.engine.generate(
@@ -244,16 +244,14 @@ class Asker:
         options = self.budgets(task, target) if target and self.method.knobs else {}
         calibrated = time.perf_counter()
         answers = self.ask(task, options)
-        pairs = [(task.said(a["text"]), right) for a, right in zip(answers, task.wanted, strict=True)]
-        exact = [int(said == right) for said, right in pairs]
-        digits = [digits_right(said, right) for said, right in pairs] if "passkey" in task.name else None
-        scores = digits or [float(one) for one in exact]
+        said = [task.said(answer["text"]) for answer in answers]
+        exact, scores = task.marks(said)
         return {
             "task": task.name,
             "tokens": task.length,
             "options": {**self.method.options, **options},
             "accuracy": sum(exact) / len(exact),
-            "digits": sum(digits) / len(digits) if digits else None,
+            "digits": sum(scores) / len(scores) if "passkey" in task.name else None,
             "target": dict(target) if target and self.method.knobs else None,
             "attention": attention([a["meta_info"][REPORT] for a in answers]) if self.method.reports else None,
             "recall": self._recall(task, answers),
@@ -261,7 +259,10 @@ class Asker:
             "exact": exact,
             "cells": task.cells,
             "places": task.places,
-            "wrong": [pair for pair in pairs if pair[0] != pair[1]][:8],
+            "wrong": [
+                pair for pair, right in zip(zip(said, task.wanted, strict=True), exact, strict=True) if not right
+            ][:8],
+            **({} if task.chance is None else {"found": sum(scores) / len(scores), "chance": task.chance}),
             "seconds": {"setup": calibrated - begin, "answers": time.perf_counter() - calibrated},
         }
 
@@ -311,9 +312,10 @@ def tasks(writer: Writer, settings: Options, method: Method) -> dict[str, Qualit
         return {**books(writer, settings)}
     if settings["stream"] and settings["suite"] == "cascade":
         found[f"stream, {settings['stream']} tokens"] = stream(writer, data, settings["stream"], seed)
+    make = ruler_tasks if settings["suite"] == "ruler" else key_tasks
     for length in settings["passkey"]:
         if endless or (length <= context and method.reads in (0, context - ANSWERED)):
-            found |= {task.name: task for task in key_tasks(writer, settings, length)}
+            found |= {task.name: task for task in make(writer, settings, length)}
     if sparse_decoding:
         for shots in settings["shots"]:
             task = classification(writer, data, shots, settings["queries"], seed, context)

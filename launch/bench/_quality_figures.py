@@ -31,10 +31,11 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), spread / math.sqrt(len(values))
 
 
-def wilson(right: int, count: int, z: float = WIDE_Z) -> tuple[float, float]:
+def wilson(right: float, count: int, z: float = WIDE_Z) -> tuple[float, float]:
     """The ends of Wilson's interval (1927) for the share of `count` answers of which `right` are right.
 
     Args:
+        right: an answer that is right in part counts as a part.
         z: standard deviations of a normal distribution; by default 95% lie within them.
 
     Raises:

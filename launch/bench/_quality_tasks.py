@@ -53,6 +53,8 @@ class QualityTask:
         cells: of each prompt, what it is grouped by in results (a passkey's tenth of depth).
         shared: how many first tokens all prompts have in common.
         places: of each prompt, (first token, end token) of what its question asks for; empty where nobody asks.
+        ends: whether an answer ends where the model says so, and not after `new_tokens` in any case.
+        chance: the share of right answers that chance gives; None where nobody asks.
     """
 
     name: str
@@ -66,6 +68,8 @@ class QualityTask:
     cells: list[int] = field(default_factory=list)
     shared: int = 0
     places: list[tuple[int, int]] = field(default_factory=list)
+    ends: bool = False
+    chance: float | None = None
 
     @property
     def length(self) -> int:
@@ -79,6 +83,13 @@ class QualityTask:
     def wanted(self) -> list[str]:
         """What counts of the answers."""
         return [answer[self.skip :] for answer in self.answers]
+
+    def marks(self, said: Sequence[str]) -> tuple[list[int], list[float]]:
+        """Of each answer, of which `said` counts: 1 if it is right, else 0; and what share of it is right."""
+        exact = [int(text == right) for text, right in zip(said, self.wanted, strict=True)]
+        if "passkey" not in self.name:
+            return exact, [float(one) for one in exact]
+        return exact, [digits_right(text, right) for text, right in zip(said, self.wanted, strict=True)]
 
 
 def classification(writer: Writer, data: str, shots: int, queries: int, seed: int, context: int) -> QualityTask:
@@ -184,7 +195,7 @@ def hidden_keys(writer: Writer, data: str, kind: str, length: int, prompts: int,
     texts = [text.lower() for text, _ in read_rows(data, CLASSES.name, "train")] if hidden.texts else []
     lines = writer.tokenizer([f"{text}\n" for text in texts], add_special_tokens=False)["input_ids"] if texts else []
     first, later = writer.encode(FILLER), writer.encode(f" {FILLER}")
-    words = _names(writer)
+    words = one_token_words(writer)
     for number in range(prompts):
         rng = random.Random(f"{kind} {length} {seed} {number}")
         pieces = _without_end(lines, rng) if lines else itertools.chain([first], itertools.repeat(later))
@@ -259,9 +270,9 @@ def _without_end(lines: Sequence[list[int]], rng: random.Random) -> Iterator[lis
         yield from rng.sample(lines, len(lines))
 
 
-def _names(writer: Writer) -> list[str]:
-    """Words that are one token."""
-    words = (token[1:] for token in writer.tokenizer.get_vocab() if token[0] == "Ġ")
+def one_token_words(writer: Writer) -> list[str]:
+    """Words that are one token behind a space, in the vocabularies of byte-level BPE and of SentencePiece."""
+    words = (token[1:] for token in writer.tokenizer.get_vocab() if token[0] in "Ġ▁")
     return sorted(word for word in words if len(word) > 4 and word.isascii() and word.isalpha() and word.islower())
 
 
@@ -321,6 +332,12 @@ def stream(writer: Writer, data: str, tokens: int, seed: int) -> StreamTask:
     return StreamTask(ids[:tokens], labels[:tokens])
 
 
+def of_model(settings: Options) -> str:
+    """What names of tasks begin with: the model's where it is not the embedded one."""
+    model = Path(settings["model"])
+    return "" if model == MODEL else f"{model.name}, "
+
+
 def books(writer: Writer, settings: Options) -> dict[str, StreamTask]:
     """The first tokens of each of `--books`, by the name of their task, which has the model's where it is another one.
 
@@ -331,8 +348,6 @@ def books(writer: Writer, settings: Options) -> dict[str, StreamTask]:
     found, tokens = dict[str, StreamTask](), settings["stream"]
     if tokens < 2:
         raise ValueError(f"--stream {tokens}: expected at least 2 tokens of a book, of which the first is given")
-    model = Path(settings["model"])
-    of_model = "" if model == MODEL else f"{model.name}, "
     for path in settings["books"]:
         try:
             with open(path, encoding="utf-8", errors="strict") as file:
@@ -342,7 +357,7 @@ def books(writer: Writer, settings: Options) -> dict[str, StreamTask]:
         ids = [writer.tokenizer.bos_token_id, *writer.encode(text)][:tokens]
         if len(ids) < tokens:
             raise ValueError(f"--books {path}: {len(ids)} tokens; expected {tokens}, or a smaller --stream")
-        name = f"{of_model}{Path(path).stem}, {tokens} tokens"
+        name = f"{of_model(settings)}{Path(path).stem}, {tokens} tokens"
         if name in found:
             raise ValueError(f"--books {path}: another one has this name, too; results call books by their names")
         found[name] = StreamTask(ids, [False] * tokens, settings["part"])

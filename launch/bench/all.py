@@ -144,6 +144,28 @@ BENCHMARKS = (
         "quality_ltri.json",
         needs=("data",),
     ),
+    Benchmark(
+        "quality-ruler",
+        ("quality", "--suite", "ruler", "--passkey", "4096", "--prompts", "40", "--host-gb", "2", "--methods", "dense")
+        + ("double_p", "quest", "retroinfer", "twilight", "streaming_llm", "cascade-4", "infllm", "ltri-max"),
+        "quality_ruler.json",
+        needs=("data",),
+    ),
+    Benchmark(
+        "quality-ruler-smollm2",
+        ("quality", "--suite", "ruler", "--prompts", "100", "--methods", "dense", "double_p")
+        + ("quest", "retroinfer", "twilight", "--engine", '{"dtype":"float16"}'),
+        "quality_ruler_smollm2.json",
+        needs=("data", "model"),
+    ),
+    Benchmark(
+        "quality-ruler-smollm2-streams",
+        ("quality", "--suite", "ruler", "--prompts", "100", "--heads", "all", "--host-gb", "4")
+        + ("--methods", "dense", "double_p-kernels", "streaming_llm", "cascade-4", "cascade-4-unselected", "infllm")
+        + ("ltri-sum", "ltri-max", "ltri-ruler", "--kernels", "triton", "--engine", HALF),
+        "quality_ruler_smollm2_streams.json",
+        needs=("data", "model"),
+    ),
     *(
         Benchmark(
             f"quality-book-{window}",

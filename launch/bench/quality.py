@@ -18,6 +18,10 @@ of its own, but those of dbsa share a server:
   in pieces of the model's context, and for StreamingLLM, cascades, InfLLM's index and Ltri-LLM, which see as many
   tokens as each other. Spreads are over parts of 64K tokens.
 
+- --suite ruler: generated tasks in the manner of RULER (single-key, multi-key, multi-value needles, variable tracking,
+  common words, questions about labelled texts) for dense attention, the methods of double_p, and the streams of book.
+  The score is the share of the expected answers that are found. Where dense attention fails, rows have no aim.
+
 - --suite ltri: passkeys at depths that are drawn uniformly (--hidden says where: among filler sentences, one of 16 that
   have names, among texts of banking77, within one memory block, over two), for dense attention, StreamingLLM with as
   many visible tokens, InfLLM's index, random blocks, the blocks that hold the key, and Ltri-LLM with its similarities,
@@ -44,22 +48,22 @@ from pathlib import Path
 import torch
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
-from sglang_ext.launch.bench import _quality_dbsa
+from sglang_ext.launch.bench import _quality_dbsa, _quality_ruler
 from sglang_ext.launch.bench._quality_book import PART, book_methods
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._quality_ltri import ltri_methods
 from sglang_ext.launch.bench._quality_tasks import HIDDEN
-from sglang_ext.launch.bench._record import AND, Figure, command_lines, json_file, save, table
+from sglang_ext.launch.bench._record import AND, Curve, Figure, command_lines, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SUITES = ("dbsa", "double_p", "cascade", "ltri", "book")
+SUITES = ("dbsa", "double_p", "cascade", "ltri", "book", "ruler")
 # What a measurement depends on, beside its method.
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
-OF_BOOKS = ("part", "heads")  # beside these, of books
+OF_BOOKS = ("part", "heads")  # beside these, of books; ruler has heads, too
 HOSTED = ("ltri", "infllm")  # systems that keep on the host what leaves a window
 POLL_SECONDS = 1.0
 
@@ -84,14 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="*",
         metavar="TOKENS",
-        help="lengths of rows (default: 4096 8192 16384; cascade: the window, 2, 4, 8 and 16 times)",
+        help="lengths of rows (default: 4096 8192 16384; ruler: 4096 8192; cascade: 1, 2, 4, 8 and 16 windows)",
     )
     parser.add_argument("--trials", type=int, default=5, help="passkeys at each tenth of depth (default: 5)")
     parser.add_argument(
         "--hidden", nargs="+", choices=HIDDEN, default=list(HIDDEN), help="where the keys of ltri are (default: all)"
     )
     parser.add_argument(
-        "--prompts", type=int, nargs="+", default=[100], help="of ltri, for each length or for all (default: 100)"
+        "--prompts", type=int, nargs="+", default=[100], help="of ltri and ruler, for each length or all (default: 100)"
     )
     parser.add_argument("--window", type=int, default=1024, help="of a stream (default: 1024)")
     parser.add_argument(
@@ -105,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that cascade, or book, reads for perplexity; 0: none (default: 65536)",
     )
     parser.add_argument("--part", type=int, default=PART, help=f"tokens of a part of a book (default: {PART})")
-    parser.add_argument("--heads", help="file of sglang-ext heads, or all: which heads of book vote in Ltri-LLM")
+    parser.add_argument("--heads", help="file of sglang-ext heads, or all: which heads of book, ruler vote in Ltri-LLM")
     parser.add_argument("--context", type=int, default=0, help="longest dense row (default: the model's context)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
     parser.add_argument("--parallel", type=int, default=1, help="engines at a time (default: 1)")
@@ -117,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of SGLang's")
     parser.add_argument("--anew", action="store_true", help="measure again what the file of results has already")
     _quality_dbsa.add_arguments(parser)
+    _quality_ruler.add_arguments(parser)
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
     parser.add_argument("--out", type=json_file, help="results (default: launch/bench/results/quality_SUITE.json)")
 
@@ -148,9 +153,9 @@ def methods_of(settings: Options) -> dict[str, Method]:
     """The methods of a suite, by name."""
     if settings["suite"] == "double_p":
         return double_p_methods()
-    if settings["suite"] == "book":
+    if settings["suite"] in ("book", "ruler"):
         sizes = (settings[name] for name in ("window", "stride", "sinks", "context", "heads"))
-        return book_methods(*sizes)
+        return (book_methods if settings["suite"] == "book" else _quality_ruler.ruler_methods)(*sizes)
     make = cascade_methods if settings["suite"] == "cascade" else ltri_methods
     return make(settings["window"], settings["stride"], settings["sinks"], settings["context"])
 
@@ -183,6 +188,8 @@ class Study:
         default = [4096, 8192, 16384]
         if args.suite == "cascade":
             default = [args.window * times for times in (1, 2, 4, 8, 16)]
+        elif args.suite == "ruler":
+            default = list(_quality_ruler.LENGTHS)
         lengths = default if args.passkey is None else args.passkey
         context = args.context or json.loads((Path(args.model) / "config.json").read_text())["max_position_embeddings"]
         self.settings: JsonObject = {
@@ -194,6 +201,8 @@ class Study:
             self.settings |= {"passkey": [], "books": args.books, "part": args.part, "heads": args.heads}
         if args.suite == "ltri":
             self.settings |= {"hidden": args.hidden, "prompts": _prompts(args.prompts, lengths)}
+        if args.suite == "ruler":
+            self.settings |= {"tasks": args.tasks, "prompts": _prompts(args.prompts, lengths), "heads": args.heads}
         self.methods = methods_of(self.settings)
         # Without a GPU kernels run in Triton's interpreter, for days: then only when they are asked for.
         default_ones = [name for name, each in self.methods.items() if not each.kernels or torch.cuda.is_available()]
@@ -209,8 +218,9 @@ class Study:
         self.measured: list[JsonObject] = []
         self.commands: list[str] = []
         self.recorded = dict(self.settings)
-        if args.suite == "book":  # folders are the user's own
+        if "books" in self.settings:  # folders are the user's own
             self.recorded |= {"books": [Path(path).stem for path in args.books]}
+        if "heads" in self.settings:
             self.recorded |= {"heads": args.heads and Path(args.heads).name}
         if self.out.exists() and not args.anew:
             self.measured = self._known(json.loads(self.out.read_text()))
@@ -235,7 +245,7 @@ class Study:
                     f"{self.out} has {count} prompts of {length} tokens; expected --prompts {count} and not"
                     f" {asked[length]}: measure --anew, or name another --out"
                 )
-        for name in (each for each in ("shots", "passkey", "hidden", "books") if each in self.recorded):
+        for name in (each for each in ("shots", "passkey", "hidden", "tasks", "books") if each in self.recorded):
             self.recorded[name] = list(dict.fromkeys([*known[name], *self.recorded[name]]))
         if asked:
             self.recorded["prompts"] = {**known["prompts"], **asked}
@@ -301,7 +311,15 @@ class Study:
 
     def figures(self) -> list[Figure]:
         """Rows of what is measured so far."""
+        if self.args.suite == "ruler":
+            return _quality_ruler.figures(self.settings, self.methods, self.measured)
         return figures(self.settings, self.methods, self.measured)
+
+    def curves(self) -> list[Curve]:
+        """What is plotted of them."""
+        if self.args.suite == "ruler":
+            return _quality_ruler.curves(self.methods, self.measured)
+        return curves(self.settings, self.methods, self.measured)
 
     def save(self) -> None:
         """Write what is measured so far, with the commands of all runs that measured it."""
@@ -311,7 +329,7 @@ class Study:
             commit=self.args.commit,
             command=command_lines(self.commands),
             settings=self.recorded,
-            curves=curves(self.settings, self.methods, self.measured),
+            curves=self.curves(),
             measurements=self.measured,
         )
 
@@ -369,6 +387,8 @@ def summary(measurement: JsonObject) -> str:
         words.append(", ".join(f"{name} {value:.3f}" for name, value in measurement["perplexity"].items()))
     else:
         words.append(f"accuracy {measurement['accuracy']:.3f}")
+        if "found" in measurement:
+            words.append(f"answers found {measurement['found']:.3f}")
         if measurement["digits"] is not None:
             words.append(f"digits {measurement['digits']:.3f}")
         if measurement["attention"]:

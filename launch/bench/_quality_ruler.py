@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_ext.launch.bench._quality_book import book_methods
 from sglang_ext.launch.bench._quality_engine import Method, double_p_methods
-from sglang_ext.launch.bench._quality_figures import POINT, Z, mean_and_error, selects, wilson
+from sglang_ext.launch.bench._quality_figures import Z, mean_and_error, near_dense, selects, wilson
 from sglang_ext.launch.bench._record import Curve, Figure, Timing
 from sglang_ext.launch.bench._ruler import KINDS
 from sglang_ext.types import JsonObject, Options
@@ -96,7 +96,7 @@ def _row(settings: Options, name: str, methods: Mapping[str, Method], found: Map
     difference, error = mean_and_error([a - b for a, b in zip(scores, dense["scores"], strict=True)])
     notes |= {"difference": difference, "difference_error": error}
     title += f"; {100 * difference:+.1f} points, standard error {100 * error:.1f}{said}"
-    words, met = ("", None) if why else _aim(settings, name, methods[name], found, difference)
+    words, met = ("", None) if why else _aim(settings, name, methods[name], found, difference, error)
     ratio = mine["found"] / dense["found"] if mine["found"] and dense["found"] else None
     before = _share(dense["scores"])
     return Figure(title, _share(scores), methods[DENSE].title, before, ratio, words, met, unit="share", notes=notes)
@@ -108,15 +108,16 @@ def _share(scores: Sequence[float]) -> Timing:
 
 
 def _aim(
-    settings: Options, name: str, method: Method, found: Mapping[str, JsonObject], difference: float
+    settings: Options, name: str, method: Method, found: Mapping[str, JsonObject], difference: float, error: float
 ) -> tuple[str, bool | None]:
     """What is aimed at, in words, and whether it is met, where dense attention can answer.
 
     Args:
         difference: of the method's share from dense attention's.
+        error: the standard error of that.
     """
     if name in ("double_p", "double_p-kernels"):
-        return "at most 1 point below dense", difference >= -POINT
+        return near_dense(difference, error, found[name]["attention"])
     other = found.get("streaming_llm")
     if other and (selects(method) or name in BEST) and found[name]["tokens"] > settings["window"]:
         return "above StreamingLLM", found[name]["found"] > other["found"]

@@ -13,6 +13,7 @@ from sglang_ext.launch.bench import _quality_engine as engine
 from sglang_ext.launch.bench import _quality_ruler as study
 from sglang_ext.launch.bench import _ruler_tasks as tasks
 from sglang_ext.launch.bench import quality
+from sglang_ext.launch.bench._quality_figures import near_dense
 from sglang_ext.launch.bench._reference_reader import Writer
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.systems.registry import ours
@@ -117,11 +118,20 @@ def right(share: float) -> list[float]:
     return [1.0] * round(100 * share) + [0.0] * round(100 - 100 * share)
 
 
+def test_near_dense_is_meant_with_its_interval() -> None:
+    words = "95% interval at most 1 point below dense"
+    assert near_dense(0.0, 0.005, None) == (words, True) and near_dense(0.0, 0.006, None) == (words, False)
+    assert near_dense(0.02, 0.01, {"kept": 0.49}) == (words, True) and near_dense(0.02, 0.0, {"kept": 0.5}) == (
+        "",
+        None,
+    )
+
+
 @pytest.mark.parametrize(
     ("method", "share", "aim", "met"),
     [
-        ("double_p", 0.79, "at most 1 point below dense", True),
-        ("double_p", 0.78, "at most 1 point below dense", False),
+        ("double_p", 0.8, "95% interval at most 1 point below dense", True),
+        ("double_p", 0.79, "95% interval at most 1 point below dense", False),
         ("quest", 0.79, "", None),
         ("cascade-4", 0.5, "above StreamingLLM", True),
         ("cascade-4", 0.4, "above StreamingLLM", False),

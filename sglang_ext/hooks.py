@@ -8,7 +8,6 @@ has ended (`check_called`).
 from __future__ import annotations
 
 import functools
-import os
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import Literal
 from sglang_ext.names import Passed
 
 Process = Literal["", "main", "scheduler"]
-ARGUMENTS_ENV = "SGLANG_EXT_ARGUMENTS"
-"""Set in the process that resolved the server's arguments, and in those that it starts."""
+LOOKED_AT = "sglang_ext_looked_at"
+"""Attribute of a server's arguments, which goes with them to the processes that are started."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +87,16 @@ def check_called(process: Process) -> None:
     _checked.add(process)
 
 
-def check_arguments() -> None:
-    """Look whether the server's arguments were looked at, in the process that resolved them.
+def check_arguments(server_args: object) -> None:
+    """Look whether a server's arguments were looked at when they were resolved.
 
     Raises:
         RuntimeError: they were not: nothing that the plugin does not support was refused.
     """
-    if ARGUMENTS_ENV not in os.environ:
+    if not getattr(server_args, LOOKED_AT, False):
         raise RuntimeError(
             "sglang_ext: SGLang has not called the plugin's hook on ServerArgs, so that no argument was looked at;"
-            " install a supported version of SGLang (sglang-ext doctor)"
+            " install a supported version of SGLang (see sglang-ext doctor)"
         )
 
 

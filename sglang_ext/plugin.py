@@ -135,7 +135,7 @@ class _BackendFactory:
     def __call__(self, model_runner: ModelRunner) -> ViewBackend:
         from sglang_ext.attention.select import make_backend
 
-        check_arguments()
+        check_arguments(model_runner.server_args)
         return make_backend(model_runner, self.system)
 
 

@@ -53,10 +53,11 @@ class WarmUp:
         settings, host = self.policy.config, self.policy.blocks_on_host
         first, chunk = settings.alike_from, settings.chunk
         room = settings.longest(host.available) - 1
-        end, turn = min(room, settings.slots + 3 * chunk), None
+        end = min(room, settings.slots + 3 * chunk)
+        turn = (end - 1) // chunk * chunk - chunk // 2 + 1  # within a chunk, and within a block
         recorded = first is not None and places > 0 and first + 3 * chunk + settings.last <= room
         if recorded and first is not None:
-            end, turn = first + 3 * chunk, first + chunk + chunk // 2
+            end, turn = first + 3 * chunk, first + chunk + chunk // 2 + 1
         lease = host.lease(settings.evicted(end))
         memories = {layer: self.chunks.memory() for layer in sorted(self.caches)}
         bounds = settings.chunks(0, end, end + settings.last if recorded else end)
@@ -102,10 +103,10 @@ class WarmUp:
         )
 
 
-def _cut(bounds: Sequence[tuple[int, int]], at: int | None) -> Iterator[tuple[int, int]]:
+def _cut(bounds: Sequence[tuple[int, int]], at: int) -> Iterator[tuple[int, int]]:
     """Chunks, of which the one that has token `at` is cut there."""
     for begin, end in bounds:
-        if at is not None and begin < at < end:
+        if begin < at < end:
             yield begin, at
             begin = at
         yield begin, end

@@ -9,7 +9,7 @@ import torch
 
 from sglang_ext.attention.choice import asked_plain_attention, captures
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
-from sglang_ext.hooks import ARGUMENTS_ENV
+from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
 from sglang_ext.systems.options import without_options
 from sglang_ext.systems.registry import system_of, systems
@@ -137,7 +137,7 @@ def after_server_args(_result: None, server_args: ServerArgs) -> None:
     """
     ours = is_active(server_args)
     cache = server_args.radix_cache_backend == RADIX_CACHE_BACKEND
-    os.environ[ARGUMENTS_ENV] = "resolved"
+    setattr(server_args, LOOKED_AT, True)
     if not ours and not cache:
         return
     if ours != cache:

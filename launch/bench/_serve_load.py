@@ -7,13 +7,14 @@ are known whatever their text is, and no token is counted twice.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
 import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypeAlias
 
 import aiohttp
 
@@ -22,6 +23,7 @@ from sglang_ext.types import JsonObject
 PATIENCE = 60.0
 """Seconds that answers may take once no request begins any more; those that take longer count as unfinished."""
 HUNDREDTHS = 100
+JSON = {"Content-Type": "application/json"}
 PARTS = 5
 """Parts of a load that tell how much it varies."""
 
@@ -38,6 +40,10 @@ class LoadRequest:
     body: JsonObject
     tokens: int
 
+    def data(self) -> bytes:
+        """The body, as it is sent."""
+        return json.dumps({**self.body, "stream": True}).encode()
+
 
 @dataclass
 class Answered:
@@ -45,22 +51,27 @@ class Answered:
 
     Attributes:
         wanted: tokens that the answer should have.
-        begun: seconds from the begin of the load to that of the request.
-        first: seconds until the first token; None where there was none.
+        begun: seconds from the begin of the load to when the request was due.
+        first: seconds from then to the first token; None where there was none.
+        ended: seconds from then to the end; None where the answer did not end.
         gaps: seconds from each token to the next; tokens that came together share the time, but those that came with
             the first one have none.
         tokens: of the answer.
-        finished: whether the answer ended as it should.
         error: what the server or the connection said where it did not.
     """
 
     wanted: int
     begun: float = 0.0
     first: float | None = None
+    ended: float | None = None
     gaps: list[float] = field(default_factory=list)
     tokens: int = 0
-    finished: bool = False
     error: str = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer ended as it should."""
+        return self.ended is not None and not self.error
 
     def count(self, tokens: int, seconds: float, since: float) -> None:
         """Have seen so many tokens of the answer after some seconds, and the ones before after `since`."""
@@ -70,6 +81,13 @@ class Answered:
         else:
             self.gaps += [(seconds - since) / new] * new
         self.tokens = tokens
+
+    def gaps_within(self, begin: float, end: float) -> list[float]:
+        """Times between tokens of which the later one came in a part of the load."""
+        if self.first is None:
+            return []
+        times = itertools.accumulate(self.gaps, initial=self.begun + self.first)
+        return [gap for gap, at in zip(self.gaps, itertools.islice(times, 1, None), strict=True) if begin <= at <= end]
 
 
 @dataclass(frozen=True)
@@ -100,13 +118,13 @@ class Measured:
         concurrency: requests under way in a closed loop; None in an open one.
         seconds: for which requests began.
         requests: that began.
-        completed: answers that ended a second, until the last one had ended.
-        good: answers within the limits, of a second in which requests began.
+        completed: answers that ended within these, a second.
+        good: answers within the limits to requests that began, a second.
         good_parts: the same of each fifth of this time.
         unfinished: requests whose answers took too long after the load.
         failed: requests that the server refused, or whose connection ended; `errors` has some of their messages.
         miscounted: answers that ended with another number of tokens than were asked for.
-        first: seconds to the first token: {"p50": ..., "p99": ...}.
+        first: seconds to the first token: {"p50": ..., "p99": ...}; at least the time that was waited where none came.
         token: seconds from a token to the next, of all answers, likewise.
     """
 
@@ -126,25 +144,37 @@ class Measured:
 
     @classmethod
     def of(
-        cls, answers: Sequence[Answered], limits: Limits, seconds: float, whole: float, **load: float | None
+        cls,
+        answers: Sequence[Answered],
+        limits: Limits,
+        seconds: float,
+        whole: float,
+        rate: float | None = None,
+        concurrency: int | None = None,
+        within: tuple[float, float] = (0.0, math.inf),
     ) -> Measured:
-        """Of the answers to requests that began within `seconds`; the last one ended after `whole`."""
-        finished = [each for each in answers if each.finished]
+        """Of the answers to requests that began within `seconds`; who waited, did so for `whole`.
+
+        Args:
+            within: the part of the load whose times between tokens count.
+        """
+        good = [each.begun for each in answers if limits.kept(each)]
+        ended = [each.begun + each.ended for each in answers if each.ended is not None and each.finished]
         errors = [each.error for each in answers if each.error]
-        concurrency = load.get("concurrency")
+        waited = [whole - each.begun if each.first is None else each.first for each in answers if not each.error]
         return cls(
-            rate=load.get("rate"),
-            concurrency=None if concurrency is None else int(concurrency),
+            rate=rate,
+            concurrency=concurrency,
             seconds=seconds,
             requests=len(answers),
-            completed=len(finished) / whole,
-            good=sum(map(limits.kept, answers)) / seconds,
-            good_parts=in_parts([each.begun for each in answers if limits.kept(each)], seconds),
+            completed=sum(at <= seconds for at in ended) / seconds,
+            good=len(good) / seconds,
+            good_parts=in_parts(good, seconds),
             unfinished=sum(not each.finished and not each.error for each in answers),
             failed=len(errors),
-            miscounted=sum(each.tokens != each.wanted for each in finished),
-            first=quantiles([each.first for each in finished if each.first is not None]),
-            token=quantiles([gap for each in finished for gap in each.gaps]),
+            miscounted=sum(each.tokens != each.wanted for each in answers if each.finished),
+            first=quantiles(waited),
+            token=quantiles([gap for each in answers for gap in each.gaps_within(*within)]),
             errors=sorted(set(errors))[:3],
         )
 
@@ -167,33 +197,48 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {"p50": found[49], "p99": found[98]}
 
 
-async def ask(session: aiohttp.ClientSession, url: str, asked: LoadRequest, begun: float) -> Answered:
-    """Send one request, and see its answer through; what goes wrong is in the answer."""
-    answer = Answered(asked.tokens, begun)
-    begin = time.perf_counter()
+async def ask(session: aiohttp.ClientSession, url: str, data: bytes, answer: Answered, due: float) -> None:
+    """Send one request, and see its answer through; what goes wrong is in the answer.
+
+    Args:
+        session: with connections enough.
+        url: of the server.
+        data: the body.
+        answer: where to say what is seen.
+        due: when it should have been sent (`time.perf_counter`): from there times are counted.
+    """
     since = 0.0
     try:
-        async with session.post(f"{url}/generate", json={**asked.body, "stream": True}) as response:
+        async with session.post(f"{url}/generate", data=data, headers=JSON) as response:
             if response.status != 200:
                 answer.error = f"{response.status}: {(await response.text())[:300]}"
-                return answer
+                return
             async for line in response.content:
                 piece = _piece(line)
                 if piece is None:
                     continue
                 if "error" in piece:
                     answer.error = str(piece["error"])[:300]
-                    return answer
-                meta, seconds = piece["meta_info"], time.perf_counter() - begin
+                    return
+                meta, seconds = piece["meta_info"], time.perf_counter() - due
                 if meta["completion_tokens"] > answer.tokens:
                     answer.count(meta["completion_tokens"], seconds, since)
                     since = seconds
-                answer.finished = meta["finish_reason"] is not None
+                _end(answer, meta["finish_reason"], seconds)
     except (aiohttp.ClientError, ConnectionError) as error:
         answer.error = f"{type(error).__name__}: {error}"
+        return
     if not answer.finished and not answer.error:
         answer.error = "the answer ended without a reason"
-    return answer
+
+
+def _end(answer: Answered, reason: JsonObject | None, seconds: float) -> None:
+    """Note that an answer has ended, where it has."""
+    if reason is None:
+        return
+    answer.ended = seconds
+    if reason["type"] == "abort":
+        answer.error = f"aborted: {reason.get('message')}"[:300]
 
 
 def _piece(line: bytes) -> JsonObject | None:
@@ -202,10 +247,6 @@ def _piece(line: bytes) -> JsonObject | None:
         return None
     found: JsonObject = json.loads(line[len(b"data: ") :])
     return found
-
-
-Begin: TypeAlias = Callable[[LoadRequest], "asyncio.Task[Answered]"]
-"""Sends a request."""
 
 
 class Load:
@@ -223,70 +264,123 @@ class Load:
     def open(self, requests: Iterator[LoadRequest], rate: float, seconds: float, seed: int) -> Measured:
         """Requests that arrive at random, `rate` of them a second on average, whatever the server does."""
         dice = random.Random(seed)
+        times = list(itertools.takewhile(lambda at: at < seconds, _arrivals(dice, rate)))
+        ready = [(at, each.data(), each.tokens) for at, each in zip(times, requests, strict=False)]
 
-        async def arrive(begin: Begin) -> None:
-            at, started = dice.expovariate(rate), time.perf_counter()
-            while at < seconds:
-                await asyncio.sleep(max(0.0, started + at - time.perf_counter()))
-                begin(next(requests))
-                at += dice.expovariate(rate)
-            await asyncio.sleep(max(0.0, started + seconds - time.perf_counter()))
+        async def arrive(run: _Run) -> None:
+            for at, data, tokens in ready:
+                await asyncio.sleep(max(0.0, run.started + at - time.perf_counter()))
+                run.send(data, tokens, at)
+            await asyncio.sleep(max(0.0, run.started + seconds - time.perf_counter()))
 
         answers, whole = asyncio.run(self._run(arrive))
         return Measured.of(answers, self.limits, seconds, whole, rate=rate)
 
-    def closed(
-        self,
-        requests: Iterator[LoadRequest],
-        concurrency: int,
-        seconds: float,
-        beside: Callable[[], bool] = lambda: False,
-    ) -> Measured:
-        """As many requests under way at any time; each answer is followed by another request.
+    def closed(self, requests: Iterator[LoadRequest], concurrency: int, seconds: float) -> Measured:
+        """As many requests under way at any time; each answer is followed by another request."""
 
-        Args:
-            requests: one after the other.
-            concurrency: requests under way.
-            seconds: for which requests begin.
-            beside: whether something goes on beside them, for which requests begin longer.
-        """
-
-        async def arrive(begin: Begin) -> None:
-            started = time.perf_counter()
-
-            async def client() -> None:
-                while time.perf_counter() - started < seconds or beside():
-                    await begin(next(requests))
-
-            await asyncio.gather(*(client() for _ in range(concurrency)))
+        async def arrive(run: _Run) -> None:
+            clients = [asyncio.create_task(run.client(requests)) for _ in range(concurrency)]
+            await _stopped(clients, seconds)
 
         answers, whole = asyncio.run(self._run(arrive))
-        # The loop ends with its last answers: all of this time is the load's.
-        return Measured.of(answers, self.limits, whole, whole, concurrency=concurrency)
+        return Measured.of(answers, self.limits, seconds, whole, concurrency=concurrency)
 
-    async def _run(self, arrive: Callable[[Begin], Awaitable[None]]) -> tuple[list[Answered], float]:
-        """(answers, seconds until the last one) of what arrives."""
-        tasks: list[asyncio.Task[Answered]] = []
-        asked: list[LoadRequest] = []
-        started = time.perf_counter()
+    def beside(
+        self, requests: Iterator[LoadRequest], concurrency: int, seconds: float, work: Callable[[], None]
+    ) -> Measured:
+        """A closed loop in which something else is done after some seconds.
+
+        Times between tokens are those of that time alone, and so are `Measured.seconds`.
+
+        Raises:
+            Exception: as `work`.
+        """
+        begin = end = 0.0
+
+        async def arrive(run: _Run) -> None:
+            nonlocal begin, end
+            clients = [asyncio.create_task(run.client(requests)) for _ in range(concurrency)]
+            await asyncio.sleep(seconds)
+            begin = time.perf_counter() - run.started
+            try:
+                await asyncio.to_thread(work)
+            finally:
+                end = time.perf_counter() - run.started
+                await _stopped(clients, 0.0)
+
+        answers, whole = asyncio.run(self._run(arrive))
+        return Measured.of(answers, self.limits, end - begin, whole, concurrency=concurrency, within=(begin, end))
+
+    async def _run(self, arrive: Callable[[_Run], Awaitable[None]]) -> tuple[list[Answered], float]:
+        """(answers, seconds until nobody waits any more) of what arrives."""
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**20) as session:
+            run = _Run(session, self.url)
+            try:
+                await arrive(run)
+                if run.tasks:
+                    await asyncio.wait(run.tasks, timeout=self.patience)
+            finally:
+                whole = time.perf_counter() - run.started
+                for task in run.tasks:
+                    task.cancel()
+                await asyncio.gather(*run.tasks, return_exceptions=True)
+        return run.answers, whole
 
-            def begin(each: LoadRequest) -> asyncio.Task[Answered]:
-                asked.append(each)
-                tasks.append(asyncio.create_task(ask(session, self.url, each, time.perf_counter() - started)))
-                return tasks[-1]
 
-            await arrive(begin)
-            if tasks:
-                await asyncio.wait(tasks, timeout=self.patience)
-            whole = time.perf_counter() - started
-            answers = [
-                task.result() if task.done() else Answered(each.tokens)  # unfinished
-                for task, each in zip(tasks, asked, strict=True)
-            ]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return answers, whole
+class _Run:
+    """One load under way.
+
+    Args:
+        session: with connections enough.
+        url: of the server.
+
+    Attributes:
+        started: when it began (`time.perf_counter`).
+        answers: to all requests that were sent.
+        tasks: that wait for them.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session, self.url = session, url
+        self.started = time.perf_counter()
+        self.answers: list[Answered] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def send(self, data: bytes, tokens: int, at: float) -> asyncio.Task[None]:
+        """Send a request that was due so many seconds after the begin."""
+        answer = Answered(tokens, at)
+        self.answers.append(answer)
+        self.tasks.append(asyncio.create_task(ask(self.session, self.url, data, answer, self.started + at)))
+        return self.tasks[-1]
+
+    async def client(self, requests: Iterator[LoadRequest]) -> None:
+        """Ask for one thing after the other, without end."""
+        while True:
+            each = next(requests)
+            data = each.data()
+            await asyncio.shield(self.send(data, each.tokens, time.perf_counter() - self.started))
+
+
+def _arrivals(dice: random.Random, rate: float) -> Iterator[float]:
+    """Seconds of a Poisson process."""
+    at = 0.0
+    while True:
+        at += dice.expovariate(rate)
+        yield at
+
+
+async def _stopped(clients: Sequence[asyncio.Task[None]], seconds: float) -> None:
+    """Stop clients after some seconds; their last requests go on.
+
+    Raises:
+        Exception: as a client that could not go on.
+    """
+    ended, _ = await asyncio.wait(clients, timeout=seconds)
+    for client in clients:
+        client.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+    for client in ended:
+        client.result()

@@ -82,6 +82,10 @@ class Mix(ABC):
         """Have a server know what requests name."""
         return
 
+    def clean_up(self, server: Server, *, ours: bool) -> None:
+        """Have a server forget that."""
+        return
+
     @abstractmethod
     def requests(self, seed: int, *, ours: bool) -> Iterator[LoadRequest]:
         """Requests without end, the same for both servers where the seed is the same."""
@@ -126,6 +130,10 @@ class Questions(Mix):
                 server.call("PUT", f"/v1/pools/{pool_name(number)}", body)
             else:
                 server.call("POST", "/generate", plain(self.prefixes[number], 1).body)
+
+    def clean_up(self, server: Server, *, ours: bool) -> None:
+        for number in range(self.sizes.pools if ours else 0):
+            server.call("DELETE", f"/v1/pools/{pool_name(number)}")
 
     def requests(self, seed: int, *, ours: bool) -> Iterator[LoadRequest]:
         dice, sizes = random.Random(seed), self.sizes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from sglang_ext.launch.client import ServerError
 from sglang_ext.launch.demo_server import Server
 from sglang_ext.types import JsonObject
 
@@ -27,11 +28,13 @@ class Cost:
         processor_seconds: of all of its processes.
         busy: shares of time in which the first GPU had work, one a look; none without a GPU.
         running: requests that ran, one number a look.
+        failed: what ended the looks before the load did.
     """
 
     processor_seconds: float = 0.0
     busy: list[float] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
+    failed: Exception | None = None
 
     def record(self, requests: int) -> JsonObject:
         """For a results file: of a load of so many requests."""
@@ -48,6 +51,9 @@ def watched(server: Server) -> Iterator[Cost]:
 
     Args:
         server: with the number of its process.
+
+    Raises:
+        ServerError: the server did not say what runs.
     """
     cost, over = Cost(-_processor_seconds(server.pid)), threading.Event()
     looking = threading.Thread(target=_look, args=(server, cost, over), daemon=True)
@@ -57,15 +63,20 @@ def watched(server: Server) -> Iterator[Cost]:
     finally:
         over.set()
         looking.join()
-        cost.processor_seconds += _processor_seconds(server.pid)
+    cost.processor_seconds += _processor_seconds(server.pid)
+    if cost.failed is not None:
+        raise cost.failed
 
 
 def _look(server: Server, cost: Cost, over: threading.Event) -> None:
     gpu = torch.cuda.is_available()
-    while not over.wait(LOOK_SECONDS):
-        cost.running.append(sum(running for running, _ in _under_way(server)))
-        if gpu:
-            cost.busy.append(torch.cuda.utilization() / 100)
+    try:
+        while not over.wait(LOOK_SECONDS):
+            cost.running.append(sum(running for running, _ in _under_way(server)))
+            if gpu:
+                cost.busy.append(torch.cuda.utilization(0) / 100)
+    except ServerError as error:
+        cost.failed = error
 
 
 def _under_way(server: Server) -> list[tuple[int, int]]:
@@ -93,9 +104,10 @@ def settle(server: Server, seconds: float = 30.0) -> None:
     Raises:
         RuntimeError: some still do.
     """
-    until = time.monotonic() + seconds
+    until, idle = time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        if not any(map(any, _under_way(server))):
+        idle = 0 if any(map(any, _under_way(server))) else idle + 1
+        if idle > 1:  # between two chunks of a prompt none runs, and none waits
             return
         time.sleep(LOOK_SECONDS)
     raise RuntimeError(

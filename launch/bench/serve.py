@@ -19,10 +19,11 @@ import argparse
 import shlex
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import requests
 
 from sglang_ext.attention.choice import KERNELS, KERNELS_ENV
 from sglang_ext.launch.bench._record import json_file, save, stock_backends, table
@@ -33,6 +34,7 @@ from sglang_ext.launch.bench._serve_watch import settle, watched
 from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench._turns import STOCK, say
 from sglang_ext.launch.demo_server import Server, free_port, running
+from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.types import JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -40,6 +42,7 @@ ENCODING = "encoding"
 """The mix in which something long is read beside others."""
 SEEDS = 1000
 """Seeds of a mix; each load has one of its own, so that no prompt was sent before."""
+FLUSH_SECONDS = 60.0
 WARM_UP = 3.0
 """Seconds of a load that is not measured."""
 
@@ -100,28 +103,40 @@ def main(args: argparse.Namespace) -> int:
         write_model(model, args.shape, max(131_072, args.max_total_tokens), args.layers)
         for role, backend, mixes in servers(args):
             with served(role, backend, model, args) as server:
-                bench = ServerLoads(server, args, ours=role == "ours")
+                loads = ServerLoads(server, args, ours=role == "ours")
                 for mix in mixes:
-                    found = raw.setdefault(mix, {}).setdefault(role, {})
-                    measured = bench.measure(mix, raw[mix].get("rates", []))
-                    if role == "ours" and "open" in measured:
-                        raw[mix]["rates"] = [each["rate"] for each in measured["open"]]
-                    found[backend] = measured
-    figures = compare(raw, args)
-    save(args.out, figures, curves(raw), commit=args.commit, loads=raw)
-    print(table(figures))
+                    loads.measure(mix, raw.setdefault(mix, {}), backend)
+                    keep(raw, args)  # a run that is cut short keeps what it has
+    print(table(compare(raw, args)))
     print(f"written: {args.out}", flush=True)
     return 0
 
 
+def keep(raw: JsonObject, args: argparse.Namespace) -> None:
+    """Write what there is so far."""
+    save(args.out, compare(raw, args), curves(raw), commit=args.commit, loads=raw)
+
+
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for sizes that do not go together."""
-    longest = args.long[1] + args.decoded if {"long", "streams"} & {*args.mixes} else 0
-    if args.long[0] > args.long[1] or longest > args.max_total_tokens:
-        raise ValueError(
-            f"--long {args.long[0]} {args.long[1]}, --decoded {args.decoded}: expected at least and at most, which fit"
-            f" --max-total-tokens {args.max_total_tokens} with the answer"
-        )
+    room = args.max_total_tokens
+    needed = {
+        "questions": (f"--pools {args.pools} of --pool-tokens {args.pool_tokens}", args.pools * args.pool_tokens),
+        ENCODING: (f"--encoded {args.encoded}, which is replaced", 2 * args.encoded),
+        **{
+            name: (f"--long {args.long[0]} {args.long[1]} with --decoded {args.decoded}", args.long[1] + args.decoded)
+            for name in ("long", "streams")
+        },
+    }
+    for mix in args.mixes:
+        what, tokens = needed.get(mix, ("", 0))
+        if tokens + ROOM_FOR_REQUESTS > room:
+            raise ValueError(
+                f"{what} ({mix}): {tokens} tokens, and {ROOM_FOR_REQUESTS} for requests, do not fit"
+                f" --max-total-tokens {room}: set one of them otherwise, or leave the mix out (--mixes)"
+            )
+    if args.long[0] > args.long[1]:
+        raise ValueError(f"--long {args.long[0]} {args.long[1]}: expected the least tokens first")
     if min(args.concurrency) < 1 or min(args.shares) <= 0 or args.seconds <= 0:
         raise ValueError("--concurrency, --shares and --seconds: expected numbers above 0")
 
@@ -178,24 +193,36 @@ class ServerLoads:
         self.load = Load(server.url, Limits(args.first_limit, args.token_limit))
         self._seeds = iter(range(SEEDS))
 
-    def measure(self, name: str, rates: list[float]) -> JsonObject:
-        """All loads of a mix: {"closed": [...], "open": [...]}, or what encoding beside others does.
+    def measure(self, name: str, raw: JsonObject, backend: str) -> None:
+        """All loads of a mix, into its record: role -> backend -> {"closed": [...], "open": [...], "own": [...]}.
 
-        Args:
-            name: of the mix.
-            rates: requests a second of open loops; none, to take them from what the closed loops found.
+        Both servers get the shares of what ours can do (`open`), which come first; stock SGLang also those of its own.
         """
         first = SEEDS * [*MIXES, ENCODING].index(name)  # the same requests on both servers, whatever came before
         self._seeds = iter(range(first, first + SEEDS))
+        role = "ours" if self.ours else "stock"
+        found = raw.setdefault(role, {}).setdefault(backend, {})
         if name == ENCODING:
-            return self.beside_encoding()
+            found |= self.beside_encoding()
+            return
         mix = MIXES[name](self.sizes)
         mix.prepare(self.server, ours=self.ours)
         self.load.closed(self.requests(mix), max(self.args.concurrency), WARM_UP)
-        closed = [self.closed(mix, each) for each in self.args.concurrency]
-        most = max(each["completed"] for each in closed)
-        rates = rates or [share * most for share in self.args.shares]
-        return {"closed": closed, "open": [self.open(mix, rate) for rate in rates]}
+        found["closed"] = [self.closed(mix, each) for each in self.args.concurrency]
+        most = max(each["completed"] for each in found["closed"])
+        if not most:
+            raise RuntimeError(f"{name}: no answer ended within --seconds {self.args.seconds:g}: set it higher")
+        own = [share * most for share in self.args.shares]
+        rates = raw.setdefault("rates", own)
+        found["open"] = [self.open(mix, rate) for rate in rates]
+        found["own"] = [self.open(mix, rate) for rate in own if rates is not own]
+        mix.clean_up(self.server, ours=self.ours)
+        self.forget()
+
+    def forget(self) -> None:
+        """Have the server's cache empty for the next mix."""
+        settle(self.server)
+        requests.post(f"{self.server.url}/flush_cache", timeout=FLUSH_SECONDS).raise_for_status()  # answers in words
 
     def requests(self, mix: Mix) -> Iterator[LoadRequest]:
         """Requests that were not sent before."""
@@ -219,10 +246,8 @@ class ServerLoads:
         """Chat alone, and chat while something long is read: {"alone": ..., "beside": ...}."""
         chat, concurrency = Chat(self.sizes), max(self.args.concurrency)
         alone = self.closed(chat, concurrency)
-        reading = threading.Thread(target=self.read, daemon=True)
-        reading.start()
-        found = self.load.closed(self.requests(chat), concurrency, WARM_UP, reading.is_alive)
-        reading.join()
+        found = self.load.beside(self.requests(chat), concurrency, WARM_UP, self.read)
+        self.forget()
         return {"alone": alone, "beside": kept(ENCODING, found, {})}
 
     def read(self) -> None:

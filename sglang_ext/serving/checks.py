@@ -137,7 +137,7 @@ def after_server_args(_result: None, server_args: ServerArgs) -> None:
     """
     ours = is_active(server_args)
     cache = server_args.radix_cache_backend == RADIX_CACHE_BACKEND
-    setattr(server_args, LOOKED_AT, True)
+    object.__setattr__(server_args, LOOKED_AT, True)  # SGLang has sealed its resolved arguments
     if not ours and not cache:
         return
     if ours != cache:

@@ -44,6 +44,15 @@ def kill(kind: str, how: signal.Signals) -> Callable[[Server], None]:
     return lambda server: member(server, kind).send_signal(how)
 
 
+def crash(server: Server) -> None:
+    """A crash of the scheduler; the kernel ends it where Python hangs in the handler, which prints all stacks."""
+    process = member(server, "scheduler")
+    process.send_signal(signal.SIGSEGV)
+    _, alive = psutil.wait_procs([process], timeout=LEAVES_IN / 2)
+    for each in alive:
+        each.kill()
+
+
 def fail(server: Server) -> None:
     """A request that makes the scheduler raise; it is answered by an error or by a closed connection."""
     body = {"text": "a", "rid": failing.RID, "sampling_params": {"max_new_tokens": 1}}
@@ -114,8 +123,8 @@ DEATHS = {
     "kill -9 of the scheduler": (kill("scheduler", signal.SIGKILL), {f"the scheduler ended: {KILLED}"}),
     # Python prints all stacks in the handler of the signal, and seldom aborts there: the process ends by that then.
     "a crash of the scheduler": (
-        kill("scheduler", signal.SIGSEGV),
-        {"the scheduler ended: SIGSEGV", "the scheduler ended: SIGABRT"},
+        crash,
+        {"the scheduler ended: SIGSEGV", "the scheduler ended: SIGABRT", f"the scheduler ended: {KILLED}"},
     ),
     "kill -9 of the detokenizer": (kill("detokenizer", signal.SIGKILL), {f"the detokenizer ended: {KILLED}"}),
 }

@@ -287,7 +287,7 @@ class Load:
         return Measured.of(answers, self.limits, seconds, whole, concurrency=concurrency)
 
     def beside(
-        self, requests: Iterator[LoadRequest], concurrency: int, seconds: float, work: Callable[[], None]
+        self, requests: Iterator[LoadRequest], concurrency: int, seconds: float, work: Callable[[], object]
     ) -> Measured:
         """A closed loop in which something else is done after some seconds.
 

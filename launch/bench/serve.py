@@ -1,8 +1,9 @@
 """``sglang-ext bench serve``: our server and stock SGLang's under load, over HTTP, one after the other.
 
-Both have a KV cache of as many tokens. Each mix of requests comes in closed loops first, of which the fastest says what
-our server can do; then as many requests arrive at random in a second as shares of that, on both servers. A good answer
-keeps to the limits of its first token and of the others; *goodput* is good answers a second.
+Both have a KV cache of as many tokens. Each mix of requests comes in closed loops first, and the fastest of them says
+what a server can do. Then requests arrive at random, at rates that are shares of what our server can do, and on stock
+SGLang also at shares of what it can do itself. A good answer keeps to the limits of its first token and of the others;
+*goodput* is the number of good answers a second.
 
 - questions: over pools, some of which are asked about much more often than others; stock SGLang has them as prefixes;
 - chat: plain requests with the lengths of ShareGPT's conversations;
@@ -19,8 +20,9 @@ import argparse
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import requests
@@ -191,7 +193,6 @@ class ServerLoads:
             decoded=args.decoded,
         )
         self.load = Load(server.url, Limits(args.first_limit, args.token_limit))
-        self._seeds = iter(range(SEEDS))
 
     def measure(self, name: str, raw: JsonObject, backend: str) -> None:
         """All loads of a mix, into its record: role -> backend -> {"closed": [...], "open": [...], "own": [...]}.
@@ -199,23 +200,23 @@ class ServerLoads:
         Both servers get the shares of what ours can do (`open`), which come first; stock SGLang also those of its own.
         """
         first = SEEDS * [*MIXES, ENCODING].index(name)  # the same requests on both servers, whatever came before
-        self._seeds = iter(range(first, first + SEEDS))
+        seeds = iter(range(first, first + SEEDS))
         role = "ours" if self.ours else "stock"
         found = raw.setdefault(role, {}).setdefault(backend, {})
         if name == ENCODING:
-            found |= self.beside_encoding()
+            found |= self.beside_encoding(seeds)
             return
         mix = MIXES[name](self.sizes)
         mix.prepare(self.server, ours=self.ours)
-        self.load.closed(self.requests(mix), max(self.args.concurrency), WARM_UP)
-        found["closed"] = [self.closed(mix, each) for each in self.args.concurrency]
+        self.load.closed(self.requests(mix, seeds), max(self.args.concurrency), WARM_UP)
+        found["closed"] = [self.closed(mix, seeds, each) for each in self.args.concurrency]
         most = max(each["completed"] for each in found["closed"])
         if not most:
             raise RuntimeError(f"{name}: no answer ended within --seconds {self.args.seconds:g}: set it higher")
         own = [share * most for share in self.args.shares]
         rates = raw.setdefault("rates", own)
-        found["open"] = [self.open(mix, rate) for rate in rates]
-        found["own"] = [self.open(mix, rate) for rate in own if rates is not own]
+        found["open"] = [self.open(mix, seeds, rate) for rate in rates]
+        found["own"] = [self.open(mix, seeds, rate) for rate in own if rates is not own]
         mix.clean_up(self.server, ours=self.ours)
         self.forget()
 
@@ -224,42 +225,51 @@ class ServerLoads:
         settle(self.server)
         requests.post(f"{self.server.url}/flush_cache", timeout=FLUSH_SECONDS).raise_for_status()  # answers in words
 
-    def requests(self, mix: Mix) -> Iterator[LoadRequest]:
+    def requests(self, mix: Mix, seeds: Iterator[int]) -> Iterator[LoadRequest]:
         """Requests that were not sent before."""
-        return mix.requests(next(self._seeds), ours=self.ours)
+        return mix.requests(next(seeds), ours=self.ours)
 
-    def closed(self, mix: Mix, concurrency: int) -> JsonObject:
+    def closed(self, mix: Mix, seeds: Iterator[int], concurrency: int) -> JsonObject:
         """One closed loop, and what it cost."""
         settle(self.server)
         with watched(self.server) as cost:
-            found = self.load.closed(self.requests(mix), concurrency, self.args.seconds)
+            found = self.load.closed(self.requests(mix, seeds), concurrency, self.args.seconds)
         return kept(mix.name, found, cost.record(found.requests))
 
-    def open(self, mix: Mix, rate: float) -> JsonObject:
+    def open(self, mix: Mix, seeds: Iterator[int], rate: float) -> JsonObject:
         """One open loop, and what it cost."""
         settle(self.server)
         with watched(self.server) as cost:
-            found = self.load.open(self.requests(mix), rate, self.args.seconds, next(self._seeds))
+            found = self.load.open(self.requests(mix, seeds), rate, self.args.seconds, next(seeds))
         return kept(mix.name, found, cost.record(found.requests))
 
-    def beside_encoding(self) -> JsonObject:
-        """Chat alone, and chat while something long is read: {"alone": ..., "beside": ...}."""
+    def beside_encoding(self, seeds: Iterator[int]) -> JsonObject:
+        """Chat alone, and chat while something long is read: {"alone": ..., "beside": ...}.
+
+        Raises:
+            RuntimeError: no token came meanwhile.
+        """
         chat, concurrency = Chat(self.sizes), max(self.args.concurrency)
-        alone = self.closed(chat, concurrency)
-        found = self.load.beside(self.requests(chat), concurrency, WARM_UP, self.read)
+        alone, read = self.closed(chat, seeds, concurrency), self.reading()
+        found = self.load.beside(self.requests(chat, seeds), concurrency, WARM_UP, read)
         self.forget()
+        if not found.token:
+            raise RuntimeError(f"{ENCODING}: no token came while {self.sizes.encoded} were read: set --encoded higher")
         return {"alone": alone, "beside": kept(ENCODING, found, {})}
 
-    def read(self) -> None:
-        """Read something long: encode a pool and replace another one, or read a prompt as long."""
-        longer = Questions(Sizes(pools=1, pool_tokens=self.sizes.encoded))
+    def reading(self) -> Callable[[], object]:
+        """What reads something long: it encodes a pool and replaces it, or reads a prompt as long."""
         if not self.ours:
-            self.server.call("POST", "/generate", plain(drawn(self.sizes.encoded, 7), 1).body)
-            return
-        for name, number in (("encoded", 90), ("encoded", 91)):
-            body = {"demonstrations": longer.made(number), "block_size": self.sizes.block_size}
-            self.server.call("PUT", f"/v1/pools/{name}", body)
-        self.server.call("DELETE", "/v1/pools/encoded")
+            return partial(self.server.call, "POST", "/generate", plain(drawn(self.sizes.encoded, 7), 1).body)
+        longer = Questions(Sizes(pools=1, pool_tokens=self.sizes.encoded))
+        bodies = [{"demonstrations": longer.made(number), "block_size": self.sizes.block_size} for number in (90, 91)]
+
+        def encode() -> None:
+            for body in bodies:
+                self.server.call("PUT", "/v1/pools/encoded", body)
+            self.server.call("DELETE", "/v1/pools/encoded")
+
+        return encode
 
 
 def kept(mix: str, found: Measured, cost: JsonObject) -> JsonObject:

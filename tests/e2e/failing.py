@@ -9,50 +9,30 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from tests.e2e.patching import sitecustomize
+
 RID = "fail-now"
 AT_START = "SGLANG_EXT_TEST_FAILS"  # environment: the scheduler fails before it is there
 REASON = "a test wants this scheduler to fail"
 
-_CODE = f'''
-import importlib.abc
-import importlib.machinery
-import os
-import sys
+_CODE = sitecustomize(
+    "sglang.srt.managers.scheduler",
+    f"""
+    original = module.Scheduler.handle_generate_request
 
-NAME = "sglang.srt.managers.scheduler"
+    def handle(self, request, *args, **kwargs):
+        if request.rid == {RID!r}:
+            raise RuntimeError({REASON!r})
+        return original(self, request, *args, **kwargs)
 
+    def fail(self, *args, **kwargs):
+        raise RuntimeError({REASON!r})
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Loads the scheduler as it is, then wraps one method."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != NAME:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            original = module.Scheduler.handle_generate_request
-
-            def handle(self, request, *args, **kwargs):
-                if request.rid == {RID!r}:
-                    raise RuntimeError({REASON!r})
-                return original(self, request, *args, **kwargs)
-
-            def fail(self, *args, **kwargs):
-                raise RuntimeError({REASON!r})
-
-            module.Scheduler.handle_generate_request = handle
-            if os.environ.get({AT_START!r}):
-                module.Scheduler.__init__ = fail
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
-'''
+    module.Scheduler.handle_generate_request = handle
+    if os.environ.get({AT_START!r}):
+        module.Scheduler.__init__ = fail
+    """,
+)
 
 
 @cache

@@ -13,45 +13,24 @@ import requests
 from sglang_ext import hooks
 from sglang_ext.hooks import HOOKS, Hook, check_arguments, check_called, never_called, noted
 from sglang_ext.serving.checks import after_server_args
+from tests.e2e.patching import sitecustomize
 from tests.e2e.server import Server, model, until
 
 DROPPED = "SGLANG_EXT_TEST_DROPS"  # environment: `ours` of hooks that SGLang registers, but does not call
 
-_CODE = f'''
-import importlib.abc
-import importlib.machinery
-import os
-import sys
+_CODE = sitecustomize(
+    "sglang.srt.plugins.hook_registry",
+    f"""
+    original = module.HookRegistry.register.__func__
 
-NAME = "sglang.srt.plugins.hook_registry"
+    def register(cls, target, hook, *args, **kwargs):
+        ours = f"{{hook.__module__}}:{{hook.__name__}}"
+        if ours not in os.environ.get({DROPPED!r}, "").split():
+            original(cls, target, hook, *args, **kwargs)
 
-
-class Finder(importlib.abc.MetaPathFinder):
-    """Loads the registry of hooks as it is, then has it forget some."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != NAME:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            original = module.HookRegistry.register.__func__
-
-            def register(cls, target, hook, *args, **kwargs):
-                ours = f"{{hook.__module__}}:{{hook.__name__}}"
-                if ours not in os.environ.get({DROPPED!r}, "").split():
-                    original(cls, target, hook, *args, **kwargs)
-
-            module.HookRegistry.register = classmethod(register)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
-'''
+    module.HookRegistry.register = classmethod(register)
+    """,
+)
 
 
 def dropping(name: str, folder: Path) -> dict[str, str]:

@@ -142,8 +142,18 @@ SPEED = (
         "cascade_engine",
         "Cascades in an engine",
         (
-            ShownRow("the last 65536 of 1048576 tokens"),
-            ShownRow("a prompt of 1048576 tokens"),
+            ShownRow("the last 65536 of 262144 tokens"),
+            ShownRow("a prompt of 131072 tokens"),
+            ShownRow("a prompt of 262144 tokens"),
+            ShownRow("a decoding step with a full window"),
+        ),
+    ),
+    FileSummary(
+        "cascade_engine_tp2",
+        "Cascades in an engine, two GPUs",
+        (
+            ShownRow("the last 65536 of 262144 tokens"),
+            ShownRow("a prompt of 131072 tokens"),
             ShownRow("a decoding step with a full window"),
         ),
     ),
@@ -197,6 +207,10 @@ QUALITY = (
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, RetICL by example"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, DBSA 30%"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, DBSA by example"),
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, Fixed ICL"),
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, RetICL by example"),
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, DBSA 30%"),
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, DBSA by example"),
         ),
     ),
     FileSummary(

@@ -32,6 +32,8 @@ JOURNAL = "all.json"
 EAGER_PREFILL = '{"cuda_graph_backend_prefill":"disabled"}'
 SIXTEEN = ("--layers", "16", "--levels", "middle", "--engine-batch", "1", "8")
 """Of the model: 8 rows of 64K tokens fit a GPU of 80 GB, and so one and two of these can be compared."""
+QUARTER = ("--tokens", "262144", "--dense-tokens", "131072")
+"""A prompt of a quarter of a million tokens costs each of its later parts what a million's parts cost."""
 HALF = '{"dtype":"float16","disable_cuda_graph":true}'
 
 
@@ -100,8 +102,8 @@ BENCHMARKS = (
         "double_p_recovered.json",
     ),
     Benchmark("cascade-kernels", ("cascade", "--only", "kernels")),
-    Benchmark("cascade-engine", ("cascade", "--only", "engine")),
-    Benchmark("cascade-engine-tp2", ("cascade", "--only", "engine", "--tp", "2"), gpus=2),
+    Benchmark("cascade-engine", ("cascade", "--only", "engine", *QUARTER)),
+    Benchmark("cascade-engine-tp2", ("cascade", "--only", "engine", "--tp", "2", *QUARTER), gpus=2),
     Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
     Benchmark("serve", ("serve",), "serve.json"),
@@ -113,8 +115,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "quality-dbsa-smollm2",
-        ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "--queries", "20")
-        + ("--methods", "fixed", "example", "dbsa-30", "dbsa-example", "zero-shot"),
+        ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "4000", "7000", "--queries", "100")
+        + ("--concurrency", "32", "--kernels", "auto"),
         "quality_dbsa_smollm2.json",
         needs=("data", "model"),
     ),

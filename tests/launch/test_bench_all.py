@@ -51,8 +51,13 @@ def test_every_command_is_one(tmp_path: Path) -> None:
 
 
 def test_every_results_file_is_written_by_one_command() -> None:
-    """Where the results folder itself is given, a file is named after the benchmark and its half."""
-    written = [each.out or f"{each.words[0]}_{each.words[-1]}.json" for each in all.BENCHMARKS]
+    """Where the results folder itself is given, a file is named after the benchmark, its half and its GPUs."""
+
+    def named(each: all.Benchmark) -> str:
+        half, gpus = each.words[each.words.index("--only") + 1], f"_tp{each.gpus}" if each.gpus > 1 else ""
+        return f"{each.words[0]}_{half}{gpus}.json"
+
+    written = [each.out or named(each) for each in all.BENCHMARKS]
     assert len(set(written)) == len(written)
     assert {each.path.name for each in read_folder(BESIDE)[0]} <= set(written)
 

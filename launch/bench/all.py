@@ -115,8 +115,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "quality-dbsa-smollm2",
-        ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "4000", "7000", "--queries", "100")
-        + ("--concurrency", "32", "--kernels", "auto"),
+        ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "2000", "4000", "7000")
+        + ("--queries", "100", "--concurrency", "32", "--kernels", "auto"),
         "quality_dbsa_smollm2.json",
         needs=("data", "model"),
     ),

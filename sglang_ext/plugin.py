@@ -141,6 +141,7 @@ class _BackendFactory:
 
 def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRadixCache:
     from sglang_ext.attention.backend import view_backend
+    from sglang_ext.attention.compiles import watch
     from sglang_ext.attention.dbsa import DbsaPolicy
     from sglang_ext.cache.host_blocks import host_bytes
     from sglang_ext.cache.host_tier import HostTier
@@ -158,11 +159,11 @@ def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRad
     server_args = context.tp_worker.model_runner.server_args
     if systems()[server_args.attention_backend].streams:
         streams = StreamCache(context.params, policy, server_settings().open_conversations)
-        streams.on_release += [backend.release, _check_scheduler]
+        streams.on_release += [backend.release, _check_scheduler, watch]
         return streams
     cache = BlockRadixCache(context.params)
     cache.hooks.extend(policy.node_hooks())
-    cache.on_release += [backend.release, _check_scheduler]
+    cache.on_release += [backend.release, _check_scheduler, watch]
     cache.on_rewrite.append(backend.rewritten)
     cache.on_restore.append(backend.restored)
     if isinstance(policy, DbsaPolicy) and policy.host_gb is not None:

@@ -59,7 +59,7 @@ def _copy_slots(copies, table, dense, BLOCK: tl.constexpr):
     tl.store(dense + to + at, tl.load(table + source + at, mask=at < size, other=0).to(tl.int32), mask=at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _advance(seq_lens, new_slots, rows, tail, base, counts, dense, batch, most, BLOCK: tl.constexpr):
     """Let each row's own tokens reach its sequence length, and write its newest slot."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -106,6 +106,11 @@ class RowCapacity:
     def holds(self, other: RowCapacity) -> bool:
         """Whether a batch that needs `other` fits."""
         return all(getattr(self, name) >= n for name, n in vars(other).items())
+
+    def rounded(self) -> RowCapacity:
+        """Room for tokens in whole tiles: Triton compiles rows of other lengths anew."""
+        whole = {name: -(-getattr(self, name) // TILE) * TILE for name in ("tokens", "dense")}
+        return replace(self, **whole)
 
     def joined(self, other: RowCapacity) -> RowCapacity:
         """Room for either."""

@@ -29,7 +29,7 @@ from sglang_ext.kernels.cluster_attention.types import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_tiles"])  # buffers grow while a server runs
 def _scores(
     query, centroids, sizes, starts, tiles, tile_counts, rotation, sized, logits, out_sizes, out_starts,
     scale, most_tiles, query_stride,
@@ -127,7 +127,7 @@ def _update(top, total, acc, x):
     return new, total * old + tl.sum(weight, 1), acc * old[:, None], weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_tiles"])
 def _expand(
     members, sizes, tiles, sized, rotation, counts, exact, prefix, shift, approx, slots, rotations, summaries,
     most_tiles, most_tokens, most_members,
@@ -187,7 +187,7 @@ def _work(counts, dense_counts, rows, KV_HEADS: tl.constexpr, ROWS: tl.constexpr
     return row, work, tl.cumsum(work, 0), tl.sum(work, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _attend(
     query, key_cache, value_cache, means, slots, rotations, summaries, dense_slots, dense_counts, dense_rotation,
     counts, approx, logits, parts, part_lse,
@@ -309,7 +309,7 @@ def _attend(
             row += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge(
     counts, dense_counts, parts, part_lse, out, lse, rows, programs,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
@@ -423,8 +423,8 @@ def cluster_attention(
             f"workspace of {tuple(workspace.summaries.shape)} summaries and {tuple(workspace.rotations.shape)} "
             f"rotations: expected {(count, max(1, cells))} and {(count, rotated)}"
         )
-    padded, value_pad = triton.next_power_of_2(count), max(16, triton.next_power_of_2(value_dim))
-    counted = dict(ROWS=padded, TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)
+    value_pad = max(16, triton.next_power_of_2(value_dim))
+    counted = dict(ROWS=padded(count), TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)
     if cells and not selection.expanded:
         _expand[(tuning.expanding, count)](
             pool.members, pool.sizes, rows.tiles, rows.tiles if rows.sized is None else rows.sized, rows.rotation,
@@ -450,6 +450,11 @@ def cluster_attention(
         num_warps=2,
     )  # fmt: skip
     return out
+
+
+def padded(rows: int) -> int:
+    """Rows that the kernels are compiled for, to serve so many: a power of four, so that a server compiles few."""
+    return max(64, 4 ** -(-(rows - 1).bit_length() // 2)) if rows else 64
 
 
 def _precision(dtype: torch.dtype) -> str:

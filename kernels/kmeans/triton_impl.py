@@ -33,7 +33,7 @@ def _cache_of(caches, layer, like):
     return tl.multiple_of(cache, 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])  # sizes are others for every run of tokens
 def _measure(
     caches, slots, segments, like, means, largest, num_segments,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TOKENS: tl.constexpr,
@@ -60,7 +60,7 @@ def _measure(
     tl.store(largest + row, top, mask=d < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cells", "num_segments"])
 def _begin(
     caches, slots, segments, centres, biases, means, cells, num_segments,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CLUSTERS: tl.constexpr, L2: tl.constexpr,
@@ -97,7 +97,7 @@ def _store_centres(centres, biases, centroid, mean, place, visible, d, DIM: tl.c
     tl.store(biases + place, bias, mask=visible)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "cells", "num_segments"])
 def _assign(
     caches, slots, segments, centres, biases, labels, tokens, cells, num_segments,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TOKENS: tl.constexpr, CENTROIDS: tl.constexpr,
@@ -138,7 +138,7 @@ def _assign(
         tl.store(labels + row.to(tl.int64) * tokens + token + number, cell + label, mask=visible)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "cells", "num_segments"])
 def _update(
     caches, slots, segments, labels, centres, biases, means, out, tokens, cells, num_segments,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,

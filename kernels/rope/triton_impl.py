@@ -20,7 +20,7 @@ def _angle_tables(deltas, inv_freq, cos, sin, HALF: tl.constexpr, BLOCK: tl.cons
     tl.store(sin + row * HALF + pair, tl.sin(angle).to(tl.float32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _rotate(
     query, cos, sin, counts, out, most, stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,

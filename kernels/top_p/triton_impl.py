@@ -382,13 +382,12 @@ def select(
     check_buffers(out, numbering)
     workspace = workspace or TopPWorkspace.empty(batch, kv_heads, heads, width, logits.device)
     searches = 1 if rule.group == "mean" else heads
-    block = max(1, triton.next_power_of_2(width))
     _search[(searches, batch * kv_heads)](
         logits, clusters.cells, p, workspace.keys, workspace.few, workspace.levels, kv_heads, width,
-        GROUP=heads, SEARCHES=searches, BY_COUNT=rule.by_count, CHUNK=min(block, tuning.chunk), ROUNDS=tuning.rounds,
+        GROUP=heads, SEARCHES=searches, BY_COUNT=rule.by_count, CHUNK=tuning.chunk, ROUNDS=tuning.rounds,
         JOINT=tuning.joint, num_warps=tuning.warps,
     )  # fmt: skip
-    listed = max(min(block, tuning.compact_chunk), numbering.run)
+    listed = max(tuning.compact_chunk, numbering.run)  # whatever the width: each size is code of its own
     _compact[(max(1, triton.cdiv(width, listed)), batch * kv_heads)](
         workspace.levels, clusters.sizes, clusters.starts, clusters.cells, out.counts, out.exact, out.prefix, out.shift,
         out.approx, kv_heads, width, SEARCHES=searches, BLOCK=listed, RUN=numbering.run, ALIGN=numbering.align,

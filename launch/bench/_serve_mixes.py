@@ -72,7 +72,7 @@ class Mix(ABC):
 
     name: str
     words: str
-    backend = "double_p"
+    backend = "dbsa"
     aim: float | None = None
 
     def __init__(self, sizes: Sizes) -> None:
@@ -169,6 +169,7 @@ class Long(Mix):
 
     name = "long"
     words = "long prompts and answers"
+    backend = "double_p"
 
     def requests(self, seed: int, *, ours: bool) -> Iterator[LoadRequest]:
         dice = random.Random(seed)

@@ -28,12 +28,14 @@ class Cost:
         processor_seconds: of all of its processes.
         busy: shares of time in which the first GPU had work, one a look; none without a GPU.
         running: requests that ran, one number a look.
+        compiled: seconds for which requests waited for Triton; 0 where the server does not count them.
         failed: what ended the looks before the load did.
     """
 
     processor_seconds: float = 0.0
     busy: list[float] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
+    compiled: float = 0.0
     failed: Exception | None = None
 
     def record(self, requests: int) -> JsonObject:
@@ -42,6 +44,7 @@ class Cost:
             "processor_ms_a_request": 1e3 * self.processor_seconds / max(1, requests),
             "gpu_busy": statistics.fmean(self.busy) if self.busy else None,
             "most_running": max(self.running, default=0),
+            "compiled_seconds": self.compiled,
         }
 
 
@@ -55,7 +58,7 @@ def watched(server: Server) -> Iterator[Cost]:
     Raises:
         ServerError: the server did not say what runs.
     """
-    cost, over = Cost(-_processor_seconds(server.pid)), threading.Event()
+    cost, over = Cost(-_processor_seconds(server.pid), compiled=-_compiled_seconds(server)), threading.Event()
     looking = threading.Thread(target=_look, args=(server, cost, over), daemon=True)
     looking.start()
     try:
@@ -64,6 +67,7 @@ def watched(server: Server) -> Iterator[Cost]:
         over.set()
         looking.join()
     cost.processor_seconds += _processor_seconds(server.pid)
+    cost.compiled += _compiled_seconds(server)
     if cost.failed is not None:
         raise cost.failed
 
@@ -83,6 +87,13 @@ def _under_way(server: Server) -> list[tuple[int, int]]:
     """(requests that run, requests that wait) of each scheduler."""
     loads: JsonObject = server.call("GET", "/v1/loads")
     return [(each["num_running_reqs"], each["num_waiting_reqs"]) for each in loads["loads"]]
+
+
+def _compiled_seconds(server: Server) -> float:
+    """For which requests have waited for Triton so far: our servers count it."""
+    states: JsonObject = server.call("GET", "/server_info")
+    ours = states["internal_states"][0].get("sglang_ext") or {}
+    return float(ours.get("compiled", {}).get("seconds", 0.0))
 
 
 def _processor_seconds(process: int) -> float:

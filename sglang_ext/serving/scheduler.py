@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from sglang_ext import compat
 from sglang_ext.attention.backend import view_backend
+from sglang_ext.attention.compiles import COMPILES
 from sglang_ext.cache import carried
 from sglang_ext.names import (
     ForwardBatch,
@@ -112,6 +113,7 @@ def after_get_internal_state(result: Passed, scheduler: Scheduler, *_args: Passe
         if backend is not None:
             counters["attention_backend"], counters["reader"] = type(backend).__name__, type(backend.reader).__name__
             counters.update(backend.reader.stats())
+            counters["compiled"] = COMPILES.record()
     result.internal_state["sglang_ext"] = counters
     return result
 

@@ -209,7 +209,8 @@ def arguments(**changes: Any) -> argparse.Namespace:
 
 def test_servers_of_the_mixes() -> None:
     assert list(serve.servers(arguments(stock_backend=["fa3"]))) == [
-        ("ours", "double_p", ["questions", "chat", "long", "encoding"]),
+        ("ours", "dbsa", ["questions", "chat", "encoding"]),
+        ("ours", "double_p", ["long"]),
         ("ours", "cascade", ["streams"]),
         ("stock", "fa3", [*MIXES, "encoding"]),
     ]
@@ -240,12 +241,12 @@ def loads(good: float, first: float) -> Any:
 def test_rows_have_the_best_of_stocks_backends() -> None:
     raw = {
         "questions": {
-            "ours": {"double_p": loads(9.0, 0.1)},
+            "ours": {"dbsa": loads(9.0, 0.1)},
             "stock": {"fa3": loads(2.5, 0.4), "flashinfer": loads(2.0, 0.3)},
         },
-        "chat": {"ours": {"double_p": loads(1.0, 0.1)}},
+        "chat": {"ours": {"dbsa": loads(1.0, 0.1)}},
         "encoding": {
-            "ours": {"double_p": {"alone": loads(1, 0.1)["open"][0], "beside": loads(1, 0.1)["open"][0]}},
+            "ours": {"dbsa": {"alone": loads(1, 0.1)["open"][0], "beside": loads(1, 0.1)["open"][0]}},
             "stock": {},
         },
     }
@@ -264,17 +265,20 @@ def test_rows_have_the_best_of_stocks_backends() -> None:
 
 def test_a_server_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_serve_watch, "LOOK_SECONDS", 0.01)
-    answers = iter([[(1, 0)], [(2, 1)], [(0, 0)]])
-    call = lambda *_: {  # noqa: E731
-        "loads": [
-            {"num_running_reqs": running, "num_waiting_reqs": waiting} for running, waiting in next(answers, [(0, 0)])
-        ]
-    }
+    answers, waited = iter([[(1, 0)], [(2, 1)], [(0, 0)]]), iter([1.5, 4.0])
+
+    def call(_method: str, path: str) -> dict[str, Any]:
+        if path == "/server_info":
+            return {"internal_states": [{"sglang_ext": {"compiled": {"kernels": 2, "seconds": next(waited)}}}]}
+        under_way = next(answers, [(0, 0)])
+        return {"loads": [{"num_running_reqs": runs, "num_waiting_reqs": waits} for runs, waits in under_way]}
+
     server: Any = SimpleNamespace(pid=os.getpid(), call=call)
     with _serve_watch.watched(server) as cost:
         sum(number**2 for number in range(1_000_000))
         threading.Event().wait(0.1)
     record = cost.record(2)
+    assert record["compiled_seconds"] == 2.5
     assert record["most_running"] == 2 and 0 < record["processor_ms_a_request"] < 10_000
     _serve_watch.settle(server, 1.0)
     busy: Any = SimpleNamespace(call=lambda *_: {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 1}]})

@@ -14,6 +14,9 @@ from sglang_ext.attention.seen import RowRuns
 from sglang_ext.cache.cluster_pool import Cut, PooledRun
 from sglang_ext.kernels.cluster_attention.rows import PlannedRow
 
+HEADROOM = 1.25
+"""How many times what a batch needs is allocated for it and those to come, where it runs outside of CUDA graphs."""
+
 
 @dataclass
 class KnownRow:

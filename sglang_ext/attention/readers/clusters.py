@@ -1,8 +1,9 @@
 """The reader of rows through clusters: score the clusters, select them, attend; three steps a layer, in CUDA graphs.
 
 For policies whose decoding steps read clusters. Prefills, of blocks and of questions over them too, are planned as
-those of `readers.planned`. In a decoding batch that has a row with clusters or a view, every row goes through the
-kernels here: a dense one has exact tokens only, a view's runs are exact tokens that a rotated query reads.
+those of `readers.planned`, and so are decoding steps that read no cluster, where clusters are not for pools. In other
+decoding batches with views, every row goes through the kernels here: a dense one has exact tokens only, a view's runs
+are exact tokens that a rotated query reads.
 
 The host knows which runs a row reads, and says so when that changes; which clusters of them are read, how, is chosen on
 the device in every layer. A step in between only appends its newest slot.
@@ -13,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from sglang_ext.attention.clustered import Placed
@@ -21,21 +21,21 @@ from sglang_ext.attention.clustered_report import MeasuredRow
 from sglang_ext.attention.double_p import DoublePPolicy
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Caches, RequestRows
-from sglang_ext.attention.readers.cluster_rows import KnownRow, known_row
+from sglang_ext.attention.readers.cluster_rows import HEADROOM, KnownRow, known_row
+from sglang_ext.attention.readers.cluster_warm_up import warm_up
+from sglang_ext.attention.readers.planned import DecodeStep, LoadedPlan, PlannedDecodes
 from sglang_ext.attention.readers.plans import ROOM, PlanMemory, Planner
 from sglang_ext.attention.readers.prefill import Prefill, Prefills
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall, LoadedT
 from sglang_ext.cache.cluster_pool import ClusterMemory, tiles_of
 from sglang_ext.compat.ranks import mean_over_ranks
-from sglang_ext.kernels.cluster_attention import joint_impl
 from sglang_ext.kernels.cluster_attention.buffers import RowBuffers
-from sglang_ext.kernels.cluster_attention.rows import COPY, TILE, PlannedRow, RowCapacity
-from sglang_ext.kernels.cluster_attention.types import TUNING, ClusterTuning, HeadShape, aligned
+from sglang_ext.kernels.cluster_attention.rows import COPY, PlannedRow, RowCapacity
+from sglang_ext.kernels.cluster_attention.types import TUNING, ClusterTuning, HeadShape
 from sglang_ext.kernels.kmeans import Clusters, kmeans_layers
-from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p.types import TUNING as SEARCH
-from sglang_ext.kernels.top_p.types import WITHOUT_GAPS, Numbering, SetRule
+from sglang_ext.kernels.top_p.types import SetRule
 from sglang_ext.types import JsonObject
 
 GRAPH_TOKENS = 131072
@@ -45,14 +45,11 @@ GRAPH_ROTATIONS = 64
 """Rotations of a row likewise: distances by which its blocks are seen away from where they were written.
 
 Only where blocks are read through clusters (`over_pools`). Elsewhere graphs know one, since kernels for several cost a
-quarter more; an answer over a pool decodes without graphs there.
+quarter more; answers over pools decode without graphs there.
 """
 
 GRAPH_SPANS = 256
 """Spans of exact tokens a row likewise."""
-
-HEADROOM = 1.25
-"""How many times what a batch needs is allocated for it and those to come, where it runs outside of CUDA graphs."""
 
 PROGRAMS = 2
 """Programs of attention on each multiprocessor."""
@@ -67,7 +64,7 @@ def graph_capacity(rows: int, tokens: int, tile: int, over_pools: bool) -> RowCa
         dense=tokens + ROOM,
         rotations=GRAPH_ROTATIONS if over_pools else 1,
         copies=rows * (tokens // COPY + GRAPH_SPANS),
-    )
+    ).rounded()
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         self._graph: RowBuffers | None = None
         self._last: _Last | None = None
         if device.type == "cuda":
-            self._warm_up()
+            warm_up(planner, policy, self.memory, self._tuning, self._rows_for)
 
     # ---- the host's side ----
 
@@ -214,7 +211,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         if buffers is None or not self._goes_on(buffers, rows, seq_lens):
             if buffers is None or not buffers.capacity.holds(step.capacity):
                 # Never for a graph: `fits` was asked before.
-                grown = RowCapacity.of(rows, [n + ROOM for n in seq_lens], headroom=HEADROOM)
+                grown = RowCapacity.of(rows, [n + ROOM for n in seq_lens], headroom=HEADROOM).rounded()
                 if buffers is not None:
                     grown = grown.joined(buffers.capacity)
                 buffers = self._eager = self._rows_for(grown)
@@ -251,8 +248,8 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         self._last = _Last(self._graph, [], [])
         return LoadedRows(self._graph, self.memory, self.model)
 
-    def fits(self, step: ClusterStep) -> bool:
-        return not step.measured and self._holds(step)
+    def fits(self, step: ClusterStep | DecodeStep) -> bool:
+        return isinstance(step, ClusterStep) and not step.measured and self._holds(step)
 
     def _holds(self, step: ClusterStep) -> bool:
         return self._graph is not None and self._graph.capacity.holds(step.capacity)
@@ -261,45 +258,6 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         if self._graph is None:
             raise ValueError(f"a graph of {rows} rows has no buffers: expected `allocate` before")
         return LoadedRows(self._load(step, forward, self._graph), self.memory, self.model)
-
-    def _warm_up(self) -> None:
-        """Run every kernel once: the first request is not to wait for a compiler."""
-        config, shape, table, caches = self.policy.config, self.planner.shape, self.model.table, self.model.caches()
-        layer = min(caches)
-        run = self.memory.make(table[0, : min(config.append, table.shape[1])], 0)
-        self.memory.settle()
-        if run is None:
-            raise ValueError("no room for one run of clusters: expected a larger KV cache")
-        one = PlannedRow(
-            tiles=np.array(run.place.tiles, dtype=np.int32),
-            sized=np.array(run.place.tiles, dtype=np.int32),
-            rotations=np.zeros(len(run.place.tiles), dtype=np.int32),
-            deltas=(0,),
-            spans=(),
-            tail=(0, 0),
-            p=config.stages,
-            tokens=run.tokens,
-        )
-        width, device = self.memory.width, table.device
-        tiles = tiles_of(min(table.shape[1], self.model.slots), config.cluster * width)
-        cells = int(tiles * HEADROOM) * width
-        tunings = [self._tuning]
-        if cells > cuda_impl.MAX_CELLS:  # the longest rows are scored and read in Triton
-            tunings.insert(0, replace(self._tuning, joint=False, fused=False))
-        step = torch.ones(1, dtype=torch.int64, device=device)
-        keys, values = caches[layer]
-        query = keys.new_zeros(1, shape.heads, shape.head_dim)
-        for tuning in tunings:
-            rows = self._eager = self._rows_for(RowCapacity.of([one], [ROOM]), tuning)
-            rows.load([one], [1], table.view(-1))
-            rows.advance(step, step)
-            rows.attend(query, keys, values, self.memory.layers[layer], shape.scale)
-        if config.group == "union":
-            # Longer rows come in other kernels, and those that see blocks from several distances.
-            clusters = query.unsqueeze(1), self.memory.layers[layer], rows.clusters(1)
-            if not (self._tuning.joint and joint_impl.warm_up(*clusters, cells)):
-                cuda_impl.warm_up(device, self._shape.group, cells, WITHOUT_GAPS, width)
-            cuda_impl.warm_up(device, self._shape.group, cells, Numbering(width, aligned(TILE)))
 
     def selected(self) -> dict[str, float]:
         """What the last layer of the last decoding step over clusters read, for /server_info; waits for the device.
@@ -343,8 +301,11 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         return measured
 
 
-class ClusterReader(Reader[Batch | ClusterStep, Prefill | LoadedRows]):
+class ClusterReader(Reader[Batch | ClusterStep | DecodeStep, Prefill | LoadedRows | LoadedPlan]):
     """Prefills as they are planned, decoding steps through clusters.
+
+    Steps of a batch that reads no cluster are planned, too, where clusters are not for pools: blocks that requests
+    share are read once for all of them then, and the kernels of clusters read them for each.
 
     Args:
         model: whose attention it is.
@@ -355,19 +316,24 @@ class ClusterReader(Reader[Batch | ClusterStep, Prefill | LoadedRows]):
     def __init__(self, model: Model, policy: DoublePPolicy, machine: Machine) -> None:
         self.model, self.policy = model, policy
         self.planner = Planner(model, policy)
-        self.prefills = self.prefill_graphs = Prefills(self.planner, PlanMemory(self.planner), machine)
+        memory = PlanMemory(self.planner)
+        self.prefills = self.prefill_graphs = Prefills(self.planner, memory, machine)
         self.decodes = self.graphs = ClusterDecodes(self.planner, policy)
+        self.planned = PlannedDecodes(self.planner, memory)
         self._no_positions = model.table.new_empty(0)
         if model.device.type == "cuda":
             self.prefills.warm_up()
 
-    def step(self, batch: Batch) -> Batch | ClusterStep | None:
+    def step(self, batch: Batch) -> Batch | ClusterStep | DecodeStep | None:
         for rows in batch.rows:
             self.policy.before_pass(rows.request, rows.req, rows.begin, rows.end, batch.decode)
         placed = [self.policy.placed(self._rows(rows, batch.decode)) for rows in batch.rows]
         if not any(placed) and all(rows.request.row is None for rows in batch.rows):
             return None
-        return self.decodes.step(batch, placed) if batch.decode else batch
+        if not batch.decode:
+            return batch
+        clustered = self.policy.over_pools or any(placed)
+        return self.decodes.step(batch, placed) if clustered else self.planned.step(batch)
 
     def _rows(self, rows: BatchRows, decode: bool) -> RequestRows:
         slots = self.model.table[rows.request.slot, : rows.end]
@@ -377,21 +343,26 @@ class ClusterReader(Reader[Batch | ClusterStep, Prefill | LoadedRows]):
         self.decodes.memory.settle()
 
     def before_layers(
-        self, step: Batch | ClusterStep, forward: Forward, graph_rows: int | None
-    ) -> Prefill | LoadedRows:
+        self, step: Batch | ClusterStep | DecodeStep, forward: Forward, graph_rows: int | None
+    ) -> Prefill | LoadedRows | LoadedPlan:
         if isinstance(step, ClusterStep):
             return self.decodes.load(step, forward)
+        if isinstance(step, DecodeStep):
+            return self.planned.load(step, forward)
         return self.prefills.plan(step, graph_rows)
 
-    def read(self, call: LayerCall[Prefill | LoadedRows]) -> torch.Tensor:
+    def read(self, call: LayerCall[Prefill | LoadedRows | LoadedPlan]) -> torch.Tensor:
         return call.loaded.read(call)
 
     def release(self, slot: int) -> None:
         self.decodes.forget(slot)
-        self.planner.forget()
+        self.planned.forget(slot)
+        if self.planner.forget():
+            self.planned.forget_all()
 
     def rewritten(self, slot: int) -> None:
         self.decodes.rewritten(slot)
+        self.planned.rewritten(slot)
         self.policy.rewritten(slot, self.model.table[slot])
 
     def stats(self) -> Mapping[str, Mapping[str, float]]:

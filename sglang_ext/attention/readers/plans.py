@@ -26,8 +26,8 @@ ROOM = 64
 SLICE_ENTRIES = 16384
 """Partial outputs of one work list; prefills that need more are cut into several."""
 
-ROWS = (1.0, 40.0, 100.0, 160.0, 1e6)
-"""Pairs of (query row, head of the group) that see a run, one number for each configuration of the kernels."""
+ROWS = range(1, 2049)
+"""Pairs of (query row, head of the group) that see a run: with more, no configuration comes that fewer have not."""
 
 MAX_KEYS = 100_000
 """Names of runs that are remembered before they are numbered anew."""

@@ -35,6 +35,8 @@ class ServerSettings:
         max_pools: most pools of the server; one more is refused with 413.
         max_waiting_encodings: most changes of pools that wait for the one that is being encoded; one more is refused
             with 429.
+        encoding_tokens: most tokens of a pool that one pass encodes while other requests decode, which wait for that
+            pass before their next token; while none does, a pass has as many as --chunked-prefill-size allows.
         max_label_tokens: most tokens of labels that `label_probs` scores for one request: those of a pool's labels,
             times the prompts of the request that ask for them; one that needs more is refused with 413.
         max_prompts: most answers of one request (its prompts, times `n`); more are refused with 413.
@@ -53,6 +55,7 @@ class ServerSettings:
     max_demonstrations: int = 200_000
     max_pools: int = 1_000
     max_waiting_encodings: int = 16
+    encoding_tokens: int = 512
     max_label_tokens: int = 32_768
     max_prompts: int = 1_024
     max_logprobs: int = 2_000_000

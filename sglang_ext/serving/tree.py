@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from sglang_ext import compat
 from sglang_ext.attention.backend import view_backend
@@ -12,8 +14,12 @@ from sglang_ext.cache.host_tier import back_up
 from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.cache.rows import INTERNAL, Row
 from sglang_ext.cache.stitch import MissingBlocks
-from sglang_ext.names import Passed, PrefixCache, Req, ScheduleBatch, Scheduler, TokenizedInput
+from sglang_ext.compat import AddReqResult
+from sglang_ext.names import Passed, PrefillAdder, PrefixCache, Req, ScheduleBatch, Scheduler, TokenizedInput
 from sglang_ext.serving.mode import Mode
+from sglang_ext.settings import server_settings
+
+AddedT = TypeVar("AddedT")
 
 CHUNK_MARGIN = 64  # tokens that requests which run beside a chunked prompt generate until it is through
 
@@ -57,8 +63,21 @@ class TreeMode(Mode):
         return row is not None and bool(row.new)
 
     def room_beside(self, scheduler: Scheduler, running: int) -> int | None:
-        left = chunked_left(scheduler)
-        return free_tokens(scheduler) - left - running * (2 + -(-left // scheduler.chunked_prefill_size)) - CHUNK_MARGIN
+        left, chunk = chunked_left(scheduler), min(scheduler.chunked_prefill_size, server_settings().encoding_tokens)
+        return free_tokens(scheduler) - left - running * (2 + -(-left // chunk)) - CHUNK_MARGIN
+
+    def add(
+        self,
+        original: Callable[..., AddReqResult],
+        adder: PrefillAdder,
+        req: Req,
+        has_chunked_req: bool,
+        alignment: int | None,
+    ) -> AddReqResult:
+        return _bounded(partial(original, adder, req, has_chunked_req, alignment), adder, req)
+
+    def add_chunk(self, original: Callable[..., Req | None], adder: PrefillAdder, req: Req) -> Req | None:
+        return _bounded(partial(original, adder, req), adder, req)
 
     def make_room(self, scheduler: Scheduler) -> None:
         """Let the first waiting request run, or end it: blocks that were held since it was admitted leave it no room.
@@ -96,6 +115,22 @@ class TreeMode(Mode):
             **(cache.host.stats() if cache.host is not None else {}),
             **(backend.policy.stats() if backend is not None else {}),
         }
+
+
+def _bounded(add: Callable[[], AddedT], adder: PrefillAdder, req: Req) -> AddedT:
+    """Put a request into a batch; of one that encodes, no more than running requests are to wait for.
+
+    A request that is cut here ends the batch, as one does that SGLang cuts itself: only one may be.
+    """
+    row, room = carried.request_row(req), adder.rem_chunk_tokens
+    decoding = adder.running_batch is not None and not adder.running_batch.is_empty()
+    if row is None or not row.encodes or room is None or not decoding:
+        return add()
+    most = adder.rem_chunk_tokens = min(room, server_settings().encoding_tokens)
+    added = add()
+    if adder.rem_chunk_tokens > 0:
+        adder.rem_chunk_tokens += room - most
+    return added
 
 
 def fit(scheduler: Scheduler, req: Req, row: Row | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import requests
 
-from tests.e2e.server import Server, error_of, model, until
+from tests.e2e.server import Server, answer_logprobs, answer_tokens, error_of, model, until
 from tests.oracle import models
 
 MIB = 1 << 20
@@ -27,6 +28,7 @@ SETTINGS = {
     "max_pools": 6,
     "max_waiting_encodings": 3,
     "max_body_seconds": 5,
+    "encoding_tokens": 8,
 }
 BASE = models.demonstrations(12)
 
@@ -313,3 +315,34 @@ def test_query_parameters_that_nobody_reads_are_refused(
     raw = json.dumps({"demonstrations": BASE}) if kind.endswith("json") else json.dumps(BASE[0])
     answer = server.call(method, path, data=raw if method in ("PUT", "POST") else None, headers={"Content-Type": kind})
     assert answer.status_code == 400 and words in error_of(answer), answer.text
+
+
+def passes(server: Server, since: int) -> list[int]:
+    """New tokens of each prefill that the log tells of, from a place in it on."""
+    found = re.findall(r"Prefill batch.*?#new-token: (\d+)", server.log()[since:])
+    return [int(tokens) for tokens in found]
+
+
+def test_an_encoding_lets_others_decode(server: Server) -> None:
+    """While somebody decodes, a pass encodes 8 tokens; while nobody does, 32. What is written is the same."""
+    question = "where is the money that i sent?"
+    since = len(server.log())
+    server.put("alone", SLOW["demonstrations"][:24], block_size=6)
+    until(lambda: sum(passes(server, since)) >= server.pool("alone")["tokens"])
+    assert max(passes(server, since)) == 32
+    alone = server.generate(question, pool="alone")
+    server.json("DELETE", "/v1/pools/alone")
+    body = {"text": "an answer", "sampling_params": {"temperature": 0, "max_new_tokens": 1000, "ignore_eos": True}}
+    decoding = server.stream(body)
+    next(decoding)
+    since = len(server.log())
+    server.put("beside", SLOW["demonstrations"][:24], block_size=6)
+    tokens = server.pool("beside")["tokens"]
+    assert next(decoding)["meta_info"]["finish_reason"] is None, "the answer ended first: let it be longer"
+    until(lambda: sum(passes(server, since)) >= tokens)
+    assert 0 < max(passes(server, since)) <= 8
+    decoding.close()
+    beside = server.generate(question, pool="beside")
+    assert answer_tokens(beside) == answer_tokens(alone)
+    assert answer_logprobs(beside) == pytest.approx(answer_logprobs(alone), abs=1e-4)
+    server.json("DELETE", "/v1/pools/beside")

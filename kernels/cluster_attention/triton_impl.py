@@ -424,7 +424,8 @@ def cluster_attention(
             f"rotations: expected {(count, max(1, cells))} and {(count, rotated)}"
         )
     value_pad = max(16, triton.next_power_of_2(value_dim))
-    counted = dict(ROWS=padded(count), TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)
+    looked_through = padded(count) if tuning.any_size else triton.next_power_of_2(count)
+    counted = dict(ROWS=looked_through, TILE=dense.tile, SUMMARIES=tuning.summaries, COST=tuning.token_tile)
     if cells and not selection.expanded:
         _expand[(tuning.expanding, count)](
             pool.members, pool.sizes, rows.tiles, rows.tiles if rows.sized is None else rows.sized, rows.rotation,
@@ -452,9 +453,12 @@ def cluster_attention(
     return out
 
 
-def padded(rows: int) -> int:
-    """Rows that the kernels are compiled for, to serve so many: a power of four, so that a server compiles few."""
-    return max(64, 4 ** -(-(rows - 1).bit_length() // 2)) if rows else 64
+def padded(count: int) -> int:
+    """Rows (of a request and a key-value head) that are compiled for so many, with `ClusterTuning.any_size`.
+
+    A power of eight from 64 on: a server of 512 requests with 8 key-value heads compiles three.
+    """
+    return max(64, 8 ** -(-max(0, count - 1).bit_length() // 3))
 
 
 def _precision(dtype: torch.dtype) -> str:

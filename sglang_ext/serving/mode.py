@@ -6,7 +6,7 @@ row of SGLang's radix tree there is `tree.TreeMode`, where every request is a st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -48,8 +48,8 @@ class Mode:
         """Whether a prompt that is prefilled in chunks may be so long that others must not wait for it."""
         return False
 
-    def room_beside(self, scheduler: Scheduler, running: int) -> int | None:
-        """Tokens that requests may take beside the prompt in chunks and `running` others; None: they have theirs."""
+    def room_beside(self, scheduler: Scheduler, running: Sequence[Req]) -> int | None:
+        """Tokens that requests may take beside the prompt in chunks and the running ones; None: they have theirs."""
         return None
 
     def make_room(self, scheduler: Scheduler) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -62,9 +62,12 @@ class TreeMode(Mode):
         row = carried.request_row(chunked)
         return row is not None and bool(row.new)
 
-    def room_beside(self, scheduler: Scheduler, running: int) -> int | None:
+    def room_beside(self, scheduler: Scheduler, running: Sequence[Req]) -> int | None:
         left, chunk = chunked_left(scheduler), min(scheduler.chunked_prefill_size, server_settings().encoding_tokens)
-        return free_tokens(scheduler) - left - running * (2 + -(-left // chunk)) - CHUNK_MARGIN
+        # With mixed chunks, running requests get a token in each of the three passes that take turns.
+        steps = (2 + -(-left // chunk)) * (3 if compat.mixes_chunks(scheduler) else 1)
+        taken = sum(min(steps, req.sampling_params.max_new_tokens - len(req.output_ids)) for req in running)
+        return free_tokens(scheduler) - left - taken - CHUNK_MARGIN
 
     def add(
         self,

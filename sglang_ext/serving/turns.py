@@ -6,7 +6,7 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from sglang_ext import compat
@@ -62,7 +62,7 @@ def _admit(
     SGLang cuts one prompt at a time: only requests that together fit one chunk are shown to it.
     """
     with compat.compiled_grammars(scheduler):
-        first = _fitting(scheduler, len(running_batch.reqs))
+        first = _fitting(scheduler, running_batch.reqs)
         return _of(first, original, scheduler, running_batch) if first else None
 
 
@@ -84,14 +84,14 @@ def _of(
     return plan if plan.batch_to_run is not None else None
 
 
-def _fitting(scheduler: Scheduler, running: int) -> list[Req]:
+def _fitting(scheduler: Scheduler, running: Sequence[Req]) -> list[Req]:
     """Waiting requests that fit one chunk, and leave the long prompt the room that it was admitted with.
 
     Args:
-        running: how many requests decode, each of them a token after each chunk; mixed chunks take those, too.
+        running: requests that decode, each of them a token after each chunk; mixed chunks take those, too.
     """
     size, room = scheduler.chunked_prefill_size, mode_of(scheduler.tree_cache).room_beside(scheduler, running)
-    tokens = size - (running if compat.mixes_chunks(scheduler) else 0)
+    tokens = size - (len(running) if compat.mixes_chunks(scheduler) else 0)
     found = []
     for req in scheduler.waiting_queue:
         row, own = carried.request_row(req), len(req.origin_input_ids) + len(req.output_ids)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sglang_ext.attention.double_p import DbsaDoublePPolicy, DoublePPolicy
-from sglang_ext.attention.readers.cluster_warm_up import warm_up
+from sglang_ext.attention.readers.cluster_warm_up import batches
+from sglang_ext.kernels.cluster_attention.triton_impl import padded
 from sglang_ext.kernels.kmeans import dispatch as kmeans
 from tests.kernels.launches import compiled, different
 from tests.plugin import test_clustered_backend as clustered
@@ -43,7 +44,7 @@ def test_rows_over_clusters(kind: type[DoublePPolicy], monkeypatch: pytest.Monke
     decodes = reader.decodes
     monkeypatch.setattr(decodes.memory, "_kmeans", kmeans.kmeans_layers)
     reader.prefills.warm_up()
-    warm_up(reader.planner, decodes.policy, decodes.memory, decodes._tuning, decodes._rows_for)
+    decodes.warm_up()
     warmed = set(launches)
     assert {name for _, name, _ in warmed} >= {"_scores", "_attend", "_merge", "_expand", "_rotate", "_assign"}
     launches.clear()
@@ -60,6 +61,14 @@ def test_rows_over_clusters(kind: type[DoublePPolicy], monkeypatch: pytest.Monke
     assert launches and not different(launches, warmed)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 40])
+def test_every_size_of_a_batch_is_compiled(kv_heads: int) -> None:
+    """Kernels look through `padded` rows: the batches that a server warms up with need all such numbers, and few."""
+    warmed = {padded(batch * kv_heads) for batch in batches(600, kv_heads)}
+    assert {padded(batch * kv_heads) for batch in range(1, 601)} == warmed
+    assert all(padded(count) >= count for count in range(5000)) and len(warmed) == len(batches(600, kv_heads)) <= 4
+
+
 def test_a_launch_that_would_be_compiled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch itself: clusters of 16 tokens are other code than those of 17 where their number is compiled in."""
     from sglang_ext.kernels.kmeans import triton_impl
@@ -70,7 +79,7 @@ def test_a_launch_that_would_be_compiled_is_seen(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(kernel.kwargs, "do_not_specialize", free)
         for count in (1, 2, 16):
             caches, slots = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-            segments, like = torch.zeros(count, 4, dtype=torch.int32), torch.zeros(1, 1, 16)
+            segments, like = torch.tensor([[0, 1, 0, 1]] * count, dtype=torch.int32), torch.zeros(1, 1, 16)
             out = torch.zeros(count, 16)
             cache = torch.zeros(1, 1, 16)
             caches[0] = cache.data_ptr()

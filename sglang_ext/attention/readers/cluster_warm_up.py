@@ -22,6 +22,14 @@ from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p.types import WITHOUT_GAPS, Numbering
 
 
+def batches(most: int, kv_heads: int) -> list[int]:
+    """The least batch of each size that kernels are compiled for (`padded`), for at most so many requests."""
+    sizes: dict[int, int] = {}
+    for batch in range(1, most + 1):
+        sizes.setdefault(padded(batch * kv_heads), batch)
+    return list(sizes.values())
+
+
 def warm_up(
     planner: Planner,
     policy: DoublePPolicy,
@@ -29,13 +37,13 @@ def warm_up(
     tuning: ClusterTuning,
     rows_for: Callable[[RowCapacity, ClusterTuning], RowBuffers],
 ) -> None:
-    """Run every kernel once, for a row and for a few, in one rotation of the query and in several.
+    """Run every kernel that steps outside of CUDA graphs need, in one rotation of the query and in several.
 
-    Batches of more rows than `few` that run outside of CUDA graphs are compiled when the first of them comes.
+    What graphs need is compiled as they are captured.
 
     Args:
         planner, policy, memory: whose steps they are; clusters of a few tokens are made, and given back.
-        tuning: of the kernels.
+        tuning: of the kernels outside of CUDA graphs.
         rows_for: makes the buffers of a batch.
 
     Raises:
@@ -60,18 +68,18 @@ def warm_up(
     )
     width, device = memory.width, table.device
     cells = int(tiles_of(min(table.shape[1], model.slots), config.cluster * width) * HEADROOM) * width
-    tunings = [tuning]
-    if cells > cuda_impl.MAX_CELLS:  # the longest rows are scored and read in Triton
-        tunings.append(replace(tuning, joint=False, fused=False))
+    needed = RowCapacity.of([one], [ROOM]).rounded()
+    kinds = [(replace(needed, rows=batch), tuning) for batch in batches(table.shape[0], shape.kv_heads)]
+    if cells > cuda_impl.MAX_CELLS:  # the longest rows are scored, searched and read in Triton
+        longest = replace(needed, tiles=cuda_impl.MAX_CELLS // width + 1)
+        kinds.insert(0, (longest, replace(tuning, joint=False, fused=False)))
     step = torch.ones(1, dtype=torch.int64, device=device)
     keys, values = caches[layer]
-    few = padded(1) // shape.kv_heads + 1
-    for batch, rotations, each in product((1, few), (1, 2), tunings):
-        needed = RowCapacity.of([one], [ROOM]).rounded()
-        rows = rows_for(replace(needed, rows=batch, rotations=rotations), each)
+    for (capacity, each), rotations in product(kinds, (1, 2)):
+        rows = rows_for(replace(capacity, rotations=rotations), each)
         rows.load([one], [1], table.view(-1))
         rows.advance(step, step)
-        query = keys.new_zeros(batch, shape.heads, shape.head_dim)
+        query = keys.new_zeros(capacity.rows, shape.heads, shape.head_dim)
         rows.attend(query, keys, values, memory.layers[layer], shape.scale)
     if config.group == "union":
         # Longer rows come in other kernels, and those that see blocks from several distances.

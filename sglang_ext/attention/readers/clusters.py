@@ -159,7 +159,12 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         self._graph: RowBuffers | None = None
         self._last: _Last | None = None
         if device.type == "cuda":
-            warm_up(planner, policy, self.memory, self._tuning, self._rows_for)
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Compile what steps outside of CUDA graphs need."""
+        tuning = replace(self._tuning, any_size=True)
+        warm_up(self.planner, self.policy, self.memory, tuning, self._rows_for)
 
     # ---- the host's side ----
 
@@ -189,14 +194,14 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
 
     # ---- buffers ----
 
-    def _rows_for(self, capacity: RowCapacity, tuning: ClusterTuning | None = None) -> RowBuffers:
+    def _rows_for(self, capacity: RowCapacity, tuning: ClusterTuning) -> RowBuffers:
         return RowBuffers(
             capacity,
             self._shape,
             self.model.rope,
             self.memory.width,
             rule=SetRule(self.policy.config.group),
-            tuning=tuning or self._tuning,
+            tuning=tuning,
             search=self._search,
         )
 
@@ -214,7 +219,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
                 grown = RowCapacity.of(rows, [n + ROOM for n in seq_lens], headroom=HEADROOM).rounded()
                 if buffers is not None:
                     grown = grown.joined(buffers.capacity)
-                buffers = self._eager = self._rows_for(grown)
+                buffers = self._eager = self._rows_for(grown, replace(self._tuning, any_size=True))
             buffers.load(rows, seq_lens, self.model.table.view(-1))
         self._last = _Last(buffers, rows, seq_lens)
         buffers.advance(forward.seq_lens[: len(rows)], forward.slots[: len(rows)])
@@ -237,9 +242,8 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
 
     def allocate(self, rows: int) -> None:
         tokens = min(GRAPH_TOKENS, self.model.table.shape[1], self.model.slots)
-        self._graph = self._rows_for(
-            graph_capacity(rows, tokens, self.policy.config.cluster * self.memory.width, self.policy.over_pools)
-        )
+        tile = self.policy.config.cluster * self.memory.width
+        self._graph = self._rows_for(graph_capacity(rows, tokens, tile, self.policy.over_pools), self._tuning)
 
     def capture(self, rows: int) -> LoadedRows:
         if self._graph is None:
@@ -304,8 +308,8 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
 class ClusterReader(Reader[Batch | ClusterStep | DecodeStep, Prefill | LoadedRows | LoadedPlan]):
     """Prefills as they are planned, decoding steps through clusters.
 
-    Steps of a batch that reads no cluster are planned, too, where clusters are not for pools: blocks that requests
-    share are read once for all of them then, and the kernels of clusters read them for each.
+    Steps of a batch that reads no cluster are planned, too, where clusters are not for pools and no CUDA graph holds
+    them: blocks that requests share are read once for all of them then, and the kernels of clusters read them for each.
 
     Args:
         model: whose attention it is.
@@ -332,8 +336,9 @@ class ClusterReader(Reader[Batch | ClusterStep | DecodeStep, Prefill | LoadedRow
             return None
         if not batch.decode:
             return batch
-        clustered = self.policy.over_pools or any(placed)
-        return self.decodes.step(batch, placed) if clustered else self.planned.step(batch)
+        step = self.decodes.step(batch, placed)
+        clustered = self.policy.over_pools or any(placed) or self.decodes.fits(step)
+        return step if clustered else self.planned.step(batch)
 
     def _rows(self, rows: BatchRows, decode: bool) -> RequestRows:
         slots = self.model.table[rows.request.slot, : rows.end]

@@ -154,12 +154,15 @@ class Bench:
             for at, item in enumerate(self.task.demonstrations)
         }
 
-    def _searched(self, texts: Sequence[str], sinks: int) -> tuple[Callable[[str], list[int]], float]:
-        """Index texts with BM25.
+    def _searched(
+        self, texts: Sequence[str], sinks: int, retriever: str = "bm25"
+    ) -> tuple[Callable[[str], list[int]], float]:
+        """Index texts.
 
         Args:
             texts: of the pool, in its order.
             sinks: of the first ones, which every question gets.
+            retriever: with which, by its name in the registry.
 
         Returns:
             (what gives the numbers of the texts that a question gets, the best `ratio` of them in the pool's order;
@@ -169,13 +172,13 @@ class Bench:
         from sglang_ext.retrievers.selection import budget, select
 
         begin = time.perf_counter()
-        retriever = registry.get("bm25").build(texts)
+        built = registry.get(retriever).build(texts)
         indexing = time.perf_counter() - begin
         chosen = budget(self.ratio, None, total=len(texts), sinks=sinks)
-        return lambda query: [int(at) for at in select(retriever.score(query), chosen, sinks, "pool")], indexing
+        return lambda query: [int(at) for at in select(built.score(query), chosen, sinks, "pool")], indexing
 
-    def ret_icl_by_example(self) -> MethodRow:
-        """The best demonstrations as a dense prompt, prefilled anew for each question.
+    def ret_icl_by_example(self, retriever: str = "bm25") -> MethodRow:
+        """The best demonstrations by `retriever` as a dense prompt, prefilled anew for each question.
 
         As many as the same share of the pool has (DBSA, section 4, "Baselines": RetICL). They stand in the pool's
         order: with the best one first or last the embedded model answers fewer of the demo's questions.
@@ -186,7 +189,7 @@ class Bench:
                 tokens[name] = ids[start:end]
         texts = self._texts()
         names = list(texts)
-        search, indexing = self._searched(list(texts.values()), 0)
+        search, indexing = self._searched(list(texts.values()), 0, retriever)
 
         def ask(query: str, key: str) -> tuple[JsonObject, list[int]]:
             prefix = [*self.header, *(token for at in search(query) for token in tokens[names[at]])]

@@ -18,7 +18,7 @@ from rank_bm25 import BM25Okapi
 from scipy.sparse import csc_array
 
 from sglang_ext.retrievers.base import Scores, check_query, check_texts
-from sglang_ext.retrievers.terms import terms
+from sglang_ext.retrievers.terms import Analyzer
 
 K1, B, EPSILON = 1.5, 0.75, 0.25  # BM25Okapi's own
 
@@ -31,7 +31,7 @@ class Counts:
         vocabulary: term -> column, in order of first appearance.
         columns, counts: [pairs] int32 and int64, one for each (text, term in it), text by text.
         distinct: [texts] int64, pairs of each text.
-        lengths: [texts] int64, words of each text.
+        lengths: [texts] int64, terms of each text, repetitions counted.
     """
 
     vocabulary: dict[str, int]
@@ -41,8 +41,8 @@ class Counts:
     lengths: NDArray[np.int64]
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> Counts:
-        corpus = [terms(text) for text in texts]
+    def of(cls, texts: Sequence[str], analyzer: Analyzer) -> Counts:
+        corpus = [analyzer(text) for text in texts]
         if not any(corpus):  # rank_bm25 divides by zero here
             zeros = np.zeros(len(corpus), dtype=np.int64)
             return cls({}, np.zeros(0, np.int32), np.zeros(0, np.int64), zeros, zeros)
@@ -76,11 +76,17 @@ class BM25:
     which is replaced by epsilon times the mean idf over all terms. With very few texts (say two blocks) that
     mean can itself be negative, and texts that match then score below texts that do not.
 
+    In the registry: "bm25", whose terms are the words, and "bm25:stem", "bm25:stop_words" and "bm25:stem+stop_words",
+    for English, whose terms are stems, or without stop words, or both (`terms.Analyzer`).
+
     Attributes:
+        analyzer: what makes terms of texts and queries.
         vocabulary: term -> column of `matrix`.
         matrix: float64 [num_texts, num_terms], sparse by columns: the score of each text for each term asked
             alone. Also the feature vectors of the paper's Appendix F (see `grouping`).
     """
+
+    analyzer = Analyzer()
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
@@ -96,26 +102,37 @@ class BM25:
         return int(self.matrix.shape[0])
 
     @classmethod
-    def build(cls, texts: Sequence[str]) -> BM25:
-        """Index `texts`; linear in their total length. Raises ValueError (`base.check_texts`).
+    def configured(cls, argument: str) -> type[BM25]:
+        """This class with another analyzer. Raises ValueError when `argument` is none (`terms.Analyzer.parse`)."""
+        try:
+            analyzer = Analyzer.parse(argument)
+        except ValueError as error:
+            raise ValueError(f"retriever bm25:{argument}: {error}, such as bm25:stem or bm25:stem+stop_words") from None
+        return type(cls.__name__, (cls,), {"analyzer": analyzer})
 
-        Texts without a single word are legal and score 0.
+    @classmethod
+    def build(cls, texts: Sequence[str]) -> BM25:
+        """Index `texts`; linear in their total length.
+
+        Texts without a single term are legal and score 0. Raises ValueError as `base.check_texts`, and where the
+        analyzer needs a library that is not installed.
         """
-        return cls(Counts.of(check_texts(texts)))
+        return cls(Counts.of(check_texts(texts), cls.analyzer))
 
     def extended(self, texts: Sequence[str]) -> BM25:
         """As if built from the texts so far and `texts`, of which alone the words are counted.
 
         Raises ValueError (`base.check_texts`).
         """
-        return type(self)(self._counts.followed_by(Counts.of(check_texts(texts))))
+        return type(self)(self._counts.followed_by(Counts.of(check_texts(texts), self.analyzer)))
 
     def score(self, query: str) -> Scores:
         """BM25 score of every text: float64 [num_texts]. Repeated query terms count as often as they occur.
 
         Unknown terms add nothing. Cost: the number of (query term, text holding it) pairs.
         """
-        columns = [column for column in map(self.vocabulary.get, terms(check_query(query))) if column is not None]
+        asked = self.analyzer(check_query(query))
+        columns = [column for column in map(self.vocabulary.get, asked) if column is not None]
         if not columns:
             return np.zeros(self.num_texts)
         parts = [slice(self._starts[column], self._starts[column + 1]) for column in columns]

@@ -18,7 +18,7 @@ RETRIEVERS: dict[str, str] = {
 def get(name: str) -> type[Retriever]:
     """The retriever class of that name.
 
-    "NAME:ARGUMENT" gives the class configured by its argument ("dense:MODEL", "random:SEED"), for classes
+    "NAME:ARGUMENT" gives the class configured by its argument ("bm25:stem", "dense:MODEL", "random:SEED"), for classes
     with a `configured(argument)` class method. Raises ValueError, listing the names, for an unknown one, and
     for an argument that the retriever does not take. Nothing heavy is loaded before `build`.
     """

@@ -222,7 +222,9 @@ class RequestOptions:
         blocks: how many blocks instead, sinks included.
         block_ids: the selection itself, in view order, for users with their own retriever.
         order: order of the selected blocks after the sinks.
-        retriever: name in the registry of retrievers; `dense:MODEL` and `random:SEED` say which model or seed.
+        retriever: name in the registry of retrievers; `dense:MODEL` and `random:SEED` say which model or seed, and
+            `bm25:stem`, `bm25:stop_words` and `bm25:stem+stop_words` that BM25's terms are stems of English words, or
+            that English stop words are dropped, or both.
         granularity: `block`, or `example` for single demonstrations cut out of their blocks (Table 6).
         constrain: `labels` makes the answer one of the pool's labels: greedily, token by token among their spellings;
             sampled where a temperature is given; with `label_probs` and no temperature, the most likely label.

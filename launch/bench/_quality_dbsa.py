@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +22,12 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.config import GROUPINGS, ORDERS, PoolOptions
+from sglang_ext.launch.bench._draws import ANALYZED, draw
 from sglang_ext.launch.bench._quality_figures import Z, mean_and_error, share
 from sglang_ext.launch.bench._record import AND, Curve, Figure, Timing, command_lines, save, table
 from sglang_ext.launch.bench.reference import MODEL
-from sglang_ext.launch.demo import fill
-from sglang_ext.launch.demo_data import DemoTask, Example, take_turns
 from sglang_ext.launch.demo_methods import Bench, MethodRow
 from sglang_ext.launch.demo_server import Server, served
-from sglang_ext.launch.reference.corpus import TRAINING_SETS, held_out_classes, read_rows
 from sglang_ext.policies.dbsa import PATTERNS
 from sglang_ext.types import JsonObject, Options
 
@@ -59,11 +56,13 @@ class DrawnMethod:
         title: what tables call it.
         ask: has a draw answered.
         pool: options of its pool, beside those of the others'; methods with the same ones share it.
+        beside: the method whose answers over the same draws its row compares with.
     """
 
     title: str
     ask: Callable[[Bench], MethodRow]
     pool: Options
+    beside: str = "fixed"
 
 
 EXAMPLES: Options = {"block_size": 1, "sink_blocks": 20, "previous_blocks": 100}
@@ -94,18 +93,38 @@ def _ablations() -> dict[str, DrawnMethod]:
     for pool in pools:
         ((name, value),) = pool.items()
         words = f"{name.replace('_', ' ')} {value}"
-        found[words.replace(" ", "-")] = DrawnMethod(f"DBSA 30%, {words}", Bench.dbsa, pool)
+        found[words.replace(" ", "-")] = DrawnMethod(f"DBSA 30%, {words}", Bench.dbsa, pool, AIMED)
     for order in ORDERS:
         if order != "pool":
             words = order.replace("_", " ")
-            found[f"order-{order}"] = DrawnMethod(f"DBSA 30%, blocks from {words}", _ordered(order), {})
-    examples = DrawnMethod("DBSA 30%, examples cut out of blocks", lambda bench: bench.dbsa(granularity="example"), {})
-    return {**found, "granularity-example": examples}
+            found[f"order-{order}"] = DrawnMethod(f"DBSA 30%, blocks from {words}", _ordered(order), {}, AIMED)
+    found["granularity-example"] = DrawnMethod(
+        "DBSA 30%, examples cut out of blocks", lambda bench: bench.dbsa(granularity="example"), {}, AIMED
+    )
+    return found
+
+
+def _retrieved(retriever: str) -> dict[str, DrawnMethod]:
+    """What chooses with BM25, with another retriever: each beside its own with BM25."""
+
+    def dbsa(bench: Bench) -> MethodRow:
+        return bench.dbsa(retriever=retriever)
+
+    asks = {"dbsa-30": dbsa, "dbsa-example": dbsa, "example": lambda bench: bench.ret_icl_by_example(retriever)}
+    return {
+        f"{name}-{retriever}": DrawnMethod(f"{MAIN[name].title}, retriever {retriever}", ask, MAIN[name].pool, name)
+        for name, ask in asks.items()
+    }
 
 
 ABLATIONS = _ablations()
-METHODS: Mapping[str, DrawnMethod] = {**MAIN, **ABLATIONS}
-GROUPS: Mapping[str, Sequence[str]] = {"main": tuple(MAIN), "ablations": tuple(ABLATIONS)}
+RETRIEVED = {name: each for retriever in ANALYZED for name, each in _retrieved(retriever).items()}
+METHODS: Mapping[str, DrawnMethod] = {**MAIN, **ABLATIONS, **RETRIEVED}
+GROUPS: Mapping[str, Sequence[str]] = {
+    "main": tuple(MAIN),
+    "ablations": tuple(ABLATIONS),
+    "retrievers": tuple(RETRIEVED),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,36 +136,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--labels", type=int, default=16, help="classes of a draw, 0: all of a set, dbsa (default: 16)")
     parser.add_argument("--draws", type=int, default=10, help="of each set and size, dbsa (default: 10)")
     parser.add_argument("--block-size", type=int, default=10, help="demonstrations a block, dbsa (default: 10)")
-
-
-def draw(name: str, pool_tokens: int, number: int, args: argparse.Namespace, tokenizer: Tokenizer) -> DemoTask:
-    """Draw some classes of a set, demonstrations of them that fill a pool, and as many questions as `--queries` says.
-
-    Demonstrations have their classes in turn, so that few of a class are missing, and are shuffled then. The embedded
-    model is asked for classes that its training did not see.
-
-    Raises:
-        ValueError: the set has fewer classes than `--labels`.
-    """
-    dice = random.Random(f"{args.seed} {name} {pool_tokens} {number}")
-    train, test = read_rows(args.data, name, "train"), read_rows(args.data, name, "test")
-    labels = sorted({label for _, label in train})
-    if Path(args.model) == MODEL and name in TRAINING_SETS:
-        labels = sorted(held_out_classes(labels))
-    if args.labels > len(labels):
-        raise ValueError(f"--labels {args.labels}: {name} has {len(labels)} classes; expected at most so many, or 0")
-    chosen = set(dice.sample(labels, args.labels or len(labels)))
-
-    def examples(rows: Sequence[tuple[str, str]]) -> list[Example]:
-        kept = [{"input": text, "output": label.replace("_", " ")} for text, label in rows if label in chosen]
-        return dice.sample(kept, len(kept))
-
-    pool = fill(take_turns(examples(train)), tokenizer, pool_tokens)
-    dice.shuffle(pool)
-    shown = {each["output"] for each in pool}
-    asked = examples(test)
-    possible = [each for each in asked if each["output"] in shown]
-    return DemoTask(name, pool, possible[: args.queries], len(asked) - len(possible))
 
 
 class DrawStudy:
@@ -276,7 +265,7 @@ def _named(name: str, settings: Options) -> str:
 
 
 def figures(measured: Sequence[JsonObject], settings: Options) -> list[Figure]:
-    """A row for each set, size and method, beside Fixed ICL over the same draws; an ablation beside DBSA 30%."""
+    """A row for each set, size and method, beside another's over the same draws (`DrawnMethod.beside`)."""
     rows = []
     for name, size in dict.fromkeys((each["set"], each["size"]) for each in measured):
         found = _drawn(measured, name, size)
@@ -287,7 +276,7 @@ def figures(measured: Sequence[JsonObject], settings: Options) -> list[Figure]:
             title += f"; {1e3 * seconds:.1f} ms a request, {settings['concurrency']} at a time"
             notes: JsonObject = {"draws": len(draws), "questions": asked, "seconds": seconds}
             aim, met = _aim(found) if method == AIMED else ("", None)
-            baseline = AIMED if method in ABLATIONS else "fixed"
+            baseline = METHODS[method].beside
             beside = found.get(baseline, {})
             both = [at for at in draws if at in beside]
             if method == baseline or not both:

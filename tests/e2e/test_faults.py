@@ -205,6 +205,7 @@ LONG = "how do i activate my card? " * 400
         ({"text": "a"}, {"block_ids": [-1]}, ["block_ids"]),
         ({"text": "a"}, {"order": "odd"}, ["order", "low_to_high"]),
         ({"text": "a"}, {"retriever": "luck"}, ["luck", "bm25"]),
+        ({"text": "a"}, {"retriever": "bm25:luck"}, ["bm25:luck", "stem, stop_words"]),
         ({"text": "a"}, {"granularity": "word"}, ["granularity"]),
         ({"text": "a"}, {"granularity": "example", "block_ids": [0]}, ["block_ids"]),
         ({"text": "a"}, {"constrain": "json"}, ["constrain"]),

@@ -351,7 +351,7 @@ def test_orders_are_views_of_one_selection(server: Server) -> None:
     assert all(order[0] == 0 for order in seen.values())
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "random", "all"])
+@pytest.mark.parametrize("retriever", ["bm25", "bm25:stem+stop_words", "random", "all"])
 @pytest.mark.parametrize("granularity", ["block", "example"])
 def test_retrievers(server: Server, retriever: str, granularity: str) -> None:
     answer = server.generate(QUESTION, pool="p", retriever=retriever, granularity=granularity)

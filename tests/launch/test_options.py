@@ -96,6 +96,7 @@ def test_retrievers_are_shown() -> None:
     add_flags(parser, RequestOptions, "options")
     shown = " ".join(parser.format_help().split())
     assert f"{', '.join(RETRIEVERS)}: name in the registry" in shown
+    assert "bm25:stem" in shown
     assert "dense:MODEL" in shown and parse(RequestOptions, "--retriever", "random:7") == {"retriever": "random:7"}
 
 

@@ -132,7 +132,7 @@ def test_each_method_of_each_draw_is_measured_once(
     assert record["measurements"][0]["seconds"] == 0.2 and len(record["curves"]) == 2
     with pytest.raises(ValueError, match=r"labels=4; expected labels=5: measure --anew"):
         study.DrawStudy(arguments(data, *words, "--labels", 5))
-    with pytest.raises(ValueError, match="--methods magic: expected some of main, ablations, zero-shot, fixed"):
+    with pytest.raises(ValueError, match="magic: expected some of main, ablations, retrievers, zero-shot, fixed"):
         study.DrawStudy(arguments(data, *words, "--methods", "magic"))
 
 
@@ -181,6 +181,34 @@ def test_an_ablation_changes_one_thing_and_stands_beside_dbsa(data: Path, tmp_pa
     measured = [measurement(name, 0, 0.5) for name in ("fixed", "dbsa-30", "order-reversed")]
     assert [row.baseline for row in study.figures(measured, OF)] == ["", "Fixed ICL", "DBSA 30%"]
     assert all(len(curve.series) == 2 for curve in study.curves(measured, OF))
+
+
+def test_another_retriever_stands_beside_the_same_method_with_bm25(
+    data: Path, tmp_path: Path, asked: list[Any]
+) -> None:
+    words = ["--sets", "banking77", "--pool-tokens", 300, "--labels", 4, "--draws", 1, "--out", tmp_path / "q.json"]
+    quality.main(arguments(data, *words, "--methods", "retrievers", "dbsa-example"))
+    assert {name for name, _ in asked} == {"dbsa-example", *study.RETRIEVED} and len(study.RETRIEVED) == 9
+    pools = {name: pool for name, pool in asked}
+    assert pools["dbsa-example-bm25:stem"] == pools["dbsa-example"] != pools["example-bm25:stem"]
+    measured = [measurement(name, 0, 0.5) for name in ("dbsa-example", "dbsa-example-bm25:stem", "example-bm25:stem")]
+    rows = study.figures(measured, OF)
+    assert [row.baseline for row in rows] == ["", "DBSA by example, 30%", ""]
+    assert "DBSA by example, 30%, retriever bm25:stem: answers right" in rows[1].name
+
+
+def test_a_method_asks_with_its_retriever() -> None:
+    class Asked:
+        def dbsa(self, **options: Any) -> Any:
+            return options
+
+        def ret_icl_by_example(self, retriever: str) -> Any:
+            return retriever
+
+    asked: Any = Asked()
+    assert study.METHODS["dbsa-30-bm25:stem"].ask(asked) == {"retriever": "bm25:stem"}
+    assert study.METHODS["dbsa-example-bm25:stop_words"].ask(asked) == {"retriever": "bm25:stop_words"}
+    assert study.METHODS["example-bm25:stem+stop_words"].ask(asked) == "bm25:stem+stop_words"
 
 
 def test_time_is_drawn_with_and_without_the_pool() -> None:

@@ -12,7 +12,7 @@ from sglang_ext.retrievers.base import Retriever
 from sglang_ext.retrievers.registry import RETRIEVERS, get
 
 TEXTS = ["red card", "blue card", "green tea", "", "tea time with cake"]
-LIGHT = ["bm25", "random", "random:7", "all"]
+LIGHT = ["bm25", "bm25:stem", "bm25:stop_words", "random", "random:7", "all"]
 
 
 def test_names() -> None:
@@ -57,7 +57,12 @@ def test_a_name_that_is_no_string() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bm25:x", "takes no argument"),
+        ("bm25:x", "unknown analysis 'x'; expected one or more of stem, stop_words, such as bm25:stem"),
+        ("bm25:", "unknown analysis ''"),
+        ("bm25:stem+", "unknown analysis ''"),
+        ("bm25:stem+x", "retriever bm25:stem.x: unknown analysis 'x'"),
+        ("bm25:Stem", "unknown analysis 'Stem'"),
+        ("bm25:stem+stop_words+stem", "names an analysis twice"),
         ("all:", "takes no argument"),
         ("random:x", "integer seed"),
         ("random:", "integer seed"),
@@ -87,9 +92,10 @@ def test_bad_query(name: str) -> None:
 def test_the_registry_loads_nothing_before_it_is_asked() -> None:
     code = (
         "import sys; import sglang_ext.retrievers.registry as r; "
-        "heavy = {'torch', 'sentence_transformers', 'sklearn', 'scipy', 'rank_bm25'}; "
+        "heavy = {'torch', 'sentence_transformers', 'sklearn', 'scipy', 'rank_bm25', 'snowballstemmer'}; "
         "assert not heavy & set(sys.modules), heavy & set(sys.modules); "
         "r.get('dense:some/model'); assert 'sentence_transformers' not in sys.modules; "
+        "r.get('bm25:stem'); assert 'snowballstemmer' not in sys.modules; "
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -73,6 +73,12 @@ def _several_positions(config: Any) -> str:
     return "M-RoPE (three positions a token)" if config.model_is_mrope else ""
 
 
+def _two_ropes(config: Any) -> str:
+    rope = getattr(config.hf_text_config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    return f"a rotary embedding that changes with the length of a context ({kind})" if kind == "longrope" else ""
+
+
 def _cross(config: Any) -> str:
     return "cross attention" if is_encoder_decoder_model(config.hf_config.architectures) else ""
 
@@ -91,6 +97,7 @@ _RULES: tuple[Callable[[Any], str], ...] = (
     _sinks,
     _logit_caps,
     _several_positions,
+    _two_ropes,
     _cross,
     _no_rope,
 )
@@ -123,9 +130,11 @@ def refuse_model(model_runner: Any) -> None:
     Raises:
         ValueError: the layers have what views do not serve, or keys and values are kept in 8 bits.
     """
-    name, backend = type(model_runner.model).__name__, model_runner.server_args.attention_backend
+    name, backend = model_runner.model_config.hf_config.architectures[0], model_runner.server_args.attention_backend
     layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
     problems = []
+    if type(model_runner.model).__name__.startswith("Transformers"):
+        problems.append("no code of SGLang's own, which runs it through transformers")
     if model_runner.use_mla_backend:
         problems.append("multi-head latent attention (MLA)")
     if any(layer.is_cross_attention for layer in layers):

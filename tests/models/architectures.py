@@ -40,6 +40,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MINIMAX = {
@@ -81,7 +88,7 @@ LINEAR = {
 NORMS_ON_GPU = "SGLang norms its queries and keys by a kernel for GPUs"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Architecture:
     """One row.
 
@@ -243,6 +250,12 @@ REFUSED = (
     Architecture("EXAONE 4", "Exaone4ForCausalLM", "Exaone4Config", {"layer_types": _SLIDING, "head_dim": None}),
     Architecture("Command R7B", "Cohere2ForCausalLM", "Cohere2Config", {"layer_types": _SLIDING, "head_dim": None}),
     Architecture("SmolLM3", "SmolLM3ForCausalLM", "SmolLM3Config", {"no_rope_layers": [1, 1, 0], "head_dim": None}),
+    Architecture(
+        "Phi-3, Phi-4-mini, 128K",
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {"head_dim": None, "original_max_position_embeddings": 64, "rope_parameters": LONG},
+    ),
     Architecture(
         "Qwen2.5-VL",
         "Qwen2_5_VLForConditionalGeneration",

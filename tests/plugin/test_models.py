@@ -34,6 +34,7 @@ HAS = {
     "Gemma 2": "attention logit caps",
     "Llama 4": "attention in chunks of 8192 tokens",
     "SmolLM3": "layers without a rotary embedding (1 of 3)",
+    "Phi-3, Phi-4-mini, 128K": "changes with the length of a context (longrope)",
     "Qwen2.5-VL": "M-RoPE",
     "Qwen3-VL": "M-RoPE",
 }
@@ -136,6 +137,7 @@ def runner(kv_cache_dtype: torch.dtype = torch.float32, **of_layer: Any) -> Any:
         setattr(layer, name, value)
     return SimpleNamespace(
         model=torch.nn.ModuleList([layer]),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["NewForCausalLM"])),
         use_mla_backend=False,
         kv_cache_dtype=kv_cache_dtype,
         server_args=SimpleNamespace(attention_backend="quest"),
@@ -152,8 +154,18 @@ def runner(kv_cache_dtype: torch.dtype = torch.float32, **of_layer: Any) -> Any:
     ],
 )
 def test_layers_tell_the_rest(of_layer: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=f"ModuleList has {words}: --attention-backend quest does not serve"):
+    with pytest.raises(ValueError, match=f"NewForCausalLM has {words}: --attention-backend quest does not serve"):
         compat.refuse_model(runner(**of_layer))
+
+
+def test_models_that_sglang_has_no_code_for() -> None:
+    class TransformersForCausalLM(torch.nn.Module):
+        pass
+
+    found = runner()
+    found.model = TransformersForCausalLM()
+    with pytest.raises(ValueError, match="NewForCausalLM has no code of SGLang's own"):
+        compat.refuse_model(found)
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -16,7 +16,7 @@ MINUTES ?= 15
 FITS := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 
-.PHONY: help demo test test-all soak lint format docs env clean
+.PHONY: help demo test test-all soak models-table lint format docs env clean
 
 help:
 	@echo "make demo    answer 250 questions from a pool of demonstrations, on this machine"
@@ -25,6 +25,7 @@ help:
 	@echo "make soak    32 clients mix everything for 15 minutes, every answer checked (MINUTES=60 ANSWERS=20000)"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    write the tables of options and of results in README.md and docs/"
+	@echo "make models-table  serve small models of many architectures with every system, for docs/models.md"
 	@echo "make env     create $(VENV) (the others do it too): about 9 GB and a few minutes"
 	@echo "make clean   remove build outputs and caches; $(VENV) stays (rm -r $(VENV) removes it)"
 
@@ -56,6 +57,9 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/python -m sglang_ext.launch.docs
 	$(BIN)/sglang-ext bench report --markdown README.md docs/RESULTS.md
+
+models-table: $(READY)
+	$(BIN)/python -m tests.models $(ARGS)
 
 env: $(READY)
 

@@ -138,6 +138,11 @@ HOOKS = (
         "sglang_ext.plugin:around_pynccl_init",
     ),
     Hook(_SRT + "server_args.ServerArgs.__post_init__", "before", _OURS + "checks:before_server_args"),
+    Hook(
+        _SRT + "server_args.ServerArgs._handle_model_specific_adjustments",
+        "before",
+        _OURS + "checks:before_model_adjustments",
+    ),
     Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", _OURS + "checks:after_server_args"),
     Hook(
         _SRT + "managers.scheduler.Scheduler.handle_generate_request",

@@ -65,6 +65,7 @@ SLOW = (
     "launch/test_bench_double_p_captured.py",
     "launch/test_doctor.py::test_the_installed_package",
     "launch/test_quality.py::test_a_method_in_an_engine",
+    "models/test_starts.py::test_answers",
     "oracle/test_ltri.py",
 )
 """How the names of slow tests begin, which `make test` leaves out: of those that take ten seconds, and of files that

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 
 _TOLERANCE = 2e-3  # of a unit vector, beside a table that the model may keep in bfloat16 (2 ** -9)
+_INSTEAD = "not supported: serve the model with one of SGLang's own attention backends"
 _LAST_BITS = 2.0**-22  # of a float32, relative to it
 
 
@@ -29,12 +30,12 @@ def find_rope(model: nn.Module) -> Rope:
     """
     found = {id(module): module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] == "rotary_emb"}
     if not found:
-        raise ValueError(f"{type(model).__name__} has no rotary embedding: views need one to move keys")
+        raise ValueError(f"{type(model).__name__} has no rotary embedding, which views move keys by: {_INSTEAD}")
     ropes = [rope_of(module) for module in found.values()]
     first = ropes[0]
     for other in ropes[1:]:
         if other.neox != first.neox or not torch.equal(other.inv_freq, first.inv_freq):
-            raise ValueError(f"{type(model).__name__} has layers with different rotary embeddings: not supported")
+            raise ValueError(f"{type(model).__name__} has layers with different rotary embeddings: {_INSTEAD}")
     return first
 
 
@@ -44,7 +45,7 @@ def rope_of(module: RotaryEmbedding) -> Rope:
     table = getattr(module, "cos_sin_cache", None)
     refused = name.startswith(("MRotary", "DualChunk", "Fourier"))
     if refused or table is None or not hasattr(module, "_compute_inv_freq"):
-        raise ValueError(f"rotary embedding {name}: not linear in position, so keys cannot be moved; not supported")
+        raise ValueError(f"rotary embedding {name}: not linear in position, so keys cannot be moved; {_INSTEAD}")
     with torch.device(table.device):  # where the model's own came from: powers differ in their last bits elsewhere
         inv_freq = _inv_freq(module, name)
     _check_linear(name, table, inv_freq)
@@ -85,5 +86,5 @@ def _check_linear(name: str, table: torch.Tensor, inv_freq: torch.Tensor) -> Non
     if cos.shape[-1] != inv_freq.numel() or not (error < _TOLERANCE * 4 + angle.abs() * _LAST_BITS).all():
         raise ValueError(
             f"rotary embedding {name}: not linear in position (its table is off by {error.max():.3g} from"
-            " position * frequency), so keys cannot be moved; not supported"
+            f" position * frequency), so keys cannot be moved; {_INSTEAD}"
         )

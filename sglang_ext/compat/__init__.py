@@ -58,6 +58,7 @@ from sglang_ext.compat.manager import (
     prompt_index,
     streams_parts,
 )
+from sglang_ext.compat.models import refuse_config, refuse_model
 from sglang_ext.compat.slots import after_forward, set_released, set_reserved, take_slots
 
 __all__ = [
@@ -116,6 +117,7 @@ __all__ = [
     "pending_requests",
     "prompt_index",
     "record_both_variants",
+    "refuse_config",
     "refuse_model",
     "replay_whole",
     "request_rows",
@@ -343,27 +345,6 @@ def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
 def write_kv(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Store a layer's new keys and values at `slots`."""
     pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values)
-
-
-def refuse_model(model_runner: Any) -> None:
-    """ValueError, naming the reason, for models whose attention views do not serve."""
-    problems = []
-    if model_runner.use_mla_backend:
-        problems.append("multi-head latent attention (MLA)")
-    if model_runner.is_hybrid_swa:
-        problems.append("hybrid sliding-window attention")
-    layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
-    if any(layer.is_cross_attention for layer in layers):
-        problems.append("cross attention")
-    if any(layer.sliding_window_size is not None and layer.sliding_window_size > -1 for layer in layers):
-        problems.append("sliding windows")
-    if any(layer.logit_cap for layer in layers):
-        problems.append("attention logit caps")
-    if problems:
-        raise ValueError(
-            f"{type(model_runner.model).__name__} has {', '.join(problems)}: not supported with views;"
-            " serve it with a stock attention backend"
-        )
 
 
 def metrics_enabled(scheduler: Any) -> bool:

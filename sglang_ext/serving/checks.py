@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_ext import compat
 from sglang_ext.attention.choice import asked_plain_attention, captures
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
@@ -118,6 +119,18 @@ def before_server_args(server_args: ServerArgs) -> None:
         server_args.disable_cuda_graph = True
     if server_args.chunked_prefill_size is None:
         server_args.chunked_prefill_size = policy.pass_tokens(in_kernels)
+
+
+def before_model_adjustments(server_args: ServerArgs) -> None:
+    """BEFORE ServerArgs._handle_model_specific_adjustments: refuse models that our backends do not serve.
+
+    SGLang would refuse some of them for reasons of its own, in words that do not say what to use instead.
+
+    Raises:
+        ValueError: what `compat.refuse_config` raises.
+    """
+    if is_active(server_args):
+        compat.refuse_config(server_args)
 
 
 def _share_cores() -> None:

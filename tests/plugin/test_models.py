@@ -1,0 +1,177 @@
+"""Models that views do not serve are refused by their configuration, before any weights are there to load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+from sglang_ext import compat
+from sglang_ext.serving.checks import before_model_adjustments
+from tests.models.architectures import REFUSED, SERVED, Architecture
+
+INSTEAD = "leave out --attention-backend, and SGLang chooses one"
+HAS = {
+    "Qwen3-Next": "hybrid linear attention (3 of 4 layers have a state",
+    "Qwen3.5": "hybrid linear attention (3 of 4 layers",
+    "Qwen3.5, MoE": "hybrid linear attention (3 of 4 layers",
+    "Nemotron-H": "hybrid linear attention",
+    "Kimi Linear": "hybrid linear attention (3 of 4 layers",
+    "LFM2": "hybrid linear attention",
+    "Falcon-H1": "hybrid linear attention (every layer has a state",
+    "Granite 4": "hybrid linear attention (2 of 3 layers",
+    "DeepSeek-V2": "multi-head latent attention (MLA)",
+    "DeepSeek-V3, R1; Kimi K2": "multi-head latent attention (MLA)",
+    "DeepSeek-V3.2": "sparse attention with an indexer (DSA), multi-head latent attention (MLA)",
+    "GLM-5": "sparse attention with an indexer (DSA)",
+    "GLM-4.7-Flash": "multi-head latent attention (MLA)",
+    "gpt-oss": "sliding-window attention (2 of 3 layers), attention sinks",
+    "Gemma 2": "attention logit caps",
+    "Llama 4": "attention in chunks of 8192 tokens",
+    "SmolLM3": "layers without a rotary embedding (1 of 3)",
+    "Phi-3, Phi-4-mini, 128K": "changes with the length of a context (longrope)",
+    "Qwen2.5-VL": "M-RoPE",
+    "Qwen3-VL": "M-RoPE",
+}
+"""Name -> what is said; of all others, that they have sliding windows."""
+
+
+def arguments(folder: Path, backend: str = "dbsa", **others: Any) -> Any:
+    """A server's arguments as they are when our hook is called: SGLang's own, resolved no further."""
+    from sglang.srt.server_args import ServerArgs
+
+    made = object.__new__(ServerArgs)
+    for name, known in ServerArgs.__dataclass_fields__.items():
+        object.__setattr__(made, name, known.default)
+    given = {"model_path": str(folder), "attention_backend": backend, "device": "cpu", "dtype": "float32", **others}
+    for name, value in given.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize("architecture", REFUSED, ids=lambda each: each.name)
+def test_refused(architecture: Architecture, tmp_path: Path) -> None:
+    server_args = arguments(architecture.save(tmp_path))
+    with pytest.raises(ValueError, match="--attention-backend dbsa does not serve") as caught:
+        before_model_adjustments(server_args)
+    said = str(caught.value)
+    named = server_args.get_model_config().hf_config.architectures[0]
+    assert said.startswith(f"{named} has ") and INSTEAD in said
+    assert HAS.get(architecture.name, "sliding-window attention (2 of 3 layers)") in said
+
+
+def test_a_stock_server_takes_them(tmp_path: Path) -> None:
+    before_model_adjustments(arguments(REFUSED[0].save(tmp_path), backend="triton"))
+
+
+@pytest.mark.parametrize("backend", ["double_p", "cascade", "ltri"])
+def test_every_system_refuses_by_its_own_name(backend: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--attention-backend {backend} does not serve"):
+        before_model_adjustments(arguments(REFUSED[0].save(tmp_path), backend=backend))
+
+
+def test_the_hook_is_called_where_arguments_are_resolved(tmp_path: Path) -> None:
+    """SGLang would refuse gpt-oss for its own reasons, by an assertion that does not say what to use instead."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    folder = next(each for each in REFUSED if each.name == "gpt-oss").save(tmp_path)
+    with pytest.raises(ValueError, match="GptOssForCausalLM has sliding-window attention"):
+        ServerArgs(model_path=str(folder), attention_backend="dbsa", device="cpu")
+
+
+@pytest.mark.parametrize("architecture", SERVED, ids=lambda each: each.name)
+def test_what_is_served_is_not_refused(architecture: Architecture, tmp_path: Path) -> None:
+    before_model_adjustments(arguments(architecture.save(tmp_path, weights=False)))
+
+
+# ---- checkpoints that ask for a KV cache of 8 bits ----
+
+FLAT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+OF_SCHEME = {**FLAT, "kv_cache_scheme": {"type": "float", "num_bits": 8}}
+
+
+def quantized(folder: Path, in_config: dict[str, Any] | None = None, beside: dict[str, Any] | None = None) -> Path:
+    """A Llama whose checkpoint says how it is quantized: in its configuration, or in ModelOpt's own file."""
+    SERVED[0].save(folder, weights=False)
+    if in_config is not None:
+        file = folder / "config.json"
+        written = {**json.loads(file.read_text(encoding="utf-8")), "quantization_config": in_config}
+        file.write_text(json.dumps(written), encoding="utf-8")
+    if beside is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}), encoding="utf-8")
+    return folder
+
+
+ASKED = [
+    {"in_config": {**FLAT, "kv_cache_quant_algo": "FP8"}},
+    {"in_config": OF_SCHEME},
+    {"beside": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+]
+
+
+@pytest.mark.parametrize("where", ASKED, ids=["config", "scheme", "file"])
+def test_fp8_caches_that_checkpoints_ask_for(where: dict[str, Any], tmp_path: Path) -> None:
+    folder = quantized(tmp_path, **where)
+    with pytest.raises(ValueError, match=r"asks for a KV cache in FP8.*--kv-cache-dtype bfloat16"):
+        before_model_adjustments(arguments(folder))
+    before_model_adjustments(arguments(folder, kv_cache_dtype="bfloat16"))
+
+
+def test_quantized_weights_alone_are_served(tmp_path: Path) -> None:
+    before_model_adjustments(arguments(quantized(tmp_path, FLAT)))
+
+
+# ---- what only the layers tell ----
+
+
+def runner(kv_cache_dtype: torch.dtype = torch.float32, **of_layer: Any) -> Any:
+    layer = RadixAttention(4, 16, 0.25, num_kv_heads=2, layer_id=0)
+    for name, value in of_layer.items():
+        setattr(layer, name, value)
+    return SimpleNamespace(
+        model=torch.nn.ModuleList([layer]),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=["NewForCausalLM"])),
+        use_mla_backend=False,
+        kv_cache_dtype=kv_cache_dtype,
+        server_args=SimpleNamespace(attention_backend="quest"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_layer", "words"),
+    [
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention in both directions"),
+        ({"sliding_window_size": 63}, "sliding windows"),
+        ({"logit_cap": 50.0}, "attention logit caps"),
+    ],
+)
+def test_layers_tell_the_rest(of_layer: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"NewForCausalLM has {words}: --attention-backend quest does not serve"):
+        compat.refuse_model(runner(**of_layer))
+
+
+def test_models_that_sglang_has_no_code_for() -> None:
+    class TransformersForCausalLM(torch.nn.Module):
+        pass
+
+    found = runner()
+    found.model = TransformersForCausalLM()
+    with pytest.raises(ValueError, match="NewForCausalLM has no code of SGLang's own"):
+        compat.refuse_model(found)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_cache_of_8_bits_is_refused_by_systems_in_plain_pytorch_too(kind: torch.dtype) -> None:
+    with pytest.raises(
+        ValueError, match=f"KV cache is in {str(kind).removeprefix('torch.')}.*--kv-cache-dtype bfloat16"
+    ):
+        compat.refuse_model(runner(kind))
+    compat.refuse_model(runner(torch.bfloat16))

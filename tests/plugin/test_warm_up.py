@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_ext.attention.double_p import DbsaDoublePPolicy, DoublePPolicy
-from sglang_ext.attention.readers.cluster_warm_up import batches
+from sglang_ext.attention.readers.cluster_warm_up import LARGEST, batches
 from sglang_ext.kernels.cluster_attention.triton_impl import padded
 from sglang_ext.kernels.kmeans import dispatch as kmeans
 from tests.kernels.launches import compiled, different
@@ -64,9 +64,11 @@ def test_rows_over_clusters(kind: type[DoublePPolicy], monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 40])
 def test_every_size_of_a_batch_is_compiled(kv_heads: int) -> None:
     """Kernels look through `padded` rows: the batches that a server warms up with need all such numbers, and few."""
-    warmed = {padded(batch * kv_heads) for batch in batches(600, kv_heads)}
-    assert {padded(batch * kv_heads) for batch in range(1, 601)} == warmed
-    assert all(padded(count) >= count for count in range(5000)) and len(warmed) == len(batches(600, kv_heads)) <= 4
+    most = LARGEST // kv_heads
+    warmed = {padded(batch * kv_heads) for batch in batches(most, kv_heads)}
+    assert {padded(batch * kv_heads) for batch in range(1, most + 1)} == warmed
+    assert all(padded(count) >= count for count in range(5000)) and len(warmed) == len(batches(most, kv_heads)) <= 3
+    assert batches(10 * most, kv_heads) == batches(most, kv_heads)
 
 
 def test_a_launch_that_would_be_compiled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,16 @@ from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p.types import WITHOUT_GAPS, Numbering
 
 
+LARGEST = 4096
+"""Rows (of a request and a key-value head) of the largest batch that is compiled at the start: 512 requests with 8
+key-value heads. Kernels for more take long to compile, and a server that decodes so many outside of CUDA graphs is rare.
+"""
+
+
 def batches(most: int, kv_heads: int) -> list[int]:
     """The least batch of each size that kernels are compiled for (`padded`), for at most so many requests."""
     sizes: dict[int, int] = {}
-    for batch in range(1, most + 1):
+    for batch in range(1, max(1, min(most, LARGEST // kv_heads)) + 1):
         sizes.setdefault(padded(batch * kv_heads), batch)
     return list(sizes.values())
 
@@ -39,7 +45,7 @@ def warm_up(
 ) -> None:
     """Run every kernel that steps outside of CUDA graphs need, in one rotation of the query and in several.
 
-    What graphs need is compiled as they are captured.
+    What graphs need is compiled as they are captured, and what batches of more than `LARGEST` rows need when they come.
 
     Args:
         planner, policy, memory: whose steps they are; clusters of a few tokens are made, and given back.

@@ -21,10 +21,9 @@ from sglang_ext.kernels.cluster_attention.types import ClusterTuning, aligned
 from sglang_ext.kernels.top_p import cuda_impl
 from sglang_ext.kernels.top_p.types import WITHOUT_GAPS, Numbering
 
-
 LARGEST = 4096
 """Rows (of a request and a key-value head) of the largest batch that is compiled at the start: 512 requests with 8
-key-value heads. Kernels for more take long to compile, and a server that decodes so many outside of CUDA graphs is rare.
+key-value heads. Kernels for more take long to compile, and few servers decode so many outside of CUDA graphs.
 """
 
 

@@ -454,9 +454,10 @@ def cluster_attention(
 
 
 def padded(count: int) -> int:
-    """Rows (of a request and a key-value head) that are compiled for so many, with `ClusterTuning.any_size`.
+    """The number of rows that the kernels are compiled for where a batch of any size (`ClusterTuning.any_size`) has
+    `count` of them, one for each request and key-value head.
 
-    A power of eight from 64 on: a server of 512 requests with 8 key-value heads compiles three.
+    It is a power of eight, and at least 64: a server of 512 requests with 8 key-value heads compiles three kernels.
     """
     return max(64, 8 ** -(-max(0, count - 1).bit_length() // 3))
 

@@ -102,8 +102,8 @@ class ClusterTuning:
         score_tiles: cluster tiles that one program of `_scores` reads.
         merge_parts: parts that `_merge` reads at once.
         joint: scores and selection in one kernel (`joint_impl`) where that runs: 2 to 6 us less of a step on an H200.
-        any_size: whether batches have any number of rows, as outside of CUDA graphs, where each would be compiled: few
-            numbers are then, and programs look through more rows than there are.
+        any_size: whether batches have any number of rows, as outside of CUDA graphs. The kernels are compiled for few
+            numbers of rows then (`triton_impl.padded`), and every program looks through so many.
         fused: attention and merge in one CUDA kernel (`attend_impl`) where that runs: 4 to 16 us less of a step of
             eight rows of 64K or 128K tokens on an H200, 5 to 7 us of one row's.
     """

@@ -33,7 +33,7 @@ def _cache_of(caches, layer, like):
     return tl.multiple_of(cache, 16)
 
 
-@triton.jit(do_not_specialize=["num_segments"])  # sizes are others for every run of tokens
+@triton.jit(do_not_specialize=["num_segments"])  # these numbers differ from run to run
 def _measure(
     caches, slots, segments, like, means, largest, num_segments,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, TOKENS: tl.constexpr,

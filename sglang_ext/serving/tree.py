@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 from sglang_ext import compat
@@ -28,6 +28,11 @@ class TreeMode(Mode):
     """Blocks are held, found and put in front of the requests' own tokens."""
 
     ours = ends_early = True
+
+    @cached_property
+    def encoding_tokens(self) -> int:
+        """Tokens that one pass encodes at most while requests decode; read once a process."""
+        return server_settings().encoding_tokens
 
     def received(self, scheduler: Scheduler, message: TokenizedInput) -> None:
         """The tokens of a row's prefix take their place before the request's own.
@@ -63,7 +68,7 @@ class TreeMode(Mode):
         return row is not None and bool(row.new)
 
     def room_beside(self, scheduler: Scheduler, running: Sequence[Req]) -> int | None:
-        left, chunk = chunked_left(scheduler), min(scheduler.chunked_prefill_size, server_settings().encoding_tokens)
+        left, chunk = chunked_left(scheduler), min(scheduler.chunked_prefill_size, self.encoding_tokens)
         # With mixed chunks, running requests get a token in each of the three passes that take turns.
         steps = (2 + -(-left // chunk)) * (3 if compat.mixes_chunks(scheduler) else 1)
         taken = sum(min(steps, req.sampling_params.max_new_tokens - len(req.output_ids)) for req in running)
@@ -77,10 +82,10 @@ class TreeMode(Mode):
         has_chunked_req: bool,
         alignment: int | None,
     ) -> AddReqResult:
-        return _bounded(partial(original, adder, req, has_chunked_req, alignment), adder, req)
+        return _bounded(partial(original, adder, req, has_chunked_req, alignment), adder, req, self.encoding_tokens)
 
     def add_chunk(self, original: Callable[..., Req | None], adder: PrefillAdder, req: Req) -> Req | None:
-        return _bounded(partial(original, adder, req), adder, req)
+        return _bounded(partial(original, adder, req), adder, req, self.encoding_tokens)
 
     def make_room(self, scheduler: Scheduler) -> None:
         """Let the first waiting request run, or end it: blocks that were held since it was admitted leave it no room.
@@ -120,16 +125,17 @@ class TreeMode(Mode):
         }
 
 
-def _bounded(add: Callable[[], AddedT], adder: PrefillAdder, req: Req) -> AddedT:
-    """Put a request into a batch; of one that encodes, no more than running requests are to wait for.
+def _bounded(add: Callable[[], AddedT], adder: PrefillAdder, req: Req, limit: int) -> AddedT:
+    """Call `add`, which puts a request into a batch: of one that encodes, `limit` tokens at most while others decode.
 
-    A request that is cut here ends the batch, as one does that SGLang cuts itself: only one may be.
+    An encoding that is cut here leaves the batch no room, as a prompt does that SGLang cuts: a batch may hold only one
+    of them.
     """
     row, room = carried.request_row(req), adder.rem_chunk_tokens
     decoding = adder.running_batch is not None and not adder.running_batch.is_empty()
     if row is None or not row.encodes or room is None or not decoding:
         return add()
-    most = adder.rem_chunk_tokens = min(room, server_settings().encoding_tokens)
+    most = adder.rem_chunk_tokens = min(room, limit)
     added = add()
     if adder.rem_chunk_tokens > 0:
         adder.rem_chunk_tokens += room - most

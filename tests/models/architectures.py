@@ -32,14 +32,7 @@ SIZES: dict[str, Any] = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF = {**ROPE, "partial_rotary_factor": 0.5}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
+LLAMA3 = models.CONFIGS["llama3_rope"][1]["rope_parameters"]
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

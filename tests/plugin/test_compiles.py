@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -43,4 +44,4 @@ def test_watching_begins_once_and_leaves_another_listener(monkeypatch: pytest.Mo
 def test_triton_has_such_a_listener() -> None:
     """Triton reads this knob before it compiles: one of another name would never be called."""
     assert "listener" in type(triton.knobs.compilation).__annotations__
-    assert "knobs.compilation.listener" in __import__("inspect").getsource(triton.compiler.compiler.compile)
+    assert "knobs.compilation.listener" in inspect.getsource(triton.compiler.compiler.compile)

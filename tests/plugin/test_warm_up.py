@@ -11,6 +11,7 @@ from sglang_ext.attention.double_p import DbsaDoublePPolicy, DoublePPolicy
 from sglang_ext.attention.readers.cluster_warm_up import LARGEST, batches
 from sglang_ext.kernels.cluster_attention.triton_impl import padded
 from sglang_ext.kernels.kmeans import dispatch as kmeans
+from sglang_ext.kernels.kmeans import triton_impl
 from tests.kernels.launches import compiled, different
 from tests.plugin import test_clustered_backend as clustered
 from tests.plugin import test_planned as planned
@@ -73,8 +74,6 @@ def test_every_size_of_a_batch_is_compiled(kv_heads: int) -> None:
 
 def test_a_launch_that_would_be_compiled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch itself: clusters of 16 tokens are other code than those of 17 where their number is compiled in."""
-    from sglang_ext.kernels.kmeans import triton_impl
-
     launches, seen = compiled(monkeypatch), []
     kernel: Any = triton_impl._measure
     for free in (["num_segments"], []):

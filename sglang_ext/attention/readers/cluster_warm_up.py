@@ -28,7 +28,12 @@ key-value heads. Kernels for more take long to compile, and few servers decode s
 
 
 def batches(most: int, kv_heads: int) -> list[int]:
-    """The least batch of each size that kernels are compiled for (`padded`), for at most so many requests."""
+    """The smallest batch for each number of rows that the kernels are compiled for (`padded`).
+
+    Args:
+        most: requests that decode at a time.
+        kv_heads: key-value heads of each.
+    """
     sizes: dict[int, int] = {}
     for batch in range(1, max(1, min(most, LARGEST // kv_heads)) + 1):
         sizes.setdefault(padded(batch * kv_heads), batch)

@@ -1,9 +1,9 @@
 """The reader of rows through clusters: score the clusters, select them, attend; three steps a layer, in CUDA graphs.
 
 For policies whose decoding steps read clusters. Prefills, of blocks and of questions over them too, are planned as
-those of `readers.planned`, and so are decoding steps that read no cluster, where clusters are not for pools. In other
-decoding batches with views, every row goes through the kernels here: a dense one has exact tokens only, a view's runs
-are exact tokens that a rotated query reads.
+those of `readers.planned`. So are decoding steps that read no cluster, where clusters are not for pools and no CUDA
+graph holds the step. In other decoding batches with views, every row goes through the kernels here: a dense one has
+exact tokens only, a view's runs are exact tokens that a rotated query reads.
 
 The host knows which runs a row reads, and says so when that changes; which clusters of them are read, how, is chosen on
 the device in every layer. A step in between only appends its newest slot.
@@ -45,7 +45,7 @@ GRAPH_ROTATIONS = 64
 """Rotations of a row likewise: distances by which its blocks are seen away from where they were written.
 
 Only where blocks are read through clusters (`over_pools`). Elsewhere graphs know one, since kernels for several cost a
-quarter more; answers over pools decode without graphs there.
+quarter more; answers over blocks that are rotated decode without graphs there.
 """
 
 GRAPH_SPANS = 256
@@ -151,7 +151,8 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         policy.keep_in(self.memory)
         self._shape = HeadShape(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.dtype)
         registers = TUNING.registers if device.type == "cuda" else None
-        self._tuning = replace(TUNING, programs=PROGRAMS * shape.num_sms, registers=registers)
+        self._tuning = replace(TUNING, programs=PROGRAMS * shape.num_sms, registers=registers)  # of CUDA graphs
+        self._tuning_outside = replace(self._tuning, any_size=True)
         # Triton's interpreter reduces several numbers at once element by element, one number by NumPy.
         self._search = replace(SEARCH, joint=SEARCH.joint and device.type == "cuda")
         self._known: dict[int, KnownRow] = {}
@@ -163,8 +164,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
 
     def warm_up(self) -> None:
         """Compile what steps outside of CUDA graphs need."""
-        tuning = replace(self._tuning, any_size=True)
-        warm_up(self.planner, self.policy, self.memory, tuning, self._rows_for)
+        warm_up(self.planner, self.policy, self.memory, self._tuning_outside, self._rows_for)
 
     # ---- the host's side ----
 
@@ -219,7 +219,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
                 grown = RowCapacity.of(rows, [n + ROOM for n in seq_lens], headroom=HEADROOM).rounded()
                 if buffers is not None:
                     grown = grown.joined(buffers.capacity)
-                buffers = self._eager = self._rows_for(grown, replace(self._tuning, any_size=True))
+                buffers = self._eager = self._rows_for(grown, self._tuning_outside)
             buffers.load(rows, seq_lens, self.model.table.view(-1))
         self._last = _Last(buffers, rows, seq_lens)
         buffers.advance(forward.seq_lens[: len(rows)], forward.slots[: len(rows)])

@@ -67,6 +67,7 @@ SLOW = (
     "launch/test_quality.py::test_a_method_in_an_engine",
     "models/test_starts.py::test_answers",
     "oracle/test_ltri.py",
+    "plugin/test_warm_up.py::test_rows_over_clusters",
 )
 """How the names of slow tests begin, which `make test` leaves out: of those that take ten seconds, and of files that
 take half a minute, where others look at the same systems and kernels."""

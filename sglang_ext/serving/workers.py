@@ -14,6 +14,8 @@ from sglang_ext.serving.memory import give_back
 
 T = TypeVar("T")
 
+GIVE_BACK_SECONDS = 1.0  # an answer is sent, and its request forgotten, within milliseconds of its work's end
+
 
 class Workers:
     """Two threads, one that prepares pools and one for requests, and the tasks that go on whoever waits for them.
@@ -39,7 +41,7 @@ class Workers:
         try:
             return await self.apart(work, *args)
         finally:
-            self._thread.submit(give_back)
+            self._give_back_soon()
 
     async def with_tokenizer(self, work: Callable[[Tokenizer], T]) -> T:
         """What `work` makes of a text that is too long for the event loop, beside the thread that prepares pools."""
@@ -51,7 +53,11 @@ class Workers:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._request_thread, work, *args)
         finally:
-            self._request_thread.submit(give_back)
+            self._give_back_soon()
+
+    def _give_back_soon(self) -> None:
+        """Give memory back once the request that held it has been answered, and what it submitted is free."""
+        asyncio.get_running_loop().call_later(GIVE_BACK_SECONDS, self._request_thread.submit, give_back)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the thread that prepares pools.

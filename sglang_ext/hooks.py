@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang_ext import lines
 from sglang_ext.names import Passed
 
 Process = Literal["", "main", "scheduler"]
-LOOKED_AT = "sglang_ext_looked_at"
+LOOKED_AT = "_sglang_ext_looked_at"
 """Attribute of a server's arguments, which goes with them to the processes that are started."""
 
 
@@ -115,6 +116,28 @@ _RESPONSES = _OPENAI + "serving_responses.OpenAIServingResponses."
 _MESSAGES = _SRT + "entrypoints.anthropic.serving.AnthropicServing."
 _OLLAMA = _SRT + "entrypoints.ollama.serving.OllamaServing."
 
+_ARGUMENTS = {
+    lines.OLDER: (
+        Hook(_SRT + "server_args.ServerArgs.__post_init__", "before", _OURS + "checks:before_server_args"),
+        Hook(
+            _SRT + "server_args.ServerArgs._handle_model_specific_adjustments",
+            "before",
+            _OURS + "checks:before_model_adjustments",
+        ),
+        Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", _OURS + "checks:after_server_args"),
+    ),
+    lines.NEWER: (
+        Hook(_SRT + "server_args.ServerArgs.resolve_once", "before", _OURS + "checks:before_server_args"),
+        Hook(
+            _SRT + "arg_groups.model_hook.handle_model_specific_adjustments",
+            "before",
+            _OURS + "checks:before_model_adjustments",
+        ),
+        Hook(_SRT + "server_args.ServerArgs.resolve_once", "after", _OURS + "checks:after_server_args"),
+    ),
+}
+"""Where SGLang makes its decisions on a server's arguments: the one place that no two lines share."""
+
 HOOKS = (
     Hook(_SRT + "utils.common.support_triton", "around", "sglang_ext.plugin:around_support_triton"),
     Hook(
@@ -137,13 +160,7 @@ HOOKS = (
         "around",
         "sglang_ext.plugin:around_pynccl_init",
     ),
-    Hook(_SRT + "server_args.ServerArgs.__post_init__", "before", _OURS + "checks:before_server_args"),
-    Hook(
-        _SRT + "server_args.ServerArgs._handle_model_specific_adjustments",
-        "before",
-        _OURS + "checks:before_model_adjustments",
-    ),
-    Hook(_SRT + "server_args.ServerArgs.__post_init__", "after", _OURS + "checks:after_server_args"),
+    *_ARGUMENTS[lines.current()],
     Hook(
         _SRT + "managers.scheduler.Scheduler.handle_generate_request",
         "before",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from sglang_ext import lines
 from sglang_ext.config import RADIX_CACHE_BACKEND
 from sglang_ext.hooks import HOOKS, Hook, check_arguments, check_called, noted
+from sglang_ext.lines import installed_sglang, line_of
 from sglang_ext.names import ModelRunner, Passed
 from sglang_ext.systems.registry import System, system_of, systems
 
@@ -31,22 +32,13 @@ if TYPE_CHECKING:
     _LogProbs: TypeAlias = tuple[list[Tensor | list[float] | list[list[float]]], Passed]
     """(those of each request, the tokens that they are of)."""
 
-SUPPORTED_SGLANG = ("0.5.17", "0.5.18")  # at least, below
-
-
-def installed_sglang() -> str:
-    """Version of the installed SGLang."""
-    return version("sglang")
-
 
 def check_version(found: str) -> str | None:
     """None for a supported SGLang version, else what is wrong with it."""
-    from packaging.version import Version
-
-    low, high = SUPPORTED_SGLANG
-    if Version(low) <= Version(found) < Version(high):
+    if line_of(found) is not None:
         return None
-    return f"sglang {found} is installed, sglang_ext needs sglang>={low},<{high}: pip install 'sglang>={low},<{high}'"
+    needed = " or ".join(f"sglang{line}" for line in lines.LINES)
+    return f"sglang {found} is installed, sglang_ext needs {needed}: pip install 'sglang{lines.LINES[-1]}'"
 
 
 def unresolved() -> list[str]:
@@ -159,11 +151,11 @@ def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRad
     server_args = context.tp_worker.model_runner.server_args
     if systems()[server_args.attention_backend].streams:
         streams = StreamCache(context.params, policy, server_settings().open_conversations)
-        streams.on_release += [backend.release, _check_scheduler, watch]
+        streams.release_hooks += [backend.release, _check_scheduler, watch]
         return streams
     cache = BlockRadixCache(context.params)
     cache.hooks.extend(policy.node_hooks())
-    cache.on_release += [backend.release, _check_scheduler, watch]
+    cache.release_hooks += [backend.release, _check_scheduler, watch]
     cache.on_rewrite.append(backend.rewritten)
     cache.on_restore.append(backend.restored)
     if isinstance(policy, DbsaPolicy) and policy.host_gb is not None:

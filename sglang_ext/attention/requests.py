@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang_ext import compat
 from sglang_ext.attention.policy import Policy, Request
 from sglang_ext.attention.step import BatchRows
 from sglang_ext.cache import carried
@@ -19,7 +20,7 @@ class RequestTable:
 
     def note(self, req: Req) -> Request:
         """The request behind a scheduler's `Req`; a new one starts at the policy."""
-        slot, row = req.req_pool_idx, carried.request_row(req)
+        slot, row = compat.request_slot(req), carried.request_row(req)
         known = self._requests.get(slot)
         if known is not None and known.rid == req.rid and known.row is row:
             return known

@@ -19,14 +19,7 @@ from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, NewBlock, Row
 from sglang_ext.cache.stitch import MissingBlocks, NodeHooks, StitchNode, StitchTooShort, joined_ids
-from sglang_ext.compat import (
-    InsertParams,
-    MatchPrefixParams,
-    MatchResult,
-    RadixCache,
-    RadixKey,
-    TreeNode,
-)
+from sglang_ext.compat import InsertParams, RadixKey, RadixTree, TreeNode
 from sglang_ext.names import Passed, Req
 
 if TYPE_CHECKING:
@@ -39,12 +32,12 @@ _SECRET = secrets.token_hex(8)
 _BLOCK = f"{_SECRET}:block:"
 
 
-class BlockRadixCache(RadixCache):
+class BlockRadixCache(RadixTree):
     """`--radix-cache-backend sglang_ext`.
 
     Attributes:
         hooks: told of every node's life.
-        on_release: called with the request slot of every request that ends or is retracted.
+        release_hooks: called with the request slot of every request that ends or is retracted.
         on_rewrite: called with the request slot of every request whose row may name other KV slots than before, for the
             same tokens. Under overlap scheduling the request may have decoded a step by then, from the freed ones.
         on_restore: called with [tokens] KV slots that got a block back from the host, and the first token's position.
@@ -53,7 +46,7 @@ class BlockRadixCache(RadixCache):
 
     def __init__(self, params: Passed) -> None:
         self.hooks: list[NodeHooks] = []
-        self.on_release: list[Callable[[int], None]] = []
+        self.release_hooks: list[Callable[[int], None]] = []
         self.on_rewrite: list[Callable[[int], None]] = []
         self.on_restore: list[Callable[[torch.Tensor, int], None]] = []
         self.host: HostTier | None = None
@@ -62,6 +55,7 @@ class BlockRadixCache(RadixCache):
         self.saved_tokens = 0
         self.stitch_seconds = 0.0
         super().__init__(params)
+        self._no_slots = torch.empty(0, dtype=torch.int64, device=self.device)
 
     # ---- blocks ----
 
@@ -155,7 +149,7 @@ class BlockRadixCache(RadixCache):
                 self.token_to_kv_pool_allocator.free(node.value)
                 freed += len(node.value)
                 self._delete_leaf(node, keep)
-                self._record_remove_event(node)
+                self.removed(node)
         return freed
 
     def unlocked_tokens(self, keys: Iterable[str]) -> int:
@@ -238,24 +232,31 @@ class BlockRadixCache(RadixCache):
 
     # ---- requests ----
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        row = carried.request_row(params.req) if params.req is not None else None
+    def has_row(self, req: Req) -> bool:
+        """Whether a request is found and kept here, and not by SGLang's own rules."""
+        return carried.request_row(req) is not None
+
+    def find_row(self, req: Req, key: RadixKey) -> tuple[torch.Tensor, StitchNode | None] | None:
+        """What is known of a request with a row: its KV slots, [tokens] int64, and the node that stands for them.
+
+        The node is None for a request that was refused, and all of it for one without a row.
+        """
+        row = carried.request_row(req)
         if row is None:
-            return super().match_prefix(params)
+            return None
         begin = compat.now()
         try:
-            return self._match_row(row, params.key, params.req)
+            return self._match_row(row, key, req)
         except StitchTooShort as error:
-            compat.abort_unscheduled(params.req, str(error), 400)
-            return self._empty_match_result
+            compat.abort_unscheduled(req, str(error), 400)
         except MissingBlocks as error:
             # Never a dense prefix instead: that would be another answer.
-            compat.abort_unscheduled(params.req, compat.missing_message(len(error.keys)), 503)
-            return self._empty_match_result
+            compat.abort_unscheduled(req, compat.missing_message(len(error.keys)), 503)
         finally:
             self.stitch_seconds += compat.now() - begin
+        return self._no_slots, None
 
-    def _match_row(self, row: Row, key: RadixKey, req: Req) -> MatchResult:
+    def _match_row(self, row: Row, key: RadixKey, req: Req) -> tuple[torch.Tensor, StitchNode]:
         """The stitched prefix, then what is known of the request's own tokens (or of the blocks it encodes)."""
         absent = self.missing(piece.key for piece in row.prefix)
         if absent:
@@ -283,94 +284,73 @@ class BlockRadixCache(RadixCache):
                 self._hold_new(req, row, block.key)
         elif limit > matched:
             own_ids = key.token_ids[matched : limit if row.own is None else min(limit, matched + row.own)]
-            own = super().match_prefix(MatchPrefixParams(key=self._own_key(row, own_ids, req.extra_key)))
-            slots.append(own.device_indices)
-            tail = own.last_device_node
+            own, tail = self.longest(own_ids, self._namespace(row, req), req)
+            slots.append(own)
         # Not all at one time: among equals, eviction follows the order of a set, which differs between TP ranks.
         now = compat.now()
         for order, node in enumerate(members):
             node.last_access_time = now + order * 1e-6
-        indices = torch.cat(slots) if slots else self._empty_match_result.device_indices
-        stitch = StitchNode(dict.fromkeys(members), tail)
-        return MatchResult(
-            device_indices=indices, last_device_node=stitch, last_host_node=stitch, best_match_node=stitch
-        )
+        found = torch.cat(slots) if slots else self._no_slots
+        return found, StitchNode(dict.fromkeys(members), tail, found)
+
+    def path_slots(self, node: TreeNode | StitchNode) -> torch.Tensor | None:
+        """[tokens] int64 KV slots of the prefix that `find_row` gave a node for; None for other nodes."""
+        return node.slots if isinstance(node, StitchNode) else None
 
     def _hold_new(self, req: Req, row: Row, key: str) -> None:
         """Hold a block for the owner that had it encoded, unless the owner gave up and has let go already."""
         if not compat.is_aborted(req):
             self.hold(row.owner, [key])
 
-    def _own_key(self, row: Row, own_ids: array[int], extra_key: str | None) -> RadixKey:
-        return RadixKey(own_ids, f"{_SECRET}:{row.namespace(extra_key)}")
+    def _namespace(self, row: Row, req: Req) -> str:
+        """Of a request's own tokens in the tree."""
+        return f"{_SECRET}:{row.namespace(req.extra_key)}"
 
-    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
-        row = carried.request_row(req)
-        if row is None or self.disable:
-            super().cache_unfinished_req(req, chunked=chunked)
-            for rewritten in self.on_rewrite:
-                rewritten(req.req_pool_idx)
-            return
-        own_ids = compat.own_fill_ids(req, row.prefix_tokens)
-        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : row.prefix_tokens + len(own_ids)]
-        protected, node = self._store(req, row, own_ids, slots, chunked)
-        self.inc_lock_ref(node)
-        self.dec_lock_ref(req.last_node)
-        # The row was rewritten where the tree already had the same tokens: read it again.
-        req.prefix_indices = slots.to(dtype=torch.int64, copy=True)
-        req.cache_protected_len = protected
-        req.last_node = node
+    def rewritten(self, slot: int) -> None:
+        """The row in `slot` of the request pool may name other KV slots than before."""
+        for told in self.on_rewrite:
+            told(slot)
 
-    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        for released in self.on_release:
-            released(req.req_pool_idx)
+    def let_go(self, slot: int) -> None:
+        """The request in `slot` of the request pool has ended or is retracted."""
+        for told in self.release_hooks:
+            told(slot)
+
+    def ended(self, req: Req) -> None:
+        """A request with a row has ended, and does not come back for its blocks as one that is retracted does."""
         row = carried.request_row(req)
-        if row is None or self.disable:
-            return super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        own_ids = compat.own_ids(req, row.prefix_tokens, kv_len_to_handle)
-        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : row.prefix_tokens + len(own_ids)]
-        stored = req.cache_protected_len
-        if is_insert and not self.disable_finished_insert:
-            stored, _ = self._store(req, row, own_ids, slots, chunked=False)
-        self.token_to_kv_pool_allocator.free(slots[stored:])
-        if req.last_node is not None:
-            self.dec_lock_ref(req.last_node)
-        if req.finished():  # and not retracted: a retracted request comes back for its blocks
+        if row is not None:
             self.release(REQUEST_OWNER + req.rid, [piece.key for piece in row.prefix])
 
-    def _store(
-        self, req: Req, row: Row, own_ids: array[int], slots: torch.Tensor, chunked: bool
-    ) -> tuple[int, StitchNode]:
-        """Give the tree what the request has computed beyond its protected prefix: `own_ids` follow the row's prefix.
+    def keep_row(self, req: Req, end: int, chunked: bool) -> tuple[int, StitchNode] | None:
+        """Give the tree what a request with a row has computed beyond its protected prefix, up to token `end`.
 
         Slots of tokens that the tree holds already are freed and the request's row is pointed at the tree's.
 
         Returns:
-            (how many leading tokens of the row the tree now holds, the node that stands for them).
+            (how many leading tokens of the row the tree now holds, the node that stands for them); None for a request
+            without a row.
         """
+        row = carried.request_row(req)
+        if row is None:
+            return None
+        own_ids = compat.own_ids(req, row.prefix_tokens, end)
+        slots = self.req_to_token_pool.req_to_token[compat.request_slot(req), : row.prefix_tokens + len(own_ids)]
         members = [self.blocks[piece.key] for piece in row.prefix]
         if row.own is not None:  # the branches behind them go with the request
             own_ids = own_ids[: row.own]
             if not own_ids:
                 return row.prefix_tokens, StitchNode(dict.fromkeys(members), self.root_node)
-        if not row.encodes:
-            key = self._own_key(row, own_ids, req.extra_key)
-            begin = row.prefix_tokens
-            result = self.insert(
-                InsertParams(
-                    key=key,
-                    value=slots[begin : begin + len(own_ids)].to(torch.int64, copy=True),
-                    chunked=chunked,
-                    priority=getattr(req, "priority", 0) or 0,
-                )
-            )
-            known = begin + result.prefix_len
-            if known > req.cache_protected_len:
-                held = super().match_prefix(MatchPrefixParams(key=key)).device_indices
-                self._replace(req, slots, req.cache_protected_len, known, held, begin)
-            return begin + len(own_ids), StitchNode(dict.fromkeys(members), result.last_device_node)
-
         begin = own_begin = row.prefix_tokens
+        if not row.encodes:
+            namespace, own = self._namespace(row, req), slots[begin : begin + len(own_ids)]
+            had, tail = self.add_tokens(own_ids, namespace, own.to(torch.int64, copy=True), req, chunked)
+            known, protected = begin + had, compat.protected(req)
+            if known > protected:
+                held, _ = self.longest(own_ids, namespace, req)
+                self._replace(req, slots, protected, known, held, begin)
+            return begin + len(own_ids), StitchNode(dict.fromkeys(members), tail)
+
         for block in row.new:
             end = begin + block.tokens
             if end > own_begin + len(own_ids):
@@ -379,7 +359,7 @@ class BlockRadixCache(RadixCache):
             if node is None:
                 token_ids = own_ids[begin - own_begin : end - own_begin]
                 node = self.add_block(block, token_ids, slots[begin:end].to(torch.int64, copy=True))
-            elif end > req.cache_protected_len:
+            elif end > compat.protected(req):
                 self._replace(req, slots, begin, end, node.value, begin)
             self._hold_new(req, row, block.key)
             members.append(node)
@@ -392,8 +372,8 @@ class BlockRadixCache(RadixCache):
         """Free the request's slots [begin, end) and put the tree's in their place; values[0] is token `values_at`."""
         if begin < end:
             self.token_to_kv_pool_allocator.free(slots[begin:end].clone())
+            slot = compat.request_slot(req)
             self.req_to_token_pool.write(
-                (req.req_pool_idx, slice(begin, end)), values[begin - values_at : end - values_at].to(slots.dtype)
+                (slot, slice(begin, end)), values[begin - values_at : end - values_at].to(slots.dtype)
             )
-            for rewritten in self.on_rewrite:
-                rewritten(req.req_pool_idx)
+            self.rewritten(slot)

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import torch
+
 from sglang_ext.cache.rows import Row
 from sglang_ext.compat import TreeNode
 
@@ -29,13 +31,20 @@ class NodeHooks(Protocol):
 
 
 class StitchNode:
-    """Stands for the nodes a stitched prefix is made of, wherever SGLang keeps one `last_node`."""
+    """Stands for the nodes a stitched prefix is made of, wherever SGLang keeps one `last_node`.
 
-    __slots__ = ("members", "tail")
+    Attributes:
+        members: nodes of the blocks, each once.
+        tail: node of the request's own tokens.
+        slots: [tokens] int64 KV slots of the whole prefix, where it was just found.
+    """
 
-    def __init__(self, members: Iterable[TreeNode], tail: TreeNode) -> None:
+    __slots__ = ("members", "slots", "tail")
+
+    def __init__(self, members: Iterable[TreeNode], tail: TreeNode, slots: torch.Tensor | None = None) -> None:
         self.members = tuple(members)
         self.tail = tail
+        self.slots = slots
 
     @property
     def backuped(self) -> bool:

@@ -29,7 +29,7 @@ from sglang_ext import compat
 from sglang_ext.cache import carried
 from sglang_ext.cache.conversation import Conversation, StreamStates
 from sglang_ext.cache.forks import Fork, Source, longest_fork
-from sglang_ext.compat import ChunkCache, MatchPrefixParams, MatchResult, RadixKey
+from sglang_ext.compat import RadixKey, TreelessCache
 from sglang_ext.config import CONVERSATION_OPTIONS
 from sglang_ext.names import Passed, Req
 from sglang_ext.types import JsonObject, Options
@@ -38,16 +38,14 @@ MAX_TOKENS = 2**31 - 2**24
 """Tokens of a stream, prompt and answer: their numbers are int32, and those of a stride lie ahead of the last."""
 
 
-class StreamCache(ChunkCache):
+class StreamCache(TreelessCache):
     """`--radix-cache-backend sglang_ext` of a policy whose requests are streams.
 
-    SGLang takes a request's `prefix_indices` for the slots of what was computed of it. A stream's are not one a token:
-    `prefix_indices` has the length that SGLang counts with, and no memory. Its row in `req_to_token` begins with the
-    reserved slots.
+    A stream's slots are not one a token. Its row in `req_to_token` begins with the reserved slots.
 
     Attributes:
         policy: says how many slots a request needs.
-        on_release: called with the request slot of every request that ends or is retracted.
+        release_hooks: called with the request slot of every request that ends or is retracted.
         reserved: request slot -> how many KV slots it has.
         running: request slot -> request, of those without a name that others may begin like.
         conversations: name -> what its last turn left, and something unique -> what a request without a name left; of
@@ -58,7 +56,7 @@ class StreamCache(ChunkCache):
     def __init__(self, params: Passed, policy: StreamStates, open_conversations: bool = False) -> None:
         super().__init__(params)
         self.policy, self.open_conversations = policy, open_conversations
-        self.on_release: list[Callable[[int], None]] = []
+        self.release_hooks: list[Callable[[int], None]] = []
         self.reserved: dict[int, int] = {}
         self.running: dict[int, Req] = {}
         self.conversations: dict[Hashable, Conversation] = {}
@@ -69,7 +67,6 @@ class StreamCache(ChunkCache):
         self._whole: weakref.WeakSet[Req] = weakref.WeakSet()  # requests that begin as no copy
         self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
         self._under_way: dict[str, tuple[str, str | None]] = {}  # id of a turn -> name and key of its conversation
-        self._length = torch.zeros(1, dtype=torch.int64)
 
     @property
     def most_tokens(self) -> int:
@@ -106,10 +103,12 @@ class StreamCache(ChunkCache):
         holders = [secret for held, secret in self._under_way.values() if held == name]
         return not all(self._opens(options, secret) for secret in (*holders, *([kept.secret] if kept else [])))
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """A stream that is a prefix; a turn that cannot go on is refused: its answer would be another."""
-        req = params.req
-        options = {} if req is None else carried.request_options(req)
+    def find_row(self, req: Req, key: RadixKey) -> int:
+        """Tokens of the stream that a prompt begins with; a turn that cannot go on is refused.
+
+        Its answer would be another.
+        """
+        options = carried.request_options(req)
         if options.get("continue") and not compat.is_aborted(req):
             turn: Conversation | None = carried.sent_turn(req)
             name = options["conversation"]
@@ -123,23 +122,22 @@ class StreamCache(ChunkCache):
                 sizes = f"has {turn.tokens} tokens, and this turn {len(req.origin_input_ids)}"
                 why = f"conversation {name!r} {sizes}: expected fewer than {self.most_tokens} together; begin another"
                 compat.abort_unscheduled(req, why, 400)
-        elif req is not None and not compat.is_aborted(req) and self._taken(options):
+        elif not compat.is_aborted(req) and self._taken(options):
             why = f"conversation {options['conversation']!r} is another's: to begin it anew send its conversation_key,"
             compat.abort_unscheduled(req, why + " or choose another name", 400)
-        found = super().match_prefix(params)
-        if req is None or options.get("continue") or compat.is_aborted(req):
-            return found
+        if options.get("continue") or compat.is_aborted(req):
+            return 0
         self._found.pop(req, None)
         self._forks.pop(req, None)
-        longest = self._longest(params.key, options)
+        longest = self._longest(key, options)
         if longest is not None:
             self._found[req] = longest
-            return found._replace(device_indices=self._length.expand(longest.tokens))
-        fork = self._fork(req, params.key, options)
+            return longest.tokens
+        fork = self._fork(req, key, options)
         if fork is not None:
             self._forks[req] = fork
-            return found._replace(device_indices=self._length.expand(fork.tokens))
-        return found
+            return fork.tokens
+        return 0
 
     def _fork(self, req: Req, key: RadixKey, options: JsonObject) -> Fork | None:
         """The stream without a name whose beginning a prompt shares; settings of its own find none."""
@@ -173,7 +171,7 @@ class StreamCache(ChunkCache):
     def _copies(self, req: Req) -> Fork | None:
         """What a request begins as a copy of: what the look-up found last whose tokens SGLang took for computed."""
         fork = self._copied.get(req.rid) or self._forks.get(req)
-        return fork if fork is not None and len(req.prefix_indices) == fork.tokens else None
+        return fork if fork is not None and compat.computed(req) == fork.tokens else None
 
     def _longest(self, key: RadixKey, options: JsonObject) -> Conversation | None:
         """The longest stream without a name that a prompt begins with; settings of its own find none."""
@@ -200,7 +198,7 @@ class StreamCache(ChunkCache):
             return None
         claimed = self._claimed.get(req.rid)
         sent = carried.sent_turn(req)
-        if sent is None and (found := self._found.get(req)) is not None and len(req.prefix_indices) == found.tokens:
+        if sent is None and (found := self._found.get(req)) is not None and compat.computed(req) == found.tokens:
             sent = found
         return claimed or (sent if any(kept is sent for kept in self.conversations.values()) else None)
 
@@ -209,9 +207,9 @@ class StreamCache(ChunkCache):
         options = carried.request_options(req)
         if options.get("conversation") is not None and not compat.is_aborted(req):
             self._under_way[req.rid] = options["conversation"], options.get("conversation_key")
-        if req.kv is None and (fork := self._copies(req)) is not None:
+        if not self._holds(req) and (fork := self._copies(req)) is not None:
             self._copied[req.rid] = fork
-        turn = self._turn(req) if req.kv is None else None
+        turn = None if self._holds(req) else self._turn(req)
         if turn is not None and req.rid not in self._claimed:
             del self.conversations[next(name for name, kept in self.conversations.items() if kept is turn)]
             self._claimed[req.rid] = turn
@@ -250,9 +248,13 @@ class StreamCache(ChunkCache):
 
     # ---- slots ----
 
+    def _holds(self, req: Req) -> bool:
+        """Whether a request has its KV slots."""
+        return compat.has_row(req) and compat.request_slot(req) in self.reserved
+
     def need(self, req: Req) -> int:
         """KV slots that a request has to be given before it runs; none when it has them."""
-        if req.kv is not None:
+        if self._holds(req):
             return 0
         turn = self._turn(req)
         slots = self.policy.slots(carried.request_options(req), _tokens(req) + _before(turn))
@@ -260,7 +262,7 @@ class StreamCache(ChunkCache):
 
     def need_blocks(self, req: Req) -> int:
         """Blocks of host memory that a request has to be promised before it runs; none when it was."""
-        if req.kv is not None or self.policy.host is None:
+        if self._holds(req) or self.policy.host is None:
             return 0
         turn = self._turn(req)
         held = len(self.policy.host_lease(turn.state).ids) if turn else 0
@@ -270,7 +272,7 @@ class StreamCache(ChunkCache):
 
     def cut(self, req: Req, begin: int, end: int) -> int:
         """Where a chunk [begin, end) of a prompt, or a shorter one, is to end; `begin` where it must wait."""
-        before = _before(self._turn(req)) if req.kv is None else self._before[req.req_pool_idx]
+        before = self._before[compat.request_slot(req)] if self._holds(req) else _before(self._turn(req))
         prompt = before + len(req.origin_input_ids)
         return self.policy.cut(carried.request_options(req), before + begin, before + end, prompt) - before
 
@@ -280,7 +282,7 @@ class StreamCache(ChunkCache):
         Raises:
             RuntimeError: there are not as many free; `need` was not counted at admission.
         """
-        if req.kv is not None:
+        if self._holds(req):
             return
         more, blocks = self.need(req), self.need_blocks(req)
         found = self.token_to_kv_pool_allocator.alloc(more)
@@ -291,24 +293,22 @@ class StreamCache(ChunkCache):
         self._forks.pop(req, None)  # it would keep what it copies alive
         if turn is not None:
             slots = torch.cat([turn.slots, slots])
-            self.policy.resume(req.req_pool_idx, turn.state, _before(turn))
+            self.policy.resume(compat.request_slot(req), turn.state, _before(turn))
         elif fork is not None:
-            self.policy.fork(req.req_pool_idx, fork, slots)
+            self.policy.fork(compat.request_slot(req), fork, slots)
         if self.policy.host is not None:
-            self.policy.host_reserve(req.req_pool_idx, blocks)
-        self._before[req.req_pool_idx] = _before(turn)
-        self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots)
-        self.reserved[req.req_pool_idx] = len(slots)
+            self.policy.host_reserve(compat.request_slot(req), blocks)
+        self._before[compat.request_slot(req)] = _before(turn)
+        self.req_to_token_pool.write((compat.request_slot(req), slice(0, len(slots))), slots)
+        self.reserved[compat.request_slot(req)] = len(slots)
         if self.policy.forks and self._nameless(req):
-            self.running[req.req_pool_idx] = req
+            self.running[compat.request_slot(req)] = req
         compat.set_reserved(req, len(slots))
 
-    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
-        req.prefix_indices = self._length.expand(req.extend_range.end)
-
-    def cache_finished_req(self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+    def finish_row(self, req: Req) -> None:
+        """A request has ended, or is retracted: its slots are free, or stay with its stream."""
         self._under_way.pop(req.rid, None)
-        slot = req.req_pool_idx
+        slot = compat.request_slot(req)
         self.running.pop(slot, None)
         before, count = self._before.pop(slot), self.reserved.pop(slot)
         slots = self.req_to_token_pool.req_to_token[slot, :count].clone()
@@ -319,10 +319,9 @@ class StreamCache(ChunkCache):
                 slots = self._keep(name, req, before, slots)
             elif req.output_ids and self._nameless(req) and self._is_found_again(req):
                 slots = self._keep(object(), req, before, slots, array("q", [*req.origin_input_ids, *req.output_ids]))
-        for released in self.on_release:
+        for released in self.release_hooks:
             released(slot)
         self.token_to_kv_pool_allocator.free(slots)
-        compat.set_released(req, kv_len_to_handle)
 
     def _nameless(self, req: Req) -> bool:
         """Whether later requests may find a request's stream by its tokens."""
@@ -335,7 +334,7 @@ class StreamCache(ChunkCache):
             return True
         if not self.policy.forks:
             return False
-        state = self.policy.state_of(req.req_pool_idx)
+        state = self.policy.state_of(compat.request_slot(req))
         return self.policy.fork_point(state, len(req.origin_input_ids), MAX_TOKENS) > 0
 
     def _keep(
@@ -353,7 +352,7 @@ class StreamCache(ChunkCache):
             if whole is not None and self.conversations[first].whole is None:
                 return slots
             self.drop(first)
-        state, last = self.policy.park(req.req_pool_idx), req.output_ids[-1] if answer else None
+        state, last = self.policy.park(compat.request_slot(req)), req.output_ids[-1] if answer else None
         secret = options.get("conversation_key")
         kept = Conversation(slots[:held], tokens, last, options, state, whole, req.extra_key, secret)
         self.conversations[name] = kept

@@ -22,9 +22,8 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.mem_cache.allocation import alloc_req_slots
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.utils import TypeBasedDispatcher
 
@@ -48,6 +47,23 @@ from sglang_ext.compat.graphs import (
     replay_whole,
     whole_graph_size,
 )
+from sglang_ext.compat.line import (
+    LEAVES_OUT_ENDING,
+    RadixTree,
+    TreelessCache,
+    charge_slots,
+    computed,
+    default_attention,
+    extend_end,
+    has_row,
+    is_resolved,
+    protected,
+    request_slot,
+    resolved,
+    set_extend,
+    set_reserved,
+    set_written,
+)
 from sglang_ext.compat.manager import (
     abort_was_asked,
     answer_index,
@@ -59,22 +75,23 @@ from sglang_ext.compat.manager import (
     streams_parts,
 )
 from sglang_ext.compat.models import refuse_config, refuse_model
-from sglang_ext.compat.slots import after_forward, set_released, set_reserved, take_slots
+from sglang_ext.compat.slots import after_forward, take_slots
 
 __all__ = [
+    "LEAVES_OUT_ENDING",
     "AbortReq",
     "AddReqResult",
     "AttentionShape",
-    "ChunkCache",
     "GenerateReqInput",
     "InsertParams",
     "MatchPrefixParams",
     "MatchResult",
     "NextBatchPlan",
-    "RadixCache",
     "RadixKey",
+    "RadixTree",
     "TorchNativeAttnBackend",
     "TreeNode",
+    "TreelessCache",
     "abort",
     "abort_unscheduled",
     "abort_was_asked",
@@ -87,14 +104,20 @@ __all__ = [
     "breaks_at_attention",
     "capture_whole",
     "capturing_views",
+    "charge_slots",
     "chunked_prefill_size",
     "compiled_grammars",
+    "computed",
     "context_length",
+    "default_attention",
+    "extend_end",
     "generate",
     "graph_variant",
     "graphs_attention",
+    "has_row",
     "is_aborted",
     "is_missing_message",
+    "is_resolved",
     "keep_first_abort",
     "keep_graph_sizes",
     "key_opens",
@@ -111,18 +134,21 @@ __all__ = [
     "now",
     "num_kv_slots",
     "num_request_slots",
-    "own_fill_ids",
     "own_ids",
     "path_slots",
     "pending_requests",
     "prompt_index",
+    "protected",
     "record_both_variants",
     "refuse_config",
     "refuse_model",
     "replay_whole",
     "request_rows",
-    "set_released",
+    "request_slot",
+    "resolved",
+    "set_extend",
     "set_reserved",
+    "set_written",
     "streams_parts",
     "take_slots",
     "tree_nodes",
@@ -131,15 +157,12 @@ __all__ = [
 ]
 
 
-def own_fill_ids(req: Any, begin: int) -> array[int]:
-    """What a scheduler request has had computed once the batch at hand is through, from token `begin` on."""
-    found: array[int] = req.full_untruncated_fill_ids[begin : req.extend_range.end]
-    return found
-
-
 def own_ids(req: Any, begin: int, end: int) -> array[int]:
     """Tokens [begin, end) of a scheduler request's prompt and answer; its prompt is longer than `begin`."""
-    found: array[int] = (req.origin_input_ids[begin:] + req.output_ids)[: end - begin]
+    ids = req.full_untruncated_fill_ids
+    found: array[int] = (
+        ids[begin:end] if len(ids) >= end else (req.origin_input_ids[begin:] + req.output_ids)[: end - begin]
+    )
     return found
 
 
@@ -222,13 +245,8 @@ def model_kv_heads(model_runner: Any) -> int:
     return int(model_runner.model_config.get_total_num_kv_heads())
 
 
-def default_attention(model_runner: Any) -> str:
-    """The attention backend that SGLang would choose for a model on this machine, if none were asked for."""
-    return model_runner.server_args._get_default_attn_backend(model_runner.use_mla_backend, model_runner.model_config)
-
-
 def num_kv_slots(model_runner: Any) -> int:
-    """Rows of every layer's KV buffer; slot 0 is SGLang's padding slot."""
+    """TreelessCache of every layer's KV buffer; slot 0 is SGLang's padding slot."""
     pool = model_runner.token_to_kv_pool
     return pool.size + pool.page_size
 
@@ -245,7 +263,7 @@ def context_length(model_runner: Any) -> int:
 
 def chunked_prefill_size(model_runner: Any) -> int:
     """Tokens of prompts in one pass, at most, as the server was told; 0 for any number."""
-    return max(0, model_runner.server_args.chunked_prefill_size or 0)
+    return max(0, resolved(model_runner.server_args).chunked_prefill_size or 0)
 
 
 def model_path(model_runner: Any) -> tuple[str, bool]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_ext.compat.line import refresh_fill_ids
+
 _ABORT = "sglang_ext_abort"
 _KINDS = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -56,4 +58,4 @@ def blocks_were_missing(error: Any) -> bool:
 def abort_unscheduled(req: Any, message: str, status: int) -> None:
     """`abort` while the scheduler looks up a prefix: what the request would prefill shrinks to one token."""
     abort(req, message, status)
-    req._refresh_fill_ids()
+    refresh_fill_ids(req)

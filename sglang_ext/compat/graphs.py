@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.runner_utils import get_capture_lora_variant
+
+from sglang_ext.compat.line import capture_variant
 
 _VIEWS, _PLAIN = "lora", "nolora"  # SGLang's two labels of decode graphs; LoRA is refused beside views
 
 
 def capturing_views() -> bool:
     """Whether the decode graph that is being captured is the variant with views."""
-    return get_capture_lora_variant() == _VIEWS
+    return capture_variant() == _VIEWS
 
 
 def breaks_at_attention(runner: Any) -> bool:

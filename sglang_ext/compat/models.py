@@ -24,6 +24,8 @@ from sglang.srt.connector import ConnectorType
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.utils import parse_connector_type
 
+from sglang_ext.compat.line import model_config
+
 _WINDOWS = ("sliding_attention", "chunked_attention")
 """What a configuration calls layers that see a part of the context, in `layer_types`."""
 
@@ -117,7 +119,7 @@ def refuse_config(server_args: Any) -> None:
     """
     if parse_connector_type(server_args.model_path) == ConnectorType.INSTANCE:
         return
-    config = server_args.get_model_config()
+    config = model_config(server_args)
     name, backend = config.hf_config.architectures[0], server_args.attention_backend
     _refuse(name, [found for rule in _RULES if (found := rule(config))], backend)
     if server_args.kv_cache_dtype == "auto" and _asks_for_fp8(config):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 
@@ -26,15 +25,3 @@ def after_forward(scheduler: Any) -> None:
     """
     if torch.device(scheduler.device).type != "cpu":
         scheduler.device_module.current_stream().wait_stream(scheduler.forward_stream)
-
-
-def set_reserved(req: Any, slots: int) -> None:
-    """Tell SGLang that a scheduler request has so many KV slots, and that the cache accounts for all of them."""
-    req.kv = ReqKvInfo(kv_allocated_len=slots, swa_evicted_seqlen=0)
-    req.cache_protected_len = slots
-
-
-def set_released(req: Any, tokens: int) -> None:
-    """Tell SGLang that a request of so many tokens has no KV slots any more, beyond what the cache handled."""
-    req.kv.kv_allocated_len = tokens
-    req.cache_protected_len = 0

@@ -66,6 +66,7 @@ def serves_streams(server_args: ServerArgs) -> bool:
 def refusals(server_args: ServerArgs) -> list[str]:
     """What in `server_args` our backend does not serve, each with what to change; empty when all is well."""
     problems = []
+    server_args = compat.resolved(server_args)
     streams = serves_streams(server_args)
     for name, refused, remedy in (*_REFUSED, *_REFUSED_STREAMS) if streams else _REFUSED:
         value = getattr(server_args, name, None)
@@ -103,9 +104,9 @@ def refusals(server_args: ServerArgs) -> list[str]:
 
 
 def before_server_args(server_args: ServerArgs) -> None:
-    """BEFORE ServerArgs.__post_init__: what our backend needs, before SGLang works out what follows from it."""
+    """BEFORE SGLang decides on a server's arguments: set what our backend needs."""
     system = system_of(server_args)
-    if system is None:
+    if system is None or compat.is_resolved(server_args):
         return
     policy = system.make_policy()  # first of all: wrong options are refused before anything is set
     if server_args.radix_cache_backend is None:
@@ -122,7 +123,7 @@ def before_server_args(server_args: ServerArgs) -> None:
 
 
 def before_model_adjustments(server_args: ServerArgs) -> None:
-    """BEFORE ServerArgs._handle_model_specific_adjustments: refuse models that our backends do not serve.
+    """BEFORE SGLang looks at the model: refuse models that our backends do not serve.
 
     SGLang would refuse some of them for reasons of its own, in words that do not say what to use instead.
 
@@ -143,14 +144,14 @@ def _share_cores() -> None:
 
 
 def after_server_args(_result: None, server_args: ServerArgs) -> None:
-    """AFTER ServerArgs.__post_init__: refuse what is not supported.
+    """AFTER SGLang has decided on a server's arguments: refuse what is not supported.
 
     Raises:
         ValueError: every problem, a line each.
     """
     ours = is_active(server_args)
     cache = server_args.radix_cache_backend == RADIX_CACHE_BACKEND
-    object.__setattr__(server_args, LOOKED_AT, True)  # SGLang has sealed its resolved arguments
+    server_args.__dict__[LOOKED_AT] = True  # SGLang has sealed its resolved arguments
     if not ours and not cache:
         return
     if ours != cache:

@@ -122,12 +122,15 @@ class StreamMode(Mode):
         rows = torch.tensor(compat.request_rows(batch), dtype=torch.int64)
         for req in batch.reqs:
             batch.tree_cache.reserve(req)
+            compat.set_written(req, compat.extend_end(req))
         return _nowhere(batch, batch.extend_num_tokens), rows.to(batch.device, non_blocking=True), rows
 
     def slots_for_decode(
         self, original: Callable[..., torch.Tensor], batch: ScheduleBatch, token_per_req: int
     ) -> torch.Tensor:
         """Likewise."""
+        for req, tokens in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+            compat.set_written(req, tokens + token_per_req)
         return _nowhere(batch, len(batch.reqs) * token_per_req)
 
     def decode_fits(self, original: Callable[..., bool], batch: ScheduleBatch, *args: Passed, **kwargs: Passed) -> bool:
@@ -155,7 +158,7 @@ class StreamMode(Mode):
 
 def _chunk(adder: PrefillAdder, req: Req) -> tuple[int, int, int]:
     """(first token, where this chunk ends, where the prompt ends)."""
-    begin, end = len(req.prefix_indices), len(req.full_untruncated_fill_ids)
+    begin, end = compat.computed(req), len(req.full_untruncated_fill_ids)
     room = adder.rem_chunk_tokens
     if room is None or end - begin <= room:
         return begin, end, end
@@ -165,12 +168,10 @@ def _chunk(adder: PrefillAdder, req: Req) -> tuple[int, int, int]:
 def _add(adder: PrefillAdder, req: Req, begin: int, stop: int) -> None:
     """Put the tokens [begin, stop) of a request into the batch."""
     slots = adder.tree_cache.need(req)
-    total, current = adder.rem_total_token_offset + slots, adder.cur_rem_token_offset + slots
     adder.tree_cache.claim(req)
-    req.set_extend_range(begin, stop)
+    compat.set_extend(req, begin, stop)
     adder.can_run_list.append(req)
-    adder._update_prefill_budget(begin, stop - begin, 0, req.retracted_stain)
-    adder.rem_total_token_offset, adder.cur_rem_token_offset = total, current  # slots, not tokens
+    compat.charge_slots(adder, req, stop - begin, slots)
 
 
 def _has_room(cache: StreamCache, adder: PrefillAdder, req: Req) -> bool:

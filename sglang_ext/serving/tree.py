@@ -27,7 +27,8 @@ CHUNK_MARGIN = 64  # tokens that requests which run beside a chunked prompt gene
 class TreeMode(Mode):
     """Blocks are held, found and put in front of the requests' own tokens."""
 
-    ours = ends_early = True
+    ours = True
+    ends_early = not compat.LEAVES_OUT_ENDING
 
     @cached_property
     def encoding_tokens(self) -> int:
@@ -170,7 +171,7 @@ def fit(scheduler: Scheduler, req: Req, row: Row | None) -> None:
 def chunked_left(scheduler: Scheduler) -> int:
     """Tokens that the prompt which is prefilled in chunks has yet to compute."""
     chunked = scheduler.chunked_req
-    return len(chunked.full_untruncated_fill_ids) - len(chunked.prefix_indices)
+    return len(chunked.full_untruncated_fill_ids) - compat.computed(chunked)
 
 
 def free_tokens(scheduler: Scheduler) -> int:

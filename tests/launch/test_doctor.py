@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
-from sglang_ext import plugin
+from sglang_ext import lines, plugin
 from sglang_ext.hooks import noted
 from sglang_ext.launch import cli, doctor
 from sglang_ext.serving.checks import _REFUSED
@@ -73,8 +73,9 @@ def test_a_missing_hook_target(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unsupported_sglang(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "SUPPORTED_SGLANG", ("9.0", "9.1"))
-    assert "pip install 'sglang>=9.0,<9.1'" in report(capsys, 1)["problems"][0]
+    monkeypatch.setattr(lines, "LINES", (lines.Line("9.0", "9.1"), lines.Line("9.5", "9.6")))
+    problem = report(capsys, 1)["problems"][0]
+    assert "needs sglang>=9.0,<9.1 or sglang>=9.5,<9.6: pip install 'sglang>=9.5,<9.6'" in problem
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,15 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from sglang_ext import lines
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "sglang_ext"
 
 BELOW: dict[str, set[str]] = {
-    "compat": set(),
-    "hooks": set(),
+    "lines": set(),
+    "compat": {"lines"},
+    "hooks": {"lines"},
     "kernels": set(),
     "quiet": set(),
     "retrievers": set(),
@@ -29,7 +32,7 @@ BELOW: dict[str, set[str]] = {
     "cache": {"compat", "config", "kernels", "policies"},
     "attention": {"cache", "compat", "config", "kernels", "policies", "systems"},
     "serving": {"attention", "cache", "compat", "config", "hooks", "policies", "retrievers", "settings", "systems"},
-    "plugin": {"attention", "cache", "config", "hooks", "serving", "settings", "systems"},
+    "plugin": {"attention", "cache", "config", "hooks", "lines", "serving", "settings", "systems"},
     "platform_cpu": {"quiet"},
     "": {"serving"},  # the package itself
     "assets": set(),
@@ -43,6 +46,9 @@ MEETS_SGLANG = {"attention", "compat", "plugin", "platform_cpu", "serving"}
 STARTS = {"launch.doctor", "launch.serve", "launch.bench._cascade_engine", "launch.bench._dbsa_engine"}
 STARTS |= {"launch.bench._double_p_engine", "launch.bench._ltri_engine", "launch.bench._dbsa_host_engine"}
 """Commands that start SGLang, or look at it."""
+
+ADAPTERS = [ROOT / PACKAGE / "compat" / f"v{line.first.replace('.', '_')}.py" for line in lines.LINES]
+"""One of each line of SGLang that we serve."""
 
 
 @cache
@@ -148,4 +154,28 @@ def test_no_two_public_classes_have_one_name() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, set()).add(path)
-    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+    adapters = set(ADAPTERS)  # the same names by design
+    assert {name: paths for name, paths in found.items() if len(paths) > 1 and paths != adapters} == {}
+
+
+def _interface(path: Path) -> dict[str, str]:
+    """Name -> signature of what an adapter defines, classes with their methods, and names of what it passes on."""
+    found: dict[str, str] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = ast.unparse(node.args)
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = "class"
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            found[name] = ast.unparse(node.value) if name == "__all__" else "constant"
+    return found
+
+
+def test_adapters_of_all_lines_have_one_interface() -> None:
+    older, newer = (_interface(path) for path in ADAPTERS)
+    assert older == newer and len(older) > 10
+    chosen = ast.parse((ROOT / PACKAGE / "compat" / "line.py").read_text(encoding="utf-8"))
+    names = next(node.value for node in chosen.body if isinstance(node, ast.Assign))
+    passed_on = set(ast.literal_eval(older.pop("__all__")))
+    assert set(ast.literal_eval(names)) == {*older, *passed_on}

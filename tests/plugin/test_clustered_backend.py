@@ -116,7 +116,11 @@ class World:
         row = Row(tuple(Piece(*piece) for piece in pieces)) if pieces else None
         self.made += 1
         req = SimpleNamespace(
-            req_pool_idx=slot, rid=f"r{self.made}", sampling_params=SimpleNamespace(custom_params=options), length=0
+            req_pool_idx=slot,
+            kv=SimpleNamespace(req_pool_idx=slot),
+            rid=f"r{self.made}",
+            sampling_params=SimpleNamespace(custom_params=options),
+            length=0,
         )
         req.customized_info = None
         carried.set_request_row(req, row)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
@@ -24,6 +24,7 @@ from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.double_p import DoubleP
+from tests.plugin import tree_lines
 
 SLOTS, KV_HEADS, DIM = 200, 2, 8
 
@@ -46,7 +47,7 @@ class Tree:
         return self.path(tokens)
 
     def path(self, tokens: list[int]) -> tuple[TreeNode, ...]:
-        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), None)))
+        found = tree_lines.match(self.cache, RadixKey(array("q", tokens), None))
         return compat.tree_nodes(found.last_device_node)[1]
 
     def chain(self, tokens: list[int], begin: int = 2) -> list[tuple[int, int]]:

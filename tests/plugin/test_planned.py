@@ -160,6 +160,7 @@ class World:
         self.made += 1
         req = SimpleNamespace(
             req_pool_idx=slot,
+            kv=SimpleNamespace(req_pool_idx=slot),
             rid=f"r{self.made}",
             origin_input_ids=[],
             sampling_params=SimpleNamespace(custom_params=None),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
@@ -28,6 +28,7 @@ from sglang_ext.cache.radix import BlockRadixCache
 from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, WIRE_KEY, NewBlock, Piece, Row
 from sglang_ext.cache.stitch import StitchNode
 from sglang_ext.serving.scheduler import before_handle_generate_request
+from tests.plugin import tree_lines
 
 POOL = f"{POOL_OWNER}p"
 
@@ -54,10 +55,7 @@ class Audited:
 
     def _check(self, slots: torch.Tensor) -> None:
         named = slots.tolist()
-        free = {*self.free_pages.tolist(), *self.release_pages.tolist()}
-        if not self.is_not_in_free_group:
-            for part in (*self.free_group, *getattr(self, "free_page_reps_group", ())):
-                free.update(part.tolist())
+        free = {*tree_lines.free_slots(self), *tree_lines.held_back(self)}
         twice = [slot for slot in named if slot in free or named.count(slot) > 1 or slot == 0]
         assert not twice, f"slots {twice} are freed twice"
 
@@ -84,12 +82,13 @@ class ExtendRange(NamedTuple):
     end: int
 
 
-class Request:
+class Request(tree_lines.Slots):
     """What the cache reads of SGLang's `Req`."""
 
     _numbers = itertools.count()
 
     def __init__(self, row: Row | None, own: Sequence[int], extra_key: str | None = None) -> None:
+        super().__init__()
         tokens = []
         if row is not None:
             for piece in row.prefix:
@@ -102,11 +101,7 @@ class Request:
         self.priority = None
         self.rid = f"r{next(self._numbers)}"
         self.is_finished = False
-        self.req_pool_idx: int | None = None
         self.computed = 0
-        self.prefix_indices = torch.empty(0, dtype=torch.int64)
-        self.cache_protected_len = 0
-        self.last_node: Any = None
         self.to_finish: Any = None
         self.finished_reason: Any = None
         carried.set_request_row(self, row)
@@ -134,8 +129,10 @@ class Request:
         self.error = message
         carried.set_request_row(self, None)  # the plugin's hook
 
-    def _refresh_fill_ids(self) -> None:
+    def refresh_fill_ids(self) -> None:
         self.refreshed = True
+
+    _refresh_fill_ids = refresh_fill_ids  # its name in the older line
 
     def states(self) -> list[tuple]:
         """What each of the request's slots must hold: equal entries are equal keys and values."""
@@ -200,14 +197,14 @@ class World:
 
     def match(self, req: Request, limit: int | None = None) -> Any:
         key = RadixKey(req.tokens, req.extra_key, limit=len(req.tokens) - 1 if limit is None else limit)
-        return self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        return tree_lines.match(self.cache, key, req)
 
     def start(self, req: Request) -> Request:
         """Match, lock, and give the request a row."""
         match = self.match(req)
         req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
         req.cache_protected_len = req.computed = len(match.device_indices)
-        self.cache.inc_lock_ref(req.last_node)
+        tree_lines.lock(self.cache, req)
         req.req_pool_idx = self.rows.free_slots.pop(0)
         self.rows.write((req.req_pool_idx, slice(0, req.computed)), req.prefix_indices.to(torch.int32))
         self.running.append(req)
@@ -230,7 +227,7 @@ class World:
         return True
 
     def unfinished(self, req: Request, chunked: bool = False) -> None:
-        self.cache.cache_unfinished_req(req, chunked=chunked)
+        tree_lines.unfinished(self.cache, req, req.computed, chunked)
         assert torch.equal(req.prefix_indices, self.row(req).to(torch.int64))
         self.check()
 
@@ -243,7 +240,7 @@ class World:
         req.is_finished = not retracted
         # SGLang frees inside a group when a batch finishes.
         self.allocator.free_group_begin()
-        self.cache.cache_finished_req(req, is_insert, kv_len_to_handle=req.computed)
+        tree_lines.finished(self.cache, req, req.computed, is_insert)
         self.allocator.free_group_end()
         self.running.remove(req)
         self.rows.free_slots.append(req.req_pool_idx)
@@ -276,7 +273,7 @@ class World:
             yield node
 
     def check(self) -> None:
-        free = [*self.allocator.free_pages.tolist(), *self.allocator.release_pages.tolist()]
+        free = tree_lines.free_slots(self.allocator)
         nodes = list(self.tree())
         tree = [slot for node in nodes for slot in node.value.tolist()]
         own = [slot for req in self.running for slot in self.row(req)[req.cache_protected_len :].tolist()]

@@ -16,7 +16,6 @@ from sglang_ext.attention.readers.streams import check_fits
 from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.cache.rows import WIRE_KEY
 from sglang_ext.cache.streams import Conversation, StreamCache
-from sglang_ext.compat import ChunkCache
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.policies.cascade import Cascade
 from sglang_ext.serving import checks
@@ -147,7 +146,6 @@ def test_a_conversation_has_an_end(monkeypatch: pytest.MonkeyPatch, policy: Casc
     cache._under_way, cache.open_conversations = {}, False
     refused: list[str] = []
     monkeypatch.setattr(compat, "abort_unscheduled", lambda req, why, status: refused.append(f"{status}: {why}"))
-    monkeypatch.setattr(ChunkCache, "match_prefix", lambda *_: None)
     for length in (9, 10):
         custom = {"conversation": "a", "continue": True, WIRE_KEY: turn}
         req = SimpleNamespace(
@@ -156,7 +154,7 @@ def test_a_conversation_has_an_end(monkeypatch: pytest.MonkeyPatch, policy: Casc
             to_finish=None,
             finished_reason=None,
         )
-        cache.match_prefix(SimpleNamespace(req=req))
+        cache.find_row(req, None)
     (why,) = refused
     assert why.startswith("400: conversation 'a' has 90 tokens, and this turn 10: expected fewer than 100 together")
 
@@ -172,8 +170,10 @@ def request(rid: str, **custom: Any) -> SimpleNamespace:
         origin_input_ids=[1, 2],
         to_finish=None,
         finished_reason=None,
-        kv=None,
+        kv=SimpleNamespace(req_pool_idx=None),
+        req_pool_idx=None,
         prefix_indices=[],
+        prefix_len=0,
     )
 
 
@@ -183,7 +183,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, policy: CascadePolicy) -> Any:
     cache: Any = object.__new__(StreamCache)
     cache.policy, cache.conversations = policy, {}
     monkeypatch.setattr(StreamCache, "most_tokens", 100)
-    cache._under_way, cache._claimed, cache.open_conversations = {}, {}, False
+    cache._under_way, cache._claimed, cache.open_conversations, cache.reserved = {}, {}, False, {}
     cache._found, cache._forks = {}, {}
     monkeypatch.setattr(StreamCache, "_copies", lambda cache, req: None)
     cache.refused = {}
@@ -192,7 +192,6 @@ def cache(monkeypatch: pytest.MonkeyPatch, policy: CascadePolicy) -> Any:
         cache.refused[req.rid], req.to_finish = (status, why), compat.aborts.FINISH_ABORT(why)
 
     monkeypatch.setattr(compat, "abort_unscheduled", refuse)
-    monkeypatch.setattr(ChunkCache, "match_prefix", lambda *_: None)
     monkeypatch.setattr(StreamCache, "_longest", lambda *_: None)
     monkeypatch.setattr(StreamCache, "_fork", lambda *_: None)
     monkeypatch.setattr(StreamCache, "_turn", lambda cache, req: None)
@@ -203,7 +202,7 @@ def admit(cache: Any, *requests: SimpleNamespace) -> list[str]:
     """Look at requests one after the other, as a scheduler does that makes a batch; the ids of those that run."""
     running = []
     for req in requests:
-        cache.match_prefix(SimpleNamespace(req=req, key=None))
+        cache.find_row(req, None)
         if req.to_finish is None:
             cache.claim(req)
             running.append(req.rid)

@@ -1,0 +1,50 @@
+"""The lines of SGLang that the plugin serves. `compat` has an adapter for each.
+
+A line is a range of versions within which SGLang kept all names and fields that we use. This module imports nothing of
+SGLang, so that a version that we do not serve can be refused in words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+
+
+@dataclass(frozen=True)
+class Line:
+    """A range of versions.
+
+    Attributes:
+        first: the first version of it.
+        below: the first version above that is not of it.
+    """
+
+    first: str
+    below: str
+
+    def __str__(self) -> str:
+        return f">={self.first},<{self.below}"
+
+
+OLDER = Line("0.5.17", "0.5.18")
+NEWER = Line("0.5.23", "0.5.24")
+LINES = (OLDER, NEWER)
+
+
+def installed_sglang() -> str:
+    """Version of the installed SGLang."""
+    return version("sglang")
+
+
+def line_of(found: str) -> Line | None:
+    """The line that a version of SGLang belongs to; None where it belongs to none."""
+    from packaging.version import Version
+
+    return next((line for line in LINES if Version(line.first) <= Version(found) < Version(line.below)), None)
+
+
+@cache
+def current() -> Line:
+    """The line of the installed SGLang; the newest one where it belongs to none, which is refused at the start."""
+    return line_of(installed_sglang()) or LINES[-1]

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import sglang_ext
+from sglang_ext import lines
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.launch import early
 from sglang_ext.launch.options import add_flags, given
@@ -71,9 +73,8 @@ def given_flags(argv: Sequence[str]) -> JsonObject:
     for action in parser._actions:
         action.default, action.required = argparse.SUPPRESS, False
     if "--config" in argv:
-        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
-
-        argv = ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+        merger = pkgutil.resolve_name(lines.current().config_merger)
+        argv = merger(parser).merge_config_with_args(list(argv))
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         raise ValueError(

@@ -18,17 +18,19 @@ class Line:
     Attributes:
         first: the first version of it.
         below: the first version above that is not of it.
+        config_merger: `module:class` of SGLang's that reads a server's arguments from a file.
     """
 
     first: str
     below: str
+    config_merger: str
 
     def __str__(self) -> str:
         return f">={self.first},<{self.below}"
 
 
-OLDER = Line("0.5.17", "0.5.18")
-NEWER = Line("0.5.23", "0.5.24")
+OLDER = Line("0.5.17", "0.5.18", "sglang.srt.server_args_config_parser:ConfigArgumentMerger")
+NEWER = Line("0.5.23", "0.5.24", "sglang.srt.utils.server_args_config_parser:ConfigArgumentMerger")
 LINES = (OLDER, NEWER)
 
 

@@ -268,7 +268,8 @@ def chunked_prefill_size(model_runner: Any) -> int:
 
 def model_path(model_runner: Any) -> tuple[str, bool]:
     """Where the model is, as the server was told, and whether its weights were loaded from there."""
-    return str(model_runner.server_args.model_path), model_runner.server_args.load_format != "dummy"
+    server_args = resolved(model_runner.server_args)
+    return str(server_args.model_path), server_args.load_format != "dummy"
 
 
 def request_rows(batch: Any) -> list[int]:

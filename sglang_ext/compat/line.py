@@ -7,7 +7,6 @@ from sglang_ext import lines
 if lines.current() is lines.OLDER:
     from sglang_ext.compat.v0_5_17 import (
         LEAVES_OUT_ENDING,
-        ConfigArgumentMerger,
         RadixTree,
         TreelessCache,
         capture_variant,
@@ -29,7 +28,6 @@ if lines.current() is lines.OLDER:
 else:
     from sglang_ext.compat.v0_5_23 import (
         LEAVES_OUT_ENDING,
-        ConfigArgumentMerger,
         RadixTree,
         TreelessCache,
         capture_variant,
@@ -51,7 +49,6 @@ else:
 
 __all__ = [
     "LEAVES_OUT_ENDING",
-    "ConfigArgumentMerger",
     "RadixTree",
     "TreelessCache",
     "capture_variant",

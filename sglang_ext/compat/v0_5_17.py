@@ -11,9 +11,8 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.runner_utils import get_capture_lora_variant as capture_variant
-from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 
-__all__ = ["ConfigArgumentMerger", "capture_variant"]
+__all__ = ["capture_variant"]
 
 LEAVES_OUT_ENDING = False
 """Whether SGLang leaves requests that end in the step on the way out of the next decoding step by itself."""

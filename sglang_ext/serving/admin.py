@@ -104,5 +104,5 @@ def show_metrics(scheduler: Scheduler) -> None:
         return
     metrics = getattr(scheduler, "ext_metrics", None)
     if metrics is None:
-        metrics = scheduler.ext_metrics = SchedulerMetrics(scheduler.server_args.served_model_name)
+        metrics = scheduler.ext_metrics = SchedulerMetrics(compat.resolved(scheduler.server_args).served_model_name)
     metrics.show(mode_of(scheduler.tree_cache).stats(scheduler))

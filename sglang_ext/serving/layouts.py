@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from sglang_ext import compat
 from sglang_ext.config import PoolOptions
 from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.channel import Channel
@@ -60,7 +61,7 @@ class Layouts:
                 self._workers.tokenizer(),
                 self.manager.model_config.vocab_size,
                 self.manager.model_config.hf_eos_token_id,
-                self.manager.server_args.grammar_backend,
+                compat.resolved(self.manager.server_args).grammar_backend,
             )
         check_labels(self._label_check, version.definition, old.definition if old is not None else None)
 

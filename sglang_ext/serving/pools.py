@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from sglang_ext import compat
 from sglang_ext.config import PoolOptions, RequestOptions, check_name
 from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.access import may_see_definitions
@@ -47,7 +48,7 @@ class PoolService:
         self._streams = system.streams
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
         self.metrics = TokenizerMetrics(
-            manager.enable_metrics, manager.server_args.served_model_name, self.settings.pool_metrics
+            manager.enable_metrics, compat.resolved(manager.server_args).served_model_name, self.settings.pool_metrics
         )
         self.store = PoolStore(directory) if directory else None
         self._restore, self.damaged = self.store.load(self.settings.strict_pool_dir) if self.store else ({}, [])

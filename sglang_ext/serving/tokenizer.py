@@ -345,7 +345,7 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         end = ""
         params["custom_params"] = {WIRE_KEY: row.dump(), **passed_on}
         if options.constrain == "labels":
-            end = constrain(params, labels, *answer, manager.server_args.grammar_backend)
+            end = constrain(params, labels, *answer, compat.resolved(manager.server_args).grammar_backend)
             if params.get("no_stop_trim"):
                 end = ""
         obj.sampling_params = params

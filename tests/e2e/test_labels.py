@@ -18,6 +18,7 @@ import requests
 import torch
 from tokenizers import Tokenizer, decoders
 
+from sglang_ext import lines
 from sglang_ext.config import PoolOptions
 from tests.e2e.server import Server, error_of, model, until
 from tests.oracle import models, oracle
@@ -353,6 +354,11 @@ def mistaken_model() -> Path:
 def test_a_tokenizer_that_the_grammar_mistakes_is_found_when_a_pool_is_put() -> None:
     with Server(mistaken_model(), max_total_tokens=4000) as server:
         answer = server.call("PUT", "/v1/pools/p", json={"demonstrations": pool_of(["card issue"])})
+        if lines.current() is lines.NEWER:  # its xgrammar takes the tokenizer for what it is
+            until(lambda: server.pool("p")["status"] == "ready")
+            asked = ask(server, custom_params={"pool": "p", "constrain": "labels"})
+            assert asked.json()["text"] == "card issue"
+            return
         assert answer.status_code == 400, answer.text
         assert "cannot spell the output 'card issue'" in error_of(answer) and "BYTE_FALLBACK" in error_of(answer)
 

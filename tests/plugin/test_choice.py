@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext import compat
+from sglang_ext import compat, lines
 from sglang_ext.attention import backend, choice, select
 from sglang_ext.serving import checks
 from sglang_ext.systems.registry import systems
@@ -52,14 +52,21 @@ def test_what_is_mixed_over_sglangs_backends_is_there() -> None:
         assert f"class {kind}(ViewBackend, " in Path(spec.origin).read_text()
 
 
-def test_sglang_says_which_backend_it_would_choose() -> None:
-    from sglang.srt.server_args import ServerArgs
+def test_sglang_says_which_backend_it_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["server_args", "use_mla_backend", "model_config"]
+    if lines.current() is lines.OLDER:
+        from sglang.srt.server_args import ServerArgs
 
-    asked = inspect.signature(ServerArgs._get_default_attn_backend).parameters
-    assert list(asked) == ["self", "use_mla_backend", "model_config"]
-    args = SimpleNamespace(_get_default_attn_backend=lambda *given: given)
+        assert list(inspect.signature(ServerArgs._get_default_attn_backend).parameters) == ["self", *asked[1:]]
+        args = SimpleNamespace(_get_default_attn_backend=lambda *given: (args, *given))
+    else:
+        from sglang_ext.compat import v0_5_23
+
+        assert list(inspect.signature(v0_5_23.get_default_attn_backend).parameters) == asked
+        monkeypatch.setattr(v0_5_23, "get_default_attn_backend", lambda *given: given)
+        args = SimpleNamespace()
     runner = SimpleNamespace(server_args=args, use_mla_backend=False, model_config=1)
-    assert compat.default_attention(runner) == (False, 1)
+    assert compat.default_attention(runner) == (args, False, 1)
 
 
 def test_what_a_layer_passes_that_nobody_reads_is_refused() -> None:

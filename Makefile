@@ -1,11 +1,14 @@
 # `make demo` and `make test` set everything up. Needed: make, and Python 3.10 to 3.12 with pip. No GPU.
 #   PYTHON=/path/to/python  the interpreter to build the environment with (default: the first that fits)
+#   SGLANG=0.5.23           another line of SGLang, in a folder of its own: make test SGLANG=0.5.23 (Python 3.11 or 3.12)
 #   ARGS="..."              more arguments for the command: make test ARGS="-k exactness", make demo ARGS="--queries 50"
 #   MINUTES=60 ANSWERS=20000 JSON=FILE   of `make soak`: how long, how many answers at least, where the summary goes
 #   WORKERS=N               processes that run tests, a file each at a time (default: 2; 0: in one, as where there is a GPU)
 
 SHELL := /bin/sh
-VENV ?= .venv
+# The line of SGLang to build the environment with: the oldest of each line that lines.py names. Each has its own folder.
+SGLANG ?= 0.5.17
+VENV ?= $(if $(filter 0.5.17,$(SGLANG)),.venv,.venv-$(SGLANG))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
@@ -15,6 +18,10 @@ MINUTES ?= 15
 # Whether a Python is one we support, and whether it can install things. A name on PATH need not run (pyenv leaves such).
 FITS := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
+
+# What we need beside SGLang, whose version in pyproject.toml is that of the default line.
+NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*(x for x in p["dependencies"] + p["optional-dependencies"]["dev"] if not x.startswith("sglang")), sep="\n")
 
 .PHONY: help demo test test-all soak models-table lint format docs env clean
 
@@ -89,7 +96,13 @@ $(READY): pyproject.toml
 	  $(BIN)/python -m ensurepip --default-pip >/dev/null; \
 	fi
 	@echo "installing sglang-ext and what it needs into $(VENV) (the first time: about 9 GB, a few minutes)"
+ifeq ($(SGLANG),0.5.17)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+else
+	@$(BIN)/python -c '$(NEEDS)' > $(VENV)/needs.txt && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check sglang==$(SGLANG) -r $(VENV)/needs.txt && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+endif
 	@touch $@
 
 clean:

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_ext import lines
 from sglang_ext.names import ServerArgs
 from sglang_ext.quiet import leave_out_gpu_warnings
 
@@ -80,10 +81,12 @@ class TorchCpuPlatform(SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 
-    def get_mha_kv_pool_cls(self) -> type:
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    if lines.current() is lines.OLDER:  # the newer line takes its own class, and warns of platforms that name one
 
-        return MHATokenToKVPool
+        def get_mha_kv_pool_cls(self) -> type:
+            from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+            return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.compat.line import capture_variant
+from sglang_ext.compat.line import capture_scope, capture_variant, replay_scope
 
 _VIEWS, _PLAIN = "lora", "nolora"  # SGLang's two labels of decode graphs; LoRA is refused beside views
 
@@ -55,7 +55,7 @@ def capture_whole(graphs: Any, shape_key: Any, forward: Callable[[], Any]) -> No
         graphs._tp_group.barrier()
         forward()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=graphs._pool, stream=graphs._capture_stream):
+    with capture_scope(), torch.cuda.graph(graph, pool=graphs._pool, stream=graphs._capture_stream):
         out = forward()
         rows = graphs._output_rows(out, shape_key.size)
         graphs._copy_output_to_buffer(out, graphs._shared_output_buffer, rows)
@@ -72,5 +72,6 @@ def whole_graph_size(runner: Any, forward_batch: Any) -> int | None:
 
 def replay_whole(graphs: Any, shape_key: Any) -> Any:
     """Replay a graph of `capture_whole`; returns what SGLang's `replay` returns."""
-    getattr(graphs, _WHOLE)[shape_key].replay()
+    with replay_scope():
+        getattr(graphs, _WHOLE)[shape_key].replay()
     return graphs._outputs[shape_key]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import nullcontext as capture_scope
+from contextlib import nullcontext as replay_scope
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.runner_utils import get_capture_lora_variant as capture_variant
 
-__all__ = ["capture_variant"]
+__all__ = ["capture_scope", "capture_variant", "replay_scope"]
 
 LEAVES_OUT_ENDING = False
 """Whether SGLang leaves requests that end in the step on the way out of the next decoding step by itself."""

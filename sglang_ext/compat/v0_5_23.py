@@ -20,8 +20,10 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora_variant as capture_variant
+from sglang.srt.model_executor.runner_utils.pool import graph_pool_capture_scope as capture_scope
+from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope as replay_scope
 
-__all__ = ["capture_variant"]
+__all__ = ["capture_scope", "capture_variant", "replay_scope"]
 
 LEAVES_OUT_ENDING = True
 """Whether SGLang leaves requests that end in the step on the way out of the next decoding step by itself."""

@@ -33,7 +33,7 @@ BELOW: dict[str, set[str]] = {
     "attention": {"cache", "compat", "config", "kernels", "policies", "systems"},
     "serving": {"attention", "cache", "compat", "config", "hooks", "policies", "retrievers", "settings", "systems"},
     "plugin": {"attention", "cache", "config", "hooks", "lines", "serving", "settings", "systems"},
-    "platform_cpu": {"quiet"},
+    "platform_cpu": {"lines", "quiet"},
     "": {"serving"},  # the package itself
     "assets": set(),
 }

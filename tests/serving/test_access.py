@@ -178,3 +178,23 @@ def test_a_short_id_ends_no_other_requests() -> None:
     server.ext_pools = None
     dispatch(compat.AbortReq(rid="a"))
     assert sent[4].abort_all and sent[5] == "another message" and sent[6].rid == "a"
+
+
+def test_work_in_the_loops_threads_knows_whose_key_was_shown() -> None:
+    """SGLang 0.5.23 converts chats there, which asks whether the caller may see a pool's definition."""
+    keys, found = Keys(USER, ADMIN), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            loop = asyncio.get_running_loop()
+            found.append(await loop.run_in_executor(None, may_see_definitions, manager(keys)))
+
+    async def serve() -> None:
+        middleware = CallerMiddleware(app, keys, fastapi.FastAPI())
+        await middleware({"type": "lifespan"}, None, None)
+        for key in (ADMIN, USER, ADMIN):
+            headers = [(b"authorization", f"Bearer {key}".encode())]
+            await middleware({"type": "http", "path": "/health", "headers": headers}, None, None)
+
+    asyncio.run(serve())
+    assert found == [True, False, True]

@@ -23,12 +23,13 @@ FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, 10) <= sys.
 NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
   print(*(x for x in p["dependencies"] + p["optional-dependencies"]["dev"] if not x.startswith("sglang")), sep="\n")
 
-.PHONY: help demo test test-all soak models-table lint format docs env clean
+.PHONY: help demo test test-all test-lines soak models-table lint format docs env clean
 
 help:
 	@echo "make demo    answer 250 questions from a pool of demonstrations, on this machine"
 	@echo "make test    run the tests but the slow ones: ten minutes on two cores, with real engines of every system"
 	@echo "make test-all  run all tests"
+	@echo "make test-lines  run the tests that start engines with the newer SGLang, in an environment of its own (11 GB)"
 	@echo "make soak    32 clients mix everything for 15 minutes, every answer checked (MINUTES=60 ANSWERS=20000)"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    write the tables of options and of results in README.md and docs/"
@@ -48,6 +49,12 @@ test test-all: $(READY)
 	  echo "pytest-xdist is not installed in $(VENV): tests run in one process"; \
 	fi; \
 	$(BIN)/python -m pytest $$workers $(CHOSEN) $(ARGS)
+
+# The other line of SGLang: real engines of every system, and what the adapters change.
+LINES := tests/packaging/test_imports.py tests/plugin/test_radix.py tests/plugin/test_streams.py $(addprefix tests/e2e/test_, \
+  stock.py exactness.py cascade.py double_p.py ltri.py hooks.py http_pools.py)
+test-lines:
+	@$(MAKE) --no-print-directory test-all SGLANG=0.5.23 ARGS="$(LINES)"
 
 soak: $(READY)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(ANSWERS),--answers $(ANSWERS)) $(if $(JSON),--json $(JSON)) $(ARGS)

@@ -157,6 +157,8 @@ class RadixTree(RadixCache):
         return super().path_device_indices(node) if slots is None else slots
 
     def checkpoint(self, req: Any, *, up_to: int) -> None:
+        if req.finished():  # what a request leaves is known before the tree is given its tokens
+            self.let_go(req.kv.req_pool_idx)
         kept = None if self.disable else self.keep_row(req, up_to, not req.finished())
         if kept is None:
             super().checkpoint(req, up_to=up_to)
@@ -168,7 +170,8 @@ class RadixTree(RadixCache):
         req.lock, req.last_node = self.lock(node), node
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        self.let_go(req.kv.req_pool_idx)
+        if not (checkpointed and req.finished()):
+            self.let_go(req.kv.req_pool_idx)
         if self.has_row(req) and req.finished():
             self.ended(req)
         super().on_release(req, checkpointed=checkpointed)

@@ -41,12 +41,15 @@ class Served:
         self.tokenizer = models.load_tokenizer(folder)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], options: Any = None, new_tokens: int = NEW_TOKENS
+        self, prompts: Sequence[Sequence[int]], options: Any = None, new_tokens: int = NEW_TOKENS, *, fixed: bool = True
     ) -> list[dict[str, Any]]:
-        """meta_info of each answer; `options` is custom_params, one for all or one each."""
+        """meta_info of each answer; `options` is custom_params, one for all or one each.
+
+        SGLang 0.5.23 never takes more requests of a `fixed` length than it has room for.
+        """
         listed = options if isinstance(options, list) else [options] * len(prompts)
         params = [
-            {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "custom_params": each or None}
+            {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": fixed, "custom_params": each or None}
             for each in listed
         ]
         out = self.engine.generate(
@@ -443,13 +446,12 @@ def test_an_aborted_request_leaves_nothing(served: Served) -> None:
 def test_retracted_requests_are_clustered_again(served: Served) -> None:
     """Under p = 1 a retraction changes no token; afterwards nothing is held that the tree does not have."""
     served.empty()
-    prompts = [prompt_of(150, 80 + seed) for seed in range(8)]
-    answers = served.generate(prompts, {"p1": 1, "p2": 1}, new_tokens=230)
+    prompts = [prompt_of(150, 80 + seed) for seed in range(12)]
+    answers = served.generate(prompts, {"p1": 1, "p2": 1}, new_tokens=600, fixed=False)
     assert sum(meta["num_retractions"] for meta in answers) > 0, "nothing was retracted"
     compared = 0
     for prompt, meta in zip(prompts, answers, strict=True):
-        assert meta["completion_tokens"] == 230
-        if len(meta["output_token_logprobs"]) == 230:
+        if len(meta["output_token_logprobs"]) == meta["completion_tokens"]:
             assert served.dense_deviation(prompt, meta) < TOLERANCE
             compared += meta["num_retractions"] > 0
     assert compared, "no answer that was retracted has all of its log-probabilities"

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext import compat
 from tests.e2e.exact import TOLERANCE, Answer, Ask, Served
 from tests.oracle import models, oracle
 
@@ -215,17 +216,20 @@ def test_many_selections_in_one_batch(served, question, long_question):
 
 
 def test_no_step_for_answers_that_end_by_their_length(served, question, request):
-    """With overlap each saves the step that nobody would read, alone and among longer ones; without, there is none."""
+    """With overlap each saves the step that nobody would read, alone and among longer ones; without, there is none.
+
+    SGLang 0.5.23 leaves such requests out by itself.
+    """
 
     def saved():
         return served.engine.get_server_info()["internal_states"][0]["sglang_ext"]["steps_saved"]
 
-    overlap = "no_overlap" not in request.node.name
+    ours = "no_overlap" not in request.node.name and not compat.LEAVES_OUT_ENDING
     for lengths in ([1], [4], [1, 2, 2, 5, 9]):
         before = saved()
         answers = served.generate([Ask(POOLS[0], question, {"block_ids": [0, 2, 3]}, new_tokens=n) for n in lengths])
         assert [len(answer.tokens) for answer in answers] == lengths
-        assert saved() - before == overlap * len(lengths)
+        assert saved() - before == ours * len(lengths)
         served.assert_exact(answers)
 
 

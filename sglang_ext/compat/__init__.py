@@ -59,15 +59,18 @@ from sglang_ext.compat.manager import (
     streams_parts,
 )
 from sglang_ext.compat.models import refuse_config, refuse_model
+from sglang_ext.compat.scales import UNSCALED, KVScales, kv_scales
 from sglang_ext.compat.slots import after_forward, set_released, set_reserved, take_slots
 
 __all__ = [
+    "UNSCALED",
     "AbortReq",
     "AddReqResult",
     "AttentionShape",
     "ChunkCache",
     "GenerateReqInput",
     "InsertParams",
+    "KVScales",
     "MatchPrefixParams",
     "MatchResult",
     "NextBatchPlan",
@@ -100,6 +103,7 @@ __all__ = [
     "key_opens",
     "kv_by_layer",
     "kv_bytes_per_token",
+    "kv_scales",
     "load_weights",
     "logical_rid",
     "logical_rids",
@@ -342,9 +346,13 @@ def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
     return note
 
 
-def write_kv(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Store a layer's new keys and values at `slots`."""
-    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values)
+def write_kv(
+    pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scales: KVScales
+) -> None:
+    """Store a layer's new keys and values at `slots`, divided by their scales."""
+    # The layer's own tensors, as SGLang's backends pass them: by a number PyTorch divides with other last bits.
+    by = (None, None) if scales is UNSCALED else (layer.k_scale, layer.v_scale)
+    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values, *by)
 
 
 def metrics_enabled(scheduler: Any) -> bool:

@@ -9,4 +9,4 @@ ASSIGNMENTS = ("inner", "l2")
 """By what k-means gives a key to a cluster: the inner product with its centroid, or the distance to it."""
 
 CENTROIDS = ("same", "float8")
-"""Types of centroids: the KV cache's, or float8 e4m3, half the bytes that every step reads of every cluster."""
+"""Types of centroids: the queries', or float8 e4m3, half the bytes that every step reads of every cluster."""

@@ -48,7 +48,7 @@ class Clustering(Middle):
         iterations: rounds of k-means.
         append: so many new tokens are clustered at once.
         assignment: `inner` product on mean-centred keys, or `l2`.
-        centroids: type in which they are kept and scored: the KV cache's (`same`), or `float8` (e4m3), half the bytes.
+        centroids: type in which they are kept and scored: the queries' (`same`), or `float8` (e4m3), half the bytes.
     """
 
     cluster: int = field(default=16, kw_only=True)

@@ -233,6 +233,7 @@ def after_compute_cell_size(result: int, _configurator: Passed, kvc: KVCacheConf
         return result
     config = kvc.model_config
     kv_heads = config.get_num_kv_heads(get_parallel().attn_tp_size)
-    shape = KVShape(num_layers, kv_heads, config.head_dim, config.v_head_dim, kvc.kv_cache_dtype.itemsize)
+    itemsizes = kvc.kv_cache_dtype.itemsize, kvc.model_dtype.itemsize
+    shape = KVShape(num_layers, kv_heads, config.head_dim, config.v_head_dim, *itemsizes)
     in_kernels = kernels(system, kvc.server_args.dtype) != "torch"
     return result + system.make_policy(kvc.server_args.tp_size).extra_bytes_per_token(shape, in_kernels)

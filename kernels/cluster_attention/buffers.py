@@ -321,7 +321,7 @@ class RowBuffers:
         Args:
             query: [batch, heads, head_dim], each row contiguous, rotated at its own position; rows beyond the loaded
                 batch are padding. At most `capacity.rows`.
-            keys: [num_slots, kv_heads, head_dim] contiguous, in query's dtype.
+            keys: [num_slots, kv_heads, head_dim] contiguous, in query's dtype or float8 e4m3.
             values: [num_slots, kv_heads, value_dim] likewise.
             pool: the clusters of this layer.
             scale: factor of the logits.

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.kernels.cluster_attention.types import ClusterRows, DenseTokens
+from sglang_ext.kernels.float8 import FLOAT8, bytes_of
 from sglang_ext.kernels.kmeans.clusters import Clusters
-
-FLOAT8 = torch.float8_e4m3fn
 
 
 def centroid_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
@@ -120,10 +119,7 @@ class ClusterPool:
             )
         places = tiles.long()
         new = narrowed(clusters.centroids, self.centroids.dtype)
-        if new.dtype == FLOAT8:  # which PyTorch does not index
-            self.centroids.view(torch.uint8)[..., places, :, :, :] = new.view(torch.uint8)
-        else:
-            self.centroids[..., places, :, :, :] = new
+        bytes_of(self.centroids)[..., places, :, :, :] = bytes_of(new)
         self.values[..., places, :, :, :] = clusters.values.to(self.values.dtype)
         self.sizes[..., places, :, :] = clusters.sizes
         self.starts[..., places, :, :] = clusters.starts + begin

@@ -262,6 +262,7 @@ def _attend(
                     mask=visible[:, None] & (v < VALUE_DIM)[None, :],
                     other=0.0,
                 )
+                keys, values = keys.to(q.dtype), values.to(q.dtype)  # of float8 alone it is another type
                 x = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * (scale * log2e)
                 x = tl.where(own & visible[None, :], x, float("-inf"))
                 top, total, acc, weight = _update(top, total, acc, x)
@@ -362,8 +363,9 @@ def cluster_attention(
     """`reference.cluster_attention` on the device: a fixed grid; all counts are read from tensors.
 
     Args:
-        query: [batch, rotations, heads, head_dim], each request's contiguous, in the caches' dtype. With several
-            rotations, the selection is numbered with `run` the clusters of a tile and `align` = `aligned(dense.tile)`.
+        query: [batch, rotations, heads, head_dim], each request's contiguous, in the caches' dtype, or these are float8
+            e4m3; the pool's mean values are in the query's. With several rotations, the selection is numbered with
+            `run` the clusters of a tile and `align` = `aligned(dense.tile)`.
         key_cache: [num_slots, kv_heads, head_dim] contiguous.
         value_cache: [num_slots, kv_heads, value_dim] contiguous.
         pool, reads, scale: as in the reference, contiguous. A selection that is `expanded` has filled this very
@@ -380,8 +382,9 @@ def cluster_attention(
     """
     rows, dense, selection, logits = reads.rows, reads.dense, reads.selection, reads.logits
     check(query, pool, rows, dense)
-    for tensor in (pool.values, key_cache, value_cache):
-        _check_dtype(query, tensor)
+    _check_dtype(query, pool.values)
+    for cache in (key_cache, value_cache):
+        _check_dtype(query, cache, float8=key_cache.dtype == value_cache.dtype == FLOAT8)
     batch, rotations, heads, dim = query.shape
     _, kv_heads, width, value_dim = pool.values.shape
     group, count = heads // kv_heads, batch * kv_heads
@@ -467,8 +470,8 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def _check_dtype(query: torch.Tensor, other: torch.Tensor) -> None:
-    if query.dtype != other.dtype or not query[:1].is_contiguous() or not other.is_contiguous():
+def _check_dtype(query: torch.Tensor, other: torch.Tensor, float8: bool = False) -> None:
+    if (query.dtype != other.dtype and not float8) or not query[:1].is_contiguous() or not other.is_contiguous():
         raise ValueError(
             f"query {query.dtype} (each request's contiguous: {query[:1].is_contiguous()}) beside {other.dtype} "
             f"(contiguous: {other.is_contiguous()}): expected contiguous tensors of one dtype"

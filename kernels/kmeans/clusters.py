@@ -97,6 +97,8 @@ def check(
         )
     for one, caches in ((first, key_caches), (last, value_caches)):
         for cache in caches:
+            if cache.dtype.itemsize == 1:
+                raise ValueError(f"caches of {cache.dtype}: k-means sums 16 bits or more; see `kernels.float8.widened`")
             if cache.shape != one.shape or cache.dtype != one.dtype:
                 raise ValueError(
                     f"layers of {tuple(one.shape)} {one.dtype} and {tuple(cache.shape)} {cache.dtype}: expected caches "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang_ext.kernels.float8 import FLOAT8
 from sglang_ext.kernels.view_attention import triton_impl
 from sglang_ext.kernels.view_attention.buffers import DTYPES, PlanBuffers
 from sglang_ext.kernels.view_attention.config import Config
@@ -28,7 +29,8 @@ def view_attention_plan(
         query: [rows, heads, head_dim], rotated at the rows' positions; head_dim a multiple of 16. Rows beyond the
             plan's are padding.
         buffers: holds the plan.
-        key_cache: [num_slots, kv_heads, head_dim] float32, bfloat16 or float16, rotated at the written positions.
+        key_cache: [num_slots, kv_heads, head_dim] float32, bfloat16, float16 or float8 e4m3, rotated at the written
+            positions. Float8 needs a `config` without groups.
         value_cache: [num_slots, kv_heads, value_dim] in the same type; value_dim a multiple of 16.
         scale: factor of the logits, usually head_dim ** -0.5.
         out: [rows, heads, value_dim] to be written, any floating type; made in the query's type when left out.
@@ -118,10 +120,10 @@ def _check_attention(
             raise ValueError(
                 f"{name} cache {tuple(cache.shape)}: expected [num_slots, {buffers.kv_heads}, {dim}], a multiple of 16"
             )
-    if key_cache.dtype not in DTYPES or value_cache.dtype != key_cache.dtype or query.dtype not in DTYPES:
+    if key_cache.dtype not in (*DTYPES, FLOAT8) or value_cache.dtype != key_cache.dtype or query.dtype not in DTYPES:
         raise ValueError(
             f"query {query.dtype}, keys {key_cache.dtype}, values {value_cache.dtype}: expected types of {DTYPES}, "
-            "equal for keys and values; use view_attention for others"
+            f"equal for keys and values, which may be {FLOAT8}, too; use view_attention for others"
         )
     for name, tensor in (("query", query), ("key cache", key_cache), ("value cache", value_cache)):
         if tensor.stride(2) != 1:

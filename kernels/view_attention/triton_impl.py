@@ -2,7 +2,8 @@
 
 Exactness: a key written at m and seen at m + delta is met by the query row rotated by -delta (Su et al., 2021, section
 3.2.2: rotations compose), each (row, item) is a softmax with float32 sums (Milakov and Gimelshein, 2018), and items
-merge by log-sum-exp; only the rounding of the rotated query and of the weights to the caches' type is lost.
+merge by log-sum-exp; only the rounding of the rotated query and of the weights to the caches' type is lost. Caches in
+float8 are widened to the query's type, exactly, and multiplied in it: it takes their type's place then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang_ext.kernels.float8 import FLOAT8
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, copies_tiles
 from sglang_ext.kernels.view_attention.config import Config
 
@@ -33,6 +35,8 @@ def _dot(a, b, acc):
 @triton.jit
 def _online(acc, total, top, q, k, v, token, limit, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
     """One step of the online softmax, in powers of two; the logits' factor is in q already."""
+    k = k.to(q.dtype)  # of float8 alone it is another type
+    v = v.to(q.dtype)
     logits = _dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32))
     if MASKED:
         logits = tl.where(token[None, :] < limit[:, None], logits, float("-inf"))
@@ -213,6 +217,7 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE_STAGES: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):
     """One worker's items for one key-value head; neighbouring programs read neighbouring heads of the same tokens."""
     program = tl.program_id(0)
@@ -225,6 +230,7 @@ def _attend(
     local = line // GROUP
     head = kv_head * GROUP + line % GROUP
     value_dim = tl.arange(0, BLOCK_V)
+    DTYPE: tl.constexpr = query.dtype.element_ty if FLOAT8 else key_cache.dtype.element_ty
 
     first_item = tl.load(work_ptr + worker)
     last_item = tl.load(work_ptr + worker + 1)
@@ -244,7 +250,7 @@ def _attend(
         stride_query_row,
         stride_query_head,
         scale_log2,
-        key_cache.dtype.element_ty,
+        DTYPE,
         HEAD_DIM,
         BLOCK_D,
         ROTARY,
@@ -343,7 +349,7 @@ def _attend(
             stride_query_row,
             stride_query_head,
             scale_log2,
-            key_cache.dtype.element_ty,
+            DTYPE,
             HEAD_DIM,
             BLOCK_D,
             ROTARY,
@@ -464,6 +470,7 @@ def attend(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         TILE_STAGES=stages,
+        FLOAT8=key_cache.dtype == FLOAT8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

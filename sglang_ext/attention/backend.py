@@ -67,9 +67,11 @@ class ViewBackend(_Base):
         make_reader: what reads it.
 
     Raises:
-        ValueError: the model, or its memory, is none that the policy or the reader serves.
+        ValueError: the model, or its memory, is none that the reader serves.
 
     Attributes:
+        scales: whether SGLang's own backend divides keys and values by the checkpoint's scales where it stores them in
+            8 bits. What this one stores must be the same, since requests share it.
         reader: serves batches with views.
         prepared: what the reader knows of the batch at hand on the host (`Reader.step`); None for a batch that the base
             serves, and where a CUDA graph is captured.
@@ -78,8 +80,9 @@ class ViewBackend(_Base):
             there is none.
     """
 
+    scales: bool = True
+
     def __init__(self, model_runner: ModelRunner, policy: Policy, make_reader: MakeReader) -> None:
-        compat.refuse_model(model_runner)
         super().__init__(model_runner)
         self.policy = policy
         self.requests = RequestTable(policy)
@@ -186,19 +189,21 @@ class ViewBackend(_Base):
         forward_batch: ForwardBatch,
         save: bool,
     ) -> torch.Tensor:
-        new = None
+        new, scales = None, compat.kv_scales(self._pool, layer) if self.scales else compat.UNSCALED
         if k is not None and v is not None:
             if self.reader.writes:
                 keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
                 new = keys, v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)
             elif save:
-                compat.write_kv(self._pool, layer, forward_batch.out_cache_loc, k, v)
+                compat.write_kv(self._pool, layer, forward_batch.out_cache_loc, k, v, scales)
         caches = self._pool.get_key_buffer(layer.layer_id), self._pool.get_value_buffer(layer.layer_id)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if layer.layer_id == compat.first_layer(self._pool):  # graphs are captured after runs that warm them up
             self._carry = {}
-        call = LayerCall(layer.layer_id, query, new, caches, layer.scaling, self.loaded, self._carry)
-        return self.reader.read(call).flatten(1)
+        scale = layer.scaling * scales.keys  # logits are linear in the keys, and outputs in the values
+        call = LayerCall(layer.layer_id, query, new, caches, scale, self.loaded, self._carry)
+        out = self.reader.read(call).flatten(1)
+        return out if scales.values == 1.0 else out * scales.values
 
     # ---- CUDA graphs of decoding steps ----
 

@@ -152,7 +152,7 @@ class CascadePolicy(StreamPolicy):
 
     # ---- requests ----
 
-    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]], dtype: torch.dtype) -> None:
         self._caches = caches
 
     def keep_in(self, begin: Callable[[Cascade], Stream]) -> None:

@@ -17,7 +17,8 @@ KERNELS_ENV = "SGLANG_EXT_KERNELS"
 """Environment variable:
 
 - `auto`, the default: what has been measured for this machine: `flashinfer` on Hopper GPUs in half precision, `torch`
-  elsewhere, and for systems that have no kernels or whose kernels must be asked for (`System.automatic`).
+  elsewhere, and for systems that have no kernels or whose kernels must be asked for (`System.automatic`). With a KV
+  cache in float8 `triton` takes the place of `flashinfer`.
 - `torch`: the reference, on any device, without CUDA graphs.
 - `triton`: the system's kernels (`System.kernels`), with CUDA graphs on a GPU and in Triton's interpreter (slow)
   without one.
@@ -38,25 +39,32 @@ PLAIN = ("auto", "fa3", "flashinfer")
 FLOAT32 = ("float32", "float")
 
 
-def kernels(system: System, dtype: str) -> str:
+def kernels(system: System, dtype: str, float8: bool = False) -> str:
     """What serves a system here: `torch`, `triton` or `flashinfer`.
 
     Args:
         system: one that has no kernels is served by `torch`.
         dtype: the server's `--dtype`; FlashInfer has no float32.
+        float8: whether the KV cache is in float8, which FlashInfer's prefill kernels are not given here.
 
     Raises:
-        ValueError: the environment asks for something else, or for FlashInfer without a GPU.
+        ValueError: the environment asks for something else, or for FlashInfer without a GPU or for float8.
     """
     chosen = os.environ.get(KERNELS_ENV, "auto")
     if chosen not in KERNELS:
         raise ValueError(f"{KERNELS_ENV}={chosen}: expected one of {', '.join(KERNELS)}")
     if chosen == "flashinfer" and not torch.cuda.is_available():
         raise ValueError(f"{KERNELS_ENV}=flashinfer needs an NVIDIA GPU and there is none: use torch or triton")
+    if chosen == "flashinfer" and float8:
+        raise ValueError(
+            f"{KERNELS_ENV}=flashinfer with a KV cache in float8: FlashInfer's prefill kernels do not read it here; use"
+            " triton or auto"
+        )
     if system.kernels is None:
         return "torch"
     if chosen == "auto":
-        return "flashinfer" if system.automatic and _hopper() and dtype not in FLOAT32 else "torch"
+        fast = "triton" if float8 else "flashinfer"
+        return fast if system.automatic and _hopper() and dtype not in FLOAT32 else "torch"
     return chosen
 
 

@@ -101,6 +101,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         self._rows: dict[int, ClusteredRow] = {}
         self._anew: WeakSet[TokenRun] = WeakSet()
         self._caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]] = dict
+        self._dtype: torch.dtype | None = None
 
     def choose(self, log_mass: torch.Tensor, config: ClusteringT) -> tuple[torch.Tensor, torch.Tensor]:
         """Which clusters a step computes token by token, and which by their centroid.
@@ -121,11 +122,11 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
         self.memory = memory
 
     def extra_bytes_per_token(self, shape: KVShape, kernels: bool) -> int:
-        centroid = 1 if kernels and self.config.centroids == "float8" else shape.itemsize
+        centroid = 1 if kernels and self.config.centroids == "float8" else shape.summary_itemsize
         return ClusterBytes.of(shape, centroid).per_token(self.config.cluster, in_tiles=kernels)
 
-    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
-        self._caches = caches
+    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]], dtype: torch.dtype) -> None:
+        self._caches, self._dtype = caches, dtype
 
     def node_hooks(self) -> Sequence[NodeHooks]:
         return (self.store,)
@@ -253,6 +254,7 @@ class ClusteredPolicy(SparsePolicy[ClusteringT]):
                 iterations=config.iterations,
                 assignment=config.assignment,
                 centroids=config.centroids,
+                dtype=self._dtype,
             )
         )
 

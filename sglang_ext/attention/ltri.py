@@ -167,7 +167,7 @@ class LtriPolicy(StreamPolicy):
             raise RuntimeError("a chunk is asked for before the KV cache is there")
         return self._chunks
 
-    def bind(self, caches: Callable[[], KVCaches]) -> None:
+    def bind(self, caches: Callable[[], KVCaches], dtype: torch.dtype) -> None:
         self._caches, kept = caches, caches()
         self.host = HostBlocks(kept, self.config.block, host_bytes(self.config.host_gb))
         keys, _ = next(iter(kept.values()))

@@ -11,6 +11,7 @@ import torch
 from sglang_ext import compat
 from sglang_ext.attention.policy import ServedModel
 from sglang_ext.attention.rope import find_rope
+from sglang_ext.kernels.float8 import FLOAT8
 from sglang_ext.names import AttentionBackend, ModelRunner
 
 
@@ -81,11 +82,21 @@ class Model:
         """Tokens of prompts that SGLang computes in one pass, at most (`--chunked-prefill-size`); 0 for any number."""
         return compat.chunked_prefill_size(self._runner)
 
-    def check_cache_type(self) -> None:
-        """Raise ValueError where the KV cache has another type than the model, as kernels expect one."""
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values in the KV cache: the model's, or float8 e4m3."""
         keys, _ = next(iter(self.caches().values()))
-        if keys.dtype != self.shape.dtype:
+        return keys.dtype
+
+    def check_cache_type(self, float8: bool = False) -> None:
+        """Raise ValueError where the KV cache has another type than kernels expect.
+
+        Args:
+            float8: whether they read float8 e4m3 beside the model's type.
+        """
+        kind = self.cache_dtype
+        if kind != self.shape.dtype and not (float8 and kind == FLOAT8):
             raise ValueError(
-                f"a KV cache of {keys.dtype} for a model in {self.shape.dtype}: expected the model's type; leave out"
+                f"a KV cache of {kind} for a model in {self.shape.dtype}: expected the model's type; leave out"
                 " --kv-cache-dtype"
             )

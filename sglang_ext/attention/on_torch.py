@@ -61,3 +61,5 @@ class TorchBackend(TorchNativeAttnBackend):
 
 class TorchViews(ViewBackend, TorchBackend):
     """SGLang's PyTorch attention, and a reader of ours for batches with views: on any device."""
+
+    scales = False  # SGLang's PyTorch attention neither divides by them nor multiplies

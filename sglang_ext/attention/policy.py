@@ -193,11 +193,12 @@ class Policy:
         """
         return 0
 
-    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+    def bind(self, caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]], dtype: torch.dtype) -> None:
         """The KV cache, for policies that read it between passes; readers in plain PyTorch call it, before the first.
 
         Args:
             caches: gives (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.
+            dtype: of the model's queries, and of keys and values unless these are in float8.
         """
 
     def meet(self, model: ServedModel) -> None:

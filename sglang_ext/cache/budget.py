@@ -26,6 +26,7 @@ class KVShape:
         kv_heads: key-value heads of a layer.
         head_dim, value_dim: components of a key, and of a value.
         itemsize: bytes of a component.
+        query_itemsize: bytes of a component of a query; 0: those of a key.
     """
 
     layers: int
@@ -33,6 +34,12 @@ class KVShape:
     head_dim: int
     value_dim: int
     itemsize: int
+    query_itemsize: int = 0
+
+    @property
+    def summary_itemsize(self) -> int:
+        """Bytes of a component of a mean key or value: a KV cache of 8 bits is summarised in the queries' type."""
+        return max(self.itemsize, self.query_itemsize)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class ClusterBytes:
     def of(cls, shape: KVShape, centroid_itemsize: int) -> ClusterBytes:
         """Bytes for a KV cache, where a component of a centroid has `centroid_itemsize`."""
         heads = shape.layers * shape.kv_heads
-        vectors = shape.head_dim * centroid_itemsize + shape.value_dim * shape.itemsize
+        vectors = shape.head_dim * centroid_itemsize + shape.value_dim * shape.summary_itemsize
         return cls(heads * (vectors + 2 * INT32), heads * 2 * INT32, heads * INT32)
 
     def per_token(self, tokens: int, in_tiles: bool) -> int:

@@ -27,6 +27,7 @@ from sglang_ext.cache.budget import SLACK, ClusterBytes, KVShape
 from sglang_ext.cache.clusters import TokenRun
 from sglang_ext.kernels.cluster_attention import ClusterPool
 from sglang_ext.kernels.cluster_attention.pool import centroid_dtype
+from sglang_ext.kernels.float8 import FLOAT8, widened
 from sglang_ext.kernels.kmeans import ClusterPlan, Clusters, kmeans_layers
 from sglang_ext.policies.clustering import Clustering
 
@@ -154,6 +155,7 @@ class ClusterMemory:
         caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
         config: Clustering,
         cluster: Callable[..., Clusters] = kmeans_layers,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Room for clusters of as many tokens as the KV cache has, plus a tenth for tiles that are partly empty.
 
@@ -161,6 +163,7 @@ class ClusterMemory:
             caches: (keys [num_slots, kv_heads, head_dim], values [num_slots, kv_heads, value_dim]) by layer.
             config: how keys are clustered.
             cluster: `kernels.kmeans.kmeans_layers` or its fast form.
+            dtype: of mean keys and values, where the KV cache is in float8; None: of the KV cache.
         """
         self._caches, self._config, self._kmeans = caches, config, cluster
         keys, values = next(iter(caches.values()))
@@ -181,18 +184,19 @@ class ClusterMemory:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(count, *shape, dtype=torch.int32, device=device)
 
-        of_centroids = centroid_dtype(config.centroids, keys.dtype)
+        self._dtype = dtype or keys.dtype
+        of_centroids = centroid_dtype(config.centroids, self._dtype)
         # One tensor for all layers, so that what is written is a few launches however many layers there are.
         self._pools = ClusterPool(
             torch.zeros(count, tiles, kv_heads, width, head_dim, dtype=of_centroids, device=device),
-            torch.zeros(count, tiles, kv_heads, width, value_dim, dtype=values.dtype, device=device),
+            torch.zeros(count, tiles, kv_heads, width, value_dim, dtype=self._dtype, device=device),
             ints(2 * tiles, kv_heads, width),
             ints(2 * tiles, kv_heads, width),
             ints(kv_heads, members),
         )
         self._lookup = torch.zeros(slots, dtype=torch.int32, device=device)
         self.layers = {layer: self._pools.layers(at) for at, layer in enumerate(caches)}
-        shape = KVShape(count, kv_heads, head_dim, value_dim, values.element_size())
+        shape = KVShape(count, kv_heads, head_dim, value_dim, values.element_size(), self._dtype.itemsize)
         self._bytes = ClusterBytes.of(shape, of_centroids.itemsize)
         self._jobs: list[Callable[[], None]] = []
         self.refused = 0
@@ -300,10 +304,11 @@ class ClusterMemory:
         place.slots = self._copied(slots)
         options = {"iterations": config.iterations, "assignment": config.assignment}
         caches, kv_heads = list(self._caches.values()), self._pools.members.shape[1]
-        layers = max(1, AT_ONCE // (place.tokens * kv_heads))
+        at_once = AT_ONCE // 4 if caches[0][0].dtype == FLOAT8 else AT_ONCE  # beside widened keys and values
+        layers = max(1, at_once // (place.tokens * kv_heads))
         for first in range(0, len(caches), layers):
             keys, values = zip(*caches[first : first + layers], strict=True)
-            found = self._kmeans(keys, values, place.slots, plan, **options)
+            found = self._kmeans(*widened(keys, values, place.slots, self._dtype), plan, **options)
             self._pools.layers(slice(first, first + layers)).write(tiles, place.begin, found, place.slots)
 
     def _token_numbers(self, place: Place) -> torch.Tensor:

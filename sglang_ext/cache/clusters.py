@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from sglang_ext import compat
 from sglang_ext.compat import TreeNode
 from sglang_ext.kernels.cluster_attention.pool import centroid_dtype, narrowed
+from sglang_ext.kernels.float8 import widened
 from sglang_ext.kernels.kmeans import ClusterPlan, kmeans
 from sglang_ext.policies.double_p import cluster_sizes
 
@@ -35,7 +36,8 @@ class Summary:
     """Clusters of one run in one layer.
 
     Attributes:
-        centroids: [kv_heads, clusters, head_dim] mean keys, as they were written, in the KV cache's dtype.
+        centroids: [kv_heads, clusters, head_dim] mean keys, as they were written, in the KV cache's dtype; in the
+            queries', where that is float8.
         values: [kv_heads, clusters, value_dim] mean values.
         sizes: [kv_heads, clusters] int32 tokens of each cluster; an empty cluster has none.
         labels: [kv_heads, tokens] int16 (int32 beyond 32,767 clusters), the cluster of each token.
@@ -154,6 +156,7 @@ def cluster_run(
     iterations: int,
     assignment: str,
     centroids: str = "same",
+    dtype: torch.dtype | None = None,
 ) -> ClusteredRun:
     """Cluster tokens in all layers (Double-P, section 4.1).
 
@@ -163,15 +166,17 @@ def cluster_run(
         begin: number of the first token.
         cluster: about how many tokens make a cluster.
         iterations, assignment: see `kernels.kmeans`.
-        centroids: type whose precision they have, of `CENTROIDS`; here they stand in the KV cache's all the same.
+        centroids: type whose precision they have, of `CENTROIDS`; here they stand in the clusters' type all the same.
+        dtype: of the clusters, where the KV cache is in float8; None: of the KV cache.
     """
     count = -(-slots.numel() // cluster)
     plan = ClusterPlan((slots.numel(),), cluster, width=count)
     kind = torch.int16 if count <= torch.iinfo(torch.int16).max else torch.int32
     layers = {}
     for layer, (keys, values) in caches.items():
-        found = kmeans(keys, values, slots, plan, iterations=iterations, assignment=assignment)
-        kept = narrowed(found.centroids[0], centroid_dtype(centroids, keys.dtype)).to(keys.dtype)
+        (wide,), (wide_values,), at = widened([keys], [values], slots, dtype)
+        found = kmeans(wide, wide_values, at, plan, iterations=iterations, assignment=assignment)
+        kept = narrowed(found.centroids[0], centroid_dtype(centroids, wide.dtype)).to(wide.dtype)
         layers[layer] = Summary(kept, found.values[0], found.sizes[0], found.labels.to(kind))
     return ClusteredRun(begin, slots.numel(), layers)
 

@@ -23,6 +23,7 @@ import torch
 from sglang_ext import compat
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease
 from sglang_ext.cache.rows import NewBlock
+from sglang_ext.kernels.float8 import bytes_of
 
 if TYPE_CHECKING:
     from sglang_ext.cache.radix import BlockRadixCache
@@ -74,8 +75,9 @@ class HostTier:
     """
 
     def __init__(self, caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]], size: int) -> None:
-        self._caches = caches
-        self.pages = HostBlocks(caches, PAGE, size)
+        # As they are stored: PyTorch does not write float8 by index everywhere.
+        self._caches = {layer: (bytes_of(keys), bytes_of(values)) for layer, (keys, values) in caches.items()}
+        self.pages = HostBlocks(self._caches, PAGE, size)
         self.blocks: dict[str, HostBlock] = {}
         self.wanted: set[str] = set()
         self.waiting: dict[str, None] = {}

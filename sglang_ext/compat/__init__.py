@@ -75,15 +75,19 @@ from sglang_ext.compat.manager import (
     streams_parts,
 )
 from sglang_ext.compat.models import refuse_config, refuse_model
+from sglang_ext.compat.nodes import node_begin, path_slots, tree_nodes
+from sglang_ext.compat.scales import UNSCALED, KVScales, kv_scales
 from sglang_ext.compat.slots import after_forward, take_slots
 
 __all__ = [
     "LEAVES_OUT_ENDING",
+    "UNSCALED",
     "AbortReq",
     "AddReqResult",
     "AttentionShape",
     "GenerateReqInput",
     "InsertParams",
+    "KVScales",
     "MatchPrefixParams",
     "MatchResult",
     "NextBatchPlan",
@@ -123,6 +127,7 @@ __all__ = [
     "key_opens",
     "kv_by_layer",
     "kv_bytes_per_token",
+    "kv_scales",
     "load_weights",
     "logical_rid",
     "logical_rids",
@@ -298,45 +303,6 @@ def kv_by_layer(pool: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     return {layer: (pool.get_key_buffer(layer), pool.get_value_buffer(layer)) for layer in layers}
 
 
-def tree_nodes(last: Any) -> tuple[tuple[TreeNode, ...], tuple[TreeNode, ...]]:
-    """The nodes of the radix tree that hold the beginning of a scheduler request's row, as it was last stored.
-
-    Args:
-        last: the request's `last_node`.
-
-    Returns:
-        (nodes of the distinct blocks that it is stitched from, in the order of their first use; nodes of the request's
-        own tokens from the root down).
-    """
-    blocks, node = getattr(last, "members", ()), getattr(last, "tail", last)
-    path: list[TreeNode] = []
-    while node is not None and node.parent is not None:
-        path.append(node)
-        node = node.parent
-    return blocks, tuple(reversed(path))
-
-
-def node_begin(node: TreeNode) -> int:
-    """How many tokens lie before a node on its path from the root."""
-    before, parent = 0, node.parent
-    while parent is not None and parent.parent is not None:
-        before += len(parent.key)
-        parent = parent.parent
-    return before
-
-
-def path_slots(node: TreeNode, begin: int, end: int) -> torch.Tensor:
-    """[end - begin] KV slots of tokens [begin, end) of the path from the root down to `node`, which has them all."""
-    parts: list[torch.Tensor] = []
-    first, part = node_begin(node), node
-    while True:
-        parts.append(part.value[max(0, begin - first) : max(0, end - first)])
-        if begin >= first:
-            return torch.cat(parts[::-1])
-        part = part.parent
-        first -= len(part.key)
-
-
 def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
     """What `meta_info[name]` will say of one generated token; to be filled before the pass is over.
 
@@ -361,9 +327,13 @@ def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
     return note
 
 
-def write_kv(pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Store a layer's new keys and values at `slots`."""
-    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values)
+def write_kv(
+    pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scales: KVScales
+) -> None:
+    """Store a layer's new keys and values at `slots`, divided by their scales."""
+    # The layer's own tensors, as SGLang's backends pass them: by a number PyTorch divides with other last bits.
+    by = (None, None) if scales is UNSCALED else (layer.k_scale, layer.v_scale)
+    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values, *by)
 
 
 def metrics_enabled(scheduler: Any) -> bool:

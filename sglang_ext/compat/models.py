@@ -106,13 +106,18 @@ _RULES: tuple[Callable[[Any], str], ...] = (
 """Each says what a model's configuration (SGLang's `ModelConfig`) has that views do not serve, or nothing."""
 
 
-def refuse_config(server_args: Any) -> None:
+FLOAT8 = torch.float8_e4m3fn
+"""The KV cache of 8 bits that some systems read."""
+
+
+def refuse_config(server_args: Any, float8: bool) -> None:
     """Refuse a server's model by its configuration, before its weights are loaded.
 
     A model that comes from a running server (`instance://`) has none yet: its layers are looked at alone.
 
     Args:
         server_args: the server's, whose attention backend is one of ours.
+        float8: whether the system reads a KV cache in float8 e4m3, which is what SGLang makes for such checkpoints.
 
     Raises:
         ValueError: the model has what views do not serve, or its checkpoint asks for a KV cache of 8 bits.
@@ -122,15 +127,20 @@ def refuse_config(server_args: Any) -> None:
     config = model_config(server_args)
     name, backend = config.hf_config.architectures[0], server_args.attention_backend
     _refuse(name, [found for rule in _RULES if (found := rule(config))], backend)
-    if server_args.kv_cache_dtype == "auto" and _asks_for_fp8(config):
-        raise ValueError(_of_cache(name, "the checkpoint asks for a KV cache in FP8", backend))
+    if not float8 and server_args.kv_cache_dtype == "auto" and _asks_for_fp8(config):
+        raise ValueError(_of_cache(name, "the checkpoint asks for a KV cache in FP8", backend, float8))
 
 
-def refuse_model(model_runner: Any) -> None:
+def refuse_model(model_runner: Any, float8: bool) -> None:
     """Refuse a model by its layers, and by the KV cache that it was given.
 
+    Args:
+        model_runner: SGLang's.
+        float8: whether the system reads a KV cache in float8 e4m3.
+
     Raises:
-        ValueError: the layers have what views do not serve, or keys and values are kept in 8 bits.
+        ValueError: the layers have what views do not serve, or keys and values are kept in 8 bits that the system does
+            not read.
     """
     name, backend = model_runner.model_config.hf_config.architectures[0], model_runner.server_args.attention_backend
     layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
@@ -149,8 +159,8 @@ def refuse_model(model_runner: Any) -> None:
         problems.append("attention logit caps")
     _refuse(name, problems, backend)
     kind: torch.dtype = model_runner.kv_cache_dtype
-    if kind.itemsize == 1:
-        raise ValueError(_of_cache(name, f"the KV cache is in {str(kind).removeprefix('torch.')}", backend))
+    if kind.itemsize == 1 and not (float8 and kind == FLOAT8):
+        raise ValueError(_of_cache(name, f"the KV cache is in {str(kind).removeprefix('torch.')}", backend, float8))
 
 
 def _asks_for_fp8(config: Any) -> bool:
@@ -181,8 +191,10 @@ def _refuse(name: str, problems: Sequence[str], backend: str) -> None:
         )
 
 
-def _of_cache(name: str, found: str, backend: str) -> str:
+def _of_cache(name: str, found: str, backend: str, float8: bool) -> str:
+    read = "the model's own type or of float8_e4m3fn" if float8 else "the model's own type"
     return (
-        f"{name}: {found}, and --attention-backend {backend} reads keys and values of the model's own type alone: set"
-        " --kv-cache-dtype bfloat16, or serve the model with one of SGLang's own attention backends"
+        f"{name}: {found}, and --attention-backend {backend} reads keys and values of {read} alone: set"
+        f" --kv-cache-dtype bfloat16{' or fp8_e4m3' if float8 else ''}, or serve the model with one of SGLang's own"
+        " attention backends"
     )

@@ -13,8 +13,11 @@ from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
 from sglang_ext.systems.options import without_options
-from sglang_ext.systems.registry import system_of, systems
+from sglang_ext.systems.registry import System, ours, system_of, systems
 from sglang_ext.types import Json
+
+FLOAT8 = "fp8_e4m3"
+"""The `--kv-cache-dtype` of 8 bits that some systems read (`System.float8`)."""
 
 # (argument, is it set to something views do not serve?, what to do)
 _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
@@ -25,7 +28,7 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("dp_size", lambda v: v > 1, "set --dp-size 1 and run several servers"),
     ("pp_size", lambda v: v > 1, "set --pp-size 1; --tp-size is supported"),
     ("enable_lora", bool, "leave out --enable-lora and --lora-paths"),
-    ("kv_cache_dtype", lambda v: "fp8" in str(v) or "fp4" in str(v), "set --kv-cache-dtype auto"),
+    ("quantization_param_path", bool, "leave out --quantization-param-path: scales of keys are the checkpoint's own"),
     ("tokenizer_worker_num", lambda v: v > 1, "set --tokenizer-worker-num 1"),
     ("enable_tokenizer_batch_encode", bool, "leave out --enable-tokenizer-batch-encode"),
     ("disable_radix_cache", bool, "leave out --disable-radix-cache: blocks live in the radix tree"),
@@ -77,6 +80,7 @@ def refusals(server_args: ServerArgs) -> list[str]:
     system = system_of(server_args)
     if system is None:
         return problems
+    problems += _of_cache_type(server_args, system)
     if os.environ.get(POLICY_ENV) and system.options is None:
         backend = f"--attention-backend {server_args.attention_backend}"
         problems.append(without_options(os.environ[POLICY_ENV], backend, f"--policy ({POLICY_ENV} in the environment)"))
@@ -101,6 +105,19 @@ def refusals(server_args: ServerArgs) -> list[str]:
             f" set --chunked-prefill-size {least} or more, or make the chunk smaller (--policy)"
         )
     return problems
+
+
+def _of_cache_type(server_args: ServerArgs, system: System) -> list[str]:
+    """What is wrong with the type of the KV cache that is asked for, in words; nothing where the system reads it."""
+    kind = str(getattr(server_args, "kv_cache_dtype", None))
+    if ("fp8" not in kind and "fp4" not in kind) or (system.float8 and kind == FLOAT8):
+        return []
+    remedy = f"set --kv-cache-dtype auto{f' or {FLOAT8}' if system.float8 else ''}"
+    if not system.float8:
+        read_by = ", ".join(name for name, each in ours().items() if each.float8)
+        remedy += f", or --attention-backend to one of {read_by}, which read {FLOAT8}"
+    backend = f"--attention-backend {server_args.attention_backend}"
+    return [f"kv_cache_dtype={kind!r} is not supported with {backend}: {remedy}"]
 
 
 def before_server_args(server_args: ServerArgs) -> None:
@@ -130,8 +147,9 @@ def before_model_adjustments(server_args: ServerArgs) -> None:
     Raises:
         ValueError: what `compat.refuse_config` raises.
     """
-    if is_active(server_args):
-        compat.refuse_config(server_args)
+    system = system_of(server_args)
+    if system is not None:
+        compat.refuse_config(server_args, system.float8)
 
 
 def _share_cores() -> None:

@@ -9,4 +9,5 @@ SYSTEM = System(
     policy="sglang_ext.attention.dbsa:DbsaPolicy",
     options=DbsaOptions,
     kernels="sglang_ext.attention.readers.planned:PlannedReader",
+    float8=True,
 )

@@ -10,4 +10,5 @@ SYSTEM = System(
     options=DoubleP,
     apart=True,
     kernels="sglang_ext.attention.readers.clusters:ClusterReader",
+    float8=True,
 )

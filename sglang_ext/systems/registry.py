@@ -52,6 +52,7 @@ class System:
         reader: `module:class` of the reader in plain PyTorch, which serves it on any device; None for the usual one.
         kernels: `module:class` of the reader in kernels; None for a system that has none.
         automatic: whether that reader serves without being asked for, where its kernels were measured.
+        float8: whether its readers read a KV cache in float8 e4m3 (`--kv-cache-dtype fp8_e4m3`).
     """
 
     summary: str
@@ -62,6 +63,7 @@ class System:
     reader: str | None = None
     kernels: str | None = None
     automatic: bool = True
+    float8: bool = False
 
     def reader_of(self, kernels: bool) -> str:
         """`module:class` of the reader in kernels, which the system must have, or in plain PyTorch."""

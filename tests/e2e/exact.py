@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -56,8 +57,12 @@ class Answer:
 class Served:
     """One engine, the same checkpoint in ``transformers``, and what the oracle has encoded so far."""
 
-    def __init__(self, engine: Any, model: torch.nn.Module, tokenizer: Any) -> None:
+    def __init__(
+        self, engine: Any, model: torch.nn.Module, tokenizer: Any, answers: ModuleType = oracle, most: float = TOLERANCE
+    ) -> None:
+        """``answers`` is the oracle's module that says what is right, and ``most`` how far an answer may be from it."""
         self.engine, self.model, self.tokenizer = engine, model, tokenizer
+        self.answers, self.most = answers, most
         self._encoded: dict[tuple[str, int], oracle.EncodedBlocks] = {}
 
     def text(self, text: str) -> list[int]:
@@ -76,7 +81,7 @@ class Served:
         key = (pool, info["version"])
         if key not in self._encoded:
             options = {k: info["options"][k] for k in ("pattern", "sink_blocks", "previous_blocks", "positions")}
-            self._encoded[key] = oracle.encode(self.model, self.blocks(pool), **options)
+            self._encoded[key] = self.answers.encode(self.model, self.blocks(pool), **options)
         return self._encoded[key]
 
     def _arguments(self, asks: Sequence[Ask]) -> dict[str, Any]:
@@ -113,7 +118,7 @@ class Served:
         """The oracle's log-probabilities over all sent and generated tokens, [tokens, vocabulary]."""
         nothing = oracle.EncodedBlocks([], [], [], [])
         encoded = self.encoded(answer.ask.pool) if answer.ask.pool else nothing
-        return oracle.log_probs(self.model, encoded, pieces, answer.ask.sent + answer.tokens)
+        return self.answers.log_probs(self.model, encoded, pieces, answer.ask.sent + answer.tokens)
 
     def errors(self, answer: Answer, pieces: Sequence[oracle.Piece] | None = None) -> list[float]:
         """Of each generated token: the largest error of a log-probability, or of the choice (it was greedy)."""
@@ -131,7 +136,7 @@ class Served:
         pieces = self.pieces(answer) if pieces is None else list(pieces)
         errors = self.errors(answer, pieces)
         worst = max(errors, default=0.0)
-        where = next((step for step, error in enumerate(errors) if not error <= TOLERANCE), None)
+        where = next((step for step, error in enumerate(errors) if not error <= self.most), None)
         if where is None:
             return None
         ask = answer.ask

@@ -48,7 +48,10 @@ def arguments(**changed: Any) -> SimpleNamespace:
         ("pp_size", 2, "--pp-size 1"),
         ("enable_lora", True, "--enable-lora"),
         ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype auto"),
-        ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype auto"),
+        ("kv_cache_dtype", "fp8_e5m2", "or fp8_e4m3"),
+        ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype auto or fp8_e4m3"),
+        ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype auto or fp8_e4m3"),
+        ("quantization_param_path", "scales.json", "--quantization-param-path"),
         ("tokenizer_worker_num", 4, "--tokenizer-worker-num 1"),
         ("disable_radix_cache", True, "--disable-radix-cache"),
         ("enable_pdmux", True, "--enable-pdmux"),
@@ -59,6 +62,18 @@ def test_what_views_do_not_serve_is_refused_by_name(name: str, value: Any, remed
     with pytest.raises(ValueError, match=name) as caught:
         after_server_args(None, arguments(**{name: value}))
     assert remedy in str(caught.value) and repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["dbsa", "double_p", "dbsa+double_p"])
+def test_a_cache_in_float8_is_served_by_systems_that_read_it(backend: str) -> None:
+    assert refusals(arguments(attention_backend=backend, kv_cache_dtype="fp8_e4m3")) == []
+
+
+@pytest.mark.parametrize("backend", ["quest", "retroinfer", "twilight", "cascade", "streaming_llm", "ltri", "infllm"])
+def test_a_cache_in_float8_is_refused_by_all_others(backend: str) -> None:
+    (problem,) = refusals(arguments(attention_backend=backend, kv_cache_dtype="fp8_e4m3", tp_size=1))
+    assert problem.startswith("kv_cache_dtype='fp8_e4m3' is not supported with --attention-backend " + backend)
+    assert "--attention-backend to one of dbsa, double_p, dbsa+double_p, which read fp8_e4m3" in problem
 
 
 def test_all_problems_are_named_at_once() -> None:

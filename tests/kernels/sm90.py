@@ -16,7 +16,7 @@ HOPPER_SHARED = 227 * 1024
 
 TYPES = {
     "float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32", "int64": "*i64", "int8": "*i8",
-    "uint8": "*u8",
+    "uint8": "*u8", "float8_e4m3fn": "*fp8e4nv",
 }  # fmt: skip
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang_ext" / "tests" / "triton"
 """What Triton compiled is kept there, under names that are hashes of all that it depends on."""

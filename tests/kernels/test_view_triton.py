@@ -549,7 +549,8 @@ def compiled(kernel, config, **constants):
 for rows, product in ((1, "mma.sync"), (12, "wgmma"), (40, "wgmma")):
     c = choose(rows, 4, 128)
     found = compiled(kernels._attend, c, KV_HEADS=8, GROUP=4, HEAD_DIM=128, VALUE_DIM=128, BLOCK_D=128, BLOCK_V=128,
-                     ROTARY=128, NEOX=True, BLOCK_M=c.block_m, BLOCK_N=c.block_n, TILE_STAGES=c.tile_stages)
+                     ROTARY=128, NEOX=True, BLOCK_M=c.block_m, BLOCK_N=c.block_n, TILE_STAGES=c.tile_stages,
+                     FLOAT8=False)
     assert "cp.async.bulk.tensor" in found.asm["ptx"]
     assert product in found.asm["ptx"], (rows, product)
     held = (found.metadata.shared + 1024) * c.num_programs // 132  # CUDA keeps 1 KB of each program's

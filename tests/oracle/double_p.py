@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,8 +59,8 @@ class Config:
 class Oracle:
     """A model whose decoded rows follow Double-P and whose other rows are dense."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float64) -> None:
-        self.model = models.load_model(folder, dtype)
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float64, answers: ModuleType = oracle) -> None:
+        self.model, self.answers = models.load_model(folder, dtype), answers
         self.decode_from: int | None = None  # row of the pass
         self.runs: Sequence[Run] = ()
         self.config: Config | None = None
@@ -105,7 +106,8 @@ class Oracle:
         """
         self.decode_from, self.runs, self.config, self.seen, self._labels = decode_from, runs, config, [], {}
         nothing = oracle.EncodedBlocks([], [], [], [])
-        return oracle.log_probs(self.model, encoded or nothing, pieces, tokens)
+        table: torch.Tensor = self.answers.log_probs(self.model, encoded or nothing, pieces, tokens)
+        return table
 
     def keys(self, tokens: Sequence[int]) -> Keys:
         """A plain row's keys."""
@@ -114,7 +116,8 @@ class Oracle:
 
     def block_keys(self, encoded: oracle.EncodedBlocks, block: int) -> Keys:
         """A block's keys as they were written."""
-        return [oracle.rotate(self.model, keys, encoded.positions[block]) for keys in encoded.keys[block]]
+        written: Keys = self.answers.written_keys(self.model, encoded, block)
+        return written
 
     def _label(self, layer: int, number: int, run: Run, k: torch.Tensor) -> torch.Tensor:
         """[key-value heads, tokens of the run], the cluster of each."""

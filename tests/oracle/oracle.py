@@ -168,6 +168,11 @@ def _check_pieces(encoded: EncodedBlocks, pieces: Sequence[Piece]) -> None:
         seen |= cells
 
 
+def written_keys(model: torch.nn.Module, encoded: EncodedBlocks, block: int) -> list[torch.Tensor]:
+    """A block's keys as they were written, at the positions at which it was encoded: one tensor a layer."""
+    return [rotate(model, keys, encoded.positions[block]) for keys in encoded.keys[block]]
+
+
 # --------------------------------------------------------------------------- encoding
 
 

@@ -39,7 +39,7 @@ class Twins:
     def __init__(self, policy: CascadePolicy, rows: Rows) -> None:
         self.policy, self.rows = policy, rows
         self.plain, self.ours = ({layer: self._caches() for layer in LAYERS} for _ in range(2))
-        policy.bind(lambda: self.plain)
+        policy.bind(lambda: self.plain, torch.float32)
         self.gen = torch.Generator().manual_seed(0)
         self.table = (torch.randperm(99, generator=self.gen)[:95] + 1).view(5, 19).int().to(DEVICE)
         self.streams: dict[int, RowStream] = {}

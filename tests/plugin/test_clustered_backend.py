@@ -82,17 +82,20 @@ class World:
         keys, values = (torch.randn(SLOTS, KV_HEADS, DIM, generator=gen).to(DEVICE) for _ in range(2))
         keys *= 2  # some clusters matter more than others
         kv = SimpleNamespace(
-            start_layer=0, layer_num=1, get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values
+            dtype=torch.float32,
+            start_layer=0,
+            layer_num=1,
+            get_key_buffer=lambda _: keys,
+            get_value_buffer=lambda _: values,
         )
         shape = compat.AttentionShape(HEADS, KV_HEADS, DIM, DIM, torch.float32, DIM**-0.5, num_sms=2)
-        monkeypatch.setattr(compat, "refuse_model", lambda _: None)
         monkeypatch.setattr(compat, "attention_shape", lambda _: shape)
         monkeypatch.setattr(compat, "num_kv_slots", lambda _: SLOTS)
         monkeypatch.setattr(model, "find_rope", lambda _: rope)
         runner = SimpleNamespace(req_to_token_pool=table, token_to_kv_pool=kv, model=None)
         self.table, self.backend = table.req_to_token, Backend(runner, kind())
         self.policy = kind()
-        self.policy.bind(lambda: {0: (keys, values)})
+        self.policy.bind(lambda: {0: (keys, values)}, torch.float32)
         self.requests = RequestTable(self.policy)
         self.slot_pos = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
         self.caches = Caches(0, keys, values, self.slot_pos, rope, DIM**-0.5)

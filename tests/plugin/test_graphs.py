@@ -186,7 +186,9 @@ class Voter(Reader[Any, Any]):
 def test_every_pass_begins_with_an_empty_carry() -> None:
     """SGLang runs a step several times over one set of metadata, before it captures it."""
     cache = torch.zeros(1, 1, 4)
-    pool = SimpleNamespace(start_layer=2, get_key_buffer=lambda _: cache, get_value_buffer=lambda _: cache)
+    pool = SimpleNamespace(
+        dtype=torch.float32, start_layer=2, get_key_buffer=lambda _: cache, get_value_buffer=lambda _: cache
+    )
     backend, reader = ViewBackend.__new__(ViewBackend), Voter()
     backend.reader, backend._pool = reader, pool
     backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=1), in_capture=True)

@@ -77,7 +77,7 @@ class World:
         count = policy.config.slots
         shape = (1 + 2 * count, KV_HEADS, DIM)
         self.caches = {layer: (torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for layer in range(LAYERS)}
-        policy.bind(lambda: self.caches)
+        policy.bind(lambda: self.caches, torch.float32)
         for tensor in (*policy.blocks_on_host.keys.values(), *policy.blocks_on_host.values.values()):
             tensor.fill_(torch.nan)
 

@@ -31,7 +31,7 @@ class World:
         self.policy = LtriPolicy()
         shape = (1 + 2 * SLOTS, KV_HEADS, DIM)
         self.caches = {layer: (torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for layer in range(LAYERS)}
-        self.policy.bind(lambda: self.caches)
+        self.policy.bind(lambda: self.caches, torch.float32)
         assert self.policy.host is not None
         self.host = self.policy.host
         assert self.host.total == BLOCKS

@@ -13,6 +13,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_ext import compat
 from sglang_ext.serving.checks import before_model_adjustments
+from sglang_ext.systems.registry import ours
 from tests.models.architectures import REFUSED, SERVED, Architecture
 
 INSTEAD = "leave out --attention-backend, and SGLang chooses one"
@@ -120,8 +121,9 @@ ASKED = [
 def test_fp8_caches_that_checkpoints_ask_for(where: dict[str, Any], tmp_path: Path) -> None:
     folder = quantized(tmp_path, **where)
     with pytest.raises(ValueError, match=r"asks for a KV cache in FP8.*--kv-cache-dtype bfloat16"):
-        before_model_adjustments(arguments(folder))
-    before_model_adjustments(arguments(folder, kv_cache_dtype="bfloat16"))
+        before_model_adjustments(arguments(folder, backend="cascade"))
+    before_model_adjustments(arguments(folder, backend="cascade", kv_cache_dtype="bfloat16"))
+    before_model_adjustments(arguments(folder, backend="dbsa"))
 
 
 def test_quantized_weights_alone_are_served(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def runner(kv_cache_dtype: torch.dtype = torch.float32, **of_layer: Any) -> Any:
 )
 def test_layers_tell_the_rest(of_layer: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"NewForCausalLM has {words}: --attention-backend quest does not serve"):
-        compat.refuse_model(runner(**of_layer))
+        compat.refuse_model(runner(**of_layer), float8=True)
 
 
 def test_models_that_sglang_has_no_code_for() -> None:
@@ -165,7 +167,7 @@ def test_models_that_sglang_has_no_code_for() -> None:
     found = runner()
     found.model = TransformersForCausalLM()
     with pytest.raises(ValueError, match="NewForCausalLM has no code of SGLang's own"):
-        compat.refuse_model(found)
+        compat.refuse_model(found, float8=True)
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -173,5 +175,13 @@ def test_a_cache_of_8_bits_is_refused_by_systems_in_plain_pytorch_too(kind: torc
     with pytest.raises(
         ValueError, match=f"KV cache is in {str(kind).removeprefix('torch.')}.*--kv-cache-dtype bfloat16"
     ):
-        compat.refuse_model(runner(kind))
-    compat.refuse_model(runner(torch.bfloat16))
+        compat.refuse_model(runner(kind), float8=False)
+    compat.refuse_model(runner(torch.bfloat16), float8=False)
+
+
+def test_float8_is_read_by_the_systems_that_say_so() -> None:
+    compat.refuse_model(runner(torch.float8_e4m3fn), float8=True)
+    words = r"KV cache is in float8_e5m2.*of the model's own type or of float8_e4m3fn alone.*bfloat16 or fp8_e4m3"
+    with pytest.raises(ValueError, match=words):
+        compat.refuse_model(runner(torch.float8_e5m2), float8=True)
+    assert {name for name, system in ours().items() if system.float8} == {"dbsa", "double_p", "dbsa+double_p"}

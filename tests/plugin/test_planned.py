@@ -126,13 +126,13 @@ class World:
         self.pool = SimpleNamespace(req_to_token=torch.zeros(8, CONTEXT, dtype=torch.int32, device=DEVICE))
         self.caches = [torch.randn(SLOTS, KV_HEADS, DIM, generator=generator).to(DEVICE) for _ in range(2)]
         kv = SimpleNamespace(
+            dtype=torch.float32,
             start_layer=0,
             layer_num=1,
             get_key_buffer=lambda _: self.caches[0],
             get_value_buffer=lambda _: self.caches[1],
         )
         shape = compat.AttentionShape(HEADS, KV_HEADS, DIM, DIM, torch.float32, DIM**-0.5, num_sms=2)
-        monkeypatch.setattr(compat, "refuse_model", lambda _: None)
         monkeypatch.setattr(compat, "attention_shape", lambda _: shape)
         monkeypatch.setattr(compat, "num_kv_slots", lambda _: SLOTS)
         monkeypatch.setattr(model, "find_rope", lambda _: rope)
@@ -453,7 +453,8 @@ def test_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.kernels(dbsa, "auto") == "triton"
     assert choice.kernels(plain, "auto") == "torch", "a system without kernels is served by plain PyTorch"
     assert choice.captures(dbsa, "auto") == torch.cuda.is_available()
-    runner = SimpleNamespace(server_args=SimpleNamespace(dtype="auto"))
+    runner = SimpleNamespace(server_args=SimpleNamespace(dtype="auto"), kv_cache_dtype=torch.bfloat16)
+    monkeypatch.setattr(compat, "refuse_model", lambda *_: None)
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "fast")
     with pytest.raises(ValueError, match="SGLANG_EXT_KERNELS=fast"):
         select.make_backend(runner, dbsa)

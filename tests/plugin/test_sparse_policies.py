@@ -58,7 +58,7 @@ def order() -> torch.Tensor:
 def step(policy: Any, caches: Caches, query: torch.Tensor, begin: int = COLUMNS - 1, **options: Any) -> Any:
     """(output [heads, dim] or None for a dense step, the columns each head reads, the report)."""
     request = Request(1, "r", None, options)
-    policy.bind(lambda: {0: (caches.keys, caches.values)})
+    policy.bind(lambda: {0: (caches.keys, caches.values)}, caches.keys.dtype)
     policy.start(request)
     asked = policy._asked[1]
     asked.note = {} if asked.report else None

@@ -269,7 +269,7 @@ def test_chunks_end_where_strides_do_when_they_can(policy: CascadePolicy) -> Non
 
 
 def test_positions_start_anew_behind_what_is_kept(policy: CascadePolicy) -> None:
-    policy.bind(lambda: {0: (torch.zeros(60, 2, 4), torch.zeros(60, 2, 4))})
+    policy.bind(lambda: {0: (torch.zeros(60, 2, 4), torch.zeros(60, 2, 4))}, torch.float32)
     request = Request(1, "a", None, {}, ())
     policy.start(request)
     assert policy.positions(request, 0, 48) == list(range(48))
@@ -288,7 +288,7 @@ def test_heads_write_to_cells_of_their_own(policy: CascadePolicy) -> None:
 
     gen = torch.Generator().manual_seed(0)
     keys, values = torch.zeros(80, 2, 4), torch.zeros(80, 2, 4)
-    policy.bind(lambda: {7: (keys, values)})
+    policy.bind(lambda: {7: (keys, values)}, torch.float32)
     slots = torch.randperm(79, generator=gen)[:60] + 1
     caches = Caches(7, keys, values, torch.empty(0, dtype=torch.int32), Rope(torch.tensor([1.0, 0.1])), 0.5)
     request = Request(3, "a", None, {"beta": 0.9}, ())

@@ -89,7 +89,7 @@ def warm_up(
         rows = rows_for(replace(capacity, rotations=rotations), each)
         rows.load([one], [1], table.view(-1))
         rows.advance(step, step)
-        query = keys.new_zeros(capacity.rows, shape.heads, shape.head_dim)
+        query = keys.new_zeros(capacity.rows, shape.heads, shape.head_dim, dtype=shape.dtype)
         rows.attend(query, keys, values, memory.layers[layer], shape.scale)
     if config.group == "union":
         # Longer rows come in other kernels, and those that see blocks from several distances.

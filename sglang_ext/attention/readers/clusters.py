@@ -147,7 +147,7 @@ class ClusterDecodes(DecodeGraphs[ClusterStep, LoadedRows]):
         cluster: Callable[..., Clusters] = kmeans_layers
         if device.type == "cuda":
             from sglang_ext.kernels.kmeans.dispatch import kmeans_layers as cluster
-        self.memory = ClusterMemory(dict(self.model.caches()), policy.config, cluster)
+        self.memory = ClusterMemory(dict(self.model.caches()), policy.config, cluster, shape.dtype)
         policy.keep_in(self.memory)
         self._shape = HeadShape(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.dtype)
         registers = TUNING.registers if device.type == "cuda" else None

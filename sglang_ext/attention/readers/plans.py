@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext import compat
 from sglang_ext.attention.model import Model
 from sglang_ext.attention.policy import Policy, Request
 from sglang_ext.attention.seen import RowRuns
@@ -43,7 +42,7 @@ class Planner:
     def __init__(self, model: Model, policy: Policy) -> None:
         self.model, self.policy, self.shape = model, policy, model.shape
         self._keys: dict[Hashable, int] = {}
-        self._hopper = _hopper_serves(model.shape, model.device)
+        self._hopper = _hopper_serves(model)
 
     @property
     def hopper(self) -> bool:
@@ -238,9 +237,10 @@ def rows_per_run(requests: Sequence[planning.PlanRows]) -> float:
     return (sum(rows[key] * tokens[key] for key in rows) + own_rows) / total if total else 1.0
 
 
-def _hopper_serves(shape: compat.AttentionShape, device: torch.device) -> bool:
-    if device.type != "cuda":
+def _hopper_serves(model: Model) -> bool:
+    if model.device.type != "cuda":
         return False
     from sglang_ext.kernels.view_attention import hopper_impl  # Gluon: not everywhere
 
-    return hopper_impl.serves(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.dtype, device)
+    shape, kind = model.shape, model.cache_dtype
+    return hopper_impl.serves(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, kind, model.device)

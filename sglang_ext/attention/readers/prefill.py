@@ -24,6 +24,7 @@ from sglang_ext.attention.seen import RowRuns
 from sglang_ext.attention.step import Batch, BatchRows, LayerCall, LoadedT
 from sglang_ext.compat import AttentionShape
 from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
+from sglang_ext.kernels.float8 import CAPABILITY, FLOAT8
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
 from sglang_ext.kernels.view_attention.config import Config
@@ -81,10 +82,11 @@ class Prefill:
 
 
 def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
-    """The prefill kernel over virtual requests, where there is one.
+    """The prefill kernel over virtual requests, where there is one; there is none for a KV cache in float8.
 
     Raises:
-        ValueError: FlashInfer does not serve the model's head size, or the KV cache has another type than the model.
+        ValueError: FlashInfer does not serve the model's head size, or the KV cache has a type that kernels do not read
+            here.
     """
     if model.device.type != "cuda":
         return None
@@ -93,11 +95,25 @@ def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
             f"head size {model.shape.head_dim}: FlashInfer serves {', '.join(map(str, HEAD_SIZES))}; set"
             f" {KERNELS_ENV}=torch in the server's environment, which is slow but serves any"
         )
-    model.check_cache_type()
+    model.check_cache_type(float8=True)
+    if model.cache_dtype == FLOAT8:
+        _check_converts(model.device)
+        return None  # virtual requests were measured with caches of 16 bits alone: work lists serve all rows
     if machine.kernels != "flashinfer":
         return None
     workspace = torch.empty(_workspace_bytes(model.shape), dtype=torch.uint8, device=model.device)
     return VirtualRequests(model.device, "auto", workspace)
+
+
+def _check_converts(device: torch.device) -> None:
+    """Raise ValueError for a GPU that has no instructions for float8."""
+    found = torch.cuda.get_device_capability(device)
+    if found < CAPABILITY:
+        raise ValueError(
+            f"a KV cache in float8 on a GPU of compute capability {'.'.join(map(str, found))}: kernels read it from"
+            f" {'.'.join(map(str, CAPABILITY))} on; leave out --kv-cache-dtype, or set {KERNELS_ENV}=torch in the"
+            " server's environment, which is slow"
+        )
 
 
 def _workspace_bytes(shape: AttentionShape) -> int:
@@ -262,7 +278,7 @@ class Prefills(PrefillGraphs[Loaded]):
         model, shape = self.planner.model, self.planner.shape
         caches = model.caches()
         keys, values = caches[min(caches)]
-        query = keys.new_zeros(1, shape.heads, shape.head_dim)
+        query = keys.new_zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype)
         none = np.zeros(1, dtype=np.int64)
         seen = planning.PlanRows(first_row=0, num_rows=1, keys=none - 1, lengths=none + 1, deltas=none, source=none)
         for config in self.planner.configs():

@@ -65,7 +65,7 @@ class StreamReader(Reader[Batch, Batch]):
         self.model, self.policy = model, policy
         self._nowhere = torch.empty(0, dtype=torch.int32, device=model.table.device)
         check_fits(policy, model.request_slots, model.context)
-        policy.bind(model.caches)
+        policy.bind(model.caches, model.shape.dtype)
         policy.meet(model.served)
 
     def step(self, batch: Batch) -> Batch:

@@ -61,7 +61,7 @@ class ViewReader(Reader[Batch, ViewStep]):
     def __init__(self, model: Model, policy: Policy, machine: Machine) -> None:
         self.model, self.policy, self._base = model, policy, machine.base
         self.slot_pos = torch.zeros(model.slots, dtype=torch.int32, device=model.table.device)
-        policy.bind(model.caches)
+        policy.bind(model.caches, model.shape.dtype)
 
     def step(self, batch: Batch) -> Batch:
         for rows in batch.rows:

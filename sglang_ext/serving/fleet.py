@@ -105,8 +105,17 @@ class SharedFolder(Folder):
             if number > self.last(name):
                 await self._found(name, number)
         for pool in list(self._service.pools.values()):
-            if pool.behind and pool.name not in self._failed and (pool.current or self._settings.encode_at_once):
+            if pool.behind and pool.name not in self._failed and self._unasked(pool):
                 self._bring(pool)
+
+    def _unasked(self, pool: Pool) -> bool:
+        """Whether the newest version of a pool is served here before a request needs it.
+
+        What was encoded in vain is tried again when it is needed; what could not be read, as soon as it can be.
+        """
+        if pool.current is not None:
+            return True
+        return self._settings.encode_at_once and (pool.failure is None or pool.name in self._problems)
 
     async def _found(self, name: str, number: int) -> None:
         """A version that this server did not know is in the folder."""
@@ -260,8 +269,10 @@ class SharedFolder(Folder):
 
     async def _fail(self, pool: Pool, why: str) -> None:
         """The newest version cannot be served here; an older one must not be served in its place."""
-        pool.failure = f"version {pool.versions} of pool {pool.name!r} cannot be served here: {why}"
-        logger.error("sglang_ext: %s", pool.failure)
+        failure = f"version {pool.versions} of pool {pool.name!r} cannot be served here: {why}"
+        if pool.failure != failure:
+            logger.error("sglang_ext: %s", failure)
+        pool.failure = failure
         await self._service.withdraw(pool)
 
     def _judge(self, name: str, problem: str | None) -> None:
@@ -280,7 +291,8 @@ class SharedFolder(Folder):
 
     async def save(self, pool: Pool, version: Version) -> None:
         await self._claim(version.name, version.number, version.definition.dump(), "changed")
-        pool.stored, pool.versions = True, max(pool.versions, version.number)
+        pool.stored, pool.versions, pool.failure = True, max(pool.versions, version.number), None
+        self._failed.discard(pool.name)
 
     async def delete(self, pool: Pool) -> None:
         await self._claim(pool.name, pool.versions + 1, None, "deleted")

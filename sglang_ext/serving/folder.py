@@ -36,7 +36,7 @@ class Folder:
         """See what others have changed until now."""
 
     def last(self, name: str) -> int:
-        """Number of the last version of a pool that this server does not have, or no longer; 0 where there is none."""
+        """Number of the newest version of a pool that was seen in a shared folder, a deletion, too; 0 without any."""
         return 0
 
     async def free(self, name: str) -> None:

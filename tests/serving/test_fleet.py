@@ -20,6 +20,7 @@ import pytest
 
 from sglang_ext.serving.errors import PoolError, UnknownPool
 from sglang_ext.serving.fleet import SharedFolder
+from sglang_ext.serving.layouts import ChatHeader
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.versions import VersionStore
 from tests.oracle import models
@@ -203,6 +204,22 @@ def test_a_named_version_is_waited_for(manager: Any, tmp_path: Path) -> None:
     run(work())
 
 
+def test_a_chat_is_not_answered_by_another_version_than_it_was_rendered_for(manager: Any, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with servers(manager, tmp_path, count=1) as (one,):
+            await one.put("a", demos(3), BLOCKS)
+            header = ChatHeader((1, 2), one.version("a").definition.options)
+            assert await one.layouts.variant(one.version("a"), header) == "chat"
+            await one.append("a", [{"id": "new", "input": "one more", "output": "y"}])
+            assert await one.layouts.variant(one.version("a"), header) == "chat"
+            await one.put("a", demos(3), {**BLOCKS, "template": "Q: {input} A: {output}"})
+            with pytest.raises(PoolError, match="replaced while the chat was rendered") as told:
+                await one.layouts.variant(one.version("a"), header)
+            assert told.value.status_code == 409
+
+    run(work())
+
+
 # --------------------------------------------------------------------------- changes at once
 
 
@@ -358,7 +375,8 @@ def test_a_version_that_cannot_be_read_here_is_not_replaced_by_an_older_one(mana
             path = tmp_path / "a@3.json"
             path.write_text("{", encoding="utf-8")
             await until(lambda: two.pools["a"].failure is not None)
-            assert (await two.put("a", demos(5), BLOCKS))["version"] == 4 and two.folder.damaged == []
+            info = await two.put("a", demos(5), BLOCKS)
+            assert (info["version"], info["error"]) == (4, None) and two.folder.damaged == []
             assert (await one.needed("a@4")).number == 4
 
     run(work())

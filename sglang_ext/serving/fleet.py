@@ -53,6 +53,7 @@ class SharedFolder(Folder):
         self._start: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._unadopted = store.adopt()
+        store.tidy()
         if settings.strict_pool_dir:
             _refuse_damaged(store, self._unadopted)
         for problem in self._unadopted:

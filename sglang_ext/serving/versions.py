@@ -13,6 +13,7 @@ A server removes no file but the temporary ones that it wrote itself.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -26,6 +27,7 @@ from sglang_ext.types import JsonObject
 logger = logging.getLogger(__name__)
 
 GONE, DELETED, REPLACED = "gone", "deleted", "replaced"
+_EMPTY_BYTES = 256  # a file without a definition has fewer, and one with a definition has more
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -114,6 +116,16 @@ class VersionStore:
             except OSError as error:
                 problems.append(f"{path} cannot be made a version of the folder that the servers share ({error})")
         return problems
+
+    def tidy(self) -> None:
+        """Take the definitions out of versions that were replaced, where a server ended before it had done so."""
+        newest = self.newest()
+        for name in os.listdir(self.directory):
+            match = VERSION_FILE.fullmatch(name)
+            if match and int(match[2]) < newest.get(match[1], 0):
+                with contextlib.suppress(OSError):  # `_empty` says what hinders it
+                    if (self.directory / name).stat().st_size > _EMPTY_BYTES:
+                        self._empty(match[1], int(match[2]))
 
     def _empty(self, name: str, number: int) -> None:
         """Take the definition out of a version that was replaced. Its file stays, so that its number stays claimed."""

@@ -452,6 +452,32 @@ def test_a_pool_that_does_not_fit_here_is_refused_here(
 # --------------------------------------------------------------------------- start
 
 
+def test_servers_take_over_the_folder_of_one(manager: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def alone() -> Any:
+        monkeypatch.delenv("SGLANG_EXT_SETTINGS")
+        server = Service(manager, random.Random(0), str(tmp_path))
+        for seed in range(3):
+            await server.put("a", demos(4 + seed, seed), BLOCKS)
+        return server.version("a").definition.dump()
+
+    async def together(before: Any) -> None:
+        monkeypatch.setenv("SGLANG_EXT_SETTINGS", json.dumps(SETTINGS))
+        async with servers(manager, tmp_path) as both:
+            for each in both:
+                version = await each.needed("a@3")
+                assert version.definition.dump() == before
+            assert (await both[1].put("a", demos(3), BLOCKS))["version"] == 4
+            assert (await both[0].needed("a@4")).number == 4
+        async with servers(manager, tmp_path, count=1) as (again,):
+            assert (await again.needed("a")).number == 4, "not what the one server had"
+
+    before = asyncio.run(alone())
+    run(together(before))
+    monkeypatch.delenv("SGLANG_EXT_SETTINGS")
+    with pytest.raises(ValueError, match="is a folder that servers share"):
+        PoolService(manager, str(tmp_path))
+
+
 def test_a_strict_server_refuses_a_damaged_folder(
     manager: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,34 @@ def test_a_version_that_cannot_be_emptied_was_claimed(store: VersionStore, monke
     assert store.read("p", 2) == definition("second") and not list(store.directory.glob(".*"))
 
 
+def test_what_was_replaced_leaves_the_disk_at_a_start(store: VersionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the server that replaced it was killed before it could empty the file."""
+    store.claim("p", 1, definition("secret"))
+    monkeypatch.setattr(VersionStore, "_empty", lambda *_args: None)
+    store.claim("p", 2, definition("second"))
+    monkeypatch.undo()
+    path = store.directory / "p@1.json"
+    assert "secret" in path.read_text(encoding="utf-8")
+    store.tidy()
+    assert "secret" not in path.read_text(encoding="utf-8") and store.read("p", 2) == definition("second")
+    with pytest.raises(Replaced):
+        store.read("p", 1)
+    before = path.stat().st_ino
+    store.tidy()
+    assert path.stat().st_ino == before, "it is not written again at each start"
+
+
+def test_the_longest_name_fits(store: VersionStore) -> None:
+    name = "n" * 128
+    for number in (1, 10**17, 10**17 + 1):
+        store.claim(name, number, definition())
+    assert store.newest() == {name: 10**17 + 1}
+    store.claim(name, 10**17 + 2, None)
+    store.tidy()
+    with pytest.raises(Replaced):
+        store.read(name, 10**17 + 1)
+
+
 DAMAGED = {
     "half of it": lambda text: text[: len(text) // 2],
     "nothing": lambda _text: "",

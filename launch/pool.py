@@ -124,7 +124,9 @@ def _summary(pool: JsonObject) -> list[Cell]:
     if pool["error"]:
         status += f" (last change failed: {pool['error']})"
     counts = [pool.get(name, 0) for name in ("demonstrations", "num_blocks", "tokens")]
-    return [pool["name"], pool["version"], status, *counts, size(pool.get("bytes", 0)), pool["setup_seconds"]]
+    version, newest = pool["version"], pool.get("newest", pool["version"])
+    shown = version if newest == version else f"{version} (newest: {newest})"
+    return [pool["name"], shown, status, *counts, size(pool.get("bytes", 0)), pool["setup_seconds"]]
 
 
 def _report(args: argparse.Namespace, info: JsonObject) -> int:

@@ -32,6 +32,7 @@ GRANULARITIES = ("block", "example")
 CONSTRAINTS = ("labels",)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_NUMBER = re.compile(r"[1-9][0-9]{0,17}")
 _FIELDS = ("{input}", "{output}")
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -50,6 +51,25 @@ def check_name(name: str) -> str:
             f"pool name {name!r}: expected 1 to 128 letters, digits, '_', '-' and '.', starting with a letter or digit"
         )
     return name
+
+
+def split_name(asked: str) -> tuple[str, int | None]:
+    """(a pool's name, the number of the version) of what a request names: `tickets`, or `tickets@7`.
+
+    No pool has an "@" in its name (`check_name`), so what stands behind it is always a version.
+
+    Raises:
+        ValueError: it is no version.
+    """
+    name, at, number = asked.partition("@")
+    if not at:
+        return asked, None
+    if not _NUMBER.fullmatch(number):
+        raise ValueError(
+            f"pool {asked!r}: expected a name, or a name and the number of a version, which is at least 1, like"
+            " 'tickets@7'; names have no '@'"
+        )
+    return name, int(number)
 
 
 def check_text(text: str, what: str) -> str:
@@ -217,7 +237,7 @@ class RequestOptions:
     """What a request asks of a pool: the keys of `custom_params`.
 
     Attributes:
-        pool: the pool's name.
+        pool: the pool's name, or its name and the number of a version: `tickets@7`.
         ratio: share of the pool's blocks (or demonstrations) to attend to, in (0, 1]; the paper: 0.3.
         blocks: how many blocks instead, sinks included.
         block_ids: the selection itself, in view order, for users with their own retriever.

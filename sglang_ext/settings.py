@@ -17,6 +17,9 @@ POOL_DIR_ENV = "SGLANG_EXT_POOL_DIR"
 """Environment variable of the server: the folder in which pools are kept (`serving.store`)."""
 
 
+MAX_SCAN_SECONDS = 3_600
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """Limits of one server and what its clients may see. Each field is a flag of `sglang-ext serve`.
@@ -26,6 +29,12 @@ class ServerSettings:
             `conversation_key` that the first turn returned.
         pool_metrics: /metrics names pools; else it counts all of them together.
         strict_pool_dir: a damaged file in the pool directory stops the start; else it is set aside and reported.
+        pool_scan_seconds: the pool directory is shared by several servers, each of which looks in it for changes of the
+            others at this interval, in seconds; left out, it is this server's own.
+        encode_at_once: pools that another server has put to a shared pool directory are encoded as soon as they are
+            seen; else when a request first needs them.
+        max_version_seconds: longest time, in seconds, that a request waits for the version of a pool that it names
+            (`tickets@7`) and that this server has not seen in a shared pool directory; it is refused with 409 then.
         max_pool_mb: largest body of a request that changes a pool, in MiB (2^20 bytes); a larger one is refused
             with 413.
         max_request_mb: the same for every other request.
@@ -50,6 +59,9 @@ class ServerSettings:
     open_conversations: bool = False
     pool_metrics: bool = False
     strict_pool_dir: bool = False
+    pool_scan_seconds: float | None = None
+    encode_at_once: bool = False
+    max_version_seconds: int = 10
     max_pool_mb: int = 64
     max_request_mb: int = 8
     max_body_seconds: int = 120
@@ -68,6 +80,11 @@ class ServerSettings:
             value = getattr(self, field.name)
             if field.type == "int" and value < 1:
                 raise ValueError(f"{field.name}={value}: expected a whole number of at least 1")
+        if self.pool_scan_seconds is not None and not 0 < self.pool_scan_seconds <= MAX_SCAN_SECONDS:
+            raise ValueError(
+                f"pool_scan_seconds={self.pool_scan_seconds}: expected a number of seconds above 0, of at most"
+                f" {MAX_SCAN_SECONDS}; leave it out where the pool directory is this server's own"
+            )
 
 
 def server_settings() -> ServerSettings:

@@ -40,6 +40,7 @@ SLOW = (
     "e2e/test_faults_pressure.py",
     "e2e/test_faults_start.py::test_a_real_launch",
     "e2e/test_faults_start.py::test_the_attention_backend_alone_starts_a_server_that_speaks_of_no_gpu[dbsa]",
+    "e2e/test_fleet.py",
     "e2e/test_float8_kernels.py",
     "e2e/test_fourth_system.py::test_answers_are_the_rule_s[retracted]",
     "e2e/test_labels.py::test_odd_labels",
@@ -69,6 +70,7 @@ SLOW = (
     "models/test_starts.py::test_answers",
     "oracle/test_ltri.py",
     "plugin/test_warm_up.py::test_rows_over_clusters",
+    "serving/test_versions.py::test_processes",
 )
 """How the names of slow tests begin, which `make test` leaves out: of those that take ten seconds, and of files that
 take half a minute, where others look at the same systems and kernels."""

@@ -1,9 +1,13 @@
-"""One change of a pool under way: who may stop it, and how everybody who waits for it is told of its end."""
+"""Changes of pools: the queue for them, and one under way.
+
+A change says who may stop it, and tells everybody who waits for it of its end.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 
 from sglang_ext.serving.errors import PoolError
@@ -19,6 +23,36 @@ class Progress:
     tokens: int
     blocks_done: int = 0
     tokens_done: int = 0
+
+
+class Queue:
+    """Places of those that have a pool read, tokenized or encoded.
+
+    Args:
+        waiting: how many may wait for the one that is under way.
+
+    Attributes:
+        taken: places.
+    """
+
+    def __init__(self, waiting: int) -> None:
+        self._waiting = waiting
+        self.taken = 0
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """One place, as long as it is needed; PoolError (429) where all are taken."""
+        if self.taken >= 1 + self._waiting:
+            raise PoolError(
+                f"{self.taken} changes of pools are under way or wait, as many as may (--max-waiting-encodings"
+                f" {self._waiting} beside one): retry when GET /v1/pools shows fewer",
+                429,
+            )
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
 
 
 class Change:

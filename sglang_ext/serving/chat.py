@@ -18,6 +18,7 @@ from sglang_ext.config import RequestOptions
 from sglang_ext.names import OpenAIHandler, OpenAIRequest, Passed, TemplateManager, Tokenizer, TokenizerManager
 from sglang_ext.serving.access import may_read
 from sglang_ext.serving.layout import encode_text
+from sglang_ext.serving.layouts import ChatHeader
 from sglang_ext.serving.requests import CHAT_KEY, check_characters
 from sglang_ext.serving.texts import characters
 from sglang_ext.serving.tokenizer import pools_of
@@ -140,7 +141,7 @@ def compose_chat(manager: TokenizerManager, templates: TemplateManager, request:
             "chat_template_kwargs change what stands before the first user message, and the pool's blocks are encoded"
             " behind the template's own: leave them out"
         )
-    header = tuple(encode_text(tokenizer, before))
+    header = ChatHeader(tuple(encode_text(tokenizer, before)), definition.options)
     name = hashlib.blake2b(repr(header).encode(), digest_size=8).hexdigest()
     service.headers[name] = header
     request.input_ids = encode_text(tokenizer, after)

@@ -85,8 +85,8 @@ def add_routes(app: fastapi.FastAPI, manager: TokenizerManager) -> None:
 
     @route("GET", "/v1/pools")
     async def list_pools(request: fastapi.Request) -> fastapi.Response:
-        damaged = {"damaged": service().damaged} if service().damaged else {}
-        return JSONResponse({"pools": service().list(), **damaged})
+        found = service().folder.damaged
+        return JSONResponse({"pools": service().list(), **({"damaged": found} if found else {})})
 
     @route("POST", "/v1/pools/plan")
     async def plan(request: fastapi.Request) -> fastapi.Response:

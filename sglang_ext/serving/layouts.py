@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from sglang_ext import compat
 from sglang_ext.config import PoolOptions
@@ -17,6 +18,19 @@ from sglang_ext.serving.plan import beyond_context
 from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Version
 from sglang_ext.serving.workers import Workers
 from sglang_ext.types import Json
+
+
+@dataclass(frozen=True)
+class ChatHeader:
+    """What a chat was rendered by.
+
+    Attributes:
+        token_ids: what stands before the demonstrations.
+        options: of the pool; a version with others goes with other texts.
+    """
+
+    token_ids: tuple[int, ...]
+    options: PoolOptions
 
 
 class Layouts:
@@ -92,13 +106,19 @@ class Layouts:
         if problem:
             raise PoolError(f"pool {version.name!r}: {problem}")
 
-    async def variant(self, version: Version, header: Sequence[int] | None) -> str:
-        """The variant behind a chat header, laid out when it is first asked for; None is the completion variant."""
+    async def variant(self, version: Version, header: ChatHeader | None) -> str:
+        """The variant behind a chat header, laid out when it is first asked for; None is the completion variant.
+
+        Raises:
+            PoolError: (409) the chat was rendered for a version that had other options.
+        """
         if header is None:
             return COMPLETION
+        if header.options != version.definition.options:
+            raise PoolError(f"pool {version.name!r} was replaced while the chat was rendered: send it again", 409)
         known = version.layouts.get(CHAT)
-        if known is None or known.header != tuple(header):  # a template may put today's date there
-            layout = await self._workers.apart(self.lay_out, version.definition, tuple(header))
+        if known is None or known.header != header.token_ids:  # a template may put today's date there
+            layout = await self._workers.apart(self.lay_out, version.definition, header.token_ids)
             self._check_context(version, layout)
             version.layouts[CHAT] = layout
             version.resident.discard(CHAT)

@@ -70,6 +70,7 @@ async def _served(handler: Handler, request: OllamaRequest, raw_request: fastapi
         def render(own: Handler) -> tuple[JsonObject, list[int]]:
             return _rendered(own.tokenizer_manager, templates, messages, custom)
 
+        await handler.tokenizer_manager.ext_pools.prepare(custom)
         long = is_long(handler.tokenizer_manager, [message.content for message in messages])
         custom, ids = await beside(handler, render) if long else render(handler)
     return _Served(handler, custom, ids)

@@ -124,6 +124,7 @@ class Version:
         definition: what it serves.
         layouts: blocks by variant: `completion`, and `chat` once a chat request came.
         users: requests in flight on it.
+        requests: those that began on it, the ones in flight among them.
         retired: a newer version took its place, or the pool was deleted.
         resident: variants whose blocks are known to be held in the KV cache; others are looked up before use.
         label_tokens: tokens of the labels, by what stands before and behind each (`serving.labels`).
@@ -134,6 +135,7 @@ class Version:
     definition: Definition
     layouts: dict[str, Layout] = field(default_factory=dict)
     users: int = 0
+    requests: int = 0
     retired: bool = False
     resident: set[str] = field(default_factory=set)
     label_tokens: dict[tuple[str, str], LabelTokens] = field(default_factory=dict)

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from sglang_ext import compat
-from sglang_ext.config import PoolOptions, RequestOptions, check_name
+from sglang_ext.config import PoolOptions, RequestOptions, check_name, split_name
 from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.access import may_see_definitions
-from sglang_ext.serving.change import PREPARING, Change, Progress
+from sglang_ext.serving.change import PREPARING, Change, Progress, Queue
 from sglang_ext.serving.channel import Channel
 from sglang_ext.serving.encoder import Encoder
 from sglang_ext.serving.errors import PoolError, UnknownPool
-from sglang_ext.serving.layouts import Layouts
+from sglang_ext.serving.fleet import folder_of
+from sglang_ext.serving.layouts import ChatHeader, Layouts
 from sglang_ext.serving.metrics import TokenizerMetrics
 from sglang_ext.serving.plan import countable, describe
 from sglang_ext.serving.pool import COMPLETION, Definition, Version
-from sglang_ext.serving.standing import Made, Pool, blocks_of, explained, summary
-from sglang_ext.serving.store import PoolStore, Stored
+from sglang_ext.serving.standing import Made, Pool, blocks_of, explained, numbered, refuse_busy, serving, summary
 from sglang_ext.serving.submitted import Source, Submitted
 from sglang_ext.serving.workers import Workers
 from sglang_ext.settings import server_settings
 from sglang_ext.systems.registry import systems
 from sglang_ext.types import Json, JsonObject, Options
-
-logger = logging.getLogger(__name__)
 
 SCORED_AT_ONCE = 4  # requests whose labels are scored at one time: others come between their passes
 
@@ -50,18 +47,18 @@ class PoolService:
         self.metrics = TokenizerMetrics(
             manager.enable_metrics, compat.resolved(manager.server_args).served_model_name, self.settings.pool_metrics
         )
-        self.store = PoolStore(directory) if directory else None
-        self._restore, self.damaged = self.store.load(self.settings.strict_pool_dir) if self.store else ({}, [])
-        for problem in self.damaged:
-            logger.error("sglang_ext: %s", problem)
-        self._restoring: asyncio.Task[None] | None = None
         self.workers = Workers(manager)
         self.channel = Channel(manager, self.workers)
         self.layouts = Layouts(manager, self.workers, self.channel, self.settings.max_demonstrations)
         self.encoder = Encoder(manager, self.channel, self._served, self._reencoded)
-        self._turns = 0  # of pools that are read, tokenized or encoded
-        self.headers: dict[str, tuple[int, ...]] = {}  # of chat requests, by name (serving.chat)
+        self.queue = Queue(self.settings.max_waiting_encodings)
+        self.headers: dict[str, ChatHeader] = {}  # of chat requests, by name (serving.chat)
         self.scoring = asyncio.Semaphore(SCORED_AT_ONCE)
+        self.folder = folder_of(self, directory)
+
+    async def restored(self) -> None:
+        """Wait until pools can be asked for: what is in `--pool-dir` is known, or served."""
+        await self.folder.started()
 
     def _served(self) -> list[Version]:
         return [pool.current for pool in self.pools.values() if pool.current is not None]
@@ -75,34 +72,52 @@ class PoolService:
     def get(self, name: str) -> Pool:
         """The pool of that name, or UnknownPool (404) with the names there are, for those who may see them."""
         if name not in self.pools:
-            if name in self._restore:
+            if self.folder.restores(name):
                 raise PoolError(f"pool {name!r} is being restored from disk; retry", 503)
             raise UnknownPool(str(name), list(self.pools) if may_see_definitions(self.manager) else None)
         return self.pools[name]
 
-    def version(self, name: str) -> Version:
-        """The version of a pool that requests are served from now."""
-        pool = self.get(name)
-        if pool.status == "failed":
-            why = pool.error if may_see_definitions(self.manager) else f"pool {name!r} could not be made"
-            raise PoolError(f"{why}; put it again, or delete it", 409)
-        if pool.current is None:
-            raise PoolError(f"pool {name!r} is still being encoded; wait until GET /v1/pools/{name} says ready", 409)
-        return pool.current
+    async def needed(self, asked: str) -> Version:
+        """The version that a request over `asked` is answered from, once it is served here.
+
+        Args:
+            asked: a pool's name, or with the number of a version (`config.split_name`).
+
+        Raises:
+            ValueError: (PoolError and UnknownPool among them) there is none; says why.
+        """
+        await self.folder.ready(*split_name(asked))
+        return self.version(asked)
+
+    async def prepare(self, custom: Json) -> None:
+        """Wait as `needed` does, before SGLang handles a request with these `custom_params` where nothing can wait."""
+        asked = custom.get("pool") if isinstance(custom, dict) else None
+        if isinstance(asked, str):
+            with contextlib.suppress(ValueError):  # `version` says what is wrong, where the request is composed
+                await self.folder.ready(*split_name(asked))
+
+    def version(self, asked: str) -> Version:
+        """The version of a pool that a request that names it so is answered from now; raises what `needed` does."""
+        name, number = split_name(asked)
+        pool, told = self.get(name), may_see_definitions(self.manager)
+        return serving(pool, told) if number is None else numbered(pool, number, told)
 
     async def info(self, name: str, tokens: bool = False) -> JsonObject:
         """What is in a pool: options, labels, blocks with their demonstrations, residency and hits."""
-        return await self._info(self.get(name), tokens)
+        if name not in self.pools:
+            await self.folder.look()
+        pool = self.get(name)
+        return await self._info(pool, pool.current, tokens)
 
-    async def _info(self, pool: Pool, tokens: bool = False) -> JsonObject:
-        info, version = self._summary(pool), pool.current
+    async def _info(self, pool: Pool, version: Version | None, tokens: bool = False) -> JsonObject:
+        info = summary(pool, version, self.channel.bytes_per_token)
         if version is not None:
             keys = [block.key for block in version.layouts[COMPLETION].blocks]
             info["blocks"] = blocks_of(version, await self.channel.ask("blocks", keys=keys), tokens)
         return info
 
     def _summary(self, pool: Pool) -> JsonObject:
-        return summary(pool, self.channel.bytes_per_token)
+        return summary(pool, pool.current, self.channel.bytes_per_token)
 
     def list(self) -> list[JsonObject]:
         """A line for each pool."""
@@ -118,6 +133,7 @@ class PoolService:
         """`put` of what `source` reads, away from the event loop."""
         check_name(name)
         self._refuse_streams()
+        await self.folder.free(name)
 
         def define(limit: int) -> tuple[Definition, bool]:
             submitted = source()
@@ -132,7 +148,8 @@ class PoolService:
 
     async def append_from(self, name: str, source: Source) -> JsonObject:
         """`append` of what `source` reads, away from the event loop."""
-        definition = self.version(name).definition
+        await self.folder.current(name)
+        definition = serving(self.get(name), may_see_definitions(self.manager)).definition
 
         def define(limit: int) -> tuple[Definition, bool]:
             submitted = source()
@@ -145,7 +162,8 @@ class PoolService:
 
     async def delete_demonstration(self, name: str, id: str, purge: bool = False, wait: bool = True) -> JsonObject:
         """Leave a demonstration out of retrieval and views at once; with `purge`, encode again all it reached."""
-        definition = self.version(name).definition
+        await self.folder.current(name)
+        definition = serving(self.get(name), may_see_definitions(self.manager)).definition
         if id not in definition.demonstrations:
             raise PoolError(f"pool {name!r} has no demonstration {id!r}", 404)
         if id in definition.deleted and not purge:
@@ -164,31 +182,39 @@ class PoolService:
 
     async def delete(self, name: str) -> JsonObject:
         """Delete a pool. Requests in flight finish on it; its blocks are freed after the last one."""
+        await self.folder.look()
         pool = self.get(name)
         if pool.deletion is None:
             pool.deletion = self.workers.background(self._delete(pool))
         await asyncio.shield(pool.deletion)
         return {"name": name, "status": "deleted"}
 
-    async def _delete(self, pool: Pool) -> None:
+    async def drop(self, pool: Pool) -> None:
+        """Delete a pool that the folder has no longer."""
+        if pool.deletion is None:
+            pool.deletion = self.workers.background(self._delete(pool, kept=False))
+        await asyncio.wait([pool.deletion])
+
+    async def _delete(self, pool: Pool, kept: bool = True) -> None:
         try:
             if pool.change is not None:
                 pool.change.cancel()
                 await pool.change.ended()
             if self.pools.get(pool.name) is not pool:
                 return  # its first change was cancelled: it never was a pool
-            if self.store:
-                try:
-                    await asyncio.to_thread(self.store.delete, pool.name)
-                except OSError as error:
-                    why = f"pool {pool.name!r} is not deleted: its file cannot be removed ({error}); retry"
-                    raise PoolError(why, 503) from error
+            if kept:
+                await self.folder.delete(pool)
             del self.pools[pool.name]
-            self.metrics.changed(pool.name, 0, 0, 0.0)
-            if pool.current:
-                await self._retire(pool.current)
+            await self.withdraw(pool)
         finally:
             pool.deletion = None
+
+    async def withdraw(self, pool: Pool) -> None:
+        """Serve no request from a pool any more; those in flight finish on it."""
+        self.metrics.changed(pool.name, 0, 0, 0.0)
+        version, pool.current = pool.current, None
+        if version is not None:
+            await self._retire(version)
 
     async def cancel(self, name: str) -> JsonObject:
         """Stop the encoding under way; the pool stays as it was before, and vanishes if it never was ready."""
@@ -201,7 +227,7 @@ class PoolService:
     async def plan(self, source: Source) -> JsonObject:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit in an empty KV cache."""
         self._refuse_streams()
-        with self._turn():
+        with self.queue.place():
             state = await self.channel.ask("state")
             return await self.workers.read(self._plan, source, state)
 
@@ -222,44 +248,33 @@ class PoolService:
 
     def _refuse_busy(self, name: str) -> None:
         pool = self.pools.get(name)
-        if pool is not None and pool.deletion is not None:
-            raise PoolError(f"pool {name!r} is being deleted; put it again when GET /v1/pools/{name} answers 404", 409)
-        if pool is not None and pool.change is not None:
-            raise PoolError(
-                f"pool {name!r} is being changed already; wait for it, or cancel it with POST /v1/pools/{name}/cancel",
-                409,
-            )
-        if pool is None and len(self.pools) >= self.settings.max_pools:
+        if pool is not None:
+            refuse_busy(pool)
+        elif len(self.pools) >= self.settings.max_pools:
             raise PoolError(
                 f"the server has {len(self.pools)} pools, as many as it may (--max-pools {self.settings.max_pools}):"
                 " delete one first",
                 413,
             )
 
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """A place in the queue of those that have a pool read, tokenized or encoded; PoolError (429) without one."""
-        most = 1 + self.settings.max_waiting_encodings
-        if self._turns >= most:
-            raise PoolError(
-                f"{self._turns} changes of pools are under way or wait, as many as may (--max-waiting-encodings"
-                f" {self.settings.max_waiting_encodings} beside one): retry when GET /v1/pools shows fewer",
-                429,
-            )
-        self._turns += 1
-        try:
-            yield
-        finally:
-            self._turns -= 1
+    async def bring_in(self, name: str, number: int, definition: Definition) -> None:
+        """Serve a version that the folder has of a pool that is there."""
+        self._refuse_streams()
+        await self._change(name, lambda _limit: (definition, True), number)
 
-    async def _change(self, name: str, define: Define) -> JsonObject:
-        """Make what `define` defines the pool's next version: lay out, check, encode, store, switch over."""
+    async def _change(self, name: str, define: Define, incoming: int | None = None) -> JsonObject:
+        """Make what `define` defines the pool's next version: lay out, check, encode, store, switch over.
+
+        Args:
+            incoming: the number of a version that the folder has already: who brings it in waits elsewhere.
+        """
         self._refuse_busy(name)
         place = contextlib.ExitStack()
-        place.enter_context(self._turn())
+        if incoming is None:
+            place.enter_context(self.queue.place())
         # Nothing was awaited since the checks: of two changes at once, one finds the other.
-        pool = self.pools.setdefault(name, Pool(name))
-        change, made = Change(), Made(time.perf_counter())
+        pool = self.pools.setdefault(name, Pool(name, versions=self.folder.last(name)))
+        change, made = Change(), Made(incoming or pool.versions + 1, incoming is not None)
         pool.change = change
 
         async def settle() -> None:
@@ -276,12 +291,12 @@ class PoolService:
         except asyncio.CancelledError:
             change.leave()
             raise
-        return await self._info(pool)
+        return await self._info(pool, made.version)
 
     async def _make(self, pool: Pool, change: Change, made: Made, define: Define) -> None:
         """Lay out and encode a new version. Whatever it did until it failed or was cancelled, `_settle` undoes."""
         state = await self.channel.ask("state")
-        version, wait = await self.workers.read(self._prepare, pool, change, define, countable(state))
+        version, wait = await self.workers.read(self._prepare, pool, change, made, define, countable(state))
         made.version = version
         self.encoder.know(version)
         change.prepared(wait)
@@ -299,11 +314,11 @@ class PoolService:
             version.resident.update(version.layouts)
         await asyncio.shield(indexed)
 
-    def _prepare(self, pool: Pool, change: Change, define: Define, limit: int) -> tuple[Version, bool]:
+    def _prepare(self, pool: Pool, change: Change, made: Made, define: Define, limit: int) -> tuple[Version, bool]:
         """The new version with its blocks tokenized, and whether who asked waits for it."""
         change.phase = PREPARING
         definition, wait = define(limit)
-        version = Version(pool.name, pool.versions + 1, definition)
+        version = Version(pool.name, made.number, definition)
         self.layouts.lay_out_all(version, pool.current)
         return version, wait
 
@@ -311,15 +326,17 @@ class PoolService:
         """Serve the pool from the version that was made; where it was not, leave everything as it was."""
         version, accepted = made.version, change.progress is not None
         try:
-            if change.error is None and version is not None and self.store:
+            if change.error is None and version is not None and not made.incoming:
                 try:
-                    await asyncio.to_thread(self.store.save, version.name, version.number, version.definition.dump())
+                    await self.folder.save(pool, version)
+                except PoolError as error:
+                    change.error = error.fresh()
                 except Exception as error:
                     change.error = explained(pool, change, error).fresh()
             if change.error is None and version is not None:
-                await self._switch(pool, version, change, time.perf_counter() - made.begin)
+                await self._switch(pool, version, change, made)
             else:
-                if accepted and not change.cancelled:
+                if accepted and not change.cancelled and not made.incoming:
                     pool.error = str(change.error)
                 if version is not None:
                     await self.encoder.forget(version)
@@ -329,15 +346,19 @@ class PoolService:
             pool.change = None
             # Who waited knows why; others find the pool as `failed`.
             told = change.wait is not False or not accepted or change.cancelled
-            if pool.current is None and told and self.pools.get(pool.name) is pool:
+            if pool.current is None and told and not pool.stored and self.pools.get(pool.name) is pool:
                 del self.pools[pool.name]
 
-    async def _switch(self, pool: Pool, version: Version, change: Change, seconds: float) -> None:
+    async def _switch(self, pool: Pool, version: Version, change: Change, made: Made) -> None:
         """From now on requests are served from `version`; the version before it is freed after its last request."""
-        old, pool.current, pool.versions = pool.current, version, version.number
-        pool.progress, pool.error, pool.seconds = change.progress, None, seconds
+        old, pool.current, pool.versions = pool.current, version, max(pool.versions, version.number)
+        pool.progress, pool.seconds = change.progress, time.perf_counter() - made.begin
+        if not made.incoming:  # else the last change of a client's may have failed all the same
+            pool.error = None
+        if old is not None and old.users:
+            pool.kept[old.number] = old
         if pool.progress is not None:
-            self.metrics.changed(pool.name, pool.progress.tokens, pool.progress.blocks, seconds)
+            self.metrics.changed(pool.name, pool.progress.tokens, pool.progress.blocks, pool.seconds)
         if not version.definition.options.pinned:
             version.resident.clear()
             await self.channel.release(version.owner)
@@ -349,11 +370,15 @@ class PoolService:
     def lease(self, version: Version) -> None:
         """A request begins on `version`."""
         version.users += 1
+        version.requests += 1
 
     def end_lease(self, version: Version) -> None:
         """A request on `version` has ended."""
         version.users -= 1
         if version.retired and version.users == 0:
+            pool = self.pools.get(version.name)
+            if pool is not None and pool.kept.get(version.number) is version:
+                del pool.kept[version.number]
             self.workers.background(self._free(version))
 
     async def _retire(self, version: Version) -> None:
@@ -368,33 +393,3 @@ class PoolService:
         """Build the retriever a request asks for beside the event loop: a dense one may load a model."""
         if not version.has_retriever(options):
             await self.workers.apart(version.retriever, options)
-
-    # ---- start ----
-
-    async def restored(self) -> None:
-        """Encode the pools of `--pool-dir`, once; requests wait for it."""
-        if self._restoring is None:
-            if not self._restore:
-                return
-            self._restoring = asyncio.create_task(self._restore_all())
-        await asyncio.shield(self._restoring)
-
-    async def _restore_all(self) -> None:
-        for name, stored in list(self._restore.items()):
-            try:
-                self._refuse_streams()
-                await self._restore_one(name, stored)
-            except Exception as error:  # one pool that no longer fits must not take the others away
-                logger.error("sglang_ext: pool %s of the pool directory cannot be served: %s", name, error)
-                why = f"pool {name!r} cannot be restored: {error}"
-                self.pools[name] = Pool(name, error=why, versions=stored.version)
-            del self._restore[name]
-
-    async def _restore_one(self, name: str, stored: Stored) -> None:
-        """Encode a stored pool again, under the number that its version had."""
-        self.pools[name] = Pool(name, versions=stored.version - 1)
-        try:
-            await self._change(name, lambda _limit: (Definition.load(stored.definition), True))
-        finally:
-            if (pool := self.pools.get(name)) is not None and pool.current is None:
-                del self.pools[name]

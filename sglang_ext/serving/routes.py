@@ -161,6 +161,8 @@ async def around_make_request(
         return await original(handler, request, previous, *args)
 
     try:
+        if _names_pool(request) and ours(handler.tokenizer_manager):
+            await handler.tokenizer_manager.ext_pools.prepare(getattr(request, CUSTOM))
         if is_long(handler.tokenizer_manager, request.input, request.instructions, request.tools) or (
             previous is not None and ours(handler.tokenizer_manager)
         ):

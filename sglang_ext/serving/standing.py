@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from sglang_ext.serving.change import Change, Progress
 from sglang_ext.serving.errors import PoolError
@@ -21,9 +22,12 @@ class Pool:
     Attributes:
         progress: of the last change that was made.
         error: why the last change was not made, after it had been accepted.
-        versions: number of the last version.
+        versions: number of the last version; in a shared folder, of the newest one that was seen there.
         seconds: what making the current version took.
         deletion: the pool is being deleted; no change begins any more.
+        stored: a shared folder has the pool: what is not served here yet can be encoded from there.
+        failure: why the newest version of a shared folder cannot be served here.
+        kept: versions that were replaced, by number, while requests run on them.
     """
 
     name: str
@@ -34,15 +38,34 @@ class Pool:
     versions: int = 0
     seconds: float = 0.0
     deletion: asyncio.Task[None] | None = None
+    stored: bool = False
+    failure: str | None = None
+    kept: dict[int, Version] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
-        """`encoding` while a change is under way, else `ready`, or `failed` where there is no version to serve."""
+        """`encoding` while a change is under way, else `ready`, or `failed` where there is no version to serve.
+
+        `stored`: a shared folder has it, and no request has needed it here.
+        """
         if self.change is not None:
             return "encoding"
         if self.current is not None:
             return "ready"
-        return "failed" if self.error else "cancelled"
+        if self.stored and self.failure is None:
+            return "stored"
+        return "failed" if self.failure or self.error else "cancelled"
+
+    @property
+    def behind(self) -> bool:
+        """Whether a shared folder has a newer version than the one that is served here."""
+        return self.stored and (self.current is None or self.current.number < self.versions)
+
+    def numbered(self, number: int) -> Version | None:
+        """The version of that number, if it is served here, or requests still run on it."""
+        if self.current is not None and self.current.number == number:
+            return self.current
+        return self.kept.get(number)
 
 
 @dataclass
@@ -50,30 +73,40 @@ class Made:
     """What a change has come to so far.
 
     Attributes:
-        version: the new version, once it is laid out.
+        number: of the new version. It is fixed when the change begins: it says which version the change replaces.
+        incoming: whether the folder has the version already.
         begin: when the change began, by `time.perf_counter`, in seconds.
+        version: the new version, once it is laid out.
     """
 
-    begin: float
+    number: int
+    incoming: bool
+    begin: float = field(default_factory=time.perf_counter)
     version: Version | None = None
 
 
-def summary(pool: Pool, bytes_per_token: int) -> JsonObject:
-    """A line on a pool: how it stands, its options, its labels and what it takes."""
+def summary(pool: Pool, version: Version | None, bytes_per_token: int) -> JsonObject:
+    """A line on a pool: how it stands, and the options, the labels and the size of one of its versions."""
     info: JsonObject = {
         "name": pool.name,
-        "version": pool.current.number if pool.current else 0,
+        "version": version.number if version else 0,
         "status": pool.status,
-        "error": pool.error,
+        "error": pool.error or pool.failure,
         "setup_seconds": round(pool.seconds, 3),
     }
+    if pool.stored:
+        info["newest"] = pool.versions
+        served = [*pool.kept.values(), *([pool.current] if pool.current else [])]
+        info["versions"] = [
+            {"version": each.number, "requests": each.requests, "requests_in_flight": each.users} for each in served
+        ]
     if pool.change is not None:
         info["phase"] = pool.change.phase
     progress = pool.change.progress if pool.change is not None else pool.progress
     if progress is not None:
         info["progress"] = vars(progress).copy()
-    if pool.current:
-        definition, layout = pool.current.definition, pool.current.layouts[COMPLETION]
+    if version:
+        definition, layout = version.definition, version.layouts[COMPLETION]
         info |= {
             "options": vars(definition.options).copy(),
             "labels": list(definition.labels),
@@ -82,7 +115,7 @@ def summary(pool: Pool, bytes_per_token: int) -> JsonObject:
             "num_blocks": len(layout.blocks),
             "tokens": layout.tokens,
             "bytes": layout.tokens * bytes_per_token,
-            "requests_in_flight": pool.current.users,
+            "requests_in_flight": version.users,
         }
     return info
 
@@ -110,6 +143,55 @@ def blocks_of(version: Version, state: Options, tokens: bool) -> list[JsonObject
             zip(version.layouts[COMPLETION].blocks, state["resident"], state["hits"], strict=True)
         )
     ]
+
+
+def serving(pool: Pool, told: bool) -> Version:
+    """The version of a pool that requests are served from now.
+
+    Args:
+        pool: which.
+        told: whether who asks may know why there is none.
+
+    Raises:
+        PoolError: (409; 503 where it may be served by another server) there is none.
+    """
+    name = pool.name
+    if pool.status == "failed":
+        why = (pool.failure or pool.error) if told else f"pool {name!r} could not be made"
+        raise PoolError(f"{why}; put it again, or delete it", 503 if pool.failure else 409)
+    if pool.current is None:
+        raise PoolError(f"pool {name!r} is still being encoded; wait until GET /v1/pools/{name} says ready", 409)
+    return pool.current
+
+
+def numbered(pool: Pool, number: int, told: bool) -> Version:
+    """The version of a pool that a request names by its number; see `serving`.
+
+    Raises:
+        PoolError: (409; 503 where it may be served by another server) it is not served here.
+    """
+    version = pool.numbered(number)
+    if version is not None:
+        return version
+    if pool.failure is not None and number == pool.versions:
+        return serving(pool, told)
+    served = f"it is at version {pool.current.number}" if pool.current else "no version of it is"
+    raise PoolError(
+        f"version {number} of pool {pool.name!r} is not served here, {served}: name that one, or leave the version out",
+        409,
+    )
+
+
+def refuse_busy(pool: Pool) -> None:
+    """PoolError (409) for a pool that is being changed or deleted."""
+    name = pool.name
+    if pool.deletion is not None:
+        raise PoolError(f"pool {name!r} is being deleted; put it again when GET /v1/pools/{name} answers 404", 409)
+    if pool.change is not None:
+        raise PoolError(
+            f"pool {name!r} is being changed already; wait for it, or cancel it with POST /v1/pools/{name}/cancel",
+            409,
+        )
 
 
 def explained(pool: Pool, change: Change, error: BaseException) -> PoolError:

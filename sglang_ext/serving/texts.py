@@ -145,7 +145,7 @@ async def around_tokenize_texts(
 async def around_handle_chat(
     original: Callable[..., Passed], handler: OpenAIHandler, request: OpenAIRequest, raw_request: fastapi.Request
 ) -> Passed:
-    """AROUND OpenAIServingChat.handle_request: a long chat is converted before SGLang asks for it."""
+    """AROUND OpenAIServingChat.handle_request: a pool is waited for, and a long chat converted, before SGLang asks."""
     await _convert(handler, request, raw_request)
     return await original(handler, request, raw_request)
 
@@ -163,6 +163,8 @@ async def around_handle_message(
 
 
 async def _convert(handler: OpenAIHandler, request: OpenAIRequest, raw_request: fastapi.Request) -> None:
+    if (pools := getattr(handler.tokenizer_manager, "ext_pools", None)) is not None:
+        await pools.prepare(request.custom_params)
     if not is_long(handler.tokenizer_manager, request):
         return
     RECEIVED.set(compat.monotonic_time())

@@ -294,8 +294,8 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
     options = RequestOptions.parse(custom)
     if getattr(obj, "session_params", None) or getattr(obj, "lora_path", None) or getattr(obj, "input_embeds", None):
         raise ValueError("a request with a pool takes no session, LoRA or input_embeds")
-    version = service.version(options.pool)
-    check_reading(manager, obj, options.pool, version.definition.options)
+    version = await service.needed(options.pool)
+    check_reading(manager, obj, version.name, version.definition.options)
     check_retriever(manager, options.retriever)
     service.lease(version)
     holds = None

@@ -282,3 +282,11 @@ def test_bytes_a_token_of_what_is_not_supported() -> None:
         kv_bytes_per_token(config)
     with pytest.raises(ValueError, match="dtype 'int8'"):
         kv_bytes_per_token(LlamaConfig(), "int8")
+
+
+def test_a_pool_of_a_shared_folder_shows_what_is_newer(script: Script, capsys) -> None:
+    stored = {**info(0, "stored"), "newest": 7, "versions": []}
+    script.answers = [(200, {"pools": [stored, {**info(7, "ready"), "newest": 7}]})]
+    assert cli.main(["pool", "ls", "--url", script.url]) == 0
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert first.split()[1:5] == ["0", "(newest:", "7)", "stored"] and second.split()[1:3] == ["7", "ready"]

@@ -10,117 +10,35 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_ext.config import RequestOptions
-from sglang_ext.serving.errors import BlocksLost, PoolError
-from sglang_ext.serving.pools import PoolService
+from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.store import PoolStore
 from tests.oracle import models
+from tests.serving.imitated import Service, quiet
 
 NAMES = ("a", "b", "c")
 CLIENTS, STEPS, SEEDS = 5, 8, 150
-TOTAL = 2000
-
-
-class Schedulers:
-    """What the schedulers hold: blocks by name, each with its length and its owners."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, int] = {}
-        self.owners: dict[str, set[str]] = {}
-
-    def held(self) -> int:
-        return sum(self.tokens[key] for key, owners in self.owners.items() if owners)
-
-    def answer(self, op: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        keys, owner = payload.get("keys"), payload.get("owner", "")
-        if op == "state":
-            return {
-                "total_tokens": TOTAL, "held_tokens": self.held(), "held_by_pools": self.held(), "bytes_per_token": 1,
-                "max_req_input_len": 10**6, "chunked_prefill_size": 64,
-            }  # fmt: skip
-        if op == "hold":
-            for key in keys or ():
-                if key in self.tokens:
-                    self.owners[key].add(owner)
-            return {"missing": [key for key in keys or () if key not in self.tokens]}
-        if op == "release":
-            for key in list(self.owners) if keys is None else keys:
-                owners = self.owners.get(key, set())
-                owners.discard(owner)
-                if payload.get("drop") and not owners:
-                    self.tokens.pop(key, None)
-                    self.owners.pop(key, None)
-            return {"freed_tokens": 0}
-        return {"resident": [key in self.tokens for key in keys or ()], "hits": [0] * len(keys or ())}
-
-    def write(self, row: Any) -> None:
-        """An encoding request has ended; what it attends to must be there."""
-        if any(piece.key not in self.tokens for piece in row.prefix):
-            raise BlocksLost
-        for block in row.new:
-            self.tokens[block.key] = block.tokens
-            self.owners.setdefault(block.key, set()).add(row.owner)
-
-
-class Service(PoolService):
-    """Beside schedulers that are imitated; every wait takes a random number of turns of the event loop."""
-
-    def __init__(self, manager: Any, dice: random.Random, directory: str | None) -> None:
-        super().__init__(manager, directory)
-        self.schedulers, self.dice = Schedulers(), dice
-        self.channel._exchange = self._exchange
-        self.encoder._encode_run = self._encode_run
-        self.workers.apart = self._apart
-
-    async def turns(self, most: int = 6) -> None:
-        for _ in range(self.dice.randint(0, most)):
-            await asyncio.sleep(0)
-
-    async def _exchange(self, op: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        await self.turns()
-        answer = self.schedulers.answer(op, payload)
-        await self.turns()
-        return answer
-
-    async def _encode_run(self, run: Any) -> None:
-        await self.turns(12)
-        if self.dice.random() < 0.03:
-            raise PoolError("aborted: everything was", 503)
-        self.schedulers.write(run.row)
-        await self.turns()
-
-    async def _apart(self, work: Callable[..., Any], *args: Any) -> Any:
-        await self.turns()
-        found = work(*args)
-        await self.turns()
-        return found
-
-    def flush(self) -> None:
-        """SGLang's flush_cache, which empties the tree while nothing runs."""
-        self.encoder.flushed()
-        self.schedulers.tokens.clear()
-        self.schedulers.owners.clear()
-        self.encoder.flushed()
 
 
 class Client:
-    """One that does everything, and sometimes goes away in the middle."""
+    """One that does everything, `steps` times, and in a share of them (`leaves`) goes away in the middle."""
 
-    def __init__(self, service: Service, dice: random.Random, number: int) -> None:
-        self.service, self.dice, self.number = service, dice, number
+    def __init__(
+        self, service: Service, dice: random.Random, number: int, steps: int = STEPS, leaves: float = 0.25
+    ) -> None:
+        self.service, self.dice, self.number, self.steps, self.leaves = service, dice, number, steps, leaves
         self.count = itertools.count()
 
     async def live(self) -> None:
-        for _ in range(STEPS):
+        for _ in range(self.steps):
             action = self.act()
             task = asyncio.ensure_future(action)
-            if self.dice.random() < 0.25:  # it goes away
+            if self.dice.random() < self.leaves:  # it goes away
                 for _ in range(self.dice.randint(0, 40)):
                     await asyncio.sleep(0)
                 task.cancel()
@@ -168,12 +86,6 @@ class Client:
                 service.channel.release_later(owner)
 
 
-async def quiet(service: Service) -> None:
-    """Wait until nothing goes on in the background."""
-    while service.workers.tasks:
-        await asyncio.wait(set(service.workers.tasks))
-
-
 async def storm(service: Service, seed: int) -> None:
     clients = [Client(service, random.Random(f"{seed} {number}"), number) for number in range(CLIENTS)]
     await asyncio.gather(*(client.live() for client in clients))
@@ -182,7 +94,7 @@ async def storm(service: Service, seed: int) -> None:
 
 def check_books(service: Service) -> None:
     """Nothing is under way, and what is held is what pinned pools hold."""
-    assert not service.encoder.promised and service._turns == 0
+    assert not service.encoder.promised and service.queue.taken == 0
     for pool in service.pools.values():
         assert pool.change is None and pool.deletion is None
         assert pool.current is not None or pool.error, "a pool without a version was left behind"
@@ -236,7 +148,7 @@ def test_a_change_that_is_cancelled_before_its_first_step_ends(manager: Any) -> 
             await putting
         await asyncio.gather(*ends)
         await quiet(service)
-        assert not service.pools and service._turns == 0
+        assert not service.pools and service.queue.taken == 0
 
     asyncio.run(asyncio.wait_for(run(), 20))
 

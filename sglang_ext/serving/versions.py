@@ -1,0 +1,151 @@
+"""Pools in a folder that several servers share (`--pool-dir` with `--pool-scan-seconds`): a file for each version.
+
+`NAME@NUMBER.json` is version NUMBER of pool NAME. Its name is the claim of that number, and stays for ever: a server
+makes the file whole under a name of its own, and links it to that name, which only one server can do, whatever the
+others have seen. So nothing here needs locks or clocks, and the folder may be on NFS. What a file holds is one of
+
+- a definition, as `serving.store` has it,
+- `{"gone": "deleted"}`: the version is the deletion of the pool,
+- `{"gone": "replaced"}`: a newer version has been claimed since, and nobody needs the definition any more.
+
+A server removes no file but the temporary ones that it wrote itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from pathlib import Path
+
+from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.pool import Definition
+from sglang_ext.serving.store import UNREADABLE, VERSION_FILE, content, flush, read, unreadable, written
+from sglang_ext.types import JsonObject
+
+logger = logging.getLogger(__name__)
+
+GONE, DELETED, REPLACED = "gone", "deleted", "replaced"
+_EMPTY_BYTES = 256  # a file without a definition has fewer, and one with a definition has more
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Damaged(ValueError):
+    """A file that this version of sglang_ext cannot read; says why."""
+
+
+class Replaced(Exception):
+    """A newer version than the one that was asked for has been claimed."""
+
+
+class VersionStore:
+    """A folder of versions. Its methods wait for the disk: they are called beside the event loop."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def newest(self) -> dict[str, int]:
+        """The number of the newest version of each pool, deletions among them, as far as this machine has seen."""
+        found: dict[str, int] = {}
+        for name in os.listdir(self.directory):
+            if match := VERSION_FILE.fullmatch(name):
+                found[match[1]] = max(found.get(match[1], 0), int(match[2]))
+        return found
+
+    def read(self, name: str, number: int) -> JsonObject | None:
+        """What version `number` of pool `name` holds, checked by `Definition.load`; None where it is a deletion.
+
+        Raises:
+            Damaged: it cannot be read by this version of sglang_ext.
+            Replaced: there is a newer one.
+            OSError: the folder cannot be read, or does not show the file yet.
+        """
+        path = self._path(name, number)
+        try:
+            _, data = content(path, name)
+            if GONE not in data:
+                Definition.load(data)
+                return data
+            if data[GONE] == REPLACED:
+                raise Replaced
+            if data[GONE] != DELETED:
+                raise ValueError(f"{GONE}={data[GONE]!r}: expected {DELETED!r} or {REPLACED!r}")
+        except UNREADABLE as error:
+            raise Damaged(unreadable(path, error)) from error
+        return None
+
+    def claim(self, name: str, number: int, definition: JsonObject | None) -> None:
+        """Make a definition (None: a deletion) version `number` of a pool, the one behind `number` - 1.
+
+        Raises:
+            PoolError: (409) another server has made another one that version.
+            OSError: the folder cannot be written to; the version was not claimed.
+        """
+        held = {GONE: DELETED} if definition is None else definition
+        with written(self.directory, name, {"version": number, **held}) as temporary:
+            try:
+                os.link(temporary, self._path(name, number))
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    why = "the file system of a folder that servers share must have hard links"
+                    raise OSError(error.errno, f"{why} ({error.strerror})") from error
+                # NFS may lose the answer to a link that it made, and ask again: the file has two names then (open(2)).
+                if not isinstance(error, FileExistsError) or os.stat(temporary).st_nlink != 2:
+                    raise _taken(name, number, error) from error
+        flush(self.directory)
+        if number > 1:
+            self._empty(name, number - 1)
+
+    def adopt(self) -> list[str]:
+        """Make the files of a folder that was one server's own the versions that they hold; says what is wrong there.
+
+        The files stay as they are. Servers that do this at once link the same file.
+        """
+        problems = []
+        for path in sorted(self.directory.glob("*.json")):
+            if VERSION_FILE.fullmatch(path.name):
+                continue
+            try:
+                os.link(path, self._path(path.stem, read(path, path.stem).version))
+            except FileExistsError:
+                continue
+            except UNREADABLE as error:
+                problems.append(f"{unreadable(path, error)}; it stays where it is: mend it, or move it away")
+            except OSError as error:
+                problems.append(f"{path} cannot be made a version of the folder that the servers share ({error})")
+        return problems
+
+    def tidy(self) -> None:
+        """Take the definitions out of versions that were replaced, where a server ended before it had done so."""
+        newest = self.newest()
+        for name in os.listdir(self.directory):
+            match = VERSION_FILE.fullmatch(name)
+            if match and int(match[2]) < newest.get(match[1], 0):
+                with contextlib.suppress(OSError):  # `_empty` says what hinders it
+                    if (self.directory / name).stat().st_size > _EMPTY_BYTES:
+                        self._empty(match[1], int(match[2]))
+
+    def _empty(self, name: str, number: int) -> None:
+        """Take the definition out of a version that was replaced. Its file stays, so that its number stays claimed."""
+        path = self._path(name, number)
+        try:
+            if path.exists():
+                with written(self.directory, name, {"version": number, GONE: REPLACED}) as temporary:
+                    os.replace(temporary, path)
+        except OSError as error:  # the newer version is there all the same
+            logger.warning("sglang_ext: %s keeps its definition, which nobody needs any more: %s", path, error)
+
+    def _path(self, name: str, number: int) -> Path:
+        return self.directory / f"{name}@{number}.json"
+
+
+def _taken(name: str, number: int, error: OSError) -> Exception:
+    if not isinstance(error, FileExistsError):
+        return error
+    return PoolError(
+        f"pool {name!r} was changed on another server at the same time, which made version {number}; this change was"
+        " not made: look at the pool, and send the change again if it is still wanted",
+        409,
+    )

@@ -22,7 +22,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Send
 
 from sglang_ext import compat
-from sglang_ext.config import PoolOptions
+from sglang_ext.config import PoolOptions, RequestOptions
 from sglang_ext.names import Passed, RequestInput, ServerArgs, TokenizerManager
 from sglang_ext.retrievers.dense import MODEL_VARIABLE
 from sglang_ext.serving.errors import PoolError
@@ -110,6 +110,20 @@ def check_reading(manager: TokenizerManager, obj: RequestInput, name: str, pool:
             f"{asked[0]} would show the demonstrations of pool {name!r}, which its options do not let you read: leave"
             f" {asked[0]} out (on the OpenAI routes return_token_ids asks for it, too), or have the pool put with"
             " readable=true"
+        )
+
+
+def check_explain(manager: TokenizerManager, asked: RequestOptions, pool: PoolOptions) -> None:
+    """Refuse `explain` to a caller who may not read a pool: scores tell which words are in it, too.
+
+    Raises:
+        PoolError: (403) says what to change.
+    """
+    if asked.explain and not may_read(manager, pool):
+        raise PoolError(
+            f"explain would show the demonstrations of pool {asked.pool!r}, which its options do not let you read: "
+            "leave explain out, or have the pool put with readable=true",
+            403,
         )
 
 

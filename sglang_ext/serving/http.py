@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from sglang_ext.config import RequestOptions, check_name
 from sglang_ext.names import Passed, ServerArgs, TokenizerManager
-from sglang_ext.serving import access, checks, routes
+from sglang_ext.serving import access, checks, page, routes
 from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
 from sglang_ext.serving.explain import would_select
@@ -38,6 +38,8 @@ def before_setup_and_run_http_server(
     from sglang.srt.entrypoints.http_server import app
 
     add_routes(app, tokenizer_manager)
+    if not tokenizer_manager.ext_system.streams:
+        page.add_page(app)
     routes.guard(app)
     # SGLang adds its check of api keys after this, around it: bodies of strangers are not read at all.
     app.add_middleware(BodyLimit, settings=pools_of(tokenizer_manager).settings)

@@ -252,6 +252,8 @@ class RequestOptions:
             scored before the answer begins.
         query: text to retrieve with, when the request brings token ids.
         raw: take the request's text as it is instead of through the pool's template.
+        explain: also return, as `selection`, the score and the demonstrations of each block that was selected. Only for
+            those who may read the pool (`readable`, or the key that shows definitions).
     """
 
     pool: str
@@ -265,6 +267,7 @@ class RequestOptions:
     label_probs: bool = False
     query: str | None = None
     raw: bool = False
+    explain: bool = False
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:

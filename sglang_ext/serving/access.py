@@ -24,9 +24,10 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Send
 
 from sglang_ext import compat
-from sglang_ext.config import PoolOptions
+from sglang_ext.config import PoolOptions, RequestOptions
 from sglang_ext.names import Passed, RequestInput, ServerArgs, TokenizerManager
 from sglang_ext.retrievers.dense import MODEL_VARIABLE
+from sglang_ext.serving import page
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.types import JsonObject
 
@@ -115,6 +116,20 @@ def check_reading(manager: TokenizerManager, obj: RequestInput, name: str, pool:
         )
 
 
+def check_explain(manager: TokenizerManager, asked: RequestOptions, pool: PoolOptions) -> None:
+    """Refuse `explain` to a caller who may not read a pool: scores tell which words are in it, too.
+
+    Raises:
+        PoolError: (403) says what to change.
+    """
+    if asked.explain and not may_read(manager, pool):
+        raise PoolError(
+            f"explain would show the demonstrations of pool {asked.pool!r}, which its options do not let you read: "
+            "leave explain out, or have the pool put with readable=true",
+            403,
+        )
+
+
 def owner_of_answers(manager: TokenizerManager) -> str:
     """Names whose stored answers the caller at hand may read: a hash of the key it has shown, where there are keys."""
     keys: Keys | None = getattr(manager, "ext_keys", None)
@@ -166,9 +181,15 @@ def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def around_decide_request_auth(original: Callable[..., Passed], **request: Passed) -> Passed:
-    """AROUND decide_request_auth: a header that is not ASCII holds no key, where SGLang would answer with a 500."""
+    """AROUND decide_request_auth: the page for people, which holds no data, needs no key.
+
+    A header that is not ASCII holds no key, where SGLang would answer with a 500.
+    """
     header = request["authorization_header"]
-    return original(**{**request, "authorization_header": header if header and header.isascii() else None})
+    changed: dict[str, Passed] = {"authorization_header": header if header and header.isascii() else None}
+    if (request["method"], request["path"]) == ("GET", page.PATH):
+        changed |= {"api_key": None, "admin_api_key": None}
+    return original(**{**request, **changed})
 
 
 class _ContextExecutor(ThreadPoolExecutor):

@@ -12,6 +12,7 @@ from sglang.srt.entrypoints.engine import Engine as SglangEngine
 
 from sglang_ext.config import ATTENTION_BACKEND, POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.names import Passed
+from sglang_ext.serving.explain import would_select
 from sglang_ext.serving.submitted import Submitted
 from sglang_ext.serving.tokenizer import pools_of
 from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, settings_with
@@ -102,6 +103,13 @@ class Engine(SglangEngine):
     def pool(self, name: str, tokens: bool = False) -> JsonObject:
         """One pool with its blocks; with `tokens`, each block's token ids and the span of each demonstration."""
         return self._run(self._pools.info(name, tokens))
+
+    def select(self, name: str, text: str | None = None, **options: Json) -> JsonObject:
+        """What a question selects of a pool, with scores and demonstrations; the model is not asked.
+
+        Options are those in `sglang_ext.serving.explain.SELECTS`; with `block_ids`, no text is needed.
+        """
+        return self._run(would_select(self._pools, name, {"text": text, **options}))
 
     def cancel(self, name: str) -> JsonObject:
         """Stop the encoding under way."""

@@ -14,11 +14,12 @@ from starlette.requests import ClientDisconnect
 
 from sglang_ext.config import RequestOptions, check_name
 from sglang_ext.names import Passed, ServerArgs, TokenizerManager
-from sglang_ext.serving import access, checks, routes
+from sglang_ext.serving import access, checks, page, routes
 from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
+from sglang_ext.serving.explain import would_select
 from sglang_ext.serving.pools import PoolService
-from sglang_ext.serving.submitted import Source, query_flag, read_body, refuse_query
+from sglang_ext.serving.submitted import Source, query_flag, read_body, read_json, refuse_query
 from sglang_ext.serving.tokenizer import pools_of
 from sglang_ext.types import JsonObject
 
@@ -37,6 +38,8 @@ def before_setup_and_run_http_server(
     from sglang.srt.entrypoints.http_server import app
 
     add_routes(app, tokenizer_manager)
+    if not tokenizer_manager.ext_system.streams:
+        page.add_page(app)
     routes.guard(app)
     # SGLang adds its check of api keys after this, around it: bodies of strangers are not read at all.
     app.add_middleware(BodyLimit, settings=pools_of(tokenizer_manager).settings)
@@ -112,6 +115,12 @@ def add_routes(app: fastapi.FastAPI, manager: TokenizerManager) -> None:
         refuse_query(request.query_params, "the parameters of POST /v1/pools/{name}/cancel")
         return JSONResponse(await service().cancel(request.path_params["name"]))
 
+    @route("POST", "/v1/pools/{name}/select")
+    async def select(request: fastapi.Request) -> fastapi.Response:
+        refuse_query(request.query_params, "the options of a selection stand beside the text, in the body")
+        question = read_json(await _body(request))
+        return JSONResponse(await would_select(service(), request.path_params["name"], question))
+
     @route("POST", "/v1/pools/{name}/demonstrations")
     async def append(request: fastapi.Request) -> fastapi.Response:
         source = await _source(request)
@@ -129,12 +138,16 @@ def _changed(info: JsonObject) -> JSONResponse:
     return JSONResponse(info, status_code=202 if info["status"] == "encoding" else 200)
 
 
-async def _source(request: fastapi.Request) -> Source:
-    """What reads the request's body, away from the event loop; the body itself is here."""
+async def _body(request: fastapi.Request) -> bytes:
     try:
-        raw = await request.body()
+        return await request.body()
     except ClientDisconnect as error:
         raise PoolError("the client went away", 499) from error
+
+
+async def _source(request: fastapi.Request) -> Source:
+    """What reads the request's body, away from the event loop; the body itself is here."""
+    raw = await _body(request)
     kind, query = request.headers.get("content-type", ""), dict(request.query_params)
     return lambda: read_body(raw, kind, query)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from sglang_ext.cache.rows import Piece
@@ -19,11 +20,14 @@ class BlockSelection:
         pieces: in view order.
         blocks: numbers of the blocks they come from, in view order, each once.
         demonstrations: ids in view order, for a selection of single demonstrations.
+        scores: the retriever's, of each of `demonstrations`, or of each of `blocks` where those are None; higher is
+            better. None where `block_ids` named the blocks.
     """
 
     pieces: tuple[Piece, ...]
     blocks: tuple[int, ...]
     demonstrations: tuple[str, ...] | None = None
+    scores: tuple[float, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -38,17 +42,20 @@ def select_pieces(version: Version, layout: Layout, options: RequestOptions, que
     """
     if options.granularity == "example":
         return _examples(version, layout, options, query)
-    blocks = _blocks(version, layout, options, query)
+    blocks, scores = _blocks(version, layout, options, query)
     deleted = version.definition.deleted
     if not deleted:
-        return BlockSelection(tuple(layout.whole[number] for number in blocks), tuple(blocks))
+        return BlockSelection(tuple(layout.whole[number] for number in blocks), tuple(blocks), scores=scores)
     pieces: list[Piece] = []
     for number in blocks:
         pieces.extend(_live(layout.blocks[number], deleted))
-    return BlockSelection(tuple(pieces), tuple(blocks))
+    return BlockSelection(tuple(pieces), tuple(blocks), scores=scores)
 
 
-def _blocks(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> list[int]:
+def _blocks(
+    version: Version, layout: Layout, options: RequestOptions, query: str | None
+) -> tuple[list[int], tuple[float, ...] | None]:
+    """(numbers of the selected blocks in view order, the score of each; None where the request named the blocks)."""
     total = len(layout.blocks)
     if options.block_ids is not None:
         ids = list(options.block_ids)
@@ -57,10 +64,11 @@ def _blocks(version: Version, layout: Layout, options: RequestOptions, query: st
             raise ValueError(f"block_ids {ids}: expected ids of the pool's blocks, 0 to {total - 1}")
         if len(set(ids)) != len(ids):
             raise ValueError(f"block_ids {ids}: a block is named twice; its tokens would count twice")
-        return ids
+        return ids, None
     m = budget(_ratio(options), options.blocks, total=total, sinks=version.sinks)
     scores = version.retriever(options).score(_text(query, options))
-    return select(scores, m, version.sinks, options.order)
+    blocks = select(scores, m, version.sinks, options.order)
+    return blocks, tuple(float(scores[number]) for number in blocks)
 
 
 def _examples(version: Version, layout: Layout, options: RequestOptions, query: str | None) -> BlockSelection:
@@ -90,8 +98,12 @@ def _examples(version: Version, layout: Layout, options: RequestOptions, query: 
         else:
             pieces.append(Piece(block.key, start, end))
     blocks = tuple(dict.fromkeys(number for number, _ in chosen))
+    before = list(itertools.accumulate(sizes, initial=0))  # demonstrations in front of each block
     return BlockSelection(
-        tuple(pieces), blocks, tuple(layout.blocks[number].demonstrations[at] for number, at in chosen)
+        tuple(pieces),
+        blocks,
+        tuple(layout.blocks[number].demonstrations[at] for number, at in chosen),
+        tuple(float(scores[before[number] + at]) for number, at in chosen),
     )
 
 

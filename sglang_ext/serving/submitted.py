@@ -50,7 +50,7 @@ def read_body(raw: bytes, content_type: str, query: Mapping[str, str]) -> Submit
         options = {name: query_option(name, text) for name, text in query.items() if name != "wait"}
         return Submitted(parse_jsonl(_text(raw)), options, query_flag(query, "wait", True))
     refuse_query(query, "a JSON body has its options beside the demonstrations; JSON lines have theirs in the query")
-    data = _json(raw)
+    data = read_json(raw, f"; for JSON lines set Content-Type: {JSONL[0]}")
     if not isinstance(data, dict) or not isinstance(data.get("demonstrations"), list):
         raise ValueError('the body must be an object with a list "demonstrations", and options beside it')
     demonstrations, wait = data.pop("demonstrations"), data.pop("wait", True)
@@ -66,13 +66,12 @@ def _text(raw: bytes) -> str:
         raise ValueError(f"the body is not UTF-8 ({error.reason} at byte {error.start})") from error
 
 
-def _json(raw: bytes) -> Json:
+def read_json(raw: bytes, hint: str = "") -> Json:
+    """What a JSON body says; ValueError, which ends with `hint`, where it is none."""
     try:
         return orjson.loads(raw.removeprefix(b"\xef\xbb\xbf"))
     except orjson.JSONDecodeError as error:
-        raise ValueError(
-            f"the body is not JSON: {error.msg} at line {error.lineno}; for JSON lines set Content-Type: {JSONL[0]}"
-        ) from None
+        raise ValueError(f"the body is not JSON: {error.msg} at line {error.lineno}{hint}") from None
 
 
 def refuse_query(query: Mapping[str, str], why: str, known: tuple[str, ...] = ()) -> None:

@@ -22,15 +22,16 @@ from sglang_ext.cache.rows import REQUEST_OWNER, WIRE_KEY, Row
 from sglang_ext.config import RequestOptions
 from sglang_ext.names import Passed, RequestInput, RequestState, TokenizerManager
 from sglang_ext.serving import checks
-from sglang_ext.serving.access import check_reading, check_retriever, may_read
+from sglang_ext.serving.access import check_explain, check_reading, check_retriever, may_read
 from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.explain import explained, used
 from sglang_ext.serving.grammar import Ending, constrain
 from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt, check_quota, label_probabilities
 from sglang_ext.serving.layout import Layout, encode_text
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.requests import CHAT_KEY, check_characters, check_tokens, count_prompts
-from sglang_ext.serving.select import select_pieces
+from sglang_ext.serving.select import BlockSelection, select_pieces
 from sglang_ext.serving.texts import LONG
 from sglang_ext.settings import POOL_DIR_ENV
 from sglang_ext.types import Json, JsonObject
@@ -55,6 +56,7 @@ class Lease:
     layout: Layout
     row: Row
     own: list[int]
+    selection: BlockSelection
     holds: str | None = None
     end: str = ""
     endings: dict[int, Ending] = field(default_factory=dict)
@@ -62,6 +64,11 @@ class Lease:
     def prompt(self) -> list[int]:
         """Token ids of the whole prompt, which only the schedulers put together otherwise."""
         return [*self.layout.tokens_of(self.row.prefix), *self.own]
+
+    def said(self, complete: bool) -> JsonObject:
+        """What an answer says of the pool; only its end explains, for texts would go out with every token."""
+        explains = self.options.explain and complete
+        return self.meta | ({"selection": explained(self.version, self.layout, self.selection)} if explains else {})
 
 
 def after_init(_result: None, manager: TokenizerManager, *_args: Passed, **_kwargs: Passed) -> None:
@@ -234,7 +241,7 @@ def _annotate(manager: TokenizerManager, obj: RequestInput, leases: dict[str, Le
             item["text"] = shown(item["text"], item["meta_info"].get("finish_reason"))
         if item.get("prompt_token_ids") is not None:  # SGLang has seen the request's own tokens only
             item["prompt_token_ids"] = lease.prompt()
-        item["meta_info"]["sglang_ext"] = dict(lease.meta)
+        item["meta_info"]["sglang_ext"] = lease.said(item["meta_info"].get("finish_reason") is not None)
 
 
 async def around_tokenize_one_request(
@@ -297,6 +304,7 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
     version = await service.needed(options.pool)
     check_reading(manager, obj, version.name, version.definition.options)
     check_retriever(manager, options.retriever)
+    check_explain(manager, options, version.definition.options)
     service.lease(version)
     holds = None
     try:
@@ -361,19 +369,11 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
     service.counters["requests"] += 1
     service.counters["stitched_tokens"] += stitched
     service.counters["retrieval_seconds"] += retrieval
-    meta = {
-        "pool": version.name,
-        "version": version.number,
-        "blocks": list(selection.blocks),
-        "stitched_tokens": stitched,
-        "retrieval_ms": round(retrieval * 1e3, 4),
-        "tokenization_ms": round(tokenization * 1e3, 4),
-    }
-    if selection.demonstrations is not None and may_read(manager, version.definition.options):
-        meta["demonstrations"] = list(selection.demonstrations)
+    meta = used(version, selection, may_read(manager, version.definition.options))
+    meta |= {"retrieval_ms": round(retrieval * 1e3, 4), "tokenization_ms": round(tokenization * 1e3, 4)}
     if probs is not None:
         meta["label_probs"] = probs
-    return Lease(version, meta, options, layout, row, own, holds, end)
+    return Lease(version, meta, options, layout, row, own, selection, holds, end)
 
 
 async def _own_tokens(

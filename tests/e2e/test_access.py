@@ -99,6 +99,7 @@ def test_definitions_are_the_admins(guarded: Guarded) -> None:
         ("PUT", "/v1/pools/mine"),
         ("POST", "/v1/pools/plan"),
         ("POST", "/v1/pools/closed/cancel"),
+        ("POST", "/v1/pools/closed/select"),
         ("POST", "/v1/pools/closed/demonstrations"),
         ("DELETE", "/v1/pools/closed"),
         ("DELETE", "/v1/pools/closed/demonstrations/0"),

@@ -375,6 +375,9 @@ def test_appended_deleted_and_purged(served, question, positions):
     block = served.info(pool)["blocks"][2]
     victim, (low, high) = block["demonstrations"][1], block["spans"][1]
     served.engine.delete(pool, demonstration_id=victim)
+    (shown,) = served.engine.select(pool, block_ids=[2])["selection"]
+    assert [item["id"] for item in shown["demonstrations"]] == [id for id in block["demonstrations"] if id != victim]
+    assert shown["tokens"] == block["tokens"] - (high - low)
     ask = Ask(pool, question, {"block_ids": [0, 4, 2, 3]})
     pieces = oracle.whole_blocks(served.blocks(pool), [0, 4, 2, 3])
     pieces[2:3] = [(2, 0, low), (2, high, block["tokens"])]

@@ -57,6 +57,7 @@ def wrong(seed: int, n: int = 12) -> list[dict[str, str]]:
         ("DELETE", "/v1/pools/p"),
         ("POST", "/v1/pools/plan"),
         ("POST", "/v1/pools/p/cancel"),
+        ("POST", "/v1/pools/p/select"),
         ("POST", "/v1/pools/p/demonstrations"),
         ("DELETE", "/v1/pools/p/demonstrations/d0"),
     ],

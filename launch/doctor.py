@@ -51,7 +51,7 @@ WHY = {
     "dp_size": "pools live in one radix tree",
     "pp_size": "a view needs all layers in one process",
     "enable_lora": "a block's keys and values would depend on the adapter",
-    "kv_cache_dtype": "keys are rotated again at each read, which is not tested on 8 bits",
+    "quantization_param_path": "fa3 and FlashInfer do not treat the scales of such a file alike",
     "tokenizer_worker_num": "pools live in one tokenizer process",
     "enable_tokenizer_batch_encode": "it goes round the place where a request meets its pool",
     "disable_radix_cache": "blocks live in the radix tree",

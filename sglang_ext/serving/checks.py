@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
 import torch
 
-from sglang_ext import compat
+from sglang_ext import compat, lines
 from sglang_ext.attention.choice import asked_plain_attention, captures
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
@@ -15,6 +16,8 @@ from sglang_ext.names import ServerArgs
 from sglang_ext.systems.options import without_options
 from sglang_ext.systems.registry import System, ours, system_of, systems
 from sglang_ext.types import Json
+
+logger = logging.getLogger(__name__)
 
 FLOAT8 = "fp8_e4m3"
 """The `--kv-cache-dtype` of 8 bits that some systems read (`System.float8`)."""
@@ -168,6 +171,13 @@ def after_server_args(_result: None, server_args: ServerArgs) -> None:
         ValueError: every problem, a line each.
     """
     ours = is_active(server_args)
+    if ours and LOOKED_AT not in server_args.__dict__ and lines.current() is lines.NEWER and torch.cuda.is_available():
+        logger.warning(
+            "sglang_ext: no GPU has run this plugin with SGLang %s, only a CPU: use SGLang %s on GPUs, or compare answers"
+            " with those of a server of SGLang's own",
+            lines.installed_sglang(),
+            lines.OLDER,
+        )
     cache = server_args.radix_cache_backend == RADIX_CACHE_BACKEND
     server_args.__dict__[LOOKED_AT] = True  # SGLang has sealed its resolved arguments
     if not ours and not cache:

@@ -308,3 +308,16 @@ def test_heads_write_to_cells_of_their_own(policy: CascadePolicy) -> None:
     others = torch.ones(80, dtype=torch.bool)
     others[used] = False
     assert not bool(values[others].any()) and not bool(keys[others].any())
+
+
+@pytest.mark.parametrize(("line", "gpu", "said"), [("OLDER", True, 0), ("NEWER", False, 0), ("NEWER", True, 1)])
+def test_a_line_that_no_gpu_has_run_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, line: str, gpu: bool, said: int
+) -> None:
+    monkeypatch.setattr(checks.lines, "current", lambda: getattr(checks.lines, line))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(checks, "refusals", lambda server_args: [])
+    server = arguments(radix_cache_backend="sglang_ext")
+    for _ in range(2):
+        checks.after_server_args(None, server)
+    assert sum("no GPU has run this plugin" in record.message for record in caplog.records) == said

@@ -173,8 +173,8 @@ def after_server_args(_result: None, server_args: ServerArgs) -> None:
     ours = is_active(server_args)
     if ours and LOOKED_AT not in server_args.__dict__ and lines.current() is lines.NEWER and torch.cuda.is_available():
         logger.warning(
-            "sglang_ext: no GPU has run this plugin with SGLang %s, only a CPU: use SGLang %s on GPUs, or compare answers"
-            " with those of a server of SGLang's own",
+            "sglang_ext: no GPU has run this plugin with SGLang %s, only a CPU: use SGLang %s on GPUs, or compare"
+            " answers with those of a server of SGLang's own",
             lines.installed_sglang(),
             lines.OLDER,
         )

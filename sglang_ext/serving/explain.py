@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_ext.config import RequestOptions, check_text, unknown_names
+from sglang_ext.config import RequestOptions, check_name, check_text, unknown_names
 from sglang_ext.serving.layout import Layout
 from sglang_ext.serving.pool import COMPLETION, Version
 from sglang_ext.serving.pools import PoolService
@@ -96,7 +96,7 @@ async def would_select(service: PoolService, name: str, question: Json) -> JsonO
         raise ValueError(f"text is a {type(text).__name__}; expected a string, the question")
     check_text(text or "", "text")
     check_characters(len(text or ""), service.manager.context_len)
-    version = service.version(name)
+    version = await service.needed(check_name(name))
     layout = version.layouts[COMPLETION]
     await service.prepare_retriever(version, parsed)
     if len(text or "") > LONG:

@@ -168,8 +168,11 @@ class SharedFolder(Folder):
     async def current(self, name: str) -> None:
         await self.look()
         pool = self._service.pools.get(name)
-        if pool is not None and pool.behind:
-            await self._served(pool)
+        if pool is None or not pool.behind:
+            return
+        await self._served(pool)
+        if pool.behind and self._has(pool):  # a change of what is served here would undo what another server has made
+            raise PoolError(pool.failure or f"version {pool.versions} of pool {name!r} is not served here; retry", 503)
 
     async def ready(self, name: str, number: int | None) -> None:
         await self.started()

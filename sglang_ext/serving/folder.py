@@ -43,7 +43,11 @@ class Folder:
         """See what others have changed, and wait while a change of theirs is made here, before a pool is replaced."""
 
     async def current(self, name: str) -> None:
-        """Have the newest version of a pool served here, before it is changed."""
+        """Have the newest version of a pool served here, before it is changed.
+
+        Raises:
+            PoolError: (503) it cannot be served here.
+        """
 
     async def ready(self, name: str, number: int | None) -> None:
         """Wait for what a request needs: a pool that is not encoded here yet, or a version that was not seen yet.

@@ -363,6 +363,8 @@ class PoolService:
             version.resident.clear()
             await self.channel.release(version.owner)
         if old is not None:
+            if not old.users:  # its last request has ended meanwhile
+                pool.kept.pop(old.number, None)
             await self._retire(old)
 
     # ---- leases: a version lives until its last request has ended ----

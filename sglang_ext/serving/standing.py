@@ -157,11 +157,16 @@ def serving(pool: Pool, told: bool) -> Version:
     """
     name = pool.name
     if pool.status == "failed":
-        why = (pool.failure or pool.error) if told else f"pool {name!r} could not be made"
-        raise PoolError(f"{why}; put it again, or delete it", 503 if pool.failure else 409)
+        raise _failed(pool, told)
     if pool.current is None:
         raise PoolError(f"pool {name!r} is still being encoded; wait until GET /v1/pools/{name} says ready", 409)
     return pool.current
+
+
+def _failed(pool: Pool, told: bool) -> PoolError:
+    """What requests are told of a pool whose newest version is not served here."""
+    why = (pool.failure or pool.error) if told else f"pool {pool.name!r} could not be made"
+    return PoolError(f"{why}; put it again, or delete it", 503 if pool.failure else 409)
 
 
 def numbered(pool: Pool, number: int, told: bool) -> Version:
@@ -174,7 +179,7 @@ def numbered(pool: Pool, number: int, told: bool) -> Version:
     if version is not None:
         return version
     if pool.failure is not None and number == pool.versions:
-        return serving(pool, told)
+        raise _failed(pool, told)
     served = f"it is at version {pool.current.number}" if pool.current else "no version of it is"
     raise PoolError(
         f"version {number} of pool {pool.name!r} is not served here, {served}: name that one, or leave the version out",

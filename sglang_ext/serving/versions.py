@@ -94,7 +94,10 @@ class VersionStore:
                 # NFS may lose the answer to a link that it made, and ask again: the file has two names then (open(2)).
                 if not isinstance(error, FileExistsError) or os.stat(temporary).st_nlink != 2:
                     raise _taken(name, number, error) from error
-        flush(self.directory)
+        try:
+            flush(self.directory)
+        except OSError as error:  # the version is there, and others may serve it already
+            logger.warning("sglang_ext: %s may not outlast a failure of power: %s", self._path(name, number), error)
         if number > 1:
             self._empty(name, number - 1)
 

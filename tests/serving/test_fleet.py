@@ -406,6 +406,39 @@ def test_a_file_that_is_not_shown_yet_is_waited_for(
     run(work())
 
 
+def test_a_version_that_was_seen_and_cannot_be_read_again_is_not_passed_over(
+    manager: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request that names it is answered from an older one, and no change is made of an older one."""
+
+    async def work() -> None:
+        async with servers(manager, tmp_path) as (one, two):
+            await one.put("a", demos(3), BLOCKS)
+            await two.needed("a")
+            store, reads = two.folder._store, []
+
+            def once(name: str, number: int) -> Any:
+                reads.append(number)
+                if len(reads) > 1:
+                    raise OSError(errno.EIO, "Input/output error")
+                return type(store).read(store, name, number)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(store, "read", once)
+                await one.put("a", demos(7), BLOCKS)
+                await until(lambda: two.pools["a"].failure)
+                assert (await two.needed("a")).number == 1
+                with pytest.raises(PoolError, match="Input/output error") as named:
+                    await two.needed("a@2")
+                with pytest.raises(PoolError, match="Input/output error") as changed:
+                    await two.append("a", demos(1, 50))
+                assert named.value.status_code == changed.value.status_code == 503
+            await until(lambda: at(two, "a") == 2)
+            assert len(inputs(one, "a")) == len(inputs(two, "a")) == 7
+
+    run(work())
+
+
 def test_a_folder_that_cannot_be_read_leaves_what_was_seen(
     manager: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,12 @@ async function selectedBeside(used) {
     return { note: "Your key may not read this pool, so scores and demonstrations are not shown." };
   }
   const asked = { text: $("question").value, ...selects() };
-  const found = await call("POST", poolPath(used.pool, "select"), keys.pools, asked);
+  let found;
+  try {
+    found = await call("POST", poolPath(used.pool, "select"), keys.pools, asked);
+  } catch (problem) { // the answer is there all the same
+    return { note: `What was selected could not be asked for: ${problem.message}` };
+  }
   const same = found.version === used.version && JSON.stringify(found.blocks) === JSON.stringify(used.blocks);
   return { ...found, note: same ? "" : "The pool has changed since the answer: this is what it would read now." };
 }

@@ -56,6 +56,8 @@ WHY = {
     "enable_tokenizer_batch_encode": "it goes round the place where a request meets its pool",
     "disable_radix_cache": "blocks live in the radix tree",
     "enable_lmcache": "it stores plain prefixes",
+    "enable_streaming_session": "its prefixes are in a cache of its own, which knows no blocks",
+    "enable_unified_cache_external_linker": "it stores plain prefixes",
     "enable_session_radix_cache": "it is another tree",
     "prefill_attention_backend": "two backends would see two different rows",
     "decode_attention_backend": "two backends would see two different rows",

@@ -344,7 +344,7 @@ class BlockRadixCache(RadixTree):
         begin = own_begin = row.prefix_tokens
         if not row.encodes:
             namespace, own = self._namespace(row, req), slots[begin : begin + len(own_ids)]
-            had, tail = self.add_tokens(own_ids, namespace, own.to(torch.int64, copy=True), req, chunked)
+            had, tail = self.add_tokens(own_ids, namespace, own.to(torch.int64, copy=True), req, begin, chunked)
             known, protected = begin + had, compat.protected(req)
             if known > protected:
                 held, _ = self.longest(own_ids, namespace, req)

@@ -251,7 +251,7 @@ def model_kv_heads(model_runner: Any) -> int:
 
 
 def num_kv_slots(model_runner: Any) -> int:
-    """TreelessCache of every layer's KV buffer; slot 0 is SGLang's padding slot."""
+    """Rows of every layer's KV buffer; slot 0 is SGLang's padding slot."""
     pool = model_runner.token_to_kv_pool
     return pool.size + pool.page_size
 

@@ -119,9 +119,9 @@ class RadixTree(RadixCache):
         return found.device_indices, found.last_device_node
 
     def add_tokens(
-        self, token_ids: array[int], namespace: str, slots: torch.Tensor, req: Any, chunked: bool
+        self, token_ids: array[int], namespace: str, slots: torch.Tensor, req: Any, begin: int, chunked: bool
     ) -> tuple[int, TreeNode]:
-        """Give the tree the tokens of a request with their slots; (how many it had, their node)."""
+        """Give the tree the tokens of a request from its token `begin` on; (how many it had, their node)."""
         result = self.insert(
             InsertParams(
                 key=RadixKey(token_ids, namespace),
@@ -143,6 +143,7 @@ class RadixTree(RadixCache):
         slots, node = found
         if node is None:
             return self._empty_match_result
+        node.slots = None  # SGLang has them from here on
         return MatchResult(device_indices=slots, last_device_node=node, last_host_node=node, best_match_node=node)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:

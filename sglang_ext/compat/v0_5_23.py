@@ -130,11 +130,13 @@ class RadixTree(RadixCache):
         return RadixCache.path_device_indices(self, node), node
 
     def add_tokens(
-        self, token_ids: array[int], namespace: str, slots: torch.Tensor, req: Any, chunked: bool
+        self, token_ids: array[int], namespace: str, slots: torch.Tensor, req: Any, begin: int, chunked: bool
     ) -> tuple[int, TreeNode]:
-        """Give the tree the tokens of a request with their slots; (how many it had, their node)."""
+        """Give the tree the tokens of a request from its token `begin` on; (how many it had, their node)."""
         key = RadixKey(token_ids, namespace, cache_salt=req.cache_salt)
-        result = self.insert(InsertParams(key=key, value=slots, priority=req.priority or 0))
+        counted = max(0, req.kv.cache_inserted_len - begin)  # the request has counted its hits of these before
+        result = self.insert(InsertParams(key=key, value=slots, inserted_len=counted, priority=req.priority or 0))
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, begin + len(token_ids))
         return result.prefix_len, result.last_device_node
 
     def removed(self, node: TreeNode) -> None:
@@ -165,6 +167,8 @@ class RadixTree(RadixCache):
             if not req.finished():
                 self.rewritten(req.kv.req_pool_idx)
             return
+        if req.best_match_node is not None:
+            req.best_match_node.slots = None  # they are in the request's row
         req.kv.cache_protected_len, node = kept
         self.unlock(req.lock)
         req.lock, req.last_node = self.lock(node), node

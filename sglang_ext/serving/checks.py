@@ -36,6 +36,8 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("enable_tokenizer_batch_encode", bool, "leave out --enable-tokenizer-batch-encode"),
     ("disable_radix_cache", bool, "leave out --disable-radix-cache: blocks live in the radix tree"),
     ("enable_lmcache", bool, "leave out --enable-lmcache"),
+    ("enable_streaming_session", bool, "leave out --enable-streaming-session: it keeps prefixes in a cache of its own"),
+    ("enable_unified_cache_external_linker", bool, "leave out --enable-unified-cache-external-linker"),
     ("enable_session_radix_cache", bool, "leave out --enable-session-radix-cache"),
     ("prefill_attention_backend", bool, "leave out --prefill-attention-backend: both phases read the same views"),
     ("decode_attention_backend", bool, "leave out --decode-attention-backend: both phases read the same views"),
@@ -52,7 +54,6 @@ _REFUSED_STREAMS: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("enable_dynamic_chunking", bool, "leave out --enable-dynamic-chunking"),
     ("enable_prefill_delayer", bool, "leave out --enable-prefill-delayer"),
     ("enable_priority_scheduling", bool, "leave out --enable-priority-scheduling: it counts tokens, not slots"),
-    ("enable_streaming_session", bool, "leave out --enable-streaming-session: streams leave no prefix to go on from"),
     ("enable_hisparse", bool, "leave out --enable-hisparse"),
     ("radix_eviction_policy", lambda v: v not in (None, "lru"), "leave it out: streams leave no prefix to evict"),
 )

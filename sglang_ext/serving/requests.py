@@ -131,6 +131,7 @@ def check(request: RequestInput, facts: Facts) -> list[str]:
         ValueError: (PoolError among them, with its status) something in it cannot be served; says what to change.
     """
     check_sizes(request, facts)
+    _join_salt(request)
     _check_fields(request)
     listed = request.sampling_params if isinstance(request.sampling_params, list) else [request.sampling_params]
     for params in listed:
@@ -304,6 +305,18 @@ def _adapters() -> dict[str, tuple[Json, TypeAdapter[Json]]]:
     return {
         field.name: (field.default, TypeAdapter(hints[field.name], config=config)) for field in fields(GenerateReqInput)
     }
+
+
+def _join_salt(request: RequestInput) -> None:
+    """Have `cache_salt` be the beginning of `extra_key`, as SGLang has it before 0.5.23: both part what is cached."""
+    salt = getattr(request, "cache_salt", None)
+    if salt is None:
+        return
+    if not isinstance(salt, str):
+        raise ValueError(f"cache_salt={reprlib.repr(salt)}: expected a string")
+    keys = request.extra_key
+    request.extra_key = [salt + (key or "") for key in keys] if isinstance(keys, list) else salt + (keys or "")
+    request.cache_salt = None
 
 
 def _check_fields(request: RequestInput) -> None:

@@ -151,6 +151,7 @@ async def around_make_request(
     request: OpenAIRequest,
     previous: OpenAIAnswer | None,
     *args: Passed,
+    **kwargs: Passed,
 ) -> Passed:
     """AROUND OpenAIServingResponses._make_request: a request over a pool is rendered as a chat over it.
 
@@ -158,7 +159,7 @@ async def around_make_request(
     """
 
     async def make(handler: OpenAIHandler) -> Passed:
-        return await original(handler, request, previous, *args)
+        return await original(handler, request, previous, *args, **kwargs)
 
     try:
         if _names_pool(request) and ours(handler.tokenizer_manager):
@@ -192,9 +193,9 @@ class _OverPool:
     def __getattr__(self, name: str) -> Passed:
         return getattr(self._handler, name)
 
-    def _process_messages(self, chat: OpenAIRequest, is_multimodal: bool) -> Passed:
+    def _process_messages(self, chat: OpenAIRequest, is_multimodal: bool, **kwargs: Passed) -> Passed:
         chat.custom_params = dict(self._request.custom_params)
-        processed = self._handler._process_messages(chat, is_multimodal)
+        processed = self._handler._process_messages(chat, is_multimodal, **kwargs)
         self._request.custom_params = chat.custom_params  # which name the chat's header now
         return processed
 

@@ -141,7 +141,18 @@ def _depth(value: Json, most: int) -> int:
     return 1 + max((_depth(item, most - 1) for item in inner), default=0)
 
 
+def _unserved(name: str) -> Callable[[Json, int], None]:
+    def look(value: Json, _vocabulary: int) -> None:
+        if value:
+            raise ValueError(f"{name} is not served by this server: leave it out")
+
+    return look
+
+
 _SAMPLING_RULES: dict[str, Callable[[Json, int], None]] = {
+    "beam_width": _between("beam_width", 1, 1),  # rows of a batch that belong to no request of their own
+    "ebnf_full_assistant": _unserved("ebnf_full_assistant"),
+    "watermark": _unserved("watermark"),
     "temperature": _finite("temperature"),
     "top_k": _between("top_k", -1, INT32 - 1),
     "n": _between("n", 1, INT32 - 1),

@@ -29,7 +29,7 @@ from sglang_ext.types import JsonObject
 # ---- requests ----
 
 
-def before_handle_generate_request(scheduler: Scheduler, message: TokenizedInput) -> None:
+def before_handle_generate_request(scheduler: Scheduler, message: TokenizedInput, **_kwargs: Passed) -> None:
     """BEFORE Scheduler.handle_generate_request: what the message leaves out takes its place in it."""
     mode_of(scheduler.tree_cache).received(scheduler, message)
 

@@ -25,6 +25,7 @@ class Slots:
         self.lock: Any = None
         self.prefix_indices = torch.empty(0, dtype=torch.int64)
         self.last_node: Any = None
+        self.best_match_node: Any = None
 
     @property
     def req_pool_idx(self) -> int:

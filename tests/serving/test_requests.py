@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.attention.policy import Policy
+from sglang_ext.serving import requests
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.requests import SERVED, Facts, check, check_tokens
+from sglang_ext.serving.sampling import _SAMPLING_RULES
 from sglang_ext.serving.stop_regex import check_stop_regex
 
 
@@ -233,3 +236,22 @@ def test_bounded_patterns_are_served(pattern: str) -> None:
 def test_patterns_that_a_search_may_take_too_long_for_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="stop_regex"):
         check_stop_regex([pattern])
+
+
+@pytest.mark.parametrize(
+    ("salt", "keys", "joined"),
+    [(None, "k", "k"), ("s", None, "s"), ("s", "k", "sk"), ("s", ["a", None], ["sa", "s"])],
+)
+def test_a_salt_is_the_beginning_of_the_key(salt: Any, keys: Any, joined: Any) -> None:
+    request = SimpleNamespace(cache_salt=salt, extra_key=keys)
+    requests._join_salt(request)
+    assert request.extra_key == joined and request.cache_salt is None
+    with pytest.raises(ValueError, match="cache_salt=7: expected a string"):
+        requests._join_salt(SimpleNamespace(cache_salt=7, extra_key=None))
+
+
+@pytest.mark.parametrize("name", ["beam_width", "watermark", "ebnf_full_assistant"])
+def test_what_newer_lines_sample_with_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        _SAMPLING_RULES[name](2, 100)
+    _SAMPLING_RULES[name](1 if name == "beam_width" else False, 100)

@@ -115,14 +115,22 @@ class Streams:
                 said = f"conversation {script}, turn {turn}: said {answer['output_ids']}, on the idle server {wanted}"
                 self.journal.fail(said)
                 return
-            if key is not None and dice.random() < 0.3:
-                await self._intrude(dice, name, script, turn)
+            if key is not None and dice.random() < 0.3 and await self._intrude(dice, name, script, turn):
+                # It had given way to others by then, as any may: who began it does not go on in what is another's now.
+                await self._turn("turn of one that gave way", name, script, turn + 1, key, {GONE})
+                return
             await asyncio.sleep(dice.random() * 0.2)
 
-    async def _intrude(self, dice: random.Random, name: str, script: int, turn: int) -> None:
-        """Another client knows the name, and not the key: neither continues nor replaces the conversation."""
-        key = dice.choice([None, "guessed"])
-        await self._turn("intruder", name, script, dice.choice([0, turn + 1]), key, REFUSED | {401, 403})
+    async def _intrude(self, dice: random.Random, name: str, script: int, turn: int) -> bool:
+        """Another client knows the name, and not the key: neither continues nor replaces the conversation.
+
+        Returns:
+            Whether the name was nobody's any more, so that the other client began a conversation of that name.
+        """
+        key, begun = dice.choice([None, "guessed"]), dice.choice([0, turn + 1])
+        expect = REFUSED | {401, 403} | (set() if begun else {200})
+        reply = await self._turn("intruder", name, script, begun, key, expect)
+        return reply is not None and reply.status == 200
 
     async def ask(self, dice: random.Random) -> None:
         """A long prompt whose answer is known."""

@@ -232,7 +232,7 @@ class BlockRadixCache(RadixTree):
 
     # ---- requests ----
 
-    def has_row(self, req: Req) -> bool:
+    def serves(self, req: Req) -> bool:
         """Whether a request is found and kept here, and not by SGLang's own rules."""
         return carried.request_row(req) is not None
 

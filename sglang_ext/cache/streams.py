@@ -289,20 +289,21 @@ class StreamCache(TreelessCache):
         if found is None:
             free = self.token_to_kv_pool_allocator.available_size()
             raise RuntimeError(f"request {req.rid} was admitted with {more} KV slots, and {free} are free")
+        slot = compat.request_slot(req)
         slots, turn, fork = found.to(torch.int32), self._claimed.pop(req.rid, None), self._copied.pop(req.rid, None)
         self._forks.pop(req, None)  # it would keep what it copies alive
         if turn is not None:
             slots = torch.cat([turn.slots, slots])
-            self.policy.resume(compat.request_slot(req), turn.state, _before(turn))
+            self.policy.resume(slot, turn.state, _before(turn))
         elif fork is not None:
-            self.policy.fork(compat.request_slot(req), fork, slots)
+            self.policy.fork(slot, fork, slots)
         if self.policy.host is not None:
-            self.policy.host_reserve(compat.request_slot(req), blocks)
-        self._before[compat.request_slot(req)] = _before(turn)
-        self.req_to_token_pool.write((compat.request_slot(req), slice(0, len(slots))), slots)
-        self.reserved[compat.request_slot(req)] = len(slots)
+            self.policy.host_reserve(slot, blocks)
+        self._before[slot] = _before(turn)
+        self.req_to_token_pool.write((slot, slice(0, len(slots))), slots)
+        self.reserved[slot] = len(slots)
         if self.policy.forks and self._nameless(req):
-            self.running[compat.request_slot(req)] = req
+            self.running[slot] = req
         compat.set_reserved(req, len(slots))
 
     def finish_row(self, req: Req) -> None:

@@ -14,7 +14,28 @@ from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.runner_utils import get_capture_lora_variant as capture_variant
 
-__all__ = ["capture_scope", "capture_variant", "replay_scope"]
+__all__ = [
+    "LEAVES_OUT_ENDING",
+    "RadixTree",
+    "TreelessCache",
+    "capture_scope",
+    "capture_variant",
+    "charge_slots",
+    "computed",
+    "default_attention",
+    "extend_end",
+    "has_row",
+    "is_resolved",
+    "model_config",
+    "protected",
+    "refresh_fill_ids",
+    "replay_scope",
+    "request_slot",
+    "resolved",
+    "set_extend",
+    "set_reserved",
+    "set_written",
+]
 
 LEAVES_OUT_ENDING = False
 """Whether SGLang leaves requests that end in the step on the way out of the next decoding step by itself."""
@@ -110,7 +131,7 @@ def charge_slots(adder: Any, req: Any, tokens: int, slots: int) -> None:
 class RadixTree(RadixCache):
     """SGLang's radix tree, for a subclass that finds and keeps some of the requests in its own way.
 
-    What the subclass defines: `find_row`, `keep_row`, `has_row`, `path_slots`, `let_go`, `rewritten`, `ended`.
+    What the subclass defines: `find_row`, `keep_row`, `serves`, `path_slots`, `let_go`, `rewritten`, `ended`.
     """
 
     def longest(self, token_ids: array[int], namespace: str, req: Any) -> tuple[torch.Tensor, TreeNode]:
@@ -164,7 +185,7 @@ class RadixTree(RadixCache):
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         self.let_go(req.req_pool_idx)
-        if self.disable or not self.has_row(req):
+        if self.disable or not self.serves(req):
             return super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         stored = req.cache_protected_len
         if is_insert and not self.disable_finished_insert:

@@ -23,7 +23,28 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora
 from sglang.srt.model_executor.runner_utils.pool import graph_pool_capture_scope as capture_scope
 from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope as replay_scope
 
-__all__ = ["capture_scope", "capture_variant", "replay_scope"]
+__all__ = [
+    "LEAVES_OUT_ENDING",
+    "RadixTree",
+    "TreelessCache",
+    "capture_scope",
+    "capture_variant",
+    "charge_slots",
+    "computed",
+    "default_attention",
+    "extend_end",
+    "has_row",
+    "is_resolved",
+    "model_config",
+    "protected",
+    "refresh_fill_ids",
+    "replay_scope",
+    "request_slot",
+    "resolved",
+    "set_extend",
+    "set_reserved",
+    "set_written",
+]
 
 LEAVES_OUT_ENDING = True
 """Whether SGLang leaves requests that end in the step on the way out of the next decoding step by itself."""
@@ -120,7 +141,7 @@ def charge_slots(adder: Any, req: Any, tokens: int, slots: int) -> None:
 class RadixTree(RadixCache):
     """SGLang's radix tree, for a subclass that finds and keeps some of the requests in its own way.
 
-    What the subclass defines: `find_row`, `keep_row`, `has_row`, `path_slots`, `let_go`, `rewritten`, `ended`.
+    What the subclass defines: `find_row`, `keep_row`, `serves`, `path_slots`, `let_go`, `rewritten`, `ended`.
     """
 
     def longest(self, token_ids: array[int], namespace: str, req: Any) -> tuple[torch.Tensor, TreeNode]:
@@ -176,7 +197,7 @@ class RadixTree(RadixCache):
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         if not (checkpointed and req.finished()):
             self.let_go(req.kv.req_pool_idx)
-        if self.has_row(req) and req.finished():
+        if self.serves(req) and req.finished():
             self.ended(req)
         super().on_release(req, checkpointed=checkpointed)
 

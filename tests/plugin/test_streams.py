@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -318,6 +319,8 @@ def test_a_line_that_no_gpu_has_run_is_named_once(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(checks, "refusals", lambda server_args: [])
     server = arguments(radix_cache_backend="sglang_ext")
-    for _ in range(2):
-        checks.after_server_args(None, server)
+    # An engine with log_level="error" that an earlier test started in this process has set the root logger's level.
+    with caplog.at_level(logging.WARNING, logger=checks.logger.name):
+        for _ in range(2):
+            checks.after_server_args(None, server)
     assert sum("no GPU has run this plugin" in record.message for record in caplog.records) == said

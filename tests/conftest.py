@@ -66,6 +66,7 @@ SLOW = (
     "launch/test_bench_double_p_baselines.py",
     "launch/test_bench_double_p_captured.py",
     "launch/test_doctor.py::test_the_installed_package",
+    "launch/test_bench_drafts.py::test_drafts_in_an_engine",
     "launch/test_quality.py::test_a_method_in_an_engine",
     "models/test_starts.py::test_answers",
     "oracle/test_ltri.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from sglang_ext.attention.sparse import DENSE
 from sglang_ext.types import JsonObject
 
 REPORT = "attention_report"  # of `sglang_ext.attention.sparse`
@@ -14,14 +15,14 @@ def attention(reports: Sequence[Sequence[Mapping[str, Sequence[float]] | None]])
     """Means over answers, decoding steps and layers of what `attention_report` says.
 
     Args:
-        reports: of each answer, of each token: name -> a figure a layer; nothing for a dense step. The first token of
-            an answer comes from the prompt's pass and is left out.
+        reports: of each answer, of each token: name -> a figure a layer; of a dense step its reason (`DENSE`), or
+            nothing. The first token of an answer comes from the prompt's pass and is left out.
 
     Returns:
         Means of `SHARES`, `kept_by_layer`, `recovered_p5` (5th percentile over steps and layers) and
         `recovered_least` (of any head). All 1 where every step was dense.
     """
-    steps = [step for report in reports for step in report[1:] if step]
+    steps = [step for report in reports for step in report[1:] if step and DENSE not in step]
     dense = sum(len(report[1:]) for report in reports) - len(steps)
     if not steps:
         return {**dict.fromkeys(SHARES, 1.0), "recovered_p5": 1.0, "recovered_least": 1.0, "dense_steps": dense}

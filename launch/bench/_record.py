@@ -25,7 +25,7 @@ from sglang_ext.types import Json, JsonObject
 FEW = 5
 """Samples from which a spread is shown."""
 
-UNITS = {"ms": 1e3, "MiB": 2.0**-20, "%": 100.0, "share": 1.0, "perplexity": 1.0, "a second": 1.0}
+UNITS = {"ms": 1e3, "MiB": 2.0**-20, "%": 100.0, "share": 1.0, "perplexity": 1.0, "a second": 1.0, "tokens": 1.0}
 """Unit of a row -> factor from seconds, from bytes, from shares."""
 
 BARE = ("share", "perplexity")

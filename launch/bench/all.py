@@ -107,6 +107,8 @@ BENCHMARKS = (
     Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
     Benchmark("serve", ("serve",), "serve.json"),
+    Benchmark("drafts", ("drafts",), "drafts.json", needs=("data",)),
+    Benchmark("drafts-smollm2", ("drafts",), "drafts_smollm2.json", needs=("books", "model")),
     Benchmark(
         "quality-dbsa",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "4000", "--queries", "50"),

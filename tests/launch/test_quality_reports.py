@@ -16,6 +16,8 @@ def test_what_was_read_is_averaged_over_steps_and_layers() -> None:
     assert found["kept_by_layer"] == pytest.approx([0.4, 0.5])
     assert (found["recovered_least"], found["steps"], found["dense_steps"]) == (0.3, 3, 1)
     assert reports.attention([[None, {}]])["kept"] == 1.0
+    said = reports.attention([[{"dense": "of the prompt"}, {"dense": "no clusters yet"}, step(0.2, 0.3)]])
+    assert (said["steps"], said["dense_steps"], said["kept_by_layer"]) == (1, 1, [0.2, 0.5])
 
 
 def test_recall_is_a_share_of_the_evidence_that_has_left_the_window() -> None:

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sglang_ext.kernels.hopper import TILES, is_hopper
+from sglang_ext.kernels.hopper import TILES, is_hopper, thread_barrier
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, copies_tiles
 from sglang_ext.kernels.view_attention.config import Config
 from sglang_ext.kernels.view_attention.triton_impl import LOG2_E, _pairs
@@ -121,7 +121,7 @@ def _load(
                 where = values + slot[:, None] * stride_value + dim[None, :]
                 async_copy.async_copy_global_to_shared(v_smem.index(stage), where, mask)
                 async_copy.mbarrier_arrive(arrived)
-                gl.thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(arrived, count=1)
         kv_begin, kv_len, entry, whole, first_slot = next_begin, next_len, next_entry, next_whole, next_slot
 

@@ -310,7 +310,7 @@ def _adapters() -> dict[str, tuple[Json, TypeAdapter[Json]]]:
 def _join_salt(request: RequestInput) -> None:
     """Have `cache_salt` be the beginning of `extra_key`, as SGLang has it before 0.5.23: both part what is cached."""
     salt = getattr(request, "cache_salt", None)
-    if salt is None:
+    if salt is None or salt is False:  # as of other fields: what a chat says of one that it does not have
         return
     if not isinstance(salt, str):
         raise ValueError(f"cache_salt={reprlib.repr(salt)}: expected a string")

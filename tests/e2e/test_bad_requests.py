@@ -48,6 +48,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with Server(
         model("llama", max_position_embeddings=1024),
         env=env,
+        served_model_name="m",  # SGLang 0.5.23 takes no other name on /v1/responses
         attention_backend=kind,
         max_total_tokens=4000,
         chunked_prefill_size=64,

@@ -273,9 +273,12 @@ def test_thresholds_and_scores(theta: float) -> None:
         tokens = tile.shape[1]
         known = tiles[number, :, :tokens, :tokens].nan_to_num().tril()
         thresholds = reference.thresholds(known, theta)
-        # An interpolation that is rounded otherwise: as far apart as two neighbouring numbers.
+        # The rank in float32, as torch had it until 2.11: a weight that much apart of the entries around it.
+        entries = known[:, torch.ones_like(known[0], dtype=torch.bool).tril()].sort(dim=1).values
+        rank = theta * (entries.shape[1] - 1)
+        low, high = entries[:, int(rank)], entries[:, min(int(rank) + 1, entries.shape[1] - 1)]
         apart = (workspace.thresholds[number] - thresholds).abs()
-        assert bool((apart <= 1.2e-7 * thresholds).all()), apart / thresholds
+        assert bool((apart <= 1.2e-7 * (thresholds + rank * (high - low))).all()), apart / thresholds
         wanted = expected(tile, rule)
         some = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         scores, scale = torch.from_numpy(wanted.scores)[some], float(np.nan_to_num(tile).sum())

@@ -11,7 +11,8 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from sglang_ext import compat
+from sglang_ext import compat, lines
+from sglang_ext.compat import line
 from sglang_ext.serving.checks import before_model_adjustments
 from sglang_ext.systems.registry import ours
 from tests.models.architectures import REFUSED, SERVED, Architecture
@@ -40,16 +41,20 @@ HAS = {
     "Qwen3-VL": "M-RoPE",
 }
 """Name -> what is said; of all others, that they have sliding windows."""
+UNREAD = ("Nemotron-H", "Gemma 4, text")
+"""Names of layers that SGLang does not know yet, and a head size of each layer for which it asks the whole model."""
 
 
 def arguments(folder: Path, backend: str = "dbsa", **others: Any) -> Any:
     """A server's arguments as they are when our hook is called: SGLang's own, resolved no further."""
     from sglang.srt.server_args import ServerArgs
 
+    given = {"model_path": str(folder), "attention_backend": backend, "device": "cpu", "dtype": "float32", **others}
+    if lines.current() is lines.NEWER:  # which resolves nothing yet when arguments are made
+        return ServerArgs(**given)
     made = object.__new__(ServerArgs)
     for name, known in ServerArgs.__dataclass_fields__.items():
         object.__setattr__(made, name, known.default)
-    given = {"model_path": str(folder), "attention_backend": backend, "device": "cpu", "dtype": "float32", **others}
     for name, value in given.items():
         object.__setattr__(made, name, value)
     return made
@@ -57,11 +62,13 @@ def arguments(folder: Path, backend: str = "dbsa", **others: Any) -> Any:
 
 @pytest.mark.parametrize("architecture", REFUSED, ids=lambda each: each.name)
 def test_refused(architecture: Architecture, tmp_path: Path) -> None:
+    if lines.current() is lines.NEWER and architecture.name in UNREAD:
+        pytest.skip("SGLang 0.5.23 itself cannot read the configuration that transformers writes of it")
     server_args = arguments(architecture.save(tmp_path))
     with pytest.raises(ValueError, match="--attention-backend dbsa does not serve") as caught:
         before_model_adjustments(server_args)
     said = str(caught.value)
-    named = server_args.get_model_config().hf_config.architectures[0]
+    named = line.model_config(server_args).hf_config.architectures[0]
     assert said.startswith(f"{named} has ") and INSTEAD in said
     assert HAS.get(architecture.name, "sliding-window attention (2 of 3 layers)") in said
 
@@ -84,7 +91,9 @@ def test_the_hook_is_called_where_arguments_are_resolved(tmp_path: Path) -> None
     load_plugins()
     folder = next(each for each in REFUSED if each.name == "gpt-oss").save(tmp_path)
     with pytest.raises(ValueError, match="GptOssForCausalLM has sliding-window attention"):
-        ServerArgs(model_path=str(folder), attention_backend="dbsa", device="cpu")
+        made = ServerArgs(model_path=str(folder), attention_backend="dbsa", device="cpu")
+        if lines.current() is lines.NEWER:
+            made.resolve_once()
 
 
 @pytest.mark.parametrize("architecture", SERVED, ids=lambda each: each.name)

@@ -41,10 +41,14 @@ class Layouts:
         workers: threads.
         channel: to the schedulers.
         most: demonstrations of a pool.
+        tenant: whose pools they are, or "": equal blocks of two tenants have different names, and are encoded twice.
     """
 
-    def __init__(self, manager: TokenizerManager, workers: Workers, channel: Channel, most: int) -> None:
+    def __init__(
+        self, manager: TokenizerManager, workers: Workers, channel: Channel, most: int, tenant: str = ""
+    ) -> None:
         self.manager, self._workers, self._channel, self._most = manager, workers, channel, most
+        self._tenant = tenant
         self._label_check: LabelCheck | None = None
 
     def define(self, demonstrations: Iterable[Json], options: PoolOptions, limit: int) -> Definition:
@@ -96,9 +100,10 @@ class Layouts:
         )
 
     def model_name(self) -> str:
-        """Names the weights and cache format that block states belong to."""
+        """Names the weights, the cache format and the tenant that block states belong to."""
         args = self.manager.server_args
-        return f"{self.manager.model_path}@{args.revision}:{args.dtype}:{args.kv_cache_dtype}:{args.quantization}"
+        model = f"{self.manager.model_path}@{args.revision}:{args.dtype}:{args.kv_cache_dtype}:{args.quantization}"
+        return f"{model}|tenant:{self._tenant}" if self._tenant else model
 
     def _check_context(self, version: Version, layout: Layout) -> None:
         """Positions must stay inside the model's context."""

@@ -148,16 +148,19 @@ def add_routes(app: fastapi.FastAPI, manager: TokenizerManager) -> None:
 
 def _listed(manager: TokenizerManager) -> JsonObject:
     """The pools that the caller can name; what a tenant takes; and to the operator, who is no tenant, all of theirs."""
-    service = pools_of(manager)
-    listed: JsonObject = {"pools": service.list()}
+    service, operator = pools_of(manager), access.is_operator(manager)
+    listed = _pools(service, operator)
     if service.tenant:
         listed["tenant"] = standing(service)
-    elif theirs := tenants_of(service):
-        listed["tenants"] = [{**standing(each), "pools": each.list()} for each in theirs.values()]
-    found = service.folder.damaged
-    if found and access.is_operator(manager):  # where files lie is the operator's business
-        listed["damaged"] = found
+    elif operator and (theirs := tenants_of(service)):
+        listed["tenants"] = [{**standing(each), **_pools(each, operator)} for each in theirs.values()]
     return listed
+
+
+def _pools(service: PoolService, operator: bool) -> JsonObject:
+    """A line for each pool, and what is wrong with files, whose places are the operator's business."""
+    found = service.folder.damaged if operator else []
+    return {"pools": service.list(), **({"damaged": found} if found else {})}
 
 
 def _changed(info: JsonObject) -> JSONResponse:

@@ -60,7 +60,7 @@ class PoolService:
         self.shared.services[tenant] = self
         self.workers, self.channel = self.shared.workers, self.shared.channel
         self.encoder, self.scoring = self.shared.encoder, self.shared.scoring
-        self.layouts = Layouts(manager, self.workers, self.channel, self.settings.max_demonstrations, tenant)
+        self.layouts = Layouts(manager, self.shared, self.settings.max_demonstrations, tenant)
         self.queue = Queue(self.settings.max_waiting_encodings)
         self.headers: dict[str, ChatHeader] = {}  # of chat requests, by name (serving.chat)
         self.folder = folder_of(self, directory)

@@ -66,6 +66,7 @@ of nobody's requests; what a later SGLang adds is closed until it is looked at a
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAKE = 'printf %s "$KEY" | sha256sum'
+_LIKE = '{"acme": {"keys": ["..."], "max_pools": 20}}'
 _SECRET = secrets.token_bytes(16)  # of this process: nobody can spell another's namespace
 
 
@@ -150,6 +151,8 @@ class Tenants:
             found = cls(_tenant(name, entry) for name, entry in _object(data, "it").items())
         except OSError as error:
             raise ValueError(f"--tenants {path}: it cannot be read ({error.strerror or error})") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--tenants {path}: it is not JSON ({error}); expected an object, like {_LIKE}") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"--tenants {path}: {error}") from error
         owner = next((tenant for key in servers if key and (tenant := found.of_key(key))), None)
@@ -191,10 +194,7 @@ def _once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 def _object(value: Json, what: str) -> Mapping[str, Json]:
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{what} is a {type(value).__name__}; expected an object, like"
-            ' {"acme": {"keys": ["..."], "max_pools": 20}}'
-        )
+        raise ValueError(f"{what} is a {type(value).__name__}; expected an object, like {_LIKE}")
     return value
 
 

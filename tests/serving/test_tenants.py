@@ -15,7 +15,7 @@ import pytest
 
 from sglang_ext.cache.conversation import NAMESPACE, name_of
 from sglang_ext.launch import early
-from sglang_ext.serving import access, tenancy
+from sglang_ext.serving import access, checks, tenancy
 from sglang_ext.serving.access import CallerMiddleware, Keys, may_see_definitions, owner_of_answers
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.namespaces import put_into
@@ -103,6 +103,24 @@ def test_a_server_with_tenants_has_a_key_of_its_own(tmp_path: Path) -> None:
         early.check_tenants(file, ["--port", "1"])
     with pytest.raises(ValueError, match="Expecting"):
         early.check_tenants(str(written(tmp_path, "{")), ["--api-key", "x"])
+
+
+def test_a_server_is_not_started_with_a_wrong_file_or_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for servers that SGLang's own command starts, and by the keys that they really have."""
+    monkeypatch.setattr(checks.compat, "resolved", lambda server_args: server_args)
+    found: list[list[str]] = []
+    for tenants, keys in (({"acme": entry(ACME)}, (None, None)), ({"acme": entry(ADMIN)}, (None, ADMIN))):
+        monkeypatch.setenv(SETTINGS_ENV, json.dumps({"tenants": str(written(tmp_path, tenants))}))
+        args = SimpleNamespace(
+            attention_backend="dbsa", tp_size=1, chunked_prefill_size=None, api_key=keys[0], admin_api_key=keys[1]
+        )
+        found.append(checks.refusals(args))
+        args.api_key = USER
+        assert len(checks.refusals(args)) == int(keys[1] is not None)
+    assert [len(problems) for problems in found] == [1, 1]
+    assert "without --api-key and --admin-api-key" in found[0][0] and "are the operator's" in found[1][0]
 
 
 # ---- quotas ----

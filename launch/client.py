@@ -10,6 +10,7 @@ from urllib.parse import quote, urlsplit
 
 import requests
 
+from sglang_ext.serving.tenants import HEADER
 from sglang_ext.types import Json, JsonObject, Options
 
 POLL_SECONDS = 0.1
@@ -26,12 +27,13 @@ class PoolClient:
 
     Args:
         url: of the server, like http://127.0.0.1:30000.
-        api_key: SGLang's --api-key or --admin-api-key, when the server has one.
+        api_key: SGLang's --api-key or --admin-api-key, when the server has one, or a tenant's key.
+        tenant: in whose place the operator of a server with tenants asks; None for nobody's.
 
     Every method raises ServerError when the server cannot be reached or answers with an error.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, tenant: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"--url {url!r}: expected something like http://127.0.0.1:30000")
@@ -41,6 +43,8 @@ class PoolClient:
         self.session.trust_env = parts.hostname not in ("127.0.0.1", "localhost", "::1")
         if api_key:
             self.session.headers["Authorization"] = f"Bearer {api_key}"
+        if tenant:
+            self.session.headers[HEADER] = tenant
 
     def call(self, method: str, path: str, body: JsonObject | None = None, **query: bool) -> Json:
         """One request; JSON in, JSON out."""

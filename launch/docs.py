@@ -23,12 +23,15 @@ from pathlib import Path
 
 from sglang_ext.config import CHOICES, DEFAULT_RATIO, NAMES, PoolOptions, RequestOptions
 from sglang_ext.launch.options import described
+from sglang_ext.serving.tenants import TenantQuotas
 from sglang_ext.settings import ServerSettings
 from sglang_ext.systems.registry import System, ours
 from sglang_ext.types import Json
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTDATED = 1  # the exit status of --check
+
+CLASSES = (PoolOptions, RequestOptions, ServerSettings, TenantQuotas)
 
 STANDS_FOR: Mapping[tuple[type, str], float] = {(RequestOptions, "ratio"): DEFAULT_RATIO}
 """What a field that is None stands for, where that is a value."""
@@ -46,7 +49,7 @@ _BEGIN = re.compile(r"^<!-- (?:options: [^\n]+?|systems) -->$", re.MULTILINE)
 
 def option_classes() -> dict[str, type]:
     """Name in a document's mark -> dataclass: the classes of options, and the options of each system that has some."""
-    found: dict[str, type] = {cls.__name__: cls for cls in (PoolOptions, RequestOptions, ServerSettings)}
+    found: dict[str, type] = {cls.__name__: cls for cls in CLASSES}
     return found | {name: system.options for name, system in ours().items() if system.options is not None}
 
 

@@ -14,6 +14,7 @@ from sglang_ext import plugin
 from sglang_ext.config import POLICY_ENV, json_object
 from sglang_ext.launch.output import size, table
 from sglang_ext.launch.serve import REFERENCE_MODEL
+from sglang_ext.serving.tenants import Tenants
 from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, settings_with
 from sglang_ext.types import JsonObject
 
@@ -126,7 +127,11 @@ def entry_point_problems(gpu: bool | None) -> list[str]:
 
 def environment_problems() -> list[str]:
     """What is wrong with our own environment variables."""
-    checks = (lambda: json_object(os.environ.get(POLICY_ENV) or "{}", POLICY_ENV), lambda: settings_with({}))
+    checks = (
+        lambda: json_object(os.environ.get(POLICY_ENV) or "{}", POLICY_ENV),
+        lambda: settings_with({}),
+        _read_tenants,
+    )
     problems = []
     for check in checks:
         try:
@@ -134,6 +139,13 @@ def environment_problems() -> list[str]:
         except ValueError as error:
             problems.append(str(error))
     return problems
+
+
+def _read_tenants() -> None:
+    """ValueError where the file of tenants that the environment names is none."""
+    path = json_object(os.environ.get(SETTINGS_ENV) or "{}", SETTINGS_ENV).get("tenants")
+    if isinstance(path, str):
+        Tenants.read(path)
 
 
 def model_problems() -> list[str]:

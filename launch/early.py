@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_ext.config import ATTENTION_BACKEND
+from sglang_ext.serving.tenants import Tenants
 from sglang_ext.systems.options import check_policy
 from sglang_ext.systems.registry import ours
 
@@ -49,6 +50,17 @@ def folder(path: str) -> str:
     if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"--pool-dir {path}: {there} cannot be written to; give another folder, or change its rights")
     return str(absolute)
+
+
+def check_tenants(path: str | None, argv: Sequence[str]) -> None:
+    """ValueError for a file of --tenants that is none, or beside which the server has no key of its own."""
+    if path is None:
+        return
+    Tenants.read(path)
+    keys = ("--api-key", "--admin-api-key")
+    named = [word.partition("=")[0] for word in argv]
+    if not any(len(name) > len("--a") and key.startswith(name) for name in named for key in (*keys, "--config")):
+        raise ValueError(f"--tenants {path}: expected {' or '.join(keys)} beside it, the operator's own key")
 
 
 def check_typing_errors(argv: Sequence[str], ours: Collection[str]) -> None:

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name != "plan":
             sub.add_argument("--url", default=URL, help=f"of the server (default: {URL})")
         sub.add_argument("--api-key", help=f"of the server, if it has one (default: the variable {API_KEY_ENV})")
+        sub.add_argument("--tenant", metavar="NAME", help="whose pools: for the operator of a server with tenants")
         sub.add_argument("--json", action="store_true", help="print the server's answer instead of a table")
         return sub
 
@@ -105,7 +106,7 @@ def read_demonstrations(file: str) -> list[JsonObject]:
 
 
 def _client(args: argparse.Namespace) -> PoolClient:
-    return PoolClient(args.url, args.api_key or os.environ.get(API_KEY_ENV))
+    return PoolClient(args.url, args.api_key or os.environ.get(API_KEY_ENV), args.tenant)
 
 
 def _print_json(value: JsonObject | list[JsonObject]) -> int:

@@ -10,6 +10,7 @@ goes to SGLang unchanged (python -m sglang.launch_server --help lists them).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pkgutil
 from collections.abc import Sequence
@@ -119,7 +120,9 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
         ValueError: a flag, or what the environment holds already, is wrong.
     """
     early.check_policy_flag(args.policy or os.environ.get(POLICY_ENV) or None, args.rest)
-    found = {SETTINGS_ENV: settings_with(given(args, ServerSettings))}
+    settings = settings_with(given(args, ServerSettings))
+    early.check_tenants(json.loads(settings).get("tenants"), args.rest)
+    found = {SETTINGS_ENV: settings}
     if args.policy is not None:
         found[POLICY_ENV] = args.policy
     if args.pool_dir is not None:

@@ -365,6 +365,7 @@ HOOKS = (
     Hook(_OLLAMA + "handle_chat", "around", _OURS + "ollama:around_handle"),
     Hook(_OLLAMA + "handle_generate", "around", _OURS + "ollama:around_handle"),
     Hook(_SRT + "utils.auth.decide_request_auth", "around", _OURS + "access:around_decide_request_auth"),
+    Hook(_SRT + "utils.auth.add_api_key_middleware", "around", _OURS + "access:around_add_api_key_middleware"),
     Hook(
         _SRT + "entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
         "around",

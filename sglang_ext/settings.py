@@ -25,6 +25,8 @@ class ServerSettings:
     """Limits of one server and what its clients may see. Each field is a flag of `sglang-ext serve`.
 
     Attributes:
+        tenants: JSON file that says whose key is whose (docs/tenants.md): each tenant has pools, conversations and
+            stored answers of its own. It is read again on SIGHUP. Needs --api-key or --admin-api-key, the operator's.
         open_conversations: any client may continue or replace a conversation whose name it knows; else it needs the
             `conversation_key` that the first turn returned.
         pool_metrics: /metrics names pools; else it counts all of them together.
@@ -56,6 +58,7 @@ class ServerSettings:
         max_responses: most answers that /v1/responses keeps to be read or continued; the oldest give way.
     """
 
+    tenants: str | None = None
     open_conversations: bool = False
     pool_metrics: bool = False
     strict_pool_dir: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,15 @@ import torch
 from sglang_ext.cache.forks import Fork, StreamState
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease
 from sglang_ext.types import JsonObject, Options
+
+NAMESPACE = "_namespace"
+"""In `custom_params`, which clients cannot say it in: what keeps equal names of two tenants apart."""
+
+
+def name_of(options: Options) -> Hashable | None:
+    """What tells the conversation that a request names from all others; None for a request that names none."""
+    name, space = options.get("conversation"), options.get(NAMESPACE)
+    return name if space is None or name is None else (space, name)
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
-from sglang_ext.cache.conversation import Conversation, StreamStates
+from sglang_ext.cache.conversation import Conversation, StreamStates, name_of
 from sglang_ext.cache.forks import Fork, Source, longest_fork
 from sglang_ext.compat import RadixKey, TreelessCache
 from sglang_ext.config import CONVERSATION_OPTIONS
@@ -48,8 +48,8 @@ class StreamCache(TreelessCache):
         release_hooks: called with the request slot of every request that ends or is retracted.
         reserved: request slot -> how many KV slots it has.
         running: request slot -> request, of those without a name that others may begin like.
-        conversations: name -> what its last turn left, and something unique -> what a request without a name left; of
-            each kind the next to give way first.
+        conversations: name (`name_of`) -> what its last turn left, and something unique -> what a request without a
+            name left; of each kind the next to give way first.
         open_conversations: whoever knows a conversation's name may go on from it and begin it anew.
     """
 
@@ -66,7 +66,7 @@ class StreamCache(TreelessCache):
         self._copied: dict[str, Fork] = {}  # likewise
         self._whole: weakref.WeakSet[Req] = weakref.WeakSet()  # requests that begin as no copy
         self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
-        self._under_way: dict[str, tuple[str, str | None]] = {}  # id of a turn -> name and key of its conversation
+        self._under_way: dict[str, tuple[Hashable, str | None]] = {}  # id of a turn -> name and key of its conversation
 
     @property
     def most_tokens(self) -> int:
@@ -84,7 +84,7 @@ class StreamCache(TreelessCache):
 
     def conversation(self, options: Options) -> Conversation | None:
         """The conversation that a request names and has the key of, where its last turn has ended."""
-        kept = self.conversations.get(options["conversation"])
+        kept = self.conversations.get(name_of(options))
         return kept if kept is not None and self._opens(options, kept.secret) else None
 
     def _opens(self, options: Options, secret: str | None) -> bool:
@@ -96,7 +96,7 @@ class StreamCache(TreelessCache):
 
     def _taken(self, options: Options) -> bool:
         """Whether the name that a first turn would begin belongs to somebody else."""
-        name = options.get("conversation")
+        name = name_of(options)
         if name is None:
             return False
         kept = self.conversations.get(name)
@@ -112,7 +112,7 @@ class StreamCache(TreelessCache):
         if options.get("continue") and not compat.is_aborted(req):
             turn: Conversation | None = carried.sent_turn(req)
             name = options["conversation"]
-            if turn is None or self.conversations.get(name) is not turn:
+            if turn is None or self.conversations.get(name_of(options)) is not turn:
                 why = f"conversation {name!r} is not there to go on: it never began, gave way to others, has a turn"
                 why += " under way, or has another conversation_key; send it whole, without continue"
                 compat.abort_unscheduled(req, why, 400)
@@ -205,8 +205,8 @@ class StreamCache(TreelessCache):
     def claim(self, req: Req) -> None:
         """A request comes into the next batch: what it goes on from gives way to nobody any more."""
         options = carried.request_options(req)
-        if options.get("conversation") is not None and not compat.is_aborted(req):
-            self._under_way[req.rid] = options["conversation"], options.get("conversation_key")
+        if (named := name_of(options)) is not None and not compat.is_aborted(req):
+            self._under_way[req.rid] = named, options.get("conversation_key")
         if not self._holds(req) and (fork := self._copies(req)) is not None:
             self._copied[req.rid] = fork
         turn = None if self._holds(req) else self._turn(req)
@@ -314,7 +314,7 @@ class StreamCache(TreelessCache):
         before, count = self._before.pop(slot), self.reserved.pop(slot)
         slots = self.req_to_token_pool.req_to_token[slot, :count].clone()
         options = carried.request_options(req)
-        name = options.get("conversation")
+        name = name_of(options)
         if req.finished() and not compat.is_aborted(req):
             if name is not None:
                 slots = self._keep(name, req, before, slots)

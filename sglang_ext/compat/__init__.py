@@ -72,6 +72,7 @@ from sglang_ext.compat.manager import (
     logical_rid,
     logical_rids,
     prompt_index,
+    route_path,
     streams_parts,
 )
 from sglang_ext.compat.models import refuse_config, refuse_model
@@ -151,6 +152,7 @@ __all__ = [
     "request_rows",
     "request_slot",
     "resolved",
+    "route_path",
     "set_extend",
     "set_reserved",
     "set_written",

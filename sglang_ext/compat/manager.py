@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
+from starlette.routing import Match
 
 
 def generate(manager: Any, request: Any, client: Any = None) -> AsyncIterator[Any]:
@@ -56,6 +57,16 @@ def key_opens(app: Any, scope: dict[str, Any], token: str | None, api_key: str |
         auth_level=_get_auth_level_from_app_and_scope(app, scope),
     )
     return bool(decision.allowed)
+
+
+def route_path(app: Any, scope: dict[str, Any]) -> str | None:
+    """The path of the route that serves an ASGI scope, as it was written (`/v1/pools/{name}`); None without one."""
+    for route in app.router.routes:
+        match, _ = route.matches(scope)
+        if match == Match.FULL:
+            found: str | None = getattr(route, "path", None)
+            return found
+    return None
 
 
 def answer_index(request: Any, answer: dict[str, Any], place: int) -> int:

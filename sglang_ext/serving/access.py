@@ -2,7 +2,8 @@
 
 SGLang asks for keys route by route (`sglang.srt.utils.auth`) and forgets who asked. A pool's definition (its texts,
 labels, template, system prompt, and the names of pools) shows in answers of routes that any client may use, so those
-who write such answers ask here.
+who write such answers ask here. Whose names a request means, on a server with tenants, is known here, too: what they
+name is looked up in `tenancy.pools_of`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import fastapi
 from fastapi.routing import APIRoute
@@ -28,7 +29,8 @@ from sglang_ext.config import PoolOptions, RequestOptions
 from sglang_ext.names import Passed, RequestInput, ServerArgs, TokenizerManager
 from sglang_ext.retrievers.dense import MODEL_VARIABLE
 from sglang_ext.serving import page
-from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.errors import PoolError, error_response
+from sglang_ext.serving.tenants import HEADER, ROUTES, not_for_tenants
 from sglang_ext.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -39,8 +41,12 @@ _Scope: TypeAlias = dict[str, Any]
 _shown: ContextVar[str | None] = ContextVar("sglang_ext_shown_key", default=None)
 """The bearer token of the HTTP request that is being served; tasks that it starts inherit it."""
 
+_tenant: ContextVar[str] = ContextVar("sglang_ext_tenant", default="")
+"""The tenant whose names that request means; "" for nobody's: the operator's, or everybody's."""
+
 SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 HIDDEN = "hidden"
+_HAS_TENANTS = "sglang_ext_has_tenants"  # of an app's state
 _INFO_ROUTES = ("/server_info", "/get_server_info")
 _WHOLE_PROMPT = ("return_prompt_token_ids", "return_routed_experts", "return_indexer_topk")
 """Fields of a request whose answer tells of every token of the prompt, those of blocks among them."""
@@ -72,10 +78,20 @@ def same(given: str, expected: str) -> bool:
 # ---- the rule ----
 
 
-def may_see_definitions(manager: TokenizerManager) -> bool:
-    """Whether the caller at hand may see pools' definitions; an engine in one's own process has no other callers."""
+def tenant_at_hand() -> str:
+    """The tenant whose names the caller at hand means: its own, or one in whose place the operator asks; else ""."""
+    return _tenant.get()
+
+
+def is_operator(manager: TokenizerManager) -> bool:
+    """Whether the caller at hand operates the server; an engine in one's own process has no other callers."""
     keys: Keys | None = getattr(manager, "ext_keys", None)
     return keys is None or keys.opens_definitions(_shown.get())
+
+
+def may_see_definitions(manager: TokenizerManager) -> bool:
+    """Whether the caller at hand may see the definitions of the pools that it can name: a tenant may, its own."""
+    return bool(tenant_at_hand()) or is_operator(manager)
 
 
 def may_read(manager: TokenizerManager, pool: PoolOptions) -> bool:
@@ -84,7 +100,7 @@ def may_read(manager: TokenizerManager, pool: PoolOptions) -> bool:
 
 
 def check_retriever(manager: TokenizerManager, retriever: str) -> None:
-    """Refuse a retriever whose model the operator did not choose, to a caller who may not see definitions.
+    """Refuse a retriever whose model the operator did not choose, to everybody else.
 
     Loading one takes memory, and reads any folder and any model of a hub.
 
@@ -93,7 +109,7 @@ def check_retriever(manager: TokenizerManager, retriever: str) -> None:
     """
     kind, colon, model = retriever.partition(":")
     chosen = (kind, colon) != ("dense", ":") or model == os.environ.get(MODEL_VARIABLE)
-    if not chosen and not may_see_definitions(manager):
+    if not chosen and not is_operator(manager):
         raise PoolError(
             f"retriever {retriever!r}: expected a model that the operator chose ({MODEL_VARIABLE}), or the admin key;"
             " use bm25, random, all or dense",
@@ -131,7 +147,12 @@ def check_explain(manager: TokenizerManager, asked: RequestOptions, pool: PoolOp
 
 
 def owner_of_answers(manager: TokenizerManager) -> str:
-    """Names whose stored answers the caller at hand may read: a hash of the key it has shown, where there are keys."""
+    """Names whose stored answers the caller at hand may read: a tenant's, or else a hash of the key it has shown.
+
+    Nothing where there are no keys.
+    """
+    if tenant := tenant_at_hand():
+        return f"tenant:{tenant}"
     keys: Keys | None = getattr(manager, "ext_keys", None)
     shown = _shown.get()
     if keys is None or not (keys.api or keys.admin) or shown is None:
@@ -192,6 +213,28 @@ def around_decide_request_auth(original: Callable[..., Passed], **request: Passe
     return original(**{**request, **changed})
 
 
+def around_add_api_key_middleware(original: Callable[..., None], app: fastapi.FastAPI, **keys: Passed) -> None:
+    """AROUND add_api_key_middleware: it knows no tenants' keys, so where there are some, `CallerMiddleware` is alone.
+
+    That asks by SGLang's own rule, too.
+    """
+    if not getattr(app.state, _HAS_TENANTS, False):
+        original(app, **keys)
+
+
+class TenantKeys(Protocol):
+    """What the check of keys asks of a server's tenants (`tenancy.Tenancy`)."""
+
+    def of_key(self, shown: str | None) -> str | None:
+        """The tenant whose key was shown."""
+
+    def known(self) -> Collection[str]:
+        """Names of all tenants, those among them whose keys were taken away."""
+
+    def begin(self) -> None:
+        """The event loop of the server runs, and this is its thread."""
+
+
 class _ContextExecutor(ThreadPoolExecutor):
     """Threads of an event loop whose work knows what the task knew that asked for it, whose key was shown among it.
 
@@ -210,45 +253,103 @@ class CallerMiddleware:
     is `scope["path"]`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, routes: fastapi.FastAPI) -> None:
-        self.app, self.keys, self.routes = app, keys, routes
+    def __init__(self, app: ASGIApp, keys: Keys, routes: fastapi.FastAPI, tenancy: TenantKeys | None = None) -> None:
+        self.app, self.keys, self.routes, self.tenancy = app, keys, routes, tenancy
 
     async def __call__(self, scope: _Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             asyncio.get_running_loop().set_default_executor(_ContextExecutor())  # this is the server's start
+            if self.tenancy is not None:
+                self.tenancy.begin()
             return await self.app(scope, receive, send)
         shown = bearer_token(scope["headers"])
-        if not self._allowed(scope, shown):
-            return await _refuse(scope, receive, send)
-        before = _shown.set(shown)
+        try:
+            tenant = self._admitted(scope, shown)
+        except PoolError as error:
+            return await _refuse(scope, receive, send, error)
+        before = _shown.set(shown), _tenant.set(tenant)
         try:
             await self.app(scope, receive, send)
         finally:
-            _shown.reset(before)
+            _shown.reset(before[0])
+            _tenant.reset(before[1])
 
-    def _allowed(self, scope: _Scope, shown: str | None) -> bool:
-        if not (self.keys.api or self.keys.admin):
+    def _admitted(self, scope: _Scope, shown: str | None) -> str:
+        """The tenant whose names a request means, or "".
+
+        Raises:
+            PoolError: (401) the key does not open the route; (403, 404) it opens no such thing to this caller.
+        """
+        tenant = self.tenancy.of_key(shown) if self.tenancy is not None else None
+        asked = _header(scope, HEADER)
+        if tenant is not None:
+            if compat.route_path(self.routes, scope) not in ROUTES:
+                raise PoolError(not_for_tenants(scope.get("method", "a websocket"), scope["path"]), 403)
+            if asked not in (None, tenant):
+                raise PoolError(f"{HEADER}: {asked}: you are tenant {tenant!r}; leave the header out", 403)
+            return tenant
+        # The admin key asks questions, too, in a tenant's place: elsewhere SGLang wants the api key for them.
+        operates = asked is not None and self.keys.admin is not None and self.keys.opens_definitions(shown)
+        if not (operates or self._opens(scope, shown)):
+            raise PoolError("Unauthorized", 401)
+        return "" if asked is None else self._in_place_of(asked, shown)
+
+    def _opens(self, scope: _Scope, shown: str | None) -> bool:
+        """Whether a key that is no tenant's opens a route."""
+        api, admin = self.keys.api, self.keys.admin
+        if not (api or admin):
             return True
-        return compat.key_opens(self.routes, scope, shown, self.keys.api, self.keys.admin)
+        if self.tenancy is None:
+            return compat.key_opens(self.routes, scope, shown, api, admin)
+        if scope["path"].startswith("/metrics"):  # it names tenants
+            return shown is not None and any(same(shown, key) for key in (api, admin) if key)
+        return compat.key_opens(self.routes, scope, shown, api or admin, admin)
+
+    def _in_place_of(self, asked: str, shown: str | None) -> str:
+        """The tenant that the operator names; PoolError for everybody else."""
+        if not self.keys.opens_definitions(shown):
+            raise PoolError(f"{HEADER}: only whoever operates the server asks in a tenant's place; leave it out", 403)
+        if self.tenancy is None:
+            raise PoolError(f"{HEADER}: this server has no tenants (--tenants); leave the header out")
+        known = self.tenancy.known()
+        if asked not in known:
+            raise PoolError(f"{HEADER}: no tenant {asked!r}; there are {', '.join(sorted(known)) or 'none'}", 404)
+        return asked
 
 
-async def _refuse(scope: _Scope, receive: Receive, send: Send) -> None:
+def _header(scope: _Scope, name: str) -> str | None:
+    """A header of a request; of several, the first."""
+    found = (value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name.encode())
+    return next(found, None)
+
+
+async def _refuse(scope: _Scope, receive: Receive, send: Send, error: PoolError) -> None:
     from fastapi.responses import JSONResponse
 
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
+    elif error.status_code == 401:  # as SGLang answers
+        await JSONResponse({"error": str(error)}, status_code=401)(scope, receive, send)
     else:
-        await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+        await error_response(str(error), error.status_code)(scope, receive, send)
 
 
-def guard(app: fastapi.FastAPI, manager: TokenizerManager, server_args: ServerArgs) -> None:
+def keys_of(server_args: ServerArgs) -> Keys:
+    """The keys that a server was started with."""
+    return Keys(server_args.api_key or None, server_args.admin_api_key or None)
+
+
+def guard(
+    app: fastapi.FastAPI, manager: TokenizerManager, server_args: ServerArgs, tenancy: TenantKeys | None = None
+) -> None:
     """Have `app` note who asks, and show of the server what the caller may see; before SGLang adds its own check.
 
     Raises:
         RuntimeError: this SGLang has no /server_info where it used to be, so nothing would hide its keys.
     """
-    manager.ext_keys = Keys(server_args.api_key or None, server_args.admin_api_key or None)
-    app.add_middleware(CallerMiddleware, keys=manager.ext_keys, routes=app)
+    manager.ext_keys = keys_of(server_args)
+    app.add_middleware(CallerMiddleware, keys=manager.ext_keys, routes=app, tenancy=tenancy)
+    setattr(app.state, _HAS_TENANTS, tenancy is not None)
     for path in _INFO_ROUTES:
         route = next((each for each in app.router.routes if isinstance(each, APIRoute) and each.path == path), None)
         if route is None:

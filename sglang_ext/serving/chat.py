@@ -20,8 +20,8 @@ from sglang_ext.serving.access import may_read
 from sglang_ext.serving.layout import encode_text
 from sglang_ext.serving.layouts import ChatHeader
 from sglang_ext.serving.requests import CHAT_KEY, check_characters
+from sglang_ext.serving.tenancy import pools_of
 from sglang_ext.serving.texts import characters
-from sglang_ext.serving.tokenizer import pools_of
 from sglang_ext.types import Json, JsonObject
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ from sglang_ext.attention.choice import asked_plain_attention, captures
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
+from sglang_ext.serving.tenants import Tenants
+from sglang_ext.settings import server_settings
 from sglang_ext.systems.options import without_options
 from sglang_ext.systems.registry import System, ours, system_of, systems
 from sglang_ext.types import Json
@@ -97,6 +99,7 @@ def refusals(server_args: ServerArgs) -> list[str]:
         asked_plain_attention()
     except ValueError as error:
         problems.append(str(error))
+    problems += _of_tenants(server_args)
     policy = system.make_policy()
     try:
         policy.spread(server_args.tp_size)
@@ -122,6 +125,24 @@ def _of_cache_type(server_args: ServerArgs, system: System) -> list[str]:
         remedy += f", or --attention-backend to one of {read_by}, which read {FLOAT8}"
     backend = f"--attention-backend {server_args.attention_backend}"
     return [f"kv_cache_dtype={kind!r} is not supported with {backend}: {remedy}"]
+
+
+def _of_tenants(server_args: ServerArgs) -> list[str]:
+    """What is wrong with the file of tenants, or with having one, in words."""
+    path = server_settings().tenants
+    if path is None:
+        return []
+    keys = server_args.api_key, server_args.admin_api_key
+    if not any(keys):
+        return [
+            f"--tenants {path} without --api-key and --admin-api-key: whoever shows no key would operate the server;"
+            " set --admin-api-key, which is the operator's"
+        ]
+    try:
+        Tenants.read(path, keys)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def before_server_args(server_args: ServerArgs) -> None:

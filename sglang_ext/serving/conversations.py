@@ -14,7 +14,7 @@ import fastapi
 from sglang_ext import compat
 from sglang_ext.attention.stream_policy import CONVERSATION_KEY_BYTES
 from sglang_ext.names import RequestInput, TokenizerManager
-from sglang_ext.serving.tokenizer import pools_of
+from sglang_ext.serving.tenancy import pools_of
 from sglang_ext.types import Json, JsonObject
 
 

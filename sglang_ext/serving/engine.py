@@ -13,8 +13,9 @@ from sglang.srt.entrypoints.engine import Engine as SglangEngine
 from sglang_ext.config import ATTENTION_BACKEND, POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.names import Passed
 from sglang_ext.serving.explain import would_select
+from sglang_ext.serving.planned import would_take
 from sglang_ext.serving.submitted import Submitted
-from sglang_ext.serving.tokenizer import pools_of
+from sglang_ext.serving.tenancy import pools_of
 from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, settings_with
 from sglang_ext.types import Json, JsonObject, Options
 
@@ -117,4 +118,4 @@ class Engine(SglangEngine):
 
     def plan_pool(self, demonstrations: Iterable[Options], **options: Json) -> JsonObject:
         """Tokens, bytes and blocks a pool would take, and how many such pools fit."""
-        return self._run(self._pools.plan(lambda: Submitted(demonstrations, options)))
+        return self._run(would_take(self._pools, lambda: Submitted(demonstrations, options)))

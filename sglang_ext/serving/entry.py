@@ -9,7 +9,7 @@ import fastapi
 
 from sglang_ext.hooks import check_called, was_checked
 from sglang_ext.names import RequestInput, TokenizerManager
-from sglang_ext.serving import checks, conversations, options, texts, tokenizer
+from sglang_ext.serving import checks, conversations, options, tenant_requests, texts, tokenizer
 from sglang_ext.types import Json
 
 
@@ -19,14 +19,16 @@ def around_generate_request(
     obj: RequestInput,
     request: fastapi.Request | None = None,
 ) -> AsyncGenerator[Json, None]:
-    """AROUND TokenizerManager.generate_request: looked at, given the key of its conversation, then over its pool.
+    """AROUND TokenizerManager.generate_request: looked at, counted, given the key of its
+    conversation, then over its pool.
 
     One hook, so that the order stands here: SGLang warns of several, whose order is that of their registration.
     """
     texts.keep_time(obj)
     over_pools = partial(tokenizer.around_generate_request, original)
     keyed = partial(conversations.around_generate_request, over_pools)
-    answers = options.around_generate_request(keyed, manager, obj, request)
+    counted = partial(tenant_requests.around_generate_request, keyed)
+    answers = options.around_generate_request(counted, manager, obj, request)
     return answers if was_checked("main") or not checks.is_active(manager.server_args) else _looked_at(answers)
 
 

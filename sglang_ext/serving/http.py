@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -18,9 +19,11 @@ from sglang_ext.serving import access, checks, page, routes
 from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
 from sglang_ext.serving.explain import would_select
+from sglang_ext.serving.planned import would_take
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.submitted import Source, query_flag, read_body, read_json, refuse_query
-from sglang_ext.serving.tokenizer import pools_of
+from sglang_ext.serving.tenancy import Tenancy, pools_of, standing, tenants_of
+from sglang_ext.settings import POOL_DIR_ENV
 from sglang_ext.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -45,19 +48,29 @@ def before_setup_and_run_http_server(
     app.add_middleware(BodyLimit, settings=pools_of(tokenizer_manager).settings)
     of_pools = {field.name for field in dataclasses.fields(RequestOptions)}
     app.add_middleware(routes.QueryOptions, options=of_pools | tokenizer_manager.ext_policy.request_options)
-    access.guard(app, tokenizer_manager, server_args)
+    access.guard(app, tokenizer_manager, server_args, _tenancy(tokenizer_manager, server_args))
     then = kwargs.get("launch_callback")
 
     def launched() -> None:
         # SGLang calls this from its warm-up thread, when the event loop is serving.
         loop = tokenizer_manager.event_loop
         if loop is not None:
-            asyncio.run_coroutine_threadsafe(pools_of(tokenizer_manager).restored(), loop)
+            for service in list(pools_of(tokenizer_manager).shared.services.values()):
+                asyncio.run_coroutine_threadsafe(service.restored(), loop)
         if then is not None:
             then()
 
     kwargs["launch_callback"] = launched
     return (server_args, tokenizer_manager, *args), kwargs
+
+
+def _tenancy(manager: TokenizerManager, server_args: ServerArgs) -> Tenancy | None:
+    """The tenants of the server, where it has some."""
+    own = pools_of(manager)
+    if own.settings.tenants is None:
+        return None
+    directory = os.environ.get(POOL_DIR_ENV) or None
+    return Tenancy(manager, own, own.settings.tenants, access.keys_of(server_args), directory)
 
 
 def add_routes(app: fastapi.FastAPI, manager: TokenizerManager) -> None:
@@ -88,13 +101,12 @@ def add_routes(app: fastapi.FastAPI, manager: TokenizerManager) -> None:
 
     @route("GET", "/v1/pools")
     async def list_pools(request: fastapi.Request) -> fastapi.Response:
-        found = service().folder.damaged
-        return JSONResponse({"pools": service().list(), **({"damaged": found} if found else {})})
+        return JSONResponse(_listed(manager))
 
     @route("POST", "/v1/pools/plan")
     async def plan(request: fastapi.Request) -> fastapi.Response:
         source = await _source(request)
-        return JSONResponse(await while_connected(request, service().plan(source)))
+        return JSONResponse(await while_connected(request, would_take(service(), source)))
 
     @route("PUT", "/v1/pools/{name}")
     async def put(request: fastapi.Request) -> fastapi.Response:
@@ -132,6 +144,23 @@ def add_routes(app: fastapi.FastAPI, manager: TokenizerManager) -> None:
         purge, wait = query_flag(query, "purge", False), query_flag(query, "wait", True)
         work = service().delete_demonstration(params["name"], params["id"], purge, wait)
         return _changed(await while_connected(request, work))
+
+
+def _listed(manager: TokenizerManager) -> JsonObject:
+    """The pools that the caller can name; what a tenant takes; and to the operator, who is no tenant, all of theirs."""
+    service, operator = pools_of(manager), access.is_operator(manager)
+    listed = _pools(service, operator)
+    if service.tenant:
+        listed["tenant"] = standing(service)
+    elif operator and (theirs := tenants_of(service)):
+        listed["tenants"] = [{**standing(each), **_pools(each, operator)} for each in theirs.values()]
+    return listed
+
+
+def _pools(service: PoolService, operator: bool) -> JsonObject:
+    """A line for each pool, and what is wrong with files, whose places are the operator's business."""
+    found = service.folder.damaged if operator else []
+    return {"pools": service.list(), **({"damaged": found} if found else {})}
 
 
 def _changed(info: JsonObject) -> JSONResponse:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sglang_ext import compat
 from sglang_ext.config import PoolOptions
 from sglang_ext.names import TokenizerManager
-from sglang_ext.serving.channel import Channel
 from sglang_ext.serving.errors import PoolError
-from sglang_ext.serving.grammar import LabelCheck
 from sglang_ext.serving.label_tree import LabelTokens
 from sglang_ext.serving.labels import check_labels, label_tokens
 from sglang_ext.serving.layout import Layout, bos, group_demonstrations, lay_out, parse_demonstrations
 from sglang_ext.serving.plan import beyond_context
 from sglang_ext.serving.pool import CHAT, COMPLETION, Definition, Version
-from sglang_ext.serving.workers import Workers
+from sglang_ext.serving.shared import Shared
 from sglang_ext.types import Json
 
 
@@ -34,18 +31,18 @@ class ChatHeader:
 
 
 class Layouts:
-    """Defines pools and lays them out, for one server.
+    """Defines pools and lays them out, for one tenant.
 
     Args:
         manager: SGLang's tokenizer manager.
-        workers: threads.
-        channel: to the schedulers.
+        shared: threads, the way to the schedulers, and what looks at labels.
         most: demonstrations of a pool.
+        tenant: whose pools they are, or "": equal blocks of two tenants have different names, and are encoded twice.
     """
 
-    def __init__(self, manager: TokenizerManager, workers: Workers, channel: Channel, most: int) -> None:
-        self.manager, self._workers, self._channel, self._most = manager, workers, channel, most
-        self._label_check: LabelCheck | None = None
+    def __init__(self, manager: TokenizerManager, shared: Shared, most: int, tenant: str = "") -> None:
+        self.manager, self._shared, self._most, self._tenant = manager, shared, most, tenant
+        self._workers, self._channel = shared.workers, shared.channel
 
     def define(self, demonstrations: Iterable[Json], options: PoolOptions, limit: int) -> Definition:
         """A new pool of demonstrations in blocks. Takes up to seconds: for `Workers.apart`."""
@@ -70,14 +67,7 @@ class Layouts:
             version.layouts[CHAT] = self.lay_out(version.definition, chat.header, chat if CHAT in known else None)
         for layout in version.layouts.values():
             self._check_context(version, layout)
-        if self._label_check is None:
-            self._label_check = LabelCheck(
-                self._workers.tokenizer(),
-                self.manager.model_config.vocab_size,
-                self.manager.model_config.hf_eos_token_id,
-                compat.resolved(self.manager.server_args).grammar_backend,
-            )
-        check_labels(self._label_check, version.definition, old.definition if old is not None else None)
+        check_labels(self._shared.label_check, version.definition, old.definition if old is not None else None)
 
     def lay_out(
         self, definition: Definition, header: Sequence[int] | None = None, known: Layout | None = None
@@ -96,9 +86,10 @@ class Layouts:
         )
 
     def model_name(self) -> str:
-        """Names the weights and cache format that block states belong to."""
+        """Names the weights, the cache format and the tenant that block states belong to."""
         args = self.manager.server_args
-        return f"{self.manager.model_path}@{args.revision}:{args.dtype}:{args.kv_cache_dtype}:{args.quantization}"
+        model = f"{self.manager.model_path}@{args.revision}:{args.dtype}:{args.kv_cache_dtype}:{args.quantization}"
+        return f"{model}|tenant:{self._tenant}" if self._tenant else model
 
     def _check_context(self, version: Version, layout: Layout) -> None:
         """Positions must stay inside the model's context."""

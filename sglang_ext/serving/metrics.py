@@ -6,12 +6,17 @@ processes share, so each process creates its own when it first has something to 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from sglang_ext import compat
+from sglang_ext.names import TokenizerManager
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
+
+    from sglang_ext.settings import ServerSettings
 
 M = TypeVar("M", "Counter", "Gauge", "Histogram")
 
@@ -28,41 +33,48 @@ class _Metrics(NamedTuple):
     blocks: Gauge
 
 
-class TokenizerMetrics:
-    """What the tokenizer process counts; does nothing unless the server runs with --enable-metrics.
+@functools.cache
+def _created(labels: tuple[str, ...]) -> _Metrics:
+    """The metrics of this process, whose values are told apart by `labels`; Prometheus takes each name once."""
+    from prometheus_client import Counter, Gauge, Histogram
 
-    /metrics wants no key, so pools are named there only where the operator says so (`by_pool`). Else there is one
-    figure for all of them together.
+    return _Metrics(
+        requests=Counter("sglang_ext:pool_requests", "Requests answered over a pool.", labels),
+        stitched=Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
+        reencoded=Counter("sglang_ext:reencoded_blocks", "Evicted blocks that were encoded again.", labels),
+        retrieval=Histogram(
+            "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
+        ),
+        encoding=Counter("sglang_ext:encoding_seconds", "Time spent creating and changing pools.", labels),
+        tokens=Gauge(
+            "sglang_ext:pool_tokens", "Tokens in the blocks of pools.", labels, multiprocess_mode="mostrecent"
+        ),
+        blocks=Gauge("sglang_ext:pool_blocks", "Blocks of pools.", labels, multiprocess_mode="mostrecent"),
+    )
+
+
+class TokenizerMetrics:
+    """What the tokenizer process counts of one tenant's pools; nothing unless the server runs with --enable-metrics.
+
+    /metrics wants no key of most servers, so pools are named there only where the operator says so (`by_pool`). Else
+    there is one figure for all of them together.
+
+    Args:
+        labels: what every value is labelled with.
+        by_pool: whether pools are named beside them.
     """
 
-    def __init__(self, enabled: bool, model: str, by_pool: bool = False) -> None:
-        self.enabled = enabled
-        self.model = model
-        self.by_pool = by_pool
+    def __init__(self, enabled: bool, labels: Mapping[str, str], by_pool: bool = False) -> None:
+        self.enabled, self.by_pool = enabled, by_pool
+        self._labels = dict(labels)
         self._sizes: dict[str, tuple[int, int]] = {}  # pool -> its tokens and blocks
 
-    @cached_property
+    @property
     def _metrics(self) -> _Metrics:
-        from prometheus_client import Counter, Gauge, Histogram
-
-        labels = ["model_name", "pool"] if self.by_pool else ["model_name"]
-        return _Metrics(
-            requests=Counter("sglang_ext:pool_requests", "Requests answered over a pool.", labels),
-            stitched=Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
-            reencoded=Counter("sglang_ext:reencoded_blocks", "Evicted blocks that were encoded again.", labels),
-            retrieval=Histogram(
-                "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
-            ),
-            encoding=Counter("sglang_ext:encoding_seconds", "Time spent creating and changing pools.", labels),
-            tokens=Gauge(
-                "sglang_ext:pool_tokens", "Tokens in the blocks of pools.", labels, multiprocess_mode="mostrecent"
-            ),
-            blocks=Gauge("sglang_ext:pool_blocks", "Blocks of pools.", labels, multiprocess_mode="mostrecent"),
-        )
+        return _created((*self._labels, "pool") if self.by_pool else tuple(self._labels))
 
     def _of(self, metric: M, pool: str) -> M:
-        labels = {"model_name": self.model, "pool": pool} if self.by_pool else {"model_name": self.model}
-        return metric.labels(**labels)
+        return metric.labels(**self._labels, pool=pool) if self.by_pool else metric.labels(**self._labels)
 
     def answered(self, pool: str, stitched: int, seconds: float) -> None:
         """A request was composed over `pool`."""
@@ -88,6 +100,70 @@ class TokenizerMetrics:
         self._of(self._metrics.tokens, pool).set(tokens)
         self._of(self._metrics.blocks, pool).set(blocks)
         self._of(self._metrics.encoding, pool).inc(seconds)
+
+
+class _TenantCounters(NamedTuple):
+    requests: Counter
+    prompt_tokens: Counter
+    generated_tokens: Counter
+    refused: Counter
+    running: Gauge
+
+
+@functools.cache
+def _tenant_counters(labels: tuple[str, ...]) -> _TenantCounters:
+    from prometheus_client import Counter, Gauge
+
+    return _TenantCounters(
+        requests=Counter("sglang_ext:tenant_requests", "Answers that were begun.", labels),
+        prompt_tokens=Counter("sglang_ext:tenant_prompt_tokens", "Tokens of prompts, blocks among them.", labels),
+        generated_tokens=Counter("sglang_ext:tenant_generated_tokens", "Tokens of answers.", labels),
+        refused=Counter("sglang_ext:tenant_refused", "Requests that a quota refused.", labels),
+        running=Gauge("sglang_ext:tenant_running", "Answers under way.", labels, multiprocess_mode="mostrecent"),
+    )
+
+
+class TenantMetrics:
+    """What the tokenizer process counts of one tenant's requests; nothing unless the server runs with --enable-metrics.
+
+    Args:
+        labels: what every value is labelled with, the tenant among them.
+    """
+
+    def __init__(self, enabled: bool, labels: Mapping[str, str]) -> None:
+        self.enabled, self._labels = enabled, dict(labels)
+
+    def _of(self, name: str) -> Counter:
+        counter: Counter = getattr(_tenant_counters(tuple(self._labels)), name)
+        return counter.labels(**self._labels)
+
+    def running(self, answers: int) -> None:
+        """So many answers are under way."""
+        if self.enabled:
+            _tenant_counters(tuple(self._labels)).running.labels(**self._labels).set(answers)
+
+    def begun(self, answers: int, running: int) -> None:
+        """So many more answers were begun, and so many are under way with them."""
+        if self.enabled:
+            self._of("requests").inc(answers)
+        self.running(running)
+
+    def refused(self) -> None:
+        """A quota refused a request."""
+        if self.enabled:
+            self._of("refused").inc()
+
+    def answered(self, prompt_tokens: int, generated_tokens: int) -> None:
+        """An answer is complete."""
+        if self.enabled:
+            self._of("prompt_tokens").inc(prompt_tokens)
+            self._of("generated_tokens").inc(generated_tokens)
+
+
+def labels_of(manager: TokenizerManager, settings: ServerSettings, tenant: str) -> dict[str, str]:
+    """What a server's values are labelled with: those of a server without tenants name none."""
+    model = {"model_name": compat.resolved(manager.server_args).served_model_name}
+    return {**model, "tenant": tenant} if settings.tenants else model
 
 
 class SchedulerMetrics:

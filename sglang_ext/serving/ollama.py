@@ -25,6 +25,7 @@ from sglang_ext.serving.chat import compose_chat, rendered, wants_labels
 from sglang_ext.serving.errors import error_response
 from sglang_ext.serving.requests import check_characters
 from sglang_ext.serving.routes import CUSTOM, check_custom, custom_of, ours
+from sglang_ext.serving.tenancy import pools_of
 from sglang_ext.serving.texts import beside, characters, is_long
 from sglang_ext.types import JsonObject
 
@@ -70,7 +71,7 @@ async def _served(handler: Handler, request: OllamaRequest, raw_request: fastapi
         def render(own: Handler) -> tuple[JsonObject, list[int]]:
             return _rendered(own.tokenizer_manager, templates, messages, custom)
 
-        await handler.tokenizer_manager.ext_pools.prepare(custom)
+        await pools_of(handler.tokenizer_manager).prepare(custom)
         long = is_long(handler.tokenizer_manager, [message.content for message in messages])
         custom, ids = await beside(handler, render) if long else render(handler)
     return _Served(handler, custom, ids)

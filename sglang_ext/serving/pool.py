@@ -126,6 +126,7 @@ class Version:
         users: requests in flight on it.
         requests: those that began on it, the ones in flight among them.
         retired: a newer version took its place, or the pool was deleted.
+        tenant: whose pool it is; "" where it is no tenant's.
         resident: variants whose blocks are known to be held in the KV cache; others are looked up before use.
         label_tokens: tokens of the labels, by what stands before and behind each (`serving.labels`).
     """
@@ -139,8 +140,14 @@ class Version:
     retired: bool = False
     resident: set[str] = field(default_factory=set)
     label_tokens: dict[tuple[str, str], LabelTokens] = field(default_factory=dict)
+    tenant: str = ""
     owner: str = field(default_factory=lambda: f"{POOL_OWNER}{next(_owners)}")
     _retrievers: dict[tuple[str, str], Retriever] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Of its blocks, as questions that are no chats read them."""
+        return self.layouts[COMPLETION].tokens
 
     @property
     def sinks(self) -> int:

@@ -1,4 +1,7 @@
-"""The pools of one server: creating, changing, encoding and leasing them. Runs in SGLang's tokenizer process."""
+"""The pools of one tenant: creating, changing, encoding and leasing them. Runs in SGLang's tokenizer process.
+
+A server without tenants has one such service; with tenants (`serving.tenancy`), one for each, whose names are its own.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,41 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 
-from sglang_ext import compat
 from sglang_ext.config import PoolOptions, RequestOptions, check_name, split_name
 from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.access import may_see_definitions
 from sglang_ext.serving.change import PREPARING, Change, Progress, Queue
-from sglang_ext.serving.channel import Channel
-from sglang_ext.serving.encoder import Encoder
 from sglang_ext.serving.errors import PoolError, UnknownPool
 from sglang_ext.serving.fleet import folder_of
 from sglang_ext.serving.layouts import ChatHeader, Layouts
-from sglang_ext.serving.metrics import TokenizerMetrics
-from sglang_ext.serving.plan import countable, describe
+from sglang_ext.serving.metrics import TenantMetrics, TokenizerMetrics, labels_of
+from sglang_ext.serving.plan import countable
 from sglang_ext.serving.pool import COMPLETION, Definition, Version
+from sglang_ext.serving.quota import Quota
+from sglang_ext.serving.shared import Shared
 from sglang_ext.serving.standing import Made, Pool, blocks_of, explained, numbered, refuse_busy, serving, summary
 from sglang_ext.serving.submitted import Source, Submitted
-from sglang_ext.serving.workers import Workers
 from sglang_ext.settings import server_settings
 from sglang_ext.systems.registry import systems
 from sglang_ext.types import Json, JsonObject, Options
-
-SCORED_AT_ONCE = 4  # requests whose labels are scored at one time: others come between their passes
 
 Define = Callable[[int], tuple[Definition, bool]]
 """From the most tokens that may be counted to (what a pool is to hold, whether who asked waits for it)."""
 
 
 class PoolService:
-    """All pools of a server. Its methods run on the tokenizer manager's event loop."""
+    """All pools of one tenant. Its methods run on the tokenizer manager's event loop.
 
-    def __init__(self, manager: TokenizerManager, directory: str | None = None) -> None:
+    Args:
+        manager: SGLang's tokenizer manager.
+        directory: where the pools are kept; None for nowhere.
+        tenant: whose they are; "" for nobody's: the operator's, or everybody's where there are no tenants.
+        shared: what the server's services share; a new one for the first of them.
+    """
+
+    def __init__(
+        self, manager: TokenizerManager, directory: str | None = None, tenant: str = "", shared: Shared | None = None
+    ) -> None:
         self.manager = manager
         self.settings = server_settings()
         self.pools: dict[str, Pool] = {}
@@ -44,28 +52,32 @@ class PoolService:
         self.policy_options = system.make_policy().request_options
         self._streams = system.streams
         self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
-        self.metrics = TokenizerMetrics(
-            manager.enable_metrics, compat.resolved(manager.server_args).served_model_name, self.settings.pool_metrics
-        )
-        self.workers = Workers(manager)
-        self.channel = Channel(manager, self.workers)
-        self.layouts = Layouts(manager, self.workers, self.channel, self.settings.max_demonstrations)
-        self.encoder = Encoder(manager, self.channel, self._served, self._reencoded)
+        self.tenant, self.quota = tenant, Quota()
+        labels = labels_of(manager, self.settings, tenant)
+        self.metrics = TokenizerMetrics(manager.enable_metrics, labels, self.settings.pool_metrics)
+        self.usage = TenantMetrics(manager.enable_metrics, labels)
+        self.shared = shared or Shared(manager)
+        self.shared.services[tenant] = self
+        self.workers, self.channel = self.shared.workers, self.shared.channel
+        self.encoder, self.scoring = self.shared.encoder, self.shared.scoring
+        self.layouts = Layouts(manager, self.shared, self.settings.max_demonstrations, tenant)
         self.queue = Queue(self.settings.max_waiting_encodings)
         self.headers: dict[str, ChatHeader] = {}  # of chat requests, by name (serving.chat)
-        self.scoring = asyncio.Semaphore(SCORED_AT_ONCE)
         self.folder = folder_of(self, directory)
 
     async def restored(self) -> None:
         """Wait until pools can be asked for: what is in `--pool-dir` is known, or served."""
         await self.folder.started()
 
-    def _served(self) -> list[Version]:
-        return [pool.current for pool in self.pools.values() if pool.current is not None]
-
-    def _reencoded(self, name: str, blocks: int) -> None:
+    def reencoded(self, name: str, blocks: int) -> None:
+        """So many blocks of a pool are encoded again, for a request."""
         self.counters["reencoded_blocks"] += blocks
         self.metrics.reencoded(name, blocks)
+
+    @property
+    def tokens(self) -> int:
+        """Of all pools, those of versions that are being made among them."""
+        return sum(pool.tokens for pool in self.pools.values())
 
     # ---- reading ----
 
@@ -132,7 +144,7 @@ class PoolService:
     async def put_from(self, name: str, source: Source) -> JsonObject:
         """`put` of what `source` reads, away from the event loop."""
         check_name(name)
-        self._refuse_streams()
+        self.refuse_streams()
         await self.folder.free(name)
 
         def define(limit: int) -> tuple[Definition, bool]:
@@ -224,21 +236,8 @@ class PoolService:
             await pool.change.ended()
         return self._summary(pool)
 
-    async def plan(self, source: Source) -> JsonObject:
-        """Tokens, bytes and blocks a pool would take, and how many such pools fit in an empty KV cache."""
-        self._refuse_streams()
-        with self.queue.place():
-            state = await self.channel.ask("state")
-            return await self.workers.read(self._plan, source, state)
-
-    def _plan(self, source: Source, state: Options) -> JsonObject:
-        submitted = source()
-        parsed = PoolOptions.parse(submitted.options)
-        definition = self.layouts.define(submitted.demonstrations, parsed, countable(state))
-        layout = self.layouts.lay_out(definition)
-        return describe(layout, parsed, state["bytes_per_token"], self.manager.context_len, state["total_tokens"])
-
-    def _refuse_streams(self) -> None:
+    def refuse_streams(self) -> None:
+        """PoolError on a server whose requests are streams: it has no pools."""
         if self._streams:
             chosen = self.manager.server_args.attention_backend
             raise PoolError(
@@ -249,8 +248,9 @@ class PoolService:
     def _refuse_busy(self, name: str) -> None:
         pool = self.pools.get(name)
         if pool is not None:
-            refuse_busy(pool)
-        elif len(self.pools) >= self.settings.max_pools:
+            return refuse_busy(pool)
+        self.quota.check_pools(len(self.pools))
+        if len(self.pools) >= self.settings.max_pools:
             raise PoolError(
                 f"the server has {len(self.pools)} pools, as many as it may (--max-pools {self.settings.max_pools}):"
                 " delete one first",
@@ -259,7 +259,7 @@ class PoolService:
 
     async def bring_in(self, name: str, number: int, definition: Definition) -> None:
         """Serve a version that the folder has of a pool that is there."""
-        self._refuse_streams()
+        self.refuse_streams()
         await self._change(name, lambda _limit: (definition, True), number)
 
     async def _change(self, name: str, define: Define, incoming: int | None = None) -> JsonObject:
@@ -297,7 +297,9 @@ class PoolService:
         """Lay out and encode a new version. Whatever it did until it failed or was cancelled, `_settle` undoes."""
         state = await self.channel.ask("state")
         version, wait = await self.workers.read(self._prepare, pool, change, made, define, countable(state))
-        made.version = version
+        made.version, pool.making = version, version.tokens
+        if not made.incoming:
+            self.quota.check_tokens(pool.name, version.tokens, self.tokens - pool.tokens)
         self.encoder.know(version)
         change.prepared(wait)
         missing = await self.encoder.missing(version)
@@ -318,7 +320,7 @@ class PoolService:
         """The new version with its blocks tokenized, and whether who asked waits for it."""
         change.phase = PREPARING
         definition, wait = define(limit)
-        version = Version(pool.name, made.number, definition)
+        version = Version(pool.name, made.number, definition, tenant=self.tenant)
         self.layouts.lay_out_all(version, pool.current)
         return version, wait
 
@@ -343,7 +345,7 @@ class PoolService:
         finally:
             if version is not None:
                 self.encoder.promised.pop(version.owner, None)
-            pool.change = None
+            pool.change, pool.making = None, 0
             # Who waited knows why; others find the pool as `failed`.
             told = change.wait is not False or not accepted or change.cancelled
             if pool.current is None and told and not pool.stored and self.pools.get(pool.name) is pool:
@@ -381,15 +383,12 @@ class PoolService:
             pool = self.pools.get(version.name)
             if pool is not None and pool.kept.get(version.number) is version:
                 del pool.kept[version.number]
-            self.workers.background(self._free(version))
+            self.workers.background(self.encoder.forget(version))
 
     async def _retire(self, version: Version) -> None:
         version.retired = True
         if version.users == 0:
-            await self._free(version)
-
-    async def _free(self, version: Version) -> None:
-        await self.encoder.forget(version)
+            await self.encoder.forget(version)
 
     async def prepare_retriever(self, version: Version, options: RequestOptions) -> None:
         """Build the retriever a request asks for beside the event loop: a dense one may load a model."""

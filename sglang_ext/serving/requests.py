@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from sglang_ext.cache.conversation import NAMESPACE
 from sglang_ext.cache.rows import INTERNAL, WIRE_KEY
 from sglang_ext.config import RequestOptions, check_text, unknown_names
 from sglang_ext.names import RequestInput, TokenizerManager
 from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.namespaces import join_salt
 from sglang_ext.serving.sampling import check_id, check_sampling
 from sglang_ext.types import Json, Options
 
@@ -131,12 +133,11 @@ def check(request: RequestInput, facts: Facts) -> list[str]:
         ValueError: (PoolError among them, with its status) something in it cannot be served; says what to change.
     """
     check_sizes(request, facts)
-    _join_salt(request)
+    join_salt(request)
     _check_fields(request)
-    listed = request.sampling_params if isinstance(request.sampling_params, list) else [request.sampling_params]
-    for params in listed:
+    for params in _listed(request):
         check_sampling(params or {}, facts.vocabulary)
-    check_count(request, listed, facts.max_prompts)
+    check_count(request, facts.max_prompts)
     prompts = _prompts(request)
     for prompt in prompts:
         check_prompt(prompt, facts)
@@ -164,16 +165,25 @@ def _check_size(name: str, value: Json, most: int) -> None:
         raise PoolError(f"{name} has {len(value)} entries; expected at most {most}", 413 if most == MAX_LISTED else 400)
 
 
-def check_count(request: RequestInput, params: Sequence[Options | None], most: int) -> None:
-    """PoolError where a request asks for too many answers: its prompts, times `n`."""
-    copies = max([(item or {}).get("n") or 1 for item in params], default=1)
-    asked = count_prompts(request) * copies
+def check_count(request: RequestInput, most: int) -> None:
+    """PoolError where a request asks for too many answers."""
+    asked = count_answers(request)
     if asked > most:
         raise PoolError(
             f"the request asks for {asked} answers (prompts times n); the server gives at most {most} a request:"
             " send several requests, or raise --max-prompts",
             413,
         )
+
+
+def count_answers(request: RequestInput) -> int:
+    """How many answers a GenerateReqInput asks for: its prompts, times `n`."""
+    return count_prompts(request) * max([(item or {}).get("n") or 1 for item in _listed(request)], default=1)
+
+
+def _listed(request: RequestInput) -> Sequence[Options | None]:
+    params = request.sampling_params
+    return params if isinstance(params, list) else [params]
 
 
 def count_prompts(request: RequestInput) -> int:
@@ -242,8 +252,8 @@ def check_options(prompt: RequestInput, policy: Policy) -> None:
     custom = (prompt.sampling_params or {}).get("custom_params")
     if not custom:
         return
-    if WIRE_KEY in custom:
-        raise ValueError(f"custom_params[{WIRE_KEY!r}] is for the server's own requests")
+    if ours := {WIRE_KEY, NAMESPACE}.intersection(custom):
+        raise ValueError(f"custom_params[{min(ours)!r}] is for the server's own requests")
     of_pools = {field.name for field in fields(RequestOptions)}
     if "pool" in custom or not prompt.custom_logit_processor:  # a processor has options that nobody else knows
         found = set(custom) - ({CHAT_KEY} if "pool" in custom else set())
@@ -305,18 +315,6 @@ def _adapters() -> dict[str, tuple[Json, TypeAdapter[Json]]]:
     return {
         field.name: (field.default, TypeAdapter(hints[field.name], config=config)) for field in fields(GenerateReqInput)
     }
-
-
-def _join_salt(request: RequestInput) -> None:
-    """Have `cache_salt` be the beginning of `extra_key`, as SGLang has it before 0.5.23: both part what is cached."""
-    salt = getattr(request, "cache_salt", None)
-    if salt is None or salt is False:  # as of other fields: what a chat says of one that it does not have
-        return
-    if not isinstance(salt, str):
-        raise ValueError(f"cache_salt={reprlib.repr(salt)}: expected a string")
-    keys = request.extra_key
-    request.extra_key = [salt + (key or "") for key in keys] if isinstance(keys, list) else salt + (keys or "")
-    request.cache_salt = None
 
 
 def _check_fields(request: RequestInput) -> None:

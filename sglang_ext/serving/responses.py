@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from sglang_ext.names import OpenAIAnswer, OpenAIHandler, Passed, TokenizerManager
-from sglang_ext.serving.access import owner_of_answers
+from sglang_ext.serving.access import owner_of_answers, tenant_at_hand
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.types import Json
 
 _OWN_ID = re.compile(r"resp_[0-9a-f]{32}")  # SGLang's: a random UUID
 MOST_CHARACTERS = 1 << 26  # of the messages of all answers that are kept
 _UNFINISHED = ("queued", "in_progress")
+
+_begun: ContextVar[str] = ContextVar("sglang_ext_begun_response", default="")
+"""The id of the answer whose messages the request at hand has stored; tasks that it starts inherit it."""
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Answers:
     def __init__(self, most: int, owner: Callable[[], str]) -> None:
         self.most, self.owner = most, owner
         self._kept: dict[str, StoredAnswer] = {}
-        self.responses, self.messages = Responses(self), Messages(self)
+        self.responses, self.messages = Responses(lambda: self), Messages(lambda: self)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -103,31 +107,40 @@ class Answers:
 
 
 class Responses:
-    """SGLang's `response_store`: id -> response."""
+    """SGLang's `response_store`: id -> response, in the answers that `answers` gives to the caller at hand."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: Callable[[], Answers]) -> None:
         self._answers = answers
 
     def get(self, id: str) -> OpenAIAnswer | None:
         """The caller's response of that id, or None."""
-        found = self._answers.find(id)
+        found = self._answers().find(id)
         return None if found is None else found.response
 
     def __setitem__(self, id: str, response: OpenAIAnswer) -> None:
-        found = self._answers.find(id)
-        if found is None and response.status not in _UNFINISHED and self._answers.full():
+        answers = self._answers()
+        found = answers.find(id)
+        if found is None and response.status not in _UNFINISHED and answers.full():
             return  # it gave way while it was generated, and those that are left must not
-        (found or self._answers.add(id)).response = response
+        (found or answers.add(id)).response = response
 
 
 class Messages:
-    """SGLang's `msg_store`: id of a response -> messages up to it. They are stored first, when a request begins."""
+    """SGLang's `msg_store`: id of a response -> messages up to it.
 
-    def __init__(self, answers: Answers) -> None:
+    They are stored first, when a request begins; 0.5.23 stores them again, with the answer behind them, when it ends.
+    """
+
+    def __init__(self, answers: Callable[[], Answers]) -> None:
         self._answers = answers
 
+    def get(self, id: str, default: list[Json]) -> list[Json]:
+        """The messages of the caller's response of that id, or `default`."""
+        found = self._answers().find(id)
+        return default if found is None or found.messages is None else found.messages
+
     def __getitem__(self, id: str) -> list[Json]:
-        found = self._answers.find(id)
+        found = self._answers().find(id)
         if found is None or found.messages is None:
             raise ValueError(
                 f"response {id!r} cannot be continued: its messages were not stored, or gave way to others"
@@ -135,17 +148,31 @@ class Messages:
         return found.messages
 
     def __setitem__(self, id: str, messages: list[Json]) -> None:
-        answer = self._answers.add(id)
+        answers = self._answers()
+        if _begun.get() == id:
+            answer = answers.find(id)
+            if answer is None:
+                return  # it gave way while it was generated
+        else:
+            answer = answers.add(id)
+            _begun.set(id)
         answer.messages, answer.characters = messages, len(repr(messages))
-        self._answers.shrink(answer)
+        answers.shrink(answer)
 
 
 def after_init(
     _result: None, handler: OpenAIHandler, tokenizer_manager: TokenizerManager, *_args: Passed, **_kwargs: Passed
 ) -> None:
-    """AFTER OpenAIServingResponses.__init__: answers are kept by number and by owner, on servers of ours."""
+    """AFTER OpenAIServingResponses.__init__: answers are kept by number and by owner, on servers of ours.
+
+    Each tenant has its own number, so that none makes another's give way.
+    """
     service = getattr(tokenizer_manager, "ext_pools", None)
     if service is None:
         return
-    answers = Answers(service.settings.max_responses, lambda: owner_of_answers(tokenizer_manager))
-    handler.response_store, handler.msg_store = answers.responses, answers.messages
+    most, kept = service.settings.max_responses, dict[str, Answers]()
+
+    def answers() -> Answers:
+        return kept.setdefault(tenant_at_hand(), Answers(most, lambda: owner_of_answers(tokenizer_manager)))
+
+    handler.response_store, handler.msg_store = Responses(answers), Messages(answers)

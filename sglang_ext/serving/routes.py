@@ -30,6 +30,7 @@ from sglang_ext.names import (
 from sglang_ext.serving.answers import FIELD, extra_of, with_extra, with_last
 from sglang_ext.serving.chat import wants_labels
 from sglang_ext.serving.errors import error_response
+from sglang_ext.serving.tenancy import pools_of
 from sglang_ext.serving.texts import is_long, run_beside
 from sglang_ext.types import Json, JsonObject
 
@@ -110,11 +111,14 @@ def _responses_request() -> type[BaseModel]:
     class OptionsRequest(ResponsesRequest):  # type: ignore[misc]
         custom_params: JsonObject | None = None
 
-        def to_sampling_params(self, default_max_tokens: int, *args: Passed, **kwargs: Passed) -> JsonObject:
+        def to_sampling_params(self, default_max_tokens: int | None, *args: Passed, **kwargs: Passed) -> JsonObject:
             params: JsonObject = super().to_sampling_params(default_max_tokens, *args, **kwargs)
-            # SGLang takes two tokens off what was asked for, and fills the context where nothing was.
+            # SGLang takes two tokens off what was asked for, and fills the context where nothing was. 0.5.23 does not
+            # know here how much room there is.
             asked = self.max_output_tokens
-            params["max_new_tokens"] = None if asked is None else min(asked, default_max_tokens - 2)
+            if asked is not None and default_max_tokens is not None:
+                asked = min(asked, default_max_tokens - 2)
+            params["max_new_tokens"] = asked
             if self.custom_params:
                 params[CUSTOM] = self.custom_params
                 if wants_labels(self.custom_params) and self.temperature is None:
@@ -163,7 +167,7 @@ async def around_make_request(
 
     try:
         if _names_pool(request) and ours(handler.tokenizer_manager):
-            await handler.tokenizer_manager.ext_pools.prepare(getattr(request, CUSTOM))
+            await pools_of(handler.tokenizer_manager).prepare(getattr(request, CUSTOM))
         if is_long(handler.tokenizer_manager, request.input, request.instructions, request.tools) or (
             previous is not None and ours(handler.tokenizer_manager)
         ):

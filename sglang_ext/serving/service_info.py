@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from sglang_ext.names import Passed, TokenizerManager
-from sglang_ext.serving.access import may_see_definitions
+from sglang_ext.serving.access import is_operator
 from sglang_ext.serving.pools import PoolService
+from sglang_ext.serving.shared import Shared
+from sglang_ext.serving.tenancy import standing, tenants_of
 from sglang_ext.types import JsonObject
 
 
@@ -30,8 +32,16 @@ async def around_get_internal_state(
     states = await original(manager)
     service: PoolService | None = getattr(manager, "ext_pools", None)
     if service is not None:
-        shown = {"pools": service.list()} if may_see_definitions(manager) else {}
+        shown: JsonObject = {"pools": service.list()} if is_operator(manager) else {}
+        if shown and (theirs := tenants_of(service)):
+            shown["tenants"] = [standing(each) for each in theirs.values()]
         for state in states:
-            counts = {**service.counters, "num_pools": len(service.pools)}
-            state["sglang_ext"] = {**state.get("sglang_ext", {}), **counts, **shown}
+            state["sglang_ext"] = {**state.get("sglang_ext", {}), **_counts(service.shared), **shown}
     return states
+
+
+def _counts(shared: Shared) -> JsonObject:
+    """Counters of all pools of a server."""
+    services = list(shared.services.values())
+    counts = {name: sum(each.counters[name] for each in services) for name in services[0].counters}
+    return {**counts, "num_pools": sum(len(each.pools) for each in services)}

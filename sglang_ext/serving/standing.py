@@ -28,6 +28,7 @@ class Pool:
         stored: a shared folder has the pool: what is not served here yet can be encoded from there.
         failure: why the newest version of a shared folder cannot be served here.
         kept: versions that were replaced, by number, while requests run on them.
+        making: tokens of the version that is being made.
     """
 
     name: str
@@ -41,6 +42,12 @@ class Pool:
     stored: bool = False
     failure: str | None = None
     kept: dict[int, Version] = field(default_factory=dict)
+    making: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of the version that is served, or of the one that is being made where that has more."""
+        return max(self.making, self.current.tokens if self.current else 0)
 
     @property
     def status(self) -> str:

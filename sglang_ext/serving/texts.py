@@ -26,6 +26,7 @@ from sglang_ext.names import (
     Tokenizer,
     TokenizerManager,
 )
+from sglang_ext.serving.tenancy import pools_of
 from sglang_ext.types import Json
 
 if TYPE_CHECKING:
@@ -163,8 +164,8 @@ async def around_handle_message(
 
 
 async def _convert(handler: OpenAIHandler, request: OpenAIRequest, raw_request: fastapi.Request) -> None:
-    if (pools := getattr(handler.tokenizer_manager, "ext_pools", None)) is not None:
-        await pools.prepare(request.custom_params)
+    if getattr(handler.tokenizer_manager, "ext_pools", None) is not None:
+        await pools_of(handler.tokenizer_manager).prepare(request.custom_params)
     if not is_long(handler.tokenizer_manager, request):
         return
     RECEIVED.set(compat.monotonic_time())

@@ -32,6 +32,7 @@ from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.requests import CHAT_KEY, check_characters, check_tokens, count_prompts
 from sglang_ext.serving.select import BlockSelection, select_pieces
+from sglang_ext.serving.tenancy import pools_of
 from sglang_ext.serving.texts import LONG
 from sglang_ext.settings import POOL_DIR_ENV
 from sglang_ext.types import Json, JsonObject
@@ -78,17 +79,6 @@ def after_init(_result: None, manager: TokenizerManager, *_args: Passed, **_kwar
     manager.ext_keys = None  # serving.access sets them where the server takes requests over HTTP
     if checks.is_active(manager.server_args):
         manager.ext_pools = PoolService(manager, os.environ.get(POOL_DIR_ENV) or None)
-
-
-def pools_of(manager: TokenizerManager) -> PoolService:
-    """The server's pools, or an error that says how to start a server that has them."""
-    service: PoolService | None = getattr(manager, "ext_pools", None)
-    if service is None:
-        raise PoolError(
-            f"this server runs --attention-backend {manager.server_args.attention_backend}: pools need"
-            " --attention-backend dbsa --radix-cache-backend sglang_ext (or: sglang-ext serve MODEL)"
-        )
-    return service
 
 
 def custom_params(obj: RequestInput) -> list[JsonObject]:

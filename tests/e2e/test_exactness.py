@@ -339,7 +339,7 @@ def test_encoding_among_other_requests(served, question, positions):
     """A pool that is encoded while other requests prefill and decode, so that they share chunks: its blocks are cut
     at other places than alone, and neither side's answers change.
     """
-    from sglang_ext.serving.tokenizer import pools_of
+    from sglang_ext.serving.tenancy import pools_of
 
     pool, busy = f"meanwhile-{positions}", f"sink_previous_self-{positions}"
     rng = torch.Generator().manual_seed(17)

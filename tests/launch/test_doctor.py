@@ -182,6 +182,11 @@ def test_quick_imports_neither_sglang_nor_torch(monkeypatch: pytest.MonkeyPatch)
         ("SGLANG_PLUGINS", "another", "leaves sglang_ext out"),
         ("SGLANG_PLATFORM", "another", "SGLANG_PLATFORM=another"),
         ("SGLANG_EXT_POLICY", "{", "expected a JSON object"),
+        (
+            "SGLANG_EXT_SETTINGS",
+            '{"tenants": "/nowhere/tenants.json"}',
+            "--tenants /nowhere/tenants.json: it cannot be",
+        ),
     ],
 )
 def test_quick_names_what_is_wrong(capsys, monkeypatch, name: str, value: str, problem: str) -> None:

@@ -33,6 +33,7 @@ class Script:
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = []
         self.asked: list[tuple[str, str, Any, str | None]] = []
+        self.tenants: list[str | None] = []
         self.hold: tuple[str, threading.Event] | None = None  # which requests wait for what, before their answer
         script = self
 
@@ -40,6 +41,7 @@ class Script:
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 key = self.headers.get("Authorization")
+                script.tenants.append(self.headers.get("X-SGLang-Ext-Tenant"))
                 script.asked.append((self.command, self.path, json.loads(body) if body else None, key))
                 status, value = script.answers.pop(0)
                 if script.hold is not None and script.hold[0] == self.command:
@@ -134,6 +136,14 @@ def test_api_key(script: Script, monkeypatch: pytest.MonkeyPatch, capsys) -> Non
     assert capsys.readouterr().out == "no pools\nno pools\n"
     assert cli.main(["pool", "ls", "--url", script.url]) == 1
     assert "refused the api key" in capsys.readouterr().err
+
+
+def test_in_a_tenant_s_place(script: Script, capsys) -> None:
+    script.answers = [(200, {"pools": []}), (200, {"pools": []})]
+    assert cli.main(["pool", "ls", "--url", script.url, "--tenant", "acme"]) == 0
+    assert cli.main(["pool", "ls", "--url", script.url]) == 0
+    assert script.tenants == ["acme", None]
+    capsys.readouterr()
 
 
 def test_errors_of_the_server_in_its_own_words(script: Script, capsys) -> None:

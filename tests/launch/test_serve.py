@@ -144,6 +144,8 @@ def early_end(*line: str, **variables: str) -> str:
         (["--open-conversation"], "did you mean --open-conversations?"),
         (["--pool-dir", __file__], "is a file; expected a folder"),
         (["--pool-dir", __file__ + "/below"], "is a file; expected a folder"),
+        (["--tenants", __file__, "--api-key", "k"], "it is not JSON (Extra data"),
+        (["--tenants", "/nowhere/file.json"], "--tenants /nowhere/file.json: it cannot be read"),
     ],
 )
 def test_our_own_wrong_flags_are_refused_at_once(line: list[str], words: str) -> None:

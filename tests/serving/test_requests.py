@@ -11,8 +11,8 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.attention.policy import Policy
-from sglang_ext.serving import requests
 from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.namespaces import join_salt
 from sglang_ext.serving.requests import SERVED, Facts, check, check_tokens
 from sglang_ext.serving.sampling import _SAMPLING_RULES
 from sglang_ext.serving.stop_regex import check_stop_regex
@@ -244,10 +244,10 @@ def test_patterns_that_a_search_may_take_too_long_for_are_refused(pattern: str) 
 )
 def test_a_salt_is_the_beginning_of_the_key(salt: Any, keys: Any, joined: Any) -> None:
     request = SimpleNamespace(cache_salt=salt, extra_key=keys)
-    requests._join_salt(request)
+    join_salt(request)
     assert request.extra_key == joined and request.cache_salt is None
     with pytest.raises(ValueError, match="cache_salt=7: expected a string"):
-        requests._join_salt(SimpleNamespace(cache_salt=7, extra_key=None))
+        join_salt(SimpleNamespace(cache_salt=7, extra_key=None))
 
 
 @pytest.mark.parametrize("name", ["beam_width", "watermark", "ebnf_full_assistant"])

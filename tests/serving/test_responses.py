@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import uuid
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +29,17 @@ class Store:
         self.answers = Answers(most, lambda: self.caller)
         self.responses, self.messages = self.answers.responses, self.answers.messages
 
-    def finished(self, id: str | None = None, status: str = "completed") -> str:
+    def finished(self, id: str | None = None, status: str = "completed", again: bool = False) -> str:
+        """A request of its own begins and ends; with `again`, it stores its messages once more at its end."""
         id = id or new_id()
-        self.messages[id] = [id]
-        self.responses[id] = response(status)
+
+        def run() -> None:
+            self.messages[id] = [id]
+            self.responses[id] = response(status)
+            if again:
+                self.messages[id] = [id, "answer"]
+
+        contextvars.copy_context().run(run)
         return id
 
 
@@ -42,6 +50,24 @@ def test_the_oldest_give_way_with_their_messages() -> None:
     assert len(store.answers) == 2 and store.messages[ids[3]] == [ids[3]]
     with pytest.raises(ValueError, match="cannot be continued"):
         store.messages[ids[0]]
+
+
+def test_messages_are_stored_again_by_their_own_request_alone() -> None:
+    """As SGLang 0.5.23 does at the end of an answer; one that gave way meanwhile stays away."""
+    store = Store(2)
+    id = store.finished(again=True)
+    assert store.messages[id] == store.messages.get(id, []) == [id, "answer"] and len(store.answers) == 1
+    with pytest.raises(PoolError, match="is taken"):
+        store.finished(id)
+    late = new_id()
+
+    def gives_way() -> None:
+        store.messages[late] = []
+        store.finished(), store.finished()
+        store.messages[late] = ["answer"]
+
+    contextvars.copy_context().run(gives_way)
+    assert store.messages.get(late, ["none"]) == ["none"] and len(store.answers) == 2
 
 
 def test_strangers_find_nothing() -> None:
@@ -99,4 +125,5 @@ def test_other_servers_keep_sglangs_own() -> None:
     assert handler.response_store == {} == handler.msg_store
     service = SimpleNamespace(settings=SimpleNamespace(max_responses=7))
     after_init(None, handler, SimpleNamespace(ext_pools=service, ext_keys=None), None)
-    assert handler.msg_store._answers is handler.response_store._answers and handler.msg_store._answers.most == 7
+    assert handler.msg_store._answers() is handler.response_store._answers()
+    assert handler.msg_store._answers().most == 7

@@ -136,7 +136,11 @@ async function greet() {
       + count(info.max_total_num_tokens, "token", "tokens");
     $("report-label").hidden = !REPORTING.includes(info.attention_backend);
   } catch (problem) {
-    $("server").textContent = problem.status === 401 ? "A question needs the key of this server." : problem.message;
+    const words = {
+      401: "A question needs the key of this server.",
+      403: "This key is a tenant's: the page shows its own pools.",
+    };
+    $("server").textContent = words[problem.status] ?? problem.message;
   }
 }
 

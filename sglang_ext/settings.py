@@ -47,8 +47,9 @@ class ServerSettings:
         encoding_tokens: most tokens of a pool that one pass encodes while other requests decode, which wait for that
             pass before their next token; while none does, a pass has as many as --chunked-prefill-size allows. Where
             that is -1, passes have 8,192 tokens.
-        max_label_tokens: most tokens of labels that `label_probs` scores for one request: those of a pool's labels,
-            times the prompts of the request that ask for them; one that needs more is refused with 413.
+        max_label_tokens: most tokens of labels that `label_probs` scores, or `choose` searches, for one request: those
+            of a pool's labels, times the prompts of the request that ask for them; one that needs more is refused with
+            413.
         max_prompts: most answers of one request (its prompts, times `n`); more are refused with 413.
         max_logprobs: most log-probabilities of tokens beside the prompt's and the answer's own (`top_logprobs_num`,
             `token_ids_logprob`) that a prompt may ask for, at all its tokens together; more are refused with 413.

@@ -85,7 +85,7 @@ def label_temperature(request: OpenAIRequest) -> None:
 
 def wants_labels(custom: JsonObject) -> bool:
     """Whether the answer must be one of the pool's labels."""
-    return custom.get("constrain") == "labels"
+    return custom.get("constrain") == "labels" or custom.get("choose") is not None
 
 
 def compose_chat(manager: TokenizerManager, templates: TemplateManager, request: OpenAIRequest) -> None:

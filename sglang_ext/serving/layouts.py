@@ -11,7 +11,7 @@ from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.channel import Channel
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import LabelCheck
-from sglang_ext.serving.label_tree import LabelTokens
+from sglang_ext.serving.label_tree import LabelTokens, Tree
 from sglang_ext.serving.labels import check_labels, label_tokens
 from sglang_ext.serving.layout import Layout, bos, group_demonstrations, lay_out, parse_demonstrations
 from sglang_ext.serving.plan import beyond_context
@@ -136,3 +136,9 @@ class Layouts:
             )
             version.label_tokens[lead, end] = known
         return known
+
+    async def label_tree(self, tokens: LabelTokens) -> Tree:
+        """The tree of these tokens: made once, beside the event loop."""
+        if "tree" in vars(tokens):
+            return tokens.tree
+        return await self._workers.apart(lambda: tokens.tree)

@@ -25,9 +25,10 @@ from sglang_ext.serving import checks
 from sglang_ext.serving.access import check_explain, check_reading, check_retriever, may_read
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.explain import explained, used
-from sglang_ext.serving.grammar import Ending, constrain
-from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt, check_quota, label_probabilities
+from sglang_ext.serving.grammar import Ending
+from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt
 from sglang_ext.serving.layout import Layout, encode_text
+from sglang_ext.serving.likely import Labels, Whole
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.requests import CHAT_KEY, check_characters, check_tokens, count_prompts
@@ -48,6 +49,7 @@ class Lease:
     Attributes:
         end: what SGLang leaves at the end of a constrained answer's text and is no part of it.
         endings: what takes it off, by the number of the answer (`n`).
+        whole: the answer, where it was known before it was generated.
     """
 
     version: Version
@@ -59,6 +61,7 @@ class Lease:
     selection: BlockSelection
     holds: str | None = None
     end: str = ""
+    whole: Whole | None = None
     endings: dict[int, Ending] = field(default_factory=dict)
 
     def prompt(self) -> list[int]:
@@ -99,8 +102,8 @@ def custom_params(obj: RequestInput) -> list[JsonObject]:
 
 
 def scored(obj: RequestInput) -> int:
-    """How many prompts of a request want the probabilities of labels."""
-    wanted = sum(bool(custom.get("label_probs")) for custom in custom_params(obj))
+    """How many prompts of a request have labels scored."""
+    wanted = sum(bool(custom.get("label_probs") or custom.get("choose")) for custom in custom_params(obj))
     return wanted if isinstance(obj.sampling_params, list) else wanted * count_prompts(obj)
 
 
@@ -221,7 +224,7 @@ def _refuse_aborted(manager: TokenizerManager, rid: str, state: RequestState | N
     if (status := reason.get("status_code")) == 413:
         raise PoolError(reason["message"], 413)
     lease = manager.ext_leases.get(compat.logical_rid(manager, rid))
-    if lease is None or lease.options.constrain is None or compat.abort_was_asked(manager, rid, state):
+    if lease is None or not lease.options.labelled or compat.abort_was_asked(manager, rid, state):
         return
     if status in (None, 400):
         why = reason.get("message") if status else "the server's grammar does not go with the model's tokenizer"
@@ -235,6 +238,8 @@ def _annotate(manager: TokenizerManager, obj: RequestInput, leases: dict[str, Le
         lease = leases.get(rids[compat.prompt_index(obj, item, place)])
         if lease is None:
             continue
+        if lease.whole is not None:
+            lease.whole.put(item)
         if lease.end and isinstance(item.get("text"), str):
             ending = lease.endings.setdefault(compat.answer_index(obj, item, place), Ending(lease.end))
             shown = ending.part if compat.streams_parts(manager, obj) else ending.whole
@@ -324,12 +329,8 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         else:
             selection = select_pieces(version, layout, options, query)
         retrieval = time.perf_counter() - begin
-        labels = version.definition.labels
-        if options.label_probs:
-            quota = service.settings.max_label_tokens
-            check_quota(len(labels), len(labels), quota, version.name)
-            tokens = await service.layouts.label_tokens(version, *answer)
-            check_quota(len(labels), tokens.tree_tokens, quota, version.name)
+        labels = Labels(service, version, options, *answer)
+        await labels.prepare(obj.sampling_params)
         owner = REQUEST_OWNER + obj.rid
         holds = None if version.definition.options.pinned else owner  # let go of, however far `ensure` comes
         await service.encoder.ensure(version, variant, selection.blocks, owner)
@@ -343,20 +344,10 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         obj.input_ids, obj.text = own, None
         carried.set_stitched_tokens(obj, stitched)
         params = copy.copy(obj.sampling_params)
-        probs: dict[str, float] | None = None
-        if options.label_probs:
-            prompt = Prompt(row, own, obj.extra_key, obj.priority)
-            async with service.scoring:
-                probs = await label_probabilities(manager, labels, tokens, prompt, await service.channel.ask("state"))
-            if not params.get("temperature"):
-                labels = (max(probs, key=probs.__getitem__),)  # what is constrained is this one, and not the greedy one
-        end = ""
         params["custom_params"] = {WIRE_KEY: row.dump(), **passed_on}
-        if options.constrain == "labels":
-            end = constrain(params, labels, *answer, compat.resolved(manager.server_args).grammar_backend)
-            if params.get("no_stop_trim"):
-                end = ""
-        obj.sampling_params = params
+        prompt = Prompt(row, own, obj.extra_key, obj.priority)
+        labelled = await labels.answer(prompt, params, shown=bool(passed_on) or _shows_tokens(obj))
+        obj.sampling_params = labelled.params
         if getattr(obj, "return_logprob", False) and obj.logprob_start_len is not None and obj.logprob_start_len >= 0:
             # Users count in their own prompt; the stitched tokens have no log-probabilities to give.
             obj.logprob_start_len += stitched
@@ -371,9 +362,13 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
     service.counters["retrieval_seconds"] += retrieval
     meta = used(version, selection, may_read(manager, version.definition.options))
     meta |= {"retrieval_ms": round(retrieval * 1e3, 4), "tokenization_ms": round(tokenization * 1e3, 4)}
-    if probs is not None:
-        meta["label_probs"] = probs
-    return Lease(version, meta, options, layout, row, own, selection, holds, end)
+    meta |= labelled.said
+    return Lease(version, meta, options, layout, row, own, selection, holds, end=labelled.end, whole=labelled.whole)
+
+
+def _shows_tokens(obj: RequestInput) -> bool:
+    """Whether a request asks for what only the generation of each token of its answer tells."""
+    return bool(getattr(obj, "return_logprob", False) or getattr(obj, "return_hidden_states", False))
 
 
 async def _own_tokens(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sglang_ext import compat
 from sglang_ext.cache.rows import Row
 from sglang_ext.config import RequestOptions
-from sglang_ext.names import TokenizerManager
+from sglang_ext.names import RequestInput, TokenizerManager
 from sglang_ext.serving.grammar import constrain, refuse_others
 from sglang_ext.serving.label_search import COMPUTED_AT_ONCE, Search, SearchPass
 from sglang_ext.serving.label_tree import LabelTokens
@@ -97,6 +97,11 @@ class LabelAnswer:
     said: JsonObject
     end: str = ""
     whole: Whole | None = None
+
+
+def shows_tokens(obj: RequestInput) -> bool:
+    """Whether a request asks for what only the generation of each token of its answer tells."""
+    return bool(getattr(obj, "return_logprob", False) or getattr(obj, "return_hidden_states", False))
 
 
 class Labels:

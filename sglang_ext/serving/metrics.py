@@ -22,6 +22,7 @@ class _Metrics(NamedTuple):
     requests: Counter
     stitched: Counter
     reencoded: Counter
+    headers: Counter
     retrieval: Histogram
     encoding: Counter
     tokens: Gauge
@@ -50,6 +51,9 @@ class TokenizerMetrics:
             requests=Counter("sglang_ext:pool_requests", "Requests answered over a pool.", labels),
             stitched=Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
             reencoded=Counter("sglang_ext:reencoded_blocks", "Evicted blocks that were encoded again.", labels),
+            headers=Counter(
+                "sglang_ext:pool_headers", "Headers of chats' own that a pool was laid out behind.", labels
+            ),
             retrieval=Histogram(
                 "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
             ),
@@ -75,6 +79,11 @@ class TokenizerMetrics:
         """Blocks of `pool` were missing and are encoded again."""
         if self.enabled:
             self._of(self._metrics.reencoded, pool).inc(blocks)
+
+    def laid_out(self, pool: str) -> None:
+        """`pool` is served behind one more header of chats' own."""
+        if self.enabled:
+            self._of(self._metrics.headers, pool).inc()
 
     def changed(self, pool: str, tokens: int, blocks: int, seconds: float) -> None:
         """A pool is ready, after `seconds`; zero tokens and blocks when it was deleted."""

@@ -16,7 +16,7 @@ from sglang_ext.serving.channel import Channel
 from sglang_ext.serving.encoder import Encoder
 from sglang_ext.serving.errors import PoolError, UnknownPool
 from sglang_ext.serving.fleet import folder_of
-from sglang_ext.serving.layouts import ChatHeader, Layouts
+from sglang_ext.serving.layouts import Layouts
 from sglang_ext.serving.metrics import TokenizerMetrics
 from sglang_ext.serving.plan import countable, describe
 from sglang_ext.serving.pool import COMPLETION, Definition, Version
@@ -49,10 +49,9 @@ class PoolService:
         )
         self.workers = Workers(manager)
         self.channel = Channel(manager, self.workers)
-        self.layouts = Layouts(manager, self.workers, self.channel, self.settings.max_demonstrations)
+        self.layouts = Layouts(manager, self.workers, self.channel, self.settings, self.metrics)
         self.encoder = Encoder(manager, self.channel, self._served, self._reencoded)
         self.queue = Queue(self.settings.max_waiting_encodings)
-        self.headers: dict[str, ChatHeader] = {}  # of chat requests, by name (serving.chat)
         self.scoring = asyncio.Semaphore(SCORED_AT_ONCE)
         self.folder = folder_of(self, directory)
 
@@ -374,9 +373,11 @@ class PoolService:
         version.users += 1
         version.requests += 1
 
-    def end_lease(self, version: Version) -> None:
-        """A request on `version` has ended."""
+    def end_lease(self, version: Version, variant: str | None = None) -> None:
+        """A request on `version` has ended; `variant` is what `Layouts.variant` gave it, if it came so far."""
         version.users -= 1
+        if variant in version.headers:
+            version.headers[variant].users -= 1
         if version.retired and version.users == 0:
             pool = self.pools.get(version.name)
             if pool is not None and pool.kept.get(version.number) is version:

@@ -27,11 +27,12 @@ from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.explain import explained, used
 from sglang_ext.serving.grammar import Ending
 from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt
-from sglang_ext.serving.layout import Layout, encode_text
-from sglang_ext.serving.likely import Labels, Whole
+from sglang_ext.serving.layout import Layout
+from sglang_ext.serving.likely import Labels, Whole, shows_tokens
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
-from sglang_ext.serving.requests import CHAT_KEY, check_characters, check_tokens, count_prompts
+from sglang_ext.serving.question import own_tokens
+from sglang_ext.serving.requests import CHAT_KEY, check_tokens, count_prompts
 from sglang_ext.serving.select import BlockSelection, select_pieces
 from sglang_ext.serving.texts import LONG
 from sglang_ext.settings import POOL_DIR_ENV
@@ -48,8 +49,9 @@ class Lease:
 
     Attributes:
         end: what SGLang leaves at the end of a constrained answer's text and is no part of it.
-        endings: what takes it off, by the number of the answer (`n`).
         whole: the answer, where it was known before it was generated.
+        variant: of the version's layouts, as `Layouts.variant` gave it.
+        endings: what takes that end off, by the number of the answer (`n`).
     """
 
     version: Version
@@ -62,6 +64,7 @@ class Lease:
     holds: str | None = None
     end: str = ""
     whole: Whole | None = None
+    variant: str | None = None
     endings: dict[int, Ending] = field(default_factory=dict)
 
     def prompt(self) -> list[int]:
@@ -182,7 +185,7 @@ def _end_leases(service: PoolService, manager: TokenizerManager, obj: RequestInp
     mine = [rid for rid in compat.logical_rids(obj) if rid not in others]
     ended = [lease for lease in (manager.ext_leases.pop(rid, None) for rid in mine) if lease is not None]
     for lease in ended:
-        service.end_lease(lease.version)
+        service.end_lease(lease.version, lease.variant)
     return [lease.holds for lease in ended if lease.holds]
 
 
@@ -259,14 +262,14 @@ async def around_tokenize_one_request(
         return await original(manager, obj)
     lease = await compose(manager, obj, dict(custom))
     if obj.rid not in manager.rid_to_state:  # the rest of its batch failed while this prompt was composed
-        pools_of(manager).end_lease(lease.version)
+        pools_of(manager).end_lease(lease.version, lease.variant)
         if lease.holds:
             pools_of(manager).channel.release_later(lease.holds)
         raise ValueError(f"request {obj.rid} was given up")
     previous = manager.ext_leases.get(obj.rid)
     manager.ext_leases[obj.rid] = lease
     if previous is not None:
-        pools_of(manager).end_lease(previous.version)
+        pools_of(manager).end_lease(previous.version, previous.variant)
     return await original(manager, obj)
 
 
@@ -299,9 +302,7 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         ValueError: (PoolError and UnknownPool among them) the request cannot be served; says what to change.
     """
     service = pools_of(manager)
-    chat = custom.pop(CHAT_KEY, None)
-    if chat is not None and chat not in service.headers:
-        raise ValueError(f"custom_params: unknown option {CHAT_KEY}")
+    chat = service.layouts.header(custom.pop(CHAT_KEY)) if CHAT_KEY in custom else None
     passed_on = {name: custom.pop(name) for name in service.policy_options if name in custom}
     options = RequestOptions.parse(custom)
     if getattr(obj, "session_params", None) or getattr(obj, "lora_path", None) or getattr(obj, "input_embeds", None):
@@ -311,12 +312,12 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
     check_retriever(manager, options.retriever)
     check_explain(manager, options, version.definition.options)
     service.lease(version)
-    holds = None
+    holds = variant = None
     try:
-        variant = await service.layouts.variant(version, service.headers[chat] if chat else None)
+        variant = await service.layouts.variant(version, chat)
         layout = version.layouts[variant]
         begin = time.perf_counter()
-        own, lead, query = await _own_tokens(manager, obj, version, options)
+        own, lead, query = await own_tokens(service, obj, version, options)
         tokenization = time.perf_counter() - begin
         if len(own) >= manager.context_len:  # before anybody looks for blocks that go with so long a text
             raise ValueError(f"the question has {len(own)} tokens, the context {manager.context_len}: shorten it")
@@ -332,8 +333,8 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         labels = Labels(service, version, options, *answer)
         await labels.prepare(obj.sampling_params)
         owner = REQUEST_OWNER + obj.rid
-        holds = None if version.definition.options.pinned else owner  # let go of, however far `ensure` comes
-        await service.encoder.ensure(version, variant, selection.blocks, owner)
+        holds = None if version.pinned(variant) else owner  # let go of, however far `ensure` comes
+        await service.encoder.ensure(version, variant, layout, selection.blocks, owner)
         stitched = selection.tokens
         if stitched + len(own) >= manager.context_len:
             raise ValueError(
@@ -346,13 +347,13 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         params = copy.copy(obj.sampling_params)
         params["custom_params"] = {WIRE_KEY: row.dump(), **passed_on}
         prompt = Prompt(row, own, obj.extra_key, obj.priority)
-        labelled = await labels.answer(prompt, params, shown=bool(passed_on) or _shows_tokens(obj))
+        labelled = await labels.answer(prompt, params, shown=bool(passed_on) or shows_tokens(obj))
         obj.sampling_params = labelled.params
         if getattr(obj, "return_logprob", False) and obj.logprob_start_len is not None and obj.logprob_start_len >= 0:
             # Users count in their own prompt; the stitched tokens have no log-probabilities to give.
             obj.logprob_start_len += stitched
     except BaseException:
-        service.end_lease(version)
+        service.end_lease(version, variant)
         if holds:
             service.channel.release_later(holds)
         raise
@@ -363,33 +364,16 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
     meta = used(version, selection, may_read(manager, version.definition.options))
     meta |= {"retrieval_ms": round(retrieval * 1e3, 4), "tokenization_ms": round(tokenization * 1e3, 4)}
     meta |= labelled.said
-    return Lease(version, meta, options, layout, row, own, selection, holds, end=labelled.end, whole=labelled.whole)
-
-
-def _shows_tokens(obj: RequestInput) -> bool:
-    """Whether a request asks for what only the generation of each token of its answer tells."""
-    return bool(getattr(obj, "return_logprob", False) or getattr(obj, "return_hidden_states", False))
-
-
-async def _own_tokens(
-    manager: TokenizerManager, obj: RequestInput, version: Version, options: RequestOptions
-) -> tuple[list[int], str, str | None]:
-    """(the request's own tokens, the white space its answer starts with, the text to retrieve with)."""
-    definition = version.definition
-    if obj.input_ids is not None:
-        lead = definition.options.render_query("")[1]
-        return list(obj.input_ids), lead, options.query
-    check_characters(max(len(obj.text or ""), len(options.query or "")), manager.context_len)
-    if not isinstance(obj.text, str) or not obj.text.strip():
-        raise ValueError("the question is empty: send it as text, or as input_ids")
-    if options.raw:
-        text, lead = obj.text, definition.options.render_query("")[1]
-        if text != text.rstrip():
-            lead = ""
-    else:
-        text, lead = definition.options.render_query(obj.text)
-    if len(text) > LONG:
-        own = await pools_of(manager).workers.with_tokenizer(lambda tokenizer: encode_text(tokenizer, text))
-    else:
-        own = encode_text(manager.tokenizer, text)
-    return own, lead, options.query or obj.text
+    return Lease(
+        version,
+        meta,
+        options,
+        layout,
+        row,
+        own,
+        selection,
+        holds,
+        end=labelled.end,
+        whole=labelled.whole,
+        variant=variant,
+    )

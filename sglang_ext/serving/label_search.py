@@ -20,6 +20,8 @@ from sglang_ext.serving.label_tree import Tree
 
 COMPUTED_AT_ONCE = 64
 """Tokens of labels in one pass. So few hardly lengthen it: a pass over a question has as many."""
+WORTH_A_LOOK = 4.0
+"""Nats below the likeliest beginning: one that is less likely waits for the next pass, and hardly ever needs it."""
 MOST_VALUES = 1 << 14
 """Log-probabilities that one pass returns: they are Python objects on their way through SGLang's processes."""
 
@@ -123,7 +125,9 @@ class Search:
 
     def _downwards(self) -> Iterator[int]:
         """Nodes that others follow: the likeliest open one and all below it, level by level, then the next one."""
-        for first in sorted(self._open, key=lambda node: (-self._sums[node], node)):
+        least = max(self._sums[node] for node in self._open) - WORTH_A_LOOK
+        worth = [node for node in self._open if self._sums[node] >= least]
+        for first in sorted(worth, key=lambda node: (-self._sums[node], node)):
             waiting = deque([first])
             while waiting:
                 node = waiting.popleft()

@@ -96,6 +96,17 @@ def test_the_more_certain_a_model_is_the_less_is_computed() -> None:
     assert len(sure) < len(unsure) and 2 * computed[0] < computed[1]
 
 
+def test_beginnings_that_are_far_less_likely_are_not_computed_beside_the_likeliest() -> None:
+    class Sure(Model):
+        def behind(self, path: Sequence[int]) -> list[float]:
+            rest = -10.0 if path[-1] == PROMPT[-1] else -1.0
+            return [-1e-3, *[rest] * (self.alphabet - 1)]
+
+    listed = [(first, second, third) for first in range(30) for second in range(3) for third in range(2)]
+    _, best, (root, likely) = run(listed, Sure(1, 30, 0.0), 64)
+    assert best == (0, 0, 0) and root.nodes == [0] and likely.token_ids == [0, 0, 1, 2]
+
+
 def test_a_small_tree_is_one_pass_without_the_labels_last_tokens() -> None:
     listed = [(1, 2, 0), (1, 3, 0), (2, 0)]
     _, _, levels = run(listed, Model(1, 4, 1.0), 4)

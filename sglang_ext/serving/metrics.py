@@ -50,7 +50,11 @@ class TokenizerMetrics:
         return _Metrics(
             requests=Counter("sglang_ext:pool_requests", "Requests answered over a pool.", labels),
             stitched=Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
-            reencoded=Counter("sglang_ext:reencoded_blocks", "Evicted blocks that were encoded again.", labels),
+            reencoded=Counter(
+                "sglang_ext:reencoded_blocks",
+                "Blocks that were encoded for a request: evicted ones, and those behind a chat's own header.",
+                labels,
+            ),
             headers=Counter(
                 "sglang_ext:pool_headers", "Headers of chats' own that a pool was laid out behind.", labels
             ),
@@ -76,7 +80,7 @@ class TokenizerMetrics:
             self._of(self._metrics.retrieval, pool).observe(seconds)
 
     def reencoded(self, pool: str, blocks: int) -> None:
-        """Blocks of `pool` were missing and are encoded again."""
+        """Blocks of `pool` were missing and are encoded for a request."""
         if self.enabled:
             self._of(self._metrics.reencoded, pool).inc(blocks)
 

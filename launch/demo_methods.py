@@ -4,6 +4,7 @@ measures the time that this takes, and makes a row of the table from each method
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ class MethodRow:
         setup_seconds: what is done once: encoding the pool (DBSA), prefilling it (Fixed ICL), indexing it (RetICL).
         predictions: the answer to every query, in order; None where there is none.
         failures: why there is none, of each query without an answer. They count as wrong.
+        passes: how many it took to find the most likely label; None where it was not searched for.
         blocks: the blocks each query selected, in view order; empty for methods that select none.
     """
 
@@ -47,6 +49,7 @@ class MethodRow:
     predictions: list[str | None] = field(repr=False)
     blocks: list[list[int]] = field(repr=False)
     failures: list[str] = field(default_factory=list)
+    passes: float | None = None
 
     @property
     def accuracy(self) -> float:
@@ -133,7 +136,10 @@ class Bench:
         def ask(query: str, _key: str) -> tuple[JsonObject, list[int]]:
             custom = {"pool": POOL, "ratio": share, "constrain": "labels", **options}
             sampling = {"temperature": 0.0, "max_new_tokens": self.new_tokens, "custom_params": custom}
-            answer = self.server.call("POST", "/generate", {"text": query, "sampling_params": sampling})
+            body: JsonObject = {"text": query, "sampling_params": sampling}
+            if options:  # else a question that was asked with other options would be cached already
+                body["extra_key"] = json.dumps(options, sort_keys=True)
+            answer = self.server.call("POST", "/generate", body)
             return answer, answer["meta_info"].get("sglang_ext", {}).get("blocks", [])
 
         return self._measure(f"DBSA {share:.0%}", ask, self.encode_seconds)
@@ -243,6 +249,8 @@ class Bench:
             said == example["output"].strip() for said, example in zip(predictions, self.task.queries, strict=True)
         )
         metas = [answer["meta_info"] for (answer, _), reason in zip(answers, reasons, strict=True) if reason is None]
+        searched = [meta["sglang_ext"]["choice"] for meta in metas if "choice" in meta.get("sglang_ext", {})]
+        passes = [each["passes"] for each in searched]
         failures = [reason for reason in reasons if reason is not None]
         if not metas:
             raise ServerError(f"{method}: all {len(failures)} answers failed: {counted(failures)}")
@@ -257,6 +265,7 @@ class Bench:
             predictions,
             [blocks for _, blocks in answers],
             failures,
+            sum(passes) / len(passes) if passes else None,
         )
 
 

@@ -30,6 +30,7 @@ GROUPINGS = ("length_balanced", "random", "cluster", "cluster_diverse")
 ORDERS = ("pool", "low_to_high", "high_to_low", "reversed")
 GRANULARITIES = ("block", "example")
 CONSTRAINTS = ("labels",)
+CHOOSERS = ("likely",)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}")
@@ -248,6 +249,8 @@ class RequestOptions:
         granularity: `block`, or `example` for single demonstrations cut out of their blocks (Table 6).
         constrain: `labels` makes the answer one of the pool's labels: greedily, token by token among their spellings;
             sampled where a temperature is given; with `label_probs` and no temperature, the most likely label.
+        choose: `likely` answers with the most likely label, as a whole text; it is searched for in the tree of the
+            labels' tokens, before the answer begins.
         label_probs: also return each label's probability: its share among all labels, each as a whole text. They are
             scored before the answer begins.
         query: text to retrieve with, when the request brings token ids.
@@ -264,6 +267,7 @@ class RequestOptions:
     retriever: str = field(default="bm25", metadata={NAMES: tuple(RETRIEVERS)})
     granularity: str = field(default="block", metadata={CHOICES: GRANULARITIES})
     constrain: str | None = field(default=None, metadata={CHOICES: CONSTRAINTS})
+    choose: str | None = field(default=None, metadata={CHOICES: CHOOSERS})
     label_probs: bool = False
     query: str | None = None
     raw: bool = False
@@ -276,9 +280,16 @@ class RequestOptions:
             raise ValueError(f"granularity {self.granularity!r}: expected one of {', '.join(GRANULARITIES)}")
         if self.constrain not in (None, *CONSTRAINTS):
             raise ValueError(f"constrain {self.constrain!r}: expected 'labels' or nothing")
+        if self.choose not in (None, *CHOOSERS):
+            raise ValueError(f"choose {self.choose!r}: expected 'likely' or nothing")
         given = [name for name in ("ratio", "blocks", "block_ids") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} given: expected at most one of ratio, blocks and block_ids")
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the answer must be one of the pool's labels."""
+        return self.constrain == "labels" or self.choose is not None
 
     @classmethod
     def parse(cls, values: Options) -> RequestOptions:

@@ -49,8 +49,13 @@ class ServerSettings:
         encoding_tokens: most tokens of a pool that one pass encodes while other requests decode, which wait for that
             pass before their next token; while none does, a pass has as many as --chunked-prefill-size allows. Where
             that is -1, passes have 8,192 tokens.
-        max_label_tokens: most tokens of labels that `label_probs` scores for one request: those of a pool's labels,
-            times the prompts of the request that ask for them; one that needs more is refused with 413.
+        max_label_tokens: most tokens of labels that `label_probs` scores, or `choose` searches, for one request: those
+            of a pool's labels, times the prompts of the request that ask for them; one that needs more is refused with
+            413.
+        max_headers: most headers of chats' own (a system prompt, a developer message, tools) that one pool is encoded
+            behind at one time; the one that was longest not used gives way, and one more is refused with 429 while
+            requests run on all of them. 0: a chat that has one is refused.
+        max_header_tokens: longest such header, in tokens; a longer one is refused with 413.
         max_prompts: most answers of one request (its prompts, times `n`); more are refused with 413.
         max_logprobs: most log-probabilities of tokens beside the prompt's and the answer's own (`top_logprobs_num`,
             `token_ids_logprob`) that a prompt may ask for, at all its tokens together; more are refused with 413.
@@ -73,6 +78,8 @@ class ServerSettings:
     max_waiting_encodings: int = 16
     encoding_tokens: int = 512
     max_label_tokens: int = 32_768
+    max_headers: int = 4
+    max_header_tokens: int = 4_096
     max_prompts: int = 1_024
     max_logprobs: int = 2_000_000
     default_max_new_tokens: int = 4_096
@@ -81,8 +88,9 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and value < 1:
-                raise ValueError(f"{field.name}={value}: expected a whole number of at least 1")
+            least = 0 if field.name == "max_headers" else 1
+            if field.type == "int" and value < least:
+                raise ValueError(f"{field.name}={value}: expected a whole number of at least {least}")
         if self.pool_scan_seconds is not None and not 0 < self.pool_scan_seconds <= MAX_SCAN_SECONDS:
             raise ValueError(
                 f"pool_scan_seconds={self.pool_scan_seconds}: expected a number of seconds above 0, of at most"

@@ -117,11 +117,19 @@ def _retrieved(retriever: str) -> dict[str, DrawnMethod]:
     }
 
 
+LABELS: Mapping[str, DrawnMethod] = {
+    "likely": DrawnMethod("DBSA 30%, the most likely label", lambda bench: bench.dbsa(choose="likely"), {}, AIMED),
+    "label-probs": DrawnMethod(
+        "DBSA 30%, the most likely of all labels scored", lambda bench: bench.dbsa(label_probs=True), {}, AIMED
+    ),
+}
+"""DBSA 30% with the most likely label instead of the greedy one."""
 ABLATIONS = _ablations()
 RETRIEVED = {name: each for retriever in ANALYZED for name, each in _retrieved(retriever).items()}
-METHODS: Mapping[str, DrawnMethod] = {**MAIN, **ABLATIONS, **RETRIEVED}
+METHODS: Mapping[str, DrawnMethod] = {**MAIN, **LABELS, **ABLATIONS, **RETRIEVED}
 GROUPS: Mapping[str, Sequence[str]] = {
     "main": tuple(MAIN),
+    "labels": (AIMED, *LABELS),
     "ablations": tuple(ABLATIONS),
     "retrievers": tuple(RETRIEVED),
 }
@@ -240,6 +248,7 @@ def _measurement(name: str, size: int, number: int, method: str, row: MethodRow)
         "setup": row.setup_seconds,
         "prompt_tokens": row.prompt_tokens,
         "cached_tokens": row.cached_tokens,
+        "passes": row.passes,
     }
 
 
@@ -275,6 +284,10 @@ def figures(measured: Sequence[JsonObject], settings: Options) -> list[Figure]:
             title = f"{_named(name, settings)}, pools of {size} tokens, {METHODS[method].title}: answers right"
             title += f"; {1e3 * seconds:.1f} ms a request, {settings['concurrency']} at a time"
             notes: JsonObject = {"draws": len(draws), "questions": asked, "seconds": seconds}
+            passes = [each["passes"] for each in draws.values() if each.get("passes") is not None]
+            if passes:
+                notes["passes"] = sum(passes) / len(passes)
+                title += f", {notes['passes']:.1f} passes to find a label"
             aim, met = _aim(found) if method == AIMED else ("", None)
             baseline = METHODS[method].beside
             beside = found.get(baseline, {})

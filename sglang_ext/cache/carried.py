@@ -91,11 +91,21 @@ def encode_request(rid: str, token_ids: list[int], row: Row) -> RequestInput:
 
 
 def score_request(
-    rid: str, token_ids: list[int], row: Row, first: int, extra_key: str | None, priority: int | None
+    rid: str,
+    token_ids: list[int],
+    row: Row,
+    first: int,
+    extra_key: str | None,
+    priority: int | None,
+    asked: list[int] | None = None,
 ) -> RequestInput:
-    """An `encode_request` that returns the log-probability of every token of its row behind column `first`."""
+    """An `encode_request` that returns the log-probability of every token of its row behind column `first`.
+
+    Args:
+        asked: tokens whose log-probabilities it also returns, behind column `first` and every later one.
+    """
     request = encode_request(rid, token_ids, row)
-    request.return_logprob, request.logprob_start_len = True, first
+    request.return_logprob, request.logprob_start_len, request.token_ids_logprob = True, first, asked
     request.extra_key, request.priority = extra_key, priority
     return request
 

@@ -118,16 +118,18 @@ class Encoder:
 
     # ---- requests ----
 
-    async def ensure(self, version: Version, variant: str, blocks: Collection[int], owner: str) -> bool:
+    async def ensure(self, version: Version, variant: str, layout: Layout, blocks: Collection[int], owner: str) -> bool:
         """See that `blocks` of a variant are in the KV cache; encode those that are not.
+
+        Args:
+            layout: of the variant, when the request chose its blocks.
 
         Returns:
             Whether `owner` now holds the blocks and must let go of them (`release`).
         """
         if variant in version.resident:
             return False
-        layout = version.layouts[variant]
-        pinned = version.definition.options.pinned
+        pinned = version.pinned(variant)
         wanted = range(len(layout.blocks)) if pinned else blocks
         holder = version.owner if pinned else owner
         deadline = time.monotonic() + WAIT_FOR_ROOM_SECONDS
@@ -137,7 +139,7 @@ class Encoder:
                     return False
                 flushes = self.flushes
                 try:
-                    held = await self._make_resident(version, layout, wanted, holder)
+                    held = await self._make_resident(version, layout, wanted, holder, pinned)
                 except BlocksLost:  # running requests needed the room
                     held = False
                     if not pinned:
@@ -157,7 +159,9 @@ class Encoder:
                 )
             await asyncio.sleep(0.02)
 
-    async def _make_resident(self, version: Version, layout: Layout, wanted: Collection[int], holder: str) -> bool:
+    async def _make_resident(
+        self, version: Version, layout: Layout, wanted: Collection[int], holder: str, pinned: bool
+    ) -> bool:
         """Hold `wanted`, encoding what is missing; False, and nothing held, when other requests fill the cache."""
         pattern = version.definition.options.block_sparse
         held = set(wanted)
@@ -173,7 +177,6 @@ class Encoder:
         needed = sorted(missing)
         tokens = sum(layout.lengths[block] for block in needed)
         state = await self._channel.ask("state")
-        pinned = version.definition.options.pinned
         if tokens > state["total_tokens"] - state["held_tokens"] - self._owed(version) - ROOM_FOR_REQUESTS:
             if not pinned:
                 await self._channel.release(holder)
@@ -261,9 +264,9 @@ class Encoder:
         flushed = {
             block.key: len(block.token_ids)
             for other in self._served()
-            if other is not version and other.definition.options.pinned
+            if other is not version
             for variant, layout in other.layouts.items()
-            if variant not in other.resident
+            if other.pinned(variant) and variant not in other.resident
             for block in layout.blocks
         }
         return sum(self.promised.values()) + sum(flushed.values())

@@ -78,10 +78,9 @@ class RuntimeEndpoint(SglangRuntimeEndpoint):
     def _generate_http_request(self, s: StreamExecutor, data: JsonObject) -> Json:
         if self._options is None or "input_ids" in data:  # input_ids: a choice's probability without any context
             return super()._generate_http_request(s, data)
-        # `constrain` is for generation; `select` chooses among its own choices.
-        custom = {
-            key: value for key, value in self._custom_params(s).items() if key not in ("constrain", "label_probs")
-        }
+        # What asks for labels is for generation; `select` chooses among its own choices.
+        labels = ("constrain", "choose", "label_probs")
+        custom = {key: value for key, value in self._custom_params(s).items() if key not in labels}
         data = {**data, "sampling_params": {**data["sampling_params"], "custom_params": custom}}
         answer = super()._generate_http_request(s, data)
         for item in answer if isinstance(answer, list) else [answer]:

@@ -10,7 +10,7 @@ import xgrammar
 
 from sglang_ext.names import Tokenizer
 from sglang_ext.serving.layout import encode_texts
-from sglang_ext.types import JsonObject
+from sglang_ext.types import JsonObject, Options
 
 MOST_CHARACTERS = 1_000_000  # of a pool's labels together: their grammar is compiled in seconds
 
@@ -78,6 +78,13 @@ def _common(first: str, last: str) -> str:
     return first[:length]
 
 
+def refuse_others(params: Options, option: str) -> None:
+    """ValueError where a request that asks for a label (`option`) has a constraint of its own."""
+    for name in _OTHERS:
+        if params.get(name):
+            raise ValueError(f"{option} and {name} are both given: choose one")
+
+
 def constrain(params: JsonObject, labels: tuple[str, ...], lead: str, end: str, backend: str | None) -> str:
     """Set SGLang's sampling parameters so that the answer is one of `labels`; greedy unless a temperature is given.
 
@@ -91,14 +98,12 @@ def constrain(params: JsonObject, labels: tuple[str, ...], lead: str, end: str, 
         ValueError: the server has no grammar backend, the request has a constraint of its own, or the labels are more
             than a grammar takes.
     """
+    refuse_others(params, 'constrain="labels"')
     if backend in (None, "none"):
         raise ValueError(
             'constrain="labels": this server runs --grammar-backend none and cannot constrain an answer; start it with'
             " --grammar-backend xgrammar, or leave out constrain (label_probs works without)"
         )
-    for name in _OTHERS:
-        if params.get(name):
-            raise ValueError(f'constrain="labels" and {name} are both given: choose one')
     size = sum(map(len, labels))
     if size > MOST_CHARACTERS:
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from sglang_ext.cache.rows import NewBlock
@@ -25,6 +26,49 @@ class LabelTokens:
     def of(cls, token_ids: Sequence[Sequence[int]]) -> LabelTokens:
         found = tuple(map(tuple, token_ids))
         return cls(found, tree_tokens(sorted(found)))
+
+    @cached_property
+    def tree(self) -> Tree:
+        """Of all labels; some seconds for a million tokens."""
+        return Tree.of(sorted(set(self.token_ids)))
+
+
+@dataclass
+class Tree:
+    """Token sequences, with what several of them begin with once. Node 0 is the root, which stands before them all.
+
+    Attributes:
+        tokens: of each node; the root has none (-1).
+        parents: of each node, the number of the one before it, which is lower; the root is its own.
+        children: of each node, token -> number of the node that follows with it.
+        ends: sequence -> the node it ends at.
+    """
+
+    tokens: list[int] = field(default_factory=lambda: [-1])
+    parents: list[int] = field(default_factory=lambda: [0])
+    children: list[dict[int, int]] = field(default_factory=lambda: [{}])
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sequences: Sequence[tuple[int, ...]]) -> Tree:
+        found = cls()
+        for sequence in sequences:
+            node = 0
+            for token in sequence:
+                known = found.children[node].get(token)
+                if known is None:
+                    known = found.children[node][token] = len(found.tokens)
+                    found.tokens.append(token)
+                    found.parents.append(node)
+                    found.children.append({})
+                node = known
+            found.ends[sequence] = node
+        return found
+
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """Nodes that others follow, the root among them."""
+        return tuple(node for node, children in enumerate(self.children) if children)
 
 
 def tree_tokens(ordered: Sequence[Sequence[int]]) -> int:
@@ -81,20 +125,9 @@ def branches(sequences: Sequence[tuple[int, ...]], last: int, position: int) -> 
         last: the prompt's last token, which the first branches begin with.
         position: its position.
     """
-    found = Branches()
-    tokens, children = [last], [dict[int, int]()]
-    for sequence in sequences:
-        node = 0
-        for token in sequence:
-            known = children[node].get(token)
-            if known is None:
-                known = children[node][token] = len(tokens)
-                tokens.append(token)
-                children.append({})
-                found.parents.append(node)
-            node = known
-        found.ends[sequence] = node
-    found.columns = [0] * len(tokens)
+    tree = Tree.of(sequences)
+    tokens, children = [last, *tree.tokens[1:]], tree.children
+    found = Branches(columns=[0] * len(tokens), parents=tree.parents, ends=tree.ends)
     # (the token before the branch, its first token, the branches above with their positions, position)
     waiting: list[tuple[int, int, tuple[tuple[int, int], ...], int]] = [
         (0, child, (), position) for child in reversed(children[0].values())

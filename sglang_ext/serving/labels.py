@@ -17,7 +17,7 @@ from sglang_ext.compat.manager import abort_request
 from sglang_ext.names import Tokenizer, TokenizerManager
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import LabelCheck
-from sglang_ext.serving.label_tree import Branches, LabelTokens, branches, cut
+from sglang_ext.serving.label_tree import LabelTokens, branches, cut
 from sglang_ext.serving.layout import encode_texts
 from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.serving.pool import Definition
@@ -32,7 +32,7 @@ class AskedLabels:
 
     Attributes:
         client: the HTTP request; None for the offline engine.
-        scored: how many of its prompts want the probabilities of labels.
+        scored: how many of its prompts have labels scored.
     """
 
     client: fastapi.Request | None = None
@@ -84,19 +84,20 @@ def check_labels(check: LabelCheck, definition: Definition, before: Definition |
     check.check(labels, "", "")  # in a chat
 
 
-def check_quota(labels: int, needed: int, limit: int, pool: str) -> None:
+def check_quota(labels: int, needed: int, limit: int, pool: str, option: str) -> None:
     """PoolError (413) when so many `labels` of a pool need more than `limit` tokens, over all prompts of a request.
 
     Args:
         needed: tokens of the labels' tree, or their number, which is less: it is known before they are tokenized.
+        option: of the request, which asks for this.
     """
     prompts = ASKED.get().scored
     if needed * prompts > limit:
         least = "at least " if needed == labels else ""
         times = f" for each of {prompts} prompts" if prompts > 1 else ""
         raise PoolError(
-            f"label_probs: the {labels} labels of pool {pool!r} need {least}{needed} tokens{times} (shared beginnings"
-            f" counted once), this server scores at most {limit} a request: leave out label_probs, send fewer prompts,"
+            f"{option}: the {labels} labels of pool {pool!r} need {least}{needed} tokens{times} (shared beginnings"
+            f" counted once), this server scores at most {limit} a request: leave out {option}, send fewer prompts,"
             " use fewer or shorter labels, or raise --max-label-tokens",
             413,
         )
@@ -156,30 +157,38 @@ async def _score(
     found = branches(group, prompt.own[-1], first)
     if not found.blocks:  # there is nothing in `group` but an empty sequence
         return dict.fromkeys(group, 0.0)
-    request = carried.score_request(
-        f"{INTERNAL}label-{uuid.uuid4().hex}",
-        prompt.own[:-1] + found.token_ids,
-        Row(prompt.row.prefix, tuple(found.blocks), own=own),
-        first,
-        prompt.extra_key,
-        prompt.priority,
-    )
+    row = Row(prompt.row.prefix, tuple(found.blocks), own=own)
+    meta = await scored_row(manager, client, prompt.own[:-1] + found.token_ids, row, first, prompt)
+    values = [value for value, *_ in meta["input_token_logprobs"]]
+    if len(values) != len(found.token_ids):
+        raise RuntimeError(f"{len(values)} log-probabilities of {len(found.token_ids)} tokens of labels")
+    return found.scores([value or 0.0 for value in values])  # the first column is the prompt's last token: it has none
+
+
+async def scored_row(
+    manager: TokenizerManager,
+    client: fastapi.Request | None,
+    token_ids: list[int],
+    row: Row,
+    first: int,
+    prompt: Prompt,
+    asked: list[int] | None = None,
+) -> JsonObject:
+    """What SGLang says of one scoring request (`carried.score_request`), which is aborted when this task is cancelled.
+
+    Raises:
+        PoolError: (503) the request was aborted.
+    """
+    rid = f"{INTERNAL}label-{uuid.uuid4().hex}"
+    request = carried.score_request(rid, token_ids, row, first, prompt.extra_key, prompt.priority, asked)
     try:
         async for out in compat.generate(manager, request, client):
-            return found.scores(_values(out, found))
+            meta: JsonObject = out["meta_info"]
+            reason = meta.get("finish_reason") or {}
+            if reason.get("type") == "abort":
+                raise PoolError(f"the scoring of labels was aborted: {reason.get('message')}; retry", 503)
+            return meta
     except asyncio.CancelledError:
         abort_request(manager, request.rid)
         raise
     raise RuntimeError("the scoring request gave no answer")
-
-
-def _values(out: JsonObject, found: Branches) -> list[float]:
-    """The log-probability of each column of the branches; PoolError (503) where the request was aborted."""
-    meta = out["meta_info"]
-    reason = meta.get("finish_reason") or {}
-    if reason.get("type") == "abort":
-        raise PoolError(f"the scoring of labels was aborted: {reason.get('message')}; retry", 503)
-    values = [value for value, *_ in meta["input_token_logprobs"]]
-    if len(values) != len(found.token_ids):
-        raise RuntimeError(f"{len(values)} log-probabilities of {len(found.token_ids)} tokens of labels")
-    return [value or 0.0 for value in values]  # the first column is the prompt's last token, and has none

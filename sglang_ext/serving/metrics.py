@@ -27,6 +27,7 @@ class _Metrics(NamedTuple):
     requests: Counter
     stitched: Counter
     reencoded: Counter
+    headers: Counter
     retrieval: Histogram
     encoding: Counter
     tokens: Gauge
@@ -41,7 +42,12 @@ def _created(labels: tuple[str, ...]) -> _Metrics:
     return _Metrics(
         requests=Counter("sglang_ext:pool_requests", "Requests answered over a pool.", labels),
         stitched=Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
-        reencoded=Counter("sglang_ext:reencoded_blocks", "Evicted blocks that were encoded again.", labels),
+        reencoded=Counter(
+            "sglang_ext:reencoded_blocks",
+            "Blocks that were encoded for a request: evicted ones, and those behind a chat's own header.",
+            labels,
+        ),
+        headers=Counter("sglang_ext:pool_headers", "Headers of chats' own that a pool was laid out behind.", labels),
         retrieval=Histogram(
             "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
         ),
@@ -84,9 +90,14 @@ class TokenizerMetrics:
             self._of(self._metrics.retrieval, pool).observe(seconds)
 
     def reencoded(self, pool: str, blocks: int) -> None:
-        """Blocks of `pool` were missing and are encoded again."""
+        """Blocks of `pool` were missing and are encoded for a request."""
         if self.enabled:
             self._of(self._metrics.reencoded, pool).inc(blocks)
+
+    def laid_out(self, pool: str) -> None:
+        """`pool` is served behind one more header of chats' own."""
+        if self.enabled:
+            self._of(self._metrics.headers, pool).inc()
 
     def changed(self, pool: str, tokens: int, blocks: int, seconds: float) -> None:
         """A pool is ready, after `seconds`; zero tokens and blocks when it was deleted."""

@@ -116,13 +116,28 @@ class Definition:
 
 
 @dataclass(eq=False)
+class HeaderUse:
+    """How often a header of requests' own is used.
+
+    Attributes:
+        users: requests in flight on it.
+        requests: those that began on it, the ones in flight among them.
+    """
+
+    users: int = 0
+    requests: int = 0
+
+
+@dataclass(eq=False)
 class Version:
     """One state of a pool that requests can be served from. It lives until the last request on it has ended.
 
     Attributes:
         number: counts up with every change of the pool.
         definition: what it serves.
-        layouts: blocks by variant: `completion`, and `chat` once a chat request came.
+        layouts: blocks by variant: `completion`, `chat` once a chat request came, and one for each header of requests'
+            own, the one that was longest not used first.
+        headers: how often each variant behind a header of requests' own is used.
         users: requests in flight on it.
         requests: those that began on it, the ones in flight among them.
         retired: a newer version took its place, or the pool was deleted.
@@ -135,6 +150,7 @@ class Version:
     number: int
     definition: Definition
     layouts: dict[str, Layout] = field(default_factory=dict)
+    headers: dict[str, HeaderUse] = field(default_factory=dict)
     users: int = 0
     requests: int = 0
     retired: bool = False
@@ -143,6 +159,10 @@ class Version:
     tenant: str = ""
     owner: str = field(default_factory=lambda: f"{POOL_OWNER}{next(_owners)}")
     _retrievers: dict[tuple[str, str], Retriever] = field(default_factory=dict)
+
+    def pinned(self, variant: str) -> bool:
+        """Whether the version holds the blocks of a variant; those behind requests' own headers, requests hold."""
+        return self.definition.options.pinned and variant not in self.headers
 
     @property
     def tokens(self) -> int:

@@ -16,7 +16,7 @@ from sglang_ext.serving.access import may_see_definitions
 from sglang_ext.serving.change import PREPARING, Change, Progress, Queue
 from sglang_ext.serving.errors import PoolError, UnknownPool
 from sglang_ext.serving.fleet import folder_of
-from sglang_ext.serving.layouts import ChatHeader, Layouts
+from sglang_ext.serving.layouts import Layouts
 from sglang_ext.serving.metrics import TenantMetrics, TokenizerMetrics, labels_of
 from sglang_ext.serving.plan import countable
 from sglang_ext.serving.pool import COMPLETION, Definition, Version
@@ -60,9 +60,8 @@ class PoolService:
         self.shared.services[tenant] = self
         self.workers, self.channel = self.shared.workers, self.shared.channel
         self.encoder, self.scoring = self.shared.encoder, self.shared.scoring
-        self.layouts = Layouts(manager, self.shared, self.settings.max_demonstrations, tenant)
+        self.layouts = Layouts(manager, self.shared, self.settings, self.metrics, tenant)
         self.queue = Queue(self.settings.max_waiting_encodings)
-        self.headers: dict[str, ChatHeader] = {}  # of chat requests, by name (serving.chat)
         self.folder = folder_of(self, directory)
 
     async def restored(self) -> None:
@@ -376,9 +375,11 @@ class PoolService:
         version.users += 1
         version.requests += 1
 
-    def end_lease(self, version: Version) -> None:
-        """A request on `version` has ended."""
+    def end_lease(self, version: Version, variant: str | None = None) -> None:
+        """A request on `version` has ended; `variant` is what `Layouts.variant` gave it, if it came so far."""
         version.users -= 1
+        if variant in version.headers:
+            version.headers[variant].users -= 1
         if version.retired and version.users == 0:
             pool = self.pools.get(version.name)
             if pool is not None and pool.kept.get(version.number) is version:

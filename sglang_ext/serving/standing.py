@@ -123,6 +123,14 @@ def summary(pool: Pool, version: Version | None, bytes_per_token: int) -> JsonOb
             "tokens": layout.tokens,
             "bytes": layout.tokens * bytes_per_token,
             "requests_in_flight": version.users,
+            "headers": [
+                {
+                    "tokens": len(version.layouts[variant].header),
+                    "requests": use.requests,
+                    "requests_in_flight": use.users,
+                }
+                for variant, use in version.headers.items()
+            ],
         }
     return info
 

@@ -25,12 +25,14 @@ from sglang_ext.serving import checks
 from sglang_ext.serving.access import check_explain, check_reading, check_retriever, may_read
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.explain import explained, used
-from sglang_ext.serving.grammar import Ending, constrain
-from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt, check_quota, label_probabilities
-from sglang_ext.serving.layout import Layout, encode_text
+from sglang_ext.serving.grammar import Ending
+from sglang_ext.serving.labels import ASKED, AskedLabels, Prompt
+from sglang_ext.serving.layout import Layout
+from sglang_ext.serving.likely import Labels, Whole, shows_tokens
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
-from sglang_ext.serving.requests import CHAT_KEY, check_characters, check_tokens, count_prompts
+from sglang_ext.serving.question import own_tokens
+from sglang_ext.serving.requests import CHAT_KEY, check_tokens, count_prompts
 from sglang_ext.serving.select import BlockSelection, select_pieces
 from sglang_ext.serving.tenancy import pools_of
 from sglang_ext.serving.texts import LONG
@@ -48,7 +50,9 @@ class Lease:
 
     Attributes:
         end: what SGLang leaves at the end of a constrained answer's text and is no part of it.
-        endings: what takes it off, by the number of the answer (`n`).
+        whole: the answer, where it was known before it was generated.
+        variant: of the version's layouts, as `Layouts.variant` gave it.
+        endings: what takes that end off, by the number of the answer (`n`).
     """
 
     version: Version
@@ -60,6 +64,8 @@ class Lease:
     selection: BlockSelection
     holds: str | None = None
     end: str = ""
+    whole: Whole | None = None
+    variant: str | None = None
     endings: dict[int, Ending] = field(default_factory=dict)
 
     def prompt(self) -> list[int]:
@@ -89,8 +95,8 @@ def custom_params(obj: RequestInput) -> list[JsonObject]:
 
 
 def scored(obj: RequestInput) -> int:
-    """How many prompts of a request want the probabilities of labels."""
-    wanted = sum(bool(custom.get("label_probs")) for custom in custom_params(obj))
+    """How many prompts of a request have labels scored."""
+    wanted = sum(bool(custom.get("label_probs") or custom.get("choose")) for custom in custom_params(obj))
     return wanted if isinstance(obj.sampling_params, list) else wanted * count_prompts(obj)
 
 
@@ -169,7 +175,7 @@ def _end_leases(service: PoolService, manager: TokenizerManager, obj: RequestInp
     mine = [rid for rid in compat.logical_rids(obj) if rid not in others]
     ended = [lease for lease in (manager.ext_leases.pop(rid, None) for rid in mine) if lease is not None]
     for lease in ended:
-        service.end_lease(lease.version)
+        service.end_lease(lease.version, lease.variant)
     return [lease.holds for lease in ended if lease.holds]
 
 
@@ -211,7 +217,7 @@ def _refuse_aborted(manager: TokenizerManager, rid: str, state: RequestState | N
     if (status := reason.get("status_code")) == 413:
         raise PoolError(reason["message"], 413)
     lease = manager.ext_leases.get(compat.logical_rid(manager, rid))
-    if lease is None or lease.options.constrain is None or compat.abort_was_asked(manager, rid, state):
+    if lease is None or not lease.options.labelled or compat.abort_was_asked(manager, rid, state):
         return
     if status in (None, 400):
         why = reason.get("message") if status else "the server's grammar does not go with the model's tokenizer"
@@ -225,6 +231,8 @@ def _annotate(manager: TokenizerManager, obj: RequestInput, leases: dict[str, Le
         lease = leases.get(rids[compat.prompt_index(obj, item, place)])
         if lease is None:
             continue
+        if lease.whole is not None:
+            lease.whole.put(item)
         if lease.end and isinstance(item.get("text"), str):
             ending = lease.endings.setdefault(compat.answer_index(obj, item, place), Ending(lease.end))
             shown = ending.part if compat.streams_parts(manager, obj) else ending.whole
@@ -244,14 +252,14 @@ async def around_tokenize_one_request(
         return await original(manager, obj)
     lease = await compose(manager, obj, dict(custom))
     if obj.rid not in manager.rid_to_state:  # the rest of its batch failed while this prompt was composed
-        pools_of(manager).end_lease(lease.version)
+        pools_of(manager).end_lease(lease.version, lease.variant)
         if lease.holds:
             pools_of(manager).channel.release_later(lease.holds)
         raise ValueError(f"request {obj.rid} was given up")
     previous = manager.ext_leases.get(obj.rid)
     manager.ext_leases[obj.rid] = lease
     if previous is not None:
-        pools_of(manager).end_lease(previous.version)
+        pools_of(manager).end_lease(previous.version, previous.variant)
     return await original(manager, obj)
 
 
@@ -284,9 +292,7 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         ValueError: (PoolError and UnknownPool among them) the request cannot be served; says what to change.
     """
     service = pools_of(manager)
-    chat = custom.pop(CHAT_KEY, None)
-    if chat is not None and chat not in service.headers:
-        raise ValueError(f"custom_params: unknown option {CHAT_KEY}")
+    chat = service.layouts.header(custom.pop(CHAT_KEY)) if CHAT_KEY in custom else None
     passed_on = {name: custom.pop(name) for name in service.policy_options if name in custom}
     options = RequestOptions.parse(custom)
     if getattr(obj, "session_params", None) or getattr(obj, "lora_path", None) or getattr(obj, "input_embeds", None):
@@ -296,12 +302,12 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
     check_retriever(manager, options.retriever)
     check_explain(manager, options, version.definition.options)
     service.lease(version)
-    holds = None
+    holds = variant = None
     try:
-        variant = await service.layouts.variant(version, service.headers[chat] if chat else None)
+        variant = await service.layouts.variant(version, chat)
         layout = version.layouts[variant]
         begin = time.perf_counter()
-        own, lead, query = await _own_tokens(manager, obj, version, options)
+        own, lead, query = await own_tokens(service, obj, version, options)
         tokenization = time.perf_counter() - begin
         if len(own) >= manager.context_len:  # before anybody looks for blocks that go with so long a text
             raise ValueError(f"the question has {len(own)} tokens, the context {manager.context_len}: shorten it")
@@ -314,15 +320,11 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         else:
             selection = select_pieces(version, layout, options, query)
         retrieval = time.perf_counter() - begin
-        labels = version.definition.labels
-        if options.label_probs:
-            quota = service.settings.max_label_tokens
-            check_quota(len(labels), len(labels), quota, version.name)
-            tokens = await service.layouts.label_tokens(version, *answer)
-            check_quota(len(labels), tokens.tree_tokens, quota, version.name)
+        labels = Labels(service, version, options, *answer)
+        await labels.prepare(obj.sampling_params)
         owner = REQUEST_OWNER + obj.rid
-        holds = None if version.definition.options.pinned else owner  # let go of, however far `ensure` comes
-        await service.encoder.ensure(version, variant, selection.blocks, owner)
+        holds = None if version.pinned(variant) else owner  # let go of, however far `ensure` comes
+        await service.encoder.ensure(version, variant, layout, selection.blocks, owner)
         stitched = selection.tokens
         if stitched + len(own) >= manager.context_len:
             raise ValueError(
@@ -333,25 +335,15 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         obj.input_ids, obj.text = own, None
         carried.set_stitched_tokens(obj, stitched)
         params = copy.copy(obj.sampling_params)
-        probs: dict[str, float] | None = None
-        if options.label_probs:
-            prompt = Prompt(row, own, obj.extra_key, obj.priority)
-            async with service.scoring:
-                probs = await label_probabilities(manager, labels, tokens, prompt, await service.channel.ask("state"))
-            if not params.get("temperature"):
-                labels = (max(probs, key=probs.__getitem__),)  # what is constrained is this one, and not the greedy one
-        end = ""
         params["custom_params"] = {WIRE_KEY: row.dump(), **passed_on}
-        if options.constrain == "labels":
-            end = constrain(params, labels, *answer, compat.resolved(manager.server_args).grammar_backend)
-            if params.get("no_stop_trim"):
-                end = ""
-        obj.sampling_params = params
+        prompt = Prompt(row, own, obj.extra_key, obj.priority)
+        labelled = await labels.answer(prompt, params, shown=bool(passed_on) or shows_tokens(obj))
+        obj.sampling_params = labelled.params
         if getattr(obj, "return_logprob", False) and obj.logprob_start_len is not None and obj.logprob_start_len >= 0:
             # Users count in their own prompt; the stitched tokens have no log-probabilities to give.
             obj.logprob_start_len += stitched
     except BaseException:
-        service.end_lease(version)
+        service.end_lease(version, variant)
         if holds:
             service.channel.release_later(holds)
         raise
@@ -361,30 +353,17 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
     service.counters["retrieval_seconds"] += retrieval
     meta = used(version, selection, may_read(manager, version.definition.options))
     meta |= {"retrieval_ms": round(retrieval * 1e3, 4), "tokenization_ms": round(tokenization * 1e3, 4)}
-    if probs is not None:
-        meta["label_probs"] = probs
-    return Lease(version, meta, options, layout, row, own, selection, holds, end)
-
-
-async def _own_tokens(
-    manager: TokenizerManager, obj: RequestInput, version: Version, options: RequestOptions
-) -> tuple[list[int], str, str | None]:
-    """(the request's own tokens, the white space its answer starts with, the text to retrieve with)."""
-    definition = version.definition
-    if obj.input_ids is not None:
-        lead = definition.options.render_query("")[1]
-        return list(obj.input_ids), lead, options.query
-    check_characters(max(len(obj.text or ""), len(options.query or "")), manager.context_len)
-    if not isinstance(obj.text, str) or not obj.text.strip():
-        raise ValueError("the question is empty: send it as text, or as input_ids")
-    if options.raw:
-        text, lead = obj.text, definition.options.render_query("")[1]
-        if text != text.rstrip():
-            lead = ""
-    else:
-        text, lead = definition.options.render_query(obj.text)
-    if len(text) > LONG:
-        own = await pools_of(manager).workers.with_tokenizer(lambda tokenizer: encode_text(tokenizer, text))
-    else:
-        own = encode_text(manager.tokenizer, text)
-    return own, lead, options.query or obj.text
+    meta |= labelled.said
+    return Lease(
+        version,
+        meta,
+        options,
+        layout,
+        row,
+        own,
+        selection,
+        holds,
+        end=labelled.end,
+        whole=labelled.whole,
+        variant=variant,
+    )

@@ -478,7 +478,7 @@ def test_a_label_is_sampled_only_when_a_temperature_is_named(client: openai.Open
 
 def test_only_a_system_message_stands_before_the_first_question(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": QUESTION}]
-    with pytest.raises(openai.BadRequestError, match="only a system message"):
+    with pytest.raises(openai.BadRequestError, match="only system and developer messages"):
         client.chat.completions.create(model="m", messages=messages, extra_body={"custom_params": {"pool": "p"}})
 
 
@@ -516,15 +516,16 @@ def test_system_prompts(server: Server, client: openai.OpenAI) -> None:
             model="m", max_tokens=6, temperature=0, messages=listed, extra_body={"custom_params": {"pool": pool}}
         )
 
-    with pytest.raises(openai.BadRequestError, match="system"):
-        ask("p", ("system", "be brief"), ("user", QUESTION))
+    own = ask("p", ("system", "be brief"), ("user", QUESTION))
     server.put("brief", DEMOS, block_size=6, system="be brief")
     given = ask("brief", ("system", "be brief"), ("user", QUESTION))
     implied = ask("brief", ("user", QUESTION))
     assert given.choices[0].message.content == implied.choices[0].message.content
-    assert given.usage.prompt_tokens == implied.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="be brief"):
-        ask("brief", ("system", "be long"), ("user", QUESTION))
+    assert given.usage.prompt_tokens == implied.usage.prompt_tokens == own.usage.prompt_tokens
+    assert own.choices[0].message.content == given.choices[0].message.content
+    assert not server.pool("brief")["headers"] and len(server.pool("p")["headers"]) == 1
+    with pytest.raises(openai.BadRequestError, match="a system message stands behind the first user message"):
+        ask("brief", ("user", QUESTION), ("system", "be long"))
     with pytest.raises(openai.BadRequestError, match="user"):
         ask("brief", ("assistant", "hello"))
     server.json("DELETE", "/v1/pools/brief")

@@ -78,7 +78,7 @@ def test_choices_are_shown_and_enforced(cls: type, capsys: pytest.CaptureFixture
     base = {"pool": "p"} if cls is RequestOptions else {}
     found = {field.name: field.metadata[CHOICES] for field in dataclasses.fields(cls) if CHOICES in field.metadata}
     assert set(found) == {PoolOptions: {"grouping", "pattern", "positions"}}.get(
-        cls, {"order", "granularity", "constrain"}
+        cls, {"order", "granularity", "constrain", "choose"}
     )
     for name, choices in found.items():
         assert f"--{name} {{{','.join(choices)}}}" in shown

@@ -132,7 +132,9 @@ def test_each_method_of_each_draw_is_measured_once(
     assert record["measurements"][0]["seconds"] == 0.2 and len(record["curves"]) == 2
     with pytest.raises(ValueError, match=r"labels=4; expected labels=5: measure --anew"):
         study.DrawStudy(arguments(data, *words, "--labels", 5))
-    with pytest.raises(ValueError, match="magic: expected some of main, ablations, retrievers, zero-shot, fixed"):
+    with pytest.raises(
+        ValueError, match="magic: expected some of main, labels, ablations, retrievers, zero-shot, fixed"
+    ):
         study.DrawStudy(arguments(data, *words, "--methods", "magic"))
 
 
@@ -165,6 +167,15 @@ def test_differences_are_of_the_same_draws() -> None:
     best = [*measured, *(measurement("example", at, 1.0) for at in range(4))]
     found = {figure.aim for figure in study.figures(best, OF)}
     assert found == {"", "at most 2 points below RetICL by example, 30%"}
+
+
+def test_the_most_likely_label_stands_beside_the_greedy_one_with_its_passes() -> None:
+    measured = [measurement("dbsa-30", at, 0.5, passes=None) for at in range(2)]
+    measured += [measurement("likely", at, 0.75, passes=2.0 + at) for at in range(2)]
+    greedy, likely = study.figures(measured, OF)
+    assert "passes" not in greedy.name + likely.baseline and "passes" not in greedy.notes
+    assert "the most likely label: answers right; 100.0 ms a request, 8 at a time, 2.5 passes to find" in likely.name
+    assert likely.baseline == "DBSA 30%" and likely.notes["passes"] == 2.5 and likely.notes["difference"] == 0.25
 
 
 def test_an_ablation_changes_one_thing_and_stands_beside_dbsa(data: Path, tmp_path: Path, asked: list[Any]) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sglang_ext.attention.branches import _visible, branch_positions, branch_runs
 from sglang_ext.cache.rows import Row
+from sglang_ext.config import RequestOptions
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import MOST_CHARACTERS, Ending, LabelCheck, constrain, label_grammar
 from sglang_ext.serving.label_tree import Branches, LabelTokens, branches, cut, tree_tokens
@@ -103,11 +104,13 @@ def test_what_branches_see_is_told_alike_to_kernels_and_to_the_mask() -> None:
 
 def test_a_quota_is_named_with_its_numbers() -> None:
     needed = LabelTokens.of([[1, 2, 3], [1, 2, 4], [5]]).tree_tokens
-    check_quota(3, needed, 5, "p")
-    with pytest.raises(PoolError, match=r"3 labels of pool 'p' need 5 tokens.*at most 4.*--max-label-tokens") as caught:
-        check_quota(3, needed, 4, "p")
-    with pytest.raises(PoolError, match="need at least 5 tokens"):
-        check_quota(5, 5, 4, "p")
+    check_quota(3, needed, 5, "p", "label_probs")
+    with pytest.raises(
+        PoolError, match=r"label_probs: the 3 labels of pool 'p' need 5 tokens.*at most 4.*--max-label-tokens"
+    ) as caught:
+        check_quota(3, needed, 4, "p", "label_probs")
+    with pytest.raises(PoolError, match=r'choose="likely": the 5 labels .* need at least 5 tokens'):
+        check_quota(5, 5, 4, "p", 'choose="likely"')
     assert caught.value.status_code == 413
 
 
@@ -204,7 +207,7 @@ def test_a_tokenizer_whose_kind_is_mistaken_is_found() -> None:
 
 
 def manager_with(constrained: str | None, abort_requested: bool) -> Any:
-    version, options = SimpleNamespace(name="p"), SimpleNamespace(constrain=constrained)
+    version, options = SimpleNamespace(name="p"), RequestOptions("p", constrain=constrained)
     state = SimpleNamespace(abort_requested=abort_requested)
     return SimpleNamespace(
         ext_leases={"r": SimpleNamespace(version=version, options=options)}, rid_to_state={"r": state}

@@ -78,7 +78,7 @@ class Client:
         service.lease(version)
         holds = not version.definition.options.pinned
         try:
-            await service.encoder.ensure(version, "completion", [0], owner)
+            await service.encoder.ensure(version, "completion", version.layouts["completion"], [0], owner)
             await service.turns()
         finally:
             service.end_lease(version)

@@ -126,8 +126,8 @@ MISTAKES: tuple[Mistake, ...] = (
     chat("max_tokens -5", max_tokens=-5),
     chat("an unknown pool", custom_params={"pool": "nope"}),
     chat(
-        "another system prompt",
-        messages=[{"role": "system", "content": "be loud"}, {"role": "user", "content": "a"}],
+        "a late system prompt",
+        messages=[{"role": "user", "content": "a"}, {"role": "system", "content": "be loud"}],
         custom_params={"pool": STEADY},
     ),
     # pools

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext.config import PoolOptions, check_name
+from sglang_ext.launch import pool_sync
 from sglang_ext.launch.client import PoolClient
 from sglang_ext.launch.options import add_flags, given
 from sglang_ext.launch.output import Cell, encoding_bar, size, table
@@ -59,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     cancel = action("cancel", _cancel, "stop the encoding under way")
     cancel.add_argument("name", metavar="NAME")
+
+    copy = actions.add_parser("sync", help=pool_sync.WORDS, description=pool_sync.WORDS, allow_abbrev=False)
+    copy.set_defaults(run=pool_sync.run)
+    pool_sync.add_arguments(copy)
 
     plan = action("plan", _plan, "tokens, bytes and blocks a pool would take, and how many such pools fit")
     plan.add_argument("file", metavar="FILE.jsonl")

@@ -156,7 +156,7 @@ class SharedFolder(Folder):
             try:
                 return number, await asyncio.to_thread(self._store.read, name, number)
             except Replaced:
-                number += 1
+                number = await asyncio.to_thread(self._store.after, name, number)
 
     def last(self, name: str) -> int:
         return self._seen.get(name, 0)

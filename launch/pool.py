@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext.config import PoolOptions, check_name
-from sglang_ext.launch import pool_sync
+from sglang_ext.launch import pool_fleet, pool_sync
 from sglang_ext.launch.client import PoolClient
 from sglang_ext.launch.options import add_flags, given
 from sglang_ext.launch.output import Cell, encoding_bar, size, table
@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pool_sync.add_arguments(copy)
 
     plan = action("plan", _plan, "tokens, bytes and blocks a pool would take, and how many such pools fit")
-    plan.add_argument("file", metavar="FILE.jsonl")
-    where = plan.add_mutually_exclusive_group(required=True)
+    plan.add_argument("file", metavar="FILE.jsonl", nargs="?")
+    where = plan.add_mutually_exclusive_group()
     where.add_argument("--model", help="reckon with this model's tokenizer and configuration; no server is asked")
     where.add_argument("--url", help="ask this server, for its model and its KV cache")
     plan.add_argument("--memory-tokens", type=int, metavar="N", help="with --model: size of the KV cache in tokens")
@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--tp-size", type=int, default=1, metavar="N", help="with --model: bytes are those of each GPU")
     plan.add_argument("--trust-remote-code", action="store_true", help="with --model: as SGLang's")
     add_flags(plan, PoolOptions, "options of the pool")
+    pool_fleet.add_arguments(plan)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -259,6 +260,9 @@ def offline_plan(args: argparse.Namespace, items: list[JsonObject]) -> JsonObjec
 
 
 def _plan(args: argparse.Namespace) -> int:
+    pool_fleet.check(args)
+    if args.fleet:
+        return pool_fleet.run(args)
     if args.memory_tokens is not None and (args.url or args.memory_tokens < 1):
         raise ValueError(f"--memory-tokens {args.memory_tokens}: expected a positive number, with --model (not --url)")
     items = read_demonstrations(args.file)

@@ -29,6 +29,7 @@ SLOW = (
     "e2e/test_cascade_kernels.py",
     "e2e/test_cascade_restarts.py",
     "e2e/test_command_line.py",
+    "e2e/test_dashboard.py",
     "e2e/test_death.py",
     "e2e/test_demo.py::test_demo_on",
     "e2e/test_demo.py::test_failed_answers",

@@ -24,6 +24,7 @@ class _Metrics(NamedTuple):
     reencoded: Counter
     retrieval: Histogram
     encoding: Counter
+    pools: Gauge
     tokens: Gauge
     blocks: Gauge
 
@@ -54,6 +55,9 @@ class TokenizerMetrics:
                 "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
             ),
             encoding=Counter("sglang_ext:encoding_seconds", "Time spent creating and changing pools.", labels),
+            pools=Gauge(
+                "sglang_ext:num_pools", "Pools that are served.", ["model_name"], multiprocess_mode="mostrecent"
+            ),
             tokens=Gauge(
                 "sglang_ext:pool_tokens", "Tokens in the blocks of pools.", labels, multiprocess_mode="mostrecent"
             ),
@@ -85,6 +89,7 @@ class TokenizerMetrics:
             tokens, blocks = (sum(size[place] for size in self._sizes.values()) for place in (0, 1))
         if not self._sizes[pool][1]:
             del self._sizes[pool]
+        self._metrics.pools.labels(model_name=self.model).set(len(self._sizes))
         self._of(self._metrics.tokens, pool).set(tokens)
         self._of(self._metrics.blocks, pool).set(blocks)
         self._of(self._metrics.encoding, pool).inc(seconds)

@@ -19,7 +19,7 @@ import sglang_ext
 # name: (module in sglang_ext.launch, what it does)
 COMMANDS = {
     "serve": ("serve", "start a server that has pools: SGLang's own, with every flag it has"),
-    "pool": ("pool", "put, ls, show, append, rm, cancel, plan: the pools of a running server"),
+    "pool": ("pool", "put, ls, show, append, rm, cancel, plan, sync: the pools of a server, and of folders"),
     "batch": ("batch", "answer a file of questions offline; resumes where it stopped"),
     "demo": ("demo", "one pool answered from in five ways, in one table"),
     "heads": ("heads", "find a model's retrieval heads, by which ltri votes"),

@@ -6,6 +6,7 @@ README.md and docs/*.md hold pairs of lines, and what stands between the two of 
 
     <!-- options: RequestOptions -->    a table of the options of one class, or of one system (`double_p`)
     <!-- systems -->                    a table of the systems that `--attention-backend` names
+    <!-- fleet -->                      what fleets of servers carry (`sglang-ext pool plan --fleet`)
     <!-- end -->
 
 The help of an option is what the `Attributes:` section of its dataclass says, which the command line shows too.
@@ -18,10 +19,11 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_ext.config import CHOICES, DEFAULT_RATIO, NAMES, PoolOptions, RequestOptions
+from sglang_ext.launch import capacity
 from sglang_ext.launch.options import described
 from sglang_ext.serving.tenants import TenantQuotas
 from sglang_ext.settings import ServerSettings
@@ -43,8 +45,8 @@ _TYPES = {
     "bool": "`true` or `false`",
     "tuple[int, ...]": "list of whole numbers",
 }
-_MARKED = re.compile(r"^<!-- (options: [^\n]+?|systems) -->\n(?:.*?\n)??<!-- end -->$", re.MULTILINE | re.DOTALL)
-_BEGIN = re.compile(r"^<!-- (?:options: [^\n]+?|systems) -->$", re.MULTILINE)
+_MARKED = re.compile(r"^<!-- (options: [^\n]+?|systems|fleet) -->\n(?:.*?\n)??<!-- end -->$", re.MULTILINE | re.DOTALL)
+_BEGIN = re.compile(r"^<!-- (?:options: [^\n]+?|systems|fleet) -->$", re.MULTILINE)
 
 
 def option_classes() -> dict[str, type]:
@@ -130,6 +132,12 @@ def _kernels(system: System) -> str:
     return "yes" if system.automatic else "if asked for"
 
 
+_TABLES: Mapping[str, Callable[[], str]] = {
+    "systems": system_table,
+    "fleet": lambda: capacity.markdown(capacity.measured(), capacity.fleets()),
+}
+
+
 def updated(text: str, name: str) -> str:
     """A document's text with its tables as the code has them.
 
@@ -143,11 +151,15 @@ def updated(text: str, name: str) -> str:
 
     def section(match: re.Match[str]) -> str:
         what = match[1]
+        return f"<!-- {what} -->\n\n{made(what)}\n\n<!-- end -->"
+
+    def made(what: str) -> str:
+        if what in _TABLES:
+            return _TABLES[what]()
         wanted = what.removeprefix("options: ")
-        if what != "systems" and wanted not in known:
+        if wanted not in known:
             raise ValueError(f"{name}: <!-- {what} -->: no such options; known are {', '.join(sorted(known))}")
-        made = system_table() if what == "systems" else option_table(known[wanted])
-        return f"<!-- {what} -->\n\n{made}\n\n<!-- end -->"
+        return option_table(known[wanted])
 
     ends = len(re.findall(r"^<!-- end -->$", text, re.MULTILINE))
     if not len(_BEGIN.findall(text)) == ends == len(_MARKED.findall(text)):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext.config import PoolOptions, check_name
+from sglang_ext.launch import pool_fleet, pool_sync
 from sglang_ext.launch.client import PoolClient
 from sglang_ext.launch.options import add_flags, given
 from sglang_ext.launch.output import Cell, encoding_bar, size, table
@@ -61,9 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cancel = action("cancel", _cancel, "stop the encoding under way")
     cancel.add_argument("name", metavar="NAME")
 
+    copy = actions.add_parser("sync", help=pool_sync.WORDS, description=pool_sync.WORDS, allow_abbrev=False)
+    copy.set_defaults(run=pool_sync.run)
+    pool_sync.add_arguments(copy)
+
     plan = action("plan", _plan, "tokens, bytes and blocks a pool would take, and how many such pools fit")
-    plan.add_argument("file", metavar="FILE.jsonl")
-    where = plan.add_mutually_exclusive_group(required=True)
+    plan.add_argument("file", metavar="FILE.jsonl", nargs="?")
+    where = plan.add_mutually_exclusive_group()
     where.add_argument("--model", help="reckon with this model's tokenizer and configuration; no server is asked")
     where.add_argument("--url", help="ask this server, for its model and its KV cache")
     plan.add_argument("--memory-tokens", type=int, metavar="N", help="with --model: size of the KV cache in tokens")
@@ -71,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--tp-size", type=int, default=1, metavar="N", help="with --model: bytes are those of each GPU")
     plan.add_argument("--trust-remote-code", action="store_true", help="with --model: as SGLang's")
     add_flags(plan, PoolOptions, "options of the pool")
+    pool_fleet.add_arguments(plan)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -255,6 +261,9 @@ def offline_plan(args: argparse.Namespace, items: list[JsonObject]) -> JsonObjec
 
 
 def _plan(args: argparse.Namespace) -> int:
+    pool_fleet.check(args)
+    if args.fleet:
+        return pool_fleet.run(args)
     if args.memory_tokens is not None and (args.url or args.memory_tokens < 1):
         raise ValueError(f"--memory-tokens {args.memory_tokens}: expected a positive number, with --model (not --url)")
     items = read_demonstrations(args.file)

@@ -281,6 +281,11 @@ HOOKS = (
     ),
     Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "options:after_init", "main"),
     Hook(
+        _SRT + "managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
+        "around",
+        _OURS + "drain:around_sigterm_watchdog",
+    ),
+    Hook(
         _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
         "around",
         _OURS + "entry:around_generate_request",

@@ -18,6 +18,7 @@ POOL_DIR_ENV = "SGLANG_EXT_POOL_DIR"
 
 
 MAX_SCAN_SECONDS = 3_600
+MAX_DRAIN_SECONDS = 3_600
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class ServerSettings:
             seen; else when a request first needs them.
         max_version_seconds: longest time, in seconds, that a request waits for the version of a pool that it names
             (`tickets@7`) and that this server has not seen in a shared pool directory; it is refused with 409 then.
+        drain_seconds: for so long, in seconds, a server that is told to end (SIGTERM) still takes requests, so that a
+            router sees first, by /ready and /health, that it is going; it refuses new ones with 503 then, and ends when
+            the others are answered.
         max_pool_mb: largest body of a request that changes a pool, in MiB (2^20 bytes); a larger one is refused
             with 413.
         max_request_mb: the same for every other request.
@@ -70,6 +74,7 @@ class ServerSettings:
     pool_scan_seconds: float | None = None
     encode_at_once: bool = False
     max_version_seconds: int = 10
+    drain_seconds: float = 0.0
     max_pool_mb: int = 64
     max_request_mb: int = 8
     max_body_seconds: int = 120
@@ -95,6 +100,10 @@ class ServerSettings:
             raise ValueError(
                 f"pool_scan_seconds={self.pool_scan_seconds}: expected a number of seconds above 0, of at most"
                 f" {MAX_SCAN_SECONDS}; leave it out where the pool directory is this server's own"
+            )
+        if not 0 <= self.drain_seconds <= MAX_DRAIN_SECONDS:
+            raise ValueError(
+                f"drain_seconds={self.drain_seconds}: expected a number of seconds from 0 to {MAX_DRAIN_SECONDS}"
             )
 
 

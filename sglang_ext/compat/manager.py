@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.srt.utils import get_bool_env_var
 from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
 from starlette.routing import Match
 
@@ -87,3 +89,31 @@ def _copies(request: Any) -> int:
 def logical_rids(request: Any) -> list[str]:
     """Request ids of a GenerateReqInput after normalisation, one a prompt."""
     return [request.rid] if isinstance(request.rid, str) else list(request.rid or [])
+
+
+# ---- its start and its end ----
+
+
+def listen(manager: Any) -> None:
+    """Have a manager handle signals and answers from now on, and not only from its first request on."""
+    manager.auto_create_handle_loop()
+
+
+def is_told_to_end(manager: Any) -> bool:
+    """Whether the server has got SIGTERM."""
+    return bool(manager.gracefully_exit)
+
+
+def takes_requests(manager: Any) -> bool:
+    """Whether a server has started, and neither is paused nor failed its last health check."""
+    return manager.server_status == ServerStatus.Up and not manager.is_pause
+
+
+def must_end_at_once(manager: Any) -> bool:
+    """Whether a server that is told to end waits for no request: it could not answer, or somebody wants it so."""
+    return manager.server_status == ServerStatus.UnHealthy or get_bool_env_var("SGL_FORCE_SHUTDOWN")
+
+
+def requests_under_way(manager: Any) -> int:
+    """How many requests SGLang has that have not ended, the plugin's own among them."""
+    return len(manager.rid_to_state)

@@ -28,7 +28,7 @@ from sglang_ext import compat
 from sglang_ext.config import PoolOptions, RequestOptions
 from sglang_ext.names import Passed, RequestInput, ServerArgs, TokenizerManager
 from sglang_ext.retrievers.dense import MODEL_VARIABLE
-from sglang_ext.serving import page
+from sglang_ext.serving import page, ready
 from sglang_ext.serving.errors import PoolError, error_response
 from sglang_ext.serving.tenants import HEADER, ROUTES, not_for_tenants
 from sglang_ext.types import JsonObject
@@ -202,13 +202,13 @@ def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def around_decide_request_auth(original: Callable[..., Passed], **request: Passed) -> Passed:
-    """AROUND decide_request_auth: the page for people, which holds no data, needs no key.
+    """AROUND decide_request_auth: the page for people and /ready, which name nothing, need no key.
 
     A header that is not ASCII holds no key, where SGLang would answer with a 500.
     """
     header = request["authorization_header"]
     changed: dict[str, Passed] = {"authorization_header": header if header and header.isascii() else None}
-    if (request["method"], request["path"]) == ("GET", page.PATH):
+    if request["method"] == "GET" and request["path"] in (page.PATH, ready.PATH):
         changed |= {"api_key": None, "admin_api_key": None}
     return original(**{**request, **changed})
 

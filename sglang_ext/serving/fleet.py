@@ -47,6 +47,7 @@ class SharedFolder(Folder):
         self._problems: dict[str, str] = {}  # by name of the pool
         self._failed: set[str] = set()  # pools whose newest version was tried in vain since the last look of the watch
         self._begun = 0  # looks
+        self._first: set[str] | None = None  # pools of the first look that are to be encoded before the server is ready
         self._looking, self._encoding = asyncio.Lock(), asyncio.Lock()
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._taking: set[str] = set()  # pools that are encoded for one of those tasks
@@ -105,6 +106,8 @@ class SharedFolder(Folder):
         for name, number in newest.items():
             if number > self.last(name):
                 await self._found(name, number)
+        if self._first is None:
+            self._first = set(self._service.pools) if self._settings.encode_at_once else set()
         for pool in list(self._service.pools.values()):
             if pool.behind and pool.name not in self._failed and self._unasked(pool):
                 self._bring(pool)
@@ -153,12 +156,29 @@ class SharedFolder(Folder):
             try:
                 return number, await asyncio.to_thread(self._store.read, name, number)
             except Replaced:
-                number += 1
+                number = await asyncio.to_thread(self._store.after, name, number)
 
     def last(self, name: str) -> int:
         return self._seen.get(name, 0)
 
     # ---- serving ----
+
+    def waits_for(self) -> str | None:
+        if self._first is None:  # later on, pools are served as they were seen last
+            return "the folder that the servers share has not been read yet"
+        self._first = {name for name in self._first if self._awaits(name)}  # a server that was ready stays it
+        left = len(self._first)
+        return f"pools of the folder that the servers share are still to be encoded: {left}" if left else None
+
+    def _awaits(self, name: str) -> bool:
+        """Whether a pool of the folder was not encoded yet, and not in vain."""
+        pool = self._service.pools.get(name)
+        return pool is not None and pool.stored and pool.current is None and pool.failure is None
+
+    def stop(self) -> None:
+        for task in (self._watching, *self._bringing.values()):
+            if task is not None:
+                task.cancel()
 
     async def free(self, name: str) -> None:
         await self.look()

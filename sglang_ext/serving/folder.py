@@ -32,6 +32,13 @@ class Folder:
         """Whether pool `name` is there and cannot be asked for yet."""
         return False
 
+    def waits_for(self) -> str | None:
+        """What is still to be done before the server is ready, in words that name no pool; None: nothing."""
+        return None
+
+    def stop(self) -> None:
+        """Encode nothing more of what nobody asks for: the server ends."""
+
     async def look(self) -> None:
         """See what others have changed until now."""
 
@@ -106,6 +113,14 @@ class OwnFolder(Folder):
 
     def restores(self, name: str) -> bool:
         return name in self._restore
+
+    def waits_for(self) -> str | None:
+        left = len(self._restore)
+        return f"pools of the pool directory are still to be encoded: {left}" if left else None
+
+    def stop(self) -> None:
+        if self._restoring is not None:
+            self._restoring.cancel()
 
     async def save(self, pool: Pool, version: Version) -> None:
         await asyncio.to_thread(self._store.save, version.name, version.number, version.definition.dump())

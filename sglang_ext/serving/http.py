@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from sglang_ext.config import RequestOptions, check_name
 from sglang_ext.names import Passed, ServerArgs, TokenizerManager
-from sglang_ext.serving import access, checks, page, routes
+from sglang_ext.serving import access, checks, drain, page, ready, routes
 from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
 from sglang_ext.serving.explain import would_select
@@ -43,20 +43,23 @@ def before_setup_and_run_http_server(
     add_routes(app, tokenizer_manager)
     if not tokenizer_manager.ext_system.streams:
         page.add_page(app)
+    service = pools_of(tokenizer_manager)
+    ready.add_route(app, tokenizer_manager, service)
     routes.guard(app)
     # SGLang adds its check of api keys after this, around it: bodies of strangers are not read at all.
-    app.add_middleware(BodyLimit, settings=pools_of(tokenizer_manager).settings)
+    app.add_middleware(BodyLimit, settings=service.settings)
     of_pools = {field.name for field in dataclasses.fields(RequestOptions)}
     app.add_middleware(routes.QueryOptions, options=of_pools | tokenizer_manager.ext_policy.request_options)
     access.guard(app, tokenizer_manager, server_args, _tenancy(tokenizer_manager, server_args))
+    drain.guard(app, tokenizer_manager, service.settings.drain_seconds)
     then = kwargs.get("launch_callback")
 
     def launched() -> None:
         # SGLang calls this from its warm-up thread, when the event loop is serving.
         loop = tokenizer_manager.event_loop
         if loop is not None:
-            for service in list(pools_of(tokenizer_manager).shared.services.values()):
-                asyncio.run_coroutine_threadsafe(service.restored(), loop)
+            for each in list(service.shared.services.values()):
+                asyncio.run_coroutine_threadsafe(each.restored(), loop)
         if then is not None:
             then()
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", "Counter", "Gauge", "Histogram")
 
+POOL = "pool"  # the label that names one
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
 
 
@@ -30,6 +31,7 @@ class _Metrics(NamedTuple):
     headers: Counter
     retrieval: Histogram
     encoding: Counter
+    pools: Gauge
     tokens: Gauge
     blocks: Gauge
 
@@ -52,6 +54,12 @@ def _created(labels: tuple[str, ...]) -> _Metrics:
             "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
         ),
         encoding=Counter("sglang_ext:encoding_seconds", "Time spent creating and changing pools.", labels),
+        pools=Gauge(
+            "sglang_ext:num_pools",
+            "Pools that are served.",
+            [label for label in labels if label != POOL],
+            multiprocess_mode="mostrecent",
+        ),
         tokens=Gauge(
             "sglang_ext:pool_tokens", "Tokens in the blocks of pools.", labels, multiprocess_mode="mostrecent"
         ),
@@ -77,7 +85,7 @@ class TokenizerMetrics:
 
     @property
     def _metrics(self) -> _Metrics:
-        return _created((*self._labels, "pool") if self.by_pool else tuple(self._labels))
+        return _created((*self._labels, POOL) if self.by_pool else tuple(self._labels))
 
     def _of(self, metric: M, pool: str) -> M:
         return metric.labels(**self._labels, pool=pool) if self.by_pool else metric.labels(**self._labels)
@@ -108,6 +116,7 @@ class TokenizerMetrics:
             tokens, blocks = (sum(size[place] for size in self._sizes.values()) for place in (0, 1))
         if not self._sizes[pool][1]:
             del self._sizes[pool]
+        self._metrics.pools.labels(**self._labels).set(len(self._sizes))
         self._of(self._metrics.tokens, pool).set(tokens)
         self._of(self._metrics.blocks, pool).set(blocks)
         self._of(self._metrics.encoding, pool).inc(seconds)

@@ -76,6 +76,12 @@ class VersionStore:
             raise Damaged(unreadable(path, error)) from error
         return None
 
+    def after(self, name: str, number: int) -> int:
+        """The first version of a pool behind version `number`, of which this machine may have seen none yet."""
+        found = (VERSION_FILE.fullmatch(file) for file in os.listdir(self.directory))
+        later = [int(match[2]) for match in found if match and match[1] == name and int(match[2]) > number]
+        return min(later, default=number + 1)
+
     def claim(self, name: str, number: int, definition: JsonObject | None) -> None:
         """Make a definition (None: a deletion) version `number` of a pool, the one behind `number` - 1.
 
@@ -83,23 +89,46 @@ class VersionStore:
             PoolError: (409) another server has made another one that version.
             OSError: the folder cannot be written to; the version was not claimed.
         """
+        self.bring(name, number, definition, number - 1)
+
+    def bring(self, name: str, number: int, definition: JsonObject | None, newest: int) -> None:
+        """Make what another folder has as version `number` of a pool (None: a deletion) that version here, too.
+
+        Numbers between the two are passed over. The one behind `newest` is claimed as replaced, for that is the one
+        which a server that has not seen the new version yet would make.
+
+        Args:
+            newest: the newest version here, below `number`; 0 without any.
+
+        Raises:
+            PoolError: (409) a server has made a newer one meanwhile.
+            OSError: the folder cannot be written to; the version was not claimed.
+        """
         held = {GONE: DELETED} if definition is None else definition
-        with written(self.directory, name, {"version": number, **held}) as temporary:
-            try:
-                os.link(temporary, self._path(name, number))
-            except OSError as error:
-                if error.errno in _NO_LINKS:
-                    why = "the file system of a folder that servers share must have hard links"
-                    raise OSError(error.errno, f"{why} ({error.strerror})") from error
-                # NFS may lose the answer to a link that it made, and ask again: the file has two names then (open(2)).
-                if not isinstance(error, FileExistsError) or os.stat(temporary).st_nlink != 2:
-                    raise _taken(name, number, error) from error
+        with contextlib.ExitStack() as files:
+            new = files.enter_context(written(self.directory, name, {"version": number, **held}))
+            if number > newest + 1:
+                passed = {"version": newest + 1, GONE: REPLACED}
+                self._link(files.enter_context(written(self.directory, name, passed)), name, newest + 1)
+            self._link(new, name, number)
         try:
             flush(self.directory)
         except OSError as error:  # the version is there, and others may serve it already
             logger.warning("sglang_ext: %s may not outlast a failure of power: %s", self._path(name, number), error)
-        if number > 1:
-            self._empty(name, number - 1)
+        if newest:
+            self._empty(name, newest)
+
+    def _link(self, temporary: Path, name: str, number: int) -> None:
+        """Claim a number with what is in a file; raises what `claim` raises."""
+        try:
+            os.link(temporary, self._path(name, number))
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                why = "the file system of a folder that servers share must have hard links"
+                raise OSError(error.errno, f"{why} ({error.strerror})") from error
+            # NFS may lose the answer to a link that it made, and ask again: the file has two names then (open(2)).
+            if not isinstance(error, FileExistsError) or os.stat(temporary).st_nlink != 2:
+                raise _taken(name, number, error) from error
 
     def adopt(self) -> list[str]:
         """Make the files of a folder that was one server's own the versions that they hold; says what is wrong there.

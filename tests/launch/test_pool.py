@@ -270,8 +270,9 @@ def test_plan_asks_a_server_or_a_model(script: Script, file: str, capsys) -> Non
     assert cli.main(["pool", "plan", file, "--url", script.url, "--seed", "3"]) == 0
     assert script.asked[0][:3] == ("POST", "/v1/pools/plan", {"demonstrations": DEMONSTRATIONS, "seed": 3})
     assert "such pools that fit  10 (room for 1,000 tokens)" in capsys.readouterr().out
+    assert cli.main(["pool", "plan", file]) == cli.BAD_INPUT
     with pytest.raises(SystemExit):
-        cli.main(["pool", "plan", file])
+        cli.main(["pool", "plan", file, "--url", script.url, "--model", "M"])
     assert cli.main(["pool", "plan", file, "--url", script.url, "--memory-tokens", "5"]) == 2
 
 

@@ -1,0 +1,62 @@
+"""`sglang-ext pool plan --fleet`: what fleets of servers carry, on paper (`launch.capacity`)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from sglang_ext.launch import capacity
+from sglang_ext.launch.options import add_flags, given
+from sglang_ext.launch.output import table
+
+_COUNTS = ("gpus", "pools")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `pool plan` that go with --fleet."""
+    parser.add_argument(
+        "--fleet", action="store_true", help="instead of a file of demonstrations: what fleets of servers carry"
+    )
+    for name, default in zip(_COUNTS, (capacity.GPUS, capacity.POOLS), strict=True):
+        shown = " ".join(map(str, default))
+        parser.add_argument(
+            f"--{name}", type=int, nargs="+", metavar="N", help=f"with --fleet: how many, each (default: {shown})"
+        )
+    parser.add_argument(
+        "--rates",
+        type=Path,
+        metavar="FILE",
+        help="with --fleet: what sglang-ext bench dbsa --out wrote (default: the results that come with this package)",
+    )
+    add_flags(parser, capacity.Fleet, "options of --fleet", skip=_COUNTS)
+
+
+def check(args: argparse.Namespace) -> None:
+    """ValueError where something was given that goes with --fleet alone, or cannot go with it."""
+    named = [f"--{name}" for name in (*_COUNTS, "rates") if getattr(args, name) is not None]
+    named += ["--" + name.replace("_", "-") for name in given(args, capacity.Fleet, skip=_COUNTS)]
+    if args.fleet:
+        found = [word for word in (args.file, args.model and "--model", args.url and "--url") if word]
+        if found:
+            raise ValueError(f"--fleet with {', '.join(found)}: it goes by rates that were measured; leave them out")
+    elif named:
+        raise ValueError(f"{', '.join(named)}: these go with --fleet")
+    elif args.file is None or not (args.model or args.url):
+        raise ValueError("expected FILE.jsonl with --model or --url, or --fleet")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan."""
+    rates = capacity.measured(args.rates or capacity.ENGINE)
+    options = given(args, capacity.Fleet, skip=_COUNTS)
+    fleets = capacity.fleets(args.gpus or capacity.GPUS, args.pools or capacity.POOLS, options)
+    found = [capacity.carried(rates, each) for each in fleets]
+    if args.json:
+        plan = {"rates": dataclasses.asdict(rates), "fleets": [dataclasses.asdict(each) for each in found]}
+        print(json.dumps(plan, indent=1))
+        return 0
+    print("\n".join(capacity.sources(rates, fleets[0])) + "\n")
+    print(table(capacity.header(fleets[0]), [capacity.row(each) for each in found]))
+    return 0

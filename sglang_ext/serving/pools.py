@@ -43,7 +43,8 @@ class PoolService:
         system = systems()[manager.server_args.attention_backend]
         self.policy_options = system.make_policy().request_options
         self._streams = system.streams
-        self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
+        counted = ("requests", "reencoded_blocks", "missed_blocks", "stitched_tokens")
+        self.counters: dict[str, float] = {**dict.fromkeys(counted, 0), "retrieval_seconds": 0.0}
         self.metrics = TokenizerMetrics(
             manager.enable_metrics, compat.resolved(manager.server_args).served_model_name, self.settings.pool_metrics
         )
@@ -63,8 +64,9 @@ class PoolService:
     def _served(self) -> list[Version]:
         return [pool.current for pool in self.pools.values() if pool.current is not None]
 
-    def _reencoded(self, name: str, blocks: int) -> None:
+    def _reencoded(self, name: str, blocks: int, missed: int) -> None:
         self.counters["reencoded_blocks"] += blocks
+        self.counters["missed_blocks"] += missed
         self.metrics.reencoded(name, blocks)
 
     # ---- reading ----

@@ -107,6 +107,7 @@ BENCHMARKS = (
     Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
     Benchmark("serve", ("serve",), "serve.json"),
+    Benchmark("fleet", ("fleet", "--layers", "4", "--popularity", "uniform", "zipf"), "fleet.json"),
     Benchmark(
         "quality-dbsa",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "4000", "--queries", "50"),

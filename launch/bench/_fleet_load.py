@@ -9,16 +9,19 @@ import os
 import random
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
+import requests
+
 from sglang_ext.launch.bench._dbsa_engine import demonstrations, examples
-from sglang_ext.launch.bench._router import ROUTING_KEY
+from sglang_ext.launch.bench._router import ROUTED, ROUTING_KEY
 from sglang_ext.launch.bench._serve_load import Limits, Load, LoadRequest, Measured
 from sglang_ext.launch.bench._serve_mixes import pool_name, sampling
+from sglang_ext.launch.client import TIMEOUT
 from sglang_ext.launch.demo_server import Server, free_port, running
 from sglang_ext.types import JsonObject
 
@@ -61,11 +64,6 @@ class Fleet:
         self.servers, self.args = servers, args
         self._seeds = itertools.count()
 
-    @cached_property
-    def load_limits(self) -> Limits:
-        """Of good answers, which this benchmark does not count."""
-        return Limits()
-
     def put(self, pools: int) -> None:
         """Have all servers know so many pools, and encode each once; none stays when its room is needed."""
         for number in range(pools):
@@ -95,6 +93,24 @@ class Fleet:
             [pool] = dice.choices(range(asked.pools), asked.weights)
             yield self.request(pool, number)
 
+    def homes(self, url: str, pools: int) -> list[int]:
+        """How many of the first so many pools a router sends to each server, the most first.
+
+        Args:
+            url: of the router.
+            pools: how many.
+
+        Raises:
+            requests.HTTPError: a request failed.
+        """
+        found: Counter[str] = Counter()
+        for number in range(pools):
+            asked = self.request(number, number)
+            answer = requests.post(f"{url}/generate", json=asked.body, headers={**asked.headers}, timeout=TIMEOUT)
+            answer.raise_for_status()
+            found[answer.headers[ROUTED]] += 1
+        return sorted(found.values(), reverse=True)
+
     def measure(self, url: str, servers: int, asked: PoolsAsked) -> JsonObject:
         """One load, after one that brings the KV caches to where they stay.
 
@@ -109,7 +125,7 @@ class Fleet:
         Raises:
             RuntimeError: requests failed, or none was answered.
         """
-        load = Load(url, self.load_limits)
+        load = Load(url, Limits())
         self._sound(load.closed(self.requests(asked), self.args.concurrency, self.args.warm_up))
         before = self.counted(servers)
         found = load.closed(self.requests(asked), self.args.concurrency, self.args.seconds)

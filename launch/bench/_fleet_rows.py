@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sglang_ext.launch.bench._record import Figure, Timing
-from sglang_ext.launch.bench._router import BY_KEY
+from sglang_ext.launch.bench._router import BY_KEY, MANUAL
 from sglang_ext.types import JsonObject
 
+KEYED = (BY_KEY, MANUAL)
+"""Policies that send all requests of a pool to one server."""
 AIM = 0.9
 """Of the blocks that one server finds which holds its share of the pools alone, what routing by pool should find."""
 
@@ -23,7 +25,7 @@ def _of(load: JsonObject) -> Iterator[Figure]:
     words = f"{load['pools']} pools ({load['popularity']}) on {servers}, {load['policy']}"
     beside = f"one server alone, {share} pools"
     ratio = load["found"] / alone["found"] if alone["found"] else None
-    aimed = load["policy"] == BY_KEY
+    aimed = load["policy"] in KEYED
     yield Figure(
         f"{words}: share of selected blocks that were there",
         Timing.of([load["found"]]),
@@ -32,7 +34,7 @@ def _of(load: JsonObject) -> Iterator[Figure]:
         ratio,
         f"at least {AIM:.3g}x" if aimed else "",
         ratio >= AIM if aimed and ratio is not None else None,
-        notes={name: load[name] for name in ("block_hits", "missed_blocks", "reencoded_blocks", "requests")},
+        notes={name: load[name] for name in ("homes", "block_hits", "missed_blocks", "reencoded_blocks", "requests")},
         unit="share",
     )
     for name in ("p50", "p99"):
@@ -56,13 +58,14 @@ def _of(load: JsonObject) -> Iterator[Figure]:
 def shown(loads: Sequence[JsonObject]) -> str:
     """The loads as a Markdown table."""
     lines = [
-        "| pools | asked about | servers | policy | blocks found | one server, its share of the pools | first token,"
-        " p50 and p99, ms | answers a second |",
-        "|--:|---|--:|---|--:|--:|--:|--:|",
+        "| pools | asked about | servers | policy | pools at home | blocks found | one server, its share of the pools |"
+        " first token, p50 and p99, ms | answers a second |",
+        "|--:|---|--:|---|---|--:|--:|--:|--:|",
     ]
     for load in loads:
         alone, first = load["alone"], load["first"]
-        cells = [load["pools"], load["popularity"], load["servers"], f"`{load['policy']}`", f"{load['found']:.3f}"]
+        cells = [load["pools"], load["popularity"], load["servers"], f"`{load['policy']}`"]
+        cells += [" and ".join(map(str, load["homes"])), f"{load['found']:.3f}"]
         cells += [f"{alone['found']:.3f} ({load['pools_alone']} pools)"]
         cells += [f"{1e3 * first['p50']:.0f}, {1e3 * first['p99']:.0f}", f"{load['completed']:.1f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")

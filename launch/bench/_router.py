@@ -13,7 +13,9 @@ from sglang_ext.launch.demo_server import Server, free_port, running
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 """Header of a request: equal keys go to the same server where the policy is `consistent_hashing`."""
-BY_KEY = "consistent_hashing"
+ROUTED = "x-smg-routed-worker-id"
+"""Header of an answer: the address of the server that gave it."""
+BY_KEY, MANUAL = "consistent_hashing", "manual"
 FLAGS = ("--disable-circuit-breaker", "--disable-worker-overload-protection")
 """Without the first, a pool that all servers answer with 503 closes all servers; without the second, a server whose
 KV cache is full of pools gets no requests for them."""

@@ -1,10 +1,10 @@
 """``sglang-ext bench fleet``: several servers behind SMG, and pools that do not all fit one of them.
 
 All servers share a folder of pools, and each has a KV cache of --max-total-tokens. Questions over the pools go through
-the router in a closed loop, by each of its policies: `consistent_hashing` by the header that names the pool, and
-`cache_aware`, which sees the question alone, and `round_robin` beside it. Each load says which share of the blocks that
-requests selected was in the KV cache, how long the first token took, and how many answers came a second. Beside it
-stands one server alone, asked about its share of the pools: with 4 servers and 16 pools, about 4.
+the router in a closed loop, by each of its policies: `consistent_hashing` and `manual` by the header that names the
+pool, and beside them `cache_aware`, which sees the question alone, and `round_robin`. Each load says which share of the
+blocks that requests selected was in the KV cache, how long the first token took, and how many answers came a second.
+Beside it stands one server alone, asked about its share of the pools: with 4 servers and 16 pools, about 4.
 
 Weights are random, and pools are generated. A load of --warm-up seconds, which is not measured, comes first. A server
 takes one GPU after the other where there are several; where there is one, all share it.
@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 
 from sglang_ext.launch.bench._fleet_load import POPULARITIES, UNIFORM, Fleet, PoolsAsked, fleet
-from sglang_ext.launch.bench._fleet_rows import rows, shown
+from sglang_ext.launch.bench._fleet_rows import KEYED, rows, shown
 from sglang_ext.launch.bench._record import json_file, save
-from sglang_ext.launch.bench._router import BY_KEY, command, routed
+from sglang_ext.launch.bench._router import BY_KEY, MANUAL, command, routed
 from sglang_ext.launch.bench._serve_mixes import Sizes
 from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench._turns import say
@@ -28,7 +28,13 @@ from sglang_ext.serving.plan import ROOM_FOR_REQUESTS
 from sglang_ext.types import JsonObject
 
 RESULTS = Path(__file__).resolve().parent / "results"
-POLICIES = (BY_KEY, "cache_aware", "round_robin")
+POLICIES: dict[str, tuple[str, ...]] = {
+    BY_KEY: (),
+    MANUAL: ("--assignment-mode", "min_group"),
+    "cache_aware": (),
+    "round_robin": (),
+}
+"""Policy of the router -> its options. `manual` gives a new key to the server with the fewest, and remembers it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,8 +104,9 @@ def measure(servers: Fleet, popularity: str, args: argparse.Namespace, loads: li
                 alone[share] = servers.measure(servers.servers[0].url, 1, PoolsAsked(share, popularity))
             for policy in args.policies:
                 say(f"{pools} pools on {count} servers, {policy}")
-                with routed([server.url for server in servers.servers[:count]], policy) as router:
+                with routed([server.url for server in servers.servers[:count]], policy, POLICIES[policy]) as router:
+                    homes = servers.homes(router.url, pools) if policy in KEYED else []
                     found = servers.measure(router.url, count, PoolsAsked(pools, popularity))
-                about = {"pools": pools, "popularity": popularity, "servers": count, "policy": policy}
+                about = {"pools": pools, "popularity": popularity, "servers": count, "policy": policy, "homes": homes}
                 loads.append({**about, **found, "pools_alone": share, "alone": alone[share]})
         save(args.out, rows(loads), commit=args.commit, loads=[*loads])

@@ -16,11 +16,11 @@ from typing import Any
 import requests
 
 from sglang_ext.launch.bench._router import BY_KEY, ROUTING_KEY, known, routed
+from sglang_ext.launch.bench._router import ROUTED as HOME
 from sglang_ext.launch.demo_server import Server as Running
 from tests.e2e.server import REQUEST_SECONDS, until
 
 QUICK = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1")
-HOME = "x-smg-routed-worker-id"
 PATIENCE = 240.0  # seconds; a server starts in them on a crowded machine
 
 

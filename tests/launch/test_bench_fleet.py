@@ -99,7 +99,7 @@ def test_a_load_that_is_none_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch,
 
 def load(policy: str, found: float, alone: float) -> dict[str, Any]:
     counts = dict.fromkeys(COUNTED, 5)
-    about = {"pools": 8, "popularity": "uniform", "servers": 2, "policy": policy, "pools_alone": 4}
+    about = {"pools": 8, "popularity": "uniform", "servers": 2, "policy": policy, "pools_alone": 4, "homes": [5, 3]}
     return {**about, **measured().record(), **counts, "found": found, "alone": {**measured().record(), "found": alone}}
 
 
@@ -111,7 +111,7 @@ def test_rows_and_their_aim() -> None:
     assert found[0].baseline == "one server alone, 4 pools" and found[2].aim == ""
     assert len(rows(loads)) == 4 * len(loads)
     lines = shown(loads).splitlines()
-    assert len(lines) == 2 + len(loads) and "| 0.910 | 1.000 (4 pools) | 100, 200 | 9.0 |" in lines[2]
+    assert len(lines) == 2 + len(loads) and "| 5 and 3 | 0.910 | 1.000 (4 pools) | 100, 200 | 9.0 |" in lines[2]
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_servers_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_two_servers_behind_the_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--shape tiny --servers 2 --pools 4 --pool-tokens 1500 --block-size 8 --max-total-tokens 4000"
-    loads = f"--concurrency 2 --seconds 2 --warm-up 1 --policies {BY_KEY} round_robin"
+    loads = "--concurrency 2 --seconds 2 --warm-up 1 --policies manual round_robin"
     out = tmp_path / "rows.json"
     assert cli.main(["bench", "fleet", *sizes.split(), *loads.split(), "--out", str(out)]) == 0, capsys.readouterr()
     record = json.loads(out.read_text())
     by_key, in_turn = record["loads"]
     for each in (by_key, in_turn, by_key["alone"]):
         assert each["requests"] and each["block_hits"] and 0 < each["found"] <= 1 and not each["failed"]
-    assert by_key["pools_alone"] == 2 and len(record["figures"]) == 8
-    assert "| 4 | uniform | 2 | `round_robin` |" in capsys.readouterr().out
+    assert by_key["pools_alone"] == 2 and by_key["homes"] == [2, 2] and len(record["figures"]) == 8
+    assert "| 4 | uniform | 2 | `manual` | 2 and 2 |" in capsys.readouterr().out

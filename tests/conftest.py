@@ -52,6 +52,8 @@ SLOW = (
     "e2e/test_pool_host.py::test_two_ranks",
     "e2e/test_pool_host.py",
     "e2e/test_pool_life.py::test_cancelling_at_every_moment",
+    "e2e/test_router.py",
+    "e2e/test_router_conversations.py",
     "e2e/test_soak.py",
     "e2e/test_stock.py",
     "e2e/test_stress.py",

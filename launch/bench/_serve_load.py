@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import aiohttp
@@ -35,10 +35,12 @@ class LoadRequest:
     Attributes:
         body: of it, without `stream`.
         tokens: of the answer; it ends with no other number.
+        headers: beside the body's type.
     """
 
     body: JsonObject
     tokens: int
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def data(self) -> bytes:
         """The body, as it is sent."""
@@ -197,19 +199,22 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {"p50": found[49], "p99": found[98]}
 
 
-async def ask(session: aiohttp.ClientSession, url: str, data: bytes, answer: Answered, due: float) -> None:
+async def ask(
+    session: aiohttp.ClientSession, url: str, data: bytes, headers: Mapping[str, str], answer: Answered, due: float
+) -> None:
     """Send one request, and see its answer through; what goes wrong is in the answer.
 
     Args:
         session: with connections enough.
         url: of the server.
         data: the body.
+        headers: beside its type.
         answer: where to say what is seen.
         due: when it should have been sent (`time.perf_counter`): from there times are counted.
     """
     since = 0.0
     try:
-        async with session.post(f"{url}/generate", data=data, headers=JSON) as response:
+        async with session.post(f"{url}/generate", data=data, headers={**JSON, **headers}) as response:
             if response.status != 200:
                 answer.error = f"{response.status}: {(await response.text())[:300]}"
                 return
@@ -265,12 +270,12 @@ class Load:
         """Requests that arrive at random, `rate` of them a second on average, whatever the server does."""
         dice = random.Random(seed)
         times = list(itertools.takewhile(lambda at: at < seconds, _arrivals(dice, rate)))
-        ready = [(at, each.data(), each.tokens) for at, each in zip(times, requests, strict=False)]
+        ready = [(at, each, each.data()) for at, each in zip(times, requests, strict=False)]
 
         async def arrive(run: _Run) -> None:
-            for at, data, tokens in ready:
+            for at, each, data in ready:
                 await asyncio.sleep(max(0.0, run.started + at - time.perf_counter()))
-                run.send(data, tokens, at)
+                run.send(each, data, at)
             await asyncio.sleep(max(0.0, run.started + seconds - time.perf_counter()))
 
         answers, whole = asyncio.run(self._run(arrive))
@@ -349,11 +354,12 @@ class _Run:
         self.answers: list[Answered] = []
         self.tasks: list[asyncio.Task[None]] = []
 
-    def send(self, data: bytes, tokens: int, at: float) -> asyncio.Task[None]:
-        """Send a request that was due so many seconds after the begin."""
-        answer = Answered(tokens, at)
+    def send(self, request: LoadRequest, data: bytes, at: float) -> asyncio.Task[None]:
+        """Send a request, whose body was made before, that was due so many seconds after the begin."""
+        answer = Answered(request.tokens, at)
         self.answers.append(answer)
-        self.tasks.append(asyncio.create_task(ask(self.session, self.url, data, answer, self.started + at)))
+        asking = ask(self.session, self.url, data, request.headers, answer, self.started + at)
+        self.tasks.append(asyncio.create_task(asking))
         return self.tasks[-1]
 
     async def client(self, requests: Iterator[LoadRequest]) -> None:
@@ -361,7 +367,7 @@ class _Run:
         while True:
             each = next(requests)
             data = each.data()
-            await asyncio.shield(self.send(data, each.tokens, time.perf_counter() - self.started))
+            await asyncio.shield(self.send(each, data, time.perf_counter() - self.started))
 
 
 def _arrivals(dice: random.Random, rate: float) -> Iterator[float]:

@@ -109,6 +109,7 @@ BENCHMARKS = (
     Benchmark("serve", ("serve",), "serve.json"),
     Benchmark("drafts", ("drafts",), "drafts.json", needs=("data",)),
     Benchmark("drafts-smollm2", ("drafts",), "drafts_smollm2.json", needs=("books", "model")),
+    Benchmark("fleet", ("fleet", "--layers", "4", "--popularity", "uniform", "zipf"), "fleet.json"),
     Benchmark(
         "quality-dbsa",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "4000", "--queries", "50"),

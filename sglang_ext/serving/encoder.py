@@ -37,7 +37,8 @@ class Encoder:
         manager: SGLang's tokenizer manager.
         channel: to the schedulers.
         served: the versions that requests are served from.
-        reencoded: told of a version, and how many of its blocks are encoded for a request.
+        reencoded: told of a version, how many of its blocks are encoded for a request, and how many of these the request
+            itself needs.
 
     Attributes:
         flushes: how often the KV cache was emptied.
@@ -49,7 +50,7 @@ class Encoder:
         manager: TokenizerManager,
         channel: Channel,
         served: Callable[[], Iterable[Version]],
-        reencoded: Callable[[Version, int], None],
+        reencoded: Callable[[Version, int, int], None],
     ) -> None:
         self.manager, self._channel, self._served, self._reencoded = manager, channel, served, reencoded
         self._encoding = asyncio.Lock()
@@ -182,7 +183,7 @@ class Encoder:
                 await self._channel.release(holder)
             await self._check_memory(version, tokens, state["total_tokens"] - state["held_by_pools"])
             return False
-        self._reencoded(version, len(needed))
+        self._reencoded(version, len(needed), len(missing.intersection(wanted)))
         await self._encode(version, layout, needed, holder, None, locked=True)
         spare = held - set(wanted)
         if spare and not pinned:

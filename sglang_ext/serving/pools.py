@@ -51,7 +51,8 @@ class PoolService:
         system = systems()[manager.server_args.attention_backend]
         self.policy_options = system.make_policy().request_options
         self._streams = system.streams
-        self.counters = {"requests": 0, "reencoded_blocks": 0, "retrieval_seconds": 0.0, "stitched_tokens": 0}
+        counted = ("requests", "reencoded_blocks", "missed_blocks", "stitched_tokens")
+        self.counters: dict[str, float] = {**dict.fromkeys(counted, 0), "retrieval_seconds": 0.0}
         self.tenant, self.quota = tenant, Quota()
         labels = labels_of(manager, self.settings, tenant)
         self.metrics = TokenizerMetrics(manager.enable_metrics, labels, self.settings.pool_metrics)
@@ -68,9 +69,10 @@ class PoolService:
         """Wait until pools can be asked for: what is in `--pool-dir` is known, or served."""
         await self.folder.started()
 
-    def reencoded(self, name: str, blocks: int) -> None:
-        """So many blocks of a pool are encoded again, for a request."""
+    def reencoded(self, name: str, blocks: int, missed: int) -> None:
+        """So many blocks of a pool are encoded again, for a request, which needs `missed` of them itself."""
         self.counters["reencoded_blocks"] += blocks
+        self.counters["missed_blocks"] += missed
         self.metrics.reencoded(name, blocks)
 
     @property

@@ -51,5 +51,5 @@ class Shared:
                 if pool.current is not None:
                     yield pool.current
 
-    def _reencoded(self, version: Version, blocks: int) -> None:
-        self.services[version.tenant].reencoded(version.name, blocks)
+    def _reencoded(self, version: Version, blocks: int, missed: int) -> None:
+        self.services[version.tenant].reencoded(version.name, blocks, missed)

@@ -64,7 +64,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetSize:
     """What is planned for.
 
     Attributes:
@@ -113,7 +113,7 @@ class Capacity:
         first_seconds: until every pool was encoded once.
         scattered, bound: requests that the fleet answers a second where each one is over another pool than the one
             before it, and what bounds that.
-        grouped, grouped_bound: the same with `Fleet.in_a_row` requests over a pool, one behind the other.
+        grouped, grouped_bound: the same with `FleetSize.in_a_row` requests over a pool, one behind the other.
     """
 
     gpus: int
@@ -202,7 +202,7 @@ def weight_bytes(shape: str, layers: int = 0) -> float:
 # ---- the plan ----
 
 
-def carried(rates: Rates, fleet: Fleet) -> Capacity:
+def carried(rates: Rates, fleet: FleetSize) -> Capacity:
     """What a fleet carries at these rates.
 
     Raises:
@@ -261,7 +261,7 @@ def carried(rates: Rates, fleet: Fleet) -> Capacity:
 # ---- for people ----
 
 
-def header(fleet: Fleet) -> tuple[str, ...]:
+def header(fleet: FleetSize) -> tuple[str, ...]:
     """Titles of the columns of `row`."""
     in_a_row = f"requests/s, {fleet.in_a_row} in a row"
     return (
@@ -302,7 +302,7 @@ def row(found: Capacity) -> list[str]:
     ]
 
 
-def sources(rates: Rates, fleet: Fleet) -> list[str]:
+def sources(rates: Rates, fleet: FleetSize) -> list[str]:
     """What a plan was made from, a sentence each."""
     return [
         f"One server is {rates.gpus} x {rates.gpu}. It encodes {rates.encoded:,.0f} tokens of pools a second, and"
@@ -317,7 +317,7 @@ def sources(rates: Rates, fleet: Fleet) -> list[str]:
     ]
 
 
-def markdown(rates: Rates, fleets: Sequence[Fleet]) -> str:
+def markdown(rates: Rates, fleets: Sequence[FleetSize]) -> str:
     """The sources and a table, for a document."""
     lines = [header(fleets[0]), ["---:"] * len(header(fleets[0])), *(row(carried(rates, each)) for each in fleets)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -327,9 +327,9 @@ def markdown(rates: Rates, fleets: Sequence[Fleet]) -> str:
 
 def fleets(
     gpus: Sequence[int] = GPUS, pools: Sequence[int] = POOLS, options: Options = MappingProxyType({})
-) -> list[Fleet]:
-    """Every number of GPUs with every number of pools; `options` are the other fields of `Fleet`."""
-    return [Fleet(each, count, **options) for each in gpus for count in pools]
+) -> list[FleetSize]:
+    """Every number of GPUs with every number of pools; `options` are the other fields of `FleetSize`."""
+    return [FleetSize(each, count, **options) for each in gpus for count in pools]
 
 
 def _short(count: float) -> str:

@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --fleet: what sglang-ext bench dbsa --out wrote (default: the results that come with this package)",
     )
-    add_flags(parser, capacity.Fleet, "options of --fleet", skip=_COUNTS)
+    add_flags(parser, capacity.FleetSize, "options of --fleet", skip=_COUNTS)
 
 
 def check(args: argparse.Namespace) -> None:
     """ValueError where something was given that goes with --fleet alone, or cannot go with it."""
     named = [f"--{name}" for name in (*_COUNTS, "rates") if getattr(args, name) is not None]
-    named += ["--" + name.replace("_", "-") for name in given(args, capacity.Fleet, skip=_COUNTS)]
+    named += ["--" + name.replace("_", "-") for name in given(args, capacity.FleetSize, skip=_COUNTS)]
     if args.fleet:
         found = [word for word in (args.file, args.model and "--model", args.url and "--url") if word]
         if found:
@@ -50,7 +50,7 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     rates = capacity.measured(args.rates or capacity.ENGINE)
-    options = given(args, capacity.Fleet, skip=_COUNTS)
+    options = given(args, capacity.FleetSize, skip=_COUNTS)
     fleets = capacity.fleets(args.gpus or capacity.GPUS, args.pools or capacity.POOLS, options)
     found = [capacity.carried(rates, each) for each in fleets]
     if args.json:

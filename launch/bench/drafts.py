@@ -149,7 +149,7 @@ def setting(text: str) -> tuple[float, float]:
 # ---- in an engine ----------------------------------------------------------------------------------------------------
 
 
-class Asker:
+class Drafter:
     """An engine with Double-P, whose requests choose to be dense or sparse.
 
     Args:
@@ -313,13 +313,13 @@ def main(args: argparse.Namespace) -> int:
     engine = engine_of(settings, method, longest)
     measured = list[Drafts]()
     try:
-        asker = Asker(engine, args.answer)
+        drafter = Drafter(engine, args.answer)
         for name, tokens in read_in.items():
             for length in args.lengths:
                 prompts = prompts_of(tokens, length, args.prompts)
-                written = asker.continued(prompts)
+                written = drafter.continued(prompts)
                 for each in chosen:
-                    measured.append(asker.drafts(f"{name}, {length} tokens", prompts, written, each))
+                    measured.append(drafter.drafts(f"{name}, {length} tokens", prompts, written, each))
                     print(table(figures(measured[-1:], shares, args.gain)), flush=True)
     finally:
         engine.shutdown()

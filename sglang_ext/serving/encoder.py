@@ -37,8 +37,8 @@ class Encoder:
         manager: SGLang's tokenizer manager.
         channel: to the schedulers.
         served: the versions that requests are served from.
-        reencoded: told of a version, how many of its blocks are encoded for a request, and how many of these the request
-            itself needs.
+        reencoded: told of a version, how many of its blocks are encoded for a request, and how many of these the
+            request itself needs.
 
     Attributes:
         flushes: how often the KV cache was emptied.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.launch import capacity, cli
-from sglang_ext.launch.capacity import GIB, Fleet, Rates, carried, measured
+from sglang_ext.launch.capacity import GIB, FleetSize, Rates, carried, measured
 
 ROUND = Rates(
     gpu="G",
@@ -26,7 +26,7 @@ ROUND = Rates(
     copied_source="c",
 )
 """A server whose figures are easy: 60,000 tokens of KV cache at 80% of the memory."""
-FLEET = Fleet(gpus=1, pools=1, pool_tokens=10_000, host_gb=25.0, memory_fraction=0.8, in_a_row=10)
+FLEET = FleetSize(gpus=1, pools=1, pool_tokens=10_000, host_gb=25.0, memory_fraction=0.8, in_a_row=10)
 
 
 def plan(**changed: Any) -> capacity.Capacity:

@@ -166,6 +166,10 @@ class Browser:
             raise AssertionError(f"{text!r} did not come up in {selector}: {seen[:2000]}") from None
         return seen
 
+    def wait_for_element(self, selector: str) -> None:
+        """Return once there is such an element."""
+        until(lambda: self.run(f"return document.querySelector({selector!r}) !== null"), SECONDS)
+
     def run(self, script: str) -> Any:
         """What the body of a function of JavaScript returns, in the page."""
         return self._send("POST", f"{self.session}/execute/sync", {"script": script, "args": []})

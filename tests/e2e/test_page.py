@@ -169,6 +169,7 @@ def test_the_keyboard_is_enough(browser: Browser) -> None:
     assert browser.run("return document.activeElement.className") == "skip"
     browser.press(TAB, TAB, *ADMIN, TAB, *USER, ENTER)  # the keys' panel is open
     browser.wait_for("open", "#pools")
+    browser.wait_for_element('[data-key="tile-2"]')
     browser.run("document.querySelector('[data-key=\"tile-0\"]').focus()")
     browser.press("\ue014", "\ue014", ENTER)  # to the right, twice
     browser.wait_for("Block 2", "#block")

@@ -29,6 +29,7 @@ def server(**changed: Any) -> SimpleNamespace:
     """A manager of a server that has started, and its pools, which nobody changes."""
     folder = SimpleNamespace(waits_for=lambda: None, stop=lambda: None)
     pools = SimpleNamespace(queue=SimpleNamespace(taken=0), folder=folder, pools={})
+    pools.shared = SimpleNamespace(services={"": pools})
     fields = {"gracefully_exit": False, "server_status": ServerStatus.Up, "is_pause": False, "rid_to_state": {}}
     return SimpleNamespace(**{**fields, "ext_pools": pools, **changed})
 

@@ -9,7 +9,7 @@ import fastapi
 
 from sglang_ext.hooks import check_called, was_checked
 from sglang_ext.names import RequestInput, TokenizerManager
-from sglang_ext.serving import checks, conversations, options, texts, tokenizer
+from sglang_ext.serving import checks, conversations, logs, options, texts, tokenizer
 from sglang_ext.types import Json
 
 
@@ -26,7 +26,7 @@ def around_generate_request(
     texts.keep_time(obj)
     over_pools = partial(tokenizer.around_generate_request, original)
     keyed = partial(conversations.around_generate_request, over_pools)
-    answers = options.around_generate_request(keyed, manager, obj, request)
+    answers = logs.logged(options.around_generate_request(keyed, manager, obj, request), manager, obj)
     return answers if was_checked("main") or not checks.is_active(manager.server_args) else _looked_at(answers)
 
 

@@ -104,9 +104,7 @@ def check_arguments(server_args: object) -> None:
 _SRT = "sglang.srt."
 _OURS = "sglang_ext.serving."
 _RUNNER = _SRT + "model_executor.runner."
-_BREAKABLE = (
-    _SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend."  # a prefill's graphs
-)
+_BREAKABLE = _SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend."
 _ADDER = _SRT + "managers.schedule_policy.PrefillAdder."
 _GRAPHS = "sglang_ext.attention.graphs:"
 _OPENAI = _SRT + "entrypoints.openai."

@@ -9,6 +9,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils import get_bool_env_var
 from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_request_auth
+from sglang.srt.utils.log_utils import log_json
 from starlette.routing import Match
 
 
@@ -117,3 +118,17 @@ def must_end_at_once(manager: Any) -> bool:
 def requests_under_way(manager: Any) -> int:
     """How many requests SGLang has that have not ended, the plugin's own among them."""
     return len(manager.rid_to_state)
+
+
+# ---- its log of requests ----
+
+
+def logs_json(manager: Any) -> bool:
+    """Whether the server logs requests as JSON."""
+    log = manager.request_logger
+    return bool(log.log_requests) and log.log_requests_format == "json"
+
+
+def log_request(manager: Any, event: str, line: dict[str, Any]) -> None:
+    """Write a line to the server's log of requests, where SGLang writes its own."""
+    log_json(manager.request_logger.targets, event, line)

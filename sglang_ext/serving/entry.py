@@ -9,7 +9,7 @@ import fastapi
 
 from sglang_ext.hooks import check_called, was_checked
 from sglang_ext.names import RequestInput, TokenizerManager
-from sglang_ext.serving import checks, conversations, options, tenant_requests, texts, tokenizer
+from sglang_ext.serving import checks, conversations, logs, options, tenant_requests, texts, tokenizer
 from sglang_ext.types import Json
 
 
@@ -28,7 +28,7 @@ def around_generate_request(
     over_pools = partial(tokenizer.around_generate_request, original)
     keyed = partial(conversations.around_generate_request, over_pools)
     counted = partial(tenant_requests.around_generate_request, keyed)
-    answers = options.around_generate_request(counted, manager, obj, request)
+    answers = logs.logged(options.around_generate_request(counted, manager, obj, request), manager, obj)
     return answers if was_checked("main") or not checks.is_active(manager.server_args) else _looked_at(answers)
 
 

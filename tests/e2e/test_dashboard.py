@@ -1,4 +1,4 @@
-"""The dashboard's queries in a real Prometheus, which asks a real server for its metrics."""
+"""The dashboard's queries in a real Prometheus, which asks a real server for its metrics; and its log of requests."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from tests.packaging.test_deploy import DEPLOY, queries
 PROMETHEUS = shutil.which("prometheus")
 LONG = 180.0
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(PROMETHEUS is None, reason="no program `prometheus` is installed (apt-get install prometheus)"),
-]
+pytestmark = pytest.mark.timeout(900)
+needs_prometheus = pytest.mark.skipif(
+    PROMETHEUS is None, reason="no program `prometheus` is installed (apt-get install prometheus)"
+)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     env = {"SGLANG_EXT_SETTINGS": json.dumps({"pool_metrics": True}), "SGLANG_EXT_POLICY": '{"host_gb": 0.05}'}
     options: dict[str, Any] = {"max_total_tokens": 3000, "chunked_prefill_size": 128, "enable_metrics": True}
+    options |= {"log_requests": True, "log_requests_level": 0, "log_requests_format": "json"}
     with Server(model(), env=env, **options) as running:
         running.put("asked", models.demonstrations(24), block_size=4, pinned=False)
         yield running
@@ -95,6 +96,22 @@ def load(server: Server) -> None:
     server.generate("where is my card?", 2, pool="asked", ratio=0.5)
 
 
+def test_the_log_of_requests_names_pools(server: Server) -> None:
+    answer = server.generate("where is my card?", 3, pool="asked", ratio=0.5)
+    body = {"model": "default", "messages": [{"role": "user", "content": "where is it?"}], "max_tokens": 2}
+    chat = server.json("POST", "/v1/chat/completions", json={**body, "custom_params": {"pool": "asked"}})
+    refused = server.call("POST", "/generate", json={**server.payload("x", 1, pool="none"), "rid": "mine"})
+    assert refused.status_code == 404
+    found = [json.loads(line[line.index("{") :]) for line in server.log().splitlines() if '"sglang_ext.' in line]
+    lines = {line["rid"]: line for line in found}
+    said = lines[answer["meta_info"]["id"]]
+    assert (said["event"], said["pool"], said["version"]) == ("sglang_ext.answered", "asked", 1)
+    assert said["completion_tokens"] == 3 and said["blocks"] == len(answer["meta_info"]["sglang_ext"]["blocks"])
+    assert lines[chat["id"]]["pool"] == "asked"
+    assert lines["mine"]["event"] == "sglang_ext.failed" and "unknown pool 'none'" in lines["mine"]["error"]
+
+
+@needs_prometheus
 def test_every_query_of_the_dashboard_has_a_series(server: Server, prometheus: str) -> None:
     waiting, end = dict(queries()), time.monotonic() + LONG
     assert len(waiting) > 20

@@ -34,7 +34,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "cache_aware": (),
     "round_robin": (),
 }
-"""Policy of the router -> its options. `manual` gives a new key to the server with the fewest, and remembers it."""
+"""Policy of the router -> its options. `manual` gives a new key to the server with the fewest under way, and remembers it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -185,6 +185,15 @@ SPEED = (
             ShownRow("transfers that attention waits for, 8 of 16 blocks new, `preceding`"),
         ),
     ),
+    FileSummary(
+        "fleet",
+        "A fleet behind SMG",
+        (
+            ShownRow("16 pools (uniform) on 2 servers, consistent_hashing: share of selected blocks"),
+            ShownRow("16 pools (uniform) on 2 servers, manual: share of selected blocks"),
+            ShownRow("16 pools (uniform) on 2 servers, cache_aware: share of selected blocks"),
+        ),
+    ),
 )
 """The part on speed."""
 

@@ -34,7 +34,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "cache_aware": (),
     "round_robin": (),
 }
-"""Policy of the router -> its options. `manual` gives a new key to the server with the fewest, and remembers it."""
+"""Policy of the router -> its options. `manual` remembers the server of a key, which had the fewest keys under way."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

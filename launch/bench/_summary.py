@@ -247,6 +247,14 @@ QUALITY = (
         ),
     ),
     FileSummary(
+        "drafts",
+        "Tokens that Double-P foresees, embedded model",
+        (
+            ShownRow("banking77, 2048 tokens, Double-P (0.95, 0.7), 8 at a time"),
+            ShownRow("banking77, 7680 tokens, Double-P (0.95, 0.7), 8 at a time"),
+        ),
+    ),
+    FileSummary(
         "quality_cascade",
         "Cascades beside StreamingLLM",
         (

@@ -58,12 +58,12 @@ class PoolService:
         self.metrics = TokenizerMetrics(manager.enable_metrics, labels, self.settings.pool_metrics)
         self.usage = TenantMetrics(manager.enable_metrics, labels)
         self.shared = shared or Shared(manager)
-        self.shared.services[tenant] = self
         self.workers, self.channel = self.shared.workers, self.shared.channel
         self.encoder, self.scoring = self.shared.encoder, self.shared.scoring
         self.layouts = Layouts(manager, self.shared, self.settings, self.metrics, tenant)
         self.queue = Queue(self.settings.max_waiting_encodings)
         self.folder = folder_of(self, directory)
+        self.shared.services[tenant] = self  # last: who looks there finds no service that could not be made
 
     async def restored(self) -> None:
         """Wait until pools can be asked for: what is in `--pool-dir` is known, or served."""

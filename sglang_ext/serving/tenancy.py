@@ -17,12 +17,10 @@ from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.access import Keys, tenant_at_hand
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.pools import PoolService
-from sglang_ext.serving.tenants import Tenants
+from sglang_ext.serving.tenants import FOLDER, Tenants
 from sglang_ext.types import JsonObject
 
 logger = logging.getLogger(__name__)
-
-FOLDER = "tenants"  # in --pool-dir; no pool's file has this name
 
 
 def pools_of(manager: TokenizerManager) -> PoolService:

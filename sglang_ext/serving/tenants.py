@@ -25,6 +25,9 @@ from sglang_ext.types import Json
 HEADER = "x-sglang-ext-tenant"
 """Of a request: the tenant in whose place the operator asks."""
 
+FOLDER = "tenants"
+"""In `--pool-dir`: has a folder for each tenant. No file of a pool has this name."""
+
 ROUTES = frozenset(
     {
         "/api/chat",

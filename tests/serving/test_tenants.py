@@ -15,13 +15,13 @@ import pytest
 
 from sglang_ext.cache.conversation import NAMESPACE, name_of
 from sglang_ext.launch import early
-from sglang_ext.serving import access, checks, tenancy
+from sglang_ext.serving import access, checks
 from sglang_ext.serving.access import CallerMiddleware, Keys, may_see_definitions, owner_of_answers
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.namespaces import put_into
 from sglang_ext.serving.quota import Quota
 from sglang_ext.serving.tenancy import Tenancy, pools_of, standing, tenants_of
-from sglang_ext.serving.tenants import HEADER, Tenant, TenantQuotas, Tenants, digest_of, namespace
+from sglang_ext.serving.tenants import FOLDER, HEADER, Tenant, TenantQuotas, Tenants, digest_of, namespace
 from sglang_ext.settings import SETTINGS_ENV
 from tests.oracle import models
 from tests.serving.imitated import Service, quiet
@@ -359,7 +359,7 @@ def test_a_quota_of_tokens_counts_what_is_being_made(served: Any) -> None:
 
 
 def test_the_file_is_read_again_and_a_wrong_one_changes_nothing(
-    served: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    served: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     async def run() -> None:
         own, tenanted, _ = served
@@ -375,19 +375,13 @@ def test_the_file_is_read_again_and_a_wrong_one_changes_nothing(
             written(tmp_path, {"bolt": {"keys": ["plain"]}})
             tenancy_.reread()
             written(tmp_path, {"bolt": entry(BOLT), "never": entry(ACME), "x": entry("x")})
-            made = tenancy.PoolService
-
-            def fails(manager: Any, directory: Any, tenant: str, shared: Any) -> Any:
-                if tenant == "x":
-                    raise OSError(28, "No space left on device")
-                return made(manager, directory, tenant, shared)
-
-            monkeypatch.setattr(tenancy, "PoolService", fails)
+            (tmp_path / "pools" / FOLDER / "x").write_text("where its folder should be", encoding="utf-8")
             tenancy_.reread()
         said = [each.message for each in caplog.records if "the tenants stay as they were" in each.message]
-        assert len(said) == 2 and "keys[0] is no SHA-256" in said[0] and "No space left" in said[1]
+        assert len(said) == 2 and "keys[0] is no SHA-256" in said[0] and "File exists" in said[1]
         assert [tenancy_.of_key(key) for key in shown] == [None, None, "bolt", "late"]
         assert set(tenancy_.known()) == {"acme", "bolt", "late"}
+        assert all(service.folder.waits_for() is None for service in tenants_of(own).values())
         await quiet(own)
 
     asyncio.run(run())

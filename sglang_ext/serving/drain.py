@@ -32,6 +32,8 @@ RETRY_SECONDS = 1
 PROBES = ("/health", "/health_generate", "/metrics", ready.PATH)
 """Routes that are asked whether and how the server works: they do not keep it from ending."""
 _READING = ("GET", "HEAD", "OPTIONS")
+_HELPING = ("/abort_request", "/cancel", "/continue_generation", "/resume_memory_occupation")
+"""Ends of the paths of routes that let what is under way go on or end: a server that ends takes them until it has."""
 
 
 class Drain:
@@ -107,7 +109,7 @@ class DrainMiddleware:
             drain.listen()
         if scope["type"] != "http" or scope["path"] in PROBES:
             return await self.app(scope, receive, send)
-        if drain.refuses and scope["method"] not in _READING:
+        if drain.refuses and not _is_taken_to_the_end(scope):
             return await _refuse(scope, receive, send)
 
         async def send_and_part(message: Message) -> None:
@@ -121,6 +123,12 @@ class DrainMiddleware:
             await self.app(scope, receive, send_and_part)
         finally:
             drain.under_way -= 1
+
+
+def _is_taken_to_the_end(scope: Scope) -> bool:
+    """Whether a request is no new work for the server."""
+    method: str = scope["method"]
+    return method in _READING or (method == "POST" and scope["path"].endswith(_HELPING))
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:

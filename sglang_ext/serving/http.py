@@ -43,14 +43,14 @@ def before_setup_and_run_http_server(
     add_routes(app, tokenizer_manager)
     if not tokenizer_manager.ext_system.streams:
         page.add_page(app)
-    service = pools_of(tokenizer_manager)
-    ready.add_route(app, tokenizer_manager, service)
+    service, tenancy = pools_of(tokenizer_manager), _tenancy(tokenizer_manager, server_args)
+    ready.add_route(app, tokenizer_manager, service)  # all tenants are there
     routes.guard(app)
     # SGLang adds its check of api keys after this, around it: bodies of strangers are not read at all.
     app.add_middleware(BodyLimit, settings=service.settings)
     of_pools = {field.name for field in dataclasses.fields(RequestOptions)}
     app.add_middleware(routes.QueryOptions, options=of_pools | tokenizer_manager.ext_policy.request_options)
-    access.guard(app, tokenizer_manager, server_args, _tenancy(tokenizer_manager, server_args))
+    access.guard(app, tokenizer_manager, server_args, tenancy)
     drain.guard(app, tokenizer_manager, service.settings.drain_seconds)
     then = kwargs.get("launch_callback")
 

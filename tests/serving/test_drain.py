@@ -74,6 +74,10 @@ def test_new_requests_are_refused_when_the_seconds_are_over() -> None:
         assert (status, headers[b"retry-after"], headers[b"connection"]) == (503, b"1", b"close")
         for path, method in (("/health", "GET"), ("/metrics", "GET"), ("/ready", "GET"), ("/v1/pools", "GET")):
             assert (await answer(app, path, method))[0] == 200
+        for path in ("/abort_request", "/continue_generation", "/v1/pools/a/cancel", "/v1/responses/r/cancel"):
+            assert (await answer(app, path))[0] == 200, "else what it waits for might never end"
+        for path, method in (("/pause_generation", "POST"), ("/v1/pools/cancel", "PUT"), ("/v1/pools/a", "DELETE")):
+            assert (await answer(app, path, method))[0] == 503
 
     run(work())
 
@@ -182,7 +186,7 @@ def test_the_setting() -> None:
 )
 def test_when_a_server_is_ready(changed: dict[str, Any], words: str | None) -> None:
     manager = server(**changed)
-    why = ready.not_ready(manager, manager.ext_pools)
+    why = ready.not_ready(manager, [manager.ext_pools])
     assert why is None if words is None else why is not None and words in why
 
 
@@ -197,6 +201,17 @@ def test_the_route_takes_the_place_of_sglangs_own() -> None:
     assert asyncio.run(answer(app, ready.PATH, "GET"))[0] == 200
     manager.ext_pools.folder.waits_for = lambda: "pools"
     assert asyncio.run(answer(app, ready.PATH, "GET"))[0] == 503
+
+
+def test_a_server_waits_for_the_tenants_that_it_starts_with_and_for_no_later_one() -> None:
+    app, manager, busy = fastapi.FastAPI(), server(), SimpleNamespace(waits_for=lambda: "pools")
+    services = manager.ext_pools.shared.services
+    services["first"] = SimpleNamespace(folder=busy, pools={})
+    ready.add_route(app, manager, manager.ext_pools)
+    assert asyncio.run(answer(app, ready.PATH, "GET"))[0] == 503
+    services["first"].folder = manager.ext_pools.folder
+    services["late"] = SimpleNamespace(folder=busy, pools={})
+    assert asyncio.run(answer(app, ready.PATH, "GET"))[0] == 200
 
 
 def test_a_server_with_a_folder_of_its_own_is_ready_when_its_pools_are_encoded(manager: Any, tmp_path: Path) -> None:

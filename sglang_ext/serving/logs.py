@@ -10,6 +10,7 @@ from contextlib import aclosing
 
 from sglang_ext import compat
 from sglang_ext.names import RequestInput, TokenizerManager
+from sglang_ext.serving.access import tenant_at_hand
 from sglang_ext.serving.answers import FIELD
 from sglang_ext.types import Json, JsonObject
 
@@ -21,24 +22,30 @@ _OF_ANSWER = ("prompt_tokens", "cached_tokens", "completion_tokens", "e2e_latenc
 def logged(
     answers: AsyncGenerator[Json, None], manager: TokenizerManager, obj: RequestInput
 ) -> AsyncGenerator[Json, None]:
-    """SGLang's answers to `obj`, of which the log of requests gets a line for each that ends, where it has JSON."""
-    return _logged(answers, manager, obj) if compat.logs_json(manager) else answers
+    """SGLang's answers to `obj`, of which the log of requests gets a line for each that ends, where it has JSON.
+
+    It names the tenant whose pool it is, where it is one's: two may have pools of one name.
+    """
+    tenant = tenant_at_hand()
+    whose: JsonObject = {"tenant": tenant} if tenant else {}
+    return _logged(answers, manager, obj, whose) if compat.logs_json(manager) else answers
 
 
 async def _logged(
-    answers: AsyncGenerator[Json, None], manager: TokenizerManager, obj: RequestInput
+    answers: AsyncGenerator[Json, None], manager: TokenizerManager, obj: RequestInput, whose: JsonObject
 ) -> AsyncGenerator[Json, None]:
-    pool = _pool_of(obj)
+    pool, sent_as = _pool_of(obj), obj.rid
     try:
         async with aclosing(answers):
             async for out in answers:
                 for item in out if isinstance(out, list) else [out]:
                     if line := _answered(item["meta_info"]):
-                        compat.log_request(manager, ANSWERED, line)
+                        compat.log_request(manager, ANSWERED, line | whose)
                 yield out
     except Exception as error:
         if pool is not None:
-            compat.log_request(manager, FAILED, {"rid": obj.rid, "pool": pool, "error": str(error)})
+            rid = obj.rid or sent_as  # a quota that refuses a request takes its id away
+            compat.log_request(manager, FAILED, {"rid": rid, "pool": pool, "error": str(error), **whose})
         raise
 
 

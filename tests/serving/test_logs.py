@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.serving import access
 from sglang_ext.serving.errors import UnknownPool
 from sglang_ext.serving.logs import logged
 
@@ -37,6 +38,7 @@ def run(answers: list[Any], form: str = "json", on: bool = True, custom: Any = N
     async def source() -> AsyncGenerator[Any, None]:
         for each in answers:
             if isinstance(each, Exception):
+                obj.rid = []  # as a quota does
                 raise each
             yield each
 
@@ -83,6 +85,19 @@ def test_a_failure_over_a_pool_has_a_line(custom: Any) -> None:
     assert through == [error]
     expected = [("sglang_ext.failed", "r", "none", str(error))] if isinstance(custom, dict) else []
     assert [(line["event"], line["rid"], line["pool"], line["error"]) for line in lines] == expected
+
+
+def test_lines_name_the_tenant_whose_pool_it_is() -> None:
+    before = access._tenant.set("acme")
+    try:
+        found = [*run([answer("x", "stop")])[1], *run([UnknownPool("a", [])], custom={"pool": "a"})[1]]
+    finally:
+        access._tenant.reset(before)
+    assert [(line["event"], line["pool"], line["tenant"]) for line in found] == [
+        ("sglang_ext.answered", "a", "acme"),
+        ("sglang_ext.failed", "a", "acme"),
+    ]
+    assert "tenant" not in run([answer("x", "stop")])[1][0]
 
 
 @pytest.mark.parametrize(("form", "on"), [("text", True), ("json", False)])

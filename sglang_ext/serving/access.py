@@ -30,7 +30,7 @@ from sglang_ext.names import Passed, RequestInput, ServerArgs, TokenizerManager
 from sglang_ext.retrievers.dense import MODEL_VARIABLE
 from sglang_ext.serving import page, ready
 from sglang_ext.serving.errors import PoolError, error_response
-from sglang_ext.serving.tenants import HEADER, ROUTES, not_for_tenants
+from sglang_ext.serving.tenants import HEADER, NOBODYS, ROUTES, not_for_tenants
 from sglang_ext.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -283,11 +283,12 @@ class CallerMiddleware:
         tenant = self.tenancy.of_key(shown) if self.tenancy is not None else None
         asked = _header(scope, HEADER)
         if tenant is not None:
-            if compat.route_path(self.routes, scope) not in ROUTES:
+            route = compat.route_path(self.routes, scope)
+            if route not in ROUTES:
                 raise PoolError(not_for_tenants(scope.get("method", "a websocket"), scope["path"]), 403)
             if asked not in (None, tenant):
                 raise PoolError(f"{HEADER}: {asked}: you are tenant {tenant!r}; leave the header out", 403)
-            return tenant
+            return "" if route in NOBODYS else tenant
         # The admin key asks questions, too, in a tenant's place: elsewhere SGLang wants the api key for them.
         operates = asked is not None and self.keys.admin is not None and self.keys.opens_definitions(shown)
         if not (operates or self._opens(scope, shown)):

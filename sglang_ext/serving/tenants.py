@@ -67,6 +67,9 @@ ROUTES = frozenset(
 """Paths of the routes that a tenant's key opens. All that is done there is done in the tenant's own namespace, or tells
 of nobody's requests; what a later SGLang adds is closed until it is looked at and written here."""
 
+NOBODYS = frozenset({"/health", "/health_generate"})
+"""Those of them that ask for an answer of the server's own: a tenant's quota must not make the server look ill."""
+
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAKE = 'printf %s "$KEY" | sha256sum'
 _LIKE = '{"acme": {"keys": ["..."], "max_pools": 20}}'

@@ -215,6 +215,7 @@ def asked(
     routes.add_api_route("/v1/pools/{name}", auth_level(AuthLevel.ADMIN_OPTIONAL)(lambda name: None), methods=["GET"])
     routes.add_api_route("/flush_cache", auth_level(AuthLevel.ADMIN_OPTIONAL)(lambda: None), methods=["POST"])
     routes.add_api_route("/generate", lambda: None, methods=["POST"])
+    routes.add_api_route("/health", lambda: None, methods=["GET"])
     sent: list[dict[str, Any]] = []
     found: list[str] = []
 
@@ -250,6 +251,7 @@ def test_a_tenant_s_key_opens_its_routes_alone(keys: Keys) -> None:
     for path, method in (("/flush_cache", "POST"), ("/generate", "GET"), ("/v1/pools/a/b", "GET"), ("/metrics", "GET")):
         status, words = asked(keys, path, ACME, method=method, tenants=held)
         assert status == 403 and f"{method} {path} is not for tenants' keys: expected one of" in words
+    assert asked(keys, "/health", ACME, tenants=held) == asked(keys, "/health", None, tenants=held) == (200, "")
     assert asked(keys, "/flush_cache", ADMIN, method="POST", tenants=held) == (200, "")
     assert asked(keys, "/metrics", ADMIN, tenants=held) == (200, "")
     assert asked(keys, "/metrics", None, tenants=held)[0] == 401 and asked(keys, "/metrics", None)[0] == 200

@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(dataclasses.asdict(each), ensure_ascii=False), flush=True)
     if not args.json:
-        rows = [(each.pool, each.version, each.outcome, each.words) for each in done]
+        named = [f"{each.tenant}/{each.pool}" if each.tenant else each.pool for each in done]
+        rows = [(name, each.version, each.outcome, each.words) for name, each in zip(named, done, strict=True)]
         print(table(("pool", "version", "outcome", ""), rows) if rows else f"{args.source} has no pools")
     return REFUSED if any(each.outcome == "refused" for each in done) else 0

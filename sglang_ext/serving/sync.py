@@ -2,19 +2,20 @@
 
 The newest version of each pool goes over under its own number, by the same link by which servers claim numbers in a
 folder that they share. So nothing is overwritten, servers of the other folder find it as they find each other's
-changes, and a version that is there already stays as it is.
+changes, and a version that is there already stays as it is. The folders of tenants (`tenants/NAME`) go over likewise.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.store import UNREADABLE, VERSION_FILE, read, unreadable
+from sglang_ext.serving.tenants import FOLDER
 from sglang_ext.serving.versions import Damaged, Replaced, VersionStore
 from sglang_ext.types import JsonObject
 
@@ -32,16 +33,18 @@ class Synced:
         version: number of the newest version in the folder that is copied from; 0 where no file could be read.
         outcome: `copied`; `there`: the other folder has the same; `newer`: it has a newer one, which stays; `refused`.
         words: more of it, for users; why it was refused.
+        tenant: whose pool it is; "" for nobody's.
     """
 
     pool: str
     version: int
     outcome: Outcome
     words: str = ""
+    tenant: str = ""
 
 
 def sync(source: Path, target: Path) -> Iterator[Synced]:
-    """Copy the newest version of each pool from one folder to the other; says of each pool what was done.
+    """Copy the newest version of each pool, of all tenants, from one folder to the other; says of each what was done.
 
     Args:
         source: a folder that servers share, or one server's own; it is only read.
@@ -51,6 +54,14 @@ def sync(source: Path, target: Path) -> Iterator[Synced]:
         ValueError: the folders are none, or the wrong ones; says what to do.
         OSError: a folder cannot be read or written to.
     """
+    yield from _synced(source, target)
+    for folder in sorted(each for each in source.glob(f"{FOLDER}/*") if each.is_dir()):
+        for each in _synced(folder, target / FOLDER / folder.name):
+            yield replace(each, tenant=folder.name)
+
+
+def _synced(source: Path, target: Path) -> Iterator[Synced]:
+    """`sync` of the pools that lie in a folder itself."""
     _check(source, target)
     store = VersionStore(target)
     known = store.newest()

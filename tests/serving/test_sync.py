@@ -17,6 +17,7 @@ from sglang_ext.serving import versions
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.store import PoolStore
 from sglang_ext.serving.sync import Synced, sync
+from sglang_ext.serving.tenants import FOLDER
 from sglang_ext.serving.versions import Replaced, VersionStore
 from tests.oracle import models
 from tests.serving.imitated import Service
@@ -152,6 +153,30 @@ def test_a_folder_of_one_servers_own_is_copied_from_and_not_to(folders: tuple[Pa
         list(sync(target, source))
 
 
+def test_pools_of_tenants_are_copied_to_the_same_tenants(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = folders
+    claimed(source, "a", "the operator's")
+    PoolStore(source / FOLDER / "acme").save("a", 4, definition("acme's own folder"))
+    claimed(source / FOLDER / "bolt", "a", "bolt's", "newer")
+    (source / FOLDER / "note.txt").write_text("no folder")
+    assert list(sync(source, target)) == [
+        Synced("a", 1, "copied"),
+        Synced("a", 4, "copied", tenant="acme"),
+        Synced("a", 2, "copied", tenant="bolt"),
+    ]
+    for place, number, text in ((".", 1, "the operator's"), ("acme", 4, "acme's own folder"), ("bolt", 2, "newer")):
+        folder = target if place == "." else target / FOLDER / place
+        assert VersionStore(folder).newest() == {"a": number}
+        assert VersionStore(folder).read("a", number) == definition(text)
+    assert cli.main(["pool", "sync", str(source), str(target)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[2:]] == [
+        ["a", "1", "there"], ["acme/a", "4", "there"], ["bolt/a", "2", "there"],
+    ]  # fmt: skip
+
+
 def test_folders_that_are_none(folders: tuple[Path, Path], tmp_path: Path) -> None:
     source, target = folders
     file = tmp_path / "file"
@@ -227,7 +252,7 @@ def test_the_command(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[s
     claimed(source, "a", "x")
     assert cli.main(["pool", "sync", str(source), str(target), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told == {"pool": "a", "version": 1, "outcome": "copied", "words": ""}
+    assert told == {"pool": "a", "version": 1, "outcome": "copied", "words": "", "tenant": ""}
     claimed(source, "b", "ours")
     claimed(target, "b", "theirs")
     assert cli.main(["pool", "sync", str(source), str(target)]) == 1

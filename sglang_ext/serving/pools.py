@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from sglang_ext.config import PoolOptions, RequestOptions, check_name, split_name
 from sglang_ext.names import TokenizerManager
-from sglang_ext.serving.access import may_see_definitions
+from sglang_ext.serving.access import check_retriever, may_see_definitions
 from sglang_ext.serving.change import PREPARING, Change, Progress, Queue
 from sglang_ext.serving.errors import PoolError, UnknownPool
 from sglang_ext.serving.fleet import folder_of
@@ -394,6 +394,11 @@ class PoolService:
             await self.encoder.forget(version)
 
     async def prepare_retriever(self, version: Version, options: RequestOptions) -> None:
-        """Build the retriever a request asks for beside the event loop: a dense one may load a model."""
+        """Build the retriever a request asks for beside the event loop: a dense one may load a model.
+
+        Raises:
+            PoolError: see `access.check_retriever`.
+        """
+        check_retriever(self.manager, options.retriever)
         if not version.has_retriever(options):
             await self.workers.apart(version.retriever, options)

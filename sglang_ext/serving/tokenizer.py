@@ -22,7 +22,7 @@ from sglang_ext.cache.rows import REQUEST_OWNER, WIRE_KEY, Row
 from sglang_ext.config import RequestOptions
 from sglang_ext.names import Passed, RequestInput, RequestState, TokenizerManager
 from sglang_ext.serving import checks
-from sglang_ext.serving.access import check_explain, check_reading, check_retriever, may_read
+from sglang_ext.serving.access import check_explain, check_reading, may_read
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.explain import explained, used
 from sglang_ext.serving.grammar import Ending
@@ -299,7 +299,6 @@ async def compose(manager: TokenizerManager, obj: RequestInput, custom: JsonObje
         raise ValueError("a request with a pool takes no session, LoRA or input_embeds")
     version = await service.needed(options.pool)
     check_reading(manager, obj, version.name, version.definition.options)
-    check_retriever(manager, options.retriever)
     check_explain(manager, options, version.definition.options)
     service.lease(version)
     holds = variant = None

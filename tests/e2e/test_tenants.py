@@ -164,8 +164,10 @@ def test_equal_blocks_are_encoded_anew(tenanted: Tenanted) -> None:
 
 def test_dense_models_are_the_operators(tenanted: Tenanted) -> None:
     tenanted.put(ACME, "tickets")
-    words = refused(tenanted.ask(ACME, pool="tickets", retriever="dense:/etc"), 403)
-    assert "expected a model that the operator chose" in words
+    question = {"text": QUESTION, "retriever": "dense:/etc"}
+    selected = tenanted.call(ACME, "POST", "/v1/pools/tickets/select", json=question)
+    for answer in (selected, tenanted.ask(ACME, pool="tickets", retriever="dense:/etc")):
+        assert "expected a model that the operator chose" in refused(answer, 403)
 
 
 # ---- what is cached ----

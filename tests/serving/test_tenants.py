@@ -15,9 +15,11 @@ import pytest
 
 from sglang_ext.cache.conversation import NAMESPACE, name_of
 from sglang_ext.launch import early
+from sglang_ext.retrievers import dense
 from sglang_ext.serving import access, checks
 from sglang_ext.serving.access import CallerMiddleware, Keys, may_see_definitions, owner_of_answers
 from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.explain import would_select
 from sglang_ext.serving.namespaces import put_into
 from sglang_ext.serving.quota import Quota
 from sglang_ext.serving.tenancy import Tenancy, pools_of, standing, tenants_of
@@ -334,6 +336,29 @@ def test_each_tenant_has_pools_of_its_own(served: Any, manager: Any, tmp_path: P
         assert files == {"tickets.json", "tenants/bolt/tickets.json"}
         await quiet(own)
 
+    asyncio.run(run())
+
+
+def test_a_tenant_chooses_no_model_that_retrieves(served: Any, manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a retriever is named: loading a model reads any folder, and any model of a hub."""
+
+    async def run() -> None:
+        own, tenanted, _ = served
+        tenanted()
+        acme = tenants_of(own)["acme"]
+        await acme.put("tickets", models.demonstrations(4), {})
+        loaded: list[str] = []
+        monkeypatch.setattr(dense, "_load", loaded.append)
+        before = access._tenant.set("acme")
+        try:
+            with pytest.raises(PoolError, match="a model that the operator chose") as error:
+                await would_select(acme, "tickets", {"text": "a question", "retriever": "dense:/etc"})
+        finally:
+            access._tenant.reset(before)
+        assert error.value.status_code == 403 and not loaded
+        await quiet(own)
+
+    monkeypatch.setattr(manager, "ext_keys", ALONE, raising=False)
     asyncio.run(run())
 
 

@@ -17,6 +17,7 @@ import fastapi
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_ext import compat
+from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.names import TokenizerManager
 from sglang_ext.serving import ready
 from sglang_ext.serving.errors import error_response
@@ -73,10 +74,14 @@ class Drain:
             if time.monotonic() - told >= TELL_SECONDS:
                 told = time.monotonic()
                 logger.warning("sglang_ext: the server is told to end, and finishes: %s", left or "nothing for now")
-            if self.refuses and not self.under_way and not _changes(service):
+            if self.refuses and not self._is_asked(service):
                 for each in service.shared.services.values():
                     each.folder.stop()
             await asyncio.sleep(LOOK_SECONDS)
+
+    def _is_asked(self, service: PoolService) -> bool:
+        """Whether somebody still needs the server's pools: an answer in the background has no connection."""
+        return bool(self.under_way or _changes(service)) or compat.others_run(self._manager, INTERNAL)
 
     def _left(self, service: PoolService) -> str:
         """What is still to be finished, in words; empty where nothing is."""

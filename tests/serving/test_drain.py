@@ -15,6 +15,7 @@ import fastapi
 import pytest
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 
+from sglang_ext.cache.rows import INTERNAL
 from sglang_ext.serving import drain, ready
 from sglang_ext.serving.drain import Drain, DrainMiddleware, around_sigterm_watchdog
 from sglang_ext.settings import ServerSettings
@@ -115,6 +116,22 @@ def test_it_ends_when_nobody_waits_for_it_any_more() -> None:
         manager.rid_to_state.clear()
         await watchdog
         assert order == ["answered", "ended"] and manager.ext_drain.under_way == 0
+
+    run(work())
+
+
+def test_pools_are_encoded_until_nobody_needs_them() -> None:
+    async def work() -> None:
+        stopped: list[bool] = []
+        manager = server(gracefully_exit=True, rid_to_state={"in the background": None})
+        manager.ext_pools.folder.stop = lambda: stopped.append(True)
+        over = asyncio.ensure_future(Drain(manager, 0.0).over(manager.ext_pools))
+        await asyncio.sleep(3 * drain.LOOK_SECONDS)
+        assert not stopped
+        manager.rid_to_state = {INTERNAL + "encodes": None}
+        await until(lambda: bool(stopped), LONG)
+        manager.rid_to_state.clear()
+        await over
 
     run(work())
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sglang_ext.serving.chat import compose_chat
+from sglang_ext.serving.chat import compose_chat, rendered
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.layouts import ChatHeader
 from sglang_ext.serving.requests import CHAT_KEY
@@ -144,6 +144,31 @@ def test_tools_beside_the_last_question_are_served_while_it_is_the_first(
         turns = [ASKED, {"role": "assistant", "content": "no"}, {"role": "user", "content": "and now?"}]
         with pytest.raises(ValueError, match="does not place tools before"):
             composed(manager, turns, LAST, tools=[TOOL])
+
+    run(manager, work, monkeypatch)
+
+
+def test_a_chat_of_many_instructions_is_rendered_as_often_as_one_of_one(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(tokenizer: Any, messages: list[Any], *args: Any, **variables: Any) -> Any:
+        calls.append(len(messages))
+        return rendered(tokenizer, messages, *args, **variables)
+
+    async def work(_: Service) -> None:
+        monkeypatch.setattr("sglang_ext.serving.chat.rendered", counted)
+        numbers = []
+        for count in (1, 12):
+            many = [{"role": "system", "content": f"mind {n}"} for n in range(count)]
+            assert composed(manager, [*many, ASKED])[0].own
+            numbers.append(len(calls))
+            calls.clear()
+        assert numbers[0] == numbers[1]
+        late = [{"role": "developer" if n == 7 else "system", "content": "mind"} for n in range(12)]
+        with pytest.raises(ValueError, match="does not place a developer message before"):
+            composed(manager, [*late, ASKED], NO_DEVELOPER)
 
     run(manager, work, monkeypatch)
 

@@ -88,7 +88,9 @@ def test_counts_are_those_of_the_load_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "changes", [{"failed": 1, "errors": ["500: no"]}, {"miscounted": 2}, {"first": {}}], ids=["failed", "other", "none"]
+    "changes",
+    [{"failed": 1, "errors": ["500: no"]}, {"unfinished": 1}, {"miscounted": 2}, {"first": {}}],
+    ids=["failed", "unfinished", "other", "none"],
 )
 def test_a_load_that_is_none_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setattr(_fleet_load.Load, "closed", lambda *_: measured(**changes))

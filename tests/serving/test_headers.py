@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -265,6 +266,32 @@ def test_a_header_that_is_too_long_is_refused(manager: Any, monkeypatch: pytest.
         assert service.layouts.header(names[0]).token_ids == (1,) * 8
 
     run(manager, work, monkeypatch, '{"max_header_tokens": 8}')
+
+
+def test_a_header_is_found_while_another_thread_keeps_it_once_more(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(service: Service) -> None:
+        layouts, found = service.layouts, list[ChatHeader]()
+        header = ChatHeader((1, 2), service.version("plain").definition.options)
+        name = layouts.keep_header(header)
+        threads = [threading.Thread(target=lambda: found.append(layouts.header(name)))]
+
+        class Watched(dict[str, ChatHeader]):
+            """Is looked into while the header is out of it."""
+
+            def pop(self, *args: Any) -> Any:
+                out = super().pop(*args)
+                threads[0].start()
+                threads[0].join(0.2)  # it waits, or has looked
+                return out
+
+        monkeypatch.setattr(layouts, "_headers", Watched(layouts._headers))
+        layouts.keep_header(header)
+        threads[0].join(60)
+        assert found == [header]
+
+    run(manager, work, monkeypatch)
 
 
 def test_a_pool_whose_blocks_see_nothing_else_shares_them_with_every_header(

@@ -335,7 +335,8 @@ def fleets(
 def _short(count: float) -> str:
     for unit, size in (("billion", 1e9), ("million", 1e6)):
         if count >= size:
-            return f"{count / size:,.3g} {unit}" if count < 1e3 * size else f"{count / size:,.0f} {unit}"
+            few = count < 999.5 * size  # three digits: 1,000 of them would be 1e+03
+            return f"{count / size:.3g} {unit}" if few else f"{count / size:,.0f} {unit}"
     return f"{count:,.0f}"
 
 

@@ -7,8 +7,9 @@ import dataclasses
 import json
 from pathlib import Path
 
+from sglang_ext.config import PoolOptions
 from sglang_ext.launch import capacity
-from sglang_ext.launch.options import add_flags, given
+from sglang_ext.launch.options import add_flags, flag, given
 from sglang_ext.launch.output import table
 
 _COUNTS = ("gpus", "pools")
@@ -36,9 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """ValueError where something was given that goes with --fleet alone, or cannot go with it."""
     named = [f"--{name}" for name in (*_COUNTS, "rates") if getattr(args, name) is not None]
-    named += ["--" + name.replace("_", "-") for name in given(args, capacity.FleetSize, skip=_COUNTS)]
+    named += [flag(name) for name in given(args, capacity.FleetSize, skip=_COUNTS)]
     if args.fleet:
-        found = [word for word in (args.file, args.model and "--model", args.url and "--url") if word]
+        others = [flag(name) for name in ("model", "url", "memory_tokens") if getattr(args, name) is not None]
+        others += [flag(name) for name in given(args, PoolOptions)]
+        found = [args.file, *others] if args.file else others
         if found:
             raise ValueError(f"--fleet with {', '.join(found)}: it goes by rates that were measured; leave them out")
     elif named:

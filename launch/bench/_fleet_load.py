@@ -123,7 +123,7 @@ class Fleet:
             The load's record, with the share of the selected blocks that was there, and what the servers counted.
 
         Raises:
-            RuntimeError: requests failed, or none was answered.
+            RuntimeError: requests failed or were not finished, or none was answered.
         """
         load = Load(url, Limits())
         self._sound(load.closed(self.requests(asked), self.args.concurrency, self.args.warm_up))
@@ -140,10 +140,11 @@ class Fleet:
         return {name: sum(int(state["sglang_ext"][name]) for state in states) for name in COUNTED}
 
     def _sound(self, found: Measured) -> None:
-        if found.failed or found.miscounted or not found.first:
+        if found.failed or found.unfinished or found.miscounted or not found.first:
             raise RuntimeError(
-                f"{found.failed} of {found.requests} requests failed, and {found.miscounted} answers have another"
-                f" number of tokens than was asked for: {'; '.join(found.errors) or 'no message'}"
+                f"{found.failed} of {found.requests} requests failed, {found.unfinished} were not finished, and"
+                f" {found.miscounted} answers have another number of tokens than was asked for:"
+                f" {'; '.join(found.errors) or 'no message'}"
             )
 
 

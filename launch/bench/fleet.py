@@ -105,8 +105,9 @@ def measure(servers: Fleet, popularity: str, args: argparse.Namespace, loads: li
             for policy in args.policies:
                 say(f"{pools} pools on {count} servers, {policy}")
                 with routed([server.url for server in servers.servers[:count]], policy, POLICIES[policy]) as router:
-                    homes = servers.homes(router.url, pools) if policy in KEYED else []
                     found = servers.measure(router.url, count, PoolsAsked(pools, popularity))
+                    # Behind the load: `manual` would remember where it sent pools that were asked about in turn.
+                    homes = servers.homes(router.url, pools) if policy in KEYED else []
                 about = {"pools": pools, "popularity": popularity, "servers": count, "policy": policy, "homes": homes}
                 loads.append({**about, **found, "pools_alone": share, "alone": alone[share]})
         save(args.out, rows(loads), commit=args.commit, loads=[*loads])

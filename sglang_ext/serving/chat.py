@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -33,6 +35,7 @@ INSTRUCTIONS = ("system", "developer")
 
 _MARK = "\ue000sglang-ext-demonstrations\ue000"  # private-use characters: no one's text
 _PLACE = "sglang-ext-place-4c1f"  # ASCII: templates write tools as JSON, which may spell other characters as escapes
+_PLACES = re.compile(rf"{_PLACE}-(\d+);")
 
 
 def around_process_messages(
@@ -185,10 +188,16 @@ def _check_placed(tokenizer: Tokenizer, messages: list[JsonObject], first: int, 
     Raises:
         ValueError: names them.
     """
-    for place, message in enumerate(messages[:first]):
-        marked = {**message, "content": message["content"] + _PLACE}
-        before, after = _split(rendered(tokenizer, [*messages[:place], marked, *messages[place + 1 :]], **variables))
-        if before.count(_PLACE) != 1 or _PLACE in after:
+    if first:
+        marked = [
+            {**message, "content": f"{message['content']}{_PLACE}-{place};"}
+            for place, message in enumerate(messages[:first])
+        ]  # all at once: a chat may bring thousands
+        before, after = _split(rendered(tokenizer, [*marked, *messages[first:]], **variables))
+        once, late = Counter(_PLACES.findall(before)), set(_PLACES.findall(after))
+        for place, message in enumerate(messages[:first]):
+            if once[str(place)] == 1 and str(place) not in late:
+                continue
             hint = "send it as a system message, or " if message["role"] == "developer" else ""
             raise ValueError(
                 f"the model's chat template does not place a {message['role']} message before the first user message,"

@@ -14,6 +14,8 @@ from sglang_ext.types import JsonObject, Options
 
 MOST_CHARACTERS = 1_000_000  # of a pool's labels together: their grammar is compiled in seconds
 
+CONSTRAIN = 'constrain="labels"'
+
 _OTHERS = ("regex", "json_schema", "ebnf", "structural_tag")
 
 
@@ -85,11 +87,21 @@ def refuse_others(params: Options, option: str) -> None:
             raise ValueError(f"{option} and {name} are both given: choose one")
 
 
-def constrain(params: JsonObject, labels: tuple[str, ...], lead: str, end: str, backend: str | None) -> str:
+def constrain(
+    params: JsonObject,
+    labels: tuple[str, ...],
+    lead: str,
+    end: str,
+    backend: str | None,
+    option: str = CONSTRAIN,
+    instead: str = "leave out constrain (label_probs works without)",
+) -> str:
     """Set SGLang's sampling parameters so that the answer is one of `labels`; greedy unless a temperature is given.
 
     Args:
         backend: the server's grammar backend.
+        option: of the request, which asks for this.
+        instead: what the request can do where the server has no grammar backend.
 
     Returns:
         What SGLang leaves at the end of the answer's text and is no part of it.
@@ -98,17 +110,17 @@ def constrain(params: JsonObject, labels: tuple[str, ...], lead: str, end: str, 
         ValueError: the server has no grammar backend, the request has a constraint of its own, or the labels are more
             than a grammar takes.
     """
-    refuse_others(params, 'constrain="labels"')
+    refuse_others(params, option)
     if backend in (None, "none"):
         raise ValueError(
-            'constrain="labels": this server runs --grammar-backend none and cannot constrain an answer; start it with'
-            " --grammar-backend xgrammar, or leave out constrain (label_probs works without)"
+            f"{option}: this server runs --grammar-backend none and cannot constrain an answer; start it with"
+            f" --grammar-backend xgrammar, or {instead}"
         )
     size = sum(map(len, labels))
     if size > MOST_CHARACTERS:
         raise ValueError(
-            f'constrain="labels": the pool\'s {len(labels)} labels have {size} characters, a grammar takes at most'
-            f" {MOST_CHARACTERS}: use fewer or shorter labels, or leave out constrain"
+            f"{option}: the pool's {len(labels)} labels have {size} characters, a grammar takes at most"
+            f" {MOST_CHARACTERS}: use fewer or shorter labels, or {instead}"
         )
     params["ebnf"] = label_grammar(labels, lead, end)
     if params.get("temperature") is None:

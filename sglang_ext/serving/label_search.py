@@ -11,6 +11,7 @@ remain, one pass is all it takes.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,11 +86,16 @@ class Search:
         Args:
             own: of each column, the log-probability of its token behind the column before it; the first says nothing.
             asked: of each column, the log-probabilities of `level.asked` behind it.
+
+        Raises:
+            RuntimeError: one of them is no finite number: nothing could be said of what is likely.
         """
         for node in level.nodes:
             column = level.columns[node]
             for token, child in self._tree.children[node].items():
                 value = own[column + 1] if level.columns.get(child) == column + 1 else asked[column][token]
+                if not math.isfinite(value):
+                    raise RuntimeError(f"the model gives token {token} of a label the log-probability {value}")
                 self._sums[child] = self._sums[node] + value
                 if self._tree.children[child]:
                     self._open.add(child)

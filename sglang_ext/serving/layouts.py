@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,6 +68,7 @@ class Layouts:
         self._workers, self._channel, self._metrics = shared.workers, shared.channel, metrics
         self._headers: dict[str, ChatHeader] = {}  # by name, the one that was rendered last last
         self._header_tokens = 0
+        self._keeping = threading.Lock()  # a long chat is rendered in a thread, beside those of the event loop
 
     def define(self, demonstrations: Iterable[Json], options: PoolOptions, limit: int) -> Definition:
         """A new pool of demonstrations in blocks. Takes up to seconds: for `Workers.apart`."""
@@ -136,17 +138,19 @@ class Layouts:
                 f" the server encodes a pool behind at most {most} (--max-header-tokens): shorten it",
                 413,
             )
-        if self._headers.pop(header.name, None) is None:
-            self._header_tokens += tokens
-        self._headers[header.name] = header
-        while self._header_tokens > KEPT_HEADER_TOKENS and len(self._headers) > 1:
-            oldest = next(iter(self._headers))
-            self._header_tokens -= len(self._headers.pop(oldest).token_ids)
+        with self._keeping:
+            if self._headers.pop(header.name, None) is None:
+                self._header_tokens += tokens
+            self._headers[header.name] = header
+            while self._header_tokens > KEPT_HEADER_TOKENS and len(self._headers) > 1:
+                oldest = next(iter(self._headers))
+                self._header_tokens -= len(self._headers.pop(oldest).token_ids)
         return header.name
 
     def header(self, name: Json) -> ChatHeader:
         """What `keep_header` keeps under a name; ValueError where it is a client's."""
-        found = self._headers.get(name) if isinstance(name, str) else None
+        with self._keeping:
+            found = self._headers.get(name) if isinstance(name, str) else None
         if found is None:
             raise ValueError(f"custom_params: unknown option {CHAT_KEY}")
         return found

@@ -32,6 +32,8 @@ from sglang_ext.serving.pools import PoolService
 from sglang_ext.types import JsonObject, Options
 
 LIKELY = 'choose="likely"'
+SHOWN = "leave out what only the generation of a label shows (log-probabilities, hidden states, options of the system)"
+"""What a request with `choose` can do where its answer cannot be constrained."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ class Labels:
         if options.choose is not None and self._tokens is not None and not shown:
             return LabelAnswer(_one_token(params), said, whole=self._whole(labels[0], self._tokens, params))
         backend = compat.resolved(self._service.manager.server_args).grammar_backend
-        end = constrain(params, labels, self._lead, self._end, backend)
+        why = (LIKELY, SHOWN) if options.choose is not None else ()
+        end = constrain(params, labels, self._lead, self._end, backend, *why)
         return LabelAnswer(params, said, "" if params.get("no_stop_trim") else end)
 
     async def _search(self, tokens: LabelTokens, prompt: Prompt) -> Chosen:

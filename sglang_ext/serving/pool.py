@@ -136,8 +136,8 @@ class Version:
         number: counts up with every change of the pool.
         definition: what it serves.
         layouts: blocks by variant: `completion`, `chat` once a chat request came, and one for each header of requests'
-            own, the one that was longest not used first.
-        headers: how often each variant behind a header of requests' own is used.
+            own.
+        headers: how often each variant behind a header of requests' own is used, the one longest not used first.
         users: requests in flight on it.
         requests: those that began on it, the ones in flight among them.
         retired: a newer version took its place, or the pool was deleted.

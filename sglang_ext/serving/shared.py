@@ -18,7 +18,7 @@ from sglang_ext.serving.workers import Workers
 if TYPE_CHECKING:
     from sglang_ext.serving.pools import PoolService
 
-SCORED_AT_ONCE = 4  # requests whose labels are scored at one time: others come between their passes
+SCORING_REQUESTS = 4  # requests whose labels are scored at one time: others come between their passes
 
 
 class Shared:
@@ -35,7 +35,7 @@ class Shared:
         self.workers = Workers(manager)
         self.channel = Channel(manager, self.workers)
         self.encoder = Encoder(manager, self.channel, self._served, self._reencoded)
-        self.scoring = asyncio.Semaphore(SCORED_AT_ONCE)
+        self.scoring = asyncio.Semaphore(SCORING_REQUESTS)
 
     @functools.cached_property
     def label_check(self) -> LabelCheck:

@@ -217,7 +217,8 @@ def _refuse_aborted(manager: TokenizerManager, rid: str, state: RequestState | N
     if (status := reason.get("status_code")) == 413:
         raise PoolError(reason["message"], 413)
     lease = manager.ext_leases.get(compat.logical_rid(manager, rid))
-    if lease is None or not lease.options.labelled or compat.abort_was_asked(manager, rid, state):
+    constrained = lease is not None and lease.options.labelled and lease.whole is None  # else there is no grammar
+    if lease is None or not constrained or compat.abort_was_asked(manager, rid, state):
         return
     if status in (None, 400):
         why = reason.get("message") if status else "the server's grammar does not go with the model's tokenizer"

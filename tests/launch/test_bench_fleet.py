@@ -6,16 +6,18 @@ import argparse
 import itertools
 import json
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_ext.launch import cli
-from sglang_ext.launch.bench import _fleet_load, _router
+from sglang_ext.launch.bench import _fleet_load, _router, fleet
 from sglang_ext.launch.bench._fleet_load import COUNTED, Fleet, PoolsAsked
 from sglang_ext.launch.bench._fleet_rows import rows, shown
-from sglang_ext.launch.bench._router import BY_KEY, FLAGS, ROUTING_KEY
+from sglang_ext.launch.bench._router import BY_KEY, FLAGS, MANUAL, ROUTING_KEY
 from sglang_ext.launch.bench._serve_load import Measured
 from sglang_ext.launch.bench._serve_mixes import pool_name
 from sglang_ext.launch.client import ServerError
@@ -88,13 +90,39 @@ def test_counts_are_those_of_the_load_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "changes", [{"failed": 1, "errors": ["500: no"]}, {"miscounted": 2}, {"first": {}}], ids=["failed", "other", "none"]
+    "changes",
+    [{"failed": 1, "errors": ["500: no"]}, {"unfinished": 1}, {"miscounted": 2}, {"first": {}}],
+    ids=["failed", "unfinished", "other", "none"],
 )
 def test_a_load_that_is_none_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setattr(_fleet_load.Load, "closed", lambda *_: measured(**changes))
     servers: Any = [Stand(1, 2)]
     with pytest.raises(RuntimeError, match=r"of 9 requests failed.*(500: no|no message)"):
         Fleet(servers, ARGS).measure("http://router", 1, PoolsAsked(2, "uniform"))
+
+
+def test_a_load_comes_before_the_look_at_homes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A look asks about one pool after the other, and `manual` remembers what it chose then."""
+    asked: list[str] = []
+
+    class Noting(Fleet):
+        def measure(self, url: str, servers: int, asked_about: PoolsAsked) -> dict[str, Any]:
+            asked.append(f"load on {servers}")
+            return load(MANUAL, 1.0, 1.0)
+
+        def homes(self, url: str, pools: int) -> list[int]:
+            asked.append("homes")
+            return [pools]
+
+    stands: Any = [SimpleNamespace(url="http://one"), SimpleNamespace(url="http://two")]
+    monkeypatch.setattr(fleet, "routed", lambda *_: nullcontext(SimpleNamespace(url="http://router")))
+    args = argparse.Namespace(
+        pools=[4], servers=[2], policies=[MANUAL, "round_robin"], out=tmp_path / "o.json", commit="c"
+    )
+    loads: list[Any] = []
+    fleet.measure(Noting(stands, args), "uniform", args, loads)
+    assert asked == ["load on 1", "load on 2", "homes", "load on 2"]
+    assert len(loads) == 2 and args.out.exists()
 
 
 def load(policy: str, found: float, alone: float) -> dict[str, Any]:

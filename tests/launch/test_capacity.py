@@ -110,6 +110,13 @@ def test_rates_of_several_gpus_and_of_other_models() -> None:
     assert found.weights == pytest.approx(2 * 70.6e9 * 40 / 80, rel=0.04), "half of the layers of a model of 70B"
 
 
+@pytest.mark.parametrize(
+    ("pools", "words"), [(9, "90,000"), (100, "1 million"), (99_990, "1,000 million"), (100_000, "1 billion")]
+)
+def test_tokens_are_shown_in_words(pools: int, words: str) -> None:
+    assert words in capacity.row(plan(pools=pools))
+
+
 def test_files_that_hold_no_rates(tmp_path: Path) -> None:
     record = json.loads(capacity.ENGINE.read_text())
     for changed, words in (
@@ -143,6 +150,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--fleet", "--model", "M"], "--fleet with --model"),
         (["a.jsonl", "--fleet"], "--fleet with a.jsonl"),
+        (["--fleet", "--memory-tokens", "9", "--block-size", "3"], "--fleet with --memory-tokens, --block-size"),
         (["a.jsonl", "--model", "M", "--gpus", "3"], "--gpus: these go with --fleet"),
         (["a.jsonl", "--model", "M", "--in-a-row", "3"], "--in-a-row: these go with --fleet"),
         (["a.jsonl"], "expected FILE.jsonl with --model or --url, or --fleet"),

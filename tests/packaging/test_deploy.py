@@ -13,6 +13,7 @@ import yaml
 
 from sglang_ext import lines
 from sglang_ext.launch import serve
+from sglang_ext.launch.bench._router import FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -97,6 +98,7 @@ def test_the_router_knows_the_servers_and_leaves_one_that_ends_in_time() -> None
     command = services()["router"]["command"]
     flags = {each.partition("=")[0]: each.partition("=")[2] for each in command if each.startswith("--")}
     assert flags["--policy"] == "consistent_hashing" and flags["--health-check-endpoint"] == "/ready"
+    assert set(FLAGS) <= set(flags)
     urls = command[command.index("--worker-urls") + 1 :]
     assert urls == ["http://server-1:30000", "http://server-2:30000"]
     leaves = int(flags["--health-check-interval-secs"]) * int(flags["--health-failure-threshold"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sglang_ext.serving.chat import compose_chat
+from sglang_ext.serving.chat import compose_chat, rendered
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.layouts import ChatHeader
 from sglang_ext.serving.requests import CHAT_KEY
@@ -148,6 +149,31 @@ def test_tools_beside_the_last_question_are_served_while_it_is_the_first(
     run(manager, work, monkeypatch)
 
 
+def test_a_chat_of_many_instructions_is_rendered_as_often_as_one_of_one(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(tokenizer: Any, messages: list[Any], *args: Any, **variables: Any) -> Any:
+        calls.append(len(messages))
+        return rendered(tokenizer, messages, *args, **variables)
+
+    async def work(_: Service) -> None:
+        monkeypatch.setattr("sglang_ext.serving.chat.rendered", counted)
+        numbers = []
+        for count in (1, 12):
+            many = [{"role": "system", "content": f"mind {n}"} for n in range(count)]
+            assert composed(manager, [*many, ASKED])[0].own
+            numbers.append(len(calls))
+            calls.clear()
+        assert numbers[0] == numbers[1]
+        late = [{"role": "developer" if n == 7 else "system", "content": "mind"} for n in range(12)]
+        with pytest.raises(ValueError, match="does not place a developer message before"):
+            composed(manager, [*late, ASKED], NO_DEVELOPER)
+
+    run(manager, work, monkeypatch)
+
+
 def test_instructions_behind_the_first_question_are_refused(manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(_: Service) -> None:
         for role in ("system", "developer"):
@@ -240,6 +266,32 @@ def test_a_header_that_is_too_long_is_refused(manager: Any, monkeypatch: pytest.
         assert service.layouts.header(names[0]).token_ids == (1,) * 8
 
     run(manager, work, monkeypatch, '{"max_header_tokens": 8}')
+
+
+def test_a_header_is_found_while_another_thread_keeps_it_once_more(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(service: Service) -> None:
+        layouts, found = service.layouts, list[ChatHeader]()
+        header = ChatHeader((1, 2), service.version("plain").definition.options)
+        name = layouts.keep_header(header)
+        threads = [threading.Thread(target=lambda: found.append(layouts.header(name)))]
+
+        class Watched(dict[str, ChatHeader]):
+            """Is looked into while the header is out of it."""
+
+            def pop(self, *args: Any) -> Any:
+                out = super().pop(*args)
+                threads[0].start()
+                threads[0].join(0.2)  # it waits, or has looked
+                return out
+
+        monkeypatch.setattr(layouts, "_headers", Watched(layouts._headers))
+        layouts.keep_header(header)
+        threads[0].join(60)
+        assert found == [header]
+
+    run(manager, work, monkeypatch)
 
 
 def test_a_pool_whose_blocks_see_nothing_else_shares_them_with_every_header(

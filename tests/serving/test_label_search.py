@@ -128,6 +128,16 @@ def test_labels_without_tokens_and_one_alone() -> None:
     assert run([(1, 2, 3)], model, 8)[1] == (1, 2, 3)
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_is_no_number_is_no_likely_label(value: float) -> None:
+    class Broken(Model):
+        def behind(self, path: Sequence[int]) -> list[float]:
+            return [value] * self.alphabet
+
+    with pytest.raises(RuntimeError, match=f"of a label the log-probability {value}"):
+        run([(1, 2, 0), (2, 0)], Broken(1, 4, 1.0), 1)
+
+
 def test_the_label_takes_the_place_of_the_one_token() -> None:
     whole = Whole(" card", (7, 8, 9), "\n\n")
     item = {"text": "x", "output_ids": [5], "meta_info": {"finish_reason": {"type": "length"}, "completion_tokens": 1}}

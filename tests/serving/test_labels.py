@@ -22,6 +22,7 @@ from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import MOST_CHARACTERS, Ending, LabelCheck, constrain, label_grammar
 from sglang_ext.serving.label_tree import Branches, LabelTokens, branches, cut, tree_tokens
 from sglang_ext.serving.labels import check_quota
+from sglang_ext.serving.likely import Whole
 from sglang_ext.serving.tokenizer import _refuse_aborted
 from tests.oracle import models
 
@@ -206,11 +207,11 @@ def test_a_tokenizer_whose_kind_is_mistaken_is_found() -> None:
     LabelCheck(mistaken, models.VOCAB_SIZE, [2], "none").check(["card issue"], " ", "\n\n")
 
 
-def manager_with(constrained: str | None, abort_requested: bool) -> Any:
+def manager_with(constrained: str | None, abort_requested: bool, whole: Whole | None = None) -> Any:
     version, options = SimpleNamespace(name="p"), RequestOptions("p", constrain=constrained)
     state = SimpleNamespace(abort_requested=abort_requested)
     return SimpleNamespace(
-        ext_leases={"r": SimpleNamespace(version=version, options=options)}, rid_to_state={"r": state}
+        ext_leases={"r": SimpleNamespace(version=version, options=options, whole=whole)}, rid_to_state={"r": state}
     )
 
 
@@ -221,6 +222,7 @@ def test_an_answer_that_its_grammar_ended_is_an_error() -> None:
     assert caught.value.status_code == 400
     _refuse_aborted(manager_with("labels", True), "r", None, out)  # somebody asked for it
     _refuse_aborted(manager_with(None, False), "r", None, out)
+    _refuse_aborted(manager_with("labels", False, Whole("a", (1,), 1)), "r", None, out)  # it has no grammar
     invalid = {"type": "abort", "message": "Failed to compile ebnf grammar: x", "status_code": 400}
     with pytest.raises(PoolError, match="Failed to compile"):
         _refuse_aborted(manager_with("labels", False), "r", None, {"meta_info": {"finish_reason": invalid}})

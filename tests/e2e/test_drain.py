@@ -15,7 +15,7 @@ from tests.e2e.server import Server, error_of, model, until
 from tests.oracle import models
 
 KEY = "key-of-users"
-TOKENS = 600
+TOKENS = 1500  # of an answer that goes on while the server is looked at
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -77,7 +77,7 @@ class TenantQuotas:
     Attributes:
         max_pools: most pools; one more is refused with 403.
         max_tokens: most tokens of all pools together, as `GET /v1/pools` counts them; a change that needs more is
-            refused with 403. A pool that chats ask, too, is in the KV cache a second time, which is not counted.
+            refused with 403. If chats ask over a pool, too, the KV cache has it a second time, which is not counted.
         max_requests: most answers under way at a time (the prompts of requests, times `n`); one more is refused with
             429, and a request that alone asks for more, with 403.
     """

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name != "plan":
             sub.add_argument("--url", default=URL, help=f"of the server (default: {URL})")
         sub.add_argument("--api-key", help=f"of the server, if it has one (default: the variable {API_KEY_ENV})")
-        sub.add_argument("--tenant", metavar="NAME", help="whose pools: for the operator of a server with tenants")
+        sub.add_argument("--tenant", metavar="NAME", help="whose pools are meant; only the operator may name a tenant")
         sub.add_argument("--json", action="store_true", help="print the server's answer instead of a table")
         return sub
 
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan = action("plan", _plan, "tokens, bytes and blocks a pool would take, and how many such pools fit")
     plan.add_argument("file", metavar="FILE.jsonl", nargs="?")
     where = plan.add_mutually_exclusive_group()
-    where.add_argument("--model", help="reckon with this model's tokenizer and configuration; no server is asked")
+    where.add_argument("--model", help="compute with this model's tokenizer and configuration, without a server")
     where.add_argument("--url", help="ask this server, for its model and its KV cache")
     plan.add_argument("--memory-tokens", type=int, metavar="N", help="with --model: size of the KV cache in tokens")
     plan.add_argument("--dtype", default="auto", help="with --model: as SGLang's --dtype (default: auto)")

@@ -18,18 +18,24 @@ _COUNTS = ("gpus", "pools")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `pool plan` that go with --fleet."""
     parser.add_argument(
-        "--fleet", action="store_true", help="instead of a file of demonstrations: what fleets of servers carry"
+        "--fleet",
+        action="store_true",
+        help="say what fleets of servers carry, instead of what a file of demonstrations takes",
     )
     for name, default in zip(_COUNTS, (capacity.GPUS, capacity.POOLS), strict=True):
         shown = " ".join(map(str, default))
         parser.add_argument(
-            f"--{name}", type=int, nargs="+", metavar="N", help=f"with --fleet: how many, each (default: {shown})"
+            f"--{name}",
+            type=int,
+            nargs="+",
+            metavar="N",
+            help=f"with --fleet: numbers of {name.replace('gpu', 'GPU')}, with a row for each (default: {shown})",
         )
     parser.add_argument(
         "--rates",
         type=Path,
         metavar="FILE",
-        help="with --fleet: what sglang-ext bench dbsa --out wrote (default: the results that come with this package)",
+        help="with --fleet: results of sglang-ext bench dbsa --out (default: those that come with this package)",
     )
     add_flags(parser, capacity.FleetSize, "options of --fleet", skip=_COUNTS)
 

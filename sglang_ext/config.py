@@ -249,8 +249,8 @@ class RequestOptions:
         granularity: `block`, or `example` for single demonstrations cut out of their blocks (Table 6).
         constrain: `labels` makes the answer one of the pool's labels: greedily, token by token among their spellings;
             sampled where a temperature is given; with `label_probs` and no temperature, the most likely label.
-        choose: `likely` answers with the most likely label, as a whole text; it is searched for in the tree of the
-            labels' tokens, before the answer begins.
+        choose: `likely` answers with the label whose whole text is the most likely one. The server searches for it in
+            the tree of the labels' tokens, before the answer begins.
         label_probs: also return each label's probability: its share among all labels, each as a whole text. They are
             scored before the answer begins.
         query: text to retrieve with, when the request brings token ids.

@@ -27,7 +27,7 @@ class ServerSettings:
 
     Attributes:
         tenants: JSON file that says whose key is whose (docs/tenants.md): each tenant has pools, conversations and
-            stored answers of its own. It is read again on SIGHUP. Needs --api-key or --admin-api-key, the operator's.
+            stored answers of its own. It is read again on SIGHUP. Needs --admin-api-key or --api-key for the operator.
         open_conversations: any client may continue or replace a conversation whose name it knows; else it needs the
             `conversation_key` that the first turn returned.
         pool_metrics: /metrics names pools; else it counts all of them together.
@@ -38,9 +38,9 @@ class ServerSettings:
             seen; else when a request first needs them.
         max_version_seconds: longest time, in seconds, that a request waits for the version of a pool that it names
             (`tickets@7`) and that this server has not seen in a shared pool directory; it is refused with 409 then.
-        drain_seconds: for so long, in seconds, a server that is told to end (SIGTERM) still takes requests, so that a
-            router sees first, by /ready and /health, that it is going; it refuses new ones with 503 then, and ends when
-            the others are answered.
+        drain_seconds: how long, in seconds, a server still takes new requests after SIGTERM, so that a router has time
+            to see by /ready or /health that the server is about to end. After that, it refuses new requests with 503,
+            and ends when it has answered the others.
         max_pool_mb: largest body of a request that changes a pool, in MiB (2^20 bytes); a larger one is refused
             with 413.
         max_request_mb: the same for every other request.
@@ -57,8 +57,8 @@ class ServerSettings:
             of a pool's labels, times the prompts of the request that ask for them; one that needs more is refused with
             413.
         max_headers: most headers of chats' own (a system prompt, a developer message, tools) that one pool is encoded
-            behind at one time; the one that was longest not used gives way, and one more is refused with 429 while
-            requests run on all of them. 0: a chat that has one is refused.
+            behind at one time. A new one replaces the one that was not used for the longest time, and is refused with
+            429 while requests run on all of them. 0: a chat that has one is refused.
         max_header_tokens: longest such header, in tokens; a longer one is refused with 413.
         max_prompts: most answers of one request (its prompts, times `n`); more are refused with 413.
         max_logprobs: most log-probabilities of tokens beside the prompt's and the answer's own (`top_logprobs_num`,

@@ -5,15 +5,15 @@ and the answer is the one of dense attention. The model is the same, so nothing 
 
 For each text, dense attention continues its first tokens greedily. Double-P then drafts behind every token of the
 continuation, over keys and values that dense attention wrote, and the drafts are compared with the continuation. A
-*round* is a draft and its verification: it gives the accepted tokens and one more. Rows have the mean number of
-accepted tokens of a round, where rounds follow each other as they would in a server (the next one begins behind the
-token that the last one ended with).
+*round* is a draft and its verification: it gives the accepted tokens and one more. For each prompt, the mean number of
+accepted tokens of a round is taken, and a row has the median over prompts. Rounds follow each other as they would in a
+server: the next one begins behind the token that the last one ended with.
 
-What that would gain follows from measured steps: a row of `--steps`, a results file of ``sglang-ext bench double_p``,
-has the time of a dense step and of one of Double-P. A round costs its drafts and one dense step, in which several
-tokens of a request are verified for the price of one: the time of a step is that of reading keys and values. So the
-gain is an upper bound. Steps are not measured for other settings than those of that file; for these, rows say how
-long a step of the draft may take, as a share of a dense one, so that the gain still is `--gain`.
+The gain is computed from measured steps: the file `--steps`, results of ``sglang-ext bench double_p``, has the time of
+a dense step and of one of Double-P. A round is taken to cost its drafts and one dense step, because a step spends most
+of its time on reading keys and values, however many tokens of a request it verifies. So the gain is an upper bound.
+The file has steps of one setting only. For every setting, rows say how long a step of the draft may take at most, as a
+share of a dense one, for a gain of `--gain`.
 """
 
 from __future__ import annotations
@@ -56,9 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default="", help="folder of the classification sets: demonstrations to continue")
     parser.add_argument("--model", default=str(MODEL), help="model folder (default: the embedded one)")
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[2048, 7680], metavar="TOKENS", help="of prompts (default: 2048 7680)"
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[2048, 7680],
+        metavar="TOKENS",
+        help="lengths of prompts (default: 2048 7680)",
     )
-    parser.add_argument("--prompts", type=int, default=4, help="of each text and length, apart (default: 4)")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of each text and length (default: 4)")
     parser.add_argument("--answer", type=int, default=24, help="tokens of each continuation (default: 24)")
     parser.add_argument(
         "--settings",
@@ -68,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the drafts (default: 0.95,0.7 0.8,0.4 0.6,0.2)",
     )
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of the demonstrations (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of demonstrations (default: 0)")
     parser.add_argument("--kernels", choices=KERNELS, default="torch", help=f"{KERNELS_ENV} (default: torch)")
-    parser.add_argument("--steps", type=Path, default=STEPS, help="results that have the time of a step")
-    parser.add_argument("--gain", type=float, default=GAIN, help=f"that drafts should have (default: {GAIN})")
+    parser.add_argument("--steps", type=Path, default=STEPS, help="results that have the times of steps")
+    parser.add_argument("--gain", type=float, default=GAIN, help=f"gain that drafts should have (default: {GAIN})")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of SGLang's")
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
     parser.add_argument("--out", type=json_file, help="file for the results (default: none is written)")

@@ -1,13 +1,13 @@
 """``sglang-ext bench fleet``: several servers behind SMG, and pools that do not all fit one of them.
 
-All servers share a folder of pools, and each has a KV cache of --max-total-tokens. Questions over the pools go through
-the router in a closed loop, by each of its policies: `consistent_hashing` and `manual` by the header that names the
-pool, and beside them `cache_aware`, which sees the question alone, and `round_robin`. Each load says which share of the
-blocks that requests selected was in the KV cache, how long the first token took, and how many answers came a second.
-Beside it stands one server alone, asked about its share of the pools: with 4 servers and 16 pools, about 4.
+All servers share a folder of pools, and each has a KV cache of --max-total-tokens. Clients ask questions over the pools
+through SMG in a closed loop, with each of its policies: `consistent_hashing` and `manual` go by the header that names
+the pool, `cache_aware` goes by the question alone, and `round_robin` by neither. Each load says which share of the
+selected blocks was in the KV cache, how long the first token took, and how many answers came a second. Each load is
+compared with one server alone, which is asked about its share of the pools: with 4 servers and 16 pools, about 4.
 
-Weights are random, and pools are generated. A load of --warm-up seconds, which is not measured, comes first. A server
-takes one GPU after the other where there are several; where there is one, all share it.
+Weights are random, and pools are generated. A load of --warm-up seconds, which is not measured, comes first. Servers
+are spread over the GPUs; if there is one GPU, all servers share it.
 """
 
 from __future__ import annotations
@@ -39,27 +39,52 @@ POLICIES: dict[str, tuple[str, ...]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = Sizes()
-    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="(default: 1 2 4)")
-    parser.add_argument("--pools", type=int, nargs="+", default=[8, 16, 64], metavar="N", help="(default: 8 16 64)")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=[*POLICIES], help="of SMG (default: all)")
     parser.add_argument(
-        "--popularity", nargs="+", choices=POPULARITIES, default=[UNIFORM], help="of pools (default: uniform)"
+        "--servers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of servers (default: 1 2 4)"
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="the servers' model")
-    parser.add_argument("--layers", type=int, default=0, metavar="N", help="of it (default: the shape's)")
     parser.add_argument(
-        "--max-total-tokens", type=int, default=300_000, metavar="N", help="of each KV cache (default: 300000)"
+        "--pools", type=int, nargs="+", default=[8, 16, 64], metavar="N", help="numbers of pools (default: 8 16 64)"
     )
-    parser.add_argument("--pool-tokens", type=int, default=sizes.pool_tokens, help="of each pool (default: 30000)")
-    parser.add_argument("--block-size", type=int, default=sizes.block_size, help="demonstrations (default: 74)")
-    parser.add_argument("--ratio", type=float, default=sizes.ratio, help="of a pool that is selected (default: 0.3125)")
-    parser.add_argument("--answer", type=int, default=sizes.answer, help="tokens (default: 8)")
-    parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="clients (default: 16)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of a load (default: 30)")
-    parser.add_argument("--warm-up", type=float, default=15.0, metavar="SECONDS", help="before it (default: 15)")
+    parser.add_argument(
+        "--policies", nargs="+", choices=POLICIES, default=[*POLICIES], help="policies of SMG (default: all)"
+    )
+    parser.add_argument(
+        "--popularity",
+        nargs="+",
+        choices=POPULARITIES,
+        default=[UNIFORM],
+        help="how often each pool is asked about (default: uniform)",
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="shape of the model (default: llama-3.1-8b)"
+    )
+    parser.add_argument("--layers", type=int, default=0, metavar="N", help="layers of the model (default: the shape's)")
+    parser.add_argument(
+        "--max-total-tokens",
+        type=int,
+        default=300_000,
+        metavar="N",
+        help="size of each server's KV cache in tokens (default: 300000)",
+    )
+    parser.add_argument(
+        "--pool-tokens", type=int, default=sizes.pool_tokens, help="tokens of each pool (default: 30000)"
+    )
+    parser.add_argument(
+        "--block-size", type=int, default=sizes.block_size, help="demonstrations of a block (default: 74)"
+    )
+    parser.add_argument("--ratio", type=float, default=sizes.ratio, help="share that is selected (default: 0.3125)")
+    parser.add_argument("--answer", type=int, default=sizes.answer, help="tokens of an answer (default: 8)")
+    parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="number of clients (default: 16)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of a load (default: 30)")
+    parser.add_argument(
+        "--warm-up", type=float, default=15.0, metavar="SECONDS", help="length of the load before it (default: 15)"
+    )
     parser.add_argument("--flags", default="", help="more flags of the servers, in one argument")
     parser.add_argument(
-        "--out", type=json_file, default=RESULTS / "fleet.json", help="(default: launch/bench/results/fleet.json)"
+        "--out",
+        type=json_file,
+        default=RESULTS / "fleet.json",
+        help="file for the results (default: launch/bench/results/fleet.json)",
     )
     parser.add_argument("--commit", default="", help="commit to record (default: ask git)")
 

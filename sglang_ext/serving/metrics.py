@@ -46,7 +46,7 @@ def _created(labels: tuple[str, ...]) -> _Metrics:
         stitched=Counter("sglang_ext:stitched_tokens", "Prompt tokens taken from demonstration blocks.", labels),
         reencoded=Counter(
             "sglang_ext:reencoded_blocks",
-            "Blocks that were encoded for a request: evicted ones, and those behind a chat's own header.",
+            "Blocks that were encoded because of a request: evicted ones, and those behind a chat's header.",
             labels,
         ),
         headers=Counter("sglang_ext:pool_headers", "Headers of chats' own that a pool was laid out behind.", labels),

@@ -83,8 +83,8 @@ class TenantQuotas:
     Attributes:
         max_pools: most pools; one more is refused with 403.
         max_tokens: most tokens of all pools together, as `GET /v1/pools` counts them; a change that needs more is
-            refused with 403. What chats ask is in the KV cache once more for each header before it, which is not
-            counted.
+            refused with 403. If chats ask over a pool, too, the KV cache has it once more for each header before it,
+            which is not counted.
         max_requests: most answers under way at a time (the prompts of requests, times `n`); one more is refused with
             429, and a request that alone asks for more, with 403.
     """

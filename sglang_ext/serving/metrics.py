@@ -28,6 +28,7 @@ class _Metrics(NamedTuple):
     requests: Counter
     stitched: Counter
     reencoded: Counter
+    missed: Counter
     headers: Counter
     retrieval: Histogram
     encoding: Counter
@@ -49,6 +50,7 @@ def _created(labels: tuple[str, ...]) -> _Metrics:
             "Blocks that were encoded because of a request: evicted ones, and those behind a chat's header.",
             labels,
         ),
+        missed=Counter("sglang_ext:missed_blocks", "Those of them that the request had selected.", labels),
         headers=Counter("sglang_ext:pool_headers", "Headers of chats' own that a pool was laid out behind.", labels),
         retrieval=Histogram(
             "sglang_ext:retrieval_seconds", "Time to select a request's blocks.", labels, buckets=_SECONDS
@@ -97,10 +99,11 @@ class TokenizerMetrics:
             self._of(self._metrics.stitched, pool).inc(stitched)
             self._of(self._metrics.retrieval, pool).observe(seconds)
 
-    def reencoded(self, pool: str, blocks: int) -> None:
-        """Blocks of `pool` were missing and are encoded for a request."""
+    def reencoded(self, pool: str, blocks: int, missed: int) -> None:
+        """Blocks of `pool` are encoded for a request, which had selected `missed` of them."""
         if self.enabled:
             self._of(self._metrics.reencoded, pool).inc(blocks)
+            self._of(self._metrics.missed, pool).inc(missed)
 
     def laid_out(self, pool: str) -> None:
         """`pool` is served behind one more header of chats' own."""

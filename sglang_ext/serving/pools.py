@@ -73,7 +73,7 @@ class PoolService:
         """So many blocks of a pool are encoded again, for a request, which needs `missed` of them itself."""
         self.counters["reencoded_blocks"] += blocks
         self.counters["missed_blocks"] += missed
-        self.metrics.reencoded(name, blocks)
+        self.metrics.reencoded(name, blocks, missed)
 
     @property
     def tokens(self) -> int:

@@ -120,9 +120,7 @@ def test_every_query_of_the_dashboard_has_a_series(server: Server, prometheus: s
         waiting = {name: query for name, query in waiting.items() if not values(prometheus, query)}
         assert time.monotonic() < end, f"no series: {waiting}; {failures(prometheus)}"
         time.sleep(1)
-    (found,) = values(
-        prometheus, next(query for query in queries().values() if "reencoded" in query and "1 -" in query)
-    )
+    (found,) = values(prometheus, next(query for query in queries().values() if "missed" in query and "1 -" in query))
     assert 0 <= found < 1, "blocks were encoded again"
     (pools,) = values(prometheus, "sglang_ext:num_pools")
     assert pools == 1

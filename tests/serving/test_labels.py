@@ -15,6 +15,7 @@ import xgrammar
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
+from sglang_ext import lines
 from sglang_ext.attention.branches import _visible, branch_positions, branch_runs
 from sglang_ext.cache.rows import Row
 from sglang_ext.config import RequestOptions
@@ -202,8 +203,12 @@ def test_a_tokenizer_whose_kind_is_mistaken_is_found() -> None:
     backend = models.build_tokenizer()
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.ByteLevel()])  # decodes as before
     mistaken = served(backend)
+    by_xgrammar = LabelCheck(mistaken, models.VOCAB_SIZE, [2], "xgrammar")
+    if lines.current() is lines.NEWER:  # its xgrammar takes such a tokenizer for what it is
+        by_xgrammar.check(["card issue"], " ", "\n\n")
+        return
     with pytest.raises(ValueError, match=r"cannot spell the output 'card issue'.*BYTE_FALLBACK.*--grammar-backend"):
-        LabelCheck(mistaken, models.VOCAB_SIZE, [2], "xgrammar").check(["card issue"], " ", "\n\n")
+        by_xgrammar.check(["card issue"], " ", "\n\n")
     LabelCheck(mistaken, models.VOCAB_SIZE, [2], "none").check(["card issue"], " ", "\n\n")
 
 

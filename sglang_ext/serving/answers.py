@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -114,13 +114,14 @@ async def _stream(
 
 
 async def with_last(
-    events: AsyncGenerator[str, None], kind: str, add: Callable[[JsonObject], None]
+    events: AsyncGenerator[str, None], kinds: Collection[str], add: Callable[[JsonObject], None]
 ) -> AsyncGenerator[str, None]:
-    """A stream of typed events: `add` changes the data of the event `kind`, which ends the answer."""
-    begin = f"event: {kind}\ndata: "
+    """A stream of typed events: `add` changes the data of the event of one of `kinds`, which ends the answer."""
+    begins = [f"event: {kind}\ndata: " for kind in kinds]
     async with aclosing(events):
         async for event in events:
-            if event.startswith(begin):
+            begin = next((each for each in begins if event.startswith(each)), None)
+            if begin is not None:
                 data = json.loads(event.removeprefix(begin))
                 add(data)
                 event = f"{begin}{json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

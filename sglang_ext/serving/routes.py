@@ -204,6 +204,10 @@ class _OverPool:
         return processed
 
 
+_ENDS = ("response.completed", "response.incomplete")
+"""Events that end a stream of /v1/responses; SGLang 0.5.23 sends the latter of an answer that its limit ended."""
+
+
 async def around_full_response(
     original: Callable[..., Awaitable[Passed]],
     handler: OpenAIHandler,
@@ -241,7 +245,7 @@ def around_response_stream(
                 _stored(handler, kept, with_extra(kept, notes))
 
     events = original(handler, request, sampling_params, _noted(results, notes), *args, **kwargs)
-    return with_last(events, "response.completed", add)
+    return with_last(events, _ENDS, add)
 
 
 async def _noted(results: AsyncIterator[Passed], notes: JsonObject) -> AsyncGenerator[Passed, None]:
@@ -314,7 +318,7 @@ def around_message_stream(
         if extra:
             data[FIELD] = extra
 
-    return with_last(original(handler, adapted_request, *args), "message_delta", add)
+    return with_last(original(handler, adapted_request, *args), ("message_delta",), add)
 
 
 def around_convert_answer(original: Callable[..., Passed], handler: Handler, response: OpenAIAnswer) -> Passed:

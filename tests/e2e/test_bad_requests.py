@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -256,6 +257,17 @@ def test_pools_over_every_route(server: Server) -> None:
     assert text_of(answer).strip() in labels
 
 
+ENDED = ("completed", "incomplete")
+"""SGLang 0.5.18 says the latter of an answer that its limit ended."""
+
+
+def ended_response(text: str) -> Any:
+    """The response in the event that ends a stream of /v1/responses."""
+    events = dict(re.findall(r"^event: response\.(\w+)\ndata: (.*)$", text, re.MULTILINE))
+    (last,) = (json.loads(events[status]) for status in ENDED if status in events)
+    return last["response"]
+
+
 def ended(path: str, text: str) -> tuple[str, Any]:
     """(text, what is said of it) of a stream of any route."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
@@ -266,7 +278,7 @@ def ended(path: str, text: str) -> tuple[str, Any]:
         return "".join(parts), events[-1].get("sglang_ext")
     kinds = {event.get("type"): event for event in events}
     if path == "/v1/responses":
-        response = kinds["response.completed"]["response"]
+        response = ended_response(text)
         return text_of(response), response.get("sglang_ext")
     if path == "/v1/messages":
         parts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
@@ -290,10 +302,6 @@ def test_a_streams_end_says_what_it_used(server: Server, path: str) -> None:
             assert used is None
 
 
-ENDED = ("completed", "incomplete")
-"""SGLang 0.5.18 says the latter of an answer that its limit ended."""
-
-
 def test_a_stored_response_says_what_it_used(server: Server) -> None:
     pools(server)
     # Greedy: a token that is drawn may be the end, and the output empty.
@@ -301,7 +309,7 @@ def test_a_stored_response_says_what_it_used(server: Server) -> None:
     body |= {"custom_params": {"pool": "base", "label_probs": True}}
     ids = [server.json("POST", "/v1/responses", json=body)["id"]]
     events = server.call("POST", "/v1/responses", json={**body, "stream": True}).text
-    ids.append(json.loads(events.split("event: response.completed\ndata: ")[1].splitlines()[0])["response"]["id"])
+    ids.append(ended_response(events)["id"])
     ids.append(server.json("POST", "/v1/responses", json={**body, "background": True})["id"])
     for id in ids:
         kept = until(lambda id=id: (found := server.json("GET", f"/v1/responses/{id}"))["status"] in ENDED and found)

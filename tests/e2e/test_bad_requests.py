@@ -20,6 +20,7 @@ import openai
 import pytest
 import requests
 
+from sglang_ext import lines
 from tests.e2e.bad_requests import BODIES, MESSAGES, TEXT, Case, answered, generated, with_params, wrong
 from tests.e2e.server import Server, answer_tokens, error_of, model, until
 from tests.oracle import models
@@ -53,6 +54,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         attention_backend=kind,
         max_total_tokens=4000,
         chunked_prefill_size=64,
+        **({"enable_response_store": True} if lines.current() is lines.NEWER else {}),
     ) as running:
         running.kind = kind  # type: ignore[attr-defined]
         if kind != "cascade":

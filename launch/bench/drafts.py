@@ -268,9 +268,7 @@ def figures(measured: Sequence[Drafts], shares: Mapping[int, float], wanted: flo
             longest = longest_step(mean, drafted, wanted)
             gains = {batch: gain(mean, drafted, share) for batch, share in shares.items()}
             notes = {"gains": gains, "longest_step": longest, "attention": each.attention}
-            name = (
-                f"{_title(each)}, drafts of {drafted}: accepted tokens; {wanted:g}x needs a step of {_share(longest)}"
-            )
+            name = f"{_title(each)}, drafts of {drafted}: accepted tokens; {wanted:g}x {_needs(longest)}"
             rows.append(Figure(name, Timing.of(means), unit="tokens", notes=notes))
             for batch, value in gains.items():
                 best[batch] = max(best.get(batch, (0.0, 0, 0.0)), (value, drafted, mean))
@@ -285,8 +283,9 @@ def _title(each: Drafts) -> str:
     return f"{each.text}, Double-P {each.setting} ({words})"
 
 
-def _share(longest: float) -> str:
-    return f"at most {longest:.2f} of a dense one" if longest > 0 else "less than no time"
+def _needs(longest: float) -> str:
+    """What a gain needs, from `longest_step`."""
+    return f"needs a step of at most {longest:.2f} of a dense one" if longest > 0 else "is out of reach of any step"
 
 
 def _gain(each: Drafts, batch: int, value: float, drafted: int, mean: float, wanted: float) -> Figure:

@@ -156,31 +156,34 @@ class TenantMetrics:
     def __init__(self, enabled: bool, labels: Mapping[str, str]) -> None:
         self.enabled, self._labels = enabled, dict(labels)
 
-    def _of(self, name: str) -> Counter:
-        counter: Counter = getattr(_tenant_counters(tuple(self._labels)), name)
-        return counter.labels(**self._labels)
+    @property
+    def _counters(self) -> _TenantCounters:
+        return _tenant_counters(tuple(self._labels))
+
+    def _of(self, metric: M) -> M:
+        return metric.labels(**self._labels)
 
     def running(self, answers: int) -> None:
         """So many answers are under way."""
         if self.enabled:
-            _tenant_counters(tuple(self._labels)).running.labels(**self._labels).set(answers)
+            self._of(self._counters.running).set(answers)
 
     def begun(self, answers: int, running: int) -> None:
         """So many more answers were begun, and so many are under way with them."""
         if self.enabled:
-            self._of("requests").inc(answers)
+            self._of(self._counters.requests).inc(answers)
         self.running(running)
 
     def refused(self) -> None:
         """A quota refused a request."""
         if self.enabled:
-            self._of("refused").inc()
+            self._of(self._counters.refused).inc()
 
     def answered(self, prompt_tokens: int, generated_tokens: int) -> None:
         """An answer is complete."""
         if self.enabled:
-            self._of("prompt_tokens").inc(prompt_tokens)
-            self._of("generated_tokens").inc(generated_tokens)
+            self._of(self._counters.prompt_tokens).inc(prompt_tokens)
+            self._of(self._counters.generated_tokens).inc(generated_tokens)
 
 
 def labels_of(manager: TokenizerManager, settings: ServerSettings, tenant: str) -> dict[str, str]:

@@ -30,10 +30,11 @@ class Server:
     Attributes:
         url: where it answers.
         pid: of its first process, which started all others.
+        log: the file that has what it printed.
     """
 
-    def __init__(self, url: str, pid: int) -> None:
-        self.url, self.pid = url, pid
+    def __init__(self, url: str, pid: int, log: str) -> None:
+        self.url, self.pid, self.log = url, pid, log
         self._local = threading.local()
 
     def call(self, method: str, path: str, body: JsonObject | None = None) -> Json:
@@ -106,7 +107,7 @@ def running(command: Sequence[str], port: int, environment: Mapping[str, str] | 
             env={**os.environ, **(environment or {})},
         )
         try:
-            server = Server(f"http://127.0.0.1:{port}", process.pid)
+            server = Server(f"http://127.0.0.1:{port}", process.pid, log.name)
             deadline = time.monotonic() + START_SECONDS
             while not server.is_up():
                 ended = process.poll()

@@ -117,6 +117,19 @@ def _retrieved(retriever: str) -> dict[str, DrawnMethod]:
     }
 
 
+def _block_sizes() -> dict[str, DrawnMethod]:
+    """DBSA 30% over smaller blocks: with the other defaults, and with the sinks and the context of `EXAMPLES`."""
+    found = dict[str, DrawnMethod]()
+    sinks, previous = int(EXAMPLES["sink_blocks"]), int(EXAMPLES["previous_blocks"])
+    for size in (1, 2, 5):
+        found[f"blocks-of-{size}"] = DrawnMethod(f"DBSA 30%, blocks of {size}", Bench.dbsa, {"block_size": size}, AIMED)
+    for size in (2, 5, 10):
+        wider: Options = {"block_size": size, "sink_blocks": sinks // size, "previous_blocks": previous // size}
+        words = f"blocks of {size} behind {sinks} sinks and {previous} examples"
+        found[f"blocks-of-{size}-behind-{previous}"] = DrawnMethod(f"DBSA 30%, {words}", Bench.dbsa, wider, AIMED)
+    return found
+
+
 LABELS: Mapping[str, DrawnMethod] = {
     "likely": DrawnMethod("DBSA 30%, the most likely label", lambda bench: bench.dbsa(choose="likely"), {}, AIMED),
     "label-probs": DrawnMethod(
@@ -124,13 +137,14 @@ LABELS: Mapping[str, DrawnMethod] = {
     ),
 }
 """DBSA 30% with the most likely label instead of the greedy one."""
-ABLATIONS = _ablations()
+ABLATIONS, BLOCK_SIZES = _ablations(), _block_sizes()
 RETRIEVED = {name: each for retriever in ANALYZED for name, each in _retrieved(retriever).items()}
-METHODS: Mapping[str, DrawnMethod] = {**MAIN, **LABELS, **ABLATIONS, **RETRIEVED}
+METHODS: Mapping[str, DrawnMethod] = {**MAIN, **LABELS, **ABLATIONS, **BLOCK_SIZES, **RETRIEVED}
 GROUPS: Mapping[str, Sequence[str]] = {
     "main": tuple(MAIN),
     "labels": (AIMED, *LABELS),
     "ablations": tuple(ABLATIONS),
+    "blocks": (AIMED, "dbsa-example", *BLOCK_SIZES),
     "retrievers": tuple(RETRIEVED),
 }
 

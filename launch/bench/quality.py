@@ -6,7 +6,8 @@ of its own, but those of dbsa share a server:
 - --suite dbsa: texts of four classification sets over pools of demonstrations that are drawn: zero-shot, Fixed ICL,
   RetICL by example and by block, DBSA over 10, 30 and 100% of the blocks, and over demonstrations as blocks; and with
   --methods ablations other patterns, groupings, orders, previous blocks and single examples, with --methods retrievers
-  BM25 over stems and without stop words, with --methods labels the most likely label beside the greedy one. Means
+  BM25 over stems and without stop words, with --methods blocks smaller blocks, with --methods labels the most likely
+  label beside the greedy one. Means
   and intervals are over draws; the time of an answer stands beside each result.
 - --suite double_p: banking77 with many demonstrations and passkeys, for dense attention, Double-P, and RetroInfer,
   Quest and Twilight with budgets that make them read as much as Double-P did on the same task: as many tokens kept

@@ -84,22 +84,29 @@ def asked_plain_attention() -> str:
     return chosen
 
 
-def plain_attention(system: System, default: Callable[[], str]) -> str:
+def plain_attention(system: System, default: Callable[[], str], *, float8_in_float16: bool = False) -> str:
     """SGLang's attention backend that serves batches without views on a GPU: `fa3` or `flashinfer`.
 
     Args:
         system: on a server of streams every batch has views, so that nothing runs on this backend. It is FlashInfer's
             then, with which these servers were measured.
         default: says which backend SGLang would choose for the model on this machine.
+        float8_in_float16: whether the model is in float16 and its cache in float8. FlashAttention-3 gives bfloat16 over
+            such a cache, and SGLang then fails when it captures its graphs.
 
     Raises:
-        ValueError: what `asked_plain_attention` raises.
+        ValueError: what `asked_plain_attention` raises; or fa3 is asked for where it fails.
     """
     chosen = asked_plain_attention()
     if system.streams:
         return "flashinfer"
+    if float8_in_float16 and chosen == "fa3":
+        raise ValueError(
+            f"{PLAIN_ENV}=fa3 with a model in float16 and a KV cache in float8: FlashAttention-3 gives bfloat16 over"
+            f" such a cache; set --dtype bfloat16, or {PLAIN_ENV} to auto or flashinfer"
+        )
     if chosen == "auto":
-        return "fa3" if default() == "fa3" else "flashinfer"
+        return "fa3" if default() == "fa3" and not float8_in_float16 else "flashinfer"
     return chosen
 
 

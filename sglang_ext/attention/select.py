@@ -30,9 +30,12 @@ def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
             plain attention that there are not; says what to change.
     """
     compat.refuse_model(model_runner, system.float8)
-    chosen = kernels(system, model_runner.server_args.dtype, float8=model_runner.kv_cache_dtype == FLOAT8)
-    on_gpu = chosen != "torch" and torch.cuda.is_available()
-    plain = plain_attention(system, lambda: compat.default_attention(model_runner)) if on_gpu else "torch"
+    float8 = model_runner.kv_cache_dtype == FLOAT8
+    chosen = kernels(system, model_runner.server_args.dtype, float8=float8)
+    plain = "torch"
+    if chosen != "torch" and torch.cuda.is_available():
+        mixed = float8 and model_runner.dtype == torch.float16
+        plain = plain_attention(system, lambda: compat.default_attention(model_runner), float8_in_float16=mixed)
     Backend: type[ViewBackend] = pkgutil.resolve_name(_BACKENDS[plain])
     make = pkgutil.resolve_name(system.reader_of(kernels=chosen != "torch"))
     policy = system.make_policy(model_runner.server_args.tp_size)

@@ -41,7 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def start(folder: Any, kernels: str, **options: Any) -> Served:
-    """An engine with all pools over `kernels`, and the oracle's copy of its float16 weights."""
+    """An engine with all pools over `kernels`, and the oracle's copy of its weights, which have 16 bits."""
     from sglang_ext import Engine
 
     arguments: dict[str, Any] = {
@@ -55,10 +55,10 @@ def start(folder: Any, kernels: str, **options: Any) -> Served:
     }
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("SGLANG_EXT_KERNELS", kernels)
-        engine = Engine(model_path=str(folder), **{**arguments, **options})
+        engine = Engine(model_path=str(folder), **(arguments := {**arguments, **options}))
     model = models.load_model(folder)
     for parameter in model.parameters():
-        parameter.data = parameter.data.half().float()
+        parameter.data = parameter.data.to(getattr(torch, arguments["dtype"])).float()
     for name, chosen in POOLS.items():
         engine.create_pool(name, models.demonstrations(DEMONSTRATIONS), **chosen)
     return Served(engine, model, models.load_tokenizer(folder))

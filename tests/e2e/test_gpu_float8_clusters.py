@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_gpu_double_p import BACKEND, DENSE, EXACT, PLAIN, SPARSE, Running, differences, options, prompts
+from tests.e2e.test_gpu_double_p import DENSE, EXACT, PLAIN, SPARSE, Running, differences, options, prompts
 from tests.e2e.test_gpu_float8 import FLOAT8, pytestmark  # noqa: F401  (the same GPUs)
 from tests.oracle import models
 
@@ -69,7 +69,7 @@ def test_clusters_of_plain_requests(answered: Any) -> None:
 
 def test_cluster_kernels_ran(answered: Any) -> None:
     for name in ("graphs", "eager", "plain", "torch"):
-        expected = ("TorchViews", "ViewReader") if name == "torch" else (BACKEND, "ClusterReader")
+        expected = ("TorchViews", "ViewReader") if name == "torch" else ("FlashInferViews", "ClusterReader")
         stats = answered[name]["stats"]
         assert (stats["attention_backend"], stats["reader"]) == expected
         assert stats["cluster_tokens_computed"] > 1000 and stats.get("cluster_refused", 0) == 0

@@ -31,6 +31,11 @@ def test_what_serves_batches_without_views(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(choice.PLAIN_ENV, asked)
         assert choice.plain_attention(double_p, lambda: pytest.fail("asked for by name")) == asked
         assert choice.plain_attention(streams, lambda: "fa3") == "flashinfer"
+    with pytest.raises(ValueError, match=r"a model in float16 and a KV cache in float8.*--dtype bfloat16"):
+        monkeypatch.setenv(choice.PLAIN_ENV, "fa3")
+        choice.plain_attention(double_p, lambda: "fa3", float8_in_float16=True)
+    monkeypatch.setenv(choice.PLAIN_ENV, "auto")
+    assert choice.plain_attention(double_p, lambda: "fa3", float8_in_float16=True) == "flashinfer"
     for wrong in ("fa4", ""):
         monkeypatch.setenv(choice.PLAIN_ENV, wrong)
         with pytest.raises(ValueError, match=f"{choice.PLAIN_ENV}={wrong}: expected one of auto, fa3, flashinfer"):

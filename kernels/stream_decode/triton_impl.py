@@ -41,9 +41,9 @@ class StreamTuning:
 
     columns: int = 64
     warps: int = 4
-    stages: int = 4
-    programs: int = 2
-    cells: int = 256
+    stages: int = 2
+    programs: int = 4
+    cells: int = 64
 
 
 TUNING = StreamTuning()
@@ -140,7 +140,8 @@ def decode(
             workspace.part_lse, workspace.logits, state.received, state.last, state.tile, step.numbers,
             batch, near, near + far,
             SINKS=sizes.sinks, CELLS=sizes.cells, BLOCK=sizes.block, HEADS=heads, EACH=tuning.cells,
-            COLUMNS=triton.next_power_of_2(sizes.block), PARTS=triton.next_power_of_2(near), num_warps=4,
+            COLUMNS=triton.next_power_of_2(sizes.block), PARTS=triton.next_power_of_2(near),
+            GROUPS=triton.next_power_of_2(heads), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -326,11 +327,22 @@ def _level(part_lse, head, near, shares, PARTS: tl.constexpr):
     return top + tl.log2(tl.sum(tl.exp2(level - top), 0))
 
 
+@triton.jit
+def _levels(part_lse, head, there, near, shares, PARTS: tl.constexpr):
+    """`_level` of several heads; 0 for those that are not there."""
+    share = tl.arange(0, PARTS)
+    on = there[:, None] & (share < near)[None, :]
+    level = tl.load(part_lse + head[:, None] * shares + share[None, :], mask=on, other=float("-inf"))
+    top = tl.where(there, tl.max(level, 1), 0.0)
+    total = tl.sum(tl.exp2(level - top[:, None]), 1)
+    return tl.where(there, top + tl.log2(tl.where(there, total, 1.0)), 0.0)
+
+
 @triton.jit(do_not_specialize=["batch", "near", "shares"])
 def _map_kernel(
     part_lse, logits, received, last, tile, numbers, batch, near, shares,
     SINKS: tl.constexpr, CELLS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr,
-    COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Some cells of a stream, or one head's row of its tile."""
     number, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -358,11 +370,12 @@ def _map_kernel(
             back = tl.where(back < 0, back + (CELLS - SINKS), back)
             at = tl.where(cell < SINKS, cell, tl.where(token - back < SINKS, -1, token - back))
             seen = inside & (at >= opened) & (at <= token)
-            given = tl.zeros([EACH], tl.float32)
-            for one in range(HEADS):
-                head = request * HEADS + one
-                x = tl.load(logits + head * CELLS + at - opened, mask=seen, other=float("-inf"))
-                given += tl.exp2(x - _level(part_lse, head, near, shares, PARTS))
+            one = tl.arange(0, GROUPS)
+            head, there = request * HEADS + one, one < HEADS
+            level = _levels(part_lse, head, there, near, shares, PARTS)
+            both = there[:, None] & seen[None, :]
+            x = tl.load(logits + head[:, None] * CELLS + (at - opened)[None, :], mask=both, other=float("-inf"))
+            given = tl.sum(tl.exp2(x - level[:, None]), 0)
             place = row * CELLS + cell
             before = tl.load(received + place, mask=inside, other=0.0)
             before += tl.where(fresh, tl.load(last + place, mask=inside, other=0.0), 0.0)

@@ -44,21 +44,30 @@ def write_heads(path: Path, layers: int, heads: int) -> None:
 def stepping(engine: Engine, steps: int, repeats: int, batch: int, tokens: int) -> list[float]:
     """Seconds a decoding step of so many requests, each with a prompt of its own of so many tokens.
 
-    Twice as many steps are compared with as many: in both, all prompts are read before the last answer begins, and as
-    many streams are left of the run before, from which prompts may begin as copies.
+    A run is measured from the first token of the request that begins last. All run then, and stay for as many steps.
+
+    Raises:
+        RuntimeError: one had ended before the last began: the engine does not run so many at once.
     """
     prompts = [drawn(tokens, 100 + number) for number in range(batch)]
+    params: JsonObject = {"temperature": 0, "max_new_tokens": 4 * steps, "ignore_eos": True}
 
-    def seconds(new_tokens: int) -> float:
-        params: JsonObject = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        begin = time.perf_counter()
-        answers = engine.generate(input_ids=prompts, sampling_params=[params] * batch)
-        for answer in answers:
-            completed(answer)
-        return time.perf_counter() - begin
+    def seconds() -> float:
+        """Of a step: one run."""
+        counts, marks = dict[int, int](), list[tuple[float, int]]()
+        for part in engine.generate(input_ids=prompts, sampling_params=[params] * batch, stream=True):
+            number, count = part.get("index", 0), completed(part)["meta_info"]["completion_tokens"]
+            if number not in counts and max(counts.values(), default=0) >= 4 * steps:
+                raise RuntimeError(f"{batch} requests do not run at once: {counts} tokens came before request {number}")
+            begins = number not in counts and len(counts) == batch - 1
+            counts[number] = count
+            if begins or (len(counts) == batch and number == list(counts)[-1]):
+                marks.append((time.perf_counter(), count))
+        (begun, first), (ended, last) = marks[0], next(mark for mark in marks if mark[1] >= marks[0][1] + steps)
+        return (ended - begun) / (last - first)
 
-    seconds(steps)
-    return [(seconds(2 * steps) - seconds(steps)) / steps for _ in range(repeats)]
+    seconds()
+    return [seconds() for _ in range(repeats)]
 
 
 def forked(engine: Engine, prompt: Sequence[int], repeats: int) -> JsonObject:

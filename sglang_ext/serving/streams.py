@@ -103,7 +103,9 @@ class StreamMode(Mode):
         _add(adder, req, begin, stop)
         if stop < end:
             adder.new_chunked_req = req
-        return adder.budget_state()
+        state: AddReqResult = adder.budget_state()
+        # SGLang does not count the slots of streams that have ended, which give way to the next request.
+        return AddReqResult.CONTINUE if state is AddReqResult.NO_TOKEN and cache.conversations else state
 
     def add_chunk(self, original: Callable[..., Req | None], adder: PrefillAdder, req: Req) -> Req | None:
         """The next chunk of a stream, which has its slots already."""

@@ -131,6 +131,8 @@ def figures(ours: Sequence[Starts], stock: Sequence[Starts]) -> list[Figure]:
         more = each.cold - best.cold
         aim = f"at most {COLD_AIM:.0f} s more"
         rows.append(_row(f"{each.name}, cold caches", [each.cold], best, [best.cold], aim, more <= COLD_AIM))
+        if not each.warm:
+            continue
         best = min(stock, key=lambda other: Timing.of(other.warm).median)
         ratio = Timing.of(each.warm).median / Timing.of(best.warm).median
         aim = f"at most {WARM_AIM:.3g}x"
@@ -171,11 +173,20 @@ def main(args: argparse.Namespace) -> int:
                 seconds, of_log = begun(role, backend, folder / f"caches-{number}")
                 say(f"{names[role, backend]}, {'warm' if at else 'cold'} caches: {seconds:.1f} s")
                 found[role, backend].add(seconds, of_log)
+            keep(found, args)  # a run that is cut short keeps what it has
+    print(f"written: {args.out}")
+    return 0
+
+
+def keep(found: Mapping[tuple[str, str], Starts], args: argparse.Namespace) -> None:
+    """Print the table of what was started so far, and write it.
+
+    Args:
+        found: (role, attention backend) -> its starts, as many of each.
+    """
     rows = figures(*([each for (role, _), each in found.items() if role == of] for of in ("ours", "stock")))
-    print(table(rows))
+    print(table(rows), flush=True)
     kept: JsonObject = {
         each.name: {"cold": each.cold, "warm": each.warm, "parts": each.parts} for each in found.values()
     }
     save(args.out, rows, commit=args.commit, starts=kept)
-    print(f"written: {args.out}")
-    return 0

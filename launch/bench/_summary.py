@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from sglang_ext.launch.bench._markdown import figure_table, origin
 from sglang_ext.launch.bench._record import Figure
 from sglang_ext.launch.bench._results_files import Results
 
+WIDTH = 120
+"""Characters of a line of the documents."""
 PAGES = "results"
 """The folder of the pages, beside the document with the summary."""
 
@@ -91,6 +94,24 @@ SPEED = (
         ),
     ),
     FileSummary(
+        "dbsa_engine_small_blocks",
+        "DBSA in an engine, blocks of 5 demonstrations",
+        (
+            ShownRow("encoding a pool of", "dense prefill"),
+            ShownRow("answering with 4 tokens, 1 at a time", "Fixed ICL, cached"),
+            ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),
+        ),
+    ),
+    FileSummary(
+        "serve",
+        "A server under load",
+        (
+            ShownRow("questions over pools: goodput"),
+            ShownRow("questions over pools, 128 at a time"),
+            ShownRow("a token while a pool of 90000 tokens is encoded"),
+        ),
+    ),
+    FileSummary(
         "dbsa_kernels",
         "DBSA's kernels",
         (
@@ -143,7 +164,6 @@ SPEED = (
         "Cascades in an engine",
         (
             ShownRow("the last 65536 of 262144 tokens"),
-            ShownRow("a prompt of 131072 tokens"),
             ShownRow("a prompt of 262144 tokens"),
             ShownRow("a decoding step with a full window"),
         ),
@@ -186,11 +206,15 @@ SPEED = (
         ),
     ),
     FileSummary(
+        "verification",
+        "Verifying drafts by dense attention",
+        (ShownRow("verifying drafts of 8, 8 requests of 65536 tokens"),),
+    ),
+    FileSummary(
         "fleet",
         "A fleet behind SMG",
         (
             ShownRow("16 pools (uniform) on 2 servers, consistent_hashing: share of selected blocks"),
-            ShownRow("16 pools (uniform) on 2 servers, manual: share of selected blocks"),
             ShownRow("16 pools (uniform) on 2 servers, cache_aware: share of selected blocks"),
         ),
     ),
@@ -212,14 +236,28 @@ QUALITY = (
         "quality_dbsa_smollm2",
         "DBSA beside Fixed ICL and RetICL, SmolLM2-135M-Instruct",
         (
-            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, Fixed ICL"),
-            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, RetICL by example"),
-            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, DBSA 30%"),
-            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 2000 tokens, DBSA by example"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, Fixed ICL"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, RetICL by example"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, DBSA 30%"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, DBSA by example"),
+        ),
+    ),
+    FileSummary(
+        "quality_blocks_smollm2",
+        "DBSA over smaller blocks, banking77, SmolLM2-135M-Instruct",
+        (
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA 30%: answers right"),
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA by example"),
+            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA 30%, blocks of 5 behind"),
+        ),
+    ),
+    FileSummary(
+        "quality_blocks_sets_smollm2",
+        "DBSA over smaller blocks, clinc150 and nlu, SmolLM2-135M-Instruct",
+        (
+            ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA 30%: answers right"),
+            ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA by example"),
+            ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA 30%, blocks of 5 behind"),
         ),
     ),
     FileSummary(
@@ -243,16 +281,12 @@ QUALITY = (
         (
             ShownRow("recovered attention to the middle, captured keys, 16384 tokens: Double-P (0.95, 0.7)"),
             ShownRow("recovered attention to the middle, captured keys, 16384 tokens: RetroInfer"),
-            ShownRow("recovered attention to the middle, captured keys, 16384 tokens: Quest, 25%"),
         ),
     ),
     FileSummary(
         "drafts",
         "Tokens that Double-P foresees, embedded model",
-        (
-            ShownRow("banking77, 2048 tokens, Double-P (0.95, 0.7), 8 at a time"),
-            ShownRow("banking77, 7680 tokens, Double-P (0.95, 0.7), 8 at a time"),
-        ),
+        (ShownRow("banking77, 7680 tokens, Double-P (0.95, 0.7), 8 at a time"),),
     ),
     FileSummary(
         "quality_cascade",
@@ -260,7 +294,6 @@ QUALITY = (
         (
             ShownRow("stream, 65536 tokens, 4 cascades: perplexity of labels"),
             ShownRow("passkey, 2048 tokens, 4 cascades: digits right"),
-            ShownRow("passkey, 8192 tokens, 4 cascades: digits right"),
             ShownRow("passkey, 16384 tokens, 4 cascades: digits right"),
         ),
     ),
@@ -301,7 +334,8 @@ def _line(results: Results) -> str:
     """Where all rows are, how many aims they meet, and where they come from."""
     aims = [figure.met for figure in results.figures if figure.met is not None]
     met = f", {sum(aims)} of {len(aims)} aims met" if aims else ""
-    return f"[All rows ({len(results.figures)})]({PAGES}/{results.path.stem}.md){met}: {origin(results)}"
+    rows = f"[All rows ({len(results.figures)})]({PAGES}/{results.path.stem}.md){met}:"
+    return "\n".join(wrap(f"{rows} {origin(results)}", WIDTH, break_long_words=False, break_on_hyphens=False))
 
 
 def titles(results: Sequence[Results]) -> dict[str, str]:

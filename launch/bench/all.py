@@ -74,6 +74,12 @@ BENCHMARKS = (
         "dbsa_engine_70b_tp2.json",
         gpus=2,
     ),
+    Benchmark(
+        "dbsa-engine-small-blocks",
+        ("dbsa", "--only", "engine", "--block-size", "5", "--apart", "--concurrency", "1", "32", "--label-tokens", "4")
+        + ("--no-labels", "--decode-tokens", "0", "--larger", "0", "--repeats", "5", "--rounds", "2"),
+        "dbsa_engine_small_blocks.json",
+    ),
     Benchmark("dbsa-host", ("dbsa", "--only", "host"), "dbsa_host.json"),
     Benchmark(
         "double_p-kernels",
@@ -107,6 +113,8 @@ BENCHMARKS = (
     Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
     Benchmark("serve", ("serve",), "serve.json"),
+    Benchmark("start", ("start",), "start.json"),
+    Benchmark("verification", ("verification",), "verification.json"),
     Benchmark("drafts", ("drafts",), "drafts.json", needs=("data",)),
     Benchmark("drafts-smollm2", ("drafts",), "drafts_smollm2.json", needs=("books", "model")),
     Benchmark("fleet", ("fleet", "--layers", "4", "--popularity", "uniform", "zipf"), "fleet.json"),
@@ -122,6 +130,19 @@ BENCHMARKS = (
         + ("--queries", "100", "--concurrency", "32", "--kernels", "auto"),
         "quality_dbsa_smollm2.json",
         needs=("data", "model"),
+    ),
+    *(
+        Benchmark(
+            f"quality-{name}-smollm2",
+            ("quality", "--suite", "dbsa", "--methods", "blocks", "--sets", *sets, "--pool-tokens", *sizes)
+            + ("--queries", "100", "--concurrency", "32", "--kernels", "auto"),
+            f"quality_{name.replace('-', '_')}_smollm2.json",
+            needs=("data", "model"),
+        )
+        for name, sets, sizes in (
+            ("blocks", ("banking77",), ("4000", "7000")),
+            ("blocks-sets", ("clinc150", "nlu"), ("7000",)),
+        )
     ),
     Benchmark(
         "quality-double_p",

@@ -124,18 +124,6 @@ def flash_attention(
     return found
 
 
-def plain_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor
-) -> torch.Tensor:
-    """The same in plain PyTorch, without a GPU."""
-    groups = queries.shape[2] // keys.shape[2]
-    k, v = (each[pages.long(), 0].repeat_interleave(groups, dim=2).transpose(1, 2) for each in (keys, values))
-    tokens, length = queries.shape[1], pages.shape[1]
-    at = torch.arange(length - tokens, length, device=pages.device)
-    mask = torch.arange(length, device=pages.device) <= at[:, None]
-    return F.scaled_dot_product_attention(queries.transpose(1, 2), k, v, attn_mask=mask).transpose(1, 2)
-
-
 @dataclass(frozen=True)
 class Passes:
     """Seconds of passes over one batch.

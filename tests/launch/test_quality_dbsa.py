@@ -133,7 +133,7 @@ def test_each_method_of_each_draw_is_measured_once(
     with pytest.raises(ValueError, match=r"labels=4; expected labels=5: measure --anew"):
         study.DrawStudy(arguments(data, *words, "--labels", 5))
     with pytest.raises(
-        ValueError, match="magic: expected some of main, labels, ablations, retrievers, zero-shot, fixed"
+        ValueError, match="magic: expected some of main, labels, ablations, blocks, retrievers, zero-shot, fixed"
     ):
         study.DrawStudy(arguments(data, *words, "--methods", "magic"))
 

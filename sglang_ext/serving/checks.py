@@ -55,7 +55,6 @@ _REFUSED_STREAMS: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("enable_mixed_chunk", bool, "leave out --enable-mixed-chunk"),
     ("enable_dynamic_chunking", bool, "leave out --enable-dynamic-chunking"),
     ("enable_prefill_delayer", bool, "leave out --enable-prefill-delayer"),
-    ("enable_priority_scheduling", bool, "leave out --enable-priority-scheduling: it counts tokens, not slots"),
     ("enable_hisparse", bool, "leave out --enable-hisparse"),
     ("radix_eviction_policy", lambda v: v not in (None, "lru"), "leave it out: streams leave no prefix to evict"),
 )
@@ -87,6 +86,12 @@ def refusals(server_args: ServerArgs) -> list[str]:
     if system is None:
         return problems
     problems += _of_cache_type(server_args, system)
+    if streams and compat.preempts(server_args):
+        problems.append(
+            f"enable_priority_scheduling without disable_priority_preemption is not supported with --attention-backend"
+            f" {server_args.attention_backend}: set --disable-priority-preemption, too: a turn of a conversation that"
+            " gives way could not go on"
+        )
     if os.environ.get(POLICY_ENV) and system.options is None:
         backend = f"--attention-backend {server_args.attention_backend}"
         problems.append(without_options(os.environ[POLICY_ENV], backend, f"--policy ({POLICY_ENV} in the environment)"))

@@ -51,7 +51,7 @@ WHY = {
     "disaggregation_mode": "keys and values are handed over as plain prefixes",
     "dp_size": "pools live in one radix tree",
     "pp_size": "a view needs all layers in one process",
-    "enable_lora": "a block's keys and values would depend on the adapter",
+    "enable_lora": "without a GPU SGLang's LoRA fails, and its CUDA graphs are those of views (troubleshooting.md)",
     "quantization_param_path": "fa3 and FlashInfer do not treat the scales of such a file alike",
     "tokenizer_worker_num": "pools live in one tokenizer process",
     "enable_tokenizer_batch_encode": "it goes round the place where a request meets its pool",

@@ -51,6 +51,7 @@ WHY = {
     "disaggregation_mode": "keys and values are handed over as plain prefixes",
     "dp_size": "pools live in one radix tree",
     "pp_size": "a view needs all layers in one process",
+    "dcp_size": "each rank would have the keys and values of some tokens, and views name those of all",
     "enable_lora": "without a GPU SGLang's LoRA fails, and its CUDA graphs are those of views (troubleshooting.md)",
     "quantization_param_path": "fa3 and FlashInfer do not treat the scales of such a file alike",
     "tokenizer_worker_num": "pools live in one tokenizer process",

@@ -32,6 +32,7 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("disaggregation_mode", lambda v: v not in (None, "null"), "leave out --disaggregation-mode"),
     ("dp_size", lambda v: v > 1, "set --dp-size 1 and run several servers"),
     ("pp_size", lambda v: v > 1, "set --pp-size 1; --tp-size is supported"),
+    ("dcp_size", lambda v: v > 1, "leave out --dcp-size; --tp-size is supported"),
     ("enable_lora", bool, "leave out --enable-lora and --lora-paths"),
     ("quantization_param_path", bool, "leave out --quantization-param-path: scales of keys are the checkpoint's own"),
     ("tokenizer_worker_num", lambda v: v > 1, "set --tokenizer-worker-num 1"),
@@ -51,9 +52,7 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
 )
 
 _REFUSED_STREAMS: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
-    ("dcp_size", lambda v: v > 1, "leave out --dcp-size"),
     ("enable_mixed_chunk", bool, "leave out --enable-mixed-chunk"),
-    ("enable_dynamic_chunking", bool, "leave out --enable-dynamic-chunking"),
     ("enable_prefill_delayer", bool, "leave out --enable-prefill-delayer"),
     ("enable_hisparse", bool, "leave out --enable-hisparse"),
     ("radix_eviction_policy", lambda v: v not in (None, "lru"), "leave it out: streams leave no prefix to evict"),

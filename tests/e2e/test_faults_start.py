@@ -47,6 +47,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
         ("disaggregation_mode", "decode", "--disaggregation-mode"),
         ("dp_size", 2, "--dp-size 1"),
         ("pp_size", 2, "--pp-size 1"),
+        ("dcp_size", 2, "leave out --dcp-size"),
         ("enable_lora", True, "--enable-lora"),
         ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype auto"),
         ("kv_cache_dtype", "fp8_e5m2", "or fp8_e4m3"),

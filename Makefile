@@ -51,8 +51,8 @@ test test-all: $(READY)
 	$(BIN)/python -m pytest $$workers $(CHOSEN) $(ARGS)
 
 # The other line of SGLang: real engines of every system, and what the adapters change.
-LINES := tests/packaging/test_imports.py tests/plugin/test_radix.py tests/plugin/test_streams.py $(addprefix tests/e2e/test_, \
-  stock.py exactness.py cascade.py double_p.py ltri.py hooks.py http_pools.py)
+LINES := tests/packaging/test_imports.py $(addprefix tests/plugin/test_, radix.py streams.py lora.py) $(addprefix tests/e2e/test_, \
+  stock.py exactness.py cascade.py double_p.py ltri.py hooks.py http_pools.py priorities.py page_size.py)
 test-lines:
 	@$(MAKE) --no-print-directory test-all SGLANG=0.5.23 ARGS="$(LINES)"
 

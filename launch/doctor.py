@@ -45,13 +45,14 @@ _VARIABLES = (
 
 # Why our backends refuse an argument; what to set instead is in `sglang_ext.serving.checks`.
 WHY = {
-    "page_size": "blocks end at any token, pages do not",
+    "page_size": "blocks end at any token, pages do not; double_p takes it without pools, on no GPU",
     "speculative_algorithm": "draft tokens are verified under masks that views do not describe",
     "enable_hierarchical_cache": "blocks would move to host memory and back to other slots",
     "disaggregation_mode": "keys and values are handed over as plain prefixes",
     "dp_size": "pools live in one radix tree",
     "pp_size": "a view needs all layers in one process",
-    "enable_lora": "a block's keys and values would depend on the adapter",
+    "dcp_size": "each rank would have the keys and values of some tokens, and views name those of all",
+    "enable_lora": "without a GPU SGLang's LoRA fails, and its CUDA graphs are those of views (troubleshooting.md)",
     "quantization_param_path": "fa3 and FlashInfer do not treat the scales of such a file alike",
     "tokenizer_worker_num": "pools live in one tokenizer process",
     "enable_tokenizer_batch_encode": "it goes round the place where a request meets its pool",

@@ -77,13 +77,14 @@ def set_sent_turn(message: TokenizedInput, turn: Conversation | None, last: int 
         message.input_ids = array("q", [last]) + message.input_ids
 
 
-def encode_request(rid: str, token_ids: list[int], row: Row) -> RequestInput:
+def encode_request(rid: str, token_ids: list[int], row: Row, priority: int | None) -> RequestInput:
     """A request that only writes keys and values, of `token_ids` behind the row's prefix: nothing is generated."""
     request = compat.GenerateReqInput(
         rid=rid,
         input_ids=token_ids,
         sampling_params={"max_new_tokens": 0, "temperature": 0.0, "custom_params": {WIRE_KEY: row.dump()}},
         stream=False,
+        priority=priority,
     )
     setattr(request, _INTERNAL, True)
     set_stitched_tokens(request, row.prefix_tokens)
@@ -104,9 +105,9 @@ def score_request(
     Args:
         asked: tokens whose log-probabilities it also returns, behind column `first` and every later one.
     """
-    request = encode_request(rid, token_ids, row)
+    request = encode_request(rid, token_ids, row, priority)
     request.return_logprob, request.logprob_start_len, request.token_ids_logprob = True, first, asked
-    request.extra_key, request.priority = extra_key, priority
+    request.extra_key = extra_key
     return request
 
 

@@ -84,6 +84,7 @@ from sglang_ext.compat.manager import (
 )
 from sglang_ext.compat.models import refuse_config, refuse_model
 from sglang_ext.compat.nodes import node_begin, path_slots, tree_nodes
+from sglang_ext.compat.priorities import first_priority, preempts, sort_waiting
 from sglang_ext.compat.scales import UNSCALED, KVScales, kv_scales
 from sglang_ext.compat.slots import after_forward, take_slots
 
@@ -123,6 +124,7 @@ __all__ = [
     "context_length",
     "default_attention",
     "extend_end",
+    "first_priority",
     "generate",
     "graph_variant",
     "graphs_attention",
@@ -155,6 +157,7 @@ __all__ = [
     "own_ids",
     "path_slots",
     "pending_requests",
+    "preempts",
     "prompt_index",
     "protected",
     "record_both_variants",
@@ -169,6 +172,7 @@ __all__ = [
     "set_extend",
     "set_reserved",
     "set_written",
+    "sort_waiting",
     "streams_parts",
     "take_slots",
     "takes_requests",

@@ -14,7 +14,7 @@ from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
 from sglang_ext.serving.tenants import Tenants
-from sglang_ext.settings import server_settings
+from sglang_ext.settings import POOL_DIR_ENV, server_settings
 from sglang_ext.systems.options import without_options
 from sglang_ext.systems.registry import System, ours, system_of, systems
 from sglang_ext.types import Json
@@ -32,6 +32,7 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("disaggregation_mode", lambda v: v not in (None, "null"), "leave out --disaggregation-mode"),
     ("dp_size", lambda v: v > 1, "set --dp-size 1 and run several servers"),
     ("pp_size", lambda v: v > 1, "set --pp-size 1; --tp-size is supported"),
+    ("dcp_size", lambda v: v > 1, "leave out --dcp-size; --tp-size is supported"),
     ("enable_lora", bool, "leave out --enable-lora and --lora-paths"),
     ("quantization_param_path", bool, "leave out --quantization-param-path: scales of keys are the checkpoint's own"),
     ("tokenizer_worker_num", lambda v: v > 1, "set --tokenizer-worker-num 1"),
@@ -51,11 +52,8 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
 )
 
 _REFUSED_STREAMS: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
-    ("dcp_size", lambda v: v > 1, "leave out --dcp-size"),
     ("enable_mixed_chunk", bool, "leave out --enable-mixed-chunk"),
-    ("enable_dynamic_chunking", bool, "leave out --enable-dynamic-chunking"),
     ("enable_prefill_delayer", bool, "leave out --enable-prefill-delayer"),
-    ("enable_priority_scheduling", bool, "leave out --enable-priority-scheduling: it counts tokens, not slots"),
     ("enable_hisparse", bool, "leave out --enable-hisparse"),
     ("radix_eviction_policy", lambda v: v not in (None, "lru"), "leave it out: streams leave no prefix to evict"),
 )
@@ -72,21 +70,47 @@ def serves_streams(server_args: ServerArgs) -> bool:
     return system is not None and system.streams
 
 
+def why_no_pools(server_args: ServerArgs) -> str | None:
+    """Why a server has no pools, with what to change; None for one that can have some."""
+    if serves_streams(server_args):
+        return (
+            "every request of this server is a stream, and there are no pools"
+            f" (--attention-backend {server_args.attention_backend}): serve them with another backend"
+        )
+    if (size := _page_size(server_args)) > 1:
+        return f"this server has no pools, whose blocks end at any token (--page-size {size}): serve them with 1"
+    return None
+
+
+def _page_size(server_args: ServerArgs) -> int:
+    """KV slots that are given out together."""
+    return getattr(compat.resolved(server_args), "page_size", None) or 1
+
+
 def refusals(server_args: ServerArgs) -> list[str]:
     """What in `server_args` our backend does not serve, each with what to change; empty when all is well."""
     problems = []
     server_args = compat.resolved(server_args)
     streams = serves_streams(server_args)
+    system = system_of(server_args)
     for name, refused, remedy in (*_REFUSED, *_REFUSED_STREAMS) if streams else _REFUSED:
         value = getattr(server_args, name, None)
+        if name == "page_size" and system is not None and system.pages:
+            continue  # `_of_pages` looks at it
         if value is not None and refused(value):
             problems.append(
                 f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
             )
-    system = system_of(server_args)
     if system is None:
         return problems
     problems += _of_cache_type(server_args, system)
+    problems += _of_pages(server_args, system)
+    if streams and compat.preempts(server_args):
+        problems.append(
+            f"enable_priority_scheduling without disable_priority_preemption is not supported with --attention-backend"
+            f" {server_args.attention_backend}: set --disable-priority-preemption, too: a turn of a conversation that"
+            " gives way could not go on"
+        )
     if os.environ.get(POLICY_ENV) and system.options is None:
         backend = f"--attention-backend {server_args.attention_backend}"
         problems.append(without_options(os.environ[POLICY_ENV], backend, f"--policy ({POLICY_ENV} in the environment)"))
@@ -125,6 +149,19 @@ def _of_cache_type(server_args: ServerArgs, system: System) -> list[str]:
         remedy += f", or --attention-backend to one of {read_by}, which read {FLOAT8}"
     backend = f"--attention-backend {server_args.attention_backend}"
     return [f"kv_cache_dtype={kind!r} is not supported with {backend}: {remedy}"]
+
+
+def _of_pages(server_args: ServerArgs, system: System) -> list[str]:
+    """What is wrong with pages of several KV slots, in words; nothing where the system serves requests in them."""
+    size = _page_size(server_args)
+    if size == 1 or not system.pages:  # `_REFUSED` has it
+        return []
+    said = f"page_size={size} is not supported"
+    if torch.cuda.is_available():
+        return [f"{said} on a GPU, where nobody has run it: set --page-size 1"]
+    if os.environ.get(POOL_DIR_ENV):
+        return [f"{said} with --pool-dir: set --page-size 1, or leave out --pool-dir; blocks of pools end at any token"]
+    return []
 
 
 def _of_tenants(server_args: ServerArgs) -> list[str]:

@@ -240,8 +240,12 @@ class Encoder:
                 progress.tokens_done += run.new_tokens
 
     async def _encode_run(self, run: EncodingRun) -> None:
-        """One encoding request through SGLang's scheduler; aborted there when this task is cancelled."""
-        request = carried.encode_request(ENCODING + uuid.uuid4().hex, list(run.token_ids), run.row)
+        """One encoding request through SGLang's scheduler; aborted there when this task is cancelled.
+
+        It comes before all answers: one of a high priority may wait for it, or for the runs that were begun before it.
+        """
+        rid, first = ENCODING + uuid.uuid4().hex, compat.first_priority(self.manager)
+        request = carried.encode_request(rid, list(run.token_ids), run.row, first)
         try:
             async for out in compat.generate(self.manager, request):
                 reason = out["meta_info"].get("finish_reason") or {}

@@ -62,6 +62,7 @@ def _admit(
     SGLang cuts one prompt at a time: only requests that together fit one chunk are shown to it.
     """
     with compat.compiled_grammars(scheduler):
+        compat.sort_waiting(scheduler, running_batch)
         first = _fitting(scheduler, running_batch.reqs)
         return _of(first, original, scheduler, running_batch) if first else None
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.serving.checks import after_server_args, before_server_args, refusals
+from sglang_ext.serving.checks import after_server_args, before_server_args, refusals, why_no_pools
+from sglang_ext.settings import POOL_DIR_ENV
 from tests.e2e.server import Server, model
 from tests.oracle.models import demonstrations
 
@@ -46,6 +47,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
         ("disaggregation_mode", "decode", "--disaggregation-mode"),
         ("dp_size", 2, "--dp-size 1"),
         ("pp_size", 2, "--pp-size 1"),
+        ("dcp_size", 2, "leave out --dcp-size"),
         ("enable_lora", True, "--enable-lora"),
         ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype auto"),
         ("kv_cache_dtype", "fp8_e5m2", "or fp8_e4m3"),
@@ -74,6 +76,26 @@ def test_a_cache_in_float8_is_refused_by_all_others(backend: str) -> None:
     (problem,) = refusals(arguments(attention_backend=backend, kv_cache_dtype="fp8_e4m3", tp_size=1))
     assert problem.startswith("kv_cache_dtype='fp8_e4m3' is not supported with --attention-backend " + backend)
     assert "--attention-backend to one of dbsa, double_p, dbsa+double_p, which read fp8_e4m3" in problem
+
+
+def test_pages_are_served_without_pools_and_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POOL_DIR_ENV, raising=False)
+    paged = arguments(attention_backend="double_p", page_size=16)
+    assert refusals(paged) == [] and "--page-size 16" in (why_no_pools(paged) or "")
+    assert why_no_pools(arguments(attention_backend="double_p")) is None
+    monkeypatch.setenv(POOL_DIR_ENV, "pools")
+    (problem,) = refusals(paged)
+    assert "page_size=16" in problem and "leave out --pool-dir" in problem
+    monkeypatch.delenv(POOL_DIR_ENV)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (problem,) = refusals(paged)
+    assert "page_size=16 is not supported on a GPU" in problem and "set --page-size 1" in problem
+
+
+@pytest.mark.parametrize("backend", ["dbsa", "dbsa+double_p", "quest", "retroinfer", "twilight"])
+def test_pages_are_refused_by_all_others(backend: str) -> None:
+    (problem,) = refusals(arguments(attention_backend=backend, page_size=16))
+    assert problem.startswith(f"page_size=16 is not supported with --attention-backend {backend}")
 
 
 def test_all_problems_are_named_at_once() -> None:

@@ -82,15 +82,27 @@ def test_ranks_of_heads_that_decide_together_are_refused(monkeypatch: pytest.Mon
     ("name", "remedy"),
     [
         ("enable_mixed_chunk", "--enable-mixed-chunk"),
-        ("enable_priority_scheduling", "--enable-priority-scheduling"),
+        ("enable_priority_scheduling", "set --disable-priority-preemption"),
         ("enable_streaming_session", "--enable-streaming-session"),
         ("enable_prefill_delayer", "--enable-prefill-delayer"),
-        ("enable_dynamic_chunking", "--enable-dynamic-chunking"),
+        ("enable_hisparse", "--enable-hisparse"),
     ],
 )
 def test_what_streams_do_not_serve_is_refused_by_name(name: str, remedy: str) -> None:
     (problem,) = checks.refusals(arguments(**{name: True}))
     assert name in problem and remedy in problem
+
+
+def test_streams_go_by_priorities_where_none_gives_way() -> None:
+    priorities = {"enable_priority_scheduling": True, "disable_priority_preemption": True}
+    assert checks.refusals(arguments(**priorities)) == []
+
+
+def test_dynamic_chunking_is_taken_because_it_needs_pipeline_parallelism() -> None:
+    """SGLang ignores it without, and that is refused."""
+    assert checks.refusals(arguments(enable_dynamic_chunking=True)) == []
+    (problem,) = checks.refusals(arguments(enable_dynamic_chunking=True, pp_size=2))
+    assert "pp_size=2" in problem
 
 
 def test_a_pass_has_room_for_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens of a pool one pass encodes."""
+"""How many tokens of a pool one pass encodes, and who runs between two of its chunks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from sglang_ext.cache import carried
 from sglang_ext.cache.rows import NewBlock, Piece, Row
+from sglang_ext.serving import turns
 from sglang_ext.serving.tree import TreeMode
 
 ENCODES = Row((Piece("a", 0, 10),), (NewBlock("b", 0, 4000, ()),), owner="pool")
@@ -46,3 +47,35 @@ def test_an_encoding_takes_little_of_a_pass_while_others_decode(chunk: bool, mon
         assert added(row, 4000, 8192, running=3, chunk=chunk) == (4000, 4192)
     monkeypatch.setenv("SGLANG_EXT_SETTINGS", '{"encoding_tokens": 2048}')
     assert added(ENCODES, 4000, 8192, running=3, chunk=chunk) == (2048, 0)
+
+
+@pytest.mark.parametrize("priorities", [False, True])
+def test_a_high_priority_runs_first_beside_a_long_prompt(priorities: bool) -> None:
+    """Of two requests of 60 tokens each, one fits a chunk of 100."""
+    low, high = (
+        SimpleNamespace(priority=priority, origin_input_ids=[1] * 60, output_ids=[], sampling_params=params)
+        for priority, params in ((0, SimpleNamespace(max_new_tokens=4)), (5, SimpleNamespace(max_new_tokens=4)))
+    )
+    shown: list[list[Any]] = []
+
+    def original(scheduler: Any, running: Any) -> Any:
+        shown.append(list(scheduler.waiting_queue))
+        return SimpleNamespace(batch_to_run=None, running_batch=running)
+
+    def calc_priority(queue: list[Any], _running: Any) -> None:
+        queue.sort(key=lambda req: -req.priority)
+
+    scheduler: Any = SimpleNamespace(
+        waiting_queue=[low, high],
+        chunked_req=object(),
+        chunked_prefill_size=100,
+        is_mixed_chunk=False,
+        enable_priority_scheduling=priorities,
+        policy=SimpleNamespace(calc_priority=calc_priority),
+        grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[]),
+        tree_cache=None,
+    )
+    batch: Any = SimpleNamespace(reqs=[])
+    assert turns._admit(original, scheduler, batch) is None
+    assert shown == [[high if priorities else low]]
+    assert set(map(id, scheduler.waiting_queue)) == {id(low), id(high)}

@@ -19,18 +19,30 @@ class Line:
         first: the first version of it.
         below: the first version above that is not of it.
         config_merger: `module:class` of SGLang's that reads a server's arguments from a file.
+        arguments: the files that name all of a server's flags, as patterns below the package `sglang`.
     """
 
     first: str
     below: str
     config_merger: str
+    arguments: tuple[str, ...]
 
     def __str__(self) -> str:
         return f">={self.first},<{self.below}"
 
 
-OLDER = Line("0.5.17", "0.5.18", "sglang.srt.server_args_config_parser:ConfigArgumentMerger")
-NEWER = Line("0.5.23", "0.5.24", "sglang.srt.utils.server_args_config_parser:ConfigArgumentMerger")
+OLDER = Line(
+    first="0.5.17",
+    below="0.5.18",
+    config_merger="sglang.srt.server_args_config_parser:ConfigArgumentMerger",
+    arguments=("srt/server_args.py",),
+)
+NEWER = Line(
+    first="0.5.23",
+    below="0.5.24",
+    config_merger="sglang.srt.utils.server_args_config_parser:ConfigArgumentMerger",
+    arguments=("srt/server_args.py", "srt/arg_groups/fields/*.py"),
+)
 LINES = (OLDER, NEWER)
 
 

@@ -73,7 +73,7 @@ def test_a_missing_hook_target(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unsupported_sglang(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "LINES", (lines.Line("9.0", "9.1", ""), lines.Line("9.5", "9.6", "")))
+    monkeypatch.setattr(lines, "LINES", (lines.Line("9.0", "9.1", "", ()), lines.Line("9.5", "9.6", "", ())))
     problem = report(capsys, 1)["problems"][0]
     assert "needs sglang>=9.0,<9.1 or sglang>=9.5,<9.6: pip install 'sglang>=9.0,<9.1'" in problem
 

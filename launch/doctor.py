@@ -10,7 +10,7 @@ import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from sglang_ext import plugin
+from sglang_ext import lines, plugin
 from sglang_ext.config import POLICY_ENV, json_object
 from sglang_ext.launch.output import size, table
 from sglang_ext.launch.serve import REFERENCE_MODEL
@@ -203,7 +203,7 @@ def refused() -> list[dict[str, str]]:
 
 
 def examine(quick: bool = False) -> JsonObject:
-    """Everything; `problems` lists what keeps pools from being served.
+    """Everything; `problems` lists what keeps pools from being served, `warnings` what does not and should be known.
 
     Args:
         quick: only what needs neither SGLang nor torch: GPUs, hooks and what SGLang registers are left out.
@@ -222,6 +222,8 @@ def examine(quick: bool = False) -> JsonObject:
         report["hooks"] = {"targets": [hook.target for hook in plugin.HOOKS], "unresolved": plugin.unresolved()}
         problems += report["hooks"]["unresolved"]
     gpu = None if quick else bool(report["gpus"])
+    warning = lines.warning_on_gpus() if gpu and not problem else None
+    report["warnings"] = [warning] if warning else []
     problems += entry_point_problems(gpu)
     if not quick and not problems:  # the plugin ends the process when it cannot work
         report["active"] = active()
@@ -263,6 +265,7 @@ def describe(report: JsonObject) -> str:
         parts += ["", "refused with these backends", table(columns, rows)]
         parts += ["and models with MLA, sliding windows, logit caps, or rotary embeddings not linear in position."]
     parts += [""]
+    parts += [f"WARNING: {each}" for each in report.get("warnings", ())]
     parts += ["PROBLEMS", *(f"- {each}" for each in report["problems"])] if report["problems"] else ["all is well"]
     return "\n".join(parts)
 

@@ -193,13 +193,9 @@ def after_server_args(_result: None, server_args: ServerArgs) -> None:
         ValueError: every problem, a line each.
     """
     ours = is_active(server_args)
-    if ours and LOOKED_AT not in server_args.__dict__ and lines.current() is lines.NEWER and torch.cuda.is_available():
-        logger.warning(
-            "sglang_ext: no GPU has run this plugin with SGLang %s, only a CPU: use SGLang %s on GPUs, or compare"
-            " answers with those of a server of SGLang's own",
-            lines.installed_sglang(),
-            lines.OLDER,
-        )
+    warning = lines.warning_on_gpus()
+    if warning and ours and LOOKED_AT not in server_args.__dict__ and torch.cuda.is_available():
+        logger.warning("sglang_ext: %s", warning)
     cache = server_args.radix_cache_backend == RADIX_CACHE_BACKEND
     server_args.__dict__[LOOKED_AT] = True  # SGLang has sealed its resolved arguments
     if not ours and not cache:

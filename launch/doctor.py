@@ -50,6 +50,7 @@ WHY = {
     "enable_hierarchical_cache": "blocks would move to host memory and back to other slots",
     "disaggregation_mode": "keys and values are handed over as plain prefixes",
     "dp_size": "pools live in one radix tree",
+    "attn_dp_size": "pools live in one radix tree, and every group of such ranks has its own",
     "pp_size": "a view needs all layers in one process",
     "enable_lora": "a block's keys and values would depend on the adapter",
     "quantization_param_path": "fa3 and FlashInfer do not treat the scales of such a file alike",
@@ -65,6 +66,7 @@ WHY = {
     "schedule_policy": "dfs-weight walks the tree, where a stitched prefix is no node",
     "dllm_algorithm": "views are for causal decoding",
     "enable_pdmux": "it has several attention backends, and views are planned for one",
+    "enable_nvidia_megakernel": "its steps compute attention themselves, without views",
     "allow_auto_truncate": "the end of a prompt over a pool is the question",
     "enable_two_batch_overlap": "it cuts batches after their views are planned",
 }

@@ -24,13 +24,14 @@ logger = logging.getLogger(__name__)
 FLOAT8 = "fp8_e4m3"
 """The `--kv-cache-dtype` of 8 bits that some systems read (`System.float8`)."""
 
-# (argument, is it set to something views do not serve?, what to do)
+# (argument, is it set to something views do not serve?, what to do). Some are SGLang 0.5.23's alone.
 _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("page_size", lambda v: v not in (None, 1), "set --page-size 1"),
     ("speculative_algorithm", bool, "leave out --speculative-algorithm"),
     ("enable_hierarchical_cache", bool, "leave out --enable-hierarchical-cache"),
     ("disaggregation_mode", lambda v: v not in (None, "null"), "leave out --disaggregation-mode"),
     ("dp_size", lambda v: v > 1, "set --dp-size 1 and run several servers"),
+    ("attn_dp_size", lambda v: v > 1, "leave out --attn-dp-size and --enable-dp-attention, and run several servers"),
     ("pp_size", lambda v: v > 1, "set --pp-size 1; --tp-size is supported"),
     ("enable_lora", bool, "leave out --enable-lora and --lora-paths"),
     ("quantization_param_path", bool, "leave out --quantization-param-path: scales of keys are the checkpoint's own"),
@@ -47,6 +48,7 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("dllm_algorithm", bool, "leave out --dllm-algorithm"),
     ("enable_pdmux", bool, "leave out --enable-pdmux: it has several attention backends, views are planned for one"),
     ("allow_auto_truncate", bool, "leave out --allow-auto-truncate: it would cut questions that stand behind blocks"),
+    ("enable_nvidia_megakernel", bool, "leave out --enable-nvidia-megakernel: it decodes without our attention"),
     ("enable_two_batch_overlap", bool, "leave out --enable-two-batch-overlap: it cuts batches after they are planned"),
 )
 

@@ -19,10 +19,6 @@ MINUTES ?= 15
 FITS := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 
-# What we need beside SGLang, whose version in pyproject.toml is that of the default line.
-NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-  print(*(x for x in p["dependencies"] + p["optional-dependencies"]["dev"] if not x.startswith("sglang")), sep="\n")
-
 .PHONY: help demo test test-all test-lines soak models-table lint format docs env clean
 
 help:
@@ -50,9 +46,9 @@ test test-all: $(READY)
 	fi; \
 	$(BIN)/python -m pytest $$workers $(CHOSEN) $(ARGS)
 
-# The other line of SGLang: real engines of every system, and what the adapters change.
-LINES := tests/packaging/test_imports.py tests/plugin/test_radix.py tests/plugin/test_streams.py $(addprefix tests/e2e/test_, \
-  stock.py exactness.py cascade.py double_p.py ltri.py hooks.py http_pools.py)
+# The other line of SGLang: real engines of every system, what the adapters change, flags, keys, and what pip takes.
+LINES := tests/packaging tests/launch/test_serve.py tests/plugin/test_radix.py tests/plugin/test_streams.py \
+  $(addprefix tests/e2e/test_, stock.py exactness.py cascade.py double_p.py ltri.py hooks.py http_pools.py access.py)
 test-lines:
 	@$(MAKE) --no-print-directory test-all SGLANG=0.5.23 ARGS="$(LINES)"
 
@@ -103,13 +99,7 @@ $(READY): pyproject.toml
 	  $(BIN)/python -m ensurepip --default-pip >/dev/null; \
 	fi
 	@echo "installing sglang-ext and what it needs into $(VENV) (the first time: about 9 GB, a few minutes)"
-ifeq ($(SGLANG),0.5.17)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-else
-	@$(BIN)/python -c '$(NEEDS)' > $(VENV)/needs.txt && \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check sglang==$(SGLANG) -r $(VENV)/needs.txt && \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-endif
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check sglang==$(SGLANG) -e '.[dev]'
 	@touch $@
 
 clean:

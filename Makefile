@@ -25,7 +25,7 @@ help:
 	@echo "make demo    answer 250 questions from a pool of demonstrations, on this machine"
 	@echo "make test    run the tests but the slow ones: ten minutes on two cores, with real engines of every system"
 	@echo "make test-all  run all tests"
-	@echo "make test-lines  run the tests that start engines with the newer SGLang, in an environment of its own (11 GB)"
+	@echo "make test-lines  run the tests of what differs with the newer SGLang, in an environment of its own (11 GB)"
 	@echo "make soak    32 clients mix everything for 15 minutes, every answer checked (MINUTES=60 ANSWERS=20000)"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    write the tables of options and of results in README.md and docs/"

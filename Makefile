@@ -19,17 +19,13 @@ MINUTES ?= 15
 FITS := import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 13))
 
-# What we need beside SGLang, whose version in pyproject.toml is that of the default line.
-NEEDS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-  print(*(x for x in p["dependencies"] + p["optional-dependencies"]["dev"] if not x.startswith("sglang")), sep="\n")
-
 .PHONY: help demo test test-all test-lines soak models-table lint format docs env clean
 
 help:
 	@echo "make demo    answer 250 questions from a pool of demonstrations, on this machine"
 	@echo "make test    run the tests but the slow ones: ten minutes on two cores, with real engines of every system"
 	@echo "make test-all  run all tests"
-	@echo "make test-lines  run the tests that start engines with the newer SGLang, in an environment of its own (11 GB)"
+	@echo "make test-lines  run the tests of what differs with the newer SGLang, in an environment of its own (11 GB)"
 	@echo "make soak    32 clients mix everything for 15 minutes, every answer checked (MINUTES=60 ANSWERS=20000)"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    write the tables of options and of results in README.md and docs/"
@@ -50,9 +46,10 @@ test test-all: $(READY)
 	fi; \
 	$(BIN)/python -m pytest $$workers $(CHOSEN) $(ARGS)
 
-# The other line of SGLang: real engines of every system, and what the adapters change.
-LINES := tests/packaging/test_imports.py $(addprefix tests/plugin/test_, radix.py streams.py lora.py) $(addprefix tests/e2e/test_, \
-  stock.py exactness.py cascade.py double_p.py ltri.py hooks.py http_pools.py priorities.py page_size.py)
+# The other line of SGLang: real engines of every system, what the adapters change, flags, keys, and what pip takes.
+LINES := tests/packaging tests/launch/test_serve.py $(addprefix tests/plugin/test_, radix.py streams.py lora.py) \
+  $(addprefix tests/e2e/test_, stock.py exactness.py cascade.py double_p.py ltri.py hooks.py http_pools.py access.py) \
+  $(addprefix tests/e2e/test_, priorities.py page_size.py)
 test-lines:
 	@$(MAKE) --no-print-directory test-all SGLANG=0.5.23 ARGS="$(LINES)"
 
@@ -103,13 +100,7 @@ $(READY): pyproject.toml
 	  $(BIN)/python -m ensurepip --default-pip >/dev/null; \
 	fi
 	@echo "installing sglang-ext and what it needs into $(VENV) (the first time: about 9 GB, a few minutes)"
-ifeq ($(SGLANG),0.5.17)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-else
-	@$(BIN)/python -c '$(NEEDS)' > $(VENV)/needs.txt && \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check sglang==$(SGLANG) -r $(VENV)/needs.txt && \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-endif
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check sglang==$(SGLANG) -e '.[dev]'
 	@touch $@
 
 clean:

@@ -10,7 +10,7 @@ import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from sglang_ext import plugin
+from sglang_ext import lines, plugin
 from sglang_ext.config import POLICY_ENV, json_object
 from sglang_ext.launch.output import size, table
 from sglang_ext.launch.serve import REFERENCE_MODEL
@@ -50,6 +50,7 @@ WHY = {
     "enable_hierarchical_cache": "blocks would move to host memory and back to other slots",
     "disaggregation_mode": "keys and values are handed over as plain prefixes",
     "dp_size": "pools live in one radix tree",
+    "attn_dp_size": "pools live in one radix tree, and every group of such ranks has its own",
     "pp_size": "a view needs all layers in one process",
     "dcp_size": "each rank would have the keys and values of some tokens, and views name those of all",
     "enable_lora": "without a GPU SGLang's LoRA fails, and its CUDA graphs are those of views (troubleshooting.md)",
@@ -66,6 +67,7 @@ WHY = {
     "schedule_policy": "dfs-weight walks the tree, where a stitched prefix is no node",
     "dllm_algorithm": "views are for causal decoding",
     "enable_pdmux": "it has several attention backends, and views are planned for one",
+    "enable_nvidia_megakernel": "its steps compute attention themselves, without views",
     "allow_auto_truncate": "the end of a prompt over a pool is the question",
     "enable_two_batch_overlap": "it cuts batches after their views are planned",
 }
@@ -204,7 +206,7 @@ def refused() -> list[dict[str, str]]:
 
 
 def examine(quick: bool = False) -> JsonObject:
-    """Everything; `problems` lists what keeps pools from being served.
+    """Everything; `problems` lists what keeps pools from being served, `warnings` what does not and should be known.
 
     Args:
         quick: only what needs neither SGLang nor torch: GPUs, hooks and what SGLang registers are left out.
@@ -223,6 +225,8 @@ def examine(quick: bool = False) -> JsonObject:
         report["hooks"] = {"targets": [hook.target for hook in plugin.HOOKS], "unresolved": plugin.unresolved()}
         problems += report["hooks"]["unresolved"]
     gpu = None if quick else bool(report["gpus"])
+    warning = lines.warning_on_gpus() if gpu and not problem else None
+    report["warnings"] = [warning] if warning else []
     problems += entry_point_problems(gpu)
     if not quick and not problems:  # the plugin ends the process when it cannot work
         report["active"] = active()
@@ -264,6 +268,7 @@ def describe(report: JsonObject) -> str:
         parts += ["", "refused with these backends", table(columns, rows)]
         parts += ["and models with MLA, sliding windows, logit caps, or rotary embeddings not linear in position."]
     parts += [""]
+    parts += [f"WARNING: {each}" for each in report.get("warnings", ())]
     parts += ["PROBLEMS", *(f"- {each}" for each in report["problems"])] if report["problems"] else ["all is well"]
     return "\n".join(parts)
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from sglang_ext import lines
 from sglang_ext.config import ATTENTION_BACKEND
 from sglang_ext.serving.tenants import Tenants
 from sglang_ext.systems.options import check_policy
@@ -82,4 +83,6 @@ def _sglang_source() -> str:
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         raise ValueError("sglang is not installed: pip install sglang-ext")
-    return (Path(spec.origin).parent / "srt" / "server_args.py").read_text(encoding="utf-8")
+    package = Path(spec.origin).parent
+    files = [file for pattern in lines.current().arguments for file in sorted(package.glob(pattern))]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)

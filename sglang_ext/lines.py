@@ -1,7 +1,8 @@
 """The lines of SGLang that the plugin serves. `compat` has an adapter for each.
 
 A line is a range of versions within which SGLang kept all names and fields that we use. This module imports nothing of
-SGLang, so that a version that we do not serve can be refused in words.
+SGLang, so that a version that we do not serve can be refused in words. The requirement in pyproject.toml takes these
+lines and nothing between them, which `tests/packaging/test_distributions.py` holds.
 """
 
 from __future__ import annotations
@@ -19,18 +20,34 @@ class Line:
         first: the first version of it.
         below: the first version above that is not of it.
         config_merger: `module:class` of SGLang's that reads a server's arguments from a file.
+        arguments: the files that name all of a server's flags, as patterns below the package `sglang`.
+        on_gpus: whether GPUs have run the plugin with it, and not a CPU alone.
     """
 
     first: str
     below: str
     config_merger: str
+    arguments: tuple[str, ...]
+    on_gpus: bool
 
     def __str__(self) -> str:
         return f">={self.first},<{self.below}"
 
 
-OLDER = Line("0.5.17", "0.5.18", "sglang.srt.server_args_config_parser:ConfigArgumentMerger")
-NEWER = Line("0.5.23", "0.5.24", "sglang.srt.utils.server_args_config_parser:ConfigArgumentMerger")
+OLDER = Line(
+    first="0.5.17",
+    below="0.5.18",
+    config_merger="sglang.srt.server_args_config_parser:ConfigArgumentMerger",
+    arguments=("srt/server_args.py",),
+    on_gpus=True,
+)
+NEWER = Line(
+    first="0.5.23",
+    below="0.5.24",
+    config_merger="sglang.srt.utils.server_args_config_parser:ConfigArgumentMerger",
+    arguments=("srt/server_args.py", "srt/arg_groups/fields/*.py"),
+    on_gpus=False,
+)
 LINES = (OLDER, NEWER)
 
 
@@ -41,12 +58,23 @@ def installed_sglang() -> str:
 
 def line_of(found: str) -> Line | None:
     """The line that a version of SGLang belongs to; None where it belongs to none."""
-    from packaging.version import Version
+    from packaging.specifiers import SpecifierSet
 
-    return next((line for line in LINES if Version(line.first) <= Version(found) < Version(line.below)), None)
+    return next((line for line in LINES if SpecifierSet(str(line)).contains(found, prereleases=True)), None)
 
 
 @cache
 def current() -> Line:
     """The line of the installed SGLang; the newest one where it belongs to none, which is refused at the start."""
     return line_of(installed_sglang()) or LINES[-1]
+
+
+def warning_on_gpus() -> str | None:
+    """What to tell those who run the installed SGLang on a GPU; None where GPUs have run the plugin with its line."""
+    if current().on_gpus:
+        return None
+    tried = " or ".join(str(line) for line in LINES if line.on_gpus)
+    return (
+        f"no GPU has run this plugin with SGLang {installed_sglang()}, only a CPU: use SGLang {tried} on GPUs, or"
+        " compare answers with those of a server of SGLang's own"
+    )

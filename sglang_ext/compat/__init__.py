@@ -2,7 +2,7 @@
 
 The cache, the scheduler hooks and the backend are written against SGLang's classes and read their fields directly.
 
-Verified against sglang 0.5.17. A port to another version starts and, mostly, ends here.
+Verified against the lines of SGLang in `sglang_ext.lines`. A port to another version starts and, mostly, ends here.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ _shown: ContextVar[str | None] = ContextVar("sglang_ext_shown_key", default=None
 _tenant: ContextVar[str] = ContextVar("sglang_ext_tenant", default="")
 """The tenant whose names that request means; "" for nobody's: the operator's, or everybody's."""
 
-SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password", "launch_command")
+"""What /server_info hides. The last is how SGLang 0.5.23 was started, keys included, as a shell would quote them."""
 HIDDEN = "hidden"
 _HAS_TENANTS = "sglang_ext_has_tenants"  # of an app's state
 _INFO_ROUTES = ("/server_info", "/get_server_info")

@@ -24,13 +24,14 @@ logger = logging.getLogger(__name__)
 FLOAT8 = "fp8_e4m3"
 """The `--kv-cache-dtype` of 8 bits that some systems read (`System.float8`)."""
 
-# (argument, is it set to something views do not serve?, what to do)
+# (argument, is it set to something views do not serve?, what to do). Some are SGLang 0.5.23's alone.
 _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("page_size", lambda v: v not in (None, 1), "set --page-size 1"),
     ("speculative_algorithm", bool, "leave out --speculative-algorithm"),
     ("enable_hierarchical_cache", bool, "leave out --enable-hierarchical-cache"),
     ("disaggregation_mode", lambda v: v not in (None, "null"), "leave out --disaggregation-mode"),
     ("dp_size", lambda v: v > 1, "set --dp-size 1 and run several servers"),
+    ("attn_dp_size", lambda v: v > 1, "leave out --attn-dp-size and --enable-dp-attention, and run several servers"),
     ("pp_size", lambda v: v > 1, "set --pp-size 1; --tp-size is supported"),
     ("dcp_size", lambda v: v > 1, "leave out --dcp-size; --tp-size is supported"),
     ("enable_lora", bool, "leave out --enable-lora and --lora-paths"),
@@ -48,6 +49,7 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("dllm_algorithm", bool, "leave out --dllm-algorithm"),
     ("enable_pdmux", bool, "leave out --enable-pdmux: it has several attention backends, views are planned for one"),
     ("allow_auto_truncate", bool, "leave out --allow-auto-truncate: it would cut questions that stand behind blocks"),
+    ("enable_nvidia_megakernel", bool, "leave out --enable-nvidia-megakernel: it decodes without our attention"),
     ("enable_two_batch_overlap", bool, "leave out --enable-two-batch-overlap: it cuts batches after they are planned"),
 )
 
@@ -230,13 +232,9 @@ def after_server_args(_result: None, server_args: ServerArgs) -> None:
         ValueError: every problem, a line each.
     """
     ours = is_active(server_args)
-    if ours and LOOKED_AT not in server_args.__dict__ and lines.current() is lines.NEWER and torch.cuda.is_available():
-        logger.warning(
-            "sglang_ext: no GPU has run this plugin with SGLang %s, only a CPU: use SGLang %s on GPUs, or compare"
-            " answers with those of a server of SGLang's own",
-            lines.installed_sglang(),
-            lines.OLDER,
-        )
+    warning = lines.warning_on_gpus()
+    if warning and ours and LOOKED_AT not in server_args.__dict__ and torch.cuda.is_available():
+        logger.warning("sglang_ext: %s", warning)
     cache = server_args.radix_cache_backend == RADIX_CACHE_BACKEND
     server_args.__dict__[LOOKED_AT] = True  # SGLang has sealed its resolved arguments
     if not ours and not cache:

@@ -201,6 +201,11 @@ async def _wait(
         async for out in original(manager, obj, request):
             _refuse_aborted(manager, obj.rid, state, out)
             yield out
+    except fastapi.HTTPException as error:
+        if error.status_code == 413 and request is None and not isinstance(error, PoolError):
+            # SGLang 0.5.23 raises by itself, what routes answer with; who calls an engine expects a ValueError.
+            raise PoolError(str(error.detail), 413) from error
+        raise
     finally:
         if early:
             manager.rid_to_state.pop(obj.rid, None)

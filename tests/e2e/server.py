@@ -26,6 +26,7 @@ import psutil
 import requests
 import torch
 
+from sglang_ext.lines import NEWER, current
 from tests.e2e.warm import SPAWN, WarmProcess, warm
 from tests.oracle import models
 
@@ -35,6 +36,10 @@ AT_IMPORT = {"PYTHONPATH", "SGLANG_EXT_KERNELS", "SGLANG_TEST_RETRACT"}
 """Environment that a process which has imported SGLang is too late for."""
 OURS = {"attention_backend": "dbsa", "radix_cache_backend": "sglang_ext"}
 STOCK = {"attention_backend": "torch_native"}
+STORES_ANSWERS: dict[str, Any] = {"served_model_name": "m"}
+"""What a server is started with whose /v1/responses stores answers, to requests for the model `m`."""
+if current() is NEWER:
+    STORES_ANSWERS["enable_response_store"] = True
 _CPU = {
     "device": "cpu",
     "sampling_backend": "pytorch",

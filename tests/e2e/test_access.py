@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.server import Server, error_of, model, until
+from sglang_ext.lines import NEWER, current
+from tests.e2e.server import STORES_ANSWERS, Server, error_of, model, until
 from tests.oracle import models
 
 USER, ADMIN = "key-of-users", "key-of-the-operator"
@@ -61,6 +62,7 @@ def guarded() -> Iterator[Guarded]:
         admin_api_key=ADMIN,
         enable_metrics=True,
         env={"SGLANG_EXT_SETTINGS": settings},
+        **STORES_ANSWERS,
     ) as running:
         guarded = Guarded(running)
         for name, options in (("closed", {}), ("open", {"readable": True})):
@@ -151,6 +153,7 @@ def test_demonstrations_are_returned_where_the_pool_says_so(guarded: Guarded) ->
         ("/v1/completions", "return_token_ids"),
         ("/v1/chat/completions", "return_token_ids"),
         ("/v1/chat/completions", "return_prompt_token_ids"),
+        *([("/v1/chat/completions", "return_input_ids_in_sglext")] if current() is NEWER else []),
     ],
 )
 def test_nor_do_openai_routes_return_them(guarded: Guarded, route: str, field: str) -> None:
@@ -159,7 +162,8 @@ def test_nor_do_openai_routes_return_them(guarded: Guarded, route: str, field: s
     refused = guarded.call("POST", route, json={**body, "custom_params": {"pool": "closed"}})
     assert refused.status_code == 400 and "readable=true" in error_of(refused), refused.text
     read = guarded.json("POST", route, json={**body, "custom_params": {"pool": "open"}})
-    assert len(read["choices"][0]["prompt_token_ids"]) == read["usage"]["prompt_tokens"]
+    shown = read["sglext"]["input_ids"] if field.endswith("sglext") else read["choices"][0]["prompt_token_ids"]
+    assert len(shown) == read["usage"]["prompt_tokens"]
 
 
 def test_log_probabilities_and_echoes_are_of_own_tokens(guarded: Guarded) -> None:

@@ -20,9 +20,8 @@ import openai
 import pytest
 import requests
 
-from sglang_ext import lines
 from tests.e2e.bad_requests import BODIES, MESSAGES, TEXT, Case, answered, generated, with_params, wrong
-from tests.e2e.server import Server, answer_tokens, error_of, model, until
+from tests.e2e.server import STORES_ANSWERS, Server, answer_tokens, error_of, model, until
 from tests.oracle import models
 
 QUESTION = "how do i activate my card?"
@@ -50,11 +49,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with Server(
         model("llama", max_position_embeddings=1024),
         env=env,
-        served_model_name="m",  # SGLang 0.5.23 takes no other name on /v1/responses
         attention_backend=kind,
         max_total_tokens=4000,
         chunked_prefill_size=64,
-        **({"enable_response_store": True} if lines.current() is lines.NEWER else {}),
+        **STORES_ANSWERS,
     ) as running:
         running.kind = kind  # type: ignore[attr-defined]
         if kind != "cascade":

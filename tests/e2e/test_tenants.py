@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import requests
 
-from sglang_ext import lines
 from sglang_ext.serving.tenants import HEADER, ROUTES, digest_of
-from tests.e2e.server import Server, error_of, model, until
+from tests.e2e.server import STORES_ANSWERS, Server, error_of, model, until
 from tests.e2e.streams import prompt_of
 from tests.e2e.test_ltri import SIZES, policy_of
 from tests.oracle import models
@@ -95,9 +94,7 @@ def tenanted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenanted]:
     folder = tmp_path_factory.mktemp("tenants")
     env = {"SGLANG_EXT_POOL_DIR": str(folder / "pools")}
     options = {"max_total_tokens": 12_000, "chunked_prefill_size": 256, "enable_metrics": True}
-    if lines.current() is lines.NEWER:  # else /v1/responses stores nothing there
-        options["enable_response_store"] = True
-    server, file = started(folder, env=env, **options)
+    server, file = started(folder, env=env, **options, **STORES_ANSWERS)
     with server:
         yield Tenanted(server, file)
         assert server.faults() == []

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,10 @@ def test_a_missing_hook_target(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unsupported_sglang(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "LINES", (lines.Line("9.0", "9.1", ""), lines.Line("9.5", "9.6", "")))
+    here = lines.current()
+    monkeypatch.setattr(
+        lines, "LINES", (replace(here, first="9.0", below="9.1"), replace(here, first="9.5", below="9.6"))
+    )
     problem = report(capsys, 1)["problems"][0]
     assert "needs sglang>=9.0,<9.1 or sglang>=9.5,<9.6: pip install 'sglang>=9.0,<9.1'" in problem
 
@@ -102,9 +106,23 @@ def test_a_gpu_needs_no_platform(capsys, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SGLANG_PLUGINS", "sglang_ext")
     assert report(capsys, 0)["gpus"] == [gpu]
     assert cli.main(["doctor"]) == 0
-    assert "80.0 GiB" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "80.0 GiB" in printed and ("no GPU has run" in printed) == (not lines.current().on_gpus)
     monkeypatch.setenv("SGLANG_PLATFORM", "sglang_ext_cpu")
     assert "this one has one" in report(capsys, 1)["problems"][0]
+
+
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_a_line_of_sglang_that_no_gpu_has_run_is_warned_of(capsys, monkeypatch, on_gpus: bool) -> None:
+    gpu = {"name": "A GPU", "memory_bytes": 80 * 2**30, "capability": "9.0"}
+    monkeypatch.setattr(doctor, "devices", lambda: [gpu])
+    found = replace(lines.current(), on_gpus=on_gpus)
+    monkeypatch.setattr(lines, "current", lambda: found)
+    warnings = report(capsys, 0)["warnings"]
+    assert len(warnings) == (not on_gpus)
+    assert all(f"SGLang {lines.OLDER}" in each and lines.installed_sglang() in each for each in warnings)
+    monkeypatch.setattr(doctor, "devices", lambda: [])
+    assert report(capsys, 0)["warnings"] == []
 
 
 @pytest.mark.parametrize("part", ["platform", "attention_backends", "radix_cache_backends", "dead_hooks"])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import HeaderParser
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+
+from sglang_ext import lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("kernels", "policies", "retrievers", "launch")
@@ -44,8 +49,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Both distributions, from a copy of the checkout; the wheel is built from the sdist, as installers may do."""
     folder = tmp_path_factory.mktemp("dist")
     copy = folder / "source"
-    skip = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "__pycache__", "build", "dist", ".*_cache", ".refdata")
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=skip)
+    made = (".git", ".venv*", "*.egg-info", "__pycache__", "build", "dist", ".*_cache", ".refdata")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*made))
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "out"), str(copy)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -91,3 +96,31 @@ def test_wheel_works_where_the_repository_is_not(built: Built, tmp_path: Path) -
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path))
+
+
+# Every release of SGLang that could be, near those that we serve; some are followed by one that mends them.
+RELEASES = [f"0.5.{patch}{mended}" for patch in range(100) for mended in ("", ".post1")] + ["0.4.17", "0.6.0", "1.5.23"]
+
+
+def needs_of(wheel: Path) -> list[Requirement]:
+    """What the wheel needs beside its extras."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        listed = HeaderParser().parsestr(archive.read(name).decode("utf-8")).get_all("Requires-Dist", [])
+    return [need for need in map(Requirement, listed) if need.marker is None]
+
+
+def test_pip_takes_the_lines_of_sglang_that_the_plugin_takes(built: Built) -> None:
+    (wanted,) = [need for need in needs_of(built.wheel) if need.name == "sglang"]
+    taken = [release for release in RELEASES if release in wanted.specifier]
+    assert taken == [release for release in RELEASES if lines.line_of(release) is not None]
+    assert {lines.line_of(release) for release in taken} == set(lines.LINES)
+    assert all(lines.line_of(f"{line.below}rc1") is None for line in lines.LINES), "it is of the next release"
+
+
+def test_pip_keeps_the_sglang_that_is_installed(built: Built, tmp_path: Path) -> None:
+    """Without an index: pip would fail if it wanted another version of SGLang, or anything else that is not there."""
+    command = [sys.executable, "-m", "pip", "--isolated", "install", "--dry-run", "--no-index", "--quiet"]
+    done = subprocess.run([*command, "--report", "-", str(built.wheel)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [each["metadata"]["name"] for each in json.loads(done.stdout)["install"]] == ["sglang-ext"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -344,11 +345,12 @@ def test_heads_write_to_cells_of_their_own(policy: CascadePolicy) -> None:
     assert not bool(values[others].any()) and not bool(keys[others].any())
 
 
-@pytest.mark.parametrize(("line", "gpu", "said"), [("OLDER", True, 0), ("NEWER", False, 0), ("NEWER", True, 1)])
+@pytest.mark.parametrize(("on_gpus", "gpu", "said"), [(True, True, 0), (False, False, 0), (False, True, 1)])
 def test_a_line_that_no_gpu_has_run_is_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, line: str, gpu: bool, said: int
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_gpus: bool, gpu: bool, said: int
 ) -> None:
-    monkeypatch.setattr(checks.lines, "current", lambda: getattr(checks.lines, line))
+    line = replace(checks.lines.current(), on_gpus=on_gpus)
+    monkeypatch.setattr(checks.lines, "current", lambda: line)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(checks, "refusals", lambda server_args: [])
     server = arguments(radix_cache_backend="sglang_ext")

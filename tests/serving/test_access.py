@@ -94,9 +94,11 @@ def test_bearer_tokens(header: bytes, token: str | None) -> None:
 
 def test_keys_are_hidden_wherever_arguments_are() -> None:
     info = {"api_key": "a", "admin_api_key": None, "port": 1, "internal_states": [{"admin_api_key": "b", "n": 2}]}
+    info["launch_command"] = "sglang-ext serve m --api-key a"
     assert hide_secrets(info) == {
         "api_key": "hidden",
         "admin_api_key": None,
+        "launch_command": "hidden",
         "port": 1,
         "internal_states": [{"admin_api_key": "hidden", "n": 2}],
     }

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_ext import compat, lines
-from sglang_ext.attention.choice import asked_plain_attention, captures
+from sglang_ext.attention.choice import asked_plain_attention, captures, mixes
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
@@ -174,7 +174,8 @@ def before_model_adjustments(server_args: ServerArgs) -> None:
     """
     system = system_of(server_args)
     if system is not None:
-        compat.refuse_config(server_args, system.float8)
+        mixing = [name for name, each in systems().items() if each.mixed]
+        compat.refuse_config(server_args, system.float8, mixes(system), mixing)
 
 
 def _share_cores() -> None:

@@ -15,7 +15,7 @@ async def would_take(service: PoolService, source: Source) -> JsonObject:
     Raises:
         ValueError: what is submitted is no pool; `PoolError` where the server has none, or no place to read it.
     """
-    service.refuse_streams()
+    service.refuse_poolless()
     with service.queue.place():
         state = await service.channel.ask("state")
         return await service.workers.read(_plan, service, source, state)

@@ -20,6 +20,7 @@ from sglang_ext.serving.layouts import Layouts
 from sglang_ext.serving.metrics import TenantMetrics, TokenizerMetrics, labels_of
 from sglang_ext.serving.plan import countable
 from sglang_ext.serving.pool import COMPLETION, Definition, Version
+from sglang_ext.serving.poolless import no_pools
 from sglang_ext.serving.quota import Quota
 from sglang_ext.serving.shared import Shared
 from sglang_ext.serving.standing import Made, Pool, blocks_of, explained, numbered, refuse_busy, serving, summary
@@ -48,9 +49,7 @@ class PoolService:
         self.manager = manager
         self.settings = server_settings()
         self.pools: dict[str, Pool] = {}
-        system = systems()[manager.server_args.attention_backend]
-        self.policy_options = system.make_policy().request_options
-        self._streams = system.streams
+        self.policy_options = systems()[manager.server_args.attention_backend].make_policy().request_options
         counted = ("requests", "reencoded_blocks", "missed_blocks", "stitched_tokens")
         self.counters: dict[str, float] = {**dict.fromkeys(counted, 0), "retrieval_seconds": 0.0}
         self.tenant, self.quota = tenant, Quota()
@@ -145,7 +144,7 @@ class PoolService:
     async def put_from(self, name: str, source: Source) -> JsonObject:
         """`put` of what `source` reads, away from the event loop."""
         check_name(name)
-        self.refuse_streams()
+        self.refuse_poolless()
         await self.folder.free(name)
 
         def define(limit: int) -> tuple[Definition, bool]:
@@ -237,14 +236,10 @@ class PoolService:
             await pool.change.ended()
         return self._summary(pool)
 
-    def refuse_streams(self) -> None:
-        """PoolError on a server whose requests are streams: it has no pools."""
-        if self._streams:
-            chosen = self.manager.server_args.attention_backend
-            raise PoolError(
-                f"every request of this server is a stream, and there are no pools (--attention-backend {chosen}):"
-                " serve them with another backend"
-            )
+    def refuse_poolless(self) -> None:
+        """PoolError on a server that has no pools."""
+        if why := no_pools(self.manager):
+            raise PoolError(why)
 
     def _refuse_busy(self, name: str) -> None:
         pool = self.pools.get(name)
@@ -260,7 +255,7 @@ class PoolService:
 
     async def bring_in(self, name: str, number: int, definition: Definition) -> None:
         """Serve a version that the folder has of a pool that is there."""
-        self.refuse_streams()
+        self.refuse_poolless()
         await self._change(name, lambda _limit: (definition, True), number)
 
     async def _change(self, name: str, define: Define, incoming: int | None = None) -> JsonObject:

@@ -9,4 +9,5 @@ SYSTEM = replace(
     double_p.SYSTEM,
     summary="As double_p, and answers over pools read their blocks through clusters, too.",
     policy="sglang_ext.attention.double_p:DbsaDoublePPolicy",
+    mixed=False,  # it is for pools
 )

@@ -11,4 +11,5 @@ SYSTEM = System(
     apart=True,
     kernels="sglang_ext.attention.readers.clusters:ClusterReader",
     float8=True,
+    mixed=True,
 )

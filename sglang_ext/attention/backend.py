@@ -82,6 +82,7 @@ class ViewBackend(_Base):
     """
 
     scales: bool = True
+    window_layers: frozenset[int] = frozenset()
 
     def __init__(self, model_runner: ModelRunner, policy: Policy, make_reader: MakeReader) -> None:
         super().__init__(model_runner)

@@ -6,19 +6,12 @@ the others beside it. All layers keep all tokens, so that the radix tree is that
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 from sglang.srt.layers.radix_attention import RadixAttention
 
-MIXED = MappingProxyType(
-    {
-        "Gemma3ForCausalLM": "Gemma 3, text",
-        "Olmo2ForCausalLM": "OLMo 3",
-        "Cohere2ForCausalLM": "Command R7B",
-    }
-)
-"""SGLang's classes of such models, and what users call them. Each was served, and compared with `transformers`.
+MIXED = frozenset({"Gemma3ForCausalLM", "Olmo2ForCausalLM", "Cohere2ForCausalLM"})
+"""SGLang's classes of such models: Gemma 3 (text), OLMo 3, Command R7B. Each was compared with `transformers`.
 
 SGLang keeps all tokens of all layers for them (`disable_hybrid_swa_memory`, or no KV cache of two kinds at all), and
 builds the layers that `layer_types` lists.

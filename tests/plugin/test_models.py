@@ -14,6 +14,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_ext import compat, lines
 from sglang_ext.attention import choice
+from sglang_ext.attention.model import layers_read
 from sglang_ext.compat import line
 from sglang_ext.serving.checks import before_model_adjustments
 from sglang_ext.systems.registry import ours
@@ -126,6 +127,12 @@ def test_double_p_takes_windows_but_not_on_gpus(
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="--attention-backend double_p does not serve such models"):
         before_model_adjustments(server_args)
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [*((each, 1) for each in MIXED), (SERVED[0], 3)])
+def test_memory_is_counted_for_layers_that_are_read(architecture: Architecture, layers: int, tmp_path: Path) -> None:
+    found = line.model_config(arguments(architecture.save(tmp_path, weights=False), "double_p"))
+    assert layers_read(found, found.num_hidden_layers) == layers
 
 
 def test_windows_that_sglang_keeps_in_a_cache_of_their_own_are_refused(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ ScheduleBatch: TypeAlias = _Unchecked
 """`sglang.srt.managers.schedule_batch.ScheduleBatch`: requests that run together."""
 PrefillAdder: TypeAlias = _Unchecked
 """`sglang.srt.managers.schedule_policy.PrefillAdder`: it puts waiting requests into a batch."""
+ModelConfig: TypeAlias = _Unchecked
+"""`sglang.srt.configs.model_config.ModelConfig`."""
 ModelRunner: TypeAlias = _Unchecked
 """`sglang.srt.model_executor.model_runner.ModelRunner`."""
 ForwardBatch: TypeAlias = _Unchecked

@@ -226,6 +226,7 @@ def after_compute_cell_size(result: int, _configurator: Passed, kvc: KVCacheConf
     from sglang.srt.runtime_context import get_parallel
 
     from sglang_ext.attention.choice import kernels
+    from sglang_ext.attention.model import layers_read
     from sglang_ext.cache.budget import KVShape
 
     system = system_of(kvc.server_args)
@@ -234,6 +235,6 @@ def after_compute_cell_size(result: int, _configurator: Passed, kvc: KVCacheConf
     config = kvc.model_config
     kv_heads = config.get_num_kv_heads(get_parallel().attn_tp_size)
     itemsizes = kvc.kv_cache_dtype.itemsize, kvc.model_dtype.itemsize
-    shape = KVShape(num_layers, kv_heads, config.head_dim, config.v_head_dim, *itemsizes)
+    shape = KVShape(layers_read(config, num_layers), kv_heads, config.head_dim, config.v_head_dim, *itemsizes)
     in_kernels = kernels(system, kvc.server_args.dtype) != "torch"
     return result + system.make_policy(kvc.server_args.tp_size).extra_bytes_per_token(shape, in_kernels)

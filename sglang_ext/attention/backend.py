@@ -72,6 +72,7 @@ class ViewBackend(_Base):
     Attributes:
         scales: whether SGLang's own backend divides keys and values by the checkpoint's scales where it stores them in
             8 bits. What this one stores must be the same, since requests share it.
+        window_layers: numbers of the layers that SGLang's own backend serves in every batch.
         reader: serves batches with views.
         prepared: what the reader knows of the batch at hand on the host (`Reader.step`); None for a batch that the base
             serves, and where a CUDA graph is captured.
@@ -81,12 +82,15 @@ class ViewBackend(_Base):
     """
 
     scales: bool = True
+    window_layers: frozenset[int] = frozenset()
 
     def __init__(self, model_runner: ModelRunner, policy: Policy, make_reader: MakeReader) -> None:
         super().__init__(model_runner)
         self.policy = policy
         self.requests = RequestTable(policy)
-        self.reader = make_reader(Model(model_runner), policy, self)
+        model = Model(model_runner)
+        self.window_layers = model.window_layers
+        self.reader = make_reader(model, policy, self)
         self.prepared: Step | None = None
         self.loaded: Loaded | None = None
         self.question_size: int | None = None
@@ -139,7 +143,7 @@ class ViewBackend(_Base):
         if self.prepared is not None and not idle:
             self.loaded = self.reader.before_layers(self.prepared, _forward(forward_batch), self.question_size)
             self._planned = True
-        if self.loaded is None or idle:
+        if self.loaded is None or idle or self.window_layers:
             super().init_forward_metadata(forward_batch)
 
     # ---- in every layer ----
@@ -154,7 +158,7 @@ class ViewBackend(_Base):
         save_kv_cache: bool = True,
         **kwargs: Passed,
     ) -> torch.Tensor:
-        if not self._is_ours():
+        if not self._is_ours(layer):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         _refuse(kwargs)
         return self._read(q, k, v, layer, forward_batch, save_kv_cache)
@@ -169,16 +173,16 @@ class ViewBackend(_Base):
         save_kv_cache: bool = True,
         **kwargs: Passed,
     ) -> torch.Tensor:
-        if not self._is_ours():
+        if not self._is_ours(layer):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         _refuse(kwargs)
         return self._read(q, k, v, layer, forward_batch, save_kv_cache)
 
-    def _is_ours(self) -> bool:
-        """Whether the reader serves the layers that run."""
+    def _is_ours(self, layer: AttentionLayer) -> bool:
+        """Whether the reader serves the layer that runs."""
         if self.prepared is not None and not self._planned:
             raise ValueError("layers run over a batch with views that was not planned: expected init_forward_metadata")
-        return self.loaded is not None
+        return self.loaded is not None and layer.layer_id not in self.window_layers
 
     def _read(
         self,
@@ -198,7 +202,7 @@ class ViewBackend(_Base):
                 compat.write_kv(self._pool, layer, forward_batch.out_cache_loc, k, v, scales)
         caches = self._pool.get_key_buffer(layer.layer_id), self._pool.get_value_buffer(layer.layer_id)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if layer.layer_id == compat.first_layer(self._pool):  # graphs are captured after runs that warm them up
+        if layer.layer_id == compat.first_layer(self._pool, but=self.window_layers):  # graphs are captured after runs
             self._carry = {}
         scale = layer.scaling * scales.keys  # logits are linear in the keys, and outputs in the values
         call = LayerCall(layer.layer_id, query, new, caches, scale, self.loaded, self._carry)

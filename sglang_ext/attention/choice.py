@@ -36,6 +36,13 @@ PLAIN_ENV = "SGLANG_EXT_PLAIN_ATTENTION"
 """
 PLAIN = ("auto", "fa3", "flashinfer")
 
+MIXED_ON_GPUS = False
+"""Whether a system reads some layers of a model on GPUs while SGLang's own backend serves the others (`System.mixed`).
+
+No GPU has run that. A pass needs the metadata of both there, and so does each CUDA graph of a decoding step, for which
+the adapter has SGLang's backend plan the variant without views alone.
+"""
+
 FLOAT32 = ("float32", "float")
 
 
@@ -113,6 +120,11 @@ def plain_attention(system: System, default: Callable[[], str], *, float8_in_flo
 def captures(system: System, dtype: str) -> bool:
     """Whether a system's batches run inside CUDA graphs here; arguments as of `kernels`."""
     return torch.cuda.is_available() and kernels(system, dtype) != "torch"
+
+
+def mixes(system: System) -> bool:
+    """Whether a system serves models of which some layers have sliding windows, on this machine."""
+    return system.mixed and (MIXED_ON_GPUS or not torch.cuda.is_available())
 
 
 def _hopper() -> bool:

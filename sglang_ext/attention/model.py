@@ -10,9 +10,9 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.policy import ServedModel
-from sglang_ext.attention.rope import find_rope
+from sglang_ext.attention.rope import find_rope, no_rotation
 from sglang_ext.kernels.float8 import FLOAT8
-from sglang_ext.names import AttentionBackend, ModelRunner
+from sglang_ext.names import AttentionBackend, ModelConfig, ModelRunner
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,12 @@ class Machine:
     base: AttentionBackend
 
 
+def layers_read(config: ModelConfig, layers: int) -> int:
+    """How many of a model's layers readers read, before it is built: a policy keeps something of these alone."""
+    windows, _ = compat.listed_windows(config)
+    return layers - windows
+
+
 class Model:
     """The sizes of the attention layers, the rotation, the KV cache and the table of requests.
 
@@ -36,15 +42,19 @@ class Model:
         ValueError: the model has no rotary embedding that views can use.
 
     Attributes:
-        rope: the model's rotation.
+        window_layers: numbers of the layers with a sliding window. SGLang's own attention serves them, and what is said
+            here of layers leaves them out.
+        rope: the model's rotation. Where some layers have windows, there are no views that move keys, and it rotates
+            nothing: the layers of such a model may have different rotations, or none.
         table: [requests, columns] int32, the KV slot of each column of each request in SGLang's request pool.
         slots: rows of every layer's KV buffer.
     """
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self._runner = model_runner
-        self.rope = find_rope(model_runner.model)
         self.table: torch.Tensor = model_runner.req_to_token_pool.req_to_token
+        self.window_layers = compat.window_layers(model_runner)
+        self.rope = no_rotation(self.table.device) if self.window_layers else find_rope(model_runner.model)
         self.slots = compat.num_kv_slots(model_runner)
 
     @cached_property
@@ -65,7 +75,7 @@ class Model:
 
     def caches(self) -> Mapping[int, tuple[torch.Tensor, torch.Tensor]]:
         """(keys [slots, kv_heads, head_dim], values [slots, kv_heads, value_dim]) by number of the layer."""
-        return compat.kv_by_layer(self._runner.token_to_kv_pool)
+        return compat.kv_by_layer(self._runner.token_to_kv_pool, but=self.window_layers)
 
     @property
     def request_slots(self) -> int:

@@ -39,6 +39,11 @@ def find_rope(model: nn.Module) -> Rope:
     return first
 
 
+def no_rotation(device: torch.device) -> Rope:
+    """A rotation of nothing, for models whose keys are read where they were written."""
+    return Rope(torch.zeros(1, device=device))  # kernels expect a pair at least
+
+
 def rope_of(module: RotaryEmbedding) -> Rope:
     """The rotation of one rotary-embedding module of SGLang; ValueError names a module that is not linear."""
     name = type(module).__name__

@@ -8,7 +8,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.backend import ViewBackend
-from sglang_ext.attention.choice import kernels, plain_attention
+from sglang_ext.attention.choice import kernels, mixes, plain_attention
 from sglang_ext.attention.model import Machine
 from sglang_ext.kernels.float8 import FLOAT8
 from sglang_ext.names import ModelRunner
@@ -29,13 +29,13 @@ def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
         ValueError: the model is none that the system or its kernels serve, or the environment asks for kernels or for
             plain attention that there are not; says what to change.
     """
-    compat.refuse_model(model_runner, system.float8)
+    compat.refuse_model(model_runner, system.float8, mixes(system))
     float8 = model_runner.kv_cache_dtype == FLOAT8
     chosen = kernels(system, model_runner.server_args.dtype, float8=float8)
     plain = "torch"
     if chosen != "torch" and torch.cuda.is_available():
-        mixed = float8 and model_runner.dtype == torch.float16
-        plain = plain_attention(system, lambda: compat.default_attention(model_runner), float8_in_float16=mixed)
+        in_float16 = float8 and model_runner.dtype == torch.float16
+        plain = plain_attention(system, lambda: compat.default_attention(model_runner), float8_in_float16=in_float16)
     Backend: type[ViewBackend] = pkgutil.resolve_name(_BACKENDS[plain])
     make = pkgutil.resolve_name(system.reader_of(kernels=chosen != "torch"))
     policy = system.make_policy(model_runner.server_args.tp_size)

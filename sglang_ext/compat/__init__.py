@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput, UpdateWeightFromDiskReqInput
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import NextBatchPlan
@@ -47,6 +46,7 @@ from sglang_ext.compat.graphs import (
     replay_whole,
     whole_graph_size,
 )
+from sglang_ext.compat.layers import attention_layers, has_window, listed_windows, window_layers
 from sglang_ext.compat.line import (
     LEAVES_OUT_ENDING,
     RadixTree,
@@ -139,6 +139,7 @@ __all__ = [
     "kv_by_layer",
     "kv_bytes_per_token",
     "kv_scales",
+    "listed_windows",
     "listen",
     "load_weights",
     "log_request",
@@ -178,6 +179,7 @@ __all__ = [
     "takes_requests",
     "tree_nodes",
     "whole_graph_size",
+    "window_layers",
     "write_kv",
 ]
 
@@ -250,12 +252,12 @@ class AttentionShape:
 
 
 def attention_shape(model_runner: Any) -> AttentionShape:
-    """The sizes that a model's attention layers have on this rank, all alike.
+    """The sizes that a model's attention layers have on this rank, all alike; those with a window are left out.
 
     Raises:
         ValueError: layers differ.
     """
-    layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+    layers = [layer for layer in attention_layers(model_runner) if not has_window(layer)]
     shapes = {(x.tp_q_head_num, x.tp_k_head_num, x.qk_head_dim, x.v_head_dim, x.scaling) for x in layers}
     if len(shapes) != 1:
         raise ValueError(f"attention layers of shapes {sorted(shapes)}: expected one shape for all layers")
@@ -312,14 +314,14 @@ def others_run(manager: Any, prefix: str) -> bool:
     return any(not str(rid).startswith(prefix) for rid in manager.rid_to_state)
 
 
-def first_layer(pool: Any) -> int:
-    """Number of the first layer whose KV this rank holds."""
-    return int(pool.start_layer)
+def first_layer(pool: Any, but: Collection[int] = ()) -> int:
+    """Number of the first layer whose KV this rank holds, those `but` left out."""
+    return next(layer for layer in range(pool.start_layer, pool.start_layer + pool.layer_num) if layer not in but)
 
 
-def kv_by_layer(pool: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """(keys, values) of every layer on this rank, each [num_slots, kv_heads, dim], by layer number."""
-    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+def kv_by_layer(pool: Any, but: Collection[int] = ()) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """(keys, values) of every layer on this rank, each [num_slots, kv_heads, dim], by layer number; not those `but`."""
+    layers = [layer for layer in range(pool.start_layer, pool.start_layer + pool.layer_num) if layer not in but]
     return {layer: (pool.get_key_buffer(layer), pool.get_value_buffer(layer)) for layer in layers}
 
 

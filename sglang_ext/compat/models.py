@@ -21,13 +21,11 @@ from sglang.srt.configs.model_config import (
     is_minimax_sparse,
 )
 from sglang.srt.connector import ConnectorType
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.utils import parse_connector_type
 
+from sglang_ext.compat.layers import MIXED, attention_layers, has_window, listed_windows
 from sglang_ext.compat.line import model_config
-
-_WINDOWS = ("sliding_attention", "chunked_attention")
-"""What a configuration calls layers that see a part of the context, in `layer_types`."""
 
 
 def _hybrid_linear(config: Any) -> str:
@@ -56,9 +54,9 @@ def _latent(config: Any) -> str:
 def _windows(config: Any) -> str:
     if size := config.attention_chunk_size:
         return f"attention in chunks of {size} tokens"
-    listed = getattr(config.hf_text_config, "layer_types", None) or ()
-    if local := sum(kind in _WINDOWS for kind in listed):
-        return f"sliding-window attention ({local} of {len(listed)} layers)"
+    local, layers = listed_windows(config)
+    if local:
+        return f"sliding-window attention ({local} of {layers} layers)"
     hybrid = is_hybrid_swa_model(config.hf_config.architectures, config.hf_text_config)
     return "sliding-window attention" if hybrid else ""
 
@@ -110,7 +108,7 @@ FLOAT8 = torch.float8_e4m3fn
 """The KV cache of 8 bits that some systems read."""
 
 
-def refuse_config(server_args: Any, float8: bool) -> None:
+def refuse_config(server_args: Any, float8: bool, mixed: bool = False, mixing: Sequence[str] = ()) -> None:
     """Refuse a server's model by its configuration, before its weights are loaded.
 
     A model that comes from a running server (`instance://`) has none yet: its layers are looked at alone.
@@ -118,6 +116,8 @@ def refuse_config(server_args: Any, float8: bool) -> None:
     Args:
         server_args: the server's, whose attention backend is one of ours.
         float8: whether the system reads a KV cache in float8 e4m3, which is what SGLang makes for such checkpoints.
+        mixed: whether the system serves models of which some layers have sliding windows, on this machine.
+        mixing: names of the systems that serve them on a machine without a GPU, for the message.
 
     Raises:
         ValueError: the model has what views do not serve, or its checkpoint asks for a KV cache of 8 bits.
@@ -126,24 +126,29 @@ def refuse_config(server_args: Any, float8: bool) -> None:
         return
     config = model_config(server_args)
     name, backend = config.hf_config.architectures[0], server_args.attention_backend
-    _refuse(name, [found for rule in _RULES if (found := rule(config))], backend)
+    served = name in MIXED and not config.is_hybrid_swa
+    rules = [rule for rule in _RULES if not (served and mixed and rule is _windows)]
+    problems = [found for rule in rules if (found := rule(config))]
+    others = mixing if served and problems == [_windows(config)] else ()
+    _refuse(name, problems, backend, others)
     if not float8 and server_args.kv_cache_dtype == "auto" and _asks_for_fp8(config):
         raise ValueError(_of_cache(name, "the checkpoint asks for a KV cache in FP8", backend, float8))
 
 
-def refuse_model(model_runner: Any, float8: bool) -> None:
+def refuse_model(model_runner: Any, float8: bool, mixed: bool = False) -> None:
     """Refuse a model by its layers, and by the KV cache that it was given.
 
     Args:
         model_runner: SGLang's.
         float8: whether the system reads a KV cache in float8 e4m3.
+        mixed: whether the system serves models of which some layers have sliding windows, on this machine.
 
     Raises:
         ValueError: the layers have what views do not serve, or keys and values are kept in 8 bits that the system does
             not read.
     """
     name, backend = model_runner.model_config.hf_config.architectures[0], model_runner.server_args.attention_backend
-    layers = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+    layers = attention_layers(model_runner)
     problems = []
     if type(model_runner.model).__name__.startswith("Transformers"):
         problems.append("no code of SGLang's own, which runs it through transformers")
@@ -153,7 +158,7 @@ def refuse_model(model_runner: Any, float8: bool) -> None:
         problems.append("cross attention")
     if any(layer.attn_type != AttentionType.DECODER for layer in layers):
         problems.append("attention in both directions")
-    if any(layer.sliding_window_size is not None and layer.sliding_window_size > -1 for layer in layers):
+    if any(has_window(layer) for layer in layers) and not (mixed and name in MIXED):
         problems.append("sliding windows")
     if any(layer.logit_cap for layer in layers):
         problems.append("attention logit caps")
@@ -182,12 +187,14 @@ def _asks_for_fp8(config: Any) -> bool:
     return str(found.get("kv_cache_quant_algo")).upper() == "FP8"
 
 
-def _refuse(name: str, problems: Sequence[str], backend: str) -> None:
+def _refuse(name: str, problems: Sequence[str], backend: str, others: Sequence[str] = ()) -> None:
+    """Raise ValueError where there are problems; `others` are systems that serve the model without a GPU."""
     if problems:
+        instead = f"; or, on a machine without a GPU, with --attention-backend {', '.join(others)}" if others else ""
         raise ValueError(
             f"{name} has {', '.join(problems)}: --attention-backend {backend} does not serve such models. Serve it with"
             " one of SGLang's own attention backends: start it with python -m sglang.launch_server and leave out"
-            " --attention-backend, and SGLang chooses one"
+            f" --attention-backend, and SGLang chooses one{instead}"
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_ext import compat, lines
-from sglang_ext.attention.choice import asked_plain_attention, captures
+from sglang_ext.attention.choice import asked_plain_attention, captures, mixes
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
@@ -72,19 +72,7 @@ def serves_streams(server_args: ServerArgs) -> bool:
     return system is not None and system.streams
 
 
-def why_no_pools(server_args: ServerArgs) -> str | None:
-    """Why a server has no pools, with what to change; None for one that can have some."""
-    if serves_streams(server_args):
-        return (
-            "every request of this server is a stream, and there are no pools"
-            f" (--attention-backend {server_args.attention_backend}): serve them with another backend"
-        )
-    if (size := _page_size(server_args)) > 1:
-        return f"this server has no pools, whose blocks end at any token (--page-size {size}): serve them with 1"
-    return None
-
-
-def _page_size(server_args: ServerArgs) -> int:
+def page_size_of(server_args: ServerArgs) -> int:
     """KV slots that are given out together."""
     return getattr(compat.resolved(server_args), "page_size", None) or 1
 
@@ -155,7 +143,7 @@ def _of_cache_type(server_args: ServerArgs, system: System) -> list[str]:
 
 def _of_pages(server_args: ServerArgs, system: System) -> list[str]:
     """What is wrong with pages of several KV slots, in words; nothing where the system serves requests in them."""
-    size = _page_size(server_args)
+    size = page_size_of(server_args)
     if size == 1 or not system.pages:  # `_REFUSED` has it
         return []
     said = f"page_size={size} is not supported"
@@ -213,7 +201,8 @@ def before_model_adjustments(server_args: ServerArgs) -> None:
     """
     system = system_of(server_args)
     if system is not None:
-        compat.refuse_config(server_args, system.float8)
+        mixing = [name for name, each in systems().items() if each.mixed]
+        compat.refuse_config(server_args, system.float8, mixes(system), mixing)
 
 
 def _share_cores() -> None:

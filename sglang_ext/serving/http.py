@@ -20,6 +20,7 @@ from sglang_ext.serving.bodies import BodyLimit
 from sglang_ext.serving.errors import PoolError, error_response
 from sglang_ext.serving.explain import would_select
 from sglang_ext.serving.planned import would_take
+from sglang_ext.serving.poolless import no_pools
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.submitted import Source, query_flag, read_body, read_json, refuse_query
 from sglang_ext.serving.tenancy import Tenancy, pools_of, standing, tenants_of
@@ -41,7 +42,7 @@ def before_setup_and_run_http_server(
     from sglang.srt.entrypoints.http_server import app
 
     add_routes(app, tokenizer_manager)
-    if not tokenizer_manager.ext_system.streams:
+    if not no_pools(tokenizer_manager):
         page.add_page(app)
     service, tenancy = pools_of(tokenizer_manager), _tenancy(tokenizer_manager, server_args)
     ready.add_route(app, tokenizer_manager, service)  # all tenants are there

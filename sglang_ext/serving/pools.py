@@ -14,13 +14,13 @@ from sglang_ext.config import PoolOptions, RequestOptions, check_name, split_nam
 from sglang_ext.names import TokenizerManager
 from sglang_ext.serving.access import check_retriever, may_see_definitions
 from sglang_ext.serving.change import PREPARING, Change, Progress, Queue
-from sglang_ext.serving.checks import why_no_pools
 from sglang_ext.serving.errors import PoolError, UnknownPool
 from sglang_ext.serving.fleet import folder_of
 from sglang_ext.serving.layouts import Layouts
 from sglang_ext.serving.metrics import TenantMetrics, TokenizerMetrics, labels_of
 from sglang_ext.serving.plan import countable
 from sglang_ext.serving.pool import COMPLETION, Definition, Version
+from sglang_ext.serving.poolless import no_pools
 from sglang_ext.serving.quota import Quota
 from sglang_ext.serving.shared import Shared
 from sglang_ext.serving.standing import Made, Pool, blocks_of, explained, numbered, refuse_busy, serving, summary
@@ -238,7 +238,7 @@ class PoolService:
 
     def refuse_without_pools(self) -> None:
         """PoolError on a server that has no pools."""
-        if (why := why_no_pools(self.manager.server_args)) is not None:
+        if why := no_pools(self.manager):
             raise PoolError(why)
 
     def _refuse_busy(self, name: str) -> None:

@@ -10,4 +10,5 @@ SYSTEM = replace(
     summary="As double_p, and answers over pools read their blocks through clusters, too.",
     policy="sglang_ext.attention.double_p:DbsaDoublePPolicy",
     pages=False,
+    mixed=False,  # it is for pools
 )

@@ -12,4 +12,5 @@ SYSTEM = System(
     kernels="sglang_ext.attention.readers.clusters:ClusterReader",
     float8=True,
     pages=True,
+    mixed=True,
 )

@@ -54,6 +54,8 @@ class System:
         automatic: whether that reader serves without being asked for, where its kernels were measured.
         float8: whether its readers read a KV cache in float8 e4m3 (`--kv-cache-dtype fp8_e4m3`).
         pages: whether requests without a pool are served where KV slots are given out in pages (`--page-size`).
+        mixed: whether it serves models of which some layers have sliding windows (`compat.layers`): plain requests, in
+            which it reads the other layers. There are no pools then: windows do not move with blocks.
     """
 
     summary: str
@@ -66,6 +68,7 @@ class System:
     automatic: bool = True
     float8: bool = False
     pages: bool = False
+    mixed: bool = False
 
     def reader_of(self, kernels: bool) -> str:
         """`module:class` of the reader in kernels, which the system must have, or in plain PyTorch."""

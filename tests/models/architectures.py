@@ -6,6 +6,7 @@ state layers, latent attention, sinks, positions, experts, biases, norms and par
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ SIZES: dict[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF = {**ROPE, "partial_rotary_factor": 0.5}
 LLAMA3 = models.CONFIGS["llama3_rope"][1]["rope_parameters"]
+OLMO3_ROPE = {"rope_scaling": {**ROPE, "rope_theta": 500000.0}, "rope_parameters": None}
+"""The published base; SGLang 0.5.17 reads it here alone, and `transformers` takes no other for layers with a window."""
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -93,6 +96,8 @@ class Architecture:
         text: fields of the configuration of its text model, where that is a part of it.
         works: whether views serve it, so that weights are made.
         needs_gpu: why SGLang itself cannot run it without a GPU; empty where it can.
+        wider: tokens by which SGLang's window is wider than that of `transformers`.
+        written: fields of `config.json` in place of those that `transformers` writes; None: left out.
     """
 
     name: str
@@ -102,6 +107,8 @@ class Architecture:
     text: dict[str, Any] | None = None
     works: bool = False
     needs_gpu: str = ""
+    wider: int = 0
+    written: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path, weights: bool = True) -> Path:
         """Write the configuration and the tokenizer into a folder, and random float32 weights where views serve it."""
@@ -114,7 +121,7 @@ class Architecture:
         given = self.fields if self.text is not None else _sizes(self.fields)
         if self.text is not None:
             given = {**given, "text_config": _sizes(self.text)}
-        config = getattr(transformers, self.config)(**given)
+        config = getattr(transformers, self.config)(**copy.deepcopy(given))  # which may change what it is given
         config.architectures = [self.class_name]
         if self.works and weights:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -126,6 +133,7 @@ class Architecture:
             config.save_pretrained(folder)
         file = folder / "config.json"
         written = {**json.loads(file.read_text(encoding="utf-8")), "architectures": [self.class_name]}
+        written = {name: value for name, value in {**written, **self.written}.items() if value is not None}
         for part, fields in ((written, self.fields), (written.get("text_config"), self.text)):
             if "full_attention_interval" in (fields or ()):  # published; transformers keeps what follows from it
                 part["full_attention_interval"] = fields["full_attention_interval"]
@@ -181,6 +189,34 @@ SERVED = (
 
 _SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 
+MIXED = (
+    Architecture(
+        "Gemma 3, text",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {"layer_types": _SLIDING, "sliding_window": 16, "head_dim": 16, "tie_word_embeddings": True},
+        works=True,
+    ),
+    Architecture(
+        "OLMo 3",
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        {"layer_types": _SLIDING, "sliding_window": 16, "head_dim": None, "rope_parameters": ROPE},
+        works=True,
+        written=OLMO3_ROPE,
+    ),
+    Architecture(
+        "Command R7B",
+        "Cohere2ForCausalLM",
+        "Cohere2Config",
+        {"layer_types": _SLIDING, "sliding_window": 16, "head_dim": None, "rope_parameters": ROPE}
+        | {"tie_word_embeddings": True},
+        works=True,
+        wider=1,
+    ),
+)
+"""Those whose layers without a window `double_p` reads; the other systems refuse them."""
+
 REFUSED = (
     Architecture("Qwen3-Next", "Qwen3NextForCausalLM", "Qwen3NextConfig", {**LINEAR, **MOE}),
     Architecture("Qwen3.5", "Qwen3_5ForConditionalGeneration", "Qwen3_5Config", text=LINEAR),
@@ -233,15 +269,12 @@ REFUSED = (
     Architecture("GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", {**LATENT, "head_dim": None}),
     Architecture("gpt-oss", "GptOssForCausalLM", "GptOssConfig", {"layer_types": _SLIDING, **LOCAL_MOE}),
     Architecture("Gemma 2", "Gemma2ForCausalLM", "Gemma2Config"),
-    Architecture("Gemma 3, text", "Gemma3ForCausalLM", "Gemma3TextConfig", {"layer_types": _SLIDING}),
     Architecture("Gemma 3", "Gemma3ForConditionalGeneration", "Gemma3Config", text={"layer_types": _SLIDING}),
     Architecture("Gemma 4, text", "Gemma4ForCausalLM", "Gemma4TextConfig", {"layer_types": _SLIDING}),
     Architecture("Gemma 4", "Gemma4ForConditionalGeneration", "Gemma4Config", text={"layer_types": _SLIDING}),
     Architecture("Llama 4", "Llama4ForConditionalGeneration", "Llama4Config", text={"num_hidden_layers": 4}),
     Architecture("Ministral", "MinistralForCausalLM", "MinistralConfig", {"layer_types": _SLIDING}),
-    Architecture("OLMo 3", "Olmo3ForCausalLM", "Olmo3Config", {"layer_types": _SLIDING, "head_dim": None}),
     Architecture("EXAONE 4", "Exaone4ForCausalLM", "Exaone4Config", {"layer_types": _SLIDING, "head_dim": None}),
-    Architecture("Command R7B", "Cohere2ForCausalLM", "Cohere2Config", {"layer_types": _SLIDING, "head_dim": None}),
     Architecture("SmolLM3", "SmolLM3ForCausalLM", "SmolLM3Config", {"no_rope_layers": [1, 1, 0], "head_dim": None}),
     Architecture(
         "Phi-3, Phi-4-mini, 128K",
@@ -262,4 +295,4 @@ REFUSED = (
         text={"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True}},
     ),
 )
-"""Those that are refused by their configuration."""
+"""Those that every system refuses by their configuration."""

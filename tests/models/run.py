@@ -46,17 +46,21 @@ def refused(folder: Path, system: str) -> Outcome:
     return Outcome("failed", "it was not refused")
 
 
-def run(needs_gpu: str, folder: Path, system: str) -> Outcome:
+def run(needs_gpu: str, folder: Path, system: str, wider: int | None = None) -> Outcome:
     """Start an engine over a folder that holds a model, and ask it.
 
     Args:
         needs_gpu: why it cannot be run here; empty where it can.
+        folder, system: as of `serve.error_of`.
+        wider: likewise.
     """
     if needs_gpu:
         return Outcome("failed", needs_gpu)
     with tempfile.TemporaryDirectory() as room:
         log, result = Path(room) / "log", Path(room) / "result"
-        process = multiprocessing.get_context("fork").Process(target=_in_child, args=(folder, system, log, result))
+        process = multiprocessing.get_context("fork").Process(
+            target=_in_child, args=(folder, system, wider, log, result)
+        )
         process.start()
         process.join(SECONDS)
         late = process.is_alive()
@@ -71,17 +75,15 @@ def run(needs_gpu: str, folder: Path, system: str) -> Outcome:
         return Outcome("failed", f"no end within {SECONDS:.0f} s: {words}" if late else words)
 
 
-def _in_child(folder: Path, system: str, log: Path, result: Path) -> None:
+def _in_child(folder: Path, system: str, wider: int | None, log: Path, result: Path) -> None:
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
-        with serve.serving(folder, system) as engine:
-            error = serve.deviation(engine, folder, system)
-            kind = "works" if error <= serve.TOLERANCE else "wrong"
-            said = [kind, f"{error:.1e}"]
-            result.write_text(json.dumps(said), encoding="utf-8")
+        error = serve.error_of(folder, system, wider)
+        kind = "works" if error <= serve.TOLERANCE else "wrong"
+        result.write_text(json.dumps([kind, f"{error:.1e}"]), encoding="utf-8")
     except ValueError as error:
         result.write_text(json.dumps(["refused", str(error)]), encoding="utf-8")
     except BaseException:

@@ -3,6 +3,9 @@
 A plain prompt is compared for every system. Where a system has pools, so is a question behind blocks that each saw
 themselves alone: in `transformers` that is one forward under a mask, at the positions that the view gives the blocks.
 So nothing here knows how an architecture rotates its keys, and a layer that was rotated wrongly shows.
+
+Where a model has layers with windows, a plain prompt is compared with clusters in use: all of them are read token by
+token, so that the answer is that of `transformers` again.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ TOP = 8
 POLICIES: dict[str, dict[str, Any]] = {
     name: {"window": 128, "stride": 32} for name in ("cascade", "streaming_llm")
 }  # the systems' own are for contexts of many thousands of tokens
+MIXED_POLICY = {"min_tokens": 32, "sink": 2, "window": 8, "append": 8, "cluster": 4}
 POLICIES |= {name: {"window": 128, "block": 16, "chunk": 32} for name in ("ltri", "infllm")}
 
 
@@ -60,6 +64,21 @@ def serving(folder: Path, system: str, **arguments: Any) -> Iterator[Any]:
             torch.set_num_threads(threads)
 
 
+def error_of(folder: Path, system: str, wider: int | None = None) -> float:
+    """Start an engine, ask it, and return the largest error of a log-probability.
+
+    Args:
+        folder: of the model.
+        system: one of ours, or `torch_native`.
+        wider: tokens by which SGLang's window is wider than that of `transformers`; None for a model without windows.
+    """
+    if wider is None:
+        with serving(folder, system) as engine:
+            return deviation(engine, folder, system)
+    with serving(folder, system, **({"policy": MIXED_POLICY} if system in systems() else {})) as engine:
+        return mixed_deviation(engine, folder, wider)
+
+
 def deviation(engine: Any, folder: Path, system: str) -> float:
     """The largest error of a log-probability in a plain answer, and in one over a pool where the system has pools."""
     model = models.load_model(folder)
@@ -73,6 +92,27 @@ def deviation(engine: Any, folder: Path, system: str) -> float:
     return max(found)
 
 
+def mixed_deviation(engine: Any, folder: Path, wider: int) -> float:
+    """The largest error of a log-probability in a plain answer of a model that has layers with windows.
+
+    Args:
+        engine: a server of ours with `MIXED_POLICY`, or SGLang's own.
+        wider: tokens by which SGLang's window is wider than that of `transformers`.
+
+    Raises:
+        ValueError: no clusters were made.
+    """
+    model = models.load_model(folder)
+    model.config.sliding_window += wider
+    ours = engine.server_args.attention_backend in systems()
+    answer = _ask(engine, PROMPT, {"p1": 1, "p2": 1} if ours else None)
+    if ours and not engine.get_server_info()["internal_states"][0]["sglang_ext"]["cluster_tokens_computed"]:
+        raise ValueError(f"an answer to {len(PROMPT)} tokens made no clusters, with {MIXED_POLICY}")
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([[*PROMPT, *answer["output_ids"]]]), use_cache=False)
+    return _largest(out.logits[0], answer)
+
+
 def _ask(engine: Any, tokens: list[int], options: dict[str, Any] | None) -> dict[str, Any]:
     params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True, "custom_params": options}
     return engine.generate(input_ids=tokens, sampling_params=params, return_logprob=True, top_logprobs_num=TOP)
@@ -84,7 +124,6 @@ def _compared(model: torch.nn.Module, parts: Sequence[list[int]], answer: dict[s
     Args:
         parts: blocks that see themselves alone, and at the end the request's own tokens, which see all.
     """
-    meta = answer["meta_info"]
     answered, last = answer["output_ids"], len(parts) - 1
     tokens = [*(token for part in parts for token in part), *answered]
     owner = torch.tensor([i for i, part in enumerate(parts) for _ in part] + [last] * len(answered))
@@ -98,7 +137,13 @@ def _compared(model: torch.nn.Module, parts: Sequence[list[int]], answer: dict[s
             attention_mask=mask,
             use_cache=False,
         )
-    table = torch.log_softmax(out.logits[0].float(), -1)[len(tokens) - len(answered) - 1 : -1]
+    return _largest(out.logits[0], answer)
+
+
+def _largest(logits: torch.Tensor, answer: dict[str, Any]) -> float:
+    """The largest error of a log-probability of an answer, beside logits [tokens, vocabulary] that end with its own."""
+    meta = answer["meta_info"]
+    table = torch.log_softmax(logits.float(), -1)[-len(answer["output_ids"]) - 1 : -1]
     errors = []
     for row, (value, token, *_), top in zip(
         table, meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_ext.systems.registry import ours
-from tests.models.architectures import REFUSED, SERVED, Architecture
+from tests.models.architectures import MIXED, REFUSED, SERVED, Architecture
 from tests.models.run import Outcome, refused, run
 from tests.models.serve import deviation, serving
 
@@ -23,19 +23,27 @@ def main(chosen: Sequence[str]) -> int:
     """Try all architectures, say what came of each, and write the page unless only some systems were asked for."""
     names = list(chosen or ours())
     with tempfile.TemporaryDirectory() as room:
-        folders = {each: each.save(Path(room) / str(i)) for i, each in enumerate((*SERVED, *REFUSED))}
+        folders = {each: each.save(Path(room) / str(i)) for i, each in enumerate((*SERVED, *MIXED, *REFUSED))}
         with serving(folders[SERVED[0]], "dbsa") as engine:  # what is imported now is there in all that are forked
             deviation(engine, folders[SERVED[0]], "dbsa")
-        served, declined = {}, {}
+        served, mixed, declined = {}, {}, {}
         for each in SERVED:
             served[each] = {name: run(each.needs_gpu, folders[each], name) for name in (STOCK, *names)}
             print(each.name, served[each], flush=True)
+        for each in MIXED:
+            mixed[each] = {name: _mixed(each, folders[each], name) for name in (STOCK, *names)}
+            print(each.name, mixed[each], flush=True)
         for each in REFUSED:
             declined[each] = {name: refused(folders[each], name) for name in names}
             print(each.name, declined[each][names[0]], flush=True)
     if not chosen:
-        write("\n".join([*served_table(served), "", *refused_table(declined)]))
+        write("\n".join([*served_table(served), "", *mixed_table(mixed), "", *refused_table(declined)]))
     return 0
+
+
+def _mixed(each: Architecture, folder: Path, name: str) -> Outcome:
+    serves = name == STOCK or ours()[name].mixed
+    return run(each.needs_gpu, folder, name, each.wider) if serves else refused(folder, name)
 
 
 def served_table(found: Mapping[Architecture, Outcomes]) -> list[str]:
@@ -55,6 +63,24 @@ def served_table(found: Mapping[Architecture, Outcomes]) -> list[str]:
             said = f"works with {worked} of {len(systems)} systems; {details}"
         errors = [float(one.words) for one in systems.values() if one.kind == "works"]
         lines.append(f"| {each.name} | `{each.class_name}` | {said} | {max(errors, default=float('nan')):.0e} |")
+    return lines
+
+
+def mixed_table(found: Mapping[Architecture, Outcomes]) -> list[str]:
+    """Lines of the table of models that have layers with windows, which systems that say so serve.
+
+    Raises:
+        ValueError: SGLang's own backend does not serve a model, or another system did not refuse it.
+    """
+    lines = ["| models with windows | architecture | with `double_p` | largest error |", "| --- | --- | --- | --- |"]
+    for each, outcomes in found.items():
+        serving = {name: one for name, one in outcomes.items() if name == STOCK or ours()[name].mixed}
+        others = {name: one for name, one in outcomes.items() if name not in serving}
+        if serving[STOCK].kind != "works" or any(one.kind != "refused" for one in others.values()):
+            raise ValueError(f"{each.name}: {outcomes}: expected SGLang's own to work, and a refusal by {list(others)}")
+        (one,) = (one for name, one in serving.items() if name != STOCK)
+        said, error = ("works", f"{float(one.words):.0e}") if one.kind == "works" else (f"{one.kind}: {one.words}", "")
+        lines.append(f"| {each.name} | `{each.class_name}` | {said} | {error} |")
     return lines
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sglang_ext.systems.registry import ours
-from tests.models.architectures import SERVED, Architecture
-from tests.models.serve import TOLERANCE, deviation, serving
+from tests.models.architectures import MIXED, SERVED, Architecture
+from tests.models.serve import TOLERANCE, error_of
 
 TRIED = [each for each in SERVED if not each.needs_gpu]
 SYSTEMS = ["dbsa", *(name for name in ours() if name != "dbsa")]
@@ -23,9 +23,14 @@ PAIRS = [(each, SYSTEMS[i % len(SYSTEMS)]) for i, each in enumerate(TRIED)]
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("architecture", "system"), PAIRS, ids=[f"{each.name} {system}" for each, system in PAIRS])
 def test_answers_are_those_of_transformers(architecture: Architecture, system: str, tmp_path: Path) -> None:
-    folder = architecture.save(tmp_path)
-    with serving(folder, system) as engine:
-        assert deviation(engine, folder, system) <= TOLERANCE
+    assert error_of(architecture.save(tmp_path), system) <= TOLERANCE
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="double_p serves these models without a GPU alone")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("architecture", MIXED, ids=lambda each: each.name)
+def test_models_with_windows(architecture: Architecture, tmp_path: Path) -> None:
+    assert error_of(architecture.save(tmp_path), "double_p", architecture.wider) <= TOLERANCE
 
 
 def test_every_system_is_started() -> None:

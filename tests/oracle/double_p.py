@@ -57,7 +57,7 @@ class Config:
 
 
 class Oracle:
-    """A model whose decoded rows follow Double-P and whose other rows are dense."""
+    """A model whose decoded rows follow Double-P, and whose other rows are dense: in layers without a window."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float64, answers: ModuleType = oracle) -> None:
         self.model, self.answers = models.load_model(folder, dtype), answers
@@ -74,9 +74,12 @@ class Oracle:
             self.seen.append(k)
             group = q.shape[0] // k.shape[0]
             logits = q @ k.repeat_interleave(group, 0).mT * scaling + attention_mask[0, 0]
+            past, window = k.shape[1] - q.shape[1], kwargs.get("sliding_window")
+            if window is not None:  # the row's own token is one of them
+                ages = torch.arange(past, k.shape[1])[:, None] - torch.arange(k.shape[1])
+                logits = logits.masked_fill(ages >= window, float("-inf"))
             out = torch.softmax(logits, -1) @ v.repeat_interleave(group, 0)
-            if self.decode_from is not None:
-                past = k.shape[1] - q.shape[1]
+            if self.decode_from is not None and window is None:
                 for row in range(self.decode_from, q.shape[1]):
                     out[:, row] = self._step(
                         module.layer_idx, q[:, row], k, v, past + row, past + self.decode_from, scaling

@@ -183,13 +183,19 @@ class Voter(Reader[Any, Any]):
         return call.query
 
 
-def test_every_pass_begins_with_an_empty_carry() -> None:
+@pytest.mark.parametrize("windows", [frozenset(), frozenset({1})], ids=["all layers", "behind one with a window"])
+def test_every_pass_begins_with_an_empty_carry(windows: frozenset[int]) -> None:
     """SGLang runs a step several times over one set of metadata, before it captures it."""
     cache = torch.zeros(1, 1, 4)
     pool = SimpleNamespace(
-        dtype=torch.float32, start_layer=2, get_key_buffer=lambda _: cache, get_value_buffer=lambda _: cache
+        dtype=torch.float32,
+        start_layer=min(windows, default=2),
+        layer_num=4 - min(windows, default=2),
+        get_key_buffer=lambda _: cache,
+        get_value_buffer=lambda _: cache,
     )
     backend, reader = ViewBackend.__new__(ViewBackend), Voter()
+    backend.window_layers = windows
     backend.reader, backend._pool = reader, pool
     backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=1), in_capture=True)
     for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_ext import compat, lines
+from sglang_ext.attention import choice
+from sglang_ext.attention.model import layers_read
 from sglang_ext.compat import line
 from sglang_ext.serving.checks import before_model_adjustments
 from sglang_ext.systems.registry import ours
-from tests.models.architectures import REFUSED, SERVED, Architecture
+from tests.models.architectures import MIXED, REFUSED, SERVED, Architecture
 
 INSTEAD = "leave out --attention-backend, and SGLang chooses one"
 HAS = {
@@ -60,12 +63,13 @@ def arguments(folder: Path, backend: str = "dbsa", **others: Any) -> Any:
     return made
 
 
+@pytest.mark.parametrize("backend", ["dbsa", "double_p"])
 @pytest.mark.parametrize("architecture", REFUSED, ids=lambda each: each.name)
-def test_refused(architecture: Architecture, tmp_path: Path) -> None:
+def test_refused(architecture: Architecture, backend: str, tmp_path: Path) -> None:
     if lines.current() is lines.NEWER and architecture.name in UNREAD:
         pytest.skip("SGLang 0.5.23 itself cannot read the configuration that transformers writes of it")
-    server_args = arguments(architecture.save(tmp_path))
-    with pytest.raises(ValueError, match="--attention-backend dbsa does not serve") as caught:
+    server_args = arguments(architecture.save(tmp_path), backend)
+    with pytest.raises(ValueError, match=f"--attention-backend {backend} does not serve") as caught:
         before_model_adjustments(server_args)
     said = str(caught.value)
     named = line.model_config(server_args).hf_config.architectures[0]
@@ -94,6 +98,61 @@ def test_the_hook_is_called_where_arguments_are_resolved(tmp_path: Path) -> None
         made = ServerArgs(model_path=str(folder), attention_backend="dbsa", device="cpu")
         if lines.current() is lines.NEWER:
             made.resolve_once()
+
+
+# ---- models that mix kinds of layers ----
+
+
+@pytest.mark.parametrize("backend", [name for name in ours() if name != "double_p"])
+@pytest.mark.parametrize("architecture", MIXED, ids=lambda each: each.name)
+def test_systems_that_do_not_mix_refuse_windows_and_name_the_one_that_does(
+    architecture: Architecture, backend: str, tmp_path: Path
+) -> None:
+    words = (
+        r" has sliding-window attention \(2 of 3 layers\): --attention-backend "
+        + re.escape(backend)
+        + " does not serve such models.*SGLang chooses one; or, on a machine without a GPU, with --attention-backend"
+        " double_p$"
+    )
+    with pytest.raises(ValueError, match=words):
+        before_model_adjustments(arguments(architecture.save(tmp_path, weights=False), backend=backend))
+
+
+@pytest.mark.parametrize("architecture", MIXED, ids=lambda each: each.name)
+def test_double_p_takes_windows_but_not_on_gpus(
+    architecture: Architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server_args = arguments(architecture.save(tmp_path, weights=False), backend="double_p")
+    before_model_adjustments(server_args)
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="--attention-backend double_p does not serve such models"):
+        before_model_adjustments(server_args)
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [*((each, 1) for each in MIXED), (SERVED[0], 3)])
+def test_memory_is_counted_for_layers_that_are_read(architecture: Architecture, layers: int, tmp_path: Path) -> None:
+    found = line.model_config(arguments(architecture.save(tmp_path, weights=False), "double_p"))
+    assert layers_read(found, found.num_hidden_layers) == layers
+
+
+def test_windows_that_sglang_keeps_in_a_cache_of_their_own_are_refused(tmp_path: Path) -> None:
+    folder = MIXED[0].save(tmp_path, weights=False)
+    file = folder / "config.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**written, "is_hybrid_swa": True, "hybrid_layer_pattern": [1, 1, 0]}), encoding="utf-8")
+    with pytest.raises(ValueError, match="--attention-backend double_p does not serve such models"):
+        before_model_adjustments(arguments(folder, backend="double_p"))
+
+
+def test_only_layers_with_windows_of_known_models_are_left_to_sglang() -> None:
+    found = runner(sliding_window_size=15)
+    with pytest.raises(ValueError, match="NewForCausalLM has sliding windows"):
+        compat.refuse_model(found, float8=True, mixed=True)
+    found.model_config.hf_config.architectures = ["Gemma3ForCausalLM"]
+    compat.refuse_model(found, float8=True, mixed=True)
+    with pytest.raises(ValueError, match="Gemma3ForCausalLM has sliding windows"):
+        compat.refuse_model(found, float8=True, mixed=False)
+    assert compat.window_layers(found) == {0}
 
 
 @pytest.mark.parametrize("architecture", SERVED, ids=lambda each: each.name)

@@ -28,6 +28,6 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
         tokenizer=tokenizer,
         context_len=10**7,
         model_path="m",
-        model_config=SimpleNamespace(vocab_size=len(tokenizer), hf_eos_token_id=None),
+        model_config=SimpleNamespace(vocab_size=len(tokenizer), hf_eos_token_id=None, hf_text_config=SimpleNamespace()),
         rid_to_state={},
     )

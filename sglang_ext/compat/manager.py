@@ -12,6 +12,8 @@ from sglang.srt.utils.auth import _get_auth_level_from_app_and_scope, decide_req
 from sglang.srt.utils.log_utils import log_json
 from starlette.routing import Match
 
+from sglang_ext.compat.line import ABORT_FLAG
+
 
 def generate(manager: Any, request: Any, client: Any = None) -> AsyncIterator[Any]:
     """SGLang's own generate_request, without our composition (the request already says what it needs).
@@ -41,7 +43,7 @@ def logical_rid(manager: Any, rid: str) -> str:
 def abort_was_asked(manager: Any, rid: str, state: Any) -> bool:
     """Whether somebody asked for a request to be aborted, by its own id or by the one it was sent under."""
     states = (state, manager.rid_to_state.get(rid), manager.rid_to_state.get(logical_rid(manager, rid)))
-    return any(getattr(each, "abort_requested", False) for each in states)
+    return any(getattr(each, ABORT_FLAG, False) for each in states)
 
 
 def streams_parts(manager: Any, request: Any) -> bool:

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.runner_utils import get_capture_lora_variant as capture_variant
 
 __all__ = [
+    "ABORT_FLAG",
     "LEAVES_OUT_ENDING",
     "RadixTree",
     "TreelessCache",
@@ -36,6 +37,9 @@ __all__ = [
     "set_reserved",
     "set_written",
 ]
+
+ABORT_FLAG = "abort_requested"
+"""The field of a request's state in the TokenizerManager that says whether somebody asked to abort it."""
 
 LEAVES_OUT_ENDING = False
 """Whether SGLang leaves requests that end in the step on the way out of the next decoding step by itself."""

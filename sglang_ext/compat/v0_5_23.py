@@ -24,6 +24,7 @@ from sglang.srt.model_executor.runner_utils.pool import graph_pool_capture_scope
 from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope as replay_scope
 
 __all__ = [
+    "ABORT_FLAG",
     "LEAVES_OUT_ENDING",
     "RadixTree",
     "TreelessCache",
@@ -45,6 +46,9 @@ __all__ = [
     "set_reserved",
     "set_written",
 ]
+
+ABORT_FLAG = "abort_sent"
+"""The field of a request's state in the TokenizerManager that says whether somebody asked to abort it."""
 
 LEAVES_OUT_ENDING = True
 """Whether SGLang leaves requests that end in the step on the way out of the next decoding step by itself."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from sglang_ext import lines
 from sglang_ext.attention.branches import _visible, branch_positions, branch_runs
 from sglang_ext.cache.rows import Row
+from sglang_ext.compat import line
 from sglang_ext.config import RequestOptions
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.grammar import MOST_CHARACTERS, Ending, LabelCheck, constrain, label_grammar
@@ -214,7 +215,7 @@ def test_a_tokenizer_whose_kind_is_mistaken_is_found() -> None:
 
 def manager_with(constrained: str | None, abort_requested: bool, whole: Whole | None = None) -> Any:
     version, options = SimpleNamespace(name="p"), RequestOptions("p", constrain=constrained)
-    state = SimpleNamespace(abort_requested=abort_requested)
+    state = SimpleNamespace(**{line.ABORT_FLAG: abort_requested})
     return SimpleNamespace(
         ext_leases={"r": SimpleNamespace(version=version, options=options, whole=whole)}, rid_to_state={"r": state}
     )

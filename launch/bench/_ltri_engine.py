@@ -47,7 +47,8 @@ def stepping(engine: Engine, steps: int, repeats: int, batch: int, tokens: int) 
     A run is measured from the first token of the request that begins last. All run then, and stay for as many steps.
 
     Raises:
-        RuntimeError: one had ended before the last began: the engine does not run so many at once.
+        RuntimeError: one had so many tokens before the last began that it would not run all the while: the engine does
+            not run so many at once; or tokens came in parts larger than what is measured.
     """
     prompts = [drawn(tokens, 100 + number) for number in range(batch)]
     params: JsonObject = {"temperature": 0, "max_new_tokens": 4 * steps, "ignore_eos": True}
@@ -57,13 +58,17 @@ def stepping(engine: Engine, steps: int, repeats: int, batch: int, tokens: int) 
         counts, marks = dict[int, int](), list[tuple[float, int]]()
         for part in engine.generate(input_ids=prompts, sampling_params=[params] * batch, stream=True):
             number, count = part.get("index", 0), completed(part)["meta_info"]["completion_tokens"]
-            if number not in counts and max(counts.values(), default=0) >= 4 * steps:
+            if number not in counts and max(counts.values(), default=0) > 2 * steps:
                 raise RuntimeError(f"{batch} requests do not run at once: {counts} tokens came before request {number}")
             begins = number not in counts and len(counts) == batch - 1
             counts[number] = count
             if begins or (len(counts) == batch and number == list(counts)[-1]):
                 marks.append((time.perf_counter(), count))
-        (begun, first), (ended, last) = marks[0], next(mark for mark in marks if mark[1] >= marks[0][1] + steps)
+        begun, first = marks[0]
+        behind = [mark for mark in marks if mark[1] >= first + steps]
+        if not behind:
+            raise RuntimeError(f"tokens came in parts too large to measure {steps} steps: at {[at for _, at in marks]}")
+        ended, last = behind[0]
         return (ended - begun) / (last - first)
 
     seconds()

@@ -34,6 +34,8 @@ CACHES = {
     "TVM_FFI_CACHE_DIR": "tvm",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "CUDA_CACHE_PATH": "cuda",
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_DG_CACHE_DIR": "deep_gemm",
     "XDG_CACHE_HOME": "",
 }
 """Variables that say where compilers keep what they made -> the folder, within that of a server."""

@@ -46,7 +46,7 @@ class TorchBackend(TorchNativeAttnBackend):
             mask = None
             if causal and (total != new or sliding_window_size is not None):
                 column = torch.arange(begin, total, device=query.device)
-                own = column[-new:].unsqueeze(1)
+                own = column[total - new - begin :].unsqueeze(1)
                 mask = column <= own
                 if sliding_window_size is not None:
                     mask &= column >= own - sliding_window_size

@@ -49,6 +49,7 @@ from sglang_ext.compat.graphs import (
 from sglang_ext.compat.layers import attention_layers, has_window, listed_windows, window_layers
 from sglang_ext.compat.line import (
     LEAVES_OUT_ENDING,
+    REQUEUES_PREEMPTED,
     RadixTree,
     TreelessCache,
     charge_slots,
@@ -90,6 +91,7 @@ from sglang_ext.compat.slots import after_forward, take_slots
 
 __all__ = [
     "LEAVES_OUT_ENDING",
+    "REQUEUES_PREEMPTED",
     "UNSCALED",
     "AbortReq",
     "AddReqResult",

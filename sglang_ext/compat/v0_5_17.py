@@ -17,6 +17,7 @@ from sglang.srt.model_executor.runner_utils import get_capture_lora_variant as c
 __all__ = [
     "ABORT_FLAG",
     "LEAVES_OUT_ENDING",
+    "REQUEUES_PREEMPTED",
     "RadixTree",
     "TreelessCache",
     "capture_scope",
@@ -40,6 +41,9 @@ __all__ = [
 
 ABORT_FLAG = "abort_requested"
 """The field of a request's state in the TokenizerManager that says whether somebody asked to abort it."""
+
+REQUEUES_PREEMPTED = False
+"""Whether a request that gave way by its priority waits again where the one it gave way to does not fit after all."""
 
 LEAVES_OUT_ENDING = False
 """Whether SGLang leaves requests that end in the step on the way out of the next decoding step by itself."""

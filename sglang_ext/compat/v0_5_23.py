@@ -26,6 +26,7 @@ from sglang.srt.model_executor.runner_utils.pool import graph_pool_replay_scope 
 __all__ = [
     "ABORT_FLAG",
     "LEAVES_OUT_ENDING",
+    "REQUEUES_PREEMPTED",
     "RadixTree",
     "TreelessCache",
     "capture_scope",
@@ -49,6 +50,9 @@ __all__ = [
 
 ABORT_FLAG = "abort_sent"
 """The field of a request's state in the TokenizerManager that says whether somebody asked to abort it."""
+
+REQUEUES_PREEMPTED = True
+"""Whether a request that gave way by its priority waits again where the one it gave way to does not fit after all."""
 
 LEAVES_OUT_ENDING = True
 """Whether SGLang leaves requests that end in the step on the way out of the next decoding step by itself."""

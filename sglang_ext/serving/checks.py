@@ -95,11 +95,13 @@ def refusals(server_args: ServerArgs) -> list[str]:
         return problems
     problems += _of_cache_type(server_args, system)
     problems += _of_pages(server_args, system)
-    if streams and compat.preempts(server_args):
+    if compat.preempts(server_args) and (streams or not compat.REQUEUES_PREEMPTED):
+        why = "a turn of a conversation that gives way could not go on"
+        if not streams:
+            why = "this version of SGLang loses a request that gave way, where the one it gave way to does not fit"
         problems.append(
             f"enable_priority_scheduling without disable_priority_preemption is not supported with --attention-backend"
-            f" {server_args.attention_backend}: set --disable-priority-preemption, too: a turn of a conversation that"
-            " gives way could not go on"
+            f" {server_args.attention_backend}: set --disable-priority-preemption, too: {why}"
         )
     if os.environ.get(POLICY_ENV) and system.options is None:
         backend = f"--attention-backend {server_args.attention_backend}"

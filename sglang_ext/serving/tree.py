@@ -154,7 +154,8 @@ def fit(scheduler: Scheduler, req: Req, row: Row | None) -> None:
         free -= cache.loose_tokens(piece.key for piece in row.prefix)
     generated = len(req.output_ids)
     own = len(req.origin_input_ids) + generated - shared
-    if own + 2 > free:
+    ahead = cache.page_size + 1  # what SGLang wants free beside a request, to take it into a batch
+    if own + ahead > free:
         compat.abort(
             req,
             f"the request needs {own} tokens of KV cache, {max(free, 0)} of {scheduler.max_total_num_tokens} are not"
@@ -162,7 +163,7 @@ def fit(scheduler: Scheduler, req: Req, row: Row | None) -> None:
             400,
         )
         return
-    params, limit = req.sampling_params, generated + free - own - 2
+    params, limit = req.sampling_params, generated + free - own - ahead
     if params.max_new_tokens is not None and params.max_new_tokens > limit:
         params.max_new_tokens = limit
         params.min_new_tokens = min(params.min_new_tokens, limit)

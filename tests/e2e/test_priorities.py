@@ -17,6 +17,7 @@ import pytest
 import torch
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, TokenizedGenerateReqInput
 
+from sglang_ext import compat
 from tests.e2e.test_ltri import OF_KERNELS
 from tests.oracle import models
 
@@ -24,7 +25,7 @@ LONG, SHORT = 250, 6  # tokens of the answer that gives way, or does not, and of
 FIRST = 2**63 - 1  # the highest priority that can be sent
 CLUSTERS = {"window": 16, "sink": 4, "cluster": 4, "segment": 64, "append": 32, "min_tokens": 64, "iterations": 2}
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "dbsa+double_p": {"policy": CLUSTERS},
+    "dbsa+double_p": {"policy": CLUSTERS, "disable_priority_preemption": not compat.REQUEUES_PREEMPTED},
     "cascade": {"policy": {"sinks": 4, "window": 32, "stride": 16}, "disable_priority_preemption": True},
     "ltri": {
         "policy": {name: value for name, value in asdict(OF_KERNELS).items() if name not in ("everything", "heads")},
@@ -39,12 +40,13 @@ class Served:
     """An engine whose scheduler can be paused.
 
     Attributes:
-        pools: whether the system has pools; then there is one, and running requests give way.
+        pools: whether the system has pools; then there is one.
+        preempts: whether running requests give way.
         sent: requests that the scheduler was sent, each with its priority.
     """
 
-    def __init__(self, engine: Any, pools: bool) -> None:
-        self.engine, self.pools = engine, pools
+    def __init__(self, engine: Any, pools: bool, preempts: bool) -> None:
+        self.engine, self.pools, self.preempts = engine, pools, preempts
         self.sent: list[Any] = []
         manager, dispatch = engine.tokenizer_manager, engine.tokenizer_manager._dispatch_to_scheduler
 
@@ -117,7 +119,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             **SYSTEMS[request.param],
         )
         try:
-            served = Served(engine, pools)
+            served = Served(engine, pools, not SYSTEMS[request.param]["disable_priority_preemption"])
             if pools:
                 engine.create_pool("p", models.demonstrations(18), block_size=6)
             yield served
@@ -126,7 +128,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             torch.set_num_threads(threads)
 
 
-def test_encodings_come_before_all_answers(served: Served) -> None:
+def test_encodings_are_sent_with_the_first_priority(served: Served) -> None:
     """An answer of a high priority may wait for them."""
     encodings = [message.priority for message in served.sent if message.rid.startswith("sglang-ext-encode-")]
     assert bool(encodings) == served.pools and set(encodings) <= {FIRST}
@@ -154,6 +156,6 @@ def test_a_high_priority_overtakes_and_no_answer_changes(served: Served) -> None
         return await asyncio.gather(*tasks)
 
     answers = served.engine.loop.run_until_complete(together())
-    assert ended == list("EDBAC" if served.pools else "AEDBC")
-    assert [each["meta_info"]["num_retractions"] for each in answers] == [int(served.pools), 0, 0, 0, 0]
+    assert ended == list("EDBAC" if served.preempts else "AEDBC")
+    assert [each["meta_info"]["num_retractions"] for each in answers] == [int(served.preempts), 0, 0, 0, 0]
     assert dict(zip(priorities, [each["output_ids"] for each in answers], strict=True)) == expected

@@ -99,6 +99,12 @@ def test_streams_go_by_priorities_where_none_gives_way() -> None:
     assert checks.refusals(arguments(**priorities)) == []
 
 
+def test_requests_give_way_only_where_sglang_takes_them_up_again() -> None:
+    problems = checks.refusals(arguments(attention_backend="dbsa", enable_priority_scheduling=True))
+    assert bool(problems) != compat.REQUEUES_PREEMPTED
+    assert all("loses a request that gave way" in each and "--disable-priority-preemption" in each for each in problems)
+
+
 def test_dynamic_chunking_is_taken_because_it_needs_pipeline_parallelism() -> None:
     """SGLang ignores it without, and that is refused."""
     assert checks.refusals(arguments(enable_dynamic_chunking=True)) == []

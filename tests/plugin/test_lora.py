@@ -29,7 +29,8 @@ def test_views_have_the_graphs_that_sglang_captures_for_adapters() -> None:
 
     found = set()
     for adapter, viewing in (("an adapter", True), (None, False)):
-        runner = SimpleNamespace(record_nolora_graph=True)
+        # An engine of an earlier test may have hooked it: without a backend of ours, the hook leaves it to SGLang.
+        runner = SimpleNamespace(record_nolora_graph=True, attn_backend=None)
         theirs = DecodeCudaGraphRunner._resolve_lora_variant(runner, SimpleNamespace(lora_ids=[adapter]))
         assert theirs == compat.graph_variant(SimpleNamespace(viewing=viewing))
         found.add(theirs)

@@ -6,7 +6,8 @@ what the first one left there. Servers take turns, and have SGLang's default fla
 weights, which are random. The files of the model and of Python are in the machine's page cache from the second start
 on; one start that is not counted comes before all others.
 
-Rows have the seconds of a start. Their notes have the parts that SGLang's log names with the time they took.
+Rows have the time of a start. The results file also has, for each start, how long the parts took whose time SGLang's
+log names.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Starts:
-    """Of one server.
+    """How long the starts of one server took.
 
     Attributes:
         name: of it.
@@ -95,7 +96,7 @@ class Starts:
 
 
 def command(role: str, backend: str, model: Path, port: int, flags: str) -> list[str]:
-    """That starts a server of one role, `ours` or `stock`."""
+    """The command line that starts a server of one role, `ours` or `stock`."""
     words = ["-m", "sglang_ext.launch.cli", "serve", str(model)]
     if role == "stock":
         words = ["-m", "sglang.launch_server", "--model-path", str(model)]
@@ -104,7 +105,7 @@ def command(role: str, backend: str, model: Path, port: int, flags: str) -> list
 
 
 def environment(role: str, caches: Path) -> dict[str, str]:
-    """Of a server whose compilers keep what they make in a folder."""
+    """The variables of a server whose compilers keep what they make in a folder."""
     kept = {name: str(caches / folder) for name, folder in CACHES.items()}
     return {**(STOCK if role == "stock" else {}), **kept}
 

@@ -7,7 +7,8 @@ shape, its attention by FlashAttention-3 as SGLang calls it, and the matrix prod
 embedding and sampling are left out of both. A layer runs in a CUDA graph, and what a row says of a model is its layers'
 time, which is that of one layer for each, and the time of its logits.
 
-``sglang-ext bench drafts`` computes the gain of drafting from these rows.
+The gains that ``sglang-ext bench drafts`` computes take a verification for one dense step; these rows say how near
+that is.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Layer:
     def __init__(
         self, shape: Shape, batch: int, length: int, attend: Attend, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.shape, self.batch, self.length, self.attend = shape, batch, length, attend
+        self.shape, self.batch, self.attend = shape, batch, attend
         self.device, self.dtype = device, dtype
         heads = shape.num_attention_heads * shape.head_dim
         both = 2 * shape.num_key_value_heads * shape.head_dim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,29 +123,35 @@ def model(tmp_path_factory: Any) -> Path:
     return models.save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
 
 
-@pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Served]:
+@contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[Served]:
+    """An engine with `POLICY` over the model in a folder."""
     from sglang_ext import Engine
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     engine = Engine(
-        model_path=str(model),
-        attention_backend="dbsa+double_p",
+        model_path=str(folder),
         policy=POLICY,
         dtype="float32",
-        max_total_tokens=TOTAL,
         max_running_requests=8,
         chunked_prefill_size=80,  # cuts the longer prompts, not where segments end
-        schedule_conservativeness=0.1,  # so that requests are retracted
         random_seed=0,
         log_level="error",
+        **options,
     )
     try:
-        yield Served(engine, model)
+        yield Served(engine, folder)
     finally:
         engine.shutdown()
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Served]:
+    retracts = {"max_total_tokens": TOTAL, "schedule_conservativeness": 0.1}
+    with serving(model, attention_backend="dbsa+double_p", **retracts) as running:
+        yield running
 
 
 # ---- answers -----------------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.e2e.test_double_p import POLICY, SPARSE, TOLERANCE, WINDOW, Served, prompt_of, runs_of
+from tests.e2e.test_double_p import POLICY, SPARSE, TOLERANCE, WINDOW, Served, prompt_of, runs_of, serving
 from tests.models.architectures import MIXED
 from tests.oracle import models
 
@@ -25,28 +24,10 @@ GEMMA = next(each for each in MIXED if each.name == "Gemma 3, text")
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: Any) -> Iterator[Served]:
-    from sglang_ext import Engine
-
     fields = {**GEMMA.fields, "sliding_window": SLIDING}
     folder: Path = replace(GEMMA, fields=fields).save(tmp_path_factory.mktemp("model"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    engine = Engine(
-        model_path=str(folder),
-        attention_backend="double_p",
-        policy=POLICY,
-        dtype="float32",
-        max_total_tokens=1500,
-        max_running_requests=8,
-        chunked_prefill_size=80,  # cuts the longer prompts
-        random_seed=0,
-        log_level="error",
-    )
-    try:
-        yield Served(engine, folder)
-    finally:
-        engine.shutdown()
-        torch.set_num_threads(threads)
+    with serving(folder, attention_backend="double_p", max_total_tokens=1500) as running:
+        yield running
 
 
 def test_p_of_one_is_the_model_s_own_attention(served: Served) -> None:

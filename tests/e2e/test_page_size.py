@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sglang_ext.settings import POOL_DIR_ENV
-from tests.e2e.test_double_p import DENSE, POLICY, SPARSE, TOLERANCE, Served, prompt_of, runs_of
+from tests.e2e import test_double_p as double_p
+from tests.e2e.test_double_p import DENSE, SPARSE, TOLERANCE, Served, generated, prompt_of, runs_of
 from tests.oracle import models
 
 PAGE, TOTAL = 16, 1360
@@ -24,36 +24,13 @@ pytestmark = pytest.mark.timeout(600)
 @contextmanager
 def serving(folder: Path, page_size: int) -> Iterator[Served]:
     """An engine whose accounting of KV slots SGLang checks all the time. One at a time."""
-    from sglang_ext import Engine
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
         patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
         patch.delenv(POOL_DIR_ENV, raising=False)
-        engine = Engine(
-            model_path=str(folder),
-            attention_backend="double_p",
-            policy=POLICY,
-            dtype="float32",
-            page_size=page_size,
-            max_total_tokens=TOTAL,
-            max_running_requests=8,
-            chunked_prefill_size=80,
-            schedule_conservativeness=0.1,  # so that requests are retracted
-            random_seed=0,
-            log_level="error",
-        )
-        try:
-            yield Served(engine, folder)
-        finally:
-            engine.shutdown()
-            torch.set_num_threads(threads)
-
-
-def tokens(meta: dict[str, Any]) -> list[int]:
-    return [token for _, token, *_ in meta["output_token_logprobs"]]
+        retracts = {"max_total_tokens": TOTAL, "schedule_conservativeness": 0.1}
+        with double_p.serving(folder, attention_backend="double_p", page_size=page_size, **retracts) as running:
+            yield running
 
 
 def sparse(served: Served) -> list[dict[str, Any]]:
@@ -70,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_slot(model: Path) -> list[list[int]]:
     """The tokens of `sparse` where each KV slot is given out alone."""
     with serving(model, 1) as served:
-        return [tokens(meta) for meta in sparse(served)]
+        return [generated(meta) for meta in sparse(served)]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +58,7 @@ def paged(model: Path, by_slot: list[list[int]]) -> Iterator[Served]:
 
 def test_sparse_answers_are_the_paper_s_and_those_of_single_slots(paged: Served, by_slot: list[list[int]]) -> None:
     answers = sparse(paged)
-    assert [tokens(meta) for meta in answers] == by_slot
+    assert [generated(meta) for meta in answers] == by_slot
     for (length, seed), meta in zip(PROMPTS, answers, strict=True):
         assert paged.plain(prompt_of(length, seed), meta, runs_of(length)) < TOLERANCE
     assert paged.dense_deviation(prompt_of(*PROMPTS[-1]), answers[-1]) > 100 * TOLERANCE

@@ -267,9 +267,12 @@ class Load:
         self.url, self.limits, self.patience = url, limits, patience
 
     def open(self, requests: Iterator[LoadRequest], rate: float, seconds: float, seed: int) -> Measured:
-        """Requests that arrive at random, `rate` of them a second on average, whatever the server does."""
-        dice = random.Random(seed)
-        times = list(itertools.takewhile(lambda at: at < seconds, _arrivals(dice, rate)))
+        """Requests that arrive at random, `rate` of them a second on average, whatever the server does.
+
+        A load without a request measures nothing: where the first one arrives after `seconds`, the load ends with it.
+        """
+        times = arrivals(random.Random(seed), rate, seconds)
+        seconds = max(seconds, times[-1])
         ready = [(at, each, each.data()) for at, each in zip(times, requests, strict=False)]
 
         async def arrive(run: _Run) -> None:
@@ -370,12 +373,18 @@ class _Run:
             await asyncio.shield(self.send(each, data, time.perf_counter() - self.started))
 
 
-def _arrivals(dice: random.Random, rate: float) -> Iterator[float]:
-    """Seconds of a Poisson process."""
-    at = 0.0
-    while True:
-        at += dice.expovariate(rate)
-        yield at
+def arrivals(dice: random.Random, rate: float, seconds: float) -> list[float]:
+    """When the requests of an open loop arrive: a Poisson process of `rate` a second, and at least one of its times.
+
+    Args:
+        dice: says when; the same state gives the same times.
+        rate: requests a second, on average.
+        seconds: until when they arrive, but for a first one that comes later.
+    """
+    times = [dice.expovariate(rate)]
+    while (later := times[-1] + dice.expovariate(rate)) < seconds:
+        times.append(later)
+    return times
 
 
 async def _stopped(clients: Sequence[asyncio.Task[None]], seconds: float) -> None:

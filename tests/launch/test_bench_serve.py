@@ -7,6 +7,8 @@ import asyncio
 import itertools
 import json
 import os
+import random
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +22,16 @@ from aiohttp import web
 
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _serve_watch, serve
-from sglang_ext.launch.bench._serve_load import Answered, Limits, Load, LoadRequest, Measured, in_parts, quantiles
+from sglang_ext.launch.bench._serve_load import (
+    Answered,
+    Limits,
+    Load,
+    LoadRequest,
+    Measured,
+    arrivals,
+    in_parts,
+    quantiles,
+)
 from sglang_ext.launch.bench._serve_mixes import CHAT_ANSWER, MIXES, Chat, Long, Questions, Sizes
 from sglang_ext.launch.bench._serve_rows import compare, curves
 
@@ -286,11 +297,22 @@ def test_a_server_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         _serve_watch.settle(busy, 0.05)
 
 
+@pytest.mark.parametrize("rate", (0.05, 7.0))
+def test_an_open_loop_has_at_least_one_request(rate: float) -> None:
+    counts = []
+    for seed in range(200):
+        times = arrivals(random.Random(seed), rate, 6.0)
+        assert times == sorted(times) == arrivals(random.Random(seed), rate, 6.0) and times[0] > 0
+        assert len(times) == 1 or times[-1] < 6.0
+        counts.append(len(times))
+    assert statistics.fmean(counts) == pytest.approx(max(rate * 6.0, 1.0), rel=0.1)
+
+
 @pytest.mark.slow
 def test_two_servers_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--shape tiny --mixes questions long encoding --max-total-tokens 9000 --pools 2 --pool-tokens 1500"
     long = "--long 5000 6000 --decoded 4 --encoded 1500"  # they do not fit beside the pools of the questions
-    loads = "--seconds 3 --concurrency 2 --shares 0.5 --stock-backend torch_native --kernels torch"
+    loads = "--seconds 6 --concurrency 2 --shares 0.5 --stock-backend torch_native --kernels torch"
     out = tmp_path / "rows.json"
     words = ["bench", "serve", *sizes.split(), *long.split(), *loads.split(), "--out", str(out)]
     assert cli.main(words) == 0, capsys.readouterr()

@@ -19,6 +19,8 @@ from sglang_ext.types import JsonObject, Options
 
 ATTENTION_BACKEND = "dbsa"
 RADIX_CACHE_BACKEND = "sglang_ext"
+DRAFTING = "SPARSE_DRAFT"
+"""Name of our `--speculative-algorithm` (`sglang_ext.drafting`)."""
 
 POLICY_ENV = "SGLANG_EXT_POLICY"
 """Environment variable of the server: options of the policy that `--attention-backend` names, a JSON object."""

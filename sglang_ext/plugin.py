@@ -100,8 +100,10 @@ def _register_backends() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend, registered_radix_cache_backends
     from sglang.srt.server_args import add_attention_backend_choices
 
+    from sglang_ext.drafting.algorithm import register as register_drafting
     from sglang_ext.serving.messages import ExtAdminReqInput, ExtAdminReqOutput
 
+    register_drafting()
     add_attention_backend_choices(list(systems()))
     for name, system in systems().items():
         if name not in ATTENTION_BACKENDS:

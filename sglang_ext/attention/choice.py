@@ -43,6 +43,13 @@ No GPU has run that. A pass needs the metadata of both there, and so does each C
 the adapter has SGLang's backend plan the variant without views alone.
 """
 
+DRAFTS_ON_GPUS = False
+"""Whether decoding steps draft tokens on GPUs (`System.drafts`).
+
+No GPU has run that. SGLang captures CUDA graphs of verifications alone on a server that drafts, and the sparse steps
+need graphs of their own: launched one kernel at a time, they are slower than the dense steps that they replace.
+"""
+
 FLOAT32 = ("float32", "float")
 
 
@@ -125,6 +132,11 @@ def captures(system: System, dtype: str) -> bool:
 def mixes(system: System) -> bool:
     """Whether a system serves models of which some layers have sliding windows, on this machine."""
     return system.mixed and (MIXED_ON_GPUS or not torch.cuda.is_available())
+
+
+def drafts(system: System) -> bool:
+    """Whether a system's decoding steps may draft tokens for dense attention to verify, on this machine."""
+    return system.drafts and (DRAFTS_ON_GPUS or not torch.cuda.is_available())
 
 
 def _hopper() -> bool:

@@ -5,12 +5,26 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_ext import compat
 from sglang_ext.attention.backend import ViewBackend
 from sglang_ext.compat import TorchNativeAttnBackend
+from sglang_ext.names import AttentionLayer, ForwardBatch, Passed
 
 
 class TorchBackend(TorchNativeAttnBackend):
-    """`torch_native` whose prefill computes the new rows only."""
+    """`torch_native` whose prefill computes the new rows only, and which verifies drafts as rows of a prompt."""
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Passed,
+    ) -> torch.Tensor:
+        return super().forward_extend(q, k, v, layer, compat.as_prompt(forward_batch), save_kv_cache, **kwargs)
 
     def _run_sdpa_forward_extend(
         self,

@@ -47,16 +47,10 @@ class RequestTable:
 
 def note_batch(table: RequestTable, batch: ScheduleBatch, forward_batch: ForwardBatch) -> list[BatchRows]:
     """The new rows of every request of a batch; writes positions that are not columns."""
-    extend = forward_batch.extend_seq_lens_cpu is not None
-    ends = [] if extend else forward_batch.seq_lens_cpu.tolist()
     rows: list[BatchRows] = []
     offset = 0
-    for index, req in enumerate(batch.reqs):
+    for req, (begin, length) in zip(batch.reqs, compat.new_rows(forward_batch), strict=True):
         request = table.note(req)
-        if extend:
-            length, begin = forward_batch.extend_seq_lens_cpu[index], forward_batch.extend_prefix_lens_cpu[index]
-        else:
-            length, begin = 1, ends[index] - 1
         positions = table.policy.positions(request, begin, begin + length)
         if positions is not None:
             own = forward_batch.positions[offset : offset + length]

@@ -8,6 +8,7 @@ Verified against the lines of SGLang in `sglang_ext.lines`. A port to another ve
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from array import array
 from collections.abc import Collection, Iterator
@@ -114,6 +115,7 @@ __all__ = [
     "after_forward",
     "answer_index",
     "answer_note",
+    "as_prompt",
     "attention_shape",
     "blocks_were_missing",
     "breaks_at_attention",
@@ -153,6 +155,7 @@ __all__ = [
     "mixes_chunks",
     "monotonic_time",
     "must_end_at_once",
+    "new_rows",
     "node_begin",
     "now",
     "num_kv_slots",
@@ -349,6 +352,27 @@ def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
     note: dict[str, Any] = {}
     notes[token] = note
     return note
+
+
+def new_rows(forward_batch: Any) -> list[tuple[int, int]]:
+    """(columns before a pass, columns that it adds) of each request of a batch."""
+    if forward_batch.extend_seq_lens_cpu is not None:
+        return list(zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True))
+    lengths = forward_batch.seq_lens_cpu.tolist()
+    if forward_batch.forward_mode.is_target_verify():  # SGLang counts the rows that it verifies once they hold
+        return [(length, forward_batch.spec_info.draft_token_num) for length in lengths]
+    return [(length - 1, 1) for length in lengths]
+
+
+def as_prompt(forward_batch: Any) -> Any:
+    """The same batch, a verification, as prompts of which so many tokens are new."""
+    if not forward_batch.forward_mode.is_target_verify():
+        return forward_batch
+    found, before = copy.copy(forward_batch), forward_batch.seq_lens
+    found.extend_prefix_lens = before
+    found.extend_seq_lens = torch.full_like(before, forward_batch.spec_info.draft_token_num)
+    found.seq_lens = before + found.extend_seq_lens
+    return found
 
 
 def write_kv(

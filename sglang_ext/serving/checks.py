@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from sglang_ext import compat, lines
-from sglang_ext.attention.choice import asked_plain_attention, captures, mixes
-from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
+from sglang_ext.attention.choice import asked_plain_attention, captures, drafts, mixes
+from sglang_ext.config import DRAFTING, POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
 from sglang_ext.serving.tenants import Tenants
@@ -27,7 +27,11 @@ FLOAT8 = "fp8_e4m3"
 # (argument, is it set to something views do not serve?, what to do). Some are SGLang 0.5.23's alone.
 _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("page_size", lambda v: v not in (None, 1), "set --page-size 1"),
-    ("speculative_algorithm", bool, "leave out --speculative-algorithm"),
+    (
+        "speculative_algorithm",
+        lambda v: v not in (None, DRAFTING),
+        f"leave it out, or set --speculative-algorithm {DRAFTING}, whose drafts are sparse decoding steps",
+    ),
     ("enable_hierarchical_cache", bool, "leave out --enable-hierarchical-cache"),
     ("disaggregation_mode", lambda v: v not in (None, "null"), "leave out --disaggregation-mode"),
     ("dp_size", lambda v: v > 1, "set --dp-size 1 and run several servers"),
@@ -95,6 +99,7 @@ def refusals(server_args: ServerArgs) -> list[str]:
         return problems
     problems += _of_cache_type(server_args, system)
     problems += _of_pages(server_args, system)
+    problems += _of_drafts(server_args, system)
     if compat.preempts(server_args) and (streams or not compat.REQUEUES_PREEMPTED):
         why = "a turn of a conversation that gives way could not go on"
         if not streams:
@@ -154,6 +159,27 @@ def _of_pages(server_args: ServerArgs, system: System) -> list[str]:
     if os.environ.get(POOL_DIR_ENV):
         return [f"{said} with --pool-dir: set --page-size 1, or leave out --pool-dir; blocks of pools end at any token"]
     return []
+
+
+def _of_drafts(server_args: ServerArgs, system: System) -> list[str]:
+    """What is wrong with drafting tokens, in words; nothing where the system's steps do that here, or need not."""
+    if server_args.speculative_algorithm != DRAFTING:
+        return []
+    said = f"speculative_algorithm={DRAFTING!r} is not supported"
+    if not system.drafts:
+        able = ", ".join(name for name, each in systems().items() if each.drafts)
+        return [
+            f"{said} with --attention-backend {server_args.attention_backend}, which does not draft: leave out"
+            f" --speculative-algorithm, or set --attention-backend to one of {able}"
+        ]
+    if not drafts(system):
+        return [f"{said} on a GPU, where nobody has run it: leave out --speculative-algorithm"]
+    problems = []
+    if server_args.enable_custom_logit_processor:
+        problems.append(
+            f"{said} with --enable-custom-logit-processor, which is told of one row a request: leave one of them out"
+        )
+    return problems
 
 
 def _of_tenants(server_args: ServerArgs) -> list[str]:

@@ -56,6 +56,8 @@ class System:
         pages: whether requests without a pool are served where KV slots are given out in pages (`--page-size`).
         mixed: whether it serves models of which some layers have sliding windows (`compat.layers`): plain requests, in
             which it reads the other layers. There are no pools then: windows do not move with blocks.
+        drafts: whether its decoding steps may guess tokens for dense attention to verify (`sglang_ext.drafting`): rows
+            of a prompt see all of their row then, and reading a token that is replaced later leaves no trace.
     """
 
     summary: str
@@ -69,6 +71,7 @@ class System:
     float8: bool = False
     pages: bool = False
     mixed: bool = False
+    drafts: bool = False
 
     def reader_of(self, kernels: bool) -> str:
         """`module:class` of the reader in kernels, which the system must have, or in plain PyTorch."""

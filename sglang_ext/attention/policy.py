@@ -175,6 +175,15 @@ class Policy:
             ValueError: the policy's settings do not allow that; says what to change.
         """
 
+    def draft(self, tokens: int) -> None:
+        """Decoding steps guess tokens, and `tokens` rows a request are verified at once (`sglang_ext.drafting`).
+
+        Called once, before the first pass, of systems that declare it (`System.drafts`).
+
+        Raises:
+            ValueError: the policy's settings do not allow that; says what to change.
+        """
+
     def check(self, options: Options) -> None:
         """Look at a request's `custom_params` before it is sent to the schedulers.
 

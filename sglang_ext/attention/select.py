@@ -10,8 +10,10 @@ from sglang_ext import compat
 from sglang_ext.attention.backend import ViewBackend
 from sglang_ext.attention.choice import kernels, mixes, plain_attention
 from sglang_ext.attention.model import Machine
+from sglang_ext.attention.policy import Policy
+from sglang_ext.config import DRAFTING
 from sglang_ext.kernels.float8 import FLOAT8
-from sglang_ext.names import ModelRunner
+from sglang_ext.names import ModelRunner, ServerArgs
 from sglang_ext.systems.registry import System
 
 _BACKENDS = {
@@ -38,5 +40,18 @@ def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
         plain = plain_attention(system, lambda: compat.default_attention(model_runner), float8_in_float16=in_float16)
     Backend: type[ViewBackend] = pkgutil.resolve_name(_BACKENDS[plain])
     make = pkgutil.resolve_name(system.reader_of(kernels=chosen != "torch"))
-    policy = system.make_policy(model_runner.server_args.tp_size)
+    policy = server_policy(model_runner.server_args, system)
     return Backend(model_runner, policy, lambda model, policy, base: make(model, policy, Machine(chosen, base)))
+
+
+def server_policy(server_args: ServerArgs, system: System) -> Policy:
+    """A new policy as a server was told to run it: with its options, on its ranks, drafting or not.
+
+    Raises:
+        ValueError: what of that the policy does not allow.
+    """
+    server_args = compat.resolved(server_args)
+    policy = system.make_policy(server_args.tp_size)
+    if server_args.speculative_algorithm == DRAFTING:
+        policy.draft(server_args.speculative_num_draft_tokens)
+    return policy

@@ -67,15 +67,29 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
     def __init__(self) -> None:
         self.config = policy_options(self.options)
         self._asked: dict[int, Asked[OptionsT]] = {}
+        self._drafts = False
 
     def step(self, asked: Asked[OptionsT], rows: RequestRows) -> LayerView | None:
         """What a decoding step reads in each layer; None for everything, and the report says why (`read_all`)."""
         raise NotImplementedError
 
+    def draft(self, tokens: int) -> None:
+        """What lies before the window stays: a token that a verification may replace must lie within."""
+        if self.config.window < tokens:
+            raise ValueError(
+                f"window={self.config.window} with --speculative-num-draft-tokens {tokens}: what is guessed must lie"
+                f" within the window; set it to {tokens} or more (--policy), or verify fewer tokens"
+            )
+        self._drafts = True
+
     # ---- requests ----
 
     def check(self, options: Options) -> None:
-        self._parse(options)
+        if self._parse(options).report and self._drafts:
+            raise ValueError(
+                f"custom_params: {REPORT}=true on a server whose sparse steps only guess tokens"
+                " (--speculative-algorithm): dense attention gives the answer; ask a server without it"
+            )
 
     def _parse(self, options: Options) -> Asked[OptionsT]:
         for name in ALWAYS:

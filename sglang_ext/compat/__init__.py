@@ -8,7 +8,6 @@ Verified against the lines of SGLang in `sglang_ext.lines`. A port to another ve
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from array import array
 from collections.abc import Collection, Iterator
@@ -65,6 +64,8 @@ from sglang_ext.compat.line import (
     set_extend,
     set_reserved,
     set_written,
+    slots_ahead,
+    verified_logprobs,
 )
 from sglang_ext.compat.manager import (
     abort_was_asked,
@@ -87,6 +88,7 @@ from sglang_ext.compat.manager import (
 from sglang_ext.compat.models import refuse_config, refuse_model
 from sglang_ext.compat.nodes import node_begin, path_slots, tree_nodes
 from sglang_ext.compat.priorities import first_priority, preempts, sort_waiting
+from sglang_ext.compat.rows import as_prompt, new_rows
 from sglang_ext.compat.scales import UNSCALED, KVScales, kv_scales
 from sglang_ext.compat.slots import after_forward, take_slots
 
@@ -178,11 +180,13 @@ __all__ = [
     "set_extend",
     "set_reserved",
     "set_written",
+    "slots_ahead",
     "sort_waiting",
     "streams_parts",
     "take_slots",
     "takes_requests",
     "tree_nodes",
+    "verified_logprobs",
     "whole_graph_size",
     "window_layers",
     "write_kv",
@@ -352,27 +356,6 @@ def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
     note: dict[str, Any] = {}
     notes[token] = note
     return note
-
-
-def new_rows(forward_batch: Any) -> list[tuple[int, int]]:
-    """(columns before a pass, columns that it adds) of each request of a batch."""
-    if forward_batch.extend_seq_lens_cpu is not None:
-        return list(zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True))
-    lengths = forward_batch.seq_lens_cpu.tolist()
-    if forward_batch.forward_mode.is_target_verify():  # SGLang counts the rows that it verifies once they hold
-        return [(length, forward_batch.spec_info.draft_token_num) for length in lengths]
-    return [(length - 1, 1) for length in lengths]
-
-
-def as_prompt(forward_batch: Any) -> Any:
-    """The same batch, a verification, as prompts of which so many tokens are new."""
-    if not forward_batch.forward_mode.is_target_verify():
-        return forward_batch
-    found, before = copy.copy(forward_batch), forward_batch.seq_lens
-    found.extend_prefix_lens = before
-    found.extend_seq_lens = torch.full_like(before, forward_batch.spec_info.draft_token_num)
-    found.seq_lens = before + found.extend_seq_lens
-    return found
 
 
 def write_kv(

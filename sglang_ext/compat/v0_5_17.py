@@ -8,7 +8,9 @@ from contextlib import nullcontext as replay_scope
 from typing import Any
 
 import torch
+from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
@@ -37,6 +39,8 @@ __all__ = [
     "set_extend",
     "set_reserved",
     "set_written",
+    "slots_ahead",
+    "verified_logprobs",
 ]
 
 ABORT_FLAG = "abort_requested"
@@ -131,6 +135,26 @@ def charge_slots(adder: Any, req: Any, tokens: int, slots: int) -> None:
     total, current = adder.rem_total_token_offset + slots, adder.cur_rem_token_offset + slots
     adder._update_prefill_budget(computed(req), tokens, 0, req.retracted_stain)
     adder.rem_total_token_offset, adder.cur_rem_token_offset = total, current
+
+
+# ---- drafting ----
+
+
+def slots_ahead(server_args: Any) -> int:
+    """KV slots that a request needs beside its tokens while it decodes: on a server that drafts, for what it guesses."""
+    return 0 if server_args.speculative_algorithm is None else get_alloc_reserve_per_decode(server_args)
+
+
+def verified_logprobs(batch: Any, logits: Any, drawn: torch.Tensor, rows: torch.Tensor) -> None:
+    """Have SGLang compute the log-probabilities that a batch asks for, of tokens that a verification gave.
+
+    Args:
+        batch: of the verification.
+        logits: its output, which gets them.
+        drawn: [rows] the token of each row.
+        rows: [requests, tokens] numbers of the rows.
+    """
+    compute_spec_v2_logprobs(batch, logits, drawn, rows, rows.shape[1] - 1)
 
 
 # ---- the radix tree ----

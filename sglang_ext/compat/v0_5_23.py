@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import get_default_attn_backend, model_config_of, resolved_view
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefParams,
@@ -46,6 +48,8 @@ __all__ = [
     "set_extend",
     "set_reserved",
     "set_written",
+    "slots_ahead",
+    "verified_logprobs",
 ]
 
 ABORT_FLAG = "abort_sent"
@@ -141,6 +145,26 @@ def charge_slots(adder: Any, req: Any, tokens: int, slots: int) -> None:
     total, current = budget.total_offset + slots, budget.current_offset + slots
     adder._update_prefill_budget(computed(req), tokens, 0, req.retracted_stain)
     budget.total_offset, budget.current_offset = total, current
+
+
+# ---- drafting ----
+
+
+def slots_ahead(server_args: Any) -> int:
+    """KV slots that a request needs beside its tokens while it decodes: on a server that drafts, for what it guesses."""
+    return 0 if resolved(server_args).speculative_algorithm is None else get_alloc_reserve_per_decode()
+
+
+def verified_logprobs(batch: Any, logits: Any, drawn: torch.Tensor, rows: torch.Tensor) -> None:
+    """Have SGLang compute the log-probabilities that a batch asks for, of tokens that a verification gave.
+
+    Args:
+        batch: of the verification.
+        logits: its output, which gets them.
+        drawn: [rows] the token of each row.
+        rows: [requests, tokens] numbers of the rows.
+    """
+    compute_spec_logprobs(batch, logits, drawn, accept_index=rows)
 
 
 # ---- the radix tree ----

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
+from sglang_ext import compat
 from sglang_ext.drafting.verify import accepted, row_positions
 from sglang_ext.names import Passed, Req, ScheduleBatch, ServerArgs
 
@@ -33,7 +33,6 @@ class DraftWorker(BaseSpecWorker):
 
     Args:
         server_args: of the server.
-        gpu_id, ps, nccl_port: of this process, for workers that load a model of their own.
         target_worker: the server's model.
 
     Attributes:
@@ -41,12 +40,10 @@ class DraftWorker(BaseSpecWorker):
         speculative_num_steps: drafts.
     """
 
-    def __init__(
-        self, server_args: ServerArgs, gpu_id: int, ps: Passed, nccl_port: int, target_worker: Passed
-    ) -> None:
+    def __init__(self, server_args: ServerArgs, target_worker: Passed, **_of_this_process: Passed) -> None:
         super().__init__()
         self._target_worker, self._draft_worker = target_worker, None
-        self.speculative_num_draft_tokens: int = server_args.speculative_num_draft_tokens
+        self.speculative_num_draft_tokens: int = compat.resolved(server_args).speculative_num_draft_tokens
         self.speculative_num_steps = self.speculative_num_draft_tokens - 1
 
     # ---- weights: the target's are the only ones ----
@@ -63,13 +60,14 @@ class DraftWorker(BaseSpecWorker):
     # ---- passes ----
 
     def forward_batch_generation(
-        self, batch: ScheduleBatch, on_publish: Publish | None = None
+        self, batch: ScheduleBatch, on_publish: Publish | None = None, pp_proxy_tensors: None = None
     ) -> GenerationBatchResult:
         """Run one batch: a prompt's pass as ever, a decoding batch as drafts and their verification.
 
         Args:
             batch: SGLang's; what is changed of it here, SGLang puts back.
             on_publish: takes the new lengths [requests] as soon as they are known.
+            pp_proxy_tensors: of pipeline parallelism, which is refused at start.
         """
         if not batch.forward_mode.is_decode():
             return self._prompts(batch, on_publish)
@@ -141,7 +139,7 @@ class DraftWorker(BaseSpecWorker):
         new_lengths = lengths.device + held
         if batch.return_logprob:
             rows = torch.arange(drafts.numel(), device=drafts.device).view_as(drafts)
-            compute_spec_v2_logprobs(batch, result.logits_output, drawn.flatten(), rows, drafts.shape[1] - 1)
+            compat.verified_logprobs(batch, result.logits_output, drawn.flatten(), rows)
         if on_publish is not None:
             on_publish(new_lengths)
         batch.forward_mode = ForwardMode.DECODE

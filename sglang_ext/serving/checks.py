@@ -175,6 +175,10 @@ def _of_drafts(server_args: ServerArgs, system: System) -> list[str]:
     if not drafts(system):
         return [f"{said} on a GPU, where nobody has run it: leave out --speculative-algorithm"]
     problems = []
+    try:
+        system.make_policy().draft(server_args.speculative_num_draft_tokens)
+    except ValueError as error:
+        problems.append(f"--speculative-algorithm {DRAFTING}: {error}")
     if server_args.enable_custom_logit_processor:
         problems.append(
             f"{said} with --enable-custom-logit-processor, which is told of one row a request: leave one of them out"

@@ -11,6 +11,7 @@ import fastapi
 from pydantic import BaseModel
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_ext.attention.select import server_policy
 from sglang_ext.cache import carried
 from sglang_ext.names import OpenAIHandler, OpenAIRequest, Passed, RequestInput, TokenizerManager
 from sglang_ext.serving.answers import noting
@@ -28,7 +29,7 @@ def after_init(_result: None, manager: TokenizerManager, *_args: Passed, **_kwar
     """
     manager.ext_system, manager.ext_policy, manager.ext_facts = system_of(manager.server_args), None, None
     if manager.ext_system is not None:
-        manager.ext_policy = manager.ext_system.make_policy(manager.server_args.tp_size)
+        manager.ext_policy = server_policy(manager.server_args, manager.ext_system)
         manager.ext_facts = facts_of(manager, manager.ext_policy, manager.ext_pools.settings)
 
 

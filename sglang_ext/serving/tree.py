@@ -154,7 +154,8 @@ def fit(scheduler: Scheduler, req: Req, row: Row | None) -> None:
         free -= cache.loose_tokens(piece.key for piece in row.prefix)
     generated = len(req.output_ids)
     own = len(req.origin_input_ids) + generated - shared
-    ahead = cache.page_size + 1  # what SGLang wants free beside a request, to take it into a batch
+    # What SGLang wants free beside a request, to take it into a batch and to decode.
+    ahead = cache.page_size + 1 + compat.slots_ahead(scheduler.server_args)
     if own + ahead > free:
         compat.abort(
             req,

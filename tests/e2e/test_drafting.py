@@ -1,0 +1,239 @@
+"""`--speculative-algorithm SPARSE_DRAFT` in the real engine on the CPU: whatever is guessed, answers are dense ones.
+
+The oracle is dense attention of `transformers`. Guesses are made by attention that is far from it (`SPARSE`), so that
+an answer which took one of them without verification shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.config import DRAFTING
+from tests.e2e.test_double_p import DENSE, MIN_TOKENS, SPARSE, Served, generated, prompt_of, serving
+from tests.oracle import models, oracle
+
+DRAFTED = 5  # rows of a verification; the window of `POLICY` has 6
+TOTAL = 2500
+NEW_TOKENS = 24
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: Any) -> Path:
+    return models.save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Served]:
+    """One at a time; SGLang checks its accounting of KV slots all the while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+        patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
+        with serving(
+            model,
+            attention_backend="dbsa+double_p",
+            speculative_algorithm=DRAFTING,
+            speculative_num_draft_tokens=DRAFTED,
+            max_total_tokens=TOTAL,
+            schedule_conservativeness=0.1,
+        ) as running:
+            yield running
+
+
+def sampled(served: Served, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+    """meta_info of one answer with sampling parameters of its own."""
+    params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "custom_params": SPARSE, **params}
+    found = served.engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True, top_logprobs_num=5)
+    return {**found["meta_info"], "text": found["text"]}
+
+
+# ---- answers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [49, 136, 300])
+def test_an_answer_is_dense_whatever_was_guessed(served: Served, length: int) -> None:
+    prompt = prompt_of(length, 1 + length % 13)
+    before = served.clustered()
+    (meta,) = served.generate([prompt], SPARSE, NEW_TOKENS)
+    assert served.dense_deviation(prompt, meta) < DENSE
+    assert len(generated(meta)) == NEW_TOKENS and served.clustered() > before, "the guesses read clusters"
+    assert 0 < meta["spec_num_correct_drafts"] < meta["spec_num_proposed_drafts"], "some were right, and not all"
+
+
+@pytest.mark.parametrize("options", [{"dense": True}, {"p1": 1, "p2": 1}])
+def test_guesses_that_read_everything_are_all_right(served: Served, options: dict[str, Any]) -> None:
+    prompt = prompt_of(150, 20)
+    (meta,) = served.generate([prompt], options, 1 + 4 * DRAFTED)
+    assert served.dense_deviation(prompt, meta) < DENSE
+    assert meta["spec_num_correct_drafts"] == meta["spec_num_proposed_drafts"] == 4 * (DRAFTED - 1)
+    assert meta["spec_verify_ct"] == 4
+
+
+def test_short_rows_guess_with_all_they_have(served: Served) -> None:
+    (meta,) = served.generate([prompt_of(MIN_TOKENS - 2 * DRAFTED - 2, 21)], SPARSE, 1 + 2 * DRAFTED)
+    assert meta["spec_num_correct_drafts"] == 2 * (DRAFTED - 1)
+
+
+def test_a_batch_of_many_kinds(served: Served) -> None:
+    kinds: list[Any] = [SPARSE, {"p1": 1, "p2": 1}, {"dense": True}, {"p1": 0.5, "p2": 0}, None]
+    prompts = [prompt_of(n, 30 + n % 7) for n in (90, 101, 120, 133, 30)]
+    for prompt, meta in zip(prompts, served.generate(prompts, kinds, NEW_TOKENS), strict=True):
+        assert served.dense_deviation(prompt, meta) < DENSE
+
+
+@pytest.mark.parametrize("tokens", range(1, 2 * DRAFTED))
+def test_an_answer_ends_where_it_is_to_end(served: Served, tokens: int) -> None:
+    prompt = prompt_of(100, 40)
+    (meta,) = served.generate([prompt], {"p1": 1, "p2": 1}, tokens)
+    assert len(generated(meta)) == tokens and meta["finish_reason"]["type"] == "length"
+
+
+def test_a_stop_token_among_the_guesses(served: Served) -> None:
+    """It ends the answer, and what was guessed behind it leaves no trace in the tree."""
+    served.empty()
+    prompt = prompt_of(100, 41)
+    whole = generated(sampled(served, prompt, {"ignore_eos": True, "custom_params": {"dense": True}}))
+    place = next(n for n in range(2, NEW_TOKENS) if whole[n] not in whole[:n])
+    meta = sampled(served, prompt, {"stop_token_ids": [whole[place]], "custom_params": {"dense": True}})
+    assert generated(meta) == whole[: place + 1] and meta["finish_reason"]["matched"] == whole[place]
+    longer = [*prompt, *whole[:place], 77, 78, *prompt_of(20, 42)]
+    (meta,) = served.generate([longer], SPARSE)
+    assert len(prompt) <= meta["cached_tokens"] <= len(prompt) + place
+    assert served.dense_deviation(longer, meta) < DENSE
+
+
+def test_to_the_last_position_of_the_context(served: Served) -> None:
+    prompt = prompt_of(1024 - 12, 43)
+    (meta,) = served.generate([prompt], SPARSE, 12)
+    assert len(generated(meta)) == 12 - 2, "SGLang keeps two positions"
+    assert served.dense_deviation(prompt, meta) < DENSE
+
+
+# ---- sampling ----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_drawn_from_the_model_s_distribution(served: Served) -> None:
+    """The second token, which is guessed greedily: its frequencies over many answers are dense attention's."""
+    prompt, answers, kept = prompt_of(120, 50), 300, 3
+    params = {"temperature": 1.5, "top_k": kept, "max_new_tokens": 2, "ignore_eos": True, "custom_params": SPARSE}
+    found = served.engine.generate(input_ids=[prompt] * answers, sampling_params=params, return_logprob=True)
+    pairs = [tuple(generated(each["meta_info"])) for each in found]
+    first = max({a for a, _ in pairs}, key=lambda token: sum(a == token for a, _ in pairs))
+    seconds = [b for a, b in pairs if a == first]
+    assert len(seconds) > answers / kept / 2
+    with torch.no_grad():
+        logits = served.dense(torch.tensor([[*prompt, first]]), use_cache=False).logits[0, -1] / 1.5
+    values, tokens = logits.topk(kept)
+    for token, expected in zip(tokens.tolist(), torch.softmax(values, 0).tolist(), strict=True):
+        seen = seconds.count(token) / len(seconds)
+        spread = (expected * (1 - expected) / len(seconds)) ** 0.5
+        assert abs(seen - expected) < 4.5 * spread, (token, seen, expected)
+    assert set(seconds) <= set(tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"frequency_penalty": 1.5}, {"presence_penalty": 2.0}, {"repetition_penalty": 1.7}, {"logit_bias": {"99": 6.0}}],
+)
+def test_what_changes_the_distribution_changes_it_at_every_token(served: Served, params: dict[str, Any]) -> None:
+    """Beside a request without: one token of a verification at a time, where each token changes the next."""
+    prompt = prompt_of(110, 51)
+    plain = generated(sampled(served, prompt, {"ignore_eos": True}))
+    meta = sampled(served, prompt, {"ignore_eos": True, **params})
+    tokens = generated(meta)
+    assert tokens != plain
+    with torch.no_grad():
+        table = served.dense(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    for step, token in enumerate(tokens):
+        assert int(penalized(table[step], tokens[:step], params).argmax()) == token, step
+
+
+def penalized(logits: torch.Tensor, before: list[int], params: dict[str, Any]) -> torch.Tensor:
+    """What OpenAI's and Hugging Face's penalties make of logits [vocabulary], after some generated tokens."""
+    counts = torch.bincount(torch.tensor(before, dtype=torch.int64), minlength=logits.numel())
+    scale = torch.where(counts > 0, float(params.get("repetition_penalty", 1.0)), 1.0)
+    logits = logits - params.get("frequency_penalty", 0) * counts - params.get("presence_penalty", 0) * (counts > 0)
+    logits = torch.where(logits > 0, logits / scale, logits * scale)
+    for token, bias in params.get("logit_bias", {}).items():
+        logits[int(token)] += bias
+    return logits
+
+
+def test_a_grammar_holds_at_every_token(served: Served) -> None:
+    meta = sampled(served, prompt_of(120, 52), {"regex": "(a|b){3} (card|loan)+", "max_new_tokens": 20})
+    text = meta["text"]
+    assert len(text) >= 4 and set(text[:3]) <= {"a", "b"} and text[3] == " "
+
+
+# ---- pools -------------------------------------------------------------------------------------------------------
+
+
+def test_answers_over_pools_are_dbsa_s(served: Served) -> None:
+    """On `dbsa+double_p` guesses read the blocks through their clusters; what verifies them reads the blocks."""
+    served.empty()
+    served.engine.create_pool("p", models.demonstrations(30), block_size=6)
+    try:
+        info = served.engine.pool("p", tokens=True)
+        blocks = [list(block["token_ids"]) for block in info["blocks"]]
+        options = {key: info["options"][key] for key in ("pattern", "sink_blocks", "previous_blocks", "positions")}
+        encoded = oracle.encode(served.oracle.model, blocks, **options)
+        own = prompt_of(12, 13)
+        for ids in ([0, 2, 4], [4, 2]):
+            custom = {"pool": "p", "raw": True, "block_ids": ids, **SPARSE}
+            (meta,) = served.generate([own], custom, NEW_TOKENS)
+            tokens = [*own, *generated(meta)]
+            pieces = oracle.whole_blocks(blocks, ids)
+            dense = served.oracle.log_probs(tokens, None, (), None, encoded, pieces)
+            assert served_deviation(meta, dense[len(own) - 1 :]) < 10 * DENSE
+            assert meta["spec_num_correct_drafts"] < meta["spec_num_proposed_drafts"]
+    finally:
+        served.engine.delete("p")
+    served.empty()
+
+
+def served_deviation(meta: dict[str, Any], table: torch.Tensor) -> float:
+    """Largest difference in log-probability over the generated tokens."""
+    return max(abs(each[0] - table[step, each[1]].item()) for step, each in enumerate(meta["output_token_logprobs"]))
+
+
+# ---- life --------------------------------------------------------------------------------------------------------
+
+
+def test_retracted(served: Served) -> None:
+    """More than fits: some give their slots back and begin again; nothing of their guesses stays."""
+    served.empty()
+    prompts = [prompt_of(300 + n, n) for n in range(8)]
+    for prompt, meta in zip(prompts, served.generate(prompts, SPARSE, 60, fixed=False), strict=True):
+        assert served.dense_deviation(prompt, meta) < DENSE
+    served.empty()
+
+
+def test_one_request_fills_the_cache(served: Served) -> None:
+    """What is guessed needs slots of its own: the answer ends where they would be missing."""
+    served.empty()
+    first, second = (prompt_of(1000, 60 + n) for n in range(2))
+    answers = served.generate([first, second, prompt_of(460, 62)], SPARSE, 20)
+    assert [len(generated(meta)) for meta in answers] == [20, 20, 20]
+    served.empty()
+
+
+def test_a_turn_that_goes_on(served: Served) -> None:
+    served.empty()
+    prompt = prompt_of(150, 70)
+    (meta,) = served.generate([prompt], SPARSE, NEW_TOKENS)
+    longer = [*prompt, *generated(meta), *prompt_of(30, 71)]
+    (second,) = served.generate([longer], SPARSE, NEW_TOKENS)
+    # The key of an answer's last token is there where it was guessed.
+    assert second["cached_tokens"] in (len(prompt) + NEW_TOKENS - 1, len(prompt) + NEW_TOKENS)
+    assert served.dense_deviation(longer, second) < DENSE, "keys of accepted tokens are those of dense attention"
+
+
+def test_a_report_is_refused(served: Served) -> None:
+    with pytest.raises(ValueError, match="attention_report=true on a server whose sparse steps only guess"):
+        served.generate([prompt_of(60, 7)], {"attention_report": True})

@@ -46,7 +46,7 @@ _VARIABLES = (
 # Why our backends refuse an argument; what to set instead is in `sglang_ext.serving.checks`.
 WHY = {
     "page_size": "blocks end at any token, pages do not; double_p takes it without pools, on no GPU",
-    "speculative_algorithm": "draft tokens are verified under masks that views do not describe",
+    "speculative_algorithm": "drafts of other models are verified under masks that views do not describe",
     "enable_hierarchical_cache": "blocks would move to host memory and back to other slots",
     "disaggregation_mode": "keys and values are handed over as plain prefixes",
     "dp_size": "pools live in one radix tree",

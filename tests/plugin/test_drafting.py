@@ -1,0 +1,134 @@
+"""What a verification accepts, and which servers do not draft."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.attention import choice
+from sglang_ext.config import DRAFTING, POLICY_ENV
+from sglang_ext.drafting.algorithm import TOKENS, SparseDraft, register
+from sglang_ext.drafting.verify import accepted, row_positions
+from sglang_ext.serving import checks
+from sglang_ext.systems.registry import System, systems
+from tests.models.architectures import SERVED
+from tests.plugin.test_models import arguments
+
+
+def by_hand(drafts: list[bool], drawn: list[bool], most: int) -> int:
+    """The rule of `accepted`, a token at a time."""
+    held = 1
+    while held < len(drafts) and held < most and drafts[held] == drawn[held - 1]:
+        held += 1
+    return held
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 9])
+def test_tokens_hold_up_to_the_first_that_was_not_guessed(tokens: int) -> None:
+    dice = random.Random(tokens)
+    drafts = [[dice.random() < 0.1 for _ in range(tokens)] for _ in range(257)]
+    drawn = [[dice.random() < 0.1 for _ in range(tokens)] for _ in range(257)]
+    most = [dice.choice([1, tokens, tokens]) for _ in range(257)]
+    found = accepted(torch.tensor(drafts).long(), torch.tensor(drawn).long(), torch.tensor(most))
+    assert found.dtype == torch.int32
+    assert found.tolist() == [by_hand(*each) for each in zip(drafts, drawn, most, strict=True)]
+    assert min(found) == 1 and max(found) == tokens
+
+
+def test_rows_follow_what_a_request_has() -> None:
+    assert row_positions(torch.tensor([5, 0]), 3).tolist() == [5, 6, 7, 0, 1, 2]
+
+
+def server_args(**given: Any) -> Any:
+    """Arguments as SGLang has them before it asks the algorithm."""
+    plain = {
+        "attention_backend": "double_p",
+        "speculative_num_draft_tokens": None,
+        "speculative_num_steps": None,
+        "speculative_eagle_topk": None,
+        "enable_mixed_chunk": True,
+        "device": "cpu",
+        "disable_overlap_schedule": False,
+    }
+    return SimpleNamespace(**{**plain, **given})
+
+
+@pytest.fixture
+def algorithm() -> SparseDraft:
+    return SparseDraft(DRAFTING, lambda _: object, supports_overlap=True)
+
+
+def test_what_is_not_given_is_set(algorithm: SparseDraft) -> None:
+    found = server_args()
+    algorithm.handle_server_args(found)
+    assert (found.speculative_num_draft_tokens, found.speculative_num_steps) == (TOKENS, TOKENS - 1)
+    assert found.speculative_eagle_topk == 1 and found.disable_overlap_schedule and not found.enable_mixed_chunk
+    found = server_args(speculative_num_draft_tokens=4, speculative_num_steps=3)
+    algorithm.handle_server_args(found)
+    assert (found.speculative_num_draft_tokens, found.speculative_num_steps) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"attention_backend": "dbsa"}, "with --attention-backend dbsa: .* one of double_p, dbsa.double_p"),
+        ({"attention_backend": "triton"}, "with --attention-backend triton"),
+        ({"attention_backend": "cascade"}, "with --attention-backend cascade"),
+        ({"speculative_num_draft_tokens": 1}, "--speculative-num-draft-tokens 1: .* set 2 or more"),
+        ({"speculative_num_steps": 3}, f"--speculative-num-steps 3: {TOKENS} tokens are verified"),
+        ({"speculative_eagle_topk": 2}, "--speculative-eagle-topk 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(algorithm: SparseDraft, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        algorithm.handle_server_args(server_args(**given))
+
+
+def test_sglang_knows_the_algorithm_once(algorithm: SparseDraft) -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    register()
+    register()
+    known = SpeculativeAlgorithm.from_string(DRAFTING.lower())
+    assert isinstance(known, SparseDraft) and known.is_speculative() and known.supports_overlap
+    # SGLang asks a registered algorithm what it asks its own ones.
+    asked = {name for name, each in vars(SpeculativeAlgorithm).items() if callable(each) and not name.startswith("_")}
+    assert not {name for name in asked - {"register", "from_string"} if not hasattr(known, name)}
+
+
+def test_no_gpu_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    able = [name for name, each in systems().items() if each.drafts]
+    assert able == ["double_p", "dbsa+double_p"]
+    assert all(choice.drafts(systems()[name]) for name in able)
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+    assert not any(choice.drafts(systems()[name]) for name in able)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": '{"window": 8}'}, "window=8 with --speculative-num-draft-tokens 9: .* set it to 9 or more"),
+        ({"enable_custom_logit_processor": True}, "with --enable-custom-logit-processor"),
+    ],
+)
+def test_a_server_that_would_guess_wrongly_does_not_start(
+    given: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SERVED[0].save(tmp_path, weights=False)
+    drafting = {"speculative_algorithm": DRAFTING, "speculative_num_draft_tokens": TOKENS}
+    assert checks.refusals(arguments(folder, backend="double_p", **drafting)) == []
+    given = dict(given)
+    if "policy" in given:
+        monkeypatch.setenv(POLICY_ENV, given.pop("policy"))
+    (problem,) = checks.refusals(arguments(folder, backend="double_p", **drafting, **given))
+    assert re.search(words, problem)
+
+
+def test_a_system_says_itself_whether_it_drafts() -> None:
+    assert not System("", "").drafts

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.attention.choice import KERNELS_ENV
+from sglang_ext.config import DRAFTING
 from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._double_p_planted import planted_weights, prompt_ids
 from sglang_ext.launch.bench._double_p_rows import LEVELS
@@ -69,7 +70,9 @@ class Served:
         answers = self.engine.generate(input_ids=list(self.prompts[:rows]), sampling_params=_sampling(tokens))
         seconds = time.perf_counter() - begin
         completed(answers)
-        return {"seconds": seconds, "cached": [answer["meta_info"]["cached_tokens"] for answer in answers]}
+        infos = [answer["meta_info"] for answer in answers]
+        rounds = max(info.get("spec_verify_ct", 0) for info in infos)  # none on a server that does not draft
+        return {"seconds": seconds, "cached": [info["cached_tokens"] for info in infos], "rounds": rounds}
 
     def weights(self, folder: str, flush: bool) -> JsonObject:
         from sglang_ext import compat
@@ -201,6 +204,7 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
         "length": args.engine_length,
         "tokens": args.decode_tokens,
         "together": args.together,
+        "drafted": args.drafted,
         "stock": {backend: {"decode": []} for backend in args.stock_backend},
         "ours": {"decode": {name: [] for name in args.levels}, "selected": {name: [] for name in args.levels}},
     }
@@ -266,8 +270,9 @@ def engines(device: torch.device, args: argparse.Namespace, config: DoubleP) -> 
 
 def _turn(process: Process, tokens: int, rows: int) -> JsonObject:
     short, long = (process.ask("decode", tokens=count, rows=rows) for count in (SHORT, SHORT + tokens))
-    seconds = (long["seconds"] - short["seconds"]) / tokens
-    say(f"{process.name}: {seconds * 1e3:.3f} ms a token of {rows} requests")
+    rounds = long["rounds"] - short["rounds"]
+    seconds = (long["seconds"] - short["seconds"]) / (rounds or tokens)
+    say(f"{process.name}: {seconds * 1e3:.3f} ms a {'round' if rounds else 'token'} of {rows} requests")
     return {"seconds": seconds, "rows": rows, "short": short, "long": long}
 
 
@@ -298,6 +303,8 @@ def _words(
         **({"cuda_graph_max_bs_decode": max(args.engine_batch)} if device.type == "cuda" else {}),
         **arguments_of_ranks(args),
     }
+    if args.drafted and not backend:
+        options |= {"speculative_algorithm": DRAFTING, "speculative_num_draft_tokens": args.drafted + 1}
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     given = {
         "options": json.dumps(options),
@@ -342,8 +349,11 @@ def compare(raw: JsonObject) -> list[Figure]:
             )
             kept = f"{level} planted keys, {exact:.2f} exact, {approx:.2f} by centroid"
             notes = {"exact": exact, "approx": approx, "output_tokens": raw["tokens"], "order": turns, **others}
-            words, mine = f"time per output token, {where} ({kept})", Timing.of(_seconds(runs, rows, most))
-            aim = TIME_AIM[level] if rows == most else None
+            mine, aim = Timing.of(_seconds(runs, rows, most)), TIME_AIM[level] if rows == most else None
+            words = f"time per output token, {where} ({kept})"
+            if drafted := raw.get("drafted"):  # how many tokens a round gives, random weights do not say
+                words, aim = f"a round of {drafted} drafts and their verification, {where} ({kept})", None
+                notes["tokens_that_break_even"] = mine.median / dense.median
             figures.append(at_least(words, mine, name, dense, aim, notes=notes))
     # The first prompt waits for compilers.
     mine = Timing.of(ours["prefill"][1:] or ours["prefill"])

@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts that are answered together; each is measured, engine half (default: 1 8)",
     )
     parser.add_argument("--decode-tokens", type=int, default=256, help="output tokens a run, engine half")
+    parser.add_argument(
+        "--drafted", type=int, default=0, metavar="N", help="our engine drafts N tokens, and verifies them, engine half"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of each, engine half (default: 3)")
     parser.add_argument("--layers", type=int, default=0, help="of both engines' model (default: the shape's)")
     parser.add_argument(

@@ -94,6 +94,7 @@ class ViewBackend(_Base):
         self.prepared: Step | None = None
         self.loaded: Loaded | None = None
         self.question_size: int | None = None
+        self._graph_rows = 0  # for which there are buffers of decoding steps' graphs
         self._planned = False  # whether `before_layers` has seen the batch at hand
         self._carry: Carry = {}
         self._pool = model_runner.token_to_kv_pool
@@ -224,14 +225,21 @@ class ViewBackend(_Base):
         """The next batch says itself whether it has views."""
         self._forget()
 
-    def fits_graph(self) -> bool:
-        """Whether the decoding step at hand can run in a CUDA graph."""
+    def fits_graph(self, verifies: bool) -> bool:
+        """Whether the decoding step at hand can run in a CUDA graph; where it `verifies`, SGLang's own alone."""
         graphs = self.reader.graphs
+        if verifies:
+            return self.prepared is None
         if self.prepared is None:
             return graphs is None or graphs.both  # else there is no graph for a batch without views
         return graphs is not None and graphs.fits(self.prepared)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Passed, **kwargs: Passed) -> None:
+        if self._graph_rows:  # graphs of drafting steps come behind those of verifications, and share their buffers
+            if max_bs > self._graph_rows:
+                raise ValueError(f"graphs of {max_bs} rows behind others with buffers for {self._graph_rows}")
+            return
+        self._graph_rows = max_bs
         super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
         if self.reader.graphs is not None:
             self.reader.graphs.allocate(max_bs)
@@ -240,7 +248,8 @@ class ViewBackend(_Base):
         graphs = self.reader.graphs
         if in_capture:
             self._forget()
-            if graphs is not None and (not graphs.both or compat.capturing_views()):
+            verifies = forward_batch.forward_mode.is_target_verify()
+            if graphs is not None and not verifies and (not graphs.both or compat.capturing_views()):
                 self.loaded = graphs.capture(forward_batch.batch_size)
         else:
             self.reader.before_pass()

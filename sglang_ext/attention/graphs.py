@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 def before_capture(runner: GraphRunner) -> None:
     """BEFORE DecodeCudaGraphRunner.capture: both variants, of those sizes that the backend has a use for.
 
-    Where every request is a stream, there is one variant: it has views.
+    Where every request is a stream, there is one variant: it has views. Verifications of drafts have one, too: rows
+    with views are verified without a graph.
     """
     backend = runner.attn_backend
+    if compat.verifies(runner):
+        return
     if isinstance(backend, ViewBackend):
         compat.keep_graph_sizes(runner, backend.begin_capture(list(runner.capture_bs)))
     if isinstance(backend, ViewBackend) and backend.both_variants:
@@ -45,7 +48,7 @@ def around_resolve_variant(
 ) -> str | None:
     """AROUND DecodeCudaGraphRunner._resolve_lora_variant."""
     backend = runner.attn_backend
-    if isinstance(backend, ViewBackend) and backend.both_variants:
+    if isinstance(backend, ViewBackend) and backend.both_variants and not compat.verifies(runner):
         return compat.graph_variant(backend)
     return original(runner, forward_batch)
 
@@ -53,7 +56,7 @@ def around_resolve_variant(
 def around_can_run_decode(original: Callable[..., bool], runner: GraphRunner, forward_batch: ForwardBatch) -> bool:
     """AROUND DecodeCudaGraphRunner.can_run_graph: what the graphs have no buffers for runs without."""
     backend = runner.attn_backend
-    if isinstance(backend, ViewBackend) and not backend.fits_graph():
+    if isinstance(backend, ViewBackend) and not backend.fits_graph(forward_batch.forward_mode.is_target_verify()):
         return False
     return original(runner, forward_batch)
 

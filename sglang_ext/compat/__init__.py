@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.mem_cache.allocation import alloc_req_slots
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.observability.req_time_stats import monotonic_time
 from sglang.utils import TypeBasedDispatcher
@@ -36,7 +35,9 @@ from sglang_ext.compat.aborts import (
     missing_message,
 )
 from sglang_ext.compat.graphs import (
+    as_steps,
     breaks_at_attention,
+    capture_steps,
     capture_whole,
     capturing_views,
     graph_variant,
@@ -44,7 +45,16 @@ from sglang_ext.compat.graphs import (
     keep_graph_sizes,
     record_both_variants,
     replay_whole,
+    verifies,
     whole_graph_size,
+)
+from sglang_ext.compat.kv import (
+    first_layer,
+    kv_by_layer,
+    kv_bytes_per_token,
+    num_kv_slots,
+    num_request_slots,
+    write_kv,
 )
 from sglang_ext.compat.layers import attention_layers, has_window, listed_windows, window_layers
 from sglang_ext.compat.line import (
@@ -118,9 +128,11 @@ __all__ = [
     "answer_index",
     "answer_note",
     "as_prompt",
+    "as_steps",
     "attention_shape",
     "blocks_were_missing",
     "breaks_at_attention",
+    "capture_steps",
     "capture_whole",
     "capturing_views",
     "charge_slots",
@@ -130,6 +142,7 @@ __all__ = [
     "context_length",
     "default_attention",
     "extend_end",
+    "first_layer",
     "first_priority",
     "generate",
     "graph_variant",
@@ -187,6 +200,7 @@ __all__ = [
     "takes_requests",
     "tree_nodes",
     "verified_logprobs",
+    "verifies",
     "whole_graph_size",
     "window_layers",
     "write_kv",
@@ -281,17 +295,6 @@ def model_kv_heads(model_runner: Any) -> int:
     return int(model_runner.model_config.get_total_num_kv_heads())
 
 
-def num_kv_slots(model_runner: Any) -> int:
-    """Rows of every layer's KV buffer; slot 0 is SGLang's padding slot."""
-    pool = model_runner.token_to_kv_pool
-    return pool.size + pool.page_size
-
-
-def num_request_slots(model_runner: Any) -> int:
-    """KV slots that requests can be given."""
-    return int(model_runner.token_to_kv_pool.size)
-
-
 def context_length(model_runner: Any) -> int:
     """Positions that the model knows, as the server was told; a row of KV slots is that long."""
     return int(model_runner.model_config.context_len)
@@ -323,17 +326,6 @@ def others_run(manager: Any, prefix: str) -> bool:
     return any(not str(rid).startswith(prefix) for rid in manager.rid_to_state)
 
 
-def first_layer(pool: Any, but: Collection[int] = ()) -> int:
-    """Number of the first layer whose KV this rank holds, those `but` left out."""
-    return next(layer for layer in range(pool.start_layer, pool.start_layer + pool.layer_num) if layer not in but)
-
-
-def kv_by_layer(pool: Any, but: Collection[int] = ()) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """(keys, values) of every layer on this rank, each [num_slots, kv_heads, dim], by layer number; not those `but`."""
-    layers = [layer for layer in range(pool.start_layer, pool.start_layer + pool.layer_num) if layer not in but]
-    return {layer: (pool.get_key_buffer(layer), pool.get_value_buffer(layer)) for layer in layers}
-
-
 def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
     """What `meta_info[name]` will say of one generated token; to be filled before the pass is over.
 
@@ -356,15 +348,6 @@ def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:
     note: dict[str, Any] = {}
     notes[token] = note
     return note
-
-
-def write_kv(
-    pool: Any, layer: Any, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scales: KVScales
-) -> None:
-    """Store a layer's new keys and values at `slots`, divided by their scales."""
-    # The layer's own tensors, as SGLang's backends pass them: by a number PyTorch divides with other last bits.
-    by = (None, None) if scales is UNSCALED else (layer.k_scale, layer.v_scale)
-    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values, *by)
 
 
 def metrics_enabled(scheduler: Any) -> bool:
@@ -392,10 +375,3 @@ def load_weights(engine: Any, folder: str, *, flush: bool) -> None:
     done, message, *_ = engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_disk(asked, None))
     if not done:
         raise RuntimeError(f"weights of {folder} were not loaded: {message}")
-
-
-def kv_bytes_per_token(scheduler: Any) -> int:
-    """Bytes of keys and values of one token on one rank, all layers."""
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    key_bytes, value_bytes = pool.get_kv_size_bytes()
-    return int((key_bytes + value_bytes) // (pool.size + pool.page_size))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.compat.line import capture_scope, capture_variant, replay_scope
 
@@ -35,6 +38,35 @@ def record_both_variants(runner: Any) -> None:
 def keep_graph_sizes(runner: Any, sizes: list[int]) -> None:
     """Have decode graphs captured for these of the runner's batch sizes alone; larger batches must never come."""
     runner.capture_bs = sizes
+
+
+def verifies(runner: Any) -> bool:
+    """Whether a runner of decode graphs is one of verifications."""
+    return bool(runner.capture_forward_mode.is_target_verify())
+
+
+@contextlib.contextmanager
+def as_steps(model_runner: Any, graphs: Any) -> Iterator[None]:
+    """Within the context SGLang takes decoding steps for steps, on a server whose decoding batches are verifications.
+
+    Args:
+        model_runner: the target model's.
+        graphs: of such steps (`capture_steps`); None where there are none.
+    """
+    algorithm, verifying = model_runner.spec_algorithm, model_runner.decode_cuda_graph_runner
+    model_runner.spec_algorithm, model_runner.decode_cuda_graph_runner = SpeculativeAlgorithm.NONE, graphs
+    try:
+        yield
+    finally:
+        model_runner.spec_algorithm, model_runner.decode_cuda_graph_runner = algorithm, verifying
+
+
+def capture_steps(model_runner: Any) -> Any:
+    """CUDA graphs of decoding steps, where SGLang has captured those of verifications; None where it captures none."""
+    if not isinstance(model_runner.decode_cuda_graph_runner, DecodeCudaGraphRunner):
+        return None
+    with as_steps(model_runner, None):
+        return DecodeCudaGraphRunner(model_runner)
 
 
 _WHOLE = "sglang_ext_whole"

@@ -151,7 +151,7 @@ def charge_slots(adder: Any, req: Any, tokens: int, slots: int) -> None:
 
 
 def slots_ahead(server_args: Any) -> int:
-    """KV slots that a request needs beside its tokens while it decodes: on a server that drafts, for what it guesses."""
+    """KV slots that a request needs beside its tokens while it decodes: for what a server guesses that drafts."""
     return 0 if resolved(server_args).speculative_algorithm is None else get_alloc_reserve_per_decode()
 
 

@@ -6,8 +6,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.attention.choice import drafts
-from sglang_ext.names import Passed, ServerArgs
 from sglang_ext.config import DRAFTING
+from sglang_ext.names import Passed, ServerArgs
 from sglang_ext.systems.registry import system_of, systems
 
 TOKENS = 9

@@ -43,6 +43,7 @@ class DraftWorker(BaseSpecWorker):
     def __init__(self, server_args: ServerArgs, target_worker: Passed, **_of_this_process: Passed) -> None:
         super().__init__()
         self._target_worker, self._draft_worker = target_worker, None
+        self._graphs: Passed = None
         self.speculative_num_draft_tokens: int = compat.resolved(server_args).speculative_num_draft_tokens
         self.speculative_num_steps = self.speculative_num_draft_tokens - 1
 
@@ -56,6 +57,12 @@ class DraftWorker(BaseSpecWorker):
 
     def update_weights_from_tensor(self, recv_req: Passed) -> Passed:
         return self.target_worker.update_weights_from_tensor(recv_req)
+
+    # ---- graphs ----
+
+    def init_cuda_graphs(self) -> None:
+        """Sparse steps have graphs of their own: SGLang has captured those of verifications."""
+        self._graphs = compat.capture_steps(self.target_worker.model_runner)
 
     # ---- passes ----
 
@@ -73,9 +80,9 @@ class DraftWorker(BaseSpecWorker):
             return self._prompts(batch, on_publish)
         lengths = Lengths(batch.seq_lens, batch.seq_lens_cpu)
         slots = self._slots(batch, lengths)
-        most = torch.tensor([_most(req, slots.shape[1]) for req in batch.reqs], device=slots.device)
+        most = torch.tensor([_most(req, slots.shape[1]) for req in batch.reqs], pin_memory=slots.is_cuda)
         drafts = self._drafts(batch, lengths, slots)
-        return self._verified(batch, lengths, slots, drafts, most, on_publish)
+        return self._verified(batch, lengths, slots, drafts, most.to(slots.device, non_blocking=True), on_publish)
 
     def _prompts(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
         result = self.target_worker.forward_batch_generation(batch)
@@ -102,12 +109,13 @@ class DraftWorker(BaseSpecWorker):
         last = before.accept_tokens.view(len(batch.reqs), -1).gather(1, before.accept_lens.long().unsqueeze(1) - 1)
         drafts = [last.flatten().to(torch.int64)]
         batch.spec_info = None  # it has positions of its own for passes with more rows
-        for step in range(self.speculative_num_steps):
-            batch.input_ids, batch.out_cache_loc = drafts[-1], slots[:, step]
-            batch.seq_lens, batch.seq_lens_cpu = lengths.device + step + 1, lengths.host + step + 1
-            batch.seq_lens_sum = None
-            result = self.target_worker.forward_batch_generation(batch, is_verify=True)  # draws no token
-            drafts.append(result.logits_output.next_token_logits.argmax(dim=-1))
+        with compat.as_steps(self.target_worker.model_runner, self._graphs):
+            for step in range(self.speculative_num_steps):
+                batch.input_ids, batch.out_cache_loc = drafts[-1], slots[:, step]
+                batch.seq_lens, batch.seq_lens_cpu = lengths.device + step + 1, lengths.host + step + 1
+                batch.seq_lens_sum = None
+                result = self.target_worker.forward_batch_generation(batch, is_verify=True)  # draws no token
+                drafts.append(result.logits_output.next_token_logits.argmax(dim=-1))
         return torch.stack(drafts, dim=1)
 
     def _verified(

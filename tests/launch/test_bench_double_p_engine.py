@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,19 @@ def test_rows() -> None:
     assert (clusters.ratio, clusters.met) == (pytest.approx(0.025), True)
     assert (memory.ratio, memory.met, memory.unit) == (pytest.approx(0.07), True, "MiB")
     assert memory.notes["allocated_share"] == 0.08
+
+
+def test_a_server_that_drafts_has_rows_of_rounds() -> None:
+    whole, *_ = engine.compare({**RAW, "drafted": 8})
+    assert whole.name.startswith("a round of 8 drafts and their verification, 8 requests of 1000 tokens")
+    assert whole.aim == "" and whole.notes["tokens_that_break_even"] == pytest.approx(0.0078 / 0.0195)
+
+
+@pytest.mark.parametrize(("rounds", "seconds"), [((2, 12), 0.05), ((0, 0), 0.025)])
+def test_a_turn_is_per_round_where_there_are_rounds(rounds: tuple[int, int], seconds: float) -> None:
+    answers = iter({"seconds": each, "rounds": rounds[n], "cached": [9]} for n, each in enumerate((1.0, 1.5)))
+    process: Any = SimpleNamespace(name="ours", ask=lambda *_, **__: next(answers))
+    assert engine._turn(process, 20, 8)["seconds"] == pytest.approx(seconds)
 
 
 def test_batches_have_rows_of_their_own() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_ext import compat
 from sglang_ext.attention import graphs
@@ -145,7 +146,7 @@ class Streams(ViewBackend):
 
 
 def test_streams_have_one_variant_of_the_sizes_they_need() -> None:
-    runner = SimpleNamespace(attn_backend=Streams(), capture_bs=[1, 2, 4])
+    runner = SimpleNamespace(attn_backend=Streams(), capture_bs=[1, 2, 4], capture_forward_mode=ForwardMode.DECODE)
     graphs.before_capture(runner)
     assert runner.capture_bs == [1, 2] and not hasattr(runner, "record_nolora_graph")
     assert graphs.around_resolve_variant(lambda *_: "sglang's", runner, "batch") == "sglang's"
@@ -153,10 +154,41 @@ def test_streams_have_one_variant_of_the_sizes_they_need() -> None:
     assert not runner.attn_backend.viewing
 
 
+class Drafting(ViewBackend):
+    """A server whose decoding batches are verifications."""
+
+    def __init__(self, prepared: str | None) -> None:
+        self.prepared, self.loaded = prepared, None
+        self.reader = SimpleNamespace(graphs=OneVariant(True), prefill_graphs=None)  # type: ignore[assignment]
+
+
+def test_verifications_have_one_graph_without_views() -> None:
+    """Of every size that SGLang chooses; what has views is verified without a graph."""
+    verifying = ForwardMode.TARGET_VERIFY
+    runner = SimpleNamespace(attn_backend=Drafting(None), capture_bs=[1, 2, 4], capture_forward_mode=verifying)
+    graphs.before_capture(runner)
+    assert runner.capture_bs == [1, 2, 4] and not hasattr(runner, "record_nolora_graph")
+    assert graphs.around_resolve_variant(lambda *_: "sglang's", runner, "batch") == "sglang's"
+    batch = SimpleNamespace(forward_mode=verifying)
+    assert graphs.around_can_run_decode(lambda *_: True, runner, batch)
+    runner.attn_backend = Drafting("views")
+    assert not graphs.around_can_run_decode(lambda *_: True, runner, batch)
+
+
+def test_steps_of_drafts_are_taken_for_steps() -> None:
+    model_runner = SimpleNamespace(spec_algorithm="drafting", decode_cuda_graph_runner="verifications")
+    with pytest.raises(ValueError, match="inside"), compat.as_steps(model_runner, "steps"):
+        assert model_runner.spec_algorithm.is_none() and model_runner.decode_cuda_graph_runner == "steps"
+        raise ValueError("inside")
+    assert (model_runner.spec_algorithm, model_runner.decode_cuda_graph_runner) == ("drafting", "verifications")
+    assert compat.capture_steps(model_runner) is None, "there are no graphs without a GPU"
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_streams_that_no_graph_holds_run_without(fits: bool) -> None:
     backend = Streams(fits)
-    assert graphs.around_can_run_decode(lambda *_: True, SimpleNamespace(attn_backend=backend), "batch") is fits
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
+    assert graphs.around_can_run_decode(lambda *_: True, SimpleNamespace(attn_backend=backend), batch) is fits
     runner = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend), prefill_backend_name="full")
     assert not graphs.around_can_run_prefill(lambda *_: True, runner, "batch")
     runner.prefill_backend_name = "breakable"
@@ -197,7 +229,9 @@ def test_every_pass_begins_with_an_empty_carry(windows: frozenset[int]) -> None:
     backend, reader = ViewBackend.__new__(ViewBackend), Voter()
     backend.window_layers = windows
     backend.reader, backend._pool = reader, pool
-    backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=1), in_capture=True)
+    backend.init_forward_metadata_out_graph(
+        SimpleNamespace(batch_size=1, forward_mode=ForwardMode.DECODE), in_capture=True
+    )
     for _ in range(3):
         for number in (2, 3):
             layer = SimpleNamespace(layer_id=number, tp_q_head_num=1, qk_head_dim=4, scaling=1)
@@ -205,7 +239,7 @@ def test_every_pass_begins_with_an_empty_carry(windows: frozenset[int]) -> None:
     assert reader.found == [(2, {}), (3, {"2": "voted"})] * 3
     backend.end_capture()
     assert backend._carry == {} and not backend.viewing
-    assert not backend.fits_graph(), "there is no graph for a batch without views"
+    assert not backend.fits_graph(verifies=False), "there is no graph for a batch without views"
 
 
 def test_layers_over_a_batch_that_was_not_planned_are_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_ext import compat
 from sglang_ext.attention import model
@@ -45,6 +46,9 @@ class Mode:
         return self.decode
 
     def is_idle(self) -> bool:
+        return False
+
+    def is_target_verify(self) -> bool:
         return False
 
 
@@ -211,7 +215,7 @@ class World:
         if padding is None or not decode:
             self.backend.init_forward_metadata(batch)
         else:
-            assert self.backend.fits_graph()
+            assert self.backend.fits_graph(verifies=False)
             batch.seq_lens = torch.cat([batch.seq_lens, torch.ones(padding, dtype=torch.long, device=DEVICE)])
             self.backend.init_forward_metadata_out_graph(batch)
         run = self.backend.forward_decode if decode else self.backend.forward_extend
@@ -348,7 +352,9 @@ def test_graphs_and_their_padding(world: World, monkeypatch: pytest.MonkeyPatch)
     world.backend.begin_capture([2, 4])
     world.backend.init_cuda_graph_state(4, 4)
     for size in (4, 2):
-        world.backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=size), in_capture=True)
+        world.backend.init_forward_metadata_out_graph(
+            SimpleNamespace(batch_size=size, forward_mode=ForwardMode.DECODE), in_capture=True
+        )
     batch = [world.request("acb", 4, 1), world.request("ba", 2, 2), world.request("", 9, 4)]
     for padding in (1, None, 1, 1):
         for req in batch:
@@ -360,7 +366,9 @@ def test_graphs_and_their_padding(world: World, monkeypatch: pytest.MonkeyPatch)
 def test_a_plain_batch_is_the_bases(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "capturing_views", lambda: False)
     world.backend.init_cuda_graph_state(2, 2)
-    world.backend.init_forward_metadata_out_graph(SimpleNamespace(batch_size=2), in_capture=True)
+    world.backend.init_forward_metadata_out_graph(
+        SimpleNamespace(batch_size=2, forward_mode=ForwardMode.DECODE), in_capture=True
+    )
     req = world.request("", 5, 1)
     world.forward([req], [5])
     world.grow(req)

@@ -62,7 +62,8 @@ class PoolService:
         self.layouts = Layouts(manager, self.shared, self.settings, self.metrics, tenant)
         self.queue = Queue(self.settings.max_waiting_encodings)
         self.folder = folder_of(self, directory)
-        self.shared.services[tenant] = self  # last: who looks there finds no service that could not be made
+        if shared is None:  # else who makes it adds it to the others, in the thread of the event loop
+            self.shared.services[tenant] = self
 
     async def restored(self) -> None:
         """Wait until pools can be asked for: what is in `--pool-dir` is known, or served."""

@@ -308,8 +308,7 @@ class PoolService:
         indexed = self.workers.background(
             self.workers.apart(version.retriever, RequestOptions(version.name), pool.current)
         )
-        flushes = await self.encoder.encode_all(version, missing, progress)
-        if flushes == self.encoder.flushes:  # else the first request finds what is missing, and encodes it
+        if await self.encoder.encode_all(version, missing, progress):  # else the first request finds what is missing
             version.resident.update(version.layouts)
         await asyncio.shield(indexed)
 

@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--model", help="compute with this model's tokenizer and configuration, without a server")
     where.add_argument("--url", help="ask this server, for its model and its KV cache")
     plan.add_argument("--memory-tokens", type=int, metavar="N", help="with --model: size of the KV cache in tokens")
-    plan.add_argument("--dtype", default="auto", help="with --model: as SGLang's --dtype (default: auto)")
-    plan.add_argument("--tp-size", type=int, default=1, metavar="N", help="with --model: bytes are those of each GPU")
+    plan.add_argument("--dtype", help="with --model: as SGLang's --dtype (default: auto)")
+    plan.add_argument("--tp-size", type=int, metavar="N", help="with --model: bytes are those of each GPU (default: 1)")
     plan.add_argument("--trust-remote-code", action="store_true", help="with --model: as SGLang's")
     add_flags(plan, PoolOptions, "options of the pool")
     pool_fleet.add_arguments(plan)
@@ -250,7 +250,7 @@ def offline_plan(args: argparse.Namespace, items: list[JsonObject]) -> JsonObjec
 
     options = PoolOptions.parse(given(args, PoolOptions))
     config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    per_token = kv_bytes_per_token(config, args.dtype, args.tp_size)
+    per_token = kv_bytes_per_token(config, args.dtype or "auto", 1 if args.tp_size is None else args.tp_size)
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     demonstrations = parse_demonstrations(items)
     groups = group_demonstrations(demonstrations, options, tokenizer)
@@ -264,8 +264,8 @@ def _plan(args: argparse.Namespace) -> int:
     pool_fleet.check(args)
     if args.fleet:
         return pool_fleet.run(args)
-    if args.memory_tokens is not None and (args.url or args.memory_tokens < 1):
-        raise ValueError(f"--memory-tokens {args.memory_tokens}: expected a positive number, with --model (not --url)")
+    if args.memory_tokens is not None and args.memory_tokens < 1:
+        raise ValueError(f"--memory-tokens {args.memory_tokens}: expected a positive number")
     items = read_demonstrations(args.file)
     plan = _client(args).plan(items, given(args, PoolOptions)) if args.url else offline_plan(args, items)
     if args.json:

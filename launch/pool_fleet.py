@@ -13,6 +13,8 @@ from sglang_ext.launch.options import add_flags, flag, given
 from sglang_ext.launch.output import table
 
 _COUNTS = ("gpus", "pools")
+_OF_MODEL = ("memory_tokens", "dtype", "tp_size", "trust_remote_code")
+"""Options of `pool plan` that go with --model: a server that is asked, or was measured, has its own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """ValueError where something was given that goes with --fleet alone, or cannot go with it."""
+    """ValueError where something was given that goes with --fleet or --model alone, or cannot go with it."""
+    of_model = [flag(name) for name in _OF_MODEL if (value := getattr(args, name)) is not None and value is not False]
     named = [f"--{name}" for name in (*_COUNTS, "rates") if getattr(args, name) is not None]
     named += [flag(name) for name in given(args, capacity.FleetSize, skip=_COUNTS)]
     if args.fleet:
-        others = [flag(name) for name in ("model", "url", "memory_tokens") if getattr(args, name) is not None]
-        others += [flag(name) for name in given(args, PoolOptions)]
+        others = [flag(name) for name in ("model", "url") if getattr(args, name) is not None]
+        others += [*of_model, *(flag(name) for name in given(args, PoolOptions))]
         found = [args.file, *others] if args.file else others
         if found:
             raise ValueError(f"--fleet with {', '.join(found)}: it goes by rates that were measured; leave them out")
@@ -54,6 +57,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"{', '.join(named)}: these go with --fleet")
     elif args.file is None or not (args.model or args.url):
         raise ValueError("expected FILE.jsonl with --model or --url, or --fleet")
+    elif of_model and args.url:
+        raise ValueError(f"{', '.join(of_model)}: these go with --model; the server of --url has its own")
 
 
 def run(args: argparse.Namespace) -> int:

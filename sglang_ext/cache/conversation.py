@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from secrets import compare_digest
 from typing import Protocol
 
 import torch
@@ -47,6 +48,37 @@ class Conversation:
     whole: array[int] | None = None
     key: str | None = None
     secret: str | None = None
+
+
+def has_key(options: Options, secret: str | None) -> bool:
+    """Whether a request with these `custom_params` has the key of a conversation."""
+    given = options.get("conversation_key")
+    return isinstance(given, str) and secret is not None and compare_digest(given.encode(), secret.encode())
+
+
+def tokens_before(turn: Conversation | None) -> int:
+    """Tokens of a stream that lie before a request's own: none where its prompt has them all."""
+    return 0 if turn is None or turn.whole is not None else turn.tokens
+
+
+def longest_whole(ended: Iterable[Conversation], ids: array[int], most: int, key: str | None) -> Conversation | None:
+    """The longest stream without a name that a prompt begins with.
+
+    Args:
+        ended: the streams there are.
+        ids: the prompt's tokens.
+        most: how many of its tokens it may find computed.
+        key: SGLang's `extra_key` of its request.
+    """
+    longest = None
+    for kept in ended:
+        whole = kept.whole
+        if whole is None or kept.key != key or kept.tokens > most or len(whole) > len(ids):
+            continue
+        longer = longest is None or kept.tokens > longest.tokens
+        if longer and ids[kept.tokens] == whole[-1] and ids[: len(whole)] == whole:  # most differ in the last
+            longest = kept
+    return longest
 
 
 class StreamStates(Protocol):

@@ -8,7 +8,9 @@ without a radix tree does all but allotting and freeing.
 A stream stays when its request ends, until its room is needed. A request whose prompt begins with all tokens of one,
 its answer included, goes on from there: the next turn of a chat does. A request may also name a conversation. The next
 turn, which names it too, is sent without what came before, and computed alone, however long the conversation is.
-Streams without a name give way first, then conversations, the one that was longest without a turn before others.
+SGLang counts what has ended as evictable. It gives way when a batch is made that needs its room (`make_room`): streams
+without a name first, then conversations, the one that was longest without a turn before others, and last of all what
+waiting requests would go on from or copy.
 
 A name belongs to who begins it, from the moment its first turn runs until it gives way: others, who do not have its key
 (`custom_params`, `conversation_key`), can neither go on from it nor begin it anew. That is decided here, request by
@@ -19,15 +21,14 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from secrets import compare_digest
 
 import torch
 
 from sglang_ext import compat
 from sglang_ext.cache import carried
-from sglang_ext.cache.conversation import Conversation, StreamStates, name_of
+from sglang_ext.cache.conversation import Conversation, StreamStates, has_key, longest_whole, name_of, tokens_before
 from sglang_ext.cache.forks import Fork, Source, longest_fork
 from sglang_ext.compat import RadixKey, TreelessCache
 from sglang_ext.config import CONVERSATION_OPTIONS
@@ -50,6 +51,7 @@ class StreamCache(TreelessCache):
         running: request slot -> request, of those without a name that others may begin like.
         conversations: name (`name_of`) -> what its last turn left, and something unique -> what a request without a
             name left; of each kind the next to give way first.
+        waiting: the requests that waited when SGLang began to make the next batch.
         open_conversations: whoever knows a conversation's name may go on from it and begin it anew.
     """
 
@@ -60,11 +62,12 @@ class StreamCache(TreelessCache):
         self.reserved: dict[int, int] = {}
         self.running: dict[int, Req] = {}
         self.conversations: dict[Hashable, Conversation] = {}
+        self.waiting: Sequence[Req] = ()
         self._found: weakref.WeakKeyDictionary[Req, Conversation] = weakref.WeakKeyDictionary()  # request -> its prefix
         self._forks: weakref.WeakKeyDictionary[Req, Fork] = weakref.WeakKeyDictionary()  # request -> what it copies
         self._claimed: dict[str, Conversation] = {}  # by the id of a request in the batch that is being made
         self._copied: dict[str, Fork] = {}  # likewise
-        self._whole: weakref.WeakSet[Req] = weakref.WeakSet()  # requests that begin as no copy
+        self._whole: Req | None = None  # the request that is looked up to begin as no copy
         self._before: dict[int, int] = {}  # request slot -> tokens of the stream before this turn
         self._under_way: dict[str, tuple[Hashable, str | None]] = {}  # id of a turn -> name and key of its conversation
 
@@ -89,10 +92,7 @@ class StreamCache(TreelessCache):
 
     def _opens(self, options: Options, secret: str | None) -> bool:
         """Whether a request with these `custom_params` has the key of a conversation."""
-        if self.open_conversations:
-            return True
-        given = options.get("conversation_key")
-        return isinstance(given, str) and secret is not None and compare_digest(given.encode(), secret.encode())
+        return self.open_conversations or has_key(options, secret)
 
     def _taken(self, options: Options) -> bool:
         """Whether the name that a first turn would begin belongs to somebody else."""
@@ -130,19 +130,17 @@ class StreamCache(TreelessCache):
             return 0
         self._found.pop(req, None)
         self._forks.pop(req, None)
-        longest = self._longest(key, options)
-        if longest is not None:
+        if (longest := self._longest(key, options)) is not None:
             self._found[req] = longest
             return longest.tokens
-        fork = self._fork(req, key, options)
-        if fork is not None:
+        if (fork := self._fork(req, key, options)) is not None:
             self._forks[req] = fork
             return fork.tokens
         return 0
 
     def _fork(self, req: Req, key: RadixKey, options: JsonObject) -> Fork | None:
         """The stream without a name whose beginning a prompt shares; settings of its own find none."""
-        if not self.policy.forks or req in self._whole or self._settings(options):
+        if not self.policy.forks or req is self._whole or self._settings(options):
             return None
         sources = [
             Source(kept.whole, kept.key, kept.state, kept.slots)
@@ -165,8 +163,9 @@ class StreamCache(TreelessCache):
         """
         if self._copies(req) is None:
             return False
-        self._whole.add(req)
+        self._whole = req
         req.init_next_round_input(self)
+        self._whole = None  # where it has to wait after all, it may be a copy in the next pass
         return True
 
     def _copies(self, req: Req) -> Fork | None:
@@ -178,15 +177,7 @@ class StreamCache(TreelessCache):
         """The longest stream without a name that a prompt begins with; settings of its own find none."""
         if not self.policy.of_tokens or self._settings(options):
             return None
-        longest, ids = None, key.token_ids
-        for kept in self.conversations.values():
-            whole = kept.whole
-            if whole is None or kept.key != key.extra_key or kept.tokens > len(key) or len(whole) > len(ids):
-                continue
-            longer = longest is None or kept.tokens > longest.tokens
-            if longer and ids[kept.tokens] == whole[-1] and ids[: len(whole)] == whole:  # most differ in the last
-                longest = kept
-        return longest
+        return longest_whole(self.conversations.values(), key.token_ids, len(key), key.extra_key)
 
     def _settings(self, options: JsonObject) -> JsonObject:
         """What of the options cannot change from turn to turn."""
@@ -215,30 +206,68 @@ class StreamCache(TreelessCache):
             del self.conversations[next(name for name, kept in self.conversations.items() if kept is turn)]
             self._claimed[req.rid] = turn
 
-    def make_room(self, slots: int, blocks: int, req: Req) -> bool:
-        """Let streams go until there are so many slots, and blocks of host memory, more.
+    # ---- room ----
 
-        None goes, and the answer is False, when that would not suffice.
+    def evictable_size(self) -> int:
+        """Slots of what has ended, and gives way where others need them."""
+        return sum(len(kept.slots) for kept in self._evictable().values())
+
+    def protected_size(self) -> int:
+        """Slots of all requests, those that wait for their next chunk among them, and of what a batch begins from."""
+        kept = [*self.conversations.values(), *self._claimed.values()]
+        return sum(self.reserved.values()) + sum(len(each.slots) for each in kept) - self.evictable_size()
+
+    def _evictable(self) -> dict[Hashable, Conversation]:
+        """What may give way: all but what a request of the batch that is being made copies."""
+        copied = {id(fork.source.state) for fork in self._copied.values()}
+        return {name: kept for name, kept in self.conversations.items() if id(kept.state) not in copied}
+
+    def _begins_from(self, req: Req) -> list[Conversation]:
+        """What has ended that a request without slots goes on from, or copies."""
+        turn, fork = self._turn(req), self._copies(req)
+        state = object() if fork is None else fork.source.state
+        return [kept for kept in self.conversations.values() if kept is turn or kept.state is state]
+
+    def fits(self, req: Req, slots: int, batch: Sequence[Req]) -> bool:
+        """Whether a waiting request has room beside those of a batch, where what has ended gives way.
+
+        Args:
+            req: it waits.
+            slots: KV slots that are free or evictable, without those that `batch` needs.
+            batch: what comes before it into the batch that is being made.
         """
-        own, host = self._turn(req), self.policy.host
-        copied = [fork.source.state for fork in (self._copies(req), *self._copied.values()) if fork is not None]
-        names = [name for name in self._order() if all(self.conversations[name].state is not each for each in copied)]
-        others = {name: kept for name in names if (kept := self.conversations[name]) is not own}
-        if sum(len(kept.slots) for kept in others.values()) < slots:
+        own = self._begins_from(req)
+        others = [kept for kept in self._evictable().values() if kept not in own]
+        taken = self.evictable_size() - sum(len(kept.slots) for kept in others)  # `own` does not give way to itself
+        if self.need(req) + taken > slots:
             return False
-        if host is not None and host.freed_by(self.policy.host_lease(kept.state) for kept in others.values()) < blocks:
-            return False
-        wanted = 0 if host is None else host.available + blocks
-        for name, kept in others.items():
-            if slots <= 0 and (host is None or host.available >= wanted):
-                break
-            self.drop(name)
-            slots -= len(kept.slots)
-        return True
+        host, blocks = self.policy.host, sum(self.need_blocks(each) for each in (*batch, req))
+        if host is None or blocks <= host.available:
+            return True
+        return blocks <= host.available + host.freed_by(self.policy.host_lease(kept.state) for kept in others)
 
-    def _order(self) -> list[Hashable]:
-        """Names of what is kept, what gives way first before the rest."""
-        return sorted(self.conversations, key=lambda name: self.conversations[name].whole is None)
+    def make_room(self, batch: Sequence[Req]) -> None:
+        """Let what has ended go until the requests of a batch can have the slots and blocks that `fits` has counted."""
+        slots, blocks = sum(map(self.need, batch)), sum(map(self.need_blocks, batch))
+        if self._has(slots, blocks):
+            return
+        waiting = [req for req in self.waiting if req not in batch]
+        if waiting:
+            waiting[0].init_next_round_input(self)  # nobody may have looked yet what it begins from
+        names = iter(self._order(waiting))
+        while not self._has(slots, blocks) and (name := next(names, None)) is not None:
+            self.drop(name)
+
+    def _has(self, slots: int, blocks: int) -> bool:
+        """Whether so many slots and blocks are free."""
+        free, host = self.token_to_kv_pool_allocator.available_size(), self.policy.host
+        return bool(free >= slots and (host is None or host.available >= blocks))
+
+    def _order(self, waiting: Sequence[Req]) -> list[Hashable]:
+        """Names of what may give way, what gives way first before the rest."""
+        wanted = [each for req in waiting for each in self._begins_from(req)]
+        kept = self._evictable()
+        return sorted(kept, key=lambda name: (kept[name] in wanted, kept[name].whole is None))
 
     def drop(self, name: Hashable) -> None:
         """Forget a conversation, if it is there."""
@@ -258,7 +287,7 @@ class StreamCache(TreelessCache):
         if self._holds(req):
             return 0
         turn = self._turn(req)
-        slots = self.policy.slots(carried.request_options(req), _tokens(req) + _before(turn))
+        slots = self.policy.slots(carried.request_options(req), _tokens(req) + tokens_before(turn))
         return max(0, slots - len(turn.slots)) if turn else slots
 
     def need_blocks(self, req: Req) -> int:
@@ -269,11 +298,11 @@ class StreamCache(TreelessCache):
         held = len(self.policy.host_lease(turn.state).ids) if turn else 0
         if (fork := self._copies(req)) is not None:
             held = self.policy.host_need(fork.tokens + 1)
-        return max(0, self.policy.host_need(_tokens(req) + _before(turn)) - held)
+        return max(0, self.policy.host_need(_tokens(req) + tokens_before(turn)) - held)
 
     def cut(self, req: Req, begin: int, end: int) -> int:
         """Where a chunk [begin, end) of a prompt, or a shorter one, is to end; `begin` where it must wait."""
-        before = self._before[compat.request_slot(req)] if self._holds(req) else _before(self._turn(req))
+        before = self._before[compat.request_slot(req)] if self._holds(req) else tokens_before(self._turn(req))
         prompt = before + len(req.origin_input_ids)
         return self.policy.cut(carried.request_options(req), before + begin, before + end, prompt) - before
 
@@ -295,12 +324,12 @@ class StreamCache(TreelessCache):
         self._forks.pop(req, None)  # it would keep what it copies alive
         if turn is not None:
             slots = torch.cat([turn.slots, slots])
-            self.policy.resume(slot, turn.state, _before(turn))
+            self.policy.resume(slot, turn.state, tokens_before(turn))
         elif fork is not None:
             self.policy.fork(slot, fork, slots)
         if self.policy.host is not None:
             self.policy.host_reserve(slot, blocks)
-        self._before[slot] = _before(turn)
+        self._before[slot] = tokens_before(turn)
         self.req_to_token_pool.write((slot, slice(0, len(slots))), slots)
         self.reserved[slot] = len(slots)
         if self.policy.forks and self._nameless(req):
@@ -350,7 +379,7 @@ class StreamCache(TreelessCache):
         self.drop(name)
         # A policy's state has the size of a full stream, however short this one is.
         while len(self.conversations) >= max(1, self.token_to_kv_pool_allocator.size // self.policy.slots({}, 2**31)):
-            first = self._order()[0]
+            first = self._order(self.waiting)[0]
             if whole is not None and self.conversations[first].whole is None:
                 return slots
             self.drop(first)
@@ -360,11 +389,6 @@ class StreamCache(TreelessCache):
         self.conversations[name] = kept
         return slots[held:]
 
-    def protected_size(self) -> int:
-        """Slots of all requests, those whose prompt waits for its next chunk among them, and of conversations."""
-        kept = [*self.conversations.values(), *self._claimed.values()]
-        return sum(self.reserved.values()) + sum(len(each.slots) for each in kept)
-
 
 def _tokens(req: Req) -> int:
     """Tokens that a request may compute, with the step that overlap scheduling runs past the end.
@@ -373,8 +397,3 @@ def _tokens(req: Req) -> int:
     """
     new = 0 if compat.is_aborted(req) else req.sampling_params.max_new_tokens
     return len(req.origin_input_ids) + new + 1
-
-
-def _before(turn: Conversation | None) -> int:
-    """Tokens of a stream that lie before a request's own: none where its prompt has them all."""
-    return 0 if turn is None or turn.whole is not None else turn.tokens

@@ -8,6 +8,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import fastapi
 
@@ -28,6 +29,20 @@ WAIT_FOR_ROOM_SECONDS = 120
 ENCODING = f"{INTERNAL}encode-"
 IDLE_CHUNKS = 4  # of one encoding request while no client waits: between two requests the GPU has nothing to do
 ENCODE_TRIALS = 8  # of a new version, each time the cache is emptied between two requests of its encoding
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What a new version has yet to write; its other blocks were held when they were looked up.
+
+    Attributes:
+        blocks: variant -> numbers of its blocks.
+        flushes: how often the KV cache had been emptied before the first of them was looked up: where it has been
+            emptied more often since, the others may be gone.
+    """
+
+    blocks: Mapping[str, Sequence[int]]
+    flushes: int
 
 
 class Encoder:
@@ -70,19 +85,21 @@ class Encoder:
         for version in self._versions:
             version.resident.clear()
 
-    async def promise(self, version: Version, missing: Mapping[str, Sequence[int]]) -> None:
+    async def promise(self, version: Version, missing: Missing) -> None:
         """Keep room for the missing blocks of a new version; PoolError (413) where there is none."""
-        needed = _tokens(version, missing)
+        needed = _tokens(version, missing.blocks)
         async with self._encoding:  # between two runs: what a run has written is held, and still promised
             await self._check_memory(version, needed)
             self.promised[version.owner] = needed
 
-    async def missing(self, version: Version) -> dict[str, Sequence[int]]:
-        """Hold what is resident of a version for its owner; returns the other blocks of each variant."""
-        return {
+    async def missing(self, version: Version) -> Missing:
+        """Hold what is resident of a version for its owner; returns the other blocks."""
+        flushes = self.flushes
+        blocks = {
             variant: sorted(await self._hold(version, version.owner, layout, range(len(layout.blocks))))
             for variant, layout in version.layouts.items()
         }
+        return Missing(blocks, flushes)
 
     async def forget(self, version: Version) -> None:
         """Free the blocks of a version that nobody is served from; those that no other one has leave the host, too."""
@@ -90,11 +107,14 @@ class Encoder:
         gone = {block.key for layout in version.layouts.values() for block in layout.blocks} - kept
         await self._channel.ask("release", owner=version.owner, drop=True, gone=sorted(gone))
 
-    async def encode_all(self, version: Version, missing: Mapping[str, Sequence[int]], progress: Progress) -> int:
-        """Encode the missing blocks of a new version; returns how often the cache had been emptied before.
+    async def encode_all(self, version: Version, missing: Missing, progress: Progress) -> bool:
+        """Encode the missing blocks of a new version.
 
         Between two requests of an encoding the scheduler is idle, and whoever empties the cache then takes the blocks
         that the next one attends to: what is missing is encoded again.
+
+        Returns:
+            Whether all blocks are held; else the cache was emptied since it was last looked up what is missing.
 
         Raises:
             BlocksLost: they were taken `ENCODE_TRIALS` times.
@@ -102,20 +122,21 @@ class Encoder:
         trials = 0
         while True:
             trials += 1
-            progress.blocks_done = progress.blocks - sum(map(len, missing.values()))
+            progress.blocks_done = progress.blocks - sum(map(len, missing.blocks.values()))
             progress.tokens_done = progress.tokens - sum(
-                version.layouts[variant].lengths[block] for variant, blocks in missing.items() for block in blocks
+                version.layouts[variant].lengths[block]
+                for variant, blocks in missing.blocks.items()
+                for block in blocks
             )
-            flushes = self.flushes
             try:
                 for variant, layout in version.layouts.items():
-                    await self._encode(version, layout, missing[variant], version.owner, progress)
-                return flushes
+                    await self._encode(version, layout, missing.blocks[variant], version.owner, progress)
+                return missing.flushes == self.flushes
             except BlocksLost:
                 if trials == ENCODE_TRIALS:
                     raise
             missing = await self.missing(version)
-            self.promised[version.owner] = _tokens(version, missing)
+            self.promised[version.owner] = _tokens(version, missing.blocks)
 
     # ---- requests ----
 

@@ -31,9 +31,15 @@ def server_defaults() -> dict[str, str]:
 
 
 @contextmanager
-def _in_environment(policy: Options | None, settings: Options | None) -> Iterator[None]:
-    """The environment from which an engine's processes read their options; what is not given stays as it is."""
-    given: dict[str, str] = {}
+def _in_environment(
+    pool_dir: str | os.PathLike[str] | None, policy: Options | None, settings: Options | None
+) -> Iterator[None]:
+    """The environment from which an engine's processes read their options, while they start.
+
+    An engine without a `pool_dir` keeps no pools, whatever the environment says. A policy and settings that are not
+    given stay as they are.
+    """
+    given: dict[str, str] = {POOL_DIR_ENV: "" if pool_dir is None else os.fspath(pool_dir)}
     if policy is not None:
         given[POLICY_ENV] = json.dumps(dict(policy))
     if settings is not None:
@@ -66,13 +72,9 @@ class Engine(SglangEngine):
         settings: Options | None = None,
         **kwargs: Passed,
     ) -> None:
-        if pool_dir is not None:
-            os.environ[POOL_DIR_ENV] = os.fspath(pool_dir)
-        else:
-            os.environ.pop(POOL_DIR_ENV, None)
         if "server_args" not in kwargs:
             kwargs = {**server_defaults(), **kwargs}
-        with _in_environment(policy, settings):
+        with _in_environment(pool_dir, policy, settings):
             super().__init__(**kwargs)
         self._pools = pools_of(self.tokenizer_manager)
         self._run(self._pools.restored())

@@ -16,6 +16,14 @@ _TYPES = {
 }
 
 
+def reason_of(error: BaseException) -> str:
+    """Why something failed, in words for whoever asked: without the path that the operating system names.
+
+    Where a server keeps its files is the operator's business, who finds the path in the log.
+    """
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 def error_response(message: str, status: int) -> JSONResponse:
     """An error in OpenAI's envelope."""
     kind = _TYPES.get(status, "server_error")

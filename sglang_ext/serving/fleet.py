@@ -11,7 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.errors import PoolError, reason_of
 from sglang_ext.serving.folder import Folder, OwnFolder
 from sglang_ext.serving.pool import Definition, Version
 from sglang_ext.serving.standing import Pool
@@ -123,11 +123,11 @@ class SharedFolder(Folder):
 
     async def _found(self, name: str, number: int) -> None:
         """A version that this server did not know is in the folder."""
-        problem = None
+        damaged = None
         try:
             number, definition = await self._read(name, number)
         except Damaged as error:
-            definition, problem = {}, str(error)
+            definition, damaged = {}, error
         except OSError as error:
             self._tell(name, _unread(name, number, error))
             return
@@ -146,9 +146,9 @@ class SharedFolder(Folder):
         pool = self._service.pools.setdefault(name, Pool(name))
         pool.versions, pool.stored, pool.failure = number, True, None
         self._failed.discard(name)
-        if problem is not None:
-            await self._fail(pool, problem)
-        self._judge(name, problem)
+        if damaged is not None:
+            await self._fail(pool, damaged.told)
+        self._judge(name, damaged)
 
     async def _read(self, name: str, number: int) -> tuple[int, JsonObject | None]:
         """(number, what it holds) of version `number`, or of the newest one where that was replaced."""
@@ -276,8 +276,8 @@ class SharedFolder(Folder):
             number, definition = await self._read(name, pool.versions)
             self._judge(name, None)
         except Damaged as error:
-            self._judge(name, str(error))
-            raise PoolError(str(error), 503) from error
+            self._judge(name, error)
+            raise PoolError(error.told, 503) from error
         if definition is None:
             return number
         loaded = await self._service.workers.apart(Definition.load, definition)
@@ -299,12 +299,12 @@ class SharedFolder(Folder):
         pool.failure = failure
         await self._service.withdraw(pool)
 
-    def _judge(self, name: str, problem: str | None) -> None:
+    def _judge(self, name: str, damaged: Damaged | None) -> None:
         """Note what is wrong with the file of a pool's newest version, or that nothing is."""
-        if problem is None:
+        if damaged is None:
             self._problems.pop(name, None)
         else:
-            self._tell(name, f"{problem}; it stays where it is: put the pool again, or have a newer server read it")
+            self._tell(name, f"{damaged}; it stays where it is: put the pool again, or have a newer server read it")
 
     def _tell(self, name: str, problem: str) -> None:
         if self._problems.get(name) != problem:
@@ -325,9 +325,10 @@ class SharedFolder(Folder):
         try:
             await asyncio.to_thread(self._store.claim, name, number, definition)
         except OSError as error:
+            logger.error("sglang_ext: pool %s is not %s: %s", name, done, error)
             raise PoolError(
                 f"pool {name!r} is not {done}: its version {number} cannot be written to the folder that the servers"
-                f" share ({error}); make room there, or have the folder mended, and send the change again",
+                f" share ({reason_of(error)}); make room there, or have the folder mended, and send the change again",
                 503,
             ) from error
         except PoolError:
@@ -345,7 +346,8 @@ class SharedFolder(Folder):
 
 
 def _unread(name: str, number: int, error: OSError) -> str:
-    return f"version {number} of pool {name!r} cannot be read from the folder that the servers share yet ({error})"
+    said = f"version {number} of pool {name!r} cannot be read from the folder that the servers share yet"
+    return f"{said} ({reason_of(error)})"
 
 
 def folder_of(service: PoolService, directory: str | None) -> Folder:

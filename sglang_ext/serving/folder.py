@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.errors import PoolError, reason_of
 from sglang_ext.serving.pool import Definition, Version
 from sglang_ext.serving.standing import Pool
 from sglang_ext.serving.store import PoolStore
@@ -129,7 +129,8 @@ class OwnFolder(Folder):
         try:
             await asyncio.to_thread(self._store.delete, pool.name)
         except OSError as error:
-            why = f"pool {pool.name!r} is not deleted: its file cannot be removed ({error}); retry"
+            logger.error("sglang_ext: pool %s is not deleted: %s", pool.name, error)
+            why = f"pool {pool.name!r} is not deleted: its file cannot be removed ({reason_of(error)}); retry"
             raise PoolError(why, 503) from error
 
     async def _restore_all(self) -> None:

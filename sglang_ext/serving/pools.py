@@ -62,7 +62,8 @@ class PoolService:
         self.layouts = Layouts(manager, self.shared, self.settings, self.metrics, tenant)
         self.queue = Queue(self.settings.max_waiting_encodings)
         self.folder = folder_of(self, directory)
-        self.shared.services[tenant] = self  # last: who looks there finds no service that could not be made
+        if shared is None:  # else who makes it adds it to the others, in the thread of the event loop
+            self.shared.services[tenant] = self
 
     async def restored(self) -> None:
         """Wait until pools can be asked for: what is in `--pool-dir` is known, or served."""
@@ -307,8 +308,7 @@ class PoolService:
         indexed = self.workers.background(
             self.workers.apart(version.retriever, RequestOptions(version.name), pool.current)
         )
-        flushes = await self.encoder.encode_all(version, missing, progress)
-        if flushes == self.encoder.flushes:  # else the first request finds what is missing, and encodes it
+        if await self.encoder.encode_all(version, missing, progress):  # else the first request finds what is missing
             version.resident.update(version.layouts)
         await asyncio.shield(indexed)
 

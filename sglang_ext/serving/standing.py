@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from sglang_ext.serving.change import Change, Progress
-from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.errors import PoolError, reason_of
 from sglang_ext.serving.pool import COMPLETION, Version
 from sglang_ext.types import JsonObject, Options
 
@@ -224,4 +224,4 @@ def explained(pool: Pool, change: Change, error: BaseException) -> PoolError:
         if isinstance(error, ValueError):
             return PoolError(str(error))
     logger.error("sglang_ext: encoding pool %s: %s", pool.name, error, exc_info=not isinstance(error, PoolError))
-    return PoolError(f"encoding pool {pool.name!r} failed: {error}", 503)
+    return PoolError(f"encoding pool {pool.name!r} failed: {reason_of(error)}", 503)

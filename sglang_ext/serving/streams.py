@@ -78,6 +78,10 @@ class StreamMode(Mode):
 
     # ---- admission ----
 
+    def between_passes(self, scheduler: Scheduler) -> None:
+        """What waiting requests begin from is the last to give way."""
+        scheduler.tree_cache.waiting = scheduler.waiting_queue
+
     def add(
         self,
         original: Callable[..., AddReqResult],
@@ -93,7 +97,7 @@ class StreamMode(Mode):
         most = adder.prefill_max_requests
         if most is not None and len(adder.can_run_list) >= most:
             return AddReqResult.OTHER
-        if not _has_room(cache, adder, req) and not (cache.begin_whole(req) and _has_room(cache, adder, req)):
+        if not _fits(adder, req) and not (cache.begin_whole(req) and _fits(adder, req)):
             return AddReqResult.NO_TOKEN
         begin, stop, end = _chunk(adder, req)
         if stop <= begin or (stop < end and (has_chunked_req or adder.new_chunked_req is not None)):
@@ -104,8 +108,7 @@ class StreamMode(Mode):
         if stop < end:
             adder.new_chunked_req = req
         state: AddReqResult = adder.budget_state()
-        # SGLang does not count the slots of streams that have ended, which give way to the next request.
-        return AddReqResult.CONTINUE if state is AddReqResult.NO_TOKEN and cache.conversations else state
+        return state
 
     def add_chunk(self, original: Callable[..., Req | None], adder: PrefillAdder, req: Req) -> Req | None:
         """The next chunk of a stream, which has its slots already."""
@@ -122,6 +125,7 @@ class StreamMode(Mode):
     def slots_for_extend(self, original: Callable[..., SlotsAndRows], batch: ScheduleBatch) -> SlotsAndRows:
         """New requests get all their slots, and the tokens of the batch none of their own."""
         rows = torch.tensor(compat.request_rows(batch), dtype=torch.int64)
+        batch.tree_cache.make_room(batch.reqs)
         for req in batch.reqs:
             batch.tree_cache.reserve(req)
             compat.set_written(req, compat.extend_end(req))
@@ -176,13 +180,10 @@ def _add(adder: PrefillAdder, req: Req, begin: int, stop: int) -> None:
     compat.charge_slots(adder, req, stop - begin, slots)
 
 
-def _has_room(cache: StreamCache, adder: PrefillAdder, req: Req) -> bool:
-    """Whether a request has room beside those that come before it into the batch; others give way for that."""
-    slots, blocks = cache.need(req) - adder.rem_total_tokens, 0
-    if cache.policy.host is not None:
-        promised = sum(cache.need_blocks(other) for other in adder.can_run_list)
-        blocks = cache.need_blocks(req) + promised - cache.policy.host.available
-    return (slots <= 0 and blocks <= 0) or cache.make_room(slots, blocks, req)
+def _fits(adder: PrefillAdder, req: Req) -> bool:
+    """Whether a request has room beside those that come before it into the batch."""
+    fits: bool = adder.tree_cache.fits(req, adder.rem_total_tokens, adder.can_run_list)
+    return fits
 
 
 def _too_long(cache: StreamCache, tokens: int) -> str:

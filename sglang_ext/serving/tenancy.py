@@ -65,8 +65,8 @@ class Tenancy:
         self, manager: TokenizerManager, own: PoolService, path: str, keys: Keys, directory: str | None
     ) -> None:
         self._manager, self._own, self._path, self._keys, self._directory = manager, own, path, keys, directory
-        self._tenants = Tenants()
-        self._take()
+        self._tenants, self._rereading = Tenants(), asyncio.Lock()
+        self._take(*self._read())
 
     def of_key(self, shown: str | None) -> str | None:
         """The tenant whose key was shown."""
@@ -79,34 +79,35 @@ class Tenancy:
 
     def begin(self) -> None:
         """Read the file again at each SIGHUP, from now on; for the thread of the server's event loop."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reread)
+        begin = self._own.workers.background
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: begin(self.reread()))
 
-    def reread(self) -> None:
+    async def reread(self) -> None:
         """Read the file again. One that is wrong changes nothing, and the log says why."""
-        try:
-            fresh = self._take()
-        except (ValueError, OSError) as error:
-            logger.error("sglang_ext: the tenants stay as they were: %s", error)
-            return
-        logger.warning("sglang_ext: %s was read again: %d tenants", self._path, len(self._tenants.by_name))
+        async with self._rereading:  # what was read last counts
+            try:
+                tenants, fresh = await asyncio.to_thread(self._read)
+            except (ValueError, OSError) as error:
+                logger.error("sglang_ext: the tenants stay as they were: %s", error)
+                return
+            self._take(tenants, fresh)
+        logger.warning("sglang_ext: %s was read again: %d tenants", self._path, len(tenants.by_name))
         for service in fresh:
             self._own.workers.background(service.restored())
 
-    def _take(self) -> list[PoolService]:
-        """Make the tenants in the file the server's; returns the pools of those that are new."""
+    def _read(self) -> tuple[Tenants, list[PoolService]]:
+        """(the tenants in the file, the pools of those that are new); waits for the disk, and changes nothing."""
         tenants = Tenants.read(self._path, (self._keys.api, self._keys.admin))
-        services, fresh = self._own.shared.services, []
-        try:
-            for name in tenants.by_name.keys() - services.keys():
-                fresh.append(PoolService(self._manager, self._folder(name), name, self._own.shared))
-        except BaseException:
-            for service in fresh:
-                del services[service.tenant]
-            raise
+        new = tenants.by_name.keys() - self._own.shared.services.keys()
+        return tenants, [PoolService(self._manager, self._folder(name), name, self._own.shared) for name in new]
+
+    def _take(self, tenants: Tenants, fresh: Collection[PoolService]) -> None:
+        """Make these tenants the server's; `fresh` has the pools of the new ones."""
+        services = self._own.shared.services
+        services.update({service.tenant: service for service in fresh})
         for tenant in tenants.by_name.values():
             services[tenant.name].quota.quotas = tenant.quotas
         self._tenants = tenants
-        return fresh
 
     def _folder(self, tenant: str) -> str | None:
         return None if self._directory is None else str(Path(self._directory) / FOLDER / tenant)

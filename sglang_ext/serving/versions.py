@@ -32,7 +32,15 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Damaged(ValueError):
-    """A file that this version of sglang_ext cannot read; says why."""
+    """A file that this version of sglang_ext cannot read; says why.
+
+    Attributes:
+        told: the same for clients, who are not told where the file lies.
+    """
+
+    def __init__(self, path: Path, error: Exception) -> None:
+        super().__init__(unreadable(path, error))
+        self.told = unreadable(Path(path.name), error)
 
 
 class Replaced(Exception):
@@ -73,7 +81,7 @@ class VersionStore:
             if data[GONE] != DELETED:
                 raise ValueError(f"{GONE}={data[GONE]!r}: expected {DELETED!r} or {REPLACED!r}")
         except UNREADABLE as error:
-            raise Damaged(unreadable(path, error)) from error
+            raise Damaged(path, error) from error
         return None
 
     def after(self, name: str, number: int) -> int:

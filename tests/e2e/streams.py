@@ -180,7 +180,7 @@ class Beside:
         answer: the long one's.
         others: answers to the short ones, each sent when the one before was answered.
         reserved: slots that streams reserve, by our own counters, after each of `others`.
-        used: slots that SGLang counts as used then, without those of streams that have ended.
+        used: slots that SGLang counts as used then: what has ended gives way to others, and is not.
     """
 
     answer: dict[str, Any]
@@ -201,10 +201,8 @@ def beside(served: Served, long: Sequence[int], short: Sequence[int], **options:
         others, reserved, used = [], [], []
         while not stream.done() and len(others) < 3:
             others.append(await ask(input_ids=list(short), sampling_params=served.params({})))
-            stats = (await manager.get_internal_state())[0]["sglang_ext"]
-            reserved.append(stats["reserved_slots"])
-            kept = stats["ended_stream_slots"] + stats["conversation_slots"]  # until somebody needs the room
-            used += [load.num_used_tokens - kept for load in await manager.get_loads()]
+            reserved.append((await manager.get_internal_state())[0]["sglang_ext"]["reserved_slots"])
+            used += [load.num_used_tokens for load in await manager.get_loads()]
         return Beside(await stream, others, reserved, used)
 
     found: Beside = served.engine.loop.run_until_complete(together())

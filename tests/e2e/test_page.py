@@ -136,6 +136,37 @@ def test_both_keys_show_pools_and_what_answers_read(server: Server, browser: Bro
 
 
 @needs_browser
+def test_the_most_likely_label_is_asked_for_where_a_pool_has_labels(browser: Browser) -> None:
+    def offered() -> bool:
+        shown: bool = browser.run("const o = document.getElementById('likely'); return !o.hidden && !o.disabled")
+        return shown
+
+    def chosen() -> str:
+        value: str = browser.run("return document.getElementById('constrain').value")
+        return value
+
+    assert not offered()
+    with_keys(browser, ADMIN, USER)
+    browser.wait_for("closed", "#pools")
+    assert offered() and chosen() == "labels"
+    browser.type("#constrain", "the most", clear=False)
+    assert chosen() == "likely"
+    for name in ("open", "open@1"):
+        assert "Probabilities of the labels" in asked(browser, name)
+        used = browser.run("return state.used")
+        assert browser.text("#answer") == max(used["label_probs"], key=used["label_probs"].get)
+    likeliest = browser.text("#answer")
+    browser.click("#probs")
+    shown = asked(browser, "open")  # the server searches for the label then, and scores no other
+    assert "label found in 1 pass ·" in shown and "Probabilities of the labels" not in shown
+    assert browser.text("#answer") == likeliest
+    assert chosen() == "likely"
+    browser.type("#pool-name", "nobody")
+    browser.press(TAB)
+    assert not offered() and chosen() == "labels"
+
+
+@needs_browser
 def test_texts_of_others_are_shown_as_they_are(browser: Browser) -> None:
     with_keys(browser, ADMIN, USER)
     browser.wait_for("closed", "#pools")

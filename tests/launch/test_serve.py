@@ -13,7 +13,7 @@ import pytest
 
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.launch import early, serve
-from sglang_ext.serving.engine import _in_environment, server_defaults
+from sglang_ext.serving.engine import Engine, SglangEngine, _in_environment, server_defaults
 from sglang_ext.settings import POOL_DIR_ENV, SETTINGS_ENV, ServerSettings, server_settings
 from sglang_ext.systems.registry import ours, systems
 
@@ -206,9 +206,35 @@ def test_settings_go_before_those_of_the_environment(monkeypatch: pytest.MonkeyP
 def test_an_engine_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SETTINGS_ENV, '{"max_pools": 5}')
     monkeypatch.delenv(POLICY_ENV, raising=False)
-    with _in_environment({"p1": 0.9}, {"max_prompts": 2}):
+    monkeypatch.setenv(POOL_DIR_ENV, "operator")
+    with _in_environment("pools", {"p1": 0.9}, {"max_prompts": 2}):
+        assert os.environ[POOL_DIR_ENV] == "pools"
         assert server_settings() == ServerSettings(max_pools=5, max_prompts=2)
         assert os.environ[POLICY_ENV] == '{"p1": 0.9}'
     assert os.environ[SETTINGS_ENV] == '{"max_pools": 5}' and POLICY_ENV not in os.environ
-    with pytest.raises(ValueError, match="unknown option max_pool;"), _in_environment(None, {"max_pool": 1}):
+    assert os.environ[POOL_DIR_ENV] == "operator"
+    with pytest.raises(ValueError, match="unknown option max_pool;"), _in_environment(None, None, {"max_pool": 1}):
         pass
+
+
+@pytest.mark.parametrize("before", [None, "operator"])
+def test_an_engine_that_fails_leaves_its_pool_dir_to_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: str | None
+) -> None:
+    """An engine without one keeps no pools, whatever the environment says."""
+    if before is None:
+        monkeypatch.delenv(POOL_DIR_ENV, raising=False)
+    else:
+        monkeypatch.setenv(POOL_DIR_ENV, before)
+    seen: list[str] = []
+
+    def fails(engine: Engine, **arguments: object) -> None:
+        seen.append(os.environ[POOL_DIR_ENV])
+        raise RuntimeError("no model")
+
+    monkeypatch.setattr(SglangEngine, "__init__", fails)
+    for given in (tmp_path, None):
+        with pytest.raises(RuntimeError, match="no model"):
+            Engine(pool_dir=given, model_path="none")
+        assert os.environ.get(POOL_DIR_ENV) == before
+    assert seen == [str(tmp_path), ""]

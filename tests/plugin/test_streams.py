@@ -18,11 +18,9 @@ from sglang_ext.attention.readers.streams import check_fits
 from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.cache.rows import WIRE_KEY
 from sglang_ext.cache.streams import Conversation, StreamCache
-from sglang_ext.compat import AddReqResult
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.policies.cascade import Cascade
 from sglang_ext.serving import checks
-from sglang_ext.serving import streams as serving_streams
 from sglang_ext.systems.registry import systems
 
 POLICY = {"sinks": 4, "window": 32, "stride": 16}  # 52 slots
@@ -266,25 +264,6 @@ def test_who_has_no_key_is_told_what_all_are_told(cache: Any) -> None:
     del cache.conversations["a"]
     assert admit(cache, request("3", **goes_on)) == []
     assert cache.refused["1"] == cache.refused["2"] == cache.refused["3"]
-
-
-@pytest.mark.parametrize("ended", [0, 1])
-def test_streams_that_have_ended_are_room_for_the_next_request(monkeypatch: pytest.MonkeyPatch, ended: int) -> None:
-    """SGLang stops to look for requests where no slot is free; it does not know of those that give way."""
-    for name, found in (("_has_room", True), ("_chunk", (0, 8, 8)), ("_add", None)):
-        monkeypatch.setattr(serving_streams, name, lambda *_, found=found: found)
-    req = SimpleNamespace(full_untruncated_fill_ids=[1])
-    states = (AddReqResult.NO_TOKEN, AddReqResult.OTHER, AddReqResult.CONTINUE)
-    for state in states:
-        adder = SimpleNamespace(
-            tree_cache=SimpleNamespace(conversations=dict.fromkeys(range(ended))),
-            prefill_max_requests=None,
-            can_run_list=[],
-            rem_chunk_tokens=64,
-            budget_state=lambda state=state: state,
-        )
-        expected = AddReqResult.CONTINUE if ended and state is AddReqResult.NO_TOKEN else state
-        assert serving_streams.StreamMode().add(pytest.fail, adder, req, False, None) is expected
 
 
 def test_nothing_chooses_what_to_evict() -> None:

@@ -13,6 +13,7 @@ import fastapi
 import pytest
 
 from sglang_ext.attention.sparse import REPORT
+from sglang_ext.config import CHOOSERS
 from sglang_ext.serving import access, page
 from sglang_ext.serving.access import CallerMiddleware, Keys
 from sglang_ext.systems.registry import ours
@@ -127,6 +128,14 @@ def test_the_systems_with_a_report_are_those_that_it_knows(document: Document) -
     assert set(re.findall(r'"([\w+]+)"', found[1])) == {
         name for name, system in served.items() if REPORT in system.make_policy().request_options
     }
+
+
+def test_the_ways_to_choose_a_label_are_those_of_requests(document: Document) -> None:
+    """One that a pool without labels does not have is not shown before a pool with some is."""
+    offered = [a for tag, a in document.elements if tag == "option" and a.get("value") in CHOOSERS]
+    assert [a["value"] for a in offered] == list(CHOOSERS)
+    assert all("hidden" in a and "disabled" in a for a in offered)
+    assert "custom.choose" in script(document)
 
 
 # ---- colours ----

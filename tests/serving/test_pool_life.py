@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.config import RequestOptions
-from sglang_ext.serving.errors import PoolError
+from sglang_ext.serving.errors import BlocksLost, PoolError
+from sglang_ext.serving.pool import COMPLETION
 from sglang_ext.serving.store import PoolStore
 from tests.oracle import models
 from tests.serving.imitated import Service, quiet
@@ -175,5 +176,62 @@ def test_a_retriever_is_there_when_the_pool_is(manager: Any) -> None:
         service = Service(manager, random.Random(0), None)
         await service.put("a", models.demonstrations(9), {"block_size": 3})
         assert service.version("a").has_retriever(RequestOptions("a"))
+
+    asyncio.run(run())
+
+
+def test_a_flush_behind_the_look_at_what_is_missing_is_noticed(manager: Any) -> None:
+    """All blocks of the new version were there when they were looked up, so none of them is encoded."""
+
+    async def run() -> None:
+        service = Service(manager, random.Random(0), None)
+        service.fails = 0.0
+        items = models.demonstrations(9)
+        await service.put("a", items, {"block_size": 3})
+        promise = service.encoder.promise
+
+        async def then_flushed(*args: Any) -> None:
+            await promise(*args)
+            service.flush()
+
+        service.encoder.promise = then_flushed  # type: ignore[method-assign]
+        await service.put("a", items, {"block_size": 3})
+        check_books(service)
+        version = service.version("a")
+        assert version.number == 2 and not version.resident
+        assert not await service.encoder.ensure(version, COMPLETION, version.layouts[COMPLETION], [0], "request:1")
+        assert version.resident == {COMPLETION} and len(service.schedulers.tokens) == 3
+        await quiet(service)
+        check_books(service)
+
+    asyncio.run(run())
+
+
+def test_a_flush_behind_a_second_look_is_noticed(manager: Any) -> None:
+    """The look that follows a loss, of a pool whose blocks attend to none: no encoding finds what is gone."""
+
+    async def run() -> None:
+        service = Service(manager, random.Random(0), None)
+        service.fails = 0.0
+        items, options = models.demonstrations(9), {"block_size": 3, "pattern": "self"}
+        await service.put("a", items[:6], options)
+        encode, look, lost = service.encoder._encode_run, service.encoder.missing, [BlocksLost()]
+
+        async def once_in_vain(run: Any) -> None:
+            if lost:
+                raise lost.pop()
+            await encode(run)
+
+        async def then_flushed(version: Any) -> Any:
+            found = await look(version)
+            if not lost:
+                service.flush()
+            return found
+
+        service.encoder._encode_run, service.encoder.missing = once_in_vain, then_flushed  # type: ignore[method-assign]
+        await service.append("a", items[6:])
+        check_books(service)
+        assert service.version("a").number == 2 and not service.version("a").resident
+        await quiet(service)
 
     asyncio.run(run())

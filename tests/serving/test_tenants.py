@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import random
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.explain import would_select
 from sglang_ext.serving.namespaces import put_into
 from sglang_ext.serving.quota import Quota
+from sglang_ext.serving.store import PoolStore
 from sglang_ext.serving.tenancy import Tenancy, pools_of, standing, tenants_of
 from sglang_ext.serving.tenants import FOLDER, HEADER, Tenant, TenantQuotas, Tenants, digest_of, namespace
 from sglang_ext.settings import SETTINGS_ENV
@@ -362,6 +365,33 @@ def test_a_tenant_chooses_no_model_that_retrieves(served: Any, manager: Any, mon
     asyncio.run(run())
 
 
+def test_a_tenant_is_not_told_where_its_pools_lie(
+    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The operator finds that in the log."""
+
+    async def run() -> None:
+        own, tenanted, _ = served
+        tenanted()
+        acme = tenants_of(own)["acme"]
+        await acme.put("tickets", models.demonstrations(4), {})
+
+        def fails(*_args: Any) -> None:
+            raise OSError(errno.EACCES, "Permission denied", str(tmp_path / "pools" / FOLDER / "acme" / "tickets.json"))
+
+        monkeypatch.setattr(PoolStore, "save", fails)
+        monkeypatch.setattr(PoolStore, "delete", fails)
+        for change in (acme.put("tickets", models.demonstrations(6), {}), acme.delete("tickets")):
+            with pytest.raises(PoolError, match=r"Permission denied") as error:
+                await change
+            assert error.value.status_code == 503 and str(tmp_path) not in str(error.value)
+        assert str(tmp_path) not in json.dumps(acme.list())
+        await quiet(own)
+
+    asyncio.run(run())
+    assert sum(str(tmp_path) in each.message for each in caplog.records) == 2
+
+
 def test_a_quota_of_tokens_counts_what_is_being_made(served: Any) -> None:
     async def run() -> None:
         own, tenanted, file = served
@@ -370,7 +400,7 @@ def test_a_quota_of_tokens_counts_what_is_being_made(served: Any) -> None:
         one = (await bolt.put("a", models.demonstrations(4), {}))["tokens"]
         await bolt.delete("a")
         file.write_text(json.dumps({"bolt": entry(BOLT, max_tokens=2 * one)}), encoding="utf-8")
-        tenancy_.reread()
+        await tenancy_.reread()
         work = [bolt.put(name, models.demonstrations(4), {}) for name in "abc"]
         found = await asyncio.gather(*work, return_exceptions=True)
         refused = [each for each in found if isinstance(each, PoolError)]
@@ -393,17 +423,17 @@ def test_the_file_is_read_again_and_a_wrong_one_changes_nothing(
         tenancy_ = tenanted()
         bolt = tenants_of(own)["bolt"]
         written(tmp_path, {"bolt": entry("new key", max_pools=5), "late": entry("late")})
-        tenancy_.reread()
+        await tenancy_.reread()
         shown = (ACME, BOLT, "new key", "late")
         assert [tenancy_.of_key(key) for key in shown] == [None, None, "bolt", "late"]
         assert tenants_of(own)["bolt"] is bolt and bolt.quota.quotas.max_pools == 5
         assert set(tenancy_.known()) == {"acme", "bolt", "late"}  # the operator may still delete acme's
         with caplog.at_level(logging.INFO):
             written(tmp_path, {"bolt": {"keys": ["plain"]}})
-            tenancy_.reread()
+            await tenancy_.reread()
             written(tmp_path, {"bolt": entry(BOLT), "never": entry(ACME), "x": entry("x")})
             (tmp_path / "pools" / FOLDER / "x").write_text("where its folder should be", encoding="utf-8")
-            tenancy_.reread()
+            await tenancy_.reread()
         said = [each.message for each in caplog.records if "the tenants stay as they were" in each.message]
         assert len(said) == 2 and "keys[0] is no SHA-256" in said[0] and "File exists" in said[1]
         assert [tenancy_.of_key(key) for key in shown] == [None, None, "bolt", "late"]
@@ -412,6 +442,32 @@ def test_the_file_is_read_again_and_a_wrong_one_changes_nothing(
         await quiet(own)
 
     asyncio.run(run())
+
+
+def test_the_file_is_read_beside_the_event_loop(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are the folders of new tenants. Of two signals at once, what was read last counts."""
+    threads: list[threading.Thread] = []
+
+    async def run() -> None:
+        own, tenanted, file = served
+        tenancy_, read, load = tenanted(), Tenants.read, PoolStore.load
+
+        def noted(work: Any) -> Any:
+            def call(*args: Any) -> Any:
+                threads.append(threading.current_thread())
+                return work(*args)
+
+            return call
+
+        monkeypatch.setattr(Tenants, "read", noted(read))
+        monkeypatch.setattr(PoolStore, "load", noted(load))
+        written(file.parent, {"bolt": entry(BOLT), "late": entry("late")})
+        await asyncio.gather(tenancy_.reread(), tenancy_.reread())
+        assert set(tenancy_.known()) == {"acme", "bolt", "late"} and tenancy_.of_key("late") == "late"
+        await quiet(own)
+
+    asyncio.run(run())
+    assert len(threads) == 3 and threading.main_thread() not in threads
 
 
 @pytest.mark.usefixtures("served")  # its file and its settings

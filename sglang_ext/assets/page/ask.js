@@ -5,9 +5,21 @@ function selects() {
   return { ratio: Number($("ratio").value), retriever: $("retriever").value, granularity: $("granularity").value };
 }
 
+/** The most likely label can be asked for where the pool is known to have labels. */
+function offerLikely() {
+  const name = $("pool-name").value.split("@")[0]; // a version may stand behind it
+  if (!name || document.activeElement === $("pool-name")) return; // it is still to be typed
+  const line = (state.pools || []).find((pool) => pool.name === name);
+  const offered = Boolean(line && line.labels && line.labels.length);
+  Object.assign($("likely"), { hidden: !offered, disabled: !offered }); // some browsers show what is hidden
+  if (!offered && $("constrain").value === "likely") $("constrain").value = "labels";
+}
+
 function body(explain) {
   const custom = { pool: $("pool-name").value, ...selects(), label_probs: $("probs").checked };
-  if ($("constrain").value) custom.constrain = $("constrain").value;
+  const wanted = $("constrain").value;
+  if (wanted === "likely") custom.choose = wanted;
+  else if (wanted) custom.constrain = wanted;
   if (explain) custom.explain = true;
   if ($("report").checked && !$("report-label").hidden) custom.attention_report = true;
   return {
@@ -69,8 +81,9 @@ function showAnswer(answer, selected, seconds) {
     `version ${used.version} of ${used.pool}`,
     `${count(used.blocks.length, "block", "blocks")} with ${count(used.stitched_tokens, "token", "tokens")}`,
     `${number.format(meta.cached_tokens)} of ${count(meta.prompt_tokens, "token", "tokens")} from the cache`,
+    used.choice ? `label found in ${count(used.choice.passes, "pass", "passes")}` : null,
     `retrieval ${number.format(used.retrieval_ms)} ms`, `${seconds.toFixed(2)} s in all`,
-  ];
+  ].filter((words) => words !== null);
   const shown = answer.text.trim();
   fill($("result"),
     el("div", { class: "outcome" },
@@ -159,6 +172,7 @@ function useKeys(event) {
 
 $("key-form").addEventListener("submit", useKeys);
 $("ask-form").addEventListener("submit", ask);
+$("pool-name").addEventListener("blur", offerLikely);
 $("map").addEventListener("keydown", walk);
 $("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask-form").requestSubmit();

@@ -33,11 +33,13 @@ function shut() {
     : "This server shows its pools to those who have its key. Type it in above, under “Keys”.");
   fill($("pools"), el("li", { class: "empty quiet" }, "No pools are shown without the key."));
   fill($("pool-names"));
+  offerLikely();
 }
 
 function showPools(pools) {
   state.pools = pools;
   if (!pools.some((pool) => pool.name === state.name)) choose(pools.length ? pools[0].name : null);
+  offerLikely();
   fill($("pool-names"), ...pools.map((pool) => el("option", { value: pool.name })));
   if (!pools.length) {
     fill($("pools"), el("li", { class: "empty" }, "There are no pools yet. This makes one:",

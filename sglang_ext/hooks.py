@@ -165,7 +165,6 @@ HOOKS = (
         _SRT + "layers.attention.attention_registry.attn_backend_wrapper",
         "around",
         _LINEAR + "around_attn_backend_wrapper",
-        "scheduler",
     ),
     Hook(_FUSED + "attention.fla.fused_norm_gate.rms_norm_gated", "around", _LINEAR + "around_rms_norm_gated"),
     Hook(

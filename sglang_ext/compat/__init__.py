@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,14 @@ from sglang_ext.compat.graphs import (
     replay_whole,
     whole_graph_size,
 )
-from sglang_ext.compat.layers import attention_layers, has_window, listed_windows, window_layers
+from sglang_ext.compat.layers import (
+    Kinds,
+    attention_layers,
+    has_window,
+    listed_states,
+    listed_windows,
+    window_layers,
+)
 from sglang_ext.compat.line import (
     LEAVES_OUT_ENDING,
     REQUEUES_PREEMPTED,
@@ -83,7 +90,7 @@ from sglang_ext.compat.manager import (
     streams_parts,
     takes_requests,
 )
-from sglang_ext.compat.models import refuse_config, refuse_model
+from sglang_ext.compat.models import refuse_config, refuse_model, serves_states
 from sglang_ext.compat.nodes import node_begin, path_slots, tree_nodes
 from sglang_ext.compat.priorities import first_priority, preempts, sort_waiting
 from sglang_ext.compat.scales import UNSCALED, KVScales, kv_scales
@@ -99,6 +106,7 @@ __all__ = [
     "GenerateReqInput",
     "InsertParams",
     "KVScales",
+    "Kinds",
     "MatchPrefixParams",
     "MatchResult",
     "NextBatchPlan",
@@ -141,6 +149,7 @@ __all__ = [
     "kv_by_layer",
     "kv_bytes_per_token",
     "kv_scales",
+    "listed_states",
     "listed_windows",
     "listen",
     "load_weights",
@@ -172,6 +181,7 @@ __all__ = [
     "requests_under_way",
     "resolved",
     "route_path",
+    "serves_states",
     "set_extend",
     "set_reserved",
     "set_written",
@@ -318,12 +328,18 @@ def others_run(manager: Any, prefix: str) -> bool:
 
 def first_layer(pool: Any, but: Collection[int] = ()) -> int:
     """Number of the first layer whose KV this rank holds, those `but` left out."""
-    return next(layer for layer in range(pool.start_layer, pool.start_layer + pool.layer_num) if layer not in but)
+    return next(layer for layer in kv_layers(pool) if layer not in but)
+
+
+def kv_layers(pool: Any) -> Sequence[int]:
+    """Numbers of the layers whose keys and values this rank holds, in order; a hybrid linear model has some of them."""
+    mapped = getattr(pool, "full_attention_layer_id_mapping", None)
+    return range(pool.start_layer, pool.start_layer + pool.layer_num) if mapped is None else list(mapped)
 
 
 def kv_by_layer(pool: Any, but: Collection[int] = ()) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """(keys, values) of every layer on this rank, each [num_slots, kv_heads, dim], by layer number; not those `but`."""
-    layers = [layer for layer in range(pool.start_layer, pool.start_layer + pool.layer_num) if layer not in but]
+    layers = (layer for layer in kv_layers(pool) if layer not in but)
     return {layer: (pool.get_key_buffer(layer), pool.get_value_buffer(layer)) for layer in layers}
 
 

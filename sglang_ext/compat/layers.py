@@ -1,14 +1,32 @@
-"""Models that mix kinds of layers: those with a sliding window, and those that attend to the whole context.
+"""Models that mix kinds of layers: those that attend to the whole context, and others.
 
-A system that says so (`System.mixed`) reads the layers that attend to the whole context. SGLang's own attention serves
-the others beside it. All layers keep all tokens, so that the radix tree is that of any other model.
+The others have a sliding window, or they keep one state for a whole context (hybrid linear models). A system that says
+so (`System.mixed`, `System.hybrid`) reads the layers that attend to the whole context. SGLang's own code serves the
+others beside it. Layers with windows keep all tokens, so that the radix tree is that of any other model. Models with
+states run without a radix tree: a prefix in it would need its state, too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.radix_attention import RadixAttention
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Kinds of layers that SGLang's own code serves beside those that a system reads.
+
+    Attributes:
+        windows: whether these are layers with a sliding window, of the models `MIXED`.
+        states: whether these are layers that keep a state, of the models `HYBRID`.
+    """
+
+    windows: bool = False
+    states: bool = False
+
 
 MIXED = frozenset({"Gemma3ForCausalLM", "Olmo2ForCausalLM", "Cohere2ForCausalLM"})
 """SGLang's classes of such models: Gemma 3 (text), OLMo 3, Command R7B. Each was compared with `transformers`.
@@ -16,6 +34,9 @@ MIXED = frozenset({"Gemma3ForCausalLM", "Olmo2ForCausalLM", "Cohere2ForCausalLM"
 SGLang keeps all tokens of all layers for them (`disable_hybrid_swa_memory`, or no KV cache of two kinds at all), and
 builds the layers that `layer_types` lists.
 """
+
+HYBRID = frozenset({"Qwen3NextForCausalLM"})
+"""SGLang's classes of models most of whose layers keep a state by the gated delta rule, likewise compared."""
 
 WINDOWS = ("sliding_attention", "chunked_attention")
 """What a configuration calls layers that see a part of the context, in `layer_types`."""
@@ -45,3 +66,14 @@ def listed_windows(model_config: Any) -> tuple[int, int]:
     """
     listed = getattr(model_config.hf_text_config, "layer_types", None) or ()
     return sum(kind in WINDOWS for kind in listed), len(listed)
+
+
+def listed_states(model_config: Any) -> tuple[int, int]:
+    """(layers that keep a state instead of keys and values, layers); (0, 0) for a model without such layers.
+
+    Args:
+        model_config: SGLang's `ModelConfig`.
+    """
+    full = getattr(mambaish_config(model_config), "full_attention_layer_ids", None)
+    layers: int = model_config.num_hidden_layers if full is not None else 0
+    return layers - len(full or ()), layers

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_ext import compat, lines
-from sglang_ext.attention.choice import asked_plain_attention, captures, mixes
+from sglang_ext.attention.choice import asked_plain_attention, captures, kinds, kinds_without_gpu
 from sglang_ext.config import POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
@@ -87,6 +87,8 @@ def refusals(server_args: ServerArgs) -> list[str]:
         value = getattr(server_args, name, None)
         if name == "page_size" and system is not None and system.pages:
             continue  # `_of_pages` looks at it
+        if name == "disable_radix_cache" and system is not None and compat.serves_states(server_args, kinds(system)):
+            continue
         if value is not None and refused(value):
             problems.append(
                 f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
@@ -203,8 +205,10 @@ def before_model_adjustments(server_args: ServerArgs) -> None:
     """
     system = system_of(server_args)
     if system is not None:
-        mixing = [name for name, each in systems().items() if each.mixed]
-        compat.refuse_config(server_args, system.float8, mixes(system), mixing)
+        others = {name: kinds_without_gpu(each) for name, each in systems().items()}
+        compat.refuse_config(server_args, system.float8, kinds(system), others)
+        if compat.serves_states(server_args, kinds(system)):
+            server_args.disable_radix_cache = True  # a prefix in the tree would need its states, too
 
 
 def _share_cores() -> None:

@@ -11,4 +11,5 @@ SYSTEM = replace(
     policy="sglang_ext.attention.double_p:DbsaDoublePPolicy",
     pages=False,
     mixed=False,  # it is for pools
+    hybrid=False,  # likewise
 )

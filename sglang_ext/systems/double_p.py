@@ -13,4 +13,5 @@ SYSTEM = System(
     float8=True,
     pages=True,
     mixed=True,
+    hybrid=True,
 )

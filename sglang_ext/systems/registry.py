@@ -56,6 +56,8 @@ class System:
         pages: whether requests without a pool are served where KV slots are given out in pages (`--page-size`).
         mixed: whether it serves models of which some layers have sliding windows (`compat.layers`): plain requests, in
             which it reads the other layers. There are no pools then: windows do not move with blocks.
+        hybrid: whether it serves models of which most layers keep a state for a whole context (`compat.layers`):
+            likewise, and without prefixes in the radix tree, which would need states, too.
     """
 
     summary: str
@@ -69,6 +71,7 @@ class System:
     float8: bool = False
     pages: bool = False
     mixed: bool = False
+    hybrid: bool = False
 
     def reader_of(self, kernels: bool) -> str:
         """`module:class` of the reader in kernels, which the system must have, or in plain PyTorch."""

@@ -167,6 +167,7 @@ HOOKS = (
         _LINEAR + "around_attn_backend_wrapper",
     ),
     Hook(_FUSED + "attention.fla.fused_norm_gate.rms_norm_gated", "around", _LINEAR + "around_rms_norm_gated"),
+    Hook(_FUSED + "attention.fla.layernorm_gated.rms_norm_gated", "around", _LINEAR + "around_layer_norm_gated"),
     Hook(
         _FUSED + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat",
         "around",

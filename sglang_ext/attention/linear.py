@@ -47,7 +47,7 @@ def around_rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """AROUND rms_norm_gated: the norm behind a state, which is a kernel for GPUs."""
+    """AROUND fused_norm_gate.rms_norm_gated (Qwen3-Next): the norm behind a state, times its gate."""
     if x.device.type != "cpu":
         return original(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps)
     if bias is not None or residual is not None or prenorm:
@@ -55,6 +55,37 @@ def around_rms_norm_gated(
             "a gated norm with a bias or a residual on the CPU: expected one of a gated delta rule's layer"
         )
     return norm_gated(x, g, weight, eps, activation)
+
+
+def around_layer_norm_gated(
+    original: Callable[..., torch.Tensor],
+    *,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+    activation: str = "swish",
+) -> torch.Tensor:
+    """AROUND layernorm_gated.rms_norm_gated (Qwen3.5): likewise."""
+    if x.device.type != "cpu":
+        return original(
+            x=x,
+            weight=weight,
+            bias=bias,
+            z=z,
+            eps=eps,
+            group_size=group_size,
+            norm_before_gate=norm_before_gate,
+            is_rms_norm=is_rms_norm,
+            activation=activation,
+        )
+    if bias is not None or z is None or group_size is not None or not (norm_before_gate and is_rms_norm):
+        raise ValueError("a gated norm of another kind on the CPU: expected one of a gated delta rule's layer")
+    return norm_gated(x, z, weight, eps, activation)
 
 
 def around_split_interleaved(

@@ -40,8 +40,8 @@ PLAIN = ("auto", "fa3", "flashinfer")
 MIXED_ON_GPUS = False
 """Whether a system reads some layers of a model on GPUs while SGLang's own code serves the others.
 
-No GPU has run that (`System.mixed`, `System.hybrid`). A pass needs the metadata of both there, and so does each CUDA graph of a decoding step, for which
-the adapter has SGLang's backend plan the variant without views alone.
+No GPU has run that (`System.mixed`, `System.hybrid`). A pass needs the metadata of both there, and so does each CUDA
+graph of a decoding step, for which the adapter has SGLang's backend plan the variant without views alone.
 """
 
 FLOAT32 = ("float32", "float")

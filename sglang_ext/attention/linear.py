@@ -1,7 +1,7 @@
 """SGLang's hybrid linear models on a machine without a GPU: their layers with a state, in plain PyTorch.
 
 SGLang has kernels in Triton for these layers, and builds of `sgl-kernel` for CPUs that the package registry lacks. What
-a model calls besides its attention backend (its norm, and what splits its projections) is replaced function by function.
+a model calls besides its attention backend (norms, gates, what splits projections) is replaced function by function.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class TorchDeltaRule(GDNAttnBackend):
         b: torch.Tensor,
         **_kwargs: Passed,
     ) -> torch.Tensor:
-        """Chunks of prompts, one after the other; mixed_qkv [tokens, channels]. Returns [1, tokens, heads, value_dim]."""
+        """Chunks of prompts, one by one; mixed_qkv [tokens, channels]. Returns [1, tokens, heads, value_dim]."""
         convolved, states, slots = self._states(layer)
         log_decay, share = gates(a, b, layer.A_log, layer.dt_bias)
         out, begin = [], 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.layers.radix_attention import RadixAttention
 
 
@@ -35,8 +34,12 @@ SGLang keeps all tokens of all layers for them (`disable_hybrid_swa_memory`, or 
 builds the layers that `layer_types` lists.
 """
 
-HYBRID = frozenset({"Qwen3NextForCausalLM"})
-"""SGLang's classes of models most of whose layers keep a state by the gated delta rule, likewise compared."""
+HYBRID = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"})
+"""SGLang's classes of models most of whose layers keep a state by the gated delta rule, likewise compared.
+
+Qwen3.5 has three positions a token, which are the same in texts, and keys stay where they were written. Texts alone are
+served (`serving.requests`): nobody has compared images.
+"""
 
 WINDOWS = ("sliding_attention", "chunked_attention")
 """What a configuration calls layers that see a part of the context, in `layer_types`."""
@@ -69,11 +72,11 @@ def listed_windows(model_config: Any) -> tuple[int, int]:
 
 
 def listed_states(model_config: Any) -> tuple[int, int]:
-    """(layers that keep a state instead of keys and values, layers); (0, 0) for a model without such layers.
+    """(layers that keep a state, layers) as the configuration of a model of `HYBRID` lists them; (0, 0) for others.
 
     Args:
         model_config: SGLang's `ModelConfig`.
     """
-    full = getattr(mambaish_config(model_config), "full_attention_layer_ids", None)
-    layers: int = model_config.num_hidden_layers if full is not None else 0
-    return layers - len(full or ()), layers
+    config = model_config.hf_text_config
+    states = len(getattr(config, "linear_layer_ids", ()))
+    return (states, states + len(config.full_attention_layer_ids)) if states else (0, 0)

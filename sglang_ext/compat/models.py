@@ -119,7 +119,7 @@ def _beside(config: Any, kinds: Kinds) -> tuple[Callable[[Any], str], ...]:
     if kinds.windows and name in MIXED and not config.is_hybrid_swa:
         found += (_windows,)
     if kinds.states and name in HYBRID:
-        found += (_hybrid_linear,)
+        found += (_hybrid_linear, _several_positions)
     return found
 
 
@@ -161,7 +161,7 @@ def refuse_config(
 
 
 def _problems(config: Any, kinds: Kinds) -> list[str]:
-    """What a model's configuration has that a system does not serve, which reads the others beside layers of `kinds`."""
+    """What a model's configuration has that a system does not serve, which reads others beside layers of `kinds`."""
     beside = _beside(config, kinds)
     return [found for rule in _RULES if rule not in beside and (found := rule(config))]
 

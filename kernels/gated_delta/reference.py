@@ -101,10 +101,11 @@ def delta_rule(
     """
     heads = value.shape[-2]
     query, key = _unit(query, heads) * query.shape[-1] ** -0.5, _unit(key, heads)
-    rows = (query, key, value.float(), log_decay.unsqueeze(-1), share.unsqueeze(-1))
+    rows = [each.transpose(0, 1) for each in (query, key, value.float(), log_decay.unsqueeze(-1), share.unsqueeze(-1))]
     state, out = state.float(), []
-    for chunk in zip(*(each.transpose(0, 1).split(CHUNK, 1) for each in rows), strict=True):
-        read, state = _chunk(*chunk, state)
+    for begin in range(0, value.shape[0], CHUNK):
+        q, k, v, g, beta = (each[:, begin : begin + CHUNK] for each in rows)
+        read, state = _chunk(q, k, v, g, beta, state)
         out.append(read)
     return torch.cat(out, 1).transpose(0, 1).to(value.dtype), state
 

@@ -107,6 +107,9 @@ _RUNNER = _SRT + "model_executor.runner."
 _BREAKABLE = _SRT + "model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend."
 _ADDER = _SRT + "managers.schedule_policy.PrefillAdder."
 _GRAPHS = "sglang_ext.attention.graphs:"
+_MANAGER = _SRT + "managers.tokenizer_manager.TokenizerManager."
+_LINEAR = "sglang_ext.attention.linear:"
+_FUSED = "sglang.kernels.ops."
 _OPENAI = _SRT + "entrypoints.openai."
 _CHAT = _OPENAI + "serving_chat.OpenAIServingChat."
 _COMPLETIONS = _OPENAI + "serving_completions.OpenAIServingCompletion."
@@ -158,6 +161,25 @@ HOOKS = (
         "around",
         "sglang_ext.plugin:around_pynccl_init",
     ),
+    Hook(
+        _SRT + "layers.attention.attention_registry.attn_backend_wrapper",
+        "around",
+        _LINEAR + "around_attn_backend_wrapper",
+    ),
+    Hook(_FUSED + "attention.fla.fused_norm_gate.rms_norm_gated", "around", _LINEAR + "around_rms_norm_gated"),
+    Hook(_FUSED + "attention.fla.layernorm_gated.rms_norm_gated", "around", _LINEAR + "around_layer_norm_gated"),
+    Hook(
+        _FUSED + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat",
+        "around",
+        _LINEAR + "around_split_interleaved",
+    ),
+    Hook(
+        _FUSED + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous",
+        "around",
+        _LINEAR + "around_split_contiguous",
+    ),
+    Hook(_FUSED + "elementwise.elementwise.fused_sigmoid_mul", "around", _LINEAR + "around_sigmoid_mul"),
+    Hook(_FUSED + "elementwise.elementwise.fused_gate_sigmoid_mul_add", "around", _LINEAR + "around_gated_add"),
     *_ARGUMENTS[lines.current()],
     Hook(
         _SRT + "managers.scheduler.Scheduler.handle_generate_request",
@@ -268,59 +290,17 @@ HOOKS = (
         "sglang_ext.plugin:after_compute_cell_size",
         "scheduler",
     ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "tokenizer:after_init", "main"
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager.__init__",
-        "after",
-        _OURS + "streams:after_init_tokenizer",
-        "main",
-    ),
-    Hook(_SRT + "managers.tokenizer_manager.TokenizerManager.__init__", "after", _OURS + "options:after_init", "main"),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
-        "around",
-        _OURS + "drain:around_sigterm_watchdog",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
-        "around",
-        _OURS + "entry:around_generate_request",
-        "main",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
-        "around",
-        _OURS + "tokenizer:around_tokenize_one_request",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        "around",
-        _OURS + "tokenizer:around_validate_one_request",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager._tokenize_texts",
-        "around",
-        _OURS + "texts:around_tokenize_texts",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager._wait_one_response",
-        "around",
-        _OURS + "tokenizer:around_wait_one_response",
-        "main",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
-        "around",
-        _OURS + "access:around_dispatch",
-        "main",
-    ),
-    Hook(
-        _SRT + "managers.tokenizer_manager.TokenizerManager.flush_cache",
-        "around",
-        _OURS + "service_info:around_flush_cache",
-    ),
+    Hook(_MANAGER + "__init__", "after", _OURS + "tokenizer:after_init", "main"),
+    Hook(_MANAGER + "__init__", "after", _OURS + "streams:after_init_tokenizer", "main"),
+    Hook(_MANAGER + "__init__", "after", _OURS + "options:after_init", "main"),
+    Hook(_MANAGER + "sigterm_watchdog", "around", _OURS + "drain:around_sigterm_watchdog"),
+    Hook(_MANAGER + "generate_request", "around", _OURS + "entry:around_generate_request", "main"),
+    Hook(_MANAGER + "_tokenize_one_request", "around", _OURS + "tokenizer:around_tokenize_one_request"),
+    Hook(_MANAGER + "_validate_one_request", "around", _OURS + "tokenizer:around_validate_one_request"),
+    Hook(_MANAGER + "_tokenize_texts", "around", _OURS + "texts:around_tokenize_texts"),
+    Hook(_MANAGER + "_wait_one_response", "around", _OURS + "tokenizer:around_wait_one_response", "main"),
+    Hook(_MANAGER + "_dispatch_to_scheduler", "around", _OURS + "access:around_dispatch", "main"),
+    Hook(_MANAGER + "flush_cache", "around", _OURS + "service_info:around_flush_cache"),
     Hook(
         _SRT + "managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
         "around",

@@ -57,6 +57,8 @@ ForwardBatch: TypeAlias = _Unchecked
 """`sglang.srt.model_executor.forward_batch_info.ForwardBatch`: tensors of a batch."""
 AttentionLayer: TypeAlias = _Unchecked
 """`sglang.srt.layers.radix_attention.RadixAttention`: one layer's heads and scale."""
+LinearLayer: TypeAlias = _Unchecked
+"""`sglang.srt.layers.radix_linear_attention.RadixLinearAttention`: one layer's heads, convolution and gates."""
 AttentionBackend: TypeAlias = _Unchecked
 """A subclass of `sglang.srt.layers.attention.base_attn_backend.AttentionBackend`."""
 GraphRunner: TypeAlias = _Unchecked

@@ -103,5 +103,7 @@ def activate() -> str | None:
         return None
     # SGLang compiles its penalties with torch.compile at their first use; on a CPU everybody waits minutes for that.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # What convolutions of hybrid linear models have seen of a prompt: SGLang would round it to bfloat16 between passes.
+    os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     leave_out_gpu_warnings()  # SGLang asks for its platform before it imports what warns
     return "sglang_ext.platform_cpu.TorchCpuPlatform"

@@ -77,7 +77,7 @@ SLOW = (
     "launch/test_bench_drafts.py::test_drafts_in_an_engine",
     "launch/test_quality.py::test_a_method_in_an_engine",
     "models/test_starts.py::test_answers",
-    "models/test_starts.py::test_models_with_windows",
+    "models/test_starts.py::test_models_with_windows_or_states",
     "oracle/test_ltri.py",
     "plugin/test_warm_up.py::test_rows_over_clusters",
     "serving/test_versions.py::test_processes",

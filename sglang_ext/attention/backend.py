@@ -285,6 +285,7 @@ class ViewBackend(_Base):
 def view_backend(model_runner: ModelRunner) -> ViewBackend | None:
     """The view backend among a model runner's attention backends, or None when another one was chosen."""
     backend = getattr(model_runner, "attn_backend", None)
+    backend = getattr(backend, "full_attn_backend", backend)  # of a hybrid linear model
     return backend if isinstance(backend, ViewBackend) else None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_ext.systems.registry import System
+from sglang_ext.systems.registry import Kinds, System
 
 KERNELS_ENV = "SGLANG_EXT_KERNELS"
 """Environment variable:
@@ -37,10 +37,10 @@ PLAIN_ENV = "SGLANG_EXT_PLAIN_ATTENTION"
 PLAIN = ("auto", "fa3", "flashinfer")
 
 MIXED_ON_GPUS = False
-"""Whether a system reads some layers of a model on GPUs while SGLang's own backend serves the others (`System.mixed`).
+"""Whether a system reads some layers of a model on GPUs while SGLang's own code serves the others.
 
-No GPU has run that. A pass needs the metadata of both there, and so does each CUDA graph of a decoding step, for which
-the adapter has SGLang's backend plan the variant without views alone.
+No GPU has run that (`System.mixed`, `System.hybrid`). A pass needs the metadata of both there, and so does each CUDA
+graph of a decoding step, for which the adapter has SGLang's backend plan the variant without views alone.
 """
 
 DRAFTS_ON_GPUS = False
@@ -129,9 +129,14 @@ def captures(system: System, dtype: str) -> bool:
     return torch.cuda.is_available() and kernels(system, dtype) != "torch"
 
 
-def mixes(system: System) -> bool:
-    """Whether a system serves models of which some layers have sliding windows, on this machine."""
-    return system.mixed and (MIXED_ON_GPUS or not torch.cuda.is_available())
+def kinds(system: System) -> Kinds:
+    """Layers beside which a system reads the others of a model, on this machine."""
+    return kinds_without_gpu(system) if MIXED_ON_GPUS or not torch.cuda.is_available() else Kinds()
+
+
+def kinds_without_gpu(system: System) -> Kinds:
+    """The same on a machine without a GPU."""
+    return Kinds(windows=system.mixed, states=system.hybrid)
 
 
 def drafts(system: System) -> bool:

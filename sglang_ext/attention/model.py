@@ -44,8 +44,8 @@ class Model:
     Attributes:
         window_layers: numbers of the layers with a sliding window. SGLang's own attention serves them, and what is said
             here of layers leaves them out.
-        rope: the model's rotation. Where some layers have windows, there are no views that move keys, and it rotates
-            nothing: the layers of such a model may have different rotations, or none.
+        rope: the model's rotation. Where some layers have windows or states, there are no views that move keys, and it
+            rotates nothing: the layers of such a model may have different rotations, or none.
         table: [requests, columns] int32, the KV slot of each column of each request in SGLang's request pool.
         slots: rows of every layer's KV buffer.
     """
@@ -54,7 +54,9 @@ class Model:
         self._runner = model_runner
         self.table: torch.Tensor = model_runner.req_to_token_pool.req_to_token
         self.window_layers = compat.window_layers(model_runner)
-        self.rope = no_rotation(self.table.device) if self.window_layers else find_rope(model_runner.model)
+        states, _ = compat.listed_states(model_runner.model_config)
+        views_move = not self.window_layers and not states
+        self.rope = find_rope(model_runner.model) if views_move else no_rotation(self.table.device)
         self.slots = compat.num_kv_slots(model_runner)
 
     @cached_property

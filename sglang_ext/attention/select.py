@@ -8,7 +8,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.backend import ViewBackend
-from sglang_ext.attention.choice import kernels, mixes, plain_attention
+from sglang_ext.attention.choice import kernels, kinds, plain_attention
 from sglang_ext.attention.model import Machine
 from sglang_ext.attention.policy import Policy
 from sglang_ext.config import DRAFTING
@@ -31,7 +31,7 @@ def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
         ValueError: the model is none that the system or its kernels serve, or the environment asks for kernels or for
             plain attention that there are not; says what to change.
     """
-    compat.refuse_model(model_runner, system.float8, mixes(system))
+    compat.refuse_model(model_runner, system.float8, kinds(system))
     float8 = model_runner.kv_cache_dtype == FLOAT8
     chosen = kernels(system, model_runner.server_args.dtype, float8=float8)
     plain = "torch"

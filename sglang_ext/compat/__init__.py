@@ -56,7 +56,13 @@ from sglang_ext.compat.kv import (
     num_request_slots,
     write_kv,
 )
-from sglang_ext.compat.layers import attention_layers, has_window, listed_windows, window_layers
+from sglang_ext.compat.layers import (
+    attention_layers,
+    has_window,
+    listed_states,
+    listed_windows,
+    window_layers,
+)
 from sglang_ext.compat.line import (
     LEAVES_OUT_ENDING,
     REQUEUES_PREEMPTED,
@@ -95,7 +101,7 @@ from sglang_ext.compat.manager import (
     streams_parts,
     takes_requests,
 )
-from sglang_ext.compat.models import refuse_config, refuse_model
+from sglang_ext.compat.models import refuse_config, refuse_model, serves_states
 from sglang_ext.compat.nodes import node_begin, path_slots, tree_nodes
 from sglang_ext.compat.priorities import first_priority, preempts, sort_waiting
 from sglang_ext.compat.rows import as_prompt, new_rows
@@ -158,6 +164,7 @@ __all__ = [
     "kv_by_layer",
     "kv_bytes_per_token",
     "kv_scales",
+    "listed_states",
     "listed_windows",
     "listen",
     "load_weights",
@@ -190,6 +197,7 @@ __all__ = [
     "requests_under_way",
     "resolved",
     "route_path",
+    "serves_states",
     "set_extend",
     "set_reserved",
     "set_written",

@@ -1,7 +1,9 @@
-"""Models that mix kinds of layers: those with a sliding window, and those that attend to the whole context.
+"""Models that mix kinds of layers: those that attend to the whole context, and others.
 
-A system that says so (`System.mixed`) reads the layers that attend to the whole context. SGLang's own attention serves
-the others beside it. All layers keep all tokens, so that the radix tree is that of any other model.
+The others have a sliding window, or they keep one state for a whole context (hybrid linear models). A system that says
+so (`System.mixed`, `System.hybrid`) reads the layers that attend to the whole context. SGLang's own code serves the
+others beside it. Layers with windows keep all tokens, so that the radix tree is that of any other model. Models with
+states run without a radix tree: a prefix in it would need its state, too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,13 @@ MIXED = frozenset({"Gemma3ForCausalLM", "Olmo2ForCausalLM", "Cohere2ForCausalLM"
 
 SGLang keeps all tokens of all layers for them (`disable_hybrid_swa_memory`, or no KV cache of two kinds at all), and
 builds the layers that `layer_types` lists.
+"""
+
+HYBRID = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"})
+"""SGLang's classes of models most of whose layers keep a state by the gated delta rule, likewise compared.
+
+Qwen3.5 has three positions a token, which are the same in texts, and keys stay where they were written. Texts alone are
+served (`serving.requests`): nobody has compared images.
 """
 
 WINDOWS = ("sliding_attention", "chunked_attention")
@@ -45,3 +54,14 @@ def listed_windows(model_config: Any) -> tuple[int, int]:
     """
     listed = getattr(model_config.hf_text_config, "layer_types", None) or ()
     return sum(kind in WINDOWS for kind in listed), len(listed)
+
+
+def listed_states(model_config: Any) -> tuple[int, int]:
+    """(layers that keep a state, layers) as the configuration of a model of `HYBRID` lists them; (0, 0) for others.
+
+    Args:
+        model_config: SGLang's `ModelConfig`.
+    """
+    config = model_config.hf_text_config
+    states = len(getattr(config, "linear_layer_ids", ()))
+    return (states, states + len(config.full_attention_layer_ids)) if states else (0, 0)

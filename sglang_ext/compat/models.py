@@ -7,8 +7,9 @@ SGLang builds are looked at once more when the attention backend is made: they t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from sglang.srt.connector import ConnectorType
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.utils import parse_connector_type
 
-from sglang_ext.compat.layers import MIXED, attention_layers, has_window, listed_windows
+from sglang_ext.compat.layers import HYBRID, MIXED, attention_layers, has_window, listed_windows
 from sglang_ext.compat.line import model_config
+from sglang_ext.systems.registry import Kinds
 
 
 def _hybrid_linear(config: Any) -> str:
@@ -108,7 +110,33 @@ FLOAT8 = torch.float8_e4m3fn
 """The KV cache of 8 bits that some systems read."""
 
 
-def refuse_config(server_args: Any, float8: bool, mixed: bool = False, mixing: Sequence[str] = ()) -> None:
+NONE = Kinds()
+
+
+def _beside(config: Any, kinds: Kinds) -> tuple[Callable[[Any], str], ...]:
+    """Rules that do not hold for a model whose layers of these kinds SGLang's own code serves."""
+    name = config.hf_config.architectures[0]
+    found: tuple[Callable[[Any], str], ...] = ()
+    if kinds.windows and name in MIXED and not config.is_hybrid_swa:
+        found += (_windows,)
+    if kinds.states and name in HYBRID:
+        found += (_hybrid_linear, _several_positions)
+    return found
+
+
+def serves_states(server_args: Any, kinds: Kinds) -> bool:
+    """Whether a system serves a server's model, most of whose layers keep a state, beside these layers.
+
+    False for a model that comes from a running server (`instance://`), which has no configuration yet.
+    """
+    if parse_connector_type(server_args.model_path) == ConnectorType.INSTANCE:
+        return False
+    return _hybrid_linear in _beside(model_config(server_args), kinds)
+
+
+def refuse_config(
+    server_args: Any, float8: bool, kinds: Kinds = NONE, others: Mapping[str, Kinds] = MappingProxyType({})
+) -> None:
     """Refuse a server's model by its configuration, before its weights are loaded.
 
     A model that comes from a running server (`instance://`) has none yet: its layers are looked at alone.
@@ -116,8 +144,8 @@ def refuse_config(server_args: Any, float8: bool, mixed: bool = False, mixing: S
     Args:
         server_args: the server's, whose attention backend is one of ours.
         float8: whether the system reads a KV cache in float8 e4m3, which is what SGLang makes for such checkpoints.
-        mixed: whether the system serves models of which some layers have sliding windows, on this machine.
-        mixing: names of the systems that serve them on a machine without a GPU, for the message.
+        kinds: layers beside which the system reads the others of a model, on this machine.
+        others: of all systems on a machine without a GPU, by name, for the message.
 
     Raises:
         ValueError: the model has what views do not serve, or its checkpoint asks for a KV cache of 8 bits.
@@ -126,22 +154,26 @@ def refuse_config(server_args: Any, float8: bool, mixed: bool = False, mixing: S
         return
     config = model_config(server_args)
     name, backend = config.hf_config.architectures[0], server_args.attention_backend
-    served = name in MIXED and not config.is_hybrid_swa
-    rules = [rule for rule in _RULES if not (served and mixed and rule is _windows)]
-    problems = [found for rule in rules if (found := rule(config))]
-    others = mixing if served and problems == [_windows(config)] else ()
-    _refuse(name, problems, backend, others)
+    _refuse(
+        name, _problems(config, kinds), backend, [each for each, has in others.items() if not _problems(config, has)]
+    )
     if not float8 and server_args.kv_cache_dtype == "auto" and _asks_for_fp8(config):
         raise ValueError(_of_cache(name, "the checkpoint asks for a KV cache in FP8", backend, float8))
 
 
-def refuse_model(model_runner: Any, float8: bool, mixed: bool = False) -> None:
+def _problems(config: Any, kinds: Kinds) -> list[str]:
+    """What a model's configuration has that a system does not serve, which reads others beside layers of `kinds`."""
+    beside = _beside(config, kinds)
+    return [found for rule in _RULES if rule not in beside and (found := rule(config))]
+
+
+def refuse_model(model_runner: Any, float8: bool, kinds: Kinds = NONE) -> None:
     """Refuse a model by its layers, and by the KV cache that it was given.
 
     Args:
         model_runner: SGLang's.
         float8: whether the system reads a KV cache in float8 e4m3.
-        mixed: whether the system serves models of which some layers have sliding windows, on this machine.
+        kinds: layers beside which the system reads the others of a model, on this machine.
 
     Raises:
         ValueError: the layers have what views do not serve, or keys and values are kept in 8 bits that the system does
@@ -158,7 +190,7 @@ def refuse_model(model_runner: Any, float8: bool, mixed: bool = False) -> None:
         problems.append("cross attention")
     if any(layer.attn_type != AttentionType.DECODER for layer in layers):
         problems.append("attention in both directions")
-    if any(has_window(layer) for layer in layers) and not (mixed and name in MIXED):
+    if any(has_window(layer) for layer in layers) and not (kinds.windows and name in MIXED):
         problems.append("sliding windows")
     if any(layer.logit_cap for layer in layers):
         problems.append("attention logit caps")

@@ -201,7 +201,11 @@ class RadixTree(RadixCache):
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         end = req.extend_range.end
-        kept = None if self.disable else self.keep_row(req, end, chunked)
+        if self.disable:  # the next chunk goes on behind these slots, as in SGLang's cache without a tree
+            slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :end]
+            req.prefix_indices = slots.to(dtype=torch.int64, copy=True)
+            return
+        kept = self.keep_row(req, end, chunked)
         if kept is None:
             super().cache_unfinished_req(req, chunked=chunked)
             self.rewritten(req.req_pool_idx)

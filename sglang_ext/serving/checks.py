@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_ext import compat, lines
-from sglang_ext.attention.choice import asked_plain_attention, captures, drafts, mixes
+from sglang_ext.attention.choice import asked_plain_attention, captures, drafts, kinds, kinds_without_gpu
 from sglang_ext.config import DRAFTING, POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
@@ -91,6 +91,8 @@ def refusals(server_args: ServerArgs) -> list[str]:
         value = getattr(server_args, name, None)
         if name == "page_size" and system is not None and system.pages:
             continue  # `_of_pages` looks at it
+        if name == "disable_radix_cache" and system is not None and compat.serves_states(server_args, kinds(system)):
+            continue
         if value is not None and refused(value):
             problems.append(
                 f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
@@ -175,6 +177,11 @@ def _of_drafts(server_args: ServerArgs, system: System) -> list[str]:
     if not drafts(system):
         return [f"{said} on a GPU, where nobody has run it: leave out --speculative-algorithm"]
     problems = []
+    if compat.serves_states(server_args, kinds(system)):
+        problems.append(
+            f"{said} with a model whose layers keep a state, from which no guess could be taken back: leave out"
+            " --speculative-algorithm"
+        )
     try:
         system.make_policy().draft(server_args.speculative_num_draft_tokens)
     except ValueError as error:
@@ -233,8 +240,10 @@ def before_model_adjustments(server_args: ServerArgs) -> None:
     """
     system = system_of(server_args)
     if system is not None:
-        mixing = [name for name, each in systems().items() if each.mixed]
-        compat.refuse_config(server_args, system.float8, mixes(system), mixing)
+        others = {name: kinds_without_gpu(each) for name, each in systems().items()}
+        compat.refuse_config(server_args, system.float8, kinds(system), others)
+        if compat.serves_states(server_args, kinds(system)):
+            server_args.disable_radix_cache = True  # a prefix in the tree would need its states, too
 
 
 def _share_cores() -> None:

@@ -25,4 +25,11 @@ def no_pools(manager: TokenizerManager) -> str:
             f" and there are no pools (--attention-backend {chosen}): serve them with a model of which every layer"
             " attends to the whole context"
         )
+    states, layers = compat.listed_states(manager.model_config)
+    if states:
+        return (
+            f"{states} of {layers} layers of this server's model keep a state for a whole context, which cannot be put"
+            f" together from blocks, and there are no pools (--attention-backend {chosen}): serve them with a model of"
+            " which every layer attends to the whole context"
+        )
     return ""

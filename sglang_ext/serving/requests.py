@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from sglang_ext import compat
 from sglang_ext.cache.conversation import NAMESPACE
 from sglang_ext.cache.rows import INTERNAL, WIRE_KEY
 from sglang_ext.config import RequestOptions, check_text, unknown_names
@@ -94,7 +95,7 @@ class Facts:
         vocabulary: tokens that the model has an embedding for; ids are 0 to that, less one.
         context: tokens of a prompt and its answer together.
         policy: of the server, whose options `custom_params` may name.
-        media: whether the model reads images, audio or video.
+        media: whether the server reads images, audio or video: not of a hybrid linear model, with which nobody tried.
         max_prompts, max_logprobs, default_max_new_tokens: see `settings.ServerSettings`.
     """
 
@@ -113,7 +114,7 @@ def facts_of(manager: TokenizerManager, policy: Policy, settings: ServerSettings
         vocabulary=manager.model_config.vocab_size,
         context=manager.context_len,
         policy=policy,
-        media=manager.mm_processor is not None,
+        media=manager.mm_processor is not None and not any(compat.listed_states(manager.model_config)),
         max_prompts=settings.max_prompts,
         max_logprobs=settings.max_logprobs,
         default_max_new_tokens=settings.default_max_new_tokens,
@@ -212,7 +213,7 @@ def check_prompt(prompt: RequestInput, facts: Facts) -> None:
         raise ValueError(f"text={reprlib.repr(prompt.text)}: expected a text for each prompt")
     media = [name for name in MEDIA if any(item is not None for item in _flat(getattr(prompt, name, None)))]
     if media and not facts.media:
-        raise ValueError(f"{', '.join(media)}: this model reads text only; leave it out")
+        raise ValueError(f"{', '.join(media)}: this server reads text only; leave it out")
     if not media and prompt.input_ids is None and not prompt.text:
         raise ValueError("the prompt is empty: send at least one character of text, or one token id")
     if prompt.rid.startswith(INTERNAL):

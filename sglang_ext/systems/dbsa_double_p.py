@@ -11,5 +11,5 @@ SYSTEM = replace(
     policy="sglang_ext.attention.double_p:DbsaDoublePPolicy",
     pages=False,
     mixed=False,  # it is for pools
-    drafts=True,
+    hybrid=False,  # likewise
 )

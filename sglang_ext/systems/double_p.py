@@ -13,5 +13,6 @@ SYSTEM = System(
     float8=True,
     pages=True,
     mixed=True,
+    hybrid=True,
     drafts=True,
 )

@@ -40,6 +40,19 @@ _OURS = (
 
 
 @dataclass(frozen=True)
+class Kinds:
+    """Kinds of layers that SGLang's own code serves beside those that a system reads.
+
+    Attributes:
+        windows: whether these are layers with a sliding window, of the models `compat.layers.MIXED`.
+        states: whether these are layers that keep a state, of the models `compat.layers.HYBRID`.
+    """
+
+    windows: bool = False
+    states: bool = False
+
+
+@dataclass(frozen=True)
 class System:
     """One system: a policy, its options, and what reads what its rows see.
 
@@ -56,6 +69,8 @@ class System:
         pages: whether requests without a pool are served where KV slots are given out in pages (`--page-size`).
         mixed: whether it serves models of which some layers have sliding windows (`compat.layers`): plain requests, in
             which it reads the other layers. There are no pools then: windows do not move with blocks.
+        hybrid: whether it serves models of which most layers keep a state for a whole context (`compat.layers`):
+            likewise, and without prefixes in the radix tree, which would need states, too.
         drafts: whether its decoding steps may guess tokens for dense attention to verify (`sglang_ext.drafting`): rows
             of a prompt see all of their row then, and reading a token that is replaced later leaves no trace.
     """
@@ -71,6 +86,7 @@ class System:
     float8: bool = False
     pages: bool = False
     mixed: bool = False
+    hybrid: bool = False
     drafts: bool = False
 
     def reader_of(self, kernels: bool) -> str:

@@ -78,6 +78,27 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "num_hidden_layers": 4,
+    "head_dim": 256,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+}
+SHARED = {"shared_expert_intermediate_size": 32}
+THREE_POSITIONS = {
+    "rope_parameters": {**LINEAR["rope_parameters"], "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+}
+IMAGES = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    },
+    "image_token_id": 370,
+    "video_token_id": 371,
+    "vision_start_token_id": 372,
+    "vision_end_token_id": 373,
 }
 
 
@@ -98,6 +119,8 @@ class Architecture:
         needs_gpu: why SGLang itself cannot run it without a GPU; empty where it can.
         wider: tokens by which SGLang's window is wider than that of `transformers`.
         written: fields of `config.json` in place of those that `transformers` writes; None: left out.
+        offset: what its norms add to a weight that is saved: of most, nothing.
+        images: whether weights are those of the model that reads images, too, and what prepares images is saved.
     """
 
     name: str
@@ -109,6 +132,8 @@ class Architecture:
     needs_gpu: str = ""
     wider: int = 0
     written: dict[str, Any] = field(default_factory=dict)
+    offset: float = 0.0
+    images: bool = False
 
     def save(self, folder: Path, weights: bool = True) -> Path:
         """Write the configuration and the tokenizer into a folder, and random float32 weights where views serve it."""
@@ -124,11 +149,16 @@ class Architecture:
         config = getattr(transformers, self.config)(**copy.deepcopy(given))  # which may change what it is given
         config.architectures = [self.class_name]
         if self.works and weights:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            made = transformers.AutoModelForImageTextToText if self.images else transformers.AutoModelForCausalLM
+            model = made.from_config(config, dtype=torch.float32)
             models._initialise(model.named_parameters(), seed=0)
+            self._spread(model)
             if (bias := getattr(model.lm_head, "bias", None)) is not None:
                 torch.nn.init.zeros_(bias)  # SGLang leaves it out (Phi-1 and Phi-2), whichever backend serves
             model.save_pretrained(folder)
+            if self.images:
+                transformers.Qwen2VLImageProcessor().save_pretrained(folder)
+                transformers.Qwen3VLVideoProcessor().save_pretrained(folder)
         else:
             config.save_pretrained(folder)
         file = folder / "config.json"
@@ -139,6 +169,15 @@ class Architecture:
                 part["full_attention_interval"] = fields["full_attention_interval"]
         file.write_text(json.dumps(written, indent=1), encoding="utf-8")
         return folder
+
+    def _spread(self, model: torch.nn.Module) -> None:
+        """Give norms the weights that they are to multiply by, and states decays of a token up to hundreds of them."""
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+                    weight.sub_(self.offset)
+                if name.endswith("A_log"):
+                    weight.copy_(torch.linspace(-6, 0, weight.numel()))
 
 
 def _sizes(changed: dict[str, Any]) -> dict[str, Any]:
@@ -217,10 +256,39 @@ MIXED = (
 )
 """Those whose layers without a window `double_p` reads; the other systems refuse them."""
 
+HYBRID = (
+    Architecture(
+        "Qwen3-Next",
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**LINEAR, **MOE, **SHARED},
+        works=True,
+        offset=1.0,
+    ),
+    Architecture(
+        "Qwen3.5",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        IMAGES,
+        {**LINEAR, **THREE_POSITIONS},
+        works=True,
+        offset=1.0,
+        images=True,
+    ),
+    Architecture(
+        "Qwen3.5, MoE",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeConfig",
+        IMAGES,
+        {**LINEAR, **THREE_POSITIONS, **MOE, **SHARED},
+        works=True,
+        offset=1.0,
+        images=True,
+    ),
+)
+"""Those most of whose layers keep a state, and whose other layers `double_p` reads; the other systems refuse them."""
+
 REFUSED = (
-    Architecture("Qwen3-Next", "Qwen3NextForCausalLM", "Qwen3NextConfig", {**LINEAR, **MOE}),
-    Architecture("Qwen3.5", "Qwen3_5ForConditionalGeneration", "Qwen3_5Config", text=LINEAR),
-    Architecture("Qwen3.5, MoE", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", text={**LINEAR, **MOE}),
     Architecture(
         "Nemotron-H",
         "NemotronHForCausalLM",

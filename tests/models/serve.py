@@ -4,8 +4,8 @@ A plain prompt is compared for every system. Where a system has pools, so is a q
 themselves alone: in `transformers` that is one forward under a mask, at the positions that the view gives the blocks.
 So nothing here knows how an architecture rotates its keys, and a layer that was rotated wrongly shows.
 
-Where a model has layers with windows, a plain prompt is compared with clusters in use: all of them are read token by
-token, so that the answer is that of `transformers` again.
+Where a model has layers with windows or states, a plain prompt is compared with clusters in use: all of them are read
+token by token, so that the answer is that of `transformers` again.
 """
 
 from __future__ import annotations
@@ -70,12 +70,14 @@ def error_of(folder: Path, system: str, wider: int | None = None) -> float:
     Args:
         folder: of the model.
         system: one of ours, or `torch_native`.
-        wider: tokens by which SGLang's window is wider than that of `transformers`; None for a model without windows.
+        wider: tokens by which SGLang's window is wider than that of `transformers`; None for a model of which
+            every layer attends to the whole context.
     """
     if wider is None:
         with serving(folder, system) as engine:
             return deviation(engine, folder, system)
-    with serving(folder, system, **({"policy": MIXED_POLICY} if system in systems() else {})) as engine:
+    arguments = {"policy": MIXED_POLICY} if system in systems() else {"disable_radix_cache": True}
+    with serving(folder, system, **arguments) as engine:
         return mixed_deviation(engine, folder, wider)
 
 
@@ -93,7 +95,7 @@ def deviation(engine: Any, folder: Path, system: str) -> float:
 
 
 def mixed_deviation(engine: Any, folder: Path, wider: int) -> float:
-    """The largest error of a log-probability in a plain answer of a model that has layers with windows.
+    """The largest error of a log-probability in a plain answer of a model that has layers with windows or states.
 
     Args:
         engine: a server of ours with `MIXED_POLICY`, or SGLang's own.
@@ -103,7 +105,8 @@ def mixed_deviation(engine: Any, folder: Path, wider: int) -> float:
         ValueError: no clusters were made.
     """
     model = models.load_model(folder)
-    model.config.sliding_window += wider
+    if wider:
+        model.config.sliding_window += wider
     ours = engine.server_args.attention_backend in systems()
     answer = _ask(engine, PROMPT, {"p1": 1, "p2": 1} if ours else None)
     if ours and not engine.get_server_info()["internal_states"][0]["sglang_ext"]["cluster_tokens_computed"]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sglang_ext.systems.registry import ours
-from tests.models.architectures import MIXED, REFUSED, SERVED, Architecture
+from tests.models.architectures import HYBRID, MIXED, REFUSED, SERVED, Architecture
 from tests.models.run import Outcome, refused, run
 from tests.models.serve import deviation, serving
 
@@ -23,27 +23,42 @@ def main(chosen: Sequence[str]) -> int:
     """Try all architectures, say what came of each, and write the page unless only some systems were asked for."""
     names = list(chosen or ours())
     with tempfile.TemporaryDirectory() as room:
-        folders = {each: each.save(Path(room) / str(i)) for i, each in enumerate((*SERVED, *MIXED, *REFUSED))}
+        folders = {each: each.save(Path(room) / str(i)) for i, each in enumerate((*SERVED, *MIXED, *HYBRID, *REFUSED))}
         with serving(folders[SERVED[0]], "dbsa") as engine:  # what is imported now is there in all that are forked
             deviation(engine, folders[SERVED[0]], "dbsa")
-        served, mixed, declined = {}, {}, {}
+        served, mixed, hybrid, declined = {}, {}, {}, {}
         for each in SERVED:
             served[each] = {name: run(each.needs_gpu, folders[each], name) for name in (STOCK, *names)}
             print(each.name, served[each], flush=True)
         for each in MIXED:
-            mixed[each] = {name: _mixed(each, folders[each], name) for name in (STOCK, *names)}
+            mixed[each] = {name: _partly(each, folders[each], name, _mixed) for name in (STOCK, *names)}
             print(each.name, mixed[each], flush=True)
+        for each in HYBRID:
+            hybrid[each] = {name: _partly(each, folders[each], name, _hybrid) for name in (STOCK, *names)}
+            print(each.name, hybrid[each], flush=True)
         for each in REFUSED:
             declined[each] = {name: refused(folders[each], name) for name in names}
             print(each.name, declined[each][names[0]], flush=True)
     if not chosen:
-        write("\n".join([*served_table(served), "", *mixed_table(mixed), "", *refused_table(declined)]))
+        partly = [
+            *partly_table("models with windows", mixed, _mixed),
+            "",
+            *partly_table("hybrid linear models", hybrid, _hybrid),
+        ]
+        write("\n".join([*served_table(served), "", *partly, "", *refused_table(declined)]))
     return 0
 
 
-def _mixed(each: Architecture, folder: Path, name: str) -> Outcome:
-    serves = name == STOCK or ours()[name].mixed
-    return run(each.needs_gpu, folder, name, each.wider) if serves else refused(folder, name)
+def _mixed(name: str) -> bool:
+    return name == STOCK or ours()[name].mixed
+
+
+def _hybrid(name: str) -> bool:
+    return name == STOCK or ours()[name].hybrid
+
+
+def _partly(each: Architecture, folder: Path, name: str, serves: Callable[[str], bool]) -> Outcome:
+    return run(each.needs_gpu, folder, name, each.wider) if serves(name) else refused(folder, name)
 
 
 def served_table(found: Mapping[Architecture, Outcomes]) -> list[str]:
@@ -66,15 +81,20 @@ def served_table(found: Mapping[Architecture, Outcomes]) -> list[str]:
     return lines
 
 
-def mixed_table(found: Mapping[Architecture, Outcomes]) -> list[str]:
-    """Lines of the table of models that have layers with windows, which systems that say so serve.
+def partly_table(title: str, found: Mapping[Architecture, Outcomes], serves: Callable[[str], bool]) -> list[str]:
+    """Lines of the table of models of which systems that say so read some of the layers.
+
+    Args:
+        title: what these models are.
+        found: what came of each.
+        serves: whether a system says so, by name; SGLang's own backend does.
 
     Raises:
         ValueError: SGLang's own backend does not serve a model, or another system did not refuse it.
     """
-    lines = ["| models with windows | architecture | with `double_p` | largest error |", "| --- | --- | --- | --- |"]
+    lines = [f"| {title} | architecture | with `double_p` | largest error |", "| --- | --- | --- | --- |"]
     for each, outcomes in found.items():
-        serving = {name: one for name, one in outcomes.items() if name == STOCK or ours()[name].mixed}
+        serving = {name: one for name, one in outcomes.items() if serves(name)}
         others = {name: one for name, one in outcomes.items() if name not in serving}
         if serving[STOCK].kind != "works" or any(one.kind != "refused" for one in others.values()):
             raise ValueError(f"{each.name}: {outcomes}: expected SGLang's own to work, and a refusal by {list(others)}")

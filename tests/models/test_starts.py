@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_ext.systems.registry import ours
-from tests.models.architectures import MIXED, SERVED, Architecture
+from tests.models.architectures import HYBRID, MIXED, SERVED, Architecture
 from tests.models.serve import TOLERANCE, error_of
 
 TRIED = [each for each in SERVED if not each.needs_gpu]
@@ -28,8 +28,8 @@ def test_answers_are_those_of_transformers(architecture: Architecture, system: s
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="double_p serves these models without a GPU alone")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("architecture", MIXED, ids=lambda each: each.name)
-def test_models_with_windows(architecture: Architecture, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", [*MIXED, *HYBRID], ids=lambda each: each.name)
+def test_models_with_windows_or_states(architecture: Architecture, tmp_path: Path) -> None:
     assert error_of(architecture.save(tmp_path), "double_p", architecture.wider) <= TOLERANCE
 
 

@@ -17,14 +17,11 @@ from sglang_ext.attention import choice
 from sglang_ext.attention.model import layers_read
 from sglang_ext.compat import line
 from sglang_ext.serving.checks import before_model_adjustments
-from sglang_ext.systems.registry import ours
-from tests.models.architectures import MIXED, REFUSED, SERVED, Architecture
+from sglang_ext.systems.registry import Kinds, ours
+from tests.models.architectures import HYBRID, MIXED, REFUSED, SERVED, Architecture
 
 INSTEAD = "leave out --attention-backend, and SGLang chooses one"
 HAS = {
-    "Qwen3-Next": "hybrid linear attention (3 of 4 layers have a state",
-    "Qwen3.5": "hybrid linear attention (3 of 4 layers",
-    "Qwen3.5, MoE": "hybrid linear attention (3 of 4 layers",
     "Nemotron-H": "hybrid linear attention",
     "Kimi Linear": "hybrid linear attention (3 of 4 layers",
     "LFM2": "hybrid linear attention",
@@ -104,12 +101,19 @@ def test_the_hook_is_called_where_arguments_are_resolved(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("backend", [name for name in ours() if name != "double_p"])
-@pytest.mark.parametrize("architecture", MIXED, ids=lambda each: each.name)
-def test_systems_that_do_not_mix_refuse_windows_and_name_the_one_that_does(
-    architecture: Architecture, backend: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("architecture", "has"),
+    [
+        *((each, r"sliding-window attention \(2 of 3 layers\)") for each in MIXED),
+        *((each, r"hybrid linear attention \(3 of 4 layers have a state.*") for each in HYBRID),
+    ],
+    ids=[each.name for each in (*MIXED, *HYBRID)],
+)
+def test_systems_that_read_all_layers_refuse_others_and_name_the_one_that_does_not(
+    architecture: Architecture, has: str, backend: str, tmp_path: Path
 ) -> None:
     words = (
-        r" has sliding-window attention \(2 of 3 layers\): --attention-backend "
+        f" has {has}: --attention-backend "
         + re.escape(backend)
         + " does not serve such models.*SGLang chooses one; or, on a machine without a GPU, with --attention-backend"
         " double_p$"
@@ -118,15 +122,22 @@ def test_systems_that_do_not_mix_refuse_windows_and_name_the_one_that_does(
         before_model_adjustments(arguments(architecture.save(tmp_path, weights=False), backend=backend))
 
 
-@pytest.mark.parametrize("architecture", MIXED, ids=lambda each: each.name)
-def test_double_p_takes_windows_but_not_on_gpus(
+@pytest.mark.parametrize("architecture", [*MIXED, *HYBRID], ids=lambda each: each.name)
+def test_double_p_takes_windows_and_states_but_not_on_gpus(
     architecture: Architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server_args = arguments(architecture.save(tmp_path, weights=False), backend="double_p")
     before_model_adjustments(server_args)
+    assert server_args.disable_radix_cache == (architecture in HYBRID), "a prefix would need its states"
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="--attention-backend double_p does not serve such models"):
         before_model_adjustments(server_args)
+
+
+def test_hybrid_models_by_another_rule_are_refused(tmp_path: Path) -> None:
+    """Three positions a token are let pass where states are, and nowhere else."""
+    with pytest.raises(ValueError, match=r"^Qwen3VLForConditionalGeneration has M-RoPE"):
+        before_model_adjustments(arguments(REFUSED[-1].save(tmp_path), backend="double_p"))
 
 
 @pytest.mark.parametrize(("architecture", "layers"), [*((each, 1) for each in MIXED), (SERVED[0], 3)])
@@ -147,11 +158,11 @@ def test_windows_that_sglang_keeps_in_a_cache_of_their_own_are_refused(tmp_path:
 def test_only_layers_with_windows_of_known_models_are_left_to_sglang() -> None:
     found = runner(sliding_window_size=15)
     with pytest.raises(ValueError, match="NewForCausalLM has sliding windows"):
-        compat.refuse_model(found, float8=True, mixed=True)
+        compat.refuse_model(found, float8=True, kinds=Kinds(windows=True))
     found.model_config.hf_config.architectures = ["Gemma3ForCausalLM"]
-    compat.refuse_model(found, float8=True, mixed=True)
+    compat.refuse_model(found, float8=True, kinds=Kinds(windows=True))
     with pytest.raises(ValueError, match="Gemma3ForCausalLM has sliding windows"):
-        compat.refuse_model(found, float8=True, mixed=False)
+        compat.refuse_model(found, float8=True, kinds=Kinds(states=True))
     assert compat.window_layers(found) == {0}
 
 

@@ -9,6 +9,18 @@ import pytest
 from sglang_ext.serving.poolless import no_pools
 
 
+def config_of(layers: tuple[str, ...]) -> SimpleNamespace:
+    """The configuration of a text model whose layers are of these kinds."""
+    ids = {kind: [i for i, each in enumerate(layers) if each == kind] for kind in set(layers)}
+    if "linear_attention" not in ids:
+        return SimpleNamespace(layer_types=layers)
+    return SimpleNamespace(
+        layer_types=layers,
+        linear_layer_ids=ids["linear_attention"],
+        full_attention_layer_ids=ids["full_attention"],
+    )
+
+
 @pytest.mark.parametrize(
     ("backend", "page", "layers", "words", "named"),
     [
@@ -23,12 +35,19 @@ from sglang_ext.serving.poolless import no_pools
             "1 of 2 layers of this server's model have sliding windows",
             "--attention-backend double_p",
         ),
+        (
+            "double_p",
+            1,
+            ("linear_attention", "linear_attention", "full_attention"),
+            "2 of 3 layers of this server's model keep a state",
+            "--attention-backend double_p",
+        ),
     ],
 )
 def test_why(backend: str, page: int | None, layers: tuple[str, ...], words: str, named: str) -> None:
     manager = SimpleNamespace(
         server_args=SimpleNamespace(attention_backend=backend, page_size=page),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(layer_types=layers)),
+        model_config=SimpleNamespace(hf_text_config=config_of(layers)),
     )
     said = no_pools(manager)
     assert said.startswith(words) and bool(said) == bool(words)

@@ -147,7 +147,7 @@ async function greet() {
     document.title = `Pools · ${info.served_model_name}`;
     $("server").textContent = `${info.served_model_name} · ${info.attention_backend} · KV cache of `
       + count(info.max_total_num_tokens, "token", "tokens");
-    $("report-label").hidden = !REPORTING.includes(info.attention_backend);
+    $("report-label").hidden = !REPORTING.includes(info.attention_backend) || Boolean(info.speculative_algorithm);
   } catch (problem) {
     const words = {
       401: "A question needs the key of this server.",

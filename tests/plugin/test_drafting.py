@@ -17,7 +17,7 @@ from sglang_ext.drafting.algorithm import TOKENS, SparseDraft, register
 from sglang_ext.drafting.verify import accepted, row_positions
 from sglang_ext.serving import checks
 from sglang_ext.systems.registry import System, systems
-from tests.models.architectures import SERVED
+from tests.models.architectures import HYBRID, SERVED
 from tests.plugin.test_models import arguments
 
 
@@ -128,6 +128,14 @@ def test_a_server_that_would_guess_wrongly_does_not_start(
         monkeypatch.setenv(POLICY_ENV, given.pop("policy"))
     (problem,) = checks.refusals(arguments(folder, backend="double_p", **drafting, **given))
     assert re.search(words, problem)
+
+
+def test_a_model_whose_layers_keep_a_state_does_not_draft(tmp_path: Path) -> None:
+    folder = HYBRID[0].save(tmp_path, weights=False)
+    drafting = {"speculative_algorithm": DRAFTING, "speculative_num_draft_tokens": TOKENS}
+    assert checks.refusals(arguments(folder, backend="double_p")) == []
+    (problem,) = checks.refusals(arguments(folder, backend="double_p", **drafting))
+    assert "with a model whose layers keep a state" in problem and "leave out --speculative-algorithm" in problem
 
 
 def test_a_system_says_itself_whether_it_drafts() -> None:

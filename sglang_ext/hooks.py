@@ -227,6 +227,12 @@ HOOKS = (
         "scheduler",
     ),
     Hook(_SRT + "mem_cache.allocation.alloc_for_decode", "around", _OURS + "scheduler:around_alloc_for_decode"),
+    Hook(_SRT + "mem_cache.allocation.get_last_loc", "around", "sglang_ext.cache.pages:around_last_slot"),
+    Hook(
+        _SRT + "mem_cache.allocation.assign_req_to_token_pool_func",
+        "around",
+        "sglang_ext.drafting.slots:around_assign_slots",
+    ),
     Hook(
         _SRT + "managers.scheduler.Scheduler.get_new_batch_prefill",
         "around",

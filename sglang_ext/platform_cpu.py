@@ -89,9 +89,9 @@ class TorchCpuPlatform(SRTPlatform):
             return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+        from sglang_ext.cache.pages import TorchPages
 
-        return PagedTokenToKVPoolAllocator
+        return TorchPages
 
     def get_dispatch_key_name(self) -> str:
         return "native"

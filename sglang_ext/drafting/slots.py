@@ -1,0 +1,31 @@
+"""KV slots of what is guessed, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def around_assign_slots(
+    original: Callable[..., None],
+    requests: torch.Tensor,
+    table: torch.Tensor,
+    begins: torch.Tensor,
+    ends: torch.Tensor,
+    slots: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """AROUND assign_req_to_token_pool_func: SGLang writes slots into rows with Triton, or a build of its own for CPUs.
+
+    Args:
+        requests: [batch_size] integer, rows of the table.
+        table: [rows, columns] int32, KV slot of each column.
+        begins, ends: [batch_size] integer, columns [begin, end) of each request get slots.
+        slots: [all of these columns] integer, those of one request after the other.
+    """
+    if table.device.type != "cpu":
+        return original(requests, table, begins, ends, slots, batch_size)
+    counts = ends - begins
+    for row, begin, end, own in zip(requests, begins, ends, slots.split(counts.tolist()), strict=True):
+        table[row, begin:end] = own.to(table.dtype)

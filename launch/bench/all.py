@@ -243,7 +243,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"{benchmark.name}: {line}", flush=True)
         if args.list:
             continue
-        if benchmark.words[0] == "quality":
+        if benchmark.words[0] in ("quality", "fleet"):
             put_aside(args.out / benchmark.out, code)
         begin = time.perf_counter()
         status = subprocess.run(command(benchmark, args), check=False).returncode

@@ -129,7 +129,7 @@ def measure(servers: Fleet, missing: FleetWanted, results: FleetResults) -> None
         policy, *more = POLICIES[name]
         with routed([server.url for server in servers.servers[:count]], policy, more) as router:
             for asked in loads:
-                say(f"{asked.pools} pools ({asked.popularity}) on {count} servers, {name}")
+                say(f"{asked.pools} pools ({asked.popularity}), servers: {count}, {name}")
                 found = servers.measure(router.url, count, asked)
                 # Behind the load: policies that remember keys would keep the homes of pools that were asked in turn.
                 homes = servers.homes(router.url, count, asked) if name in KEYED else []

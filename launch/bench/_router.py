@@ -26,7 +26,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
 """How a server is chosen -> the router's policy, and its options. The first computes it from the key; the second gives
 new keys to servers in turn, and the third to that with the fewest keys under way, and both remember it."""
 KEYED = (BY_KEY, STICKY, MANUAL)
-"""Policies that send all requests of a key to one server."""
+"""Policies by which a key has a home. Sticky sessions send a request elsewhere while two of its key are there."""
 FLAGS = ("--disable-circuit-breaker", "--disable-worker-overload-protection")
 """Without the first, a pool that all servers answer with 503 closes all servers; without the second, a server whose
 KV cache is full of pools gets no requests for them."""

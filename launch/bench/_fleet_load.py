@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,10 @@ class PoolsAsked:
     pools: int
     popularity: str
 
+    def key(self, pool: int) -> str:
+        """The routing key of a pool, which has a home of its own in each load: a router remembers keys."""
+        return f"{pool_name(pool)}-{self.pools}-{self.popularity}"
+
     @property
     def weights(self) -> list[float]:
         """How often each pool is asked about."""
@@ -70,20 +75,18 @@ class Fleet:
             made = demonstrations(self.args.pool_tokens, seed=number * 1_000_000)
             body: JsonObject = {"demonstrations": [{**each} for each in made], "block_size": self.args.block_size}
             version = self.servers[0].call("PUT", f"/v1/pools/{pool_name(number)}", {**body, "pinned": False})
-            first = self.request(number, number).body
+            first = self.request(number, number, "").body
             named = {"pool": f"{pool_name(number)}@{version['version']}", "ratio": self.args.ratio}
             first["sampling_params"]["custom_params"] = named
             for server in self.servers[1:]:
                 server.call("POST", "/generate", first)
 
-    def request(self, pool: int, number: int) -> LoadRequest:
-        """A question over a pool, for its home."""
+    def request(self, pool: int, number: int, key: str) -> LoadRequest:
+        """A question over a pool, for the home of a key."""
         question = examples(1, OTHER_QUESTIONS + number)[0]["input"]
         custom: JsonObject = {"pool": pool_name(pool), "ratio": self.args.ratio}
         params = {**sampling(self.args.answer), "custom_params": custom}
-        return LoadRequest(
-            {"text": question, "sampling_params": params}, self.args.answer, {ROUTING_KEY: pool_name(pool)}
-        )
+        return LoadRequest({"text": question, "sampling_params": params}, self.args.answer, {ROUTING_KEY: key})
 
     def requests(self, asked: PoolsAsked) -> Iterator[LoadRequest]:
         """Questions without end that were not asked before."""
@@ -91,28 +94,32 @@ class Fleet:
         dice = random.Random(seed)
         for number in itertools.count(seed * 1_000_000):
             [pool] = dice.choices(range(asked.pools), asked.weights)
-            yield self.request(pool, number)
+            yield self.request(pool, number, asked.key(pool))
 
-    def homes(self, url: str, pools: int) -> list[int]:
-        """How many of the first so many pools a router sends to each server, the most first.
+    def homes(self, url: str, servers: int, asked: PoolsAsked) -> list[int]:
+        """How many of the pools a router sends to each server, the most first.
+
+        It is asked with the pools' keys and without the pools, which changes nothing in the KV caches.
 
         Args:
             url: of the router.
-            pools: how many.
+            servers: the first so many, which it knows.
+            asked: the pools.
 
         Raises:
             requests.HTTPError: a request failed.
         """
-        found: Counter[str] = Counter()
-        for number in range(pools):
-            asked = self.request(number, number)
-            answer = requests.post(f"{url}/generate", json=asked.body, headers={**asked.headers}, timeout=TIMEOUT)
+        found = Counter({server.url: 0 for server in self.servers[:servers]})
+        for number in range(asked.pools):
+            body: JsonObject = {"text": "where?", "sampling_params": {"max_new_tokens": 1}}
+            headers = {ROUTING_KEY: asked.key(number)}
+            answer = requests.post(f"{url}/generate", json=body, headers=headers, timeout=TIMEOUT)
             answer.raise_for_status()
             found[answer.headers[ROUTED]] += 1
         return sorted(found.values(), reverse=True)
 
     def measure(self, url: str, servers: int, asked: PoolsAsked) -> JsonObject:
-        """One load, after one that brings the KV caches to where they stay.
+        """One load, after one that brings the KV caches to where they stay; clients are --concurrency a server.
 
         Args:
             url: of what is asked.
@@ -125,10 +132,10 @@ class Fleet:
         Raises:
             RuntimeError: requests failed or were not finished, or none was answered.
         """
-        load = Load(url, Limits())
-        self._sound(load.closed(self.requests(asked), self.args.concurrency, self.args.warm_up))
+        load, clients = Load(url, Limits()), servers * self.args.concurrency
+        self._sound(load.closed(self.requests(asked), clients, self.args.warm_up))
         before = self.counted(servers)
-        found = load.closed(self.requests(asked), self.args.concurrency, self.args.seconds)
+        found = load.closed(self.requests(asked), clients, self.args.seconds)
         self._sound(found)
         after = self.counted(servers)
         counts = {name: after[name] - before[name] for name in COUNTED}
@@ -150,7 +157,11 @@ class Fleet:
 
 @contextmanager
 def fleet(model: Path, folder: Path, count: int, args: argparse.Namespace) -> Iterator[Fleet]:
-    """So many servers of a model, started one after the other; each has a GPU in turn where there are several.
+    """So many servers of a model; each has a GPU in turn where there are several.
+
+    Without a GPU, each computes with one thread, so that servers take turns on few processors and do not wait for each
+    other's threads. Servers start at the same time, except where some of them share a GPU: SGLang looks at its memory
+    while it starts.
 
     Raises:
         ServerError: one does not start, or fails.
@@ -158,12 +169,16 @@ def fleet(model: Path, folder: Path, count: int, args: argparse.Namespace) -> It
     import torch
 
     gpus = torch.cuda.device_count()
+
+    def start(number: int) -> Server:
+        port = free_port()
+        environment = {"CUDA_VISIBLE_DEVICES": _gpu(number % gpus)} if gpus > 1 else {}
+        environment |= {} if gpus else {"OMP_NUM_THREADS": "1"}
+        return stack.enter_context(running(server_command(model, folder, port, args), port, environment))
+
     with ExitStack() as stack:
-        servers = []
-        for number in range(count):
-            port = free_port()
-            environment = {"CUDA_VISIBLE_DEVICES": _gpu(number % gpus)} if gpus > 1 else {}
-            servers.append(stack.enter_context(running(server_command(model, folder, port, args), port, environment)))
+        with ThreadPoolExecutor(1 if 0 < gpus < count else count) as threads:
+            servers = list(threads.map(start, range(count)))
         yield Fleet(servers, args)
 
 

@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sglang_ext.launch.bench._record import Figure, Timing
-from sglang_ext.launch.bench._router import BY_KEY, MANUAL
+from sglang_ext.launch.bench._router import KEYED
 from sglang_ext.types import JsonObject
 
-KEYED = (BY_KEY, MANUAL)
-"""Policies that send all requests of a pool to one server."""
 AIM = 0.9
 """Of the blocks that one server finds which holds its share of the pools alone, what routing by pool should find."""
 
 
-def rows(loads: Sequence[JsonObject]) -> list[Figure]:
-    """Rows of each load, beside the load on one server alone with its share of the pools."""
-    return [row for load in loads for row in _of(load)]
+def figures(loads: Sequence[JsonObject], gpus: int) -> list[Figure]:
+    """Rows of each load, beside the load on one server alone with its share of the pools and of the clients.
+
+    Args:
+        loads: with `alone` and `pools_alone`.
+        gpus: of the machine. Where there are fewer than servers, rows of times say so: one server alone has more of the
+            machine than each of several.
+    """
+    return [row for load in loads for row in _of(load, gpus)]
 
 
-def _of(load: JsonObject) -> Iterator[Figure]:
+def _of(load: JsonObject, gpus: int) -> Iterator[Figure]:
     alone, share = load["alone"], load["pools_alone"]
     servers = f"{load['servers']} server{'s' if load['servers'] > 1 else ''}"
     words = f"{load['pools']} pools ({load['popularity']}) on {servers}, {load['policy']}"
     beside = f"one server alone, {share} pools"
+    shared = f", servers on shared {'GPUs' if gpus else 'processors'}" if gpus < load["servers"] > 1 else ""
     ratio = load["found"] / alone["found"] if alone["found"] else None
     aimed = load["policy"] in KEYED
     yield Figure(
@@ -39,18 +44,19 @@ def _of(load: JsonObject) -> Iterator[Figure]:
     )
     for name in ("p50", "p99"):
         yield Figure(
-            f"{words}: to the first token, {name}",
+            f"{words}: to the first token, {name}{shared}",
             Timing.of([load["first"][name]]),
             beside,
             Timing.of([alone["first"][name]]),
             alone["first"][name] / load["first"][name],
         )
+    answers = load["completed"] / load["servers"]
     yield Figure(
-        f"{words}: answers",
-        Timing.of([load["completed"]]),
+        f"{words}: answers of a server{shared}",
+        Timing.of([answers]),
         beside,
         Timing.of([alone["completed"]]),
-        load["completed"] / alone["completed"] if alone["completed"] else None,
+        answers / alone["completed"] if alone["completed"] else None,
         unit="a second",
     )
 

@@ -15,7 +15,18 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 """Header of a request: equal keys go to the same server where the policy is `consistent_hashing`."""
 ROUTED = "x-smg-routed-worker-id"
 """Header of an answer: the address of the server that gave it."""
-BY_KEY, MANUAL = "consistent_hashing", "manual"
+BY_KEY, MANUAL, STICKY = "consistent_hashing", "manual", "sticky_round_robin"
+POLICIES: dict[str, tuple[str, ...]] = {
+    BY_KEY: ("consistent_hashing",),
+    STICKY: ("round_robin", "--sticky-sessions"),
+    MANUAL: ("manual", "--assignment-mode", "min_group"),
+    "cache_aware": ("cache_aware",),
+    "round_robin": ("round_robin",),
+}
+"""How a server is chosen -> the router's policy, and its options. The first computes it from the key; the second gives
+new keys to servers in turn, and the third to that with the fewest keys under way, and both remember it."""
+KEYED = (BY_KEY, STICKY, MANUAL)
+"""Policies by which a key has a home. Sticky sessions send a request elsewhere while two of its key are there."""
 FLAGS = ("--disable-circuit-breaker", "--disable-worker-overload-protection")
 """Without the first, a pool that all servers answer with 503 closes all servers; without the second, a server whose
 KV cache is full of pools gets no requests for them."""

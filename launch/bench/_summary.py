@@ -214,8 +214,8 @@ SPEED = (
         "fleet",
         "A fleet behind SMG",
         (
-            ShownRow("16 pools (uniform) on 2 servers, consistent_hashing: share of selected blocks"),
-            ShownRow("16 pools (uniform) on 2 servers, cache_aware: share of selected blocks"),
+            ShownRow("32 pools (uniform) on 4 servers, consistent_hashing: share of selected blocks"),
+            ShownRow("32 pools (uniform) on 4 servers, cache_aware: share of selected blocks"),
         ),
     ),
 )

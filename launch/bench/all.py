@@ -243,7 +243,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"{benchmark.name}: {line}", flush=True)
         if args.list:
             continue
-        if benchmark.words[0] == "quality":
+        if benchmark.words[0] in ("quality", "fleet"):
             put_aside(args.out / benchmark.out, code)
         begin = time.perf_counter()
         status = subprocess.run(command(benchmark, args), check=False).returncode
@@ -259,7 +259,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def put_aside(results: Path, code: str) -> None:
-    """Rename a study's results of other code to ``.json.old``: the study would go on from them."""
+    """Rename results of other code to ``.json.old``, of a benchmark that would go on from them."""
     if results.exists() and json.loads(read_text(results)).get("code") != code:
         results.replace(results.with_suffix(".json.old"))
 

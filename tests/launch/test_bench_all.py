@@ -95,6 +95,16 @@ def test_a_study_does_not_go_on_from_results_of_other_code(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["quality_ltri.json.old"]
 
 
+@pytest.mark.parametrize("name", ["fleet", "drafts"])
+def test_benchmarks_that_go_on_lose_results_of_other_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / f"{name}.json").write_text('{"code": "other"}')
+    monkeypatch.setattr(all.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    assert ask("--only", name, "--data", "DATA", "--out", tmp_path) == 0
+    assert (tmp_path / f"{name}.json.old").exists() == (name == "fleet")
+
+
 def test_what_is_left(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("--list", "--out", tmp_path) == 0
     said = capsys.readouterr().out

@@ -15,9 +15,10 @@ import pytest
 
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _fleet_load, _router, fleet
+from sglang_ext.launch.bench._fleet_kept import SETTINGS, FleetResults, FleetWanted, share
 from sglang_ext.launch.bench._fleet_load import COUNTED, Fleet, PoolsAsked
-from sglang_ext.launch.bench._fleet_rows import rows, shown
-from sglang_ext.launch.bench._router import BY_KEY, FLAGS, MANUAL, ROUTING_KEY
+from sglang_ext.launch.bench._fleet_rows import figures, shown
+from sglang_ext.launch.bench._router import BY_KEY, FLAGS, KEYED, MANUAL, POLICIES, ROUTED, ROUTING_KEY, STICKY
 from sglang_ext.launch.bench._serve_load import Measured
 from sglang_ext.launch.bench._serve_mixes import pool_name
 from sglang_ext.launch.client import ServerError
@@ -60,13 +61,16 @@ def test_popular_pools_are_asked_about_more() -> None:
         asked = PoolsAsked(4, popularity)
         made = list(itertools.islice(fleet.requests(asked), 2000))
         counts = Counter(each.headers[ROUTING_KEY] for each in made)
-        assert set(counts) == {pool_name(number) for number in range(4)}
-        assert least < counts[pool_name(0)] / counts[pool_name(3)] < most
+        assert set(counts) == {asked.key(number) for number in range(4)}
+        assert least < counts[asked.key(0)] / counts[asked.key(3)] < most
+        names = {asked.key(number): pool_name(number) for number in range(4)}
         for each in made:
             custom = each.body["sampling_params"]["custom_params"]
-            assert custom == {"pool": each.headers[ROUTING_KEY], "ratio": ARGS.ratio}
+            assert custom == {"pool": names[each.headers[ROUTING_KEY]], "ratio": ARGS.ratio}
     texts = [each.body["text"] for _ in range(2) for each in itertools.islice(fleet.requests(asked), 50)]
     assert len(set(texts)) == 100, "a question was asked twice"
+    keys = {PoolsAsked(pools, each).key(0) for pools in (4, 8) for each in ("uniform", "zipf")}
+    assert len(keys) == 4, "a router would remember the homes of another load"
 
 
 def test_every_server_has_encoded_every_pool() -> None:
@@ -81,12 +85,31 @@ def test_every_server_has_encoded_every_pool() -> None:
 
 def test_counts_are_those_of_the_load_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     servers: Any = [Stand(10, 110), Stand(20, 40), Stand()]
-    monkeypatch.setattr(_fleet_load.Load, "closed", lambda *_: measured())
+    clients: list[int] = []
+
+    def closed(self: Any, requests: Any, concurrency: int, seconds: float) -> Measured:
+        clients.append(concurrency)
+        return measured()
+
+    monkeypatch.setattr(_fleet_load.Load, "closed", closed)
     found = Fleet(servers, ARGS).measure("http://router", 2, PoolsAsked(2, "uniform"))
     hits, missed = (100 + 20) * 1, (100 + 20) * 2
     assert found["block_hits"] == hits and found["missed_blocks"] == missed
     assert found["found"] == 1 - missed / hits and found["completed"] == 9.0
     assert not servers[2].calls
+    assert clients == [2 * ARGS.concurrency] * 2, "each server has as many clients as one alone"
+
+
+def test_homes_are_asked_for_without_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    def post(url: str, json: Any, headers: Any, timeout: float) -> Any:
+        assert "custom_params" not in json["sampling_params"]
+        home = "b" if headers[ROUTING_KEY] == asked.key(2) else "a"
+        return SimpleNamespace(raise_for_status=lambda: None, headers={ROUTED: home})
+
+    asked = PoolsAsked(3, "zipf")
+    monkeypatch.setattr(_fleet_load.requests, "post", post)
+    servers: Any = [SimpleNamespace(url=url) for url in "abcd"]
+    assert Fleet(servers, ARGS).homes("http://router", 3, asked) == [2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -101,45 +124,118 @@ def test_a_load_that_is_none_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch,
         Fleet(servers, ARGS).measure("http://router", 1, PoolsAsked(2, "uniform"))
 
 
-def test_a_load_comes_before_the_look_at_homes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A look asks about one pool after the other, and `manual` remembers what it chose then."""
-    asked: list[str] = []
-
-    class Noting(Fleet):
-        def measure(self, url: str, servers: int, asked_about: PoolsAsked) -> dict[str, Any]:
-            asked.append(f"load on {servers}")
-            return load(MANUAL, 1.0, 1.0)
-
-        def homes(self, url: str, pools: int) -> list[int]:
-            asked.append("homes")
-            return [pools]
-
-    stands: Any = [SimpleNamespace(url="http://one"), SimpleNamespace(url="http://two")]
-    monkeypatch.setattr(fleet, "routed", lambda *_: nullcontext(SimpleNamespace(url="http://router")))
-    args = argparse.Namespace(
-        pools=[4], servers=[2], policies=[MANUAL, "round_robin"], out=tmp_path / "o.json", commit="c"
-    )
-    loads: list[Any] = []
-    fleet.measure(Noting(stands, args), "uniform", args, loads)
-    assert asked == ["load on 1", "load on 2", "homes", "load on 2"]
-    assert len(loads) == 2 and args.out.exists()
+def arguments(out: Path, **changes: Any) -> argparse.Namespace:
+    settings: dict[str, Any] = dict.fromkeys(SETTINGS, 1)
+    asked: dict[str, Any] = {"pools": [4, 6], "popularity": ["uniform"], "servers": [1, 2], "policies": [MANUAL]}
+    return argparse.Namespace(**{**settings, **asked, "out": out, "commit": "c", "anew": False, **changes})
 
 
-def load(policy: str, found: float, alone: float) -> dict[str, Any]:
-    counts = dict.fromkeys(COUNTED, 5)
+class Noting(Fleet):
+    """Notes what it is asked to measure."""
+
+    def __init__(self) -> None:
+        servers: Any = [SimpleNamespace(url="http://one"), SimpleNamespace(url="http://two")]
+        super().__init__(servers, ARGS)
+        self.asked: list[str] = []
+
+    def measure(self, url: str, servers: int, asked: PoolsAsked) -> dict[str, Any]:
+        self.asked.append(f"{asked.pools} on {servers} at {url}")
+        return found(1.0)
+
+    def homes(self, url: str, servers: int, asked: PoolsAsked) -> list[int]:
+        self.asked.append(f"homes of {asked.pools}")
+        return [asked.pools, *[0] * (servers - 1)]
+
+
+@pytest.fixture
+def noting(monkeypatch: pytest.MonkeyPatch) -> Noting:
+    def routed(urls: Any, policy: str, more: Any) -> Any:
+        return nullcontext(SimpleNamespace(url=" ".join([policy, *more])))
+
+    monkeypatch.setattr(fleet, "routed", routed)
+    return Noting()
+
+
+def run(noting: Noting, args: argparse.Namespace) -> FleetResults:
+    noting.asked.clear()
+    results = FleetResults(args)
+    fleet.measure(noting, FleetWanted.of(args).without(results), results)
+    return results
+
+
+def test_each_load_is_beside_one_server_alone(noting: Noting, tmp_path: Path) -> None:
+    """A look at homes comes behind its load: `manual` would remember where pools went that were asked in turn."""
+    args = arguments(tmp_path / "o.json", pools=[4], servers=[2], policies=[MANUAL, "round_robin"])
+    results = run(noting, args)
+    manual = "manual --assignment-mode min_group"
+    assert noting.asked == ["2 on 1 at http://one", f"4 on 2 at {manual}", "homes of 4", "4 on 2 at round_robin"]
+    by_key, in_turn = results.compared()
+    assert by_key["homes"] == [4, 0] and in_turn["homes"] == [] and by_key["alone"] == results.alone[0]
+    assert by_key["pools_alone"] == in_turn["pools_alone"] == 2
+    assert share(PoolsAsked(7, "zipf"), 4) == PoolsAsked(2, "zipf")
+
+
+def test_one_server_is_measured_with_one_policy(tmp_path: Path) -> None:
+    wanted = FleetWanted.of(arguments(tmp_path / "o.json", policies=[STICKY, "cache_aware"]))
+    assert [*wanted.loads] == [(1, STICKY), (2, STICKY), (2, "cache_aware")]
+    assert [each.pools for each in wanted.alone] == [4, 6, 2, 3] and wanted.servers == 2 and wanted.pools == 6
+
+
+def test_a_run_goes_on_where_it_stopped(noting: Noting, tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    args = arguments(out)
+    run(noting, arguments(out, servers=[1], pools=[4]))
+    assert len(noting.asked) == 3
+    run(noting, args)
+    assert "4 on 1 at http://one" not in noting.asked and "homes of 6" in noting.asked
+    results = run(noting, args)
+    assert not noting.asked and not FleetWanted.of(args).without(results)
+    assert len(results.compared()) == 4 and len(json.loads(out.read_text())["figures"]) == 16
+    run(noting, arguments(out, anew=True))
+    assert noting.asked
+
+
+@pytest.mark.parametrize("changes", [{"concurrency": 2}, {"code": "other"}])
+def test_results_of_other_settings_are_refused(noting: Noting, tmp_path: Path, changes: dict[str, Any]) -> None:
+    out = tmp_path / "o.json"
+    run(noting, arguments(out))
+    if "code" in changes:
+        out.write_text(json.dumps({**json.loads(out.read_text()), **changes}))
+        changes = {}
+    with pytest.raises(ValueError, match=r"has results of other settings: (concurrency=1|code=other); .*--anew"):
+        FleetResults(arguments(out, **changes))
+
+
+def found(share: float) -> dict[str, Any]:
+    return {**measured().record(), **dict.fromkeys(COUNTED, 5), "found": share}
+
+
+def load(policy: str, share: float, alone: float) -> dict[str, Any]:
     about = {"pools": 8, "popularity": "uniform", "servers": 2, "policy": policy, "pools_alone": 4, "homes": [5, 3]}
-    return {**about, **measured().record(), **counts, "found": found, "alone": {**measured().record(), "found": alone}}
+    return {**about, **found(share), "alone": found(alone)}
 
 
 def test_rows_and_their_aim() -> None:
-    loads = [load(BY_KEY, 0.91, 1.0), load(BY_KEY, 0.8, 1.0), load("cache_aware", 0.8, 1.0), load(BY_KEY, 0.0, 0.0)]
-    found = [row for row in rows(loads) if "share of selected blocks" in row.name]
-    assert [row.met for row in found] == [True, False, None, None]
-    assert found[0].name.startswith(f"8 pools (uniform) on 2 servers, {BY_KEY}:") and found[0].ratio == 0.91
-    assert found[0].baseline == "one server alone, 4 pools" and found[2].aim == ""
-    assert len(rows(loads)) == 4 * len(loads)
+    loads = [load(BY_KEY, 0.91, 1.0), load(STICKY, 0.8, 1.0), load("cache_aware", 0.8, 1.0), load(BY_KEY, 0.0, 0.0)]
+    rows = [row for row in figures(loads, 0) if "share of selected blocks" in row.name]
+    assert [row.met for row in rows] == [True, False, None, None]
+    assert rows[0].name.startswith(f"8 pools (uniform) on 2 servers, {BY_KEY}:") and rows[0].ratio == 0.91
+    assert rows[0].baseline == "one server alone, 4 pools" and rows[2].aim == ""
+    assert len(figures(loads, 0)) == 4 * len(loads)
     lines = shown(loads).splitlines()
     assert len(lines) == 2 + len(loads) and "| 5 and 3 | 0.910 | 1.000 (4 pools) | 100, 200 | 9.0 |" in lines[2]
+
+
+def test_rows_of_times_say_what_servers_share() -> None:
+    answers = [figures([load(BY_KEY, 1.0, 1.0)], gpus)[-1] for gpus in (0, 1, 2)]
+    ends = ("server, servers on shared processors", "server, servers on shared GPUs", "answers of a server")
+    assert all(row.name.endswith(end) for row, end in zip(answers, ends, strict=True))
+    assert answers[0].timing.median == 4.5 and answers[0].ratio == 0.5, "nine a second, of two servers"
+    assert not any("shared" in row.name for row in figures([{**load(BY_KEY, 1.0, 1.0), "servers": 1}], 0))
+
+
+def test_policies_by_key_are_told_apart() -> None:
+    assert set(KEYED) < set(POLICIES) and POLICIES[STICKY] == ("round_robin", "--sticky-sessions")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +244,7 @@ def test_rows_and_their_aim() -> None:
         ("--servers 0", "expected numbers above 0"),
         ("--pools 0 8", "expected numbers above 0"),
         ("--warm-up 0", "expected numbers above 0"),
-        ("--pool-tokens 300000", "do not fit --max-total-tokens 300000"),
+        ("--pool-tokens 300000", "do not fit --max-total-tokens 230000"),
     ],
 )
 def test_sizes_that_do_not_go_together(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +288,7 @@ def test_two_servers_behind_the_router(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["bench", "fleet", *sizes.split(), *loads.split(), "--out", str(out)]) == 0, capsys.readouterr()
     record = json.loads(out.read_text())
     by_key, in_turn = record["loads"]
-    for each in (by_key, in_turn, by_key["alone"]):
+    for each in (by_key, in_turn, *record["alone"]):
         assert each["requests"] and each["block_hits"] and 0 < each["found"] <= 1 and not each["failed"]
-    assert by_key["pools_alone"] == 2 and sum(by_key["homes"]) == 4 and len(record["figures"]) == 8
+    assert record["alone"][0]["pools"] == 2 and sum(by_key["homes"]) == 4 and len(record["figures"]) == 8
     assert f"| 4 | uniform | 2 | `{BY_KEY}` |" in capsys.readouterr().out

@@ -229,6 +229,11 @@ HOOKS = (
     Hook(_SRT + "mem_cache.allocation.alloc_for_decode", "around", _OURS + "scheduler:around_alloc_for_decode"),
     Hook(_SRT + "mem_cache.allocation.get_last_loc", "around", "sglang_ext.cache.pages:around_last_slot"),
     Hook(
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+        "around",
+        "sglang_ext.drafting.slots:around_init_copies",
+    ),
+    Hook(
         _SRT + "mem_cache.allocation.assign_req_to_token_pool_func",
         "around",
         "sglang_ext.drafting.slots:around_assign_slots",

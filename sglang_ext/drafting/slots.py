@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_ext.names import KVPool
+
 
 def around_assign_slots(
     original: Callable[..., None],
@@ -29,3 +31,13 @@ def around_assign_slots(
     counts = ends - begins
     for row, begin, end, own in zip(requests, begins, ends, slots.split(counts.tolist()), strict=True):
         table[row, begin:end] = own.to(table.dtype)
+
+
+def around_init_copies(original: Callable[[KVPool], None], pool: KVPool) -> None:
+    """AROUND MHATokenToKVPool._init_kv_copy_and_warmup: SGLang would try to move keys and values with Triton.
+
+    It moves those of guesses that hold where the guesses form a tree. Ours form a chain, and stay where they are.
+    """
+    if torch.device(pool.device).type != "cpu":
+        return original(pool)
+    pool._kv_copy_config = None

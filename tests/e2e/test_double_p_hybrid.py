@@ -69,8 +69,8 @@ def test_reports_are_of_the_attention_layers(served: Served) -> None:
 
 def test_retracted_requests_begin_anew(served: Served) -> None:
     """Under p = 1 a retraction changes no token; afterwards all of the KV cache is free again."""
-    prompts = [prompt_of(150, 80 + seed) for seed in range(12)]
-    answers = served.generate(prompts, {"p1": 1, "p2": 1}, new_tokens=600, fixed=False)
+    prompts = [prompt_of(150, seed) for seed in (85, 88, 99, 100, 101, 103, 105, 108)]  # whose answers are long
+    answers = served.generate(prompts, {"p1": 1, "p2": 1}, new_tokens=300, fixed=False)
     assert sum(meta["num_retractions"] for meta in answers) > 0, "nothing was retracted"
     compared = 0
     for prompt, meta in zip(prompts, answers, strict=True):

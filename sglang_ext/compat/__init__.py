@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,9 @@ from sglang_ext.compat.graphs import (
 from sglang_ext.compat.layers import (
     Kinds,
     attention_layers,
+    first_layer,
     has_window,
+    kv_by_layer,
     listed_states,
     listed_windows,
     window_layers,
@@ -61,6 +63,7 @@ from sglang_ext.compat.line import (
     TreelessCache,
     charge_slots,
     computed,
+    decide,
     default_attention,
     extend_end,
     has_row,
@@ -132,8 +135,10 @@ __all__ = [
     "compiled_grammars",
     "computed",
     "context_length",
+    "decide",
     "default_attention",
     "extend_end",
+    "first_layer",
     "first_priority",
     "generate",
     "graph_variant",
@@ -324,23 +329,6 @@ def request_rows(batch: Any) -> list[int]:
 def others_run(manager: Any, prefix: str) -> bool:
     """Whether a request is under way whose id does not begin with `prefix`."""
     return any(not str(rid).startswith(prefix) for rid in manager.rid_to_state)
-
-
-def first_layer(pool: Any, but: Collection[int] = ()) -> int:
-    """Number of the first layer whose KV this rank holds, those `but` left out."""
-    return next(layer for layer in kv_layers(pool) if layer not in but)
-
-
-def kv_layers(pool: Any) -> Sequence[int]:
-    """Numbers of the layers whose keys and values this rank holds, in order; a hybrid linear model has some of them."""
-    mapped = getattr(pool, "full_attention_layer_id_mapping", None)
-    return range(pool.start_layer, pool.start_layer + pool.layer_num) if mapped is None else list(mapped)
-
-
-def kv_by_layer(pool: Any, but: Collection[int] = ()) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """(keys, values) of every layer on this rank, each [num_slots, kv_heads, dim], by layer number; not those `but`."""
-    layers = (layer for layer in kv_layers(pool) if layer not in but)
-    return {layer: (pool.get_key_buffer(layer), pool.get_value_buffer(layer)) for layer in layers}
 
 
 def answer_note(req: Any, name: str, end: int) -> dict[str, Any] | None:

@@ -8,9 +8,11 @@ states run without a radix tree: a prefix in it would need its state, too.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 
@@ -80,3 +82,20 @@ def listed_states(model_config: Any) -> tuple[int, int]:
     config = model_config.hf_text_config
     states = len(getattr(config, "linear_layer_ids", ()))
     return (states, states + len(config.full_attention_layer_ids)) if states else (0, 0)
+
+
+def first_layer(pool: Any, but: Collection[int] = ()) -> int:
+    """Number of the first layer whose KV this rank holds, those `but` left out."""
+    return next(layer for layer in kv_layers(pool) if layer not in but)
+
+
+def kv_layers(pool: Any) -> Sequence[int]:
+    """Numbers of the layers whose keys and values this rank holds, in order; a hybrid linear model has some of them."""
+    mapped = getattr(pool, "full_attention_layer_id_mapping", None)
+    return range(pool.start_layer, pool.start_layer + pool.layer_num) if mapped is None else list(mapped)
+
+
+def kv_by_layer(pool: Any, but: Collection[int] = ()) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """(keys, values) of every layer on this rank, each [num_slots, kv_heads, dim], by layer number; not those `but`."""
+    layers = (layer for layer in kv_layers(pool) if layer not in but)
+    return {layer: (pool.get_key_buffer(layer), pool.get_value_buffer(layer)) for layer in layers}

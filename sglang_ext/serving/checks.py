@@ -208,7 +208,7 @@ def before_model_adjustments(server_args: ServerArgs) -> None:
         others = {name: kinds_without_gpu(each) for name, each in systems().items()}
         compat.refuse_config(server_args, system.float8, kinds(system), others)
         if compat.serves_states(server_args, kinds(system)):
-            server_args.disable_radix_cache = True  # a prefix in the tree would need its states, too
+            compat.decide(server_args, disable_radix_cache=True)  # a prefix in the tree would need its states, too
 
 
 def _share_cores() -> None:

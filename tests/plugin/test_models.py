@@ -128,7 +128,9 @@ def test_double_p_takes_windows_and_states_but_not_on_gpus(
 ) -> None:
     server_args = arguments(architecture.save(tmp_path, weights=False), backend="double_p")
     before_model_adjustments(server_args)
-    assert server_args.disable_radix_cache == (architecture in HYBRID), "a prefix would need its states"
+    assert compat.resolved(server_args).disable_radix_cache == (architecture in HYBRID), (
+        "a prefix would need its states"
+    )
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="--attention-backend double_p does not serve such models"):
         before_model_adjustments(server_args)

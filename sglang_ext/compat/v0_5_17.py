@@ -26,6 +26,7 @@ __all__ = [
     "capture_variant",
     "charge_slots",
     "computed",
+    "decide",
     "default_attention",
     "extend_end",
     "has_row",
@@ -64,6 +65,12 @@ def model_config(server_args: Any) -> Any:
 def resolved(server_args: Any) -> Any:
     """A server's arguments with SGLang's own decisions."""
     return server_args
+
+
+def decide(server_args: Any, **fields: Any) -> None:
+    """Decide on fields of a server's arguments, while SGLang does."""
+    for name, value in fields.items():
+        setattr(server_args, name, value)
 
 
 def is_resolved(server_args: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import get_default_attn_backend, model_config_of, resolved_view
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -35,6 +36,7 @@ __all__ = [
     "capture_variant",
     "charge_slots",
     "computed",
+    "decide",
     "default_attention",
     "extend_end",
     "has_row",
@@ -73,6 +75,11 @@ def model_config(server_args: Any) -> Any:
 def resolved(server_args: Any) -> Any:
     """A server's arguments with SGLang's own decisions."""
     return resolved_view(server_args)
+
+
+def decide(server_args: Any, **fields: Any) -> None:
+    """Decide on fields of a server's arguments, while SGLang does."""
+    declare_resolution(server_args, "sglang_ext", **fields)
 
 
 def is_resolved(server_args: Any) -> bool:
@@ -231,7 +238,21 @@ class RadixTree(RadixCache):
             self.let_go(req.kv.req_pool_idx)
         if self.serves(req) and req.finished():
             self.ended(req)
+        if self.disable and req.kv.holds_mamba:
+            self.req_to_token_pool.free_mamba_cache(req)
         super().on_release(req, checkpointed=checkpointed)
+
+    # ---- of hybrid linear models, which are served without a tree ----
+
+    def supports_mamba(self) -> bool:
+        """Whether requests have states, each its own: `on_release` frees them."""
+        return bool(self.disable)
+
+    def mamba_evictable_size(self) -> int:
+        return 0
+
+    def mamba_protected_size(self) -> int:
+        return 0
 
 
 # ---- streams ----

@@ -91,9 +91,7 @@ def refusals(server_args: ServerArgs) -> list[str]:
         value = getattr(server_args, name, None)
         if name == "page_size" and system is not None and system.pages:
             continue  # `_of_pages` looks at it
-        if name == "disable_radix_cache" and system is not None and compat.serves_states(server_args, kinds(system)):
-            continue
-        if value is not None and refused(value):
+        if value is not None and refused(value) and not (name == "disable_radix_cache" and _decided(server_args)):
             problems.append(
                 f"{name}={value!r} is not supported with --attention-backend {server_args.attention_backend}: {remedy}"
             )
@@ -135,6 +133,12 @@ def refusals(server_args: ServerArgs) -> list[str]:
             f" set --chunked-prefill-size {least} or more, or make the chunk smaller (--policy)"
         )
     return problems
+
+
+def _decided(server_args: ServerArgs) -> bool:
+    """Whether a server of ours has no prefixes in the radix tree, which `before_model_adjustments` decides."""
+    system = system_of(server_args)
+    return system is not None and compat.serves_states(server_args, kinds(system))
 
 
 def _of_cache_type(server_args: ServerArgs, system: System) -> list[str]:
@@ -242,8 +246,8 @@ def before_model_adjustments(server_args: ServerArgs) -> None:
     if system is not None:
         others = {name: kinds_without_gpu(each) for name, each in systems().items()}
         compat.refuse_config(server_args, system.float8, kinds(system), others)
-        if compat.serves_states(server_args, kinds(system)):
-            server_args.disable_radix_cache = True  # a prefix in the tree would need its states, too
+        if _decided(server_args):
+            compat.decide(server_args, disable_radix_cache=True)  # a prefix in the tree would need its states, too
 
 
 def _share_cores() -> None:

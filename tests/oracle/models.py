@@ -211,13 +211,8 @@ def save_model(name: str, folder: Path, seed: int = 0, **overrides: Any) -> Path
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Load a saved model for the oracle: on the CPU, with the attention that takes any additive mask.
-
-    Experts are multiplied one by one: what `transformers` has besides takes no float64.
-    """
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    )
+    """Load a saved model for the oracle: on the CPU, with the attention that takes any additive mask."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
 
 

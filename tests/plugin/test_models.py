@@ -41,6 +41,7 @@ HAS = {
     "Qwen3-VL": "M-RoPE",
 }
 """Name -> what is said; of all others, that they have sliding windows."""
+LFM2 = next(each for each in REFUSED if each.name == "LFM2")
 UNREAD = ("Nemotron-H", "Gemma 4, text")
 """Names of layers that SGLang does not know yet, and a head size of each layer for which it asks the whole model."""
 
@@ -75,13 +76,13 @@ def test_refused(architecture: Architecture, backend: str, tmp_path: Path) -> No
 
 
 def test_a_stock_server_takes_them(tmp_path: Path) -> None:
-    before_model_adjustments(arguments(REFUSED[0].save(tmp_path), backend="triton"))
+    before_model_adjustments(arguments(LFM2.save(tmp_path), backend="triton"))
 
 
 @pytest.mark.parametrize("backend", ["double_p", "cascade", "ltri"])
 def test_every_system_refuses_by_its_own_name(backend: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--attention-backend {backend} does not serve"):
-        before_model_adjustments(arguments(REFUSED[0].save(tmp_path), backend=backend))
+        before_model_adjustments(arguments(LFM2.save(tmp_path), backend=backend))
 
 
 def test_the_hook_is_called_where_arguments_are_resolved(tmp_path: Path) -> None:
@@ -128,7 +129,9 @@ def test_double_p_takes_windows_and_states_but_not_on_gpus(
 ) -> None:
     server_args = arguments(architecture.save(tmp_path, weights=False), backend="double_p")
     before_model_adjustments(server_args)
-    assert server_args.disable_radix_cache == (architecture in HYBRID), "a prefix would need its states"
+    assert compat.resolved(server_args).disable_radix_cache == (architecture in HYBRID), (
+        "a prefix would need its states"
+    )
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="--attention-backend double_p does not serve such models"):
         before_model_adjustments(server_args)

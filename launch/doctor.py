@@ -69,6 +69,7 @@ WHY = {
     "enable_pdmux": "it has several attention backends, and views are planned for one",
     "enable_nvidia_megakernel": "its steps compute attention themselves, without views",
     "allow_auto_truncate": "the end of a prompt over a pool is the question",
+    "smg_grpc_mode": "its server passes by the place where a request meets its pool",
     "enable_two_batch_overlap": "it cuts batches after their views are planned",
 }
 

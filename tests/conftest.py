@@ -61,6 +61,7 @@ SLOW = (
     "e2e/test_stock.py",
     "e2e/test_stress.py",
     "e2e/test_tenants.py",
+    "e2e/test_without_interpreter.py",
     "kernels/test_attend.py",
     "kernels/test_cascade_update.py",
     "kernels/test_joint.py",

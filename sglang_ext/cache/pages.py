@@ -9,7 +9,13 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, alloc_ex
 
 
 class TorchPages(PagedTokenToKVPoolAllocator):
-    """SGLang's allocator of pages, with what it has in plain PyTorch."""
+    """SGLang's allocator of pages, with what it has in plain PyTorch.
+
+    Attributes:
+        free_pages: [pages] integer, those that nobody has.
+    """
+
+    free_pages: torch.Tensor
 
     def alloc_extend(
         self,

@@ -54,6 +54,7 @@ _REFUSED: tuple[tuple[str, Callable[[Json], bool], str], ...] = (
     ("enable_pdmux", bool, "leave out --enable-pdmux: it has several attention backends, views are planned for one"),
     ("allow_auto_truncate", bool, "leave out --allow-auto-truncate: it would cut questions that stand behind blocks"),
     ("enable_nvidia_megakernel", bool, "leave out --enable-nvidia-megakernel: it decodes without our attention"),
+    ("smg_grpc_mode", bool, "leave out --smg-grpc-mode: SMG sends requests by HTTP, too"),
     ("enable_two_batch_overlap", bool, "leave out --enable-two-batch-overlap: it cuts batches after they are planned"),
 )
 

@@ -34,6 +34,7 @@ SLOW = (
     "e2e/test_demo.py::test_demo_on",
     "e2e/test_demo.py::test_failed_answers",
     "e2e/test_double_p.py::test_retracted",
+    "e2e/test_double_p_hybrid.py::test_retracted",
     "e2e/test_double_p_kernels.py",
     "e2e/test_drain.py",
     "e2e/test_faults.py::test_streams_finish_on_the_version_they_began_on[delete]",

@@ -166,6 +166,7 @@ HOOKS = (
         "around",
         _LINEAR + "around_attn_backend_wrapper",
     ),
+    Hook("torch.get_device_module", "around", _LINEAR + "around_get_device_module"),
     Hook(_FUSED + "attention.fla.fused_norm_gate.rms_norm_gated", "around", _LINEAR + "around_rms_norm_gated"),
     Hook(_FUSED + "attention.fla.layernorm_gated.rms_norm_gated", "around", _LINEAR + "around_layer_norm_gated"),
     Hook(

@@ -34,6 +34,7 @@ SLOW = (
     "e2e/test_demo.py::test_demo_on",
     "e2e/test_demo.py::test_failed_answers",
     "e2e/test_double_p.py::test_retracted",
+    "e2e/test_double_p_hybrid.py::test_retracted",
     "e2e/test_double_p_kernels.py",
     "e2e/test_drafting.py::test_tokens_are_drawn_from_the_model_s_distribution",
     "e2e/test_drafting_elsewhere.py",

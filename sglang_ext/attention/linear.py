@@ -35,6 +35,11 @@ def around_attn_backend_wrapper(
     return wrapped
 
 
+def around_get_device_module(original: Callable[..., Passed], device: Passed = None) -> Passed:
+    """AROUND torch.get_device_module (Qwen3-Next): newer versions name CUDA where there is no GPU, too."""
+    return torch.cpu if device is None and not torch.cuda.is_available() else original(device)
+
+
 def around_rms_norm_gated(
     original: Callable[..., torch.Tensor],
     x: torch.Tensor,

@@ -162,3 +162,13 @@ def test_norms_of_another_kind_are_refused() -> None:
         given = {"z": x, "is_rms_norm": True, **other}
         with pytest.raises(ValueError, match="a gated norm of another kind"):
             linear.around_layer_norm_gated(never, x=x, weight=weight, bias=None, **given)
+
+
+def test_the_device_module_is_the_cpu_s_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert linear.around_get_device_module(asked.append) is torch.cpu and not asked
+    linear.around_get_device_module(asked.append, "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    linear.around_get_device_module(asked.append)
+    assert asked == ["cuda", None]

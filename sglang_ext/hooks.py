@@ -228,7 +228,7 @@ HOOKS = (
         "scheduler",
     ),
     Hook(_SRT + "mem_cache.allocation.alloc_for_decode", "around", _OURS + "scheduler:around_alloc_for_decode"),
-    Hook(_SRT + "mem_cache.allocation.get_last_loc", "around", "sglang_ext.cache.pages:around_last_slot"),
+    Hook(_SRT + "mem_cache.allocation.get_last_loc", "around", "sglang_ext.compat.pages:around_last_slot"),
     Hook(
         _SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         "around",

@@ -89,7 +89,7 @@ class TorchCpuPlatform(SRTPlatform):
             return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        from sglang_ext.cache.pages import TorchPages
+        from sglang_ext.compat.pages import TorchPages
 
         return TorchPages
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_ext.systems.registry import Kinds, System
+from sglang_ext.kinds import Kinds
+from sglang_ext.systems.registry import System
 
 KERNELS_ENV = "SGLANG_EXT_KERNELS"
 """Environment variable:

@@ -27,7 +27,7 @@ from sglang.srt.utils import parse_connector_type
 
 from sglang_ext.compat.layers import HYBRID, MIXED, attention_layers, has_window, listed_windows
 from sglang_ext.compat.line import model_config
-from sglang_ext.systems.registry import Kinds
+from sglang_ext.kinds import Kinds
 
 
 def _hybrid_linear(config: Any) -> str:

@@ -170,7 +170,7 @@ def _of_pages(server_args: ServerArgs, system: System) -> list[str]:
 
 def _of_drafts(server_args: ServerArgs, system: System) -> list[str]:
     """What is wrong with drafting tokens, in words; nothing where the system's steps do that here, or need not."""
-    if server_args.speculative_algorithm != DRAFTING:
+    if getattr(server_args, "speculative_algorithm", None) != DRAFTING:
         return []
     said = f"speculative_algorithm={DRAFTING!r} is not supported"
     if not system.drafts:

@@ -40,19 +40,6 @@ _OURS = (
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """Kinds of layers that SGLang's own code serves beside those that a system reads.
-
-    Attributes:
-        windows: whether these are layers with a sliding window, of the models `compat.layers.MIXED`.
-        states: whether these are layers that keep a state, of the models `compat.layers.HYBRID`.
-    """
-
-    windows: bool = False
-    states: bool = False
-
-
-@dataclass(frozen=True)
 class System:
     """One system: a policy, its options, and what reads what its rows see.
 

@@ -20,7 +20,8 @@ PACKAGE = "sglang_ext"
 
 BELOW: dict[str, set[str]] = {
     "lines": set(),
-    "compat": {"lines"},
+    "kinds": set(),
+    "compat": {"kinds", "lines"},
     "hooks": {"lines"},
     "kernels": set(),
     "quiet": set(),
@@ -30,7 +31,8 @@ BELOW: dict[str, set[str]] = {
     "settings": {"config"},
     "systems": {"config", "policies"},
     "cache": {"compat", "config", "kernels", "policies"},
-    "attention": {"cache", "compat", "config", "kernels", "policies", "systems"},
+    "attention": {"cache", "compat", "config", "kernels", "kinds", "policies", "systems"},
+    "drafting": {"attention", "compat", "config", "systems"},
     "serving": {
         "attention",
         "cache",
@@ -43,8 +45,8 @@ BELOW: dict[str, set[str]] = {
         "settings",
         "systems",
     },
-    "plugin": {"attention", "cache", "config", "hooks", "lines", "serving", "settings", "systems"},
-    "platform_cpu": {"lines", "quiet"},
+    "plugin": {"attention", "cache", "config", "drafting", "hooks", "lines", "serving", "settings", "systems"},
+    "platform_cpu": {"compat", "lines", "quiet"},
     "": {"serving"},  # the package itself
     "assets": set(),
 }
@@ -53,7 +55,7 @@ BELOW: dict[str, set[str]] = {
 ANYWHERE = {"names", "types"}
 """Names for annotations, which every part may import; they import nothing."""
 
-MEETS_SGLANG = {"attention", "compat", "plugin", "platform_cpu", "serving"}
+MEETS_SGLANG = {"attention", "compat", "drafting", "plugin", "platform_cpu", "serving"}
 STARTS = {"launch.doctor", "launch.serve", "launch.bench._cascade_engine", "launch.bench._dbsa_engine"}
 STARTS |= {"launch.bench._double_p_engine", "launch.bench._ltri_engine", "launch.bench._dbsa_host_engine"}
 """Commands that start SGLang, or look at it."""

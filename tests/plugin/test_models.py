@@ -16,8 +16,9 @@ from sglang_ext import compat, lines
 from sglang_ext.attention import choice
 from sglang_ext.attention.model import layers_read
 from sglang_ext.compat import line
+from sglang_ext.kinds import Kinds
 from sglang_ext.serving.checks import before_model_adjustments
-from sglang_ext.systems.registry import Kinds, ours
+from sglang_ext.systems.registry import ours
 from tests.models.architectures import HYBRID, MIXED, REFUSED, SERVED, Architecture
 
 INSTEAD = "leave out --attention-backend, and SGLang chooses one"

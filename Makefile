@@ -49,7 +49,7 @@ test test-all: $(READY)
 # The other line of SGLang: real engines of every system, what the adapters change, flags, keys, and what pip takes.
 LINES := tests/packaging tests/launch/test_serve.py $(addprefix tests/plugin/test_, radix.py streams.py lora.py) \
   $(addprefix tests/e2e/test_, stock.py exactness.py cascade.py double_p.py ltri.py hooks.py http_pools.py access.py) \
-  $(addprefix tests/e2e/test_, priorities.py page_size.py)
+  $(addprefix tests/e2e/test_, priorities.py page_size.py drafting.py double_p_hybrid.py)
 test-lines:
 	@$(MAKE) --no-print-directory test-all SGLANG=0.5.23 ARGS="$(LINES)"
 

@@ -230,6 +230,11 @@ HOOKS = (
     Hook(_SRT + "mem_cache.allocation.alloc_for_decode", "around", _OURS + "scheduler:around_alloc_for_decode"),
     Hook(_SRT + "mem_cache.allocation.get_last_loc", "around", "sglang_ext.compat.pages:around_last_slot"),
     Hook(
+        _SRT + "mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len",
+        "around",
+        "sglang_ext.drafting.slots:around_row_headroom",
+    ),
+    Hook(
         _SRT + "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         "around",
         "sglang_ext.drafting.slots:around_init_copies",

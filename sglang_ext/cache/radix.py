@@ -42,7 +42,12 @@ class BlockRadixCache(RadixTree):
             same tokens. Under overlap scheduling the request may have decoded a step by then, from the freed ones.
         on_restore: called with [tokens] KV slots that got a block back from the host, and the first token's position.
         host: where evicted blocks go; None where they are lost.
+        step_tokens: that a decoding step gives a request at most; more than one where the server drafts.
+        slots_ahead: KV slots that a request needs beside its tokens while it decodes, for what is drafted.
     """
+
+    step_tokens: int = 1
+    slots_ahead: int = 0
 
     def __init__(self, params: Passed) -> None:
         self.hooks: list[NodeHooks] = []

@@ -65,6 +65,7 @@ from sglang_ext.compat.layers import (
 )
 from sglang_ext.compat.line import (
     LEAVES_OUT_ENDING,
+    LENGTH_HIDES_STOPS,
     REQUEUES_PREEMPTED,
     RadixTree,
     TreelessCache,
@@ -82,6 +83,7 @@ from sglang_ext.compat.line import (
     set_reserved,
     set_written,
     slots_ahead,
+    step_tokens,
     verified_logprobs,
 )
 from sglang_ext.compat.manager import (
@@ -111,6 +113,7 @@ from sglang_ext.compat.slots import after_forward, take_slots
 
 __all__ = [
     "LEAVES_OUT_ENDING",
+    "LENGTH_HIDES_STOPS",
     "REQUEUES_PREEMPTED",
     "UNSCALED",
     "AbortReq",
@@ -205,6 +208,7 @@ __all__ = [
     "set_written",
     "slots_ahead",
     "sort_waiting",
+    "step_tokens",
     "streams_parts",
     "take_slots",
     "takes_requests",

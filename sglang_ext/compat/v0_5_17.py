@@ -19,6 +19,7 @@ from sglang.srt.model_executor.runner_utils import get_capture_lora_variant as c
 __all__ = [
     "ABORT_FLAG",
     "LEAVES_OUT_ENDING",
+    "LENGTH_HIDES_STOPS",
     "REQUEUES_PREEMPTED",
     "RadixTree",
     "TreelessCache",
@@ -41,8 +42,12 @@ __all__ = [
     "set_reserved",
     "set_written",
     "slots_ahead",
+    "step_tokens",
     "verified_logprobs",
 ]
+
+LENGTH_HIDES_STOPS = True
+"""Whether an answer whose last step reaches `max_new_tokens` goes on to there, past what would have stopped it."""
 
 ABORT_FLAG = "abort_requested"
 """The field of a request's state in the TokenizerManager that says whether somebody asked to abort it."""
@@ -150,6 +155,12 @@ def charge_slots(adder: Any, req: Any, tokens: int, slots: int) -> None:
 def slots_ahead(server_args: Any) -> int:
     """KV slots that a request needs beside its tokens while it decodes: for what a server guesses that drafts."""
     return 0 if server_args.speculative_algorithm is None else get_alloc_reserve_per_decode(server_args)
+
+
+def step_tokens(server_args: Any) -> int:
+    """Tokens that a decoding step gives a request at most."""
+    given = server_args
+    return 1 if given.speculative_algorithm is None else int(given.speculative_num_draft_tokens)
 
 
 def verified_logprobs(batch: Any, logits: Any, drawn: torch.Tensor, rows: torch.Tensor) -> None:

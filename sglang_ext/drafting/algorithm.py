@@ -13,6 +13,9 @@ from sglang_ext.systems.registry import system_of, systems
 TOKENS = 9
 """Rows of a verification, if nothing else is asked for: a request's last token and eight drafts (docs/results)."""
 
+MOST = 32
+"""Rows of a verification at most: a request needs twice as many KV slots beside its tokens."""
+
 
 class SparseDraft(CustomSpecAlgo):
     """Drafts by the server's own model: there is no second one, and no tokens but these are relayed between passes."""
@@ -52,10 +55,10 @@ class SparseDraft(CustomSpecAlgo):
         if server_args.speculative_num_draft_tokens is None:
             server_args.speculative_num_draft_tokens = TOKENS
         tokens = server_args.speculative_num_draft_tokens
-        if tokens < 2:
+        if not 2 <= tokens <= MOST:
             raise ValueError(
-                f"--speculative-num-draft-tokens {tokens}: the last token and at least one draft are verified; set 2"
-                " or more"
+                f"--speculative-num-draft-tokens {tokens}: the last token and at least one draft are verified; set 2 to"
+                f" {MOST}"
             )
         if server_args.speculative_num_steps not in (None, tokens - 1):
             raise ValueError(
@@ -66,8 +69,12 @@ class SparseDraft(CustomSpecAlgo):
             raise ValueError(
                 f"--speculative-eagle-topk {server_args.speculative_eagle_topk}: a step drafts one token; leave it out"
             )
+        if server_args.enable_mixed_chunk:
+            raise ValueError(
+                f"--speculative-algorithm {DRAFTING} with --enable-mixed-chunk: steps that guess are not told from"
+                " prompts in one batch; leave one of them out"
+            )
         server_args.speculative_num_steps, server_args.speculative_eagle_topk = tokens - 1, 1
-        server_args.enable_mixed_chunk = False
         if server_args.device == "cpu":
             server_args.disable_overlap_schedule = True  # SGLang has none for speculative decoding there
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from sglang.srt.runtime_context import get_server_args
 
-from sglang_ext.names import KVPool
+from sglang_ext import compat
+from sglang_ext.config import DRAFTING
+from sglang_ext.names import KVPool, Passed
 
 
 def around_assign_slots(
@@ -41,3 +44,14 @@ def around_init_copies(original: Callable[[KVPool], None], pool: KVPool) -> None
     if torch.device(pool.device).type != "cpu":
         return original(pool)
     pool._kv_copy_config = None
+
+
+def around_row_headroom(original: Callable[..., int], *args: Passed) -> int:
+    """AROUND get_req_to_token_extra_context_len: columns of a row beyond the context, for what is drafted at its end.
+
+    SGLang reserves slots for two verifications and widens rows by one, so that its rows end before its slots do.
+    """
+    server_args = compat.resolved(get_server_args())
+    if server_args.speculative_algorithm != DRAFTING:
+        return original(*args)
+    return max(original(*args), compat.slots_ahead(server_args) + (server_args.page_size or 1))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -50,10 +51,10 @@ class DraftWorker(BaseSpecWorker):
     # ---- weights: the target's are the only ones ----
 
     def update_weights_from_disk(self, recv_req: Passed) -> tuple[bool, str]:
-        return True, "Drafts are the target model's."
+        return True, "Succeeded to update model weights."
 
     def update_weights_from_ipc(self, recv_req: Passed) -> tuple[bool, str]:
-        return True, "Drafts are the target model's."
+        return True, "Succeeded to update model weights."
 
     def update_weights_from_tensor(self, recv_req: Passed) -> Passed:
         return self.target_worker.update_weights_from_tensor(recv_req)
@@ -111,7 +112,7 @@ class DraftWorker(BaseSpecWorker):
         batch.spec_info = None  # it has positions of its own for passes with more rows
         with compat.as_steps(self.target_worker.model_runner, self._graphs):
             for step in range(self.speculative_num_steps):
-                batch.input_ids, batch.out_cache_loc = drafts[-1], slots[:, step]
+                batch.input_ids, batch.out_cache_loc = drafts[-1], slots[:, step].contiguous()
                 batch.seq_lens, batch.seq_lens_cpu = lengths.device + step + 1, lengths.host + step + 1
                 batch.seq_lens_sum = None
                 result = self.target_worker.forward_batch_generation(batch, is_verify=True)  # draws no token
@@ -170,6 +171,9 @@ class DraftWorker(BaseSpecWorker):
         # The sampler turns logits into probabilities in their place, and log-probabilities are computed of them yet.
         copied = replace(logits, next_token_logits=logits.next_token_logits.clone())
         drawn = self.target_worker.model_runner.sampler(copied, info, False, [], [], positions)
+        ranks = get_tp_group()
+        if ranks.world_size > 1 and not info.is_all_greedy:
+            ranks.broadcast(drawn, src=0)  # else ranks that round otherwise would accept other lengths
         return drawn.view_as(drafts).to(torch.int64)
 
     def _result(
@@ -211,12 +215,17 @@ def repeated(info: Passed, times: int) -> Passed:
     )
     found = {name: getattr(info, name) for name in tensors}
     rows = {name: each.repeat_interleave(times, dim=0) for name, each in found.items() if each is not None}
-    return replace(info, **rows, grammars=None, grammar_mask=None)
+    return replace(info, **rows, grammar_mask=None)
 
 
 def _most(req: Req, tokens: int) -> int:
-    """How many tokens of a verification a request takes: one where each changes the distribution of the next."""
+    """How many tokens of a verification a request takes: one where each changes the distribution of the next.
+
+    Where SGLang looks at an answer's length before it looks for what stops it, the last token is taken alone.
+    """
     params = req.sampling_params
+    if compat.LENGTH_HIDES_STOPS:
+        tokens = max(1, min(tokens, params.max_new_tokens - len(req.output_ids) - 1))
     changing = (
         params.frequency_penalty != 0
         or params.presence_penalty != 0

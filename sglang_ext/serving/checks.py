@@ -191,10 +191,16 @@ def _of_drafts(server_args: ServerArgs, system: System) -> list[str]:
         system.make_policy().draft(server_args.speculative_num_draft_tokens)
     except ValueError as error:
         problems.append(f"--speculative-algorithm {DRAFTING}: {error}")
-    if server_args.enable_custom_logit_processor:
-        problems.append(
-            f"{said} with --enable-custom-logit-processor, which is told of one row a request: leave one of them out"
-        )
+    one_row = (
+        "enable_custom_logit_processor",
+        "enable_return_routed_experts",
+        "enable_watermark",
+    )
+    problems += [
+        f"{said} with --{name.replace('_', '-')}, which is told of one row a request: leave one of them out"
+        for name in one_row
+        if getattr(server_args, name, False)
+    ]
     return problems
 
 

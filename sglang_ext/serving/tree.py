@@ -72,8 +72,12 @@ class TreeMode(Mode):
         left, chunk = chunked_left(scheduler), min(scheduler.chunked_prefill_size, self.encoding_tokens)
         # With mixed chunks, running requests get a token in each of the three passes that take turns.
         steps = (2 + -(-left // chunk)) * (3 if compat.mixes_chunks(scheduler) else 1)
-        taken = sum(min(steps, req.sampling_params.max_new_tokens - len(req.output_ids)) for req in running)
+        most, ahead = steps * scheduler.tree_cache.step_tokens, scheduler.tree_cache.slots_ahead
+        taken = sum(min(most, req.sampling_params.max_new_tokens - len(req.output_ids)) + ahead for req in running)
         return free_tokens(scheduler) - left - taken - CHUNK_MARGIN
+
+    def offset(self, original: Callable[..., float], adder: PrefillAdder, req: Req) -> float:
+        return original(adder, req) + adder.tree_cache.slots_ahead
 
     def add(
         self,
@@ -155,12 +159,13 @@ def fit(scheduler: Scheduler, req: Req, row: Row | None) -> None:
     generated = len(req.output_ids)
     own = len(req.origin_input_ids) + generated - shared
     # What SGLang wants free beside a request, to take it into a batch and to decode.
-    ahead = cache.page_size + 1 + compat.slots_ahead(scheduler.server_args)
+    ahead = cache.page_size + 1 + cache.slots_ahead
     if own + ahead > free:
         compat.abort(
             req,
-            f"the request needs {own} tokens of KV cache, {max(free, 0)} of {scheduler.max_total_num_tokens} are not"
-            " taken by demonstration pools; shorten it, delete a pool or raise --max-total-tokens",
+            f"the request needs {own} tokens of KV cache and {ahead} beside them, {max(free, 0)} of"
+            f" {scheduler.max_total_num_tokens} are not taken by demonstration pools; shorten it, delete a pool or"
+            " raise --max-total-tokens",
             400,
         )
         return

@@ -89,7 +89,7 @@ def _fitting(scheduler: Scheduler, running: Sequence[Req]) -> list[Req]:
     """Waiting requests that fit one chunk, and leave the long prompt the room that it was admitted with.
 
     Args:
-        running: requests that decode, each of them a token after each chunk; mixed chunks take those, too.
+        running: requests that decode, each of them a step after each chunk; mixed chunks take those, too.
     """
     size, room = scheduler.chunked_prefill_size, mode_of(scheduler.tree_cache).room_beside(scheduler, running)
     tokens = size - (len(running) if compat.mixes_chunks(scheduler) else 0)

@@ -124,15 +124,15 @@ def model(tmp_path_factory: Any) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, **options: Any) -> Iterator[Served]:
-    """An engine with `POLICY` over the model in a folder."""
+def serving(folder: Path, policy: dict[str, Any] = POLICY, **options: Any) -> Iterator[Served]:
+    """An engine with a policy over the model in a folder."""
     from sglang_ext import Engine
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     engine = Engine(
         model_path=str(folder),
-        policy=POLICY,
+        policy=policy,
         dtype="float32",
         max_running_requests=8,
         chunked_prefill_size=80,  # cuts the longer prompts, not where segments end

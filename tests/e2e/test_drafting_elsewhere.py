@@ -1,4 +1,4 @@
-"""Drafting with models that have windows, with KV slots in pages, and on two tensor-parallel ranks."""
+"""Drafting with windows, with KV slots in pages, at the end of context and cache, and on two tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.config import DRAFTING
-from tests.e2e.test_double_p import DENSE, SPARSE, TOLERANCE, Served, prompt_of, serving
+from tests.e2e.test_double_p import DENSE, POLICY, SPARSE, TOLERANCE, Served, generated, prompt_of, serving
 from tests.models.architectures import MIXED
 from tests.oracle import models
 
@@ -48,6 +48,42 @@ def test_slots_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         longer = [*prompt_of(206, 4), *prompt_of(20, 9)]
         (meta,) = served.generate([longer], SPARSE, NEW_TOKENS)
         assert served.dense_deviation(longer, meta) < DENSE
+
+
+@pytest.mark.parametrize("rows", [9, 16])
+def test_to_the_end_of_the_context_and_of_the_cache(tmp_path: Path, rows: int) -> None:
+    """Rows of the last verification lie beyond both, and what is guessed needs slots of its own."""
+    folder = models.save_model("llama", tmp_path, max_position_embeddings=256)
+    window = {**POLICY, "window": rows}
+    drafts = {"speculative_algorithm": DRAFTING, "speculative_num_draft_tokens": rows, "attention_backend": "double_p"}
+    with serving(folder, max_total_tokens=600, policy=window, **drafts) as served:
+        for short in (*range(6, 6 + rows, 3), 40):
+            prompt = prompt_of(256 - short, short)
+            (meta,) = served.generate([prompt], SPARSE, short)
+            assert len(generated(meta)) == short - 2 and served.dense_deviation(prompt, meta) < DENSE
+        params = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True, "frequency_penalty": 0.1}
+        found = served.engine.generate(input_ids=prompt_of(200, 1), sampling_params=params)
+        assert found["meta_info"]["completion_tokens"] == 54
+        served.empty()
+    with serving(folder, max_total_tokens=230, policy=window, **drafts) as served:
+        (meta,) = served.generate([prompt_of(150, 2)], {"dense": True}, 100)
+        assert len(generated(meta)) == 230 - 150 - 2 - 2 * rows
+        with pytest.raises(
+            ValueError, match=f"needs 229 tokens of KV cache and {2 + 2 * rows} beside them, 230 of 230"
+        ):
+            served.generate([prompt_of(229, 3)], SPARSE, 2)
+
+
+def test_ranks_that_sample_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that accepted other lengths would wait for each other."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{min(1, (os.cpu_count() or 1) - 1)}")
+    folder = models.save_model("llama", tmp_path, max_position_embeddings=1024)
+    with serving(folder, attention_backend="double_p", tp_size=2, max_total_tokens=1600, **DRAFTS) as served:
+        params = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True, "custom_params": SPARSE}
+        asked = [params, {**params, "regex": "(a|b)+", "ignore_eos": False}, params]
+        found = served.engine.generate(input_ids=[prompt_of(90 + n, n) for n in range(3)], sampling_params=asked)
+        assert [each["meta_info"]["completion_tokens"] for each in (found[0], found[2])] == [40, 40]
+        assert set(found[1]["text"]) <= {"a", "b"}
 
 
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext import compat
 from sglang_ext.serving.checks import after_server_args, before_server_args, refusals
 from sglang_ext.settings import POOL_DIR_ENV
 from tests.e2e.server import Server, model
@@ -60,7 +61,10 @@ def arguments(**changed: Any) -> SimpleNamespace:
         ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
     ],
 )
-def test_what_views_do_not_serve_is_refused_by_name(name: str, value: Any, remedy: str) -> None:
+def test_what_views_do_not_serve_is_refused_by_name(
+    name: str, value: Any, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "serves_states", lambda *_: False)  # these arguments name no model
     with pytest.raises(ValueError, match=name) as caught:
         after_server_args(None, arguments(**{name: value}))
     assert remedy in str(caught.value) and repr(value) in str(caught.value)

@@ -52,7 +52,7 @@ def server_args(**given: Any) -> Any:
         "speculative_num_draft_tokens": None,
         "speculative_num_steps": None,
         "speculative_eagle_topk": None,
-        "enable_mixed_chunk": True,
+        "enable_mixed_chunk": False,
         "device": "cpu",
         "disable_overlap_schedule": False,
     }
@@ -68,7 +68,7 @@ def test_what_is_not_given_is_set(algorithm: SparseDraft) -> None:
     found = server_args()
     algorithm.handle_server_args(found)
     assert (found.speculative_num_draft_tokens, found.speculative_num_steps) == (TOKENS, TOKENS - 1)
-    assert found.speculative_eagle_topk == 1 and found.disable_overlap_schedule and not found.enable_mixed_chunk
+    assert found.speculative_eagle_topk == 1 and found.disable_overlap_schedule
     found = server_args(speculative_num_draft_tokens=4, speculative_num_steps=3)
     algorithm.handle_server_args(found)
     assert (found.speculative_num_draft_tokens, found.speculative_num_steps) == (4, 3)
@@ -80,7 +80,9 @@ def test_what_is_not_given_is_set(algorithm: SparseDraft) -> None:
         ({"attention_backend": "dbsa"}, "with --attention-backend dbsa: .* one of double_p, dbsa.double_p"),
         ({"attention_backend": "triton"}, "with --attention-backend triton"),
         ({"attention_backend": "cascade"}, "with --attention-backend cascade"),
-        ({"speculative_num_draft_tokens": 1}, "--speculative-num-draft-tokens 1: .* set 2 or more"),
+        ({"speculative_num_draft_tokens": 1}, "--speculative-num-draft-tokens 1: .* set 2 to 32"),
+        ({"speculative_num_draft_tokens": 33}, "--speculative-num-draft-tokens 33: .* set 2 to 32"),
+        ({"enable_mixed_chunk": True}, "with --enable-mixed-chunk"),
         ({"speculative_num_steps": 3}, f"--speculative-num-steps 3: {TOKENS} tokens are verified"),
         ({"speculative_eagle_topk": 2}, "--speculative-eagle-topk 2"),
     ],
@@ -115,6 +117,7 @@ def test_no_gpu_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"policy": '{"window": 8}'}, "window=8 with --speculative-num-draft-tokens 9: .* set it to 9 or more"),
         ({"enable_custom_logit_processor": True}, "with --enable-custom-logit-processor"),
+        ({"enable_return_routed_experts": True}, "with --enable-return-routed-experts"),
     ],
 )
 def test_a_server_that_would_guess_wrongly_does_not_start(

@@ -15,20 +15,26 @@ TOTAL = 1360
 
 @pytest.mark.parametrize("page", [1, 16, 128])
 @pytest.mark.parametrize("held", [0, 200])
-def test_the_longest_prompt_that_sglang_takes(monkeypatch: pytest.MonkeyPatch, page: int, held: int) -> None:
-    """SGLang takes a request whose tokens and a page are fewer than those of the cache."""
+@pytest.mark.parametrize("ahead", [0, 18])
+def test_the_longest_prompt_that_sglang_takes(
+    monkeypatch: pytest.MonkeyPatch, page: int, held: int, ahead: int
+) -> None:
+    """SGLang takes a request whose tokens and a page are fewer than those of the cache; what is guessed needs more."""
     refused = list[str]()
     monkeypatch.setattr(compat, "abort", lambda _req, why, _status: refused.append(why))
 
     def asked(tokens: int) -> Any:
-        cache = SimpleNamespace(held_by_pools=held, page_size=page, loose_tokens=lambda _keys: 0)
+        cache = SimpleNamespace(held_by_pools=held, page_size=page, slots_ahead=ahead, loose_tokens=lambda _keys: 0)
         params = SimpleNamespace(max_new_tokens=50, min_new_tokens=20)
         req: Any = SimpleNamespace(origin_input_ids=range(tokens), output_ids=[], sampling_params=params)
         fit(SimpleNamespace(tree_cache=cache, max_total_num_tokens=TOTAL), req, None)  # type: ignore[arg-type]
         return params
 
-    longest = TOTAL - held - page - 1
+    longest = TOTAL - held - page - 1 - ahead
     assert asked(longest).max_new_tokens == 0 and asked(longest - 30).max_new_tokens == 30 and not refused
-    assert longest + page < TOTAL - held
+    assert longest + page + ahead < TOTAL - held
     asked(longest + 1)
-    assert len(refused) == 1 and f"needs {longest + 1} tokens of KV cache, {TOTAL - held} of {TOTAL}" in refused[0]
+    assert len(refused) == 1 and (
+        f"needs {longest + 1} tokens of KV cache and {page + 1 + ahead} beside them, {TOTAL - held} of {TOTAL}"
+        in refused[0]
+    )

@@ -36,6 +36,7 @@ SLOW = (
     "e2e/test_double_p.py::test_retracted",
     "e2e/test_double_p_hybrid.py::test_retracted",
     "e2e/test_double_p_kernels.py",
+    "e2e/test_drafting.py::test_retracted",
     "e2e/test_drafting.py::test_tokens_are_drawn_from_the_model_s_distribution",
     "e2e/test_drafting_elsewhere.py",
     "e2e/test_drafting_kernels.py",

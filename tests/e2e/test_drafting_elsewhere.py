@@ -1,4 +1,4 @@
-"""Drafting with windows, with KV slots in pages, at the end of context and cache, and on two tensor-parallel ranks."""
+"""Drafting with windows, with slots in pages, at the end of context and cache, and on two tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -57,20 +57,19 @@ def test_to_the_end_of_the_context_and_of_the_cache(tmp_path: Path, rows: int) -
     window = {**POLICY, "window": rows}
     drafts = {"speculative_algorithm": DRAFTING, "speculative_num_draft_tokens": rows, "attention_backend": "double_p"}
     with serving(folder, max_total_tokens=600, policy=window, **drafts) as served:
-        for short in (*range(6, 6 + rows, 3), 40):
+        for short in (*range(8, 8 + rows, 3), 40):
             prompt = prompt_of(256 - short, short)
             (meta,) = served.generate([prompt], SPARSE, short)
             assert len(generated(meta)) == short - 2 and served.dense_deviation(prompt, meta) < DENSE
-        params = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True, "frequency_penalty": 0.1}
+        params = {"temperature": 0, "max_new_tokens": 56, "ignore_eos": True, "frequency_penalty": 0.1}
         found = served.engine.generate(input_ids=prompt_of(200, 1), sampling_params=params)
         assert found["meta_info"]["completion_tokens"] == 54
         served.empty()
     with serving(folder, max_total_tokens=230, policy=window, **drafts) as served:
         (meta,) = served.generate([prompt_of(150, 2)], {"dense": True}, 100)
         assert len(generated(meta)) == 230 - 150 - 2 - 2 * rows
-        with pytest.raises(
-            ValueError, match=f"needs 229 tokens of KV cache and {2 + 2 * rows} beside them, 230 of 230"
-        ):
+        words = f"needs 229 tokens of KV cache and {2 + 2 * rows} beside them, 230 of 230"
+        with pytest.raises(ValueError, match=words):
             served.generate([prompt_of(229, 3)], SPARSE, 2)
 
 

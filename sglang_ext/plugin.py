@@ -134,7 +134,6 @@ class _BackendFactory:
 
 
 def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRadixCache:
-    from sglang_ext import compat
     from sglang_ext.attention.backend import view_backend
     from sglang_ext.attention.compiles import watch
     from sglang_ext.attention.dbsa import DbsaPolicy
@@ -157,7 +156,7 @@ def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRad
         streams.release_hooks += [backend.release, _check_scheduler, watch]
         return streams
     cache = BlockRadixCache(context.params)
-    cache.step_tokens, cache.slots_ahead = compat.step_tokens(server_args), compat.slots_ahead(server_args)
+    cache.serve(server_args)
     cache.hooks.extend(policy.node_hooks())
     cache.release_hooks += [backend.release, _check_scheduler, watch]
     cache.on_rewrite.append(backend.rewritten)

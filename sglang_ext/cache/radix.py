@@ -20,7 +20,7 @@ from sglang_ext.cache import carried
 from sglang_ext.cache.rows import POOL_OWNER, REQUEST_OWNER, NewBlock, Row
 from sglang_ext.cache.stitch import MissingBlocks, NodeHooks, StitchNode, StitchTooShort, joined_ids
 from sglang_ext.compat import InsertParams, RadixKey, RadixTree, TreeNode
-from sglang_ext.names import Passed, Req
+from sglang_ext.names import Passed, Req, ServerArgs
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, DecLockRefResult, IncLockRefResult
@@ -61,6 +61,10 @@ class BlockRadixCache(RadixTree):
         self.stitch_seconds = 0.0
         super().__init__(params)
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.device)
+
+    def serve(self, server_args: ServerArgs) -> None:
+        """Know how much a decoding step of a server takes; called once, before the first request."""
+        self.step_tokens, self.slots_ahead = compat.step_tokens(server_args), compat.slots_ahead(server_args)
 
     # ---- blocks ----
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext import compat
-from sglang_ext.serving.tree import fit
+from sglang_ext.serving.tree import CHUNK_MARGIN, TreeMode, fit
 
 TOTAL = 1360
 
@@ -38,3 +38,24 @@ def test_the_longest_prompt_that_sglang_takes(
         f"needs {longest + 1} tokens of KV cache and {page + 1 + ahead} beside them, {TOTAL - held} of {TOTAL}"
         in refused[0]
     )
+
+
+@pytest.mark.parametrize(("step", "ahead", "taken"), [(1, 0, 5 + 2), (9, 18, (45 + 18) + (2 + 18))])
+def test_running_requests_leave_room_for_what_they_guess(step: int, ahead: int, taken: int) -> None:
+    """Five steps run beside a long prompt of 250 tokens in chunks of 100; the second request ends after two tokens."""
+    cache = SimpleNamespace(step_tokens=step, slots_ahead=ahead, evictable_size=lambda: 300)
+    scheduler: Any = SimpleNamespace(
+        tree_cache=cache,
+        chunked_prefill_size=100,
+        chunked_req=SimpleNamespace(full_untruncated_fill_ids=range(260), prefix_indices=range(10)),
+        is_mixed_chunk=False,
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 1000),
+    )
+    running: Any = [
+        SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=limit), output_ids=[1, 2]) for limit in (90, 4)
+    ]
+    mode = TreeMode()
+    mode.__dict__["encoding_tokens"] = 100
+    assert mode.room_beside(scheduler, running) == 1300 - 250 - taken - CHUNK_MARGIN
+    adder: Any = SimpleNamespace(tree_cache=cache)
+    assert mode.offset(lambda *_: 40.0, adder, running[0]) == 40 + ahead

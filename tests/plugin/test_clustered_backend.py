@@ -92,7 +92,10 @@ class World:
         monkeypatch.setattr(compat, "attention_shape", lambda _: shape)
         monkeypatch.setattr(compat, "num_kv_slots", lambda _: SLOTS)
         monkeypatch.setattr(model, "find_rope", lambda _: rope)
-        runner = SimpleNamespace(req_to_token_pool=table, token_to_kv_pool=kv, model=torch.nn.Module())
+        config = SimpleNamespace(hf_text_config=SimpleNamespace())
+        runner = SimpleNamespace(
+            req_to_token_pool=table, token_to_kv_pool=kv, model=torch.nn.Module(), model_config=config
+        )
         self.table, self.backend = table.req_to_token, Backend(runner, kind())
         self.policy = kind()
         self.policy.bind(lambda: {0: (keys, values)}, torch.float32)

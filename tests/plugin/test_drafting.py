@@ -101,7 +101,8 @@ def test_sglang_knows_the_algorithm_once(algorithm: SparseDraft) -> None:
     assert isinstance(known, SparseDraft) and known.is_speculative() and known.supports_overlap
     # SGLang asks a registered algorithm what it asks its own ones.
     asked = {name for name, each in vars(SpeculativeAlgorithm).items() if callable(each) and not name.startswith("_")}
-    assert not {name for name in asked - {"register", "from_string"} if not hasattr(known, name)}
+    own = {"register", "from_string", "get_platform_worker_cls"}  # SGLang's algorithms ask the last of themselves
+    assert not {name for name in asked - own if not hasattr(known, name)}
 
 
 def test_no_gpu_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:

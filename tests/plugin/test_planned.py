@@ -141,7 +141,10 @@ class World:
         monkeypatch.setattr(compat, "num_kv_slots", lambda _: SLOTS)
         monkeypatch.setattr(model, "find_rope", lambda _: rope)
         self.rope = rope
-        self.runner = SimpleNamespace(req_to_token_pool=self.pool, token_to_kv_pool=kv, model=torch.nn.Module())
+        config = SimpleNamespace(hf_text_config=SimpleNamespace())
+        self.runner = SimpleNamespace(
+            req_to_token_pool=self.pool, token_to_kv_pool=kv, model=torch.nn.Module(), model_config=config
+        )
         self.backend = Backend(self.runner)
         self.slot_pos = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
         self.blocks: dict[str, tuple[int, int]] = {}  # name -> (first slot, first position)

@@ -28,7 +28,7 @@ def check(served: Served, tolerance: float) -> None:
     for prompt, meta in zip(prompts, answers, strict=True):
         assert served.dense_deviation(prompt, meta) < tolerance
     assert served.clustered() > 0, "the guesses read clusters"
-    assert answers[2]["spec_num_correct_drafts"] == answers[2]["spec_num_proposed_drafts"] > 0
+    assert answers[2]["spec_verify_ct"] <= 4, "five tokens a verification, but for the last ones"
     served.empty()
 
 

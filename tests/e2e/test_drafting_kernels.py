@@ -33,7 +33,7 @@ def test_answers_are_dense_whatever_was_guessed(served: Served) -> None:
     answers = served.generate(prompts, kinds, NEW_TOKENS)
     for prompt, meta in zip(prompts, answers, strict=True):
         assert served.dense_deviation(prompt, meta) < DENSE
-    assert answers[1]["spec_num_correct_drafts"] == answers[1]["spec_num_proposed_drafts"] > 0
+    assert answers[1]["spec_verify_ct"] <= 3, "three tokens a verification, but for the last ones"
     stats = served.stats()
     assert stats["reader"] == "ClusterReader" and stats["cluster_tokens_computed"] > 0
 
@@ -44,6 +44,6 @@ def test_answers_over_pools_are_those_without_drafts(served: Served) -> None:
     try:
         custom = {"pool": "p", "raw": True, "block_ids": [0, 2, 1]}
         (meta,) = served.generate([prompt_of(10, 13)], custom, 1 + 2 * DRAFTED)
-        assert meta["spec_num_correct_drafts"] == meta["spec_num_proposed_drafts"] == 2 * (DRAFTED - 1)
+        assert meta["spec_verify_ct"] <= 3, "three tokens a verification, but for the last ones"
     finally:
         served.engine.delete("p")

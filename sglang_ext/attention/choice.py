@@ -47,8 +47,8 @@ graph of a decoding step, for which the adapter has SGLang's backend plan the va
 DRAFTS_ON_GPUS = False
 """Whether decoding steps draft tokens on GPUs (`System.drafts`).
 
-No GPU has run that. SGLang captures CUDA graphs of verifications alone on a server that drafts, and the sparse steps
-need graphs of their own: launched one kernel at a time, they are slower than the dense steps that they replace.
+No GPU has run that. SGLang captures CUDA graphs of verifications alone on a server that drafts, so that sparse steps
+have graphs of their own there (`compat.capture_steps`).
 """
 
 FLOAT32 = ("float32", "float")

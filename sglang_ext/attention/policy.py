@@ -176,7 +176,7 @@ class Policy:
         """
 
     def draft(self, tokens: int) -> None:
-        """Decoding steps guess tokens, and `tokens` rows a request are verified at once (`sglang_ext.drafting`).
+        """Decoding steps draft tokens, and `tokens` rows a request are verified at once (`sglang_ext.drafting`).
 
         Called once, before the first pass, of systems that declare it (`System.drafts`).
 

@@ -77,7 +77,7 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
         """What lies before the window stays: a token that a verification may replace must lie within."""
         if self.config.window < tokens:
             raise ValueError(
-                f"window={self.config.window} with --speculative-num-draft-tokens {tokens}: what is guessed must lie"
+                f"window={self.config.window} with --speculative-num-draft-tokens {tokens}: what is drafted must lie"
                 f" within the window; set it to {tokens} or more (--policy), or verify fewer tokens"
             )
         self._drafts = True
@@ -87,7 +87,7 @@ class SparsePolicy(DbsaPolicy, Generic[OptionsT]):
     def check(self, options: Options) -> None:
         if self._parse(options).report and self._drafts:
             raise ValueError(
-                f"custom_params: {REPORT}=true on a server whose sparse steps only guess tokens"
+                f"custom_params: {REPORT}=true on a server whose sparse steps only draft tokens"
                 " (--speculative-algorithm): dense attention gives the answer; ask a server without it"
             )
 

@@ -83,7 +83,6 @@ from sglang_ext.compat.line import (
     set_reserved,
     set_written,
     slots_ahead,
-    step_tokens,
     verified_logprobs,
 )
 from sglang_ext.compat.manager import (
@@ -107,7 +106,7 @@ from sglang_ext.compat.manager import (
 from sglang_ext.compat.models import refuse_config, refuse_model, serves_states
 from sglang_ext.compat.nodes import node_begin, path_slots, tree_nodes
 from sglang_ext.compat.priorities import first_priority, preempts, sort_waiting
-from sglang_ext.compat.rows import as_prompt, new_rows
+from sglang_ext.compat.rows import as_prompt, new_rows, step_tokens
 from sglang_ext.compat.scales import UNSCALED, KVScales, kv_scales
 from sglang_ext.compat.slots import after_forward, take_slots
 

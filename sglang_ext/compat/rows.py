@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sglang_ext.compat.line import resolved
+
 
 def new_rows(forward_batch: Any) -> list[tuple[int, int]]:
     """(columns before a pass, columns that it adds) of each request of a batch."""
@@ -16,6 +18,12 @@ def new_rows(forward_batch: Any) -> list[tuple[int, int]]:
     if forward_batch.forward_mode.is_target_verify():  # SGLang counts the rows that it verifies once they hold
         return [(length, forward_batch.spec_info.draft_token_num) for length in lengths]
     return [(length - 1, 1) for length in lengths]
+
+
+def step_tokens(server_args: Any) -> int:
+    """Tokens that a decoding step gives a request at most."""
+    given = resolved(server_args)
+    return 1 if given.speculative_algorithm is None else int(given.speculative_num_draft_tokens)
 
 
 def as_prompt(forward_batch: Any) -> Any:

@@ -52,7 +52,6 @@ __all__ = [
     "set_reserved",
     "set_written",
     "slots_ahead",
-    "step_tokens",
     "verified_logprobs",
 ]
 
@@ -163,14 +162,8 @@ def charge_slots(adder: Any, req: Any, tokens: int, slots: int) -> None:
 
 
 def slots_ahead(server_args: Any) -> int:
-    """KV slots that a request needs beside its tokens while it decodes: for what a server guesses that drafts."""
+    """KV slots that a request needs beside its tokens while it decodes: for what a server drafts."""
     return 0 if resolved(server_args).speculative_algorithm is None else get_alloc_reserve_per_decode()
-
-
-def step_tokens(server_args: Any) -> int:
-    """Tokens that a decoding step gives a request at most."""
-    given = resolved(server_args)
-    return 1 if given.speculative_algorithm is None else int(given.speculative_num_draft_tokens)
 
 
 def verified_logprobs(batch: Any, logits: Any, drawn: torch.Tensor, rows: torch.Tensor) -> None:

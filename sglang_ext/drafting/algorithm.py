@@ -5,7 +5,6 @@ from __future__ import annotations
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from sglang_ext.attention.choice import drafts
 from sglang_ext.config import DRAFTING
 from sglang_ext.names import Passed, ServerArgs
 from sglang_ext.systems.registry import system_of, systems
@@ -46,7 +45,7 @@ class SparseDraft(CustomSpecAlgo):
             ValueError: the server's attention does not draft, or a number does not fit.
         """
         system = system_of(server_args)
-        if system is None or not drafts(system):
+        if system is None or not system.drafts:
             able = [name for name, each in systems().items() if each.drafts]
             raise ValueError(
                 f"--speculative-algorithm {DRAFTING} with --attention-backend {server_args.attention_backend}: drafts"
@@ -71,7 +70,7 @@ class SparseDraft(CustomSpecAlgo):
             )
         if server_args.enable_mixed_chunk:
             raise ValueError(
-                f"--speculative-algorithm {DRAFTING} with --enable-mixed-chunk: steps that guess are not told from"
+                f"--speculative-algorithm {DRAFTING} with --enable-mixed-chunk: steps that draft are not told from"
                 " prompts in one batch; leave one of them out"
             )
         server_args.speculative_num_steps, server_args.speculative_eagle_topk = tokens - 1, 1

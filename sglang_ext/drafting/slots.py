@@ -1,4 +1,4 @@
-"""KV slots of what is guessed, on a machine without a GPU."""
+"""KV slots of drafts: room at the end of a row, and what SGLang does with Triton where there is no GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def around_assign_slots(
 def around_init_copies(original: Callable[[KVPool], None], pool: KVPool) -> None:
     """AROUND MHATokenToKVPool._init_kv_copy_and_warmup: SGLang would try to move keys and values with Triton.
 
-    It moves those of guesses that hold where the guesses form a tree. Ours form a chain, and stay where they are.
+    It moves those of drafts that hold where the drafts form a tree. Ours form a chain, and stay where they are.
     """
     if torch.device(pool.device).type != "cpu":
         return original(pool)

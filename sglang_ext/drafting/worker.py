@@ -102,7 +102,7 @@ class DraftWorker(BaseSpecWorker):
         return found
 
     def _drafts(self, batch: ScheduleBatch, lengths: Lengths, slots: torch.Tensor) -> torch.Tensor:
-        """[requests, tokens] int64: the last token of each request, and what sparse steps guess behind it.
+        """[requests, tokens] int64: the last token of each request, and what sparse steps draft behind it.
 
         A step is greedy: the likeliest token is the one that a verification most likely draws, too.
         """

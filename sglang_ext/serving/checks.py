@@ -170,21 +170,15 @@ def _of_pages(server_args: ServerArgs, system: System) -> list[str]:
 
 def _of_drafts(server_args: ServerArgs, system: System) -> list[str]:
     """What is wrong with drafting tokens, in words; nothing where the system's steps do that here, or need not."""
-    if getattr(server_args, "speculative_algorithm", None) != DRAFTING:
-        return []
+    if getattr(server_args, "speculative_algorithm", None) != DRAFTING or not system.drafts:
+        return []  # of a system that does not draft, the algorithm itself says so
     said = f"speculative_algorithm={DRAFTING!r} is not supported"
-    if not system.drafts:
-        able = ", ".join(name for name, each in systems().items() if each.drafts)
-        return [
-            f"{said} with --attention-backend {server_args.attention_backend}, which does not draft: leave out"
-            f" --speculative-algorithm, or set --attention-backend to one of {able}"
-        ]
     if not drafts(system):
         return [f"{said} on a GPU, where nobody has run it: leave out --speculative-algorithm"]
     problems = []
     if compat.serves_states(server_args, kinds(system)):
         problems.append(
-            f"{said} with a model whose layers keep a state, from which no guess could be taken back: leave out"
+            f"{said} with a model whose layers keep a state, from which no draft could be taken back: leave out"
             " --speculative-algorithm"
         )
     try:

@@ -58,7 +58,7 @@ class System:
             which it reads the other layers. There are no pools then: windows do not move with blocks.
         hybrid: whether it serves models of which most layers keep a state for a whole context (`compat.layers`):
             likewise, and without prefixes in the radix tree, which would need states, too.
-        drafts: whether its decoding steps may guess tokens for dense attention to verify (`sglang_ext.drafting`): rows
+        drafts: whether its decoding steps may draft tokens for dense attention to verify (`sglang_ext.drafting`): rows
             of a prompt see all of their row then, and reading a token that is replaced later leaves no trace.
     """
 

@@ -307,5 +307,5 @@ def test_a_turn_that_goes_on(served: Served) -> None:
 
 
 def test_a_report_is_refused(served: Served) -> None:
-    with pytest.raises(ValueError, match="attention_report=true on a server whose sparse steps only guess"):
+    with pytest.raises(ValueError, match="attention_report=true on a server whose sparse steps only draft"):
         served.generate([prompt_of(60, 7)], {"attention_report": True})

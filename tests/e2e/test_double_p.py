@@ -118,6 +118,29 @@ def runs_of(length: int, begin: int = SINK) -> list[Run]:
     return [whole(a, b) for a, b in itertools.pairwise(cuts) if end - a >= APPEND]
 
 
+def check_everything(served: Served, cached: int) -> None:
+    """With p of one the model's own attention; of a prompt that goes on behind another, `cached` tokens are found."""
+    prompts = [prompt_of(n, seed) for seed, n in enumerate((60, 206, 120, 30))]
+    kinds: list[Any] = [{"p1": 1, "p2": 1}, {"p1": 1, "p2": 1}, {"dense": True}, None]
+    for prompt, meta in zip(prompts, served.generate(prompts, kinds), strict=True):
+        assert served.dense_deviation(prompt, meta) < TOLERANCE
+    longer = [*prompts[1], *prompt_of(40, 8)]
+    (meta,) = served.generate([longer], kinds[0])
+    assert meta["cached_tokens"] == cached and served.dense_deviation(longer, meta) < TOLERANCE
+
+
+def check_steps(served: Served) -> None:
+    """Prompts of one chunk and of several, read through their clusters, and through these alone."""
+    prompts = [prompt_of(n, seed) for seed, n in enumerate((100, 206), 20)]
+    before = served.clustered()
+    for prompt, meta in zip(prompts, served.generate(prompts, SPARSE), strict=True):
+        runs = runs_of(len(prompt))
+        assert served.plain(prompt, meta, runs, **SPARSE) < TOLERANCE
+        assert served.dense_deviation(prompt, meta) > 100 * TOLERANCE
+        assert served.plain(prompt, meta, runs_of(len(prompt) - 30), **SPARSE) > 10 * TOLERANCE, "the clusters matter"
+    assert served.clustered() - before == sum(run.end - run.begin for p in prompts for run in runs_of(len(p)))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: Any) -> Path:
     return models.save_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=1024)

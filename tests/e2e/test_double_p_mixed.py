@@ -14,7 +14,18 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_double_p import POLICY, SPARSE, TOLERANCE, WINDOW, Served, prompt_of, runs_of, serving
+from tests.e2e.test_double_p import (
+    POLICY,
+    SPARSE,
+    TOLERANCE,
+    WINDOW,
+    Served,
+    check_everything,
+    check_steps,
+    prompt_of,
+    runs_of,
+    serving,
+)
 from tests.models.architectures import MIXED
 from tests.oracle import models
 
@@ -32,25 +43,12 @@ def served(tmp_path_factory: Any) -> Iterator[Served]:
 
 def test_p_of_one_is_the_model_s_own_attention(served: Served) -> None:
     """Beside a dense request and a short one; prompts of one chunk, of several, and behind a known prefix."""
-    prompts = [prompt_of(n, seed) for seed, n in enumerate((60, 206, 120, 30))]
-    kinds: list[Any] = [{"p1": 1, "p2": 1}, {"p1": 1, "p2": 1}, {"dense": True}, None]
-    for prompt, meta in zip(prompts, served.generate(prompts, kinds), strict=True):
-        assert served.dense_deviation(prompt, meta) < TOLERANCE
-    longer = [*prompts[1], *prompt_of(40, 8)]
-    (meta,) = served.generate([longer], kinds[0])
-    assert meta["cached_tokens"] == 206 and served.dense_deviation(longer, meta) < TOLERANCE
+    check_everything(served, cached=206)
 
 
 def test_a_step_is_the_paper_s_in_layers_without_a_window(served: Served) -> None:
     served.empty()
-    prompts = [prompt_of(n, seed) for seed, n in enumerate((100, 206), 20)]
-    before = served.clustered()
-    for prompt, meta in zip(prompts, served.generate(prompts, SPARSE), strict=True):
-        runs = runs_of(len(prompt))
-        assert served.plain(prompt, meta, runs, **SPARSE) < TOLERANCE
-        assert served.dense_deviation(prompt, meta) > 100 * TOLERANCE
-        assert served.plain(prompt, meta, runs_of(len(prompt) - 30), **SPARSE) > 10 * TOLERANCE, "the clusters matter"
-    assert served.clustered() - before == sum(run.end - run.begin for p in prompts for run in runs_of(len(p)))
+    check_steps(served)
 
 
 def test_a_prefix_keeps_its_clusters(served: Served) -> None:

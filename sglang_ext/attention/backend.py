@@ -256,7 +256,7 @@ class ViewBackend(_Base):
             if graphs is not None and self.prepared is not None:
                 self.loaded = graphs.before_replay(self.prepared, _forward(forward_batch), forward_batch.batch_size)
                 self._planned = True
-        if self.loaded is None:
+        if self.loaded is None or self.window_layers:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     # ---- CUDA graphs of prefills ----
@@ -284,8 +284,12 @@ class ViewBackend(_Base):
 
 def view_backend(model_runner: ModelRunner) -> ViewBackend | None:
     """The view backend among a model runner's attention backends, or None when another one was chosen."""
-    backend = getattr(model_runner, "attn_backend", None)
-    backend = getattr(backend, "full_attn_backend", backend)  # of a hybrid linear model
+    return views_of(getattr(model_runner, "attn_backend", None))
+
+
+def views_of(backend: AttentionBackend | None) -> ViewBackend | None:
+    """The view backend that one of SGLang's is, or that reads the attention layers of a hybrid linear model for it."""
+    backend = getattr(backend, "full_attn_backend", backend)
     return backend if isinstance(backend, ViewBackend) else None
 
 

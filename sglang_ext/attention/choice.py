@@ -37,14 +37,14 @@ PLAIN_ENV = "SGLANG_EXT_PLAIN_ATTENTION"
 """
 PLAIN = ("auto", "fa3", "flashinfer")
 
-MIXED_ON_GPUS = False
+MIXED_ON_GPUS = True
 """Whether a system reads some layers of a model on GPUs while SGLang's own code serves the others.
 
 No GPU has run that (`System.mixed`, `System.hybrid`). A pass needs the metadata of both there, and so does each CUDA
 graph of a decoding step, for which the adapter has SGLang's backend plan the variant without views alone.
 """
 
-DRAFTS_ON_GPUS = False
+DRAFTS_ON_GPUS = True
 """Whether decoding steps draft tokens on GPUs (`System.drafts`).
 
 No GPU has run that. SGLang captures CUDA graphs of verifications alone on a server that drafts, so that sparse steps

@@ -3,9 +3,12 @@
 Decoding: SGLang captures a second graph of every batch size for servers with LoRA adapters. LoRA is refused beside
 views, so its two labels are free.
 
+A hybrid linear model's backend stands around ours there: it plans both, and decode graphs are asked of ours.
+
 Prefills: SGLang's `breakable` graphs stop at attention in every layer, which the host then launches. A question over
 resident blocks has little to compute, so that launching takes longer than the GPU does. Its work lists lie in static
-buffers, however: small sizes are captured a second time, in one piece, for prefills whose rows are all in one list.
+buffers, however: small sizes are captured a second time, in one piece, for prefills whose rows are all in one list. Hybrid linear models have no
+views over pools, so that none of their prefills is captured twice.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_ext import compat
-from sglang_ext.attention.backend import ViewBackend
+from sglang_ext.attention.backend import ViewBackend, views_of
 from sglang_ext.names import ForwardBatch, GraphRunner, Passed
 
 if TYPE_CHECKING:
@@ -28,35 +31,34 @@ def before_capture(runner: GraphRunner) -> None:
     Where every request is a stream, there is one variant: it has views. Verifications of drafts have one, too: rows
     with views are verified without a graph.
     """
-    backend = runner.attn_backend
-    if compat.verifies(runner):
+    backend = views_of(runner.attn_backend)
+    if backend is None or compat.verifies(runner):
         return
-    if isinstance(backend, ViewBackend):
-        compat.keep_graph_sizes(runner, backend.begin_capture(list(runner.capture_bs)))
-    if isinstance(backend, ViewBackend) and backend.both_variants:
+    compat.keep_graph_sizes(runner, backend.begin_capture(list(runner.capture_bs)))
+    if backend.both_variants:
         compat.record_both_variants(runner)
 
 
 def after_capture(_result: None, runner: GraphRunner) -> None:
     """AFTER DecodeCudaGraphRunner.capture: the next batch says itself whether it has views."""
-    if isinstance(runner.attn_backend, ViewBackend):
-        runner.attn_backend.end_capture()
+    if (backend := views_of(runner.attn_backend)) is not None:
+        backend.end_capture()
 
 
 def around_resolve_variant(
     original: Callable[..., str | None], runner: GraphRunner, forward_batch: ForwardBatch
 ) -> str | None:
     """AROUND DecodeCudaGraphRunner._resolve_lora_variant."""
-    backend = runner.attn_backend
-    if isinstance(backend, ViewBackend) and backend.both_variants and not compat.verifies(runner):
+    backend = views_of(runner.attn_backend)
+    if backend is not None and backend.both_variants and not compat.verifies(runner):
         return compat.graph_variant(backend)
     return original(runner, forward_batch)
 
 
 def around_can_run_decode(original: Callable[..., bool], runner: GraphRunner, forward_batch: ForwardBatch) -> bool:
     """AROUND DecodeCudaGraphRunner.can_run_graph: what the graphs have no buffers for runs without."""
-    backend = runner.attn_backend
-    if isinstance(backend, ViewBackend) and not backend.fits_graph(forward_batch.forward_mode.is_target_verify()):
+    backend = views_of(runner.attn_backend)
+    if backend is not None and not backend.fits_graph(forward_batch.forward_mode.is_target_verify()):
         return False
     return original(runner, forward_batch)
 

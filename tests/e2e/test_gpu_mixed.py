@@ -1,0 +1,127 @@
+"""Double-P on a GPU on models some of whose layers are SGLang's own: windows (Gemma 3), or states (Qwen3.5, Qwen3-Next).
+
+In float16 or bfloat16, in CUDA graphs and without, beside plain PyTorch and dense attention in the same engine. What a
+step must be in float32 says `test_double_p_mixed.py` and `test_double_p_hybrid.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.attention.choice import KERNELS_ENV
+from tests.e2e.test_gpu_double_p import DENSE, EXACT, HOPPER, POLICY, SPARSE, differences
+from tests.models.architectures import HYBRID, MIXED
+
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU, where kernels serve Double-P")
+
+NEW_TOKENS, CONTEXT = 60, 4096
+STATES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "graphs": ("auto", {}),
+    "eager": ("auto", {"disable_cuda_graph": True}),
+    "torch": ("torch", {}),
+}
+CHANGED: dict[str, dict[str, Any]] = {
+    "Gemma 3, text": {"head_dim": 128, "sliding_window": 200},
+    "Qwen3.5": STATES,
+    "Qwen3-Next": STATES,
+}
+
+
+def prompts() -> list[list[int]]:
+    """Longer than the windows, of several chunks; one too short for clusters."""
+    gen = torch.Generator().manual_seed(5)
+    return [torch.randint(50, 360, (n,), generator=gen).tolist() for n in (1500, 900, 703, 60)]
+
+
+def answers(engine: Any, options: Any) -> list[Any]:
+    """[(tokens, log-probability of each, the best two's distance at each step)] of all prompts at once."""
+    params = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "custom_params": options}
+    out = engine.generate(input_ids=prompts(), sampling_params=params, return_logprob=True, top_logprobs_num=2)
+    found = []
+    for answer in out:
+        steps, best = (answer["meta_info"][name] for name in ("output_token_logprobs", "output_top_logprobs"))
+        found.append(([t for _, t, *_ in steps], [lp for lp, *_ in steps], [b[0][0] - b[1][0] for b in best]))
+    return found
+
+
+@pytest.fixture(scope="module", params=list(CHANGED))
+def answered(request: Any, tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
+    """Answers of one model by engine and by what was asked."""
+    from sglang_ext import Engine
+
+    made = next(each for each in (*MIXED, *HYBRID) if each.name == request.param)
+    wider = {**CHANGED[made.name], "max_position_embeddings": CONTEXT}
+    if made.text is None:
+        made = replace(made, fields={**made.fields, **wider})
+    else:
+        made = replace(made, text={**made.text, **wider})
+    folder = made.save(tmp_path_factory.mktemp("model"))
+    found: dict[str, dict[str, Any]] = {}
+    for name, (kernels, more) in ENGINES.items():
+        arguments: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "max_total_tokens": 20_000,
+            "max_running_requests": 8,
+            "cuda_graph_max_bs_decode": 8,
+            "cuda_graph_backend_prefill": "disabled",
+            "chunked_prefill_size": 700,
+            "attention_backend": "double_p",
+            "policy": POLICY,
+            "log_level": "error",
+        }
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv(KERNELS_ENV, kernels)
+            engine = Engine(model_path=str(folder), **{**arguments, **more})
+        try:
+            found[name] = {
+                "sparse": answers(engine, SPARSE),
+                "exact": answers(engine, EXACT),
+                "dense": answers(engine, DENSE),
+                "again": answers(engine, SPARSE),
+                "stats": engine.get_server_info()["internal_states"][0]["sglang_ext"],
+            }
+        finally:
+            engine.shutdown()
+    return found
+
+
+def of(a: list[Any], b: list[Any], what: str) -> list[float]:
+    """Differences of log-probabilities, in order of size, of the prompts that have clusters."""
+    found = sorted(x for pair in list(zip(a, b, strict=True))[:3] for x in differences(*pair))
+    print(f"{what}: {len(found)} steps, median {found[len(found) // 2]:.4f}, largest {found[-1]:.4f}")
+    return found
+
+
+def test_answers_are_those_of_plain_pytorch(answered: Any) -> None:
+    """Rounding is what p = 1 strays from dense attention; reading sparsely moves answers further than that."""
+    for engine in ("graphs", "eager"):
+        ours = answered[engine]
+        noise = of(ours["exact"], ours["dense"], f"{engine}, p = 1 beside dense")
+        same = of(ours["sparse"], answered["torch"]["sparse"], f"{engine}, sparse beside PyTorch")
+        again = of(ours["again"], answered["torch"]["again"], f"{engine}, sparse again")
+        wrong = of(ours["sparse"], answered["torch"]["dense"], f"{engine}, sparse beside PyTorch's dense")
+        middle = len(wrong) // 2
+        assert same[len(same) // 2] < 2 * noise[len(noise) // 2] + 0.01 < wrong[middle]
+        assert again[len(again) // 2] < 2 * noise[len(noise) // 2] + 0.01
+        dense = of(ours["dense"], answered["torch"]["dense"], f"{engine}, dense beside PyTorch's")
+        assert dense[len(dense) // 2] < wrong[middle] / 2
+
+
+def test_short_rows_are_dense(answered: Any) -> None:
+    for name in ("graphs", "eager"):
+        found = differences(answered[name]["sparse"][3], answered["torch"]["dense"][3])
+        print(f"{name}, short: largest {max(found):.4f}")
+        assert sorted(found)[len(found) // 2] < 0.05
+
+
+def test_the_kernels_ran(answered: Any) -> None:
+    for name, (kernels, _) in ENGINES.items():
+        stats = answered[name]["stats"]
+        expected = ("TorchViews", "ViewReader") if kernels == "torch" else ("Fa3Views", "ClusterReader")
+        assert (stats["attention_backend"], stats["reader"]) == expected
+        assert stats["cluster_tokens_computed"] > 2000

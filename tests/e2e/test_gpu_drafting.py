@@ -25,13 +25,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "graphs": DRAFTS,
     "eager": {**DRAFTS, "disable_cuda_graph": True},
     "plain": {**DRAFTS, "attention_backend": "double_p"},
-    "bfloat16 steps": {"dtype": "bfloat16"},
-    "bfloat16": {**DRAFTS, "dtype": "bfloat16"},
 }
 ROUNDED = {"float16": 0.03, "bfloat16": 0.25}
 """What rounding may do to a log-probability, and to the distance of the two best candidates."""
-PLAIN = [0, 1, 3]
-"""Prompts that are not over a pool."""
+PLAIN, OVER = (0, 1, 3), (2, 4)
+"""Which of the prompts are over a pool, and which are not."""
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +37,28 @@ def folder(tmp_path_factory: Any) -> Path:
     return models.save_model("llama", tmp_path_factory.mktemp("llama"), head_dim=64, max_position_embeddings=4096)
 
 
-@pytest.fixture(scope="module")
-def answered(folder: Path) -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module", params=list(ROUNDED))
+def answered(request: Any, folder: Path) -> dict[str, dict[str, Any]]:
     """Answers by engine and by what was asked; one engine after the other."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {"rounded": ROUNDED[request.param]}
     for name, more in ENGINES.items():
-        running = Running(folder, "flashinfer", **more)
+        running = Running(folder, "flashinfer", dtype=request.param, **more)
         try:
-            asked = [prompts()[place] for place in PLAIN]
-            over = [prompt for place, prompt in enumerate(prompts()) if place not in PLAIN]
+            asked, over = ([prompts()[place] for place in places] for places in (PLAIN, OVER))
             read = DENSE if name == "steps" else SPARSE
             kinds = [{**options(SPARSE)[2], **read}, options(SPARSE)[4]]
             found[name] = {
                 "dense": running.answers(asked, [DENSE] * 3, NEW_TOKENS),
                 "short": running.answers(asked[-1:], [None], NEW_TOKENS),
-                "pool": running.answers(over, kinds, NEW_TOKENS) if name != "plain" else [],
+                "pool": running.answers(over, kinds, NEW_TOKENS),
                 "sparse": running.answers(asked, [SPARSE] * 3, NEW_TOKENS),
                 "exact": running.answers(asked, [EXACT] * 3, NEW_TOKENS),
                 "alone": [running.answers([each], [SPARSE], NEW_TOKENS)[0] for each in asked],
-                "many": running.answers([asked[1][n:] for n in range(12)], [SPARSE] * 12, NEW_TOKENS),
+                "many": running.answers([asked[1][n:] for n in range(12)], [read] * 12, NEW_TOKENS),
                 "stats": running.stats(),
                 "rounds": rounds(running, asked[0]),
             }
+            print(name, found[name]["stats"], found[name]["rounds"])
         finally:
             running.engine.shutdown()
     return found
@@ -76,51 +74,35 @@ def rounds(running: Running, prompt: list[int]) -> dict[str, int]:
     return found
 
 
-def check_same(ours: list[Any], dense: list[Any], rounded: float, what: str) -> None:
-    """Log-probabilities are near where the tokens before are equal, and tokens part at ties alone."""
-    for place, (a, b) in enumerate(zip(ours, dense, strict=True)):
+@pytest.mark.parametrize("engine", ["graphs", "eager", "plain"])
+@pytest.mark.parametrize("asked", ["dense", "sparse", "exact", "alone", "short", "pool", "many"])
+def test_answers_are_dense(answered: Any, asked: str, engine: str) -> None:
+    """Log-probabilities are near where the tokens before are equal, and tokens part at ties alone.
+
+    Over blocks a verification reads all of them, as `dense: true` does; 12 requests are more than graphs have rows.
+    """
+    rounded = answered["rounded"]
+    dense = answered["steps"]["dense" if asked in ("sparse", "exact", "alone") else asked]
+    for place, (a, b) in enumerate(zip(answered[engine][asked], dense, strict=True)):
         assert len(a[0]) == len(b[0]) == NEW_TOKENS
         found = differences(a, b)
         gaps = [gap for x, y, gap in zip(a[0], b[0], b[2], strict=True) if x != y][:1]
-        print(f"{what}, {place}: {len(found)} steps, median {sorted(found)[len(found) // 2]:.4f}, "
+        print(f"{engine}, {asked}, {place}: {len(found)} steps, median {sorted(found)[len(found) // 2]:.4f}, "
               f"largest {max(found):.4f}, parted at gaps of {gaps}")  # fmt: skip
         assert max(found) < rounded and all(gap < rounded for gap in gaps)
-
-
-@pytest.mark.parametrize("engine", ["graphs", "eager", "plain", "bfloat16"])
-def test_answers_are_dense(answered: Any, engine: str) -> None:
-    steps = answered["bfloat16 steps" if engine == "bfloat16" else "steps"]
-    rounded = ROUNDED["bfloat16" if engine == "bfloat16" else "float16"]
-    for asked in ("dense", "sparse", "exact", "alone"):
-        check_same(answered[engine][asked], steps["dense"], rounded, f"{engine}, {asked}")
-    check_same(answered[engine]["short"], steps["short"], rounded, f"{engine}, short")
-
-
-@pytest.mark.parametrize("engine", ["graphs", "eager"])
-def test_answers_over_pools_are_dense(answered: Any, engine: str) -> None:
-    """A verification reads all of the blocks, as `dense: true` does."""
-    check_same(answered[engine]["pool"], answered["steps"]["pool"], ROUNDED["float16"], f"{engine}, pool")
-    assert answered["steps"]["stats"]["cluster_tokens_computed"] > 0
-
-
-def test_more_requests_than_graphs_have_rows(answered: Any) -> None:
-    for engine in ("graphs", "plain"):
-        for a, b in zip(answered[engine]["many"], answered["eager"]["many"], strict=True):
-            check_same([a], [b], ROUNDED["float16"], f"{engine}, many")
 
 
 def test_drafts_hold(answered: Any) -> None:
     """With p of one nearly every draft does, but at ties; sparse ones do where clusters tell enough."""
     for engine in ("graphs", "eager", "plain"):
         found = answered[engine]["rounds"]
-        print(f"{engine}: {NEW_TOKENS} tokens in {found} verifications of {DRAFTED} tokens")
         assert found["exact"] <= NEW_TOKENS // DRAFTED + 4
         assert found["exact"] <= found["sparse"] < NEW_TOKENS
     assert answered["steps"]["rounds"] == {"sparse": 0, "exact": 0}
 
 
 def test_the_kernels_ran(answered: Any) -> None:
-    for name in ("graphs", "eager", "plain", "bfloat16"):
+    for name in ENGINES:
         stats = answered[name]["stats"]
         assert (stats["attention_backend"], stats["reader"]) == ("Fa3Views", "ClusterReader")
         assert stats["cluster_tokens_computed"] > 1000 and stats.get("cluster_refused", 0) == 0

@@ -1,16 +1,18 @@
 """Double-P on a GPU on models some of whose layers are SGLang's own: windows (Gemma 3), or states (Qwen3.5, Qwen3-Next).
 
-In float16 or bfloat16, in CUDA graphs and without, beside plain PyTorch and dense attention in the same engine. What a
+In float16, in CUDA graphs and without, beside plain PyTorch and dense attention in the same engine. What a
 step must be in float32 says `test_double_p_mixed.py` and `test_double_p_hybrid.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sglang_ext.attention.choice import KERNELS_ENV
 from tests.e2e.test_gpu_double_p import DENSE, EXACT, HOPPER, POLICY, SPARSE, differences
@@ -31,11 +33,29 @@ CHANGED: dict[str, dict[str, Any]] = {
     "Qwen3-Next": STATES,
 }
 
+EMBEDDING = {"Gemma 3, text": 0.25}
+"""Factors of embeddings: of Gemma's, which it multiplies by the root of its width, and which are its head, too."""
+
 
 def prompts() -> list[list[int]]:
     """Longer than the windows, of several chunks; one too short for clusters."""
     gen = torch.Generator().manual_seed(5)
     return [torch.randint(50, 360, (n,), generator=gen).tolist() for n in (1500, 900, 703, 60)]
+
+
+def saved(name: str, folder: Path) -> Path:
+    """A model with heads and states of published sizes, whose attention decides more than its embeddings do."""
+    made = next(each for each in (*MIXED, *HYBRID) if each.name == name)
+    changed = {**CHANGED[name], "max_position_embeddings": CONTEXT}
+    field = "fields" if made.text is None else "text"
+    replace(made, **{field: {**(getattr(made, field) or {}), **changed}}).save(folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for each in tensors:
+        if each.endswith("embed_tokens.weight"):
+            tensors[each] = tensors[each] * EMBEDDING.get(name, 1.0)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
 
 
 def answers(engine: Any, options: Any) -> list[Any]:
@@ -54,17 +74,11 @@ def answered(request: Any, tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
     """Answers of one model by engine and by what was asked."""
     from sglang_ext import Engine
 
-    made = next(each for each in (*MIXED, *HYBRID) if each.name == request.param)
-    wider = {**CHANGED[made.name], "max_position_embeddings": CONTEXT}
-    if made.text is None:
-        made = replace(made, fields={**made.fields, **wider})
-    else:
-        made = replace(made, text={**made.text, **wider})
-    folder = made.save(tmp_path_factory.mktemp("model"))
+    folder = saved(request.param, tmp_path_factory.mktemp("model"))
     found: dict[str, dict[str, Any]] = {}
     for name, (kernels, more) in ENGINES.items():
         arguments: dict[str, Any] = {
-            "dtype": "bfloat16",
+            "dtype": "float16",
             "max_total_tokens": 20_000,
             "max_running_requests": 8,
             "cuda_graph_max_bs_decode": 8,

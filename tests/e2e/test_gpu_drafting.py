@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sglang_ext.config import DRAFTING
 from tests.e2e.test_gpu_double_p import DENSE, EXACT, HOPPER, SPARSE, Running, differences, options, prompts

@@ -1,4 +1,4 @@
-"""Double-P on a GPU on models some of whose layers are SGLang's own: windows (Gemma 3), or states (Qwen3.5, Qwen3-Next).
+"""Double-P on a GPU where some layers are SGLang's own: windows (Gemma 3), or states (Qwen3.5, Qwen3-Next).
 
 In float16, in CUDA graphs and without, beside plain PyTorch and dense attention in the same engine. What a
 step must be in float32 says `test_double_p_mixed.py` and `test_double_p_hybrid.py`.

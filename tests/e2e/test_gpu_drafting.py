@@ -48,7 +48,7 @@ def answered(request: Any, folder: Path) -> dict[str, dict[str, Any]]:
             kinds = [{**options(SPARSE)[2], **read}, options(SPARSE)[4]]
             found[name] = {
                 "dense": running.answers(asked, [DENSE] * 3, NEW_TOKENS),
-                "short": running.answers(asked[-1:], [None], NEW_TOKENS),
+                "short": running.answers(asked[-1:], [DENSE if name == "steps" else None], NEW_TOKENS),
                 "pool": running.answers(over, kinds, NEW_TOKENS),
                 "sparse": running.answers(asked, [SPARSE] * 3, NEW_TOKENS),
                 "exact": running.answers(asked, [EXACT] * 3, NEW_TOKENS),

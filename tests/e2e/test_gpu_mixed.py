@@ -1,6 +1,6 @@
 """Double-P on a GPU where some layers are SGLang's own: windows (Gemma 3), or states (Qwen3.5, Qwen3-Next).
 
-In float16, in CUDA graphs and without, beside plain PyTorch and dense attention in the same engine. What a
+In half precision, in CUDA graphs and without, beside plain PyTorch and dense attention in the same engine. What a
 step must be in float32 says `test_double_p_mixed.py` and `test_double_p_hybrid.py`.
 """
 
@@ -33,8 +33,14 @@ CHANGED: dict[str, dict[str, Any]] = {
     "Qwen3-Next": STATES,
 }
 
-EMBEDDING = {"Gemma 3, text": 0.25}
-"""Factors of embeddings: of Gemma's, which it multiplies by the root of its width, and which are its head, too."""
+DTYPES = {"Gemma 3, text": "float16", "Qwen3.5": "bfloat16", "Qwen3-Next": "bfloat16"}
+"""SGLang keeps what its convolutions see before a chunk in bfloat16, and then takes no others of float16."""
+FACTORS = {
+    "Gemma 3, text": ("embed_tokens.weight", 0.25),  # which it multiplies by the root of its width
+    "Qwen3.5": ("o_proj.weight", 6.0),
+    "Qwen3-Next": ("o_proj.weight", 6.0),
+}
+"""Weights that are multiplied, so that attention moves the logits more than half precision does."""
 
 
 def prompts() -> list[list[int]]:
@@ -51,9 +57,10 @@ def saved(name: str, folder: Path) -> Path:
     replace(made, **{field: {**(getattr(made, field) or {}), **changed}}).save(folder)
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
+    ending, factor = FACTORS[name]
     for each in tensors:
-        if each.endswith("embed_tokens.weight"):
-            tensors[each] = tensors[each] * EMBEDDING.get(name, 1.0)
+        if each.endswith(ending):
+            tensors[each] = tensors[each] * factor
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
@@ -78,7 +85,7 @@ def answered(request: Any, tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, (kernels, more) in ENGINES.items():
         arguments: dict[str, Any] = {
-            "dtype": "float16",
+            "dtype": DTYPES[request.param],
             "max_total_tokens": 20_000,
             "max_running_requests": 8,
             "cuda_graph_max_bs_decode": 8,

@@ -37,20 +37,6 @@ PLAIN_ENV = "SGLANG_EXT_PLAIN_ATTENTION"
 """
 PLAIN = ("auto", "fa3", "flashinfer")
 
-MIXED_ON_GPUS = True
-"""Whether a system reads some layers of a model on GPUs while SGLang's own code serves the others.
-
-No GPU has run that (`System.mixed`, `System.hybrid`). A pass needs the metadata of both there, and so does each CUDA
-graph of a decoding step, for which the adapter has SGLang's backend plan the variant without views alone.
-"""
-
-DRAFTS_ON_GPUS = True
-"""Whether decoding steps draft tokens on GPUs (`System.drafts`).
-
-No GPU has run that. SGLang captures CUDA graphs of verifications alone on a server that drafts, so that sparse steps
-have graphs of their own there (`compat.capture_steps`).
-"""
-
 FLOAT32 = ("float32", "float")
 
 
@@ -130,19 +116,31 @@ def captures(system: System, dtype: str) -> bool:
     return torch.cuda.is_available() and kernels(system, dtype) != "torch"
 
 
+def beside_sglang() -> bool:
+    """Whether SGLang's own code may serve some layers or some decoding passes beside ours on this machine.
+
+    A pass needs the metadata of both then, and CUDA graphs are captured for both. That has run without a GPU, and on
+    Hopper GPUs beside SGLang's `fa3`, and nowhere else.
+
+    Raises:
+        ValueError: what `asked_plain_attention` raises.
+    """
+    return not torch.cuda.is_available() or (_hopper() and asked_plain_attention() != "flashinfer")
+
+
 def kinds(system: System) -> Kinds:
     """Layers beside which a system reads the others of a model, on this machine."""
-    return kinds_without_gpu(system) if MIXED_ON_GPUS or not torch.cuda.is_available() else Kinds()
+    return kinds_somewhere(system) if beside_sglang() else Kinds()
 
 
-def kinds_without_gpu(system: System) -> Kinds:
-    """The same on a machine without a GPU."""
+def kinds_somewhere(system: System) -> Kinds:
+    """The same where `beside_sglang` holds."""
     return Kinds(windows=system.mixed, states=system.hybrid)
 
 
 def drafts(system: System) -> bool:
     """Whether a system's decoding steps may draft tokens for dense attention to verify, on this machine."""
-    return system.drafts and (DRAFTS_ON_GPUS or not torch.cuda.is_available())
+    return system.drafts and beside_sglang()
 
 
 def _hopper() -> bool:

@@ -7,8 +7,8 @@ A hybrid linear model's backend stands around ours there: it plans both, and dec
 
 Prefills: SGLang's `breakable` graphs stop at attention in every layer, which the host then launches. A question over
 resident blocks has little to compute, so that launching takes longer than the GPU does. Its work lists lie in static
-buffers, however: small sizes are captured a second time, in one piece, for prefills whose rows are all in one list. Hybrid linear models have no
-views over pools, so that none of their prefills is captured twice.
+buffers, however: small sizes are captured a second time, in one piece, for prefills whose rows are all in one list.
+Hybrid linear models have no views over pools, so that none of their prefills is captured twice.
 """
 
 from __future__ import annotations

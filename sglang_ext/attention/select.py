@@ -8,7 +8,7 @@ import torch
 
 from sglang_ext import compat
 from sglang_ext.attention.backend import ViewBackend
-from sglang_ext.attention.choice import kernels, kinds, plain_attention
+from sglang_ext.attention.choice import KERNELS_ENV, PLAIN_ENV, kernels, kinds, plain_attention
 from sglang_ext.attention.model import Machine
 from sglang_ext.attention.policy import Policy
 from sglang_ext.config import DRAFTING
@@ -38,10 +38,27 @@ def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
     if chosen != "torch" and torch.cuda.is_available():
         in_float16 = float8 and model_runner.dtype == torch.float16
         plain = plain_attention(system, lambda: compat.default_attention(model_runner), float8_in_float16=in_float16)
+    if torch.cuda.is_available():
+        _refuse_untried(model_runner, system, plain)
     Backend: type[ViewBackend] = pkgutil.resolve_name(_BACKENDS[plain])
     make = pkgutil.resolve_name(system.reader_of(kernels=chosen != "torch"))
     policy = server_policy(model_runner.server_args, system)
     return Backend(model_runner, policy, lambda model, policy, base: make(model, policy, Machine(chosen, base)))
+
+
+def _refuse_untried(model_runner: ModelRunner, system: System, plain: str) -> None:
+    """Raise ValueError where SGLang's `plain` attention would serve layers or passes beside ours that no GPU has run.
+
+    With fa3 they have run (`choice.beside_sglang`), and layers beside plain PyTorch.
+    """
+    if plain == "flashinfer":
+        compat.refuse_model(model_runner, system.float8)
+    if plain != "fa3" and compat.resolved(model_runner.server_args).speculative_algorithm == DRAFTING:
+        raise ValueError(
+            f"--speculative-algorithm {DRAFTING} where {plain} serves dense attention on a GPU: drafts have been"
+            f" verified on fa3 alone; set {PLAIN_ENV} and {KERNELS_ENV} to auto, and --dtype to bfloat16 if the KV"
+            " cache is in float8, or leave out --speculative-algorithm"
+        )
 
 
 def server_policy(server_args: ServerArgs, system: System) -> Policy:

@@ -145,7 +145,7 @@ def refuse_config(
         server_args: the server's, whose attention backend is one of ours.
         float8: whether the system reads a KV cache in float8 e4m3, which is what SGLang makes for such checkpoints.
         kinds: layers beside which the system reads the others of a model, on this machine.
-        others: of all systems on a machine without a GPU, by name, for the message.
+        others: of all systems on machines where they read most kinds of models, by name, for the message.
 
     Raises:
         ValueError: the model has what views do not serve, or its checkpoint asks for a KV cache of 8 bits.
@@ -220,9 +220,10 @@ def _asks_for_fp8(config: Any) -> bool:
 
 
 def _refuse(name: str, problems: Sequence[str], backend: str, others: Sequence[str] = ()) -> None:
-    """Raise ValueError where there are problems; `others` are systems that serve the model without a GPU."""
+    """Raise ValueError where there are problems; `others` are systems that serve the model on some machines."""
     if problems:
-        instead = f"; or, on a machine without a GPU, with --attention-backend {', '.join(others)}" if others else ""
+        named = ", ".join(others)
+        instead = f"; or, on a Hopper GPU or without a GPU, with --attention-backend {named}" if others else ""
         raise ValueError(
             f"{name} has {', '.join(problems)}: --attention-backend {backend} does not serve such models. Serve it with"
             " one of SGLang's own attention backends: start it with python -m sglang.launch_server and leave out"

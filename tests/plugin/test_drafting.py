@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.attention import choice
+from sglang_ext.attention import choice, select
 from sglang_ext.config import DRAFTING, POLICY_ENV
 from sglang_ext.drafting.algorithm import TOKENS, SparseDraft, register
 from sglang_ext.drafting.verify import accepted, row_positions
@@ -105,12 +106,35 @@ def test_sglang_knows_the_algorithm_once(algorithm: SparseDraft) -> None:
     assert not {name for name in asked - own if not hasattr(known, name)}
 
 
-def test_no_gpu_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_have_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     able = [name for name, each in systems().items() if each.drafts]
     assert able == ["double_p", "dbsa+double_p"]
     assert all(choice.drafts(systems()[name]) for name in able)
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert all(choice.drafts(systems()[name]) for name in able)
+    assert not choice.drafts(systems()["cascade"])
+    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda: (8, 0))
     assert not any(choice.drafts(systems()[name]) for name in able)
+    folder = SERVED[0].save(tmp_path, weights=False)
+    server_args = arguments(folder, backend="double_p")
+    server_args.__dict__["speculative_algorithm"] = DRAFTING
+    (problem,) = checks._of_drafts(server_args, systems()["double_p"])
+    assert "on this GPU, where nobody has run it: use a Hopper GPU with SGLANG_EXT_PLAIN_ATTENTION=auto" in problem
+
+
+@pytest.mark.parametrize(("plain", "refused"), [("fa3", False), ("flashinfer", True), ("torch", True)])
+def test_drafts_are_verified_on_fa3(plain: str, refused: bool) -> None:
+    """What serves dense attention on a GPU is known when the model is loaded."""
+    runner = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=DRAFTING))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(select.compat, "refuse_model", lambda *_: None)
+        patched.setattr(select.compat, "resolved", lambda args: args)
+        words = f"where {plain} serves dense attention on a GPU.*SGLANG_EXT_KERNELS"
+        with pytest.raises(ValueError, match=words) if refused else contextlib.nullcontext():
+            select._refuse_untried(runner, systems()["double_p"], plain)
+        runner.server_args.speculative_algorithm = None
+        select._refuse_untried(runner, systems()["double_p"], plain)
 
 
 @pytest.mark.parametrize(

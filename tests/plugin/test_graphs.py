@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_ext import compat
 from sglang_ext.attention import graphs
-from sglang_ext.attention.backend import ViewBackend
+from sglang_ext.attention.backend import ViewBackend, views_of
 from sglang_ext.attention.readers.reader import DecodeGraphs, PrefillGraphs, Reader
 
 
@@ -215,6 +215,20 @@ class Voter(Reader[Any, Any]):
         return call.query
 
 
+class SglangsBackend:
+    """Serves layers with windows: notes for how many rows of a graph it planned them."""
+
+    def __init__(self) -> None:
+        self.planned: list[tuple[int, bool]] = []
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.planned.append((forward_batch.batch_size, in_capture))
+
+
+class BesideWindows(ViewBackend, SglangsBackend):  # type: ignore[misc]
+    pass
+
+
 @pytest.mark.parametrize("windows", [frozenset(), frozenset({1})], ids=["all layers", "behind one with a window"])
 def test_every_pass_begins_with_an_empty_carry(windows: frozenset[int]) -> None:
     """SGLang runs a step several times over one set of metadata, before it captures it."""
@@ -226,7 +240,8 @@ def test_every_pass_begins_with_an_empty_carry(windows: frozenset[int]) -> None:
         get_key_buffer=lambda _: cache,
         get_value_buffer=lambda _: cache,
     )
-    backend, reader = ViewBackend.__new__(ViewBackend), Voter()
+    backend, reader = BesideWindows.__new__(BesideWindows), Voter()
+    SglangsBackend.__init__(backend)
     backend.window_layers = windows
     backend.reader, backend._pool = reader, pool
     backend.init_forward_metadata_out_graph(
@@ -237,9 +252,24 @@ def test_every_pass_begins_with_an_empty_carry(windows: frozenset[int]) -> None:
             layer = SimpleNamespace(layer_id=number, tp_q_head_num=1, qk_head_dim=4, scaling=1)
             backend.forward_decode(torch.zeros(1, 4), None, None, layer, None)
     assert reader.found == [(2, {}), (3, {"2": "voted"})] * 3
+    assert backend.planned == ([(1, True)] if windows else []), "SGLang's own code reads layers with windows alone"
     backend.end_capture()
     assert backend._carry == {} and not backend.viewing
     assert not backend.fits_graph(verifies=False), "there is no graph for a batch without views"
+
+
+def test_decode_graphs_of_a_hybrid_linear_model_are_asked_of_the_backend_within() -> None:
+    """SGLang's runner knows the backend around it, which plans the layers with a state, too."""
+    within = Backend()
+    within.prepared, within.loaded = "step", None  # type: ignore[assignment]
+    around = SimpleNamespace(full_attn_backend=within, linear_attn_backend=None)
+    assert views_of(around) is views_of(within) is within  # type: ignore[arg-type]
+    assert views_of(SimpleNamespace()) is None  # type: ignore[arg-type]
+    runner = SimpleNamespace(attn_backend=around, capture_forward_mode=ForwardMode.DECODE)
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
+    assert not graphs.around_can_run_decode(lambda *_: True, runner, batch), "there is no graph with views"
+    graphs.after_capture(None, runner)
+    assert graphs.around_can_run_decode(lambda *_: True, runner, batch) and within.seen == [("end", None)]
 
 
 def test_layers_over_a_batch_that_was_not_planned_are_refused() -> None:

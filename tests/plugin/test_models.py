@@ -117,24 +117,33 @@ def test_systems_that_read_all_layers_refuse_others_and_name_the_one_that_does_n
     words = (
         f" has {has}: --attention-backend "
         + re.escape(backend)
-        + " does not serve such models.*SGLang chooses one; or, on a machine without a GPU, with --attention-backend"
-        " double_p$"
+        + " does not serve such models.*SGLang chooses one; or, on a Hopper GPU or without a GPU, with"
+        " --attention-backend double_p$"
     )
     with pytest.raises(ValueError, match=words):
         before_model_adjustments(arguments(architecture.save(tmp_path, weights=False), backend=backend))
 
 
 @pytest.mark.parametrize("architecture", [*MIXED, *HYBRID], ids=lambda each: each.name)
-def test_double_p_takes_windows_and_states_but_not_on_gpus(
+def test_double_p_takes_windows_and_states_without_a_gpu_and_on_hopper(
     architecture: Architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """There beside fa3 alone: other GPUs, and FlashInfer beside it, have not run that."""
     server_args = arguments(architecture.save(tmp_path, weights=False), backend="double_p")
     before_model_adjustments(server_args)
     assert compat.resolved(server_args).disable_radix_cache == (architecture in HYBRID), (
         "a prefix would need its states"
     )
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="--attention-backend double_p does not serve such models"):
+    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda: (9, 0))
+    before_model_adjustments(server_args)
+    refused = pytest.raises(ValueError, match="--attention-backend double_p does not serve such models")
+    monkeypatch.setenv(choice.PLAIN_ENV, "flashinfer")
+    with refused:
+        before_model_adjustments(server_args)
+    monkeypatch.delenv(choice.PLAIN_ENV)
+    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda: (8, 0))
+    with refused:
         before_model_adjustments(server_args)
 
 

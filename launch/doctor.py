@@ -268,7 +268,7 @@ def describe(report: JsonObject) -> str:
         rows = [tuple(each[name] for name in columns) for each in report["refused"]]
         parts += ["", "refused with these backends", table(columns, rows)]
         parts += ["and models with MLA, logit caps, or rotary embeddings not linear in position, and most of those"]
-        parts += ["with windows or states: docs/models.md names some that double_p serves without a GPU."]
+        parts += ["with windows or states: docs/models.md names some that double_p serves."]
     parts += [""]
     parts += [f"WARNING: {each}" for each in report.get("warnings", ())]
     parts += ["PROBLEMS", *(f"- {each}" for each in report["problems"])] if report["problems"] else ["all is well"]

@@ -72,7 +72,6 @@ SPEED = (
             ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),
             ShownRow("answering with a label, 32 at a time", "Fixed ICL, cached"),
             ShownRow("a plain request with 4 tokens, 32 at a time", "zero-shot"),
-            ShownRow("a plain request with 8 tokens, 32 at a time", "zero-shot"),
         ),
     ),
     FileSummary(
@@ -150,6 +149,14 @@ SPEED = (
         ),
     ),
     FileSummary(
+        "double_p_engine_drafted",
+        "Double-P drafts, 16 layers",
+        (
+            ShownRow("a round of 8 drafts and their verification, which gives 1 to 9 tokens, 8 requests"),
+            ShownRow("a round of 8 drafts and their verification, which gives 1 to 9 tokens, 1 requests"),
+        ),
+    ),
+    FileSummary(
         "double_p_kernels",
         "Double-P's kernels",
         (
@@ -172,7 +179,6 @@ SPEED = (
         "cascade_engine_tp2",
         "Cascades in an engine, two GPUs",
         (
-            ShownRow("the last 65536 of 262144 tokens"),
             ShownRow("a prompt of 131072 tokens"),
             ShownRow("a decoding step with a full window"),
         ),

@@ -103,6 +103,11 @@ BENCHMARKS = (
         gpus=2,
     ),
     Benchmark(
+        "double_p-engine-drafted",
+        ("double_p", "--only", "engine", *SIXTEEN, "--drafted", "8", "--repeats", "5", "--engine", EAGER_PREFILL),
+        "double_p_engine_drafted.json",
+    ),
+    Benchmark(
         "double_p-recovered",
         ("double_p", "--only", "recovered", "--device", "cpu", "--texts", "32"),
         "double_p_recovered.json",

@@ -207,9 +207,9 @@ class LabelCheck:
         texts = [lead + label + end for label in labels]
         matcher = xgrammar.GrammarMatcher(compiler.compile_grammar(label_grammar(labels, lead, end)))
         encoded = encode_texts(self.tokenizer, texts, lambda encoding: encoding.ids)
-        for label, text, ids in zip(labels, texts, encoded, strict=True):
-            if b"".join(self._decoded[id] for id in ids) != text.encode():
-                ids = self._spell(text)
+        for label, text, plain in zip(labels, texts, encoded, strict=True):
+            spelled = b"".join(self._decoded[id] for id in plain)
+            ids = plain if spelled == text.encode() else self._spell(text)
             if ids is None or not self._accepts(matcher, ids):
                 raise ValueError(
                     f"the server's grammar (xgrammar) cannot spell the output {_short(label)} with this model's"

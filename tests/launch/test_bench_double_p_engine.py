@@ -118,7 +118,7 @@ def test_rows() -> None:
 def test_a_server_that_drafts_has_rows_of_rounds() -> None:
     whole, *_ = engine.compare({**RAW, "drafted": 8})
     words = "a round of 8 drafts and their verification, which gives 1 to 9 tokens, 8 requests of 1000 tokens"
-    assert whole.name.startswith(words) and whole.floor_of == "a step, which gives one, stock SGLang on fa3"
+    assert whole.name.startswith(words) and whole.floor_of == "a step, which gives one, stock SGLang on flashinfer"
     assert whole.aim == "" and whole.ratio == pytest.approx(0.0078 / 0.0195), "so many tokens must hold"
 
 

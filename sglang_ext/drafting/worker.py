@@ -12,7 +12,7 @@ from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
-from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask, record_stream_for_v2_verify
 
 from sglang_ext import compat
 from sglang_ext.drafting.verify import accepted, row_positions
@@ -77,6 +77,9 @@ class DraftWorker(BaseSpecWorker):
             on_publish: takes the new lengths [requests] as soon as they are known.
             pp_proxy_tensors: of pipeline parallelism, which is refused at start.
         """
+        # The scheduler made these tensors on a stream of its own, and lets go of them while this one still reads them.
+        stream = torch.get_device_module(batch.seq_lens.device).current_stream()
+        record_stream_for_v2_verify(batch, None, stream)
         if not batch.forward_mode.is_decode():
             return self._prompts(batch, on_publish)
         lengths = Lengths(batch.seq_lens, batch.seq_lens_cpu)

@@ -220,7 +220,8 @@ SERVED = (
     _served("OLMo", "OlmoForCausalLM", "OlmoConfig", head_dim=None, num_key_value_heads=4),
     _served("OLMo 2", "Olmo2ForCausalLM", "Olmo2Config", head_dim=None),
     _served("OLMoE", "OlmoeForCausalLM", "OlmoeConfig", **OLMOE),
-    _served("Gemma", "GemmaForCausalLM", "GemmaConfig", tie_word_embeddings=True, hidden_act="gelu"),
+    # SGLang computes GELU exactly here, whatever is asked for, and newer versions of transformers do so by this name.
+    _served("Gemma", "GemmaForCausalLM", "GemmaConfig", tie_word_embeddings=True, hidden_act="gelu_python"),
     _served("Granite", "GraniteForCausalLM", "GraniteConfig", head_dim=None),
     _served("StarCoder 2", "Starcoder2ForCausalLM", "Starcoder2Config", head_dim=None, sliding_window=None),
 )

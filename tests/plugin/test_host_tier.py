@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_ext.cache import host_tier
 from sglang_ext.cache.host_tier import HostTier, back_up, bring_back
 from sglang_ext.cache.rows import REQUEST_OWNER
+from tests.plugin import tree_lines
 from tests.plugin.test_radix import LENGTHS, POOL, Request, World, answering
 
 PAGE, PAGES = 2, 8  # pages take `a` 2, `b` 2, `c` 1, `d` 3, `e` 1, `f` 3, `g` 2 and `h` 2
@@ -70,7 +71,7 @@ class TierWorld(World):
             len(block.pages.ids) == -(-len(block.token_ids) // PAGE) and len(block.token_ids) == LENGTHS[key]
             for key, block in self.tier.blocks.items()
         )
-        free = [*self.allocator.free_pages.tolist(), *self.allocator.release_pages.tolist()]
+        free = tree_lines.free_slots(self.allocator)
         empty = sorted({*range(pages.total)} - {*kept})
         for tensor in self.tensors():
             tensor[free] = POISON

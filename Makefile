@@ -53,8 +53,9 @@ test test-all: $(READY)
 
 # The other line of SGLang: real engines of every system, what the adapters change, flags, keys, and what pip takes.
 LINES := tests/packaging tests/launch/test_serve.py $(addprefix tests/plugin/test_, radix.py streams.py lora.py) \
+  $(addprefix tests/plugin/test_, graphs.py choice.py models.py drafting.py refused_arguments.py host_tier.py) \
   $(addprefix tests/e2e/test_, stock.py exactness.py cascade.py double_p.py ltri.py hooks.py http_pools.py access.py) \
-  $(addprefix tests/e2e/test_, priorities.py page_size.py drafting.py double_p_hybrid.py)
+  $(addprefix tests/e2e/test_, priorities.py page_size.py drafting.py double_p_hybrid.py double_p_mixed.py)
 test-lines:
 	@$(MAKE) --no-print-directory test-all SGLANG=$(OLDER) ARGS="$(LINES)"
 
@@ -79,8 +80,8 @@ models-table: $(READY)
 
 env: $(READY)
 
-# An environment that is there is used as it is; pip does nothing where all is installed. The stamp comes last, so that
-# an installation that broke off is taken up again.
+# An environment that is there gets what it lacks; pip does nothing where all is installed. The stamp comes last, so that
+# an installation that broke off is taken up again, and stamps of other lines go first.
 $(READY): pyproject.toml
 	@if [ ! -x $(BIN)/python ]; then \
 	  python=; \
@@ -105,9 +106,10 @@ $(READY): pyproject.toml
 	  $(BIN)/python -m ensurepip --default-pip >/dev/null; \
 	fi
 	@echo "installing sglang-ext and what it needs into $(VENV) (the first time: about 11 GB, a few minutes)"
+	@rm -f $(VENV)/.ready*
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check sglang==$(SGLANG) -e '.[dev]'
 	@touch $@
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .demo
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

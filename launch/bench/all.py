@@ -98,7 +98,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "double_p-engine-tp2",
-        ("double_p", "--only", "engine", "--tp", "2", *SIXTEEN, "--repeats", "5"),
+        ("double_p", "--only", "engine", "--tp", "2", *SIXTEEN, "--repeats", "5", "--engine", EAGER_PREFILL),
         "double_p_engine_tp2.json",
         gpus=2,
     ),

@@ -262,8 +262,11 @@ class ViewBackend(_Base):
     # ---- CUDA graphs of prefills ----
 
     def init_question_graphs(self, sizes: list[int]) -> None:
-        """Room for prefills inside CUDA graphs of `sizes` rows; called before they are captured."""
-        if self.reader.prefill_graphs is not None:
+        """Room for prefills inside CUDA graphs of `sizes` rows; called before they are captured.
+
+        None where some layers have windows: there are no pools, so that no prefill has views.
+        """
+        if self.reader.prefill_graphs is not None and not self.window_layers:
             self.reader.prefill_graphs.allocate(sizes)
 
     def capture_question(self, size: int) -> bool:

@@ -120,12 +120,9 @@ def beside_sglang() -> bool:
     """Whether SGLang's own code may serve some layers or some decoding passes beside ours on this machine.
 
     A pass needs the metadata of both then, and CUDA graphs are captured for both. That has run without a GPU, and on
-    Hopper GPUs beside SGLang's `fa3`, and nowhere else.
-
-    Raises:
-        ValueError: what `asked_plain_attention` raises.
+    Hopper GPUs beside SGLang's `fa3`. `select` knows which attention serves in the end, and refuses FlashInfer's.
     """
-    return not torch.cuda.is_available() or (_hopper() and asked_plain_attention() != "flashinfer")
+    return not torch.cuda.is_available() or (_hopper() and os.environ.get(PLAIN_ENV) != "flashinfer")
 
 
 def kinds(system: System) -> Kinds:

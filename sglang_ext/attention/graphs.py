@@ -8,7 +8,7 @@ A hybrid linear model's backend stands around ours there: it plans both, and dec
 Prefills: SGLang's `breakable` graphs stop at attention in every layer, which the host then launches. A question over
 resident blocks has little to compute, so that launching takes longer than the GPU does. Its work lists lie in static
 buffers, however: small sizes are captured a second time, in one piece, for prefills whose rows are all in one list.
-Hybrid linear models have no views over pools, so that none of their prefills is captured twice.
+Models some of whose layers have windows or states have no pools, so that none of their prefills is captured twice.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def around_can_run_decode(original: Callable[..., bool], runner: GraphRunner, fo
 
 def around_can_run_prefill(original: Callable[..., bool], runner: GraphRunner, forward_batch: ForwardBatch) -> bool:
     """AROUND PrefillCudaGraphRunner.can_run_graph: prefills with views only where the graph breaks at attention."""
-    backend = runner.model_runner.attn_backend
-    if isinstance(backend, ViewBackend) and backend.viewing and not compat.breaks_at_attention(runner):
+    backend = views_of(runner.model_runner.attn_backend)
+    if backend is not None and backend.viewing and not compat.breaks_at_attention(runner):
         return False
     return original(runner, forward_batch)
 

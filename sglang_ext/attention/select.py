@@ -39,25 +39,32 @@ def make_backend(model_runner: ModelRunner, system: System) -> ViewBackend:
         in_float16 = float8 and model_runner.dtype == torch.float16
         plain = plain_attention(system, lambda: compat.default_attention(model_runner), float8_in_float16=in_float16)
     if torch.cuda.is_available():
-        _refuse_untried(model_runner, system, plain)
+        _refuse_untried(model_runner, plain)
     Backend: type[ViewBackend] = pkgutil.resolve_name(_BACKENDS[plain])
     make = pkgutil.resolve_name(system.reader_of(kernels=chosen != "torch"))
     policy = server_policy(model_runner.server_args, system)
     return Backend(model_runner, policy, lambda model, policy, base: make(model, policy, Machine(chosen, base)))
 
 
-def _refuse_untried(model_runner: ModelRunner, system: System, plain: str) -> None:
+def _refuse_untried(model_runner: ModelRunner, plain: str) -> None:
     """Raise ValueError where SGLang's `plain` attention would serve layers or passes beside ours that no GPU has run.
 
-    With fa3 they have run (`choice.beside_sglang`), and layers beside plain PyTorch.
+    With fa3 they have run (`choice.beside_sglang`), and layers beside plain PyTorch. Which of them serves is known when
+    the model is loaded.
     """
-    if plain == "flashinfer":
-        compat.refuse_model(model_runner, system.float8)
+    remedy = f"set {PLAIN_ENV} and {KERNELS_ENV} to auto and --dtype to bfloat16"
+    states, _ = compat.listed_states(model_runner.model_config)
+    if plain == "flashinfer" and (states or compat.window_layers(model_runner)):
+        name = model_runner.model_config.hf_config.architectures[0]
+        raise ValueError(
+            f"{name} where FlashInfer serves plain attention on a GPU: --attention-backend"
+            f" {model_runner.server_args.attention_backend} has read its layers beside fa3 alone; {remedy}, or serve it"
+            " with one of SGLang's own attention backends"
+        )
     if plain != "fa3" and compat.resolved(model_runner.server_args).speculative_algorithm == DRAFTING:
         raise ValueError(
             f"--speculative-algorithm {DRAFTING} where {plain} serves dense attention on a GPU: drafts have been"
-            f" verified on fa3 alone; set {PLAIN_ENV} and {KERNELS_ENV} to auto, and --dtype to bfloat16 if the KV"
-            " cache is in float8, or leave out --speculative-algorithm"
+            f" verified on fa3 alone; {remedy}, or leave out --speculative-algorithm"
         )
 
 

@@ -223,7 +223,8 @@ def _refuse(name: str, problems: Sequence[str], backend: str, others: Sequence[s
     """Raise ValueError where there are problems; `others` are systems that serve the model on some machines."""
     if problems:
         named = ", ".join(others)
-        instead = f"; or, on a Hopper GPU or without a GPU, with --attention-backend {named}" if others else ""
+        where = "on a Hopper GPU beside fa3, or without a GPU,"
+        instead = f"; or, {where} with --attention-backend {named}" if others else ""
         raise ValueError(
             f"{name} has {', '.join(problems)}: --attention-backend {backend} does not serve such models. Serve it with"
             " one of SGLang's own attention backends: start it with python -m sglang.launch_server and leave out"

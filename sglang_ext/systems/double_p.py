@@ -5,7 +5,7 @@ from sglang_ext.systems.registry import System
 
 NAME = "double_p"
 SYSTEM = System(
-    summary="Decoding reads clusters of keys in two stages of top-p; pools are served as by dbsa.",
+    summary="Decoding reads clusters of keys in two stages of top-p, or drafts so; pools are served as by dbsa.",
     policy="sglang_ext.attention.double_p:DoublePPolicy",
     options=DoubleP,
     apart=True,

@@ -26,7 +26,7 @@ def test_answers_are_those_of_transformers(architecture: Architecture, system: s
     assert error_of(architecture.save(tmp_path), system) <= TOLERANCE
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="double_p serves these models without a GPU alone")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="engines in float32: run it with CUDA_VISIBLE_DEVICES= (empty)")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("architecture", [*MIXED, *HYBRID], ids=lambda each: each.name)
 def test_models_with_windows_or_states(architecture: Architecture, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext import compat
 from sglang_ext.attention import choice, select
+from sglang_ext.compat import line
 from sglang_ext.config import DRAFTING, POLICY_ENV
 from sglang_ext.drafting.algorithm import TOKENS, SparseDraft, register
 from sglang_ext.drafting.verify import accepted, row_positions
 from sglang_ext.serving import checks
 from sglang_ext.systems.registry import System, systems
-from tests.models.architectures import HYBRID, SERVED
+from tests.models.architectures import HYBRID, MIXED, SERVED, Architecture
 from tests.plugin.test_models import arguments
 
 
@@ -107,6 +108,8 @@ def test_sglang_knows_the_algorithm_once(algorithm: SparseDraft) -> None:
 
 
 def test_gpus_that_have_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting = {"speculative_algorithm": DRAFTING, "speculative_num_draft_tokens": TOKENS}
+    server_args = arguments(SERVED[0].save(tmp_path, weights=False), backend="double_p", **drafting)
     able = [name for name, each in systems().items() if each.drafts]
     assert able == ["double_p", "dbsa+double_p"]
     assert all(choice.drafts(systems()[name]) for name in able)
@@ -116,25 +119,37 @@ def test_gpus_that_have_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not choice.drafts(systems()["cascade"])
     monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda: (8, 0))
     assert not any(choice.drafts(systems()[name]) for name in able)
-    folder = SERVED[0].save(tmp_path, weights=False)
-    server_args = arguments(folder, backend="double_p")
-    server_args.__dict__["speculative_algorithm"] = DRAFTING
     (problem,) = checks._of_drafts(server_args, systems()["double_p"])
     assert "on this GPU, where nobody has run it: use a Hopper GPU with SGLANG_EXT_PLAIN_ATTENTION=auto" in problem
 
 
-@pytest.mark.parametrize(("plain", "refused"), [("fa3", False), ("flashinfer", True), ("torch", True)])
-def test_drafts_are_verified_on_fa3(plain: str, refused: bool) -> None:
-    """What serves dense attention on a GPU is known when the model is loaded."""
-    runner = SimpleNamespace(server_args=SimpleNamespace(speculative_algorithm=DRAFTING))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(select.compat, "refuse_model", lambda *_: None)
-        patched.setattr(select.compat, "resolved", lambda args: args)
-        words = f"where {plain} serves dense attention on a GPU.*SGLANG_EXT_KERNELS"
-        with pytest.raises(ValueError, match=words) if refused else contextlib.nullcontext():
-            select._refuse_untried(runner, systems()["double_p"], plain)
-        runner.server_args.speculative_algorithm = None
-        select._refuse_untried(runner, systems()["double_p"], plain)
+def loaded(folder: Path, drafting: bool) -> SimpleNamespace:
+    """A model runner, as far as `select` looks at it."""
+    config = line.model_config(arguments(folder, backend="double_p"))
+    windows = getattr(config.hf_text_config, "layer_types", None) or ["full_attention"]
+    server_args = SimpleNamespace(attention_backend="double_p", speculative_algorithm=DRAFTING if drafting else None)
+    return SimpleNamespace(model_config=config, server_args=server_args, windows="sliding_attention" in windows)
+
+
+@pytest.mark.parametrize("plain", ["fa3", "flashinfer", "torch"])
+@pytest.mark.parametrize(
+    ("architecture", "drafting", "beside"),
+    [(SERVED[0], False, ""), (SERVED[0], True, "flashinfer torch"), (MIXED[0], False, "flashinfer")]
+    + [(each, False, "flashinfer") for each in HYBRID],
+    ids=["plain", "drafting", "windows", *(f"states {each.name}" for each in HYBRID)],
+)
+def test_what_no_gpu_has_run_is_refused_when_the_model_is_loaded(
+    architecture: Architecture, drafting: bool, beside: str, plain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What serves dense attention on a GPU is known then; `beside` says where it is refused."""
+    runner = loaded(architecture.save(tmp_path, weights=False), drafting)
+    monkeypatch.setattr(compat, "window_layers", lambda runner: frozenset({0} if runner.windows else ()))
+    monkeypatch.setattr(compat, "resolved", lambda server_args: server_args)
+    if plain not in beside.split():
+        return select._refuse_untried(runner, plain)
+    words = "drafts have been verified on fa3 alone" if drafting else "double_p has read its layers beside fa3 alone"
+    with pytest.raises(ValueError, match=f"{words}; set SGLANG_EXT_PLAIN_ATTENTION and SGLANG_EXT_KERNELS to auto"):
+        select._refuse_untried(runner, plain)
 
 
 @pytest.mark.parametrize(

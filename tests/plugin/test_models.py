@@ -117,8 +117,8 @@ def test_systems_that_read_all_layers_refuse_others_and_name_the_one_that_does_n
     words = (
         f" has {has}: --attention-backend "
         + re.escape(backend)
-        + " does not serve such models.*SGLang chooses one; or, on a Hopper GPU or without a GPU, with"
-        " --attention-backend double_p$"
+        + " does not serve such models.*SGLang chooses one; or, on a Hopper GPU beside fa3, or without a"
+        " GPU, with --attention-backend double_p$"
     )
     with pytest.raises(ValueError, match=words):
         before_model_adjustments(arguments(architecture.save(tmp_path, weights=False), backend=backend))

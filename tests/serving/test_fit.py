@@ -47,7 +47,7 @@ def test_running_requests_leave_room_for_what_they_guess(step: int, ahead: int, 
     scheduler: Any = SimpleNamespace(
         tree_cache=cache,
         chunked_prefill_size=100,
-        chunked_req=SimpleNamespace(full_untruncated_fill_ids=range(260), prefix_indices=range(10)),
+        chunked_req=SimpleNamespace(full_untruncated_fill_ids=range(260), prefix_indices=range(10), prefix_len=10),
         is_mixed_chunk=False,
         token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 1000),
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.cache.radix import BlockRadixCache
+from sglang_ext.compat import LEAVES_OUT_ENDING
 from sglang_ext.serving.last_step import around_update_running_batch, steps_saved
 
 
@@ -44,8 +45,9 @@ def test_what_ends_by_its_length_is_left_out(overlap: bool) -> None:
     batch = Batch([last, longer, endless, old])
     running = scheduler(batch.reqs if overlap else None)
     result = around_update_running_batch(lambda _, b: b.reqs, running, batch)
-    assert result == ([longer, endless] if overlap else [last, longer, endless, old])
-    assert steps_saved(running) == overlap and batch.batch_is_full == (not overlap)
+    left_out = overlap and not LEAVES_OUT_ENDING  # a newer SGLang leaves them out itself, behind this
+    assert result == ([longer, endless] if left_out else [last, longer, endless, old])
+    assert steps_saved(running) == left_out and batch.batch_is_full == (not left_out)
 
 
 def test_only_a_token_that_is_on_the_way_counts() -> None:
@@ -56,10 +58,11 @@ def test_only_a_token_that_is_on_the_way_counts() -> None:
 
 
 def test_nobody_is_left() -> None:
-    batch = Batch([req(0, 1), req(3, 4)])
+    both = [req(0, 1), req(3, 4)]
+    batch = Batch(both)
     running = scheduler(batch.reqs)
-    assert around_update_running_batch(lambda _, b: b.reqs, running, batch) == []
-    assert steps_saved(running) == 2
+    found = around_update_running_batch(lambda _, b: b.reqs, running, batch)
+    assert (found, steps_saved(running)) == ((both, 0) if LEAVES_OUT_ENDING else ([], 2))
 
 
 def test_where_memory_is_short_everything_is_sglangs() -> None:

@@ -286,10 +286,7 @@ class PlanBuffers:
             event = event or torch.cuda.Event()
             event.record()
             self._done[turn] = event
-        if len(plan.copies):
-            _gather_slots[(len(plan.copies),)](
-                self.sections["copies"], self._source, slot_table, self.kv_slots, BLOCK=COPY_TOKENS, num_warps=4
-            )
+        gather_slots(self.sections["copies"], self._source[: len(plan.copies)], slot_table, self.kv_slots)
         if plan.config.tile_stages and len(plan.items):
             _straight[(len(plan.items),)](
                 self.sections["items"], self.kv_slots, self.straight, BLOCK=COPY_TOKENS, num_warps=4
@@ -375,6 +372,19 @@ class PlanBuffers:
             BLOCK=128,
             num_warps=4,
         )
+
+
+def gather_slots(copies: torch.Tensor, source: torch.Tensor, table: torch.Tensor, kv_slots: torch.Tensor) -> None:
+    """Copy the slots of runs out of a table, on the current stream.
+
+    Args:
+        copies: [at least 2 * n] int32, (first token, slots) of each copy, of at most `COPY_TOKENS` slots.
+        source: [n] int64, offsets in the table.
+        table: [any] int32.
+        kv_slots: [any] int32, to write to.
+    """
+    if len(source):
+        _gather_slots[(len(source),)](copies, source, table, kv_slots, BLOCK=COPY_TOKENS, num_warps=4)
 
 
 def copies_tiles(cache: torch.Tensor) -> bool:

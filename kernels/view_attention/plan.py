@@ -228,7 +228,7 @@ def plan_rows(
     taken = group_len + room * grows[group_start] if room else group_len
     slot_begin = taken.cumsum() - taken
     group_source = source[group_start]
-    copies = _copies(slot_begin, group_source, group_len)
+    copies = copies_of(slot_begin, group_source, group_len)
 
     # Pairs of (row, run).
     angles, angle_of = np.unique(delta, return_inverse=True)
@@ -395,8 +395,8 @@ def deal(tile_len: Ints, several: npt.NDArray[np.bool_], workers: int, config: C
     )
 
 
-def _copies(begin: Ints, source: Ints, length: Ints) -> Ints:
-    """[copies, 3] (first token, offset in the table, slots), each of at most COPY_TOKENS."""
+def copies_of(begin: Ints, source: Ints, length: Ints) -> Ints:
+    """[copies, 3] (first token, offset in the table, slots) of runs, each of at most COPY_TOKENS."""
     count = -(-length // COPY_TOKENS)
     run = np.arange(len(count)).repeat(count)
     done = (np.arange(len(run)) - (count.cumsum() - count)[run]) * COPY_TOKENS

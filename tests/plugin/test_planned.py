@@ -325,6 +325,7 @@ def test_a_block_named_twice(world: World) -> None:
 def test_the_lists_of_a_prefill_share_their_partial_outputs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are most of the memory; a full list, cut for many workers, has more entries than it was planned with."""
     monkeypatch.setattr(plans, "SLICE_ENTRIES", 480)
+    monkeypatch.setattr(prefill, "BY_REQUEST_PAIRS", 10_000)
     backend = world.backend = Backend(world.runner)
     batch = [world.request("acbd", 48, slot) for slot in range(1, 6)]
     world.forward(batch, [48] * 5)
@@ -385,6 +386,43 @@ def test_questions_in_one_list_or_several(world: World, monkeypatch: pytest.Monk
     batch = [world.request("acb", 13, 1), world.request("", 11, 2), world.request("abd", 3, 3)]
     world.forward(batch, [13, 6, 2])
     assert (len(world.backend.prefill.lists) > 1) == (entries == 24)
+
+
+def test_requests_that_no_list_holds_read_their_runs_one_by_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a request without a pool; not where requests have few rows, and on no GPU yet."""
+    monkeypatch.setattr(plans, "SLICE_ENTRIES", 100)
+    batch = [world.request("acb", 33, 1), world.request("", 31, 2), world.request("abd", 12, 3)]
+    world.forward(batch, [33, 20, 12])
+    work = world.backend.prefill
+    assert work.by_request is not None and not work.lists and work.kind == "by_request"
+    assert world.backend.reader.stats()["view_prefills"]["by_request"] == 1
+    assert work.by_request.plan.num_rows == 65
+    for name, value in (("BY_REQUEST_PAIRS", 1000), ("BY_REQUEST_ON_GPUS", True)):
+        monkeypatch.setattr(prefill, name, value)
+    world.forward([world.request("acb", 40, 4), world.request("abd", 12, 5)], [40, 12])
+    assert world.backend.prefill.kind == "lists" and len(world.backend.prefill.lists) > 1
+
+
+def test_dense_rows_beside_requests_that_read_their_runs_one_by_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "DENSE_ROWS", 4)
+    monkeypatch.setattr(plans, "SLICE_ENTRIES", 100)
+    world.backend = Backend(world.runner, Dense(world))
+    encoding = world.request("ab", 8, 2, (NewBlock("x", 8, 26, ((0, 0), (1, 9))),))
+    world.forward([world.request("acb", 30, 1), encoding, world.request("abd", 22, 3)], [30, 8, 22])
+    work = world.backend.prefill
+    assert work.dense is not None and work.by_request is not None and work.listed is not None
+    assert work.listed.tolist() == [*range(30), *range(38, 60)]
+
+
+def test_every_size_of_tiles_is_compiled_at_the_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    load = prefill.load
+    monkeypatch.setattr(prefill, "load", lambda plan, *given: (made.append(plan.block_m), load(plan, *given))[1])
+    monkeypatch.setattr(prefill, "BY_REQUEST_ON_GPUS", True)
+    world.backend.reader.prefills.warm_up()
+    assert made == [16, 32, 64, 128]
 
 
 @pytest.mark.parametrize("question", [0, 5])

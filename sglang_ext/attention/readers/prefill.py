@@ -3,6 +3,8 @@
 - Many query rows that see keys where these were written (a block being encoded, a long plain prompt) are virtual
   requests of a dense prefill kernel, where there is one.
 - All other rows go into the work lists (`kernels.view_attention.plan`): runs of equal keys are read once for the batch.
+- Where one list does not hold them, because requests of many rows see many runs, each request's rows read its runs one
+  by one (`kernels.view_attention.by_request`).
 
 The list of a small prefill may lie in buffers that a CUDA graph reads.
 """
@@ -10,7 +12,7 @@ The list of a small prefill may lie in buffers that a CUDA graph reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +29,8 @@ from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
 from sglang_ext.kernels.float8 import CAPABILITY, FLOAT8
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
+from sglang_ext.kernels.view_attention.by_request import block_for, plan_by_request
+from sglang_ext.kernels.view_attention.by_request_impl import LoadedRequests, attend_by_request, load
 from sglang_ext.kernels.view_attention.config import Config
 from sglang_ext.kernels.view_attention.flashinfer_impl import WORKSPACE, VirtualRequests
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
@@ -44,6 +48,13 @@ ONE_QUESTION = 24
 """Query rows of a question of usual length; a small prefill is one, and every run is seen by all of its rows."""
 
 
+BY_REQUEST_ON_GPUS = False
+"""Whether requests read their runs one by one on GPUs, too. No GPU has run that."""
+
+BY_REQUEST_PAIRS = 32
+"""Pairs of (query row, head of the group) that a request must have for that, in the mean: fewer fill no tile."""
+
+
 @dataclass(frozen=True)
 class Prefill:
     """What a prefill with views runs in every layer.
@@ -52,6 +63,7 @@ class Prefill:
         rows: query rows; what lies beyond is padding.
         dense: the dense kernel, planned for this prefill; None where it has no rows.
         lists: (first row, end row, loaded buffers) of each work list.
+        by_request: in place of lists, where requests read their runs one by one; None otherwise.
         listed: [rows of the work lists] int64, where the dense kernel serves others; None where one of them serves all.
         in_graph: whether the one list is in the buffers of the CUDA graphs that have attention inside.
     """
@@ -60,7 +72,15 @@ class Prefill:
     dense: VirtualRequests | None
     lists: tuple[tuple[int, int, PlanBuffers], ...]
     listed: torch.Tensor | None = None
+    by_request: LoadedRequests | None = None
     in_graph: bool = False
+
+    @property
+    def kind(self) -> str:
+        """In which way it runs: `graph`, `dense`, `by_request` or `lists`."""
+        if self.in_graph or self.dense is not None:
+            return "graph" if self.in_graph else "dense"
+        return "lists" if self.by_request is None else "by_request"
 
     def read(self, call: LayerCall[LoadedT]) -> torch.Tensor:
         """[rows, heads, value_dim]: attention of one layer."""
@@ -77,6 +97,9 @@ class Prefill:
         return out
 
     def _read_lists(self, call: LayerCall[LoadedT], out: torch.Tensor) -> None:
+        if self.by_request is not None:
+            rows = self.by_request.plan.num_rows
+            attend_by_request(call.query[:rows], self.by_request, *call.caches, call.scale, out=out[:rows])
         for first, end, buffers in self.lists:
             view_attention_plan(call.query[first:end], buffers, *call.caches, call.scale, out=out[first:end])
 
@@ -143,7 +166,7 @@ class Prefills(PrefillGraphs[Loaded]):
 
     def __init__(self, planner: Planner, memory: PlanMemory, machine: Machine) -> None:
         self.planner, self.memory, self.dense = planner, memory, dense_kernel(planner.model, machine)
-        self.ran = {"graph": 0, "lists": 0, "dense": 0}
+        self.ran = {"graph": 0, "lists": 0, "by_request": 0, "dense": 0}
         self._question: PlanBuffers | None = None
 
     def plan(self, batch: Batch, graph_rows: int | None) -> Prefill:
@@ -166,15 +189,16 @@ class Prefills(PrefillGraphs[Loaded]):
         found = self._plan_question(listed, batch.total, graph_rows) if not dense else None
         if found is None:
             found = self._plan_lists(listed, dense, batch.total)
-        self.ran["graph" if found.in_graph else "lists" if found.dense is None else "dense"] += 1
+        self.ran[found.kind] += 1
         return found
 
     def _plan_lists(
         self, listed: Sequence[planning.PlanRows], dense: Sequence[tuple[BatchRows, RowRuns]], total: int
     ) -> Prefill:
-        lists = []
+        lists: list[tuple[int, int, PlanBuffers]] = []
+        loaded = self._by_request(listed) if self._reads_by_request(listed) else None
         config = self.planner.config(plans.rows_per_run(listed))
-        for number, (first, requests) in enumerate(plans.slices(listed)):
+        for number, (first, requests) in enumerate(plans.slices(listed) if loaded is None else ()):
             plan = self.planner.plan(requests, config, first_rows=[each.first_row - first for each in requests])
             lists.append((first, first + plan.num_rows, self.memory.load(plan, number + 1)))
         index = None
@@ -185,7 +209,22 @@ class Prefills(PrefillGraphs[Loaded]):
                 index = plans.rows_of(listed)
                 index = index.pin_memory() if device.type == "cuda" else index  # no copy that waits for the GPU
                 index = index.to(device, non_blocking=True)
-        return Prefill(total, self.dense if dense else None, tuple(lists), index)
+        return Prefill(total, self.dense if dense else None, tuple(lists), index, loaded)
+
+    # ---- requests that read their runs one by one ----
+
+    def _reads_by_request(self, listed: Sequence[planning.PlanRows]) -> bool:
+        if plans.entries_of(listed) <= plans.SLICE_ENTRIES:
+            return False
+        pairs = sum(each.num_rows for each in listed) * self.planner.shape.group
+        on_gpu = self.planner.model.device.type == "cuda"
+        return pairs >= BY_REQUEST_PAIRS * len(listed) and (BY_REQUEST_ON_GPUS or not on_gpu)
+
+    def _by_request(self, listed: Sequence[planning.PlanRows]) -> LoadedRequests:
+        model, shape = self.planner.model, self.planner.shape
+        workers = max(1, 2 * shape.num_sms // shape.kv_heads)
+        plan = plan_by_request(listed, group=shape.group, workers=workers)
+        return load(plan, model.table.view(-1), model.rope, shape.kv_heads, shape.value_dim, shape.dtype)
 
     # ---- dense rows ----
 
@@ -273,6 +312,12 @@ class Prefills(PrefillGraphs[Loaded]):
 
     # ---- warm-up ----
 
+    def _rows_by_request(self) -> list[int]:
+        """Rows of a request by which every size of tiles is chosen once."""
+        group = self.planner.shape.group
+        rows = {block_for(rows * group, group): rows for rows in range(1, 129)}
+        return sorted(rows.values())
+
     def warm_up(self) -> None:
         """Run every kernel that a batch may need once: the first request is not to wait for a compiler."""
         model, shape = self.planner.model, self.planner.shape
@@ -286,6 +331,10 @@ class Prefills(PrefillGraphs[Loaded]):
             view_attention_plan(query, buffers, keys, values, shape.scale)
             one = torch.ones(1, dtype=torch.int64, device=query.device)
             buffers.advance(one, one)  # there is no tail: nothing is written
+        for rows in self._rows_by_request() if BY_REQUEST_ON_GPUS else ():
+            each = replace(seen, num_rows=rows, lengths=none + rows, own=(0,))
+            queries = query.expand(rows, -1, -1).contiguous()
+            attend_by_request(queries, self._by_request([each]), keys, values, shape.scale, torch.empty_like(queries))
         if self.dense is not None:
             self._plan_dense_of([1], [1], model.table[0, :1])
             self.dense.run(query, keys, values, out=query.new_empty(1, shape.heads, shape.value_dim))

@@ -17,6 +17,8 @@ from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, Written, hopper_impl, view_attention
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
+from sglang_ext.kernels.view_attention.by_request import plan_by_request
+from sglang_ext.kernels.view_attention.by_request_impl import attend_by_request, load
 from sglang_ext.kernels.view_attention.config import Config, choose
 from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
 from sglang_ext.kernels.view_attention.planned import attend, merge
@@ -180,6 +182,10 @@ class PlannedBatch:
         self.out.fill_(float("nan"))
         self.attend(self.query, self.pool.keys, self.pool.values)
         self.merge(self.out)
+        return self.compared(rows_checked)
+
+    def compared(self, rows_checked: int = 6) -> float:
+        """The same of what `out` holds, whatever wrote it."""
         worst = 0.0
         for number in np.linspace(0, len(self.requests) - 1, min(rows_checked, len(self.requests)), dtype=int).tolist():
             view, start = self.pool.view(self.requests[number])
@@ -265,6 +271,7 @@ def questions(pool: PoolShape, number: int, rows: int, chosen: int, rate: float)
     pairs = sum(sum(map(pool.length, r.blocks)) * rows + rows * (rows + 1) // 2 for r in requests)
     floor = 4 * pairs * HEADS * DIM / rate
     ours, beside = planned.time()
+    one_by_one = _one_by_one(pool, planned)
     name = f"question prefill, one layer, {number} questions of {rows} tokens, {chosen} of {pool.blocks} blocks"
     notes: JsonObject = {"error": error, "config": vars(planned.plan.config)}
     notes |= {f"{name}_ms": timing.median * 1e3 for name, timing in beside.items()}
@@ -274,7 +281,30 @@ def questions(pool: PoolShape, number: int, rows: int, chosen: int, rate: float)
         rotated = planned.query[seen_by]
         shared = time_gpu(virtual.run, rotated, pool.keys, pool.values, graph=False)
         figures.append(at_least(name + ", beside FlashInfer", ours, f"{backend} over shared blocks", shared, None))
+    figures.append(at_least(name + ", each reads its own blocks", *one_by_one, None))
     return figures
+
+
+def _one_by_one(pool: PoolShape, planned: PlannedBatch) -> tuple[Timing, str, Timing]:
+    """The same batch where each request reads its runs one by one, beside the plan that reads them once: whole passes."""
+    rows = planned.rows
+    listed = [pool.runs(request, number * rows, rows) for number, request in enumerate(planned.requests)]
+    sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
+    plan = plan_by_request(listed, group=HEADS // KV_HEADS, workers=2 * sms // KV_HEADS)
+    loaded = load(plan, pool.table, pool.rope, KV_HEADS, DIM, torch.bfloat16)
+
+    def by_request(query: torch.Tensor) -> None:
+        attend_by_request(query, loaded, pool.keys, pool.values, pool.scale, planned.out)
+
+    def once(query: torch.Tensor) -> None:
+        planned.attend(query, pool.keys, pool.values)
+        planned.merge(planned.out)
+
+    planned.out.fill_(float("nan"))
+    by_request(planned.query)
+    planned.compared(3)
+    words = "blocks read once for the batch, with rotation and merge"
+    return time_gpu(by_request, planned.query), words, time_gpu(once, planned.query)
 
 
 def encoding(pool: PoolShape) -> list[Figure]:

@@ -286,7 +286,7 @@ def questions(pool: PoolShape, number: int, rows: int, chosen: int, rate: float)
 
 
 def _one_by_one(pool: PoolShape, planned: PlannedBatch) -> tuple[Timing, str, Timing]:
-    """The same batch where each request reads its runs one by one, beside the plan that reads them once; all launches."""
+    """The same batch where each request reads its runs one by one, beside a plan that reads them once: whole passes."""
     rows = planned.rows
     listed = [pool.runs(request, number * rows, rows) for number, request in enumerate(planned.requests)]
     sms = torch.cuda.get_device_properties(pool.device).multi_processor_count

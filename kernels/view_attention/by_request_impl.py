@@ -18,7 +18,7 @@ from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.rope.triton_impl import angle_tables
 from sglang_ext.kernels.view_attention.buffers import gather_slots
 from sglang_ext.kernels.view_attention.by_request import BLOCK_N, RequestPlan
-from sglang_ext.kernels.view_attention.triton_impl import LOG2_E, _merge, _pairs, _steps
+from sglang_ext.kernels.view_attention.triton_impl import LOG2_E, _pairs, _steps, merge_parts
 
 MERGE_BLOCK = 4
 """Partial outputs that one step of the merge reads: a row has few."""
@@ -280,21 +280,5 @@ def attend_by_request(
         num_warps=4 if plan.block_m <= 64 else 8,
         num_stages=3,
     )
-    _merge[(rows, heads)](
-        loaded.part,
-        loaded.part_lse,
-        loaded.row_ptr,
-        loaded.row_parts,
-        out,
-        loaded.part_lse if lse is None else lse,
-        out.stride(0),
-        out.stride(1),
-        0 if lse is None else lse.stride(0),
-        HEADS=heads,
-        VALUE_DIM=value_dim,
-        BLOCK_V=block_v,
-        BLOCK_E=MERGE_BLOCK,
-        WITH_LSE=lse is not None,
-        num_warps=2,
-    )
+    merge_parts(loaded.part, loaded.part_lse, loaded.row_ptr, loaded.row_parts, out, lse, MERGE_BLOCK)
     return out

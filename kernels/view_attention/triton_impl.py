@@ -488,23 +488,43 @@ def _tiles(buffers: PlanBuffers, cache: torch.Tensor, tokens: int) -> TensorDesc
 
 def merge(buffers: PlanBuffers, out: torch.Tensor, lse: torch.Tensor | None, config: Config) -> None:
     """Each row's entries, merged by log-sum-exp into `out`; see `planned.view_attention_plan`."""
-    rows, heads, value_dim = out.shape
-    block_v = max(16, triton.next_power_of_2(value_dim))
     d = buffers.sections
+    merge_parts(buffers.part, buffers.part_lse, d["row_ptr"], d["row_entries"], out, lse, config.merge_block)
+
+
+def merge_parts(
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    row_ptr: torch.Tensor,
+    row_parts: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    block: int,
+) -> None:
+    """Merge the partial outputs of each row by log-sum-exp.
+
+    Args:
+        part: [parts, heads, value_dim] any floating type; part_lse: [parts, heads] float32, natural-log sums.
+        row_ptr: [at least rows + 1], row_parts: [parts] int32: the partial outputs of each row (CSR).
+        out: [rows, heads, value_dim] to be written; zeros where a row has none.
+        lse: [rows, heads] float32 to be written, -inf where a row has none; None: not wanted.
+        block: partial outputs that one step reads.
+    """
+    rows, heads, value_dim = out.shape
     _merge[(rows, heads)](
-        buffers.part,
-        buffers.part_lse,
-        d["row_ptr"],
-        d["row_entries"],
+        part,
+        part_lse,
+        row_ptr,
+        row_parts,
         out,
-        buffers.part_lse if lse is None else lse,
+        part_lse if lse is None else lse,
         out.stride(0),
         out.stride(1),
         0 if lse is None else lse.stride(0),
         HEADS=heads,
         VALUE_DIM=value_dim,
-        BLOCK_V=block_v,
-        BLOCK_E=config.merge_block,
+        BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_E=block,
         WITH_LSE=lse is not None,
         num_warps=2,
     )

@@ -21,6 +21,7 @@ MINUTES ?= 15
 # Whether a Python is one we support, and whether it can install things. A name on PATH need not run (pyenv leaves such).
 LEAST := $(if $(filter $(OLDER),$(SGLANG)),10,11)
 FITTING := $(if $(filter $(OLDER),$(SGLANG)),3.10 to 3.12,3.11 or 3.12)
+SIZE := $(if $(filter $(OLDER),$(SGLANG)),9,11)
 FITS := import sys; raise SystemExit(not (3, $(LEAST)) <= sys.version_info[:2] < (3, 13))
 FITS_AND_INSTALLS := import sys, pip, venv; raise SystemExit(not (3, $(LEAST)) <= sys.version_info[:2] < (3, 13))
 
@@ -35,7 +36,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    write the tables of options and of results in README.md and docs/"
 	@echo "make models-table  serve small models of many architectures with every system, for docs/models.md"
-	@echo "make env     create $(VENV) (the others do it too): about 11 GB and a few minutes"
+	@echo "make env     create $(VENV) (the others do it too): about $(SIZE) GB and a few minutes"
 	@echo "make clean   remove build outputs and caches; $(VENV) stays (rm -r $(VENV) removes it)"
 
 demo: $(READY)
@@ -105,7 +106,7 @@ $(READY): pyproject.toml
 	elif ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  $(BIN)/python -m ensurepip --default-pip >/dev/null; \
 	fi
-	@echo "installing sglang-ext and what it needs into $(VENV) (the first time: about 11 GB, a few minutes)"
+	@echo "installing sglang-ext and what it needs into $(VENV) (the first time: about $(SIZE) GB, a few minutes)"
 	@rm -f $(VENV)/.ready*
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check sglang==$(SGLANG) -e '.[dev]'
 	@touch $@

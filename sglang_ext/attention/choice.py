@@ -127,11 +127,11 @@ def beside_sglang() -> bool:
 
 def kinds(system: System) -> Kinds:
     """Layers beside which a system reads the others of a model, on this machine."""
-    return kinds_somewhere(system) if beside_sglang() else Kinds()
+    return kinds_beside_sglang(system) if beside_sglang() else Kinds()
 
 
-def kinds_somewhere(system: System) -> Kinds:
-    """The same where `beside_sglang` holds."""
+def kinds_beside_sglang(system: System) -> Kinds:
+    """The same on a machine where SGLang's own code may serve the others (`beside_sglang`)."""
     return Kinds(windows=system.mixed, states=system.hybrid)
 
 

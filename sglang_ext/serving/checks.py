@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_ext import compat, lines
-from sglang_ext.attention.choice import PLAIN_ENV, asked_plain_attention, captures, drafts, kinds, kinds_somewhere
+from sglang_ext.attention.choice import PLAIN_ENV, asked_plain_attention, captures, drafts, kinds, kinds_beside_sglang
 from sglang_ext.config import DRAFTING, POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
@@ -248,7 +248,7 @@ def before_model_adjustments(server_args: ServerArgs) -> None:
     """
     system = system_of(server_args)
     if system is not None:
-        others = {name: kinds_somewhere(each) for name, each in systems().items()}
+        others = {name: kinds_beside_sglang(each) for name, each in systems().items()}
         compat.refuse_config(server_args, system.float8, kinds(system), others)
         if _decided(server_args):
             compat.decide(server_args, disable_radix_cache=True)  # a prefix in the tree would need its states, too

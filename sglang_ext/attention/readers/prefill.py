@@ -195,12 +195,8 @@ class Prefills(PrefillGraphs[Loaded]):
     def _plan_lists(
         self, listed: Sequence[planning.PlanRows], dense: Sequence[tuple[BatchRows, RowRuns]], total: int
     ) -> Prefill:
-        lists: list[tuple[int, int, PlanBuffers]] = []
         loaded = self._by_request(listed) if self._reads_by_request(listed) else None
-        config = self.planner.config(plans.rows_per_run(listed))
-        for number, (first, requests) in enumerate(plans.slices(listed) if loaded is None else ()):
-            plan = self.planner.plan(requests, config, first_rows=[each.first_row - first for each in requests])
-            lists.append((first, first + plan.num_rows, self.memory.load(plan, number + 1)))
+        lists = self._lists(listed) if loaded is None else []
         index = None
         if dense:
             self._plan_dense(dense, total)
@@ -210,6 +206,14 @@ class Prefills(PrefillGraphs[Loaded]):
                 index = index.pin_memory() if device.type == "cuda" else index  # no copy that waits for the GPU
                 index = index.to(device, non_blocking=True)
         return Prefill(total, self.dense if dense else None, tuple(lists), index, loaded)
+
+    def _lists(self, listed: Sequence[planning.PlanRows]) -> list[tuple[int, int, PlanBuffers]]:
+        lists = []
+        config = self.planner.config(plans.rows_per_run(listed))
+        for number, (first, requests) in enumerate(plans.slices(listed)):
+            plan = self.planner.plan(requests, config, first_rows=[each.first_row - first for each in requests])
+            lists.append((first, first + plan.num_rows, self.memory.load(plan, number + 1)))
+        return lists
 
     # ---- requests that read their runs one by one ----
 

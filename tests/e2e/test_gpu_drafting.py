@@ -22,9 +22,11 @@ DRAFTS: dict[str, Any] = {"speculative_algorithm": DRAFTING, "speculative_num_dr
 ENGINES: dict[str, dict[str, Any]] = {
     "steps": {},
     "graphs": DRAFTS,
+    "prefill graphs": {**DRAFTS, "cuda_graph_backend_prefill": None},  # as SGLang chooses
     "eager": {**DRAFTS, "disable_cuda_graph": True},
     "plain": {**DRAFTS, "attention_backend": "double_p"},
 }
+DRAFTING_ENGINES = [name for name in ENGINES if name != "steps"]
 ROUNDED = {"float16": 0.03, "bfloat16": 0.25}
 """What rounding may do to a log-probability, and to the distance of the two best candidates."""
 PLAIN, OVER = (0, 1, 3), (2, 4)
@@ -73,7 +75,7 @@ def rounds(running: Running, prompt: list[int]) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["graphs", "eager", "plain"])
+@pytest.mark.parametrize("engine", DRAFTING_ENGINES)
 @pytest.mark.parametrize("asked", ["dense", "sparse", "exact", "alone", "short", "pool", "many"])
 def test_answers_are_dense(answered: Any, asked: str, engine: str) -> None:
     """Log-probabilities are near where the tokens before are equal, and tokens part at ties alone.
@@ -93,7 +95,7 @@ def test_answers_are_dense(answered: Any, asked: str, engine: str) -> None:
 
 def test_drafts_hold(answered: Any) -> None:
     """With p of one nearly every draft does, but at ties; sparse ones do where clusters tell enough."""
-    for engine in ("graphs", "eager", "plain"):
+    for engine in DRAFTING_ENGINES:
         found = answered[engine]["rounds"]
         assert found["exact"] <= NEW_TOKENS // DRAFTED + 4
         assert found["exact"] <= found["sparse"] < NEW_TOKENS

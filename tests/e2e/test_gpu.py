@@ -117,6 +117,20 @@ def test_graphs_and_ranks_change_no_token(folder: Any) -> None:
         assert not different, f"{name}: {different}"
 
 
+def test_many_questions_over_small_blocks(folder: Any) -> None:
+    """Their runs fill more than one work list, so that each question reads its own blocks one by one."""
+    running = start(folder, "flashinfer", max_running_requests=40)
+    try:
+        (plain,) = running.generate([Ask(None, running.text("Label: freeze my card. " * 40), new_tokens=8)])
+        own = [running.text(f"{n}: freeze my card, case {n}; " * 3 + "\nLabel:") for n in range(32)]
+        answers = running.generate([Ask("short", text, {"retriever": "all"}, new_tokens=6) for text in own])
+        assert not strays(running, answers, 2 * max(running.errors(plain)))
+        state = running.engine.get_server_info()["internal_states"][0]["sglang_ext"]
+        assert state["view_prefills"]["by_request"] > 0, state["view_prefills"]
+    finally:
+        running.engine.shutdown()
+
+
 @pytest.fixture(scope="module", params=[("flashinfer", name) for name in ENGINES] + [("triton", "graphs")], ids=str)
 def served(request: pytest.FixtureRequest, folder: Any) -> Iterator[Served]:
     kernels, name = request.param

@@ -389,7 +389,7 @@ def test_questions_in_one_list_or_several(world: World, monkeypatch: pytest.Monk
 
 
 def test_requests_that_no_list_holds_read_their_runs_one_by_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a request without a pool; not where requests have few rows, and on no GPU yet."""
+    """Beside a request without a pool; not where requests have few rows, nor where runs are long."""
     monkeypatch.setattr(plans, "SLICE_ENTRIES", 100)
     batch = [world.request("acb", 33, 1), world.request("", 31, 2), world.request("abd", 12, 3)]
     world.forward(batch, [33, 20, 12])
@@ -397,10 +397,12 @@ def test_requests_that_no_list_holds_read_their_runs_one_by_one(world: World, mo
     assert work.by_request is not None and not work.lists and work.kind == "by_request"
     assert world.backend.reader.stats()["view_prefills"]["by_request"] == 1
     assert work.by_request.plan.num_rows == 65
-    for name, value in (("BY_REQUEST_PAIRS", 1000), ("BY_REQUEST_ON_GPUS", True)):
-        monkeypatch.setattr(prefill, name, value)
-    world.forward([world.request("acb", 40, 4), world.request("abd", 12, 5)], [40, 12])
-    assert world.backend.prefill.kind == "lists" and len(world.backend.prefill.lists) > 1
+    for number, (name, value) in enumerate((("BY_REQUEST_PAIRS", 1000), ("BY_REQUEST_TOKENS", 3))):
+        with monkeypatch.context() as changed:
+            changed.setattr(prefill, name, value)
+            batch = [world.request("acb", 40, 4 + 2 * number), world.request("abd", 12, 5 + 2 * number)]
+            world.forward(batch, [40, 12])
+        assert world.backend.prefill.kind == "lists" and len(world.backend.prefill.lists) > 1
 
 
 def test_dense_rows_beside_requests_that_read_their_runs_one_by_one(
@@ -420,7 +422,6 @@ def test_every_size_of_tiles_is_compiled_at_the_start(world: World, monkeypatch:
     made: list[int] = []
     load = prefill.load
     monkeypatch.setattr(prefill, "load", lambda plan, *given: (made.append(plan.block_m), load(plan, *given))[1])
-    monkeypatch.setattr(prefill, "BY_REQUEST_ON_GPUS", True)
     world.backend.reader.prefills.warm_up()
     assert made == [16, 32, 64, 128]
 

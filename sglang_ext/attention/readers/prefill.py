@@ -3,8 +3,8 @@
 - Many query rows that see keys where these were written (a block being encoded, a long plain prompt) are virtual
   requests of a dense prefill kernel, where there is one.
 - All other rows go into the work lists (`kernels.view_attention.plan`): runs of equal keys are read once for the batch.
-- Where one list does not hold them, because requests of many rows see many runs, each request's rows read its runs one
-  by one (`kernels.view_attention.by_request`).
+- Where one list does not hold them, because requests of many rows see many short runs, each request's rows read its
+  runs one by one (`kernels.view_attention.by_request`).
 
 The list of a small prefill may lie in buffers that a CUDA graph reads.
 """
@@ -48,11 +48,13 @@ ONE_QUESTION = 24
 """Query rows of a question of usual length; a small prefill is one, and every run is seen by all of its rows."""
 
 
-BY_REQUEST_ON_GPUS = False
-"""Whether requests read their runs one by one on GPUs, too. No GPU has run that."""
-
 BY_REQUEST_PAIRS = 32
-"""Pairs of (query row, head of the group) that a request must have for that, in the mean: fewer fill no tile."""
+"""Pairs of (query row, head of the group) that a request must have in the mean to read its runs one by one: fewer fill
+no tile."""
+
+BY_REQUEST_TOKENS = 256
+"""Tokens that these runs have in the mean, at most: reading long runs once for the batch saves more than their partial
+outputs cost. It won on an H100 with runs of 128 tokens."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,8 @@ class Prefills(PrefillGraphs[Loaded]):
         if plans.entries_of(listed) <= plans.SLICE_ENTRIES:
             return False
         pairs = sum(each.num_rows for each in listed) * self.planner.shape.group
-        on_gpu = self.planner.model.device.type == "cuda"
-        return pairs >= BY_REQUEST_PAIRS * len(listed) and (BY_REQUEST_ON_GPUS or not on_gpu)
+        runs, tokens = sum(len(each.keys) for each in listed), sum(int(each.lengths.sum()) for each in listed)
+        return pairs >= BY_REQUEST_PAIRS * len(listed) and tokens <= BY_REQUEST_TOKENS * runs
 
     def _by_request(self, listed: Sequence[planning.PlanRows]) -> LoadedRequests:
         model, shape = self.planner.model, self.planner.shape
@@ -335,7 +337,7 @@ class Prefills(PrefillGraphs[Loaded]):
             view_attention_plan(query, buffers, keys, values, shape.scale)
             one = torch.ones(1, dtype=torch.int64, device=query.device)
             buffers.advance(one, one)  # there is no tail: nothing is written
-        for rows in self._rows_by_request() if BY_REQUEST_ON_GPUS else ():
+        for rows in self._rows_by_request():
             each = replace(seen, num_rows=rows, lengths=none + rows, own=(0,))
             queries = query.expand(rows, -1, -1).contiguous()
             attend_by_request(queries, self._by_request([each]), keys, values, shape.scale, torch.empty_like(queries))

@@ -79,7 +79,6 @@ SPEED = (
         "DBSA in an engine, two GPUs",
         (
             ShownRow("encoding a pool of", "dense prefill"),
-            ShownRow("answering with 4 tokens, 1 at a time", "Fixed ICL, cached"),
             ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),
         ),
     ),
@@ -97,7 +96,6 @@ SPEED = (
         "DBSA in an engine, blocks of 5 demonstrations",
         (
             ShownRow("encoding a pool of", "dense prefill"),
-            ShownRow("answering with 4 tokens, 1 at a time", "Fixed ICL, cached"),
             ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),
         ),
     ),
@@ -206,7 +204,6 @@ SPEED = (
         "Ltri-LLM's kernels",
         (
             ShownRow("a chunk of 512 tokens in a layer that votes"),
-            ShownRow("a chunk of 512 tokens in a layer that does not vote"),
             ShownRow("fetch of 16 blocks"),
             ShownRow("transfers that attention waits for, 8 of 16 blocks new, `preceding`"),
         ),
@@ -219,9 +216,14 @@ SPEED = (
     FileSummary(
         "fleet",
         "A fleet behind SMG",
+        (ShownRow("32 pools (uniform) on 4 servers, consistent_hashing: share of selected blocks"),),
+    ),
+    FileSummary(
+        "fleet_gpu",
+        "A fleet behind SMG, a GPU each",
         (
-            ShownRow("32 pools (uniform) on 4 servers, consistent_hashing: share of selected blocks"),
-            ShownRow("32 pools (uniform) on 4 servers, cache_aware: share of selected blocks"),
+            ShownRow("16 pools (uniform) on 2 servers, manual: share of selected blocks"),
+            ShownRow("16 pools (uniform) on 2 servers, consistent_hashing: share of selected blocks"),
         ),
     ),
 )

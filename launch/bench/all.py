@@ -122,7 +122,29 @@ BENCHMARKS = (
     Benchmark("verification", ("verification",), "verification.json"),
     Benchmark("drafts", ("drafts",), "drafts.json", needs=("data",)),
     Benchmark("drafts-smollm2", ("drafts",), "drafts_smollm2.json", needs=("books", "model")),
-    Benchmark("fleet", ("fleet", "--layers", "4", "--popularity", "uniform", "zipf"), "fleet.json"),
+    Benchmark(
+        "fleet",
+        (
+            "fleet",
+            "--layers",
+            "8",
+            "--policies",
+            "consistent_hashing",
+            "manual",
+            "cache_aware",
+            "--pool-tokens",
+            "20000",
+        )
+        + ("--block-size", "50", "--max-total-tokens", "155000"),
+        "fleet_gpu.json",
+    ),
+    Benchmark(
+        "fleet",
+        ("fleet", "--shape", "tiny", "--policies", "consistent_hashing", "sticky_round_robin", "manual", "cache_aware")
+        + ("--popularity", "uniform", "zipf", "--pool-tokens", "300", "--block-size", "2", "--max-total-tokens", "2300")
+        + ("--concurrency", "4", "--answer", "1"),
+        "fleet.json",
+    ),
     Benchmark(
         "quality-dbsa",
         ("quality", "--suite", "dbsa", "--sets", "banking77", "--pool-tokens", "4000", "--queries", "50"),

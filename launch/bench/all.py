@@ -123,19 +123,9 @@ BENCHMARKS = (
     Benchmark("drafts", ("drafts",), "drafts.json", needs=("data",)),
     Benchmark("drafts-smollm2", ("drafts",), "drafts_smollm2.json", needs=("books", "model")),
     Benchmark(
-        "fleet",
-        (
-            "fleet",
-            "--layers",
-            "8",
-            "--policies",
-            "consistent_hashing",
-            "manual",
-            "cache_aware",
-            "--pool-tokens",
-            "20000",
-        )
-        + ("--block-size", "50", "--max-total-tokens", "155000"),
+        "fleet-gpu",
+        ("fleet", "--policies", "consistent_hashing", "manual", "cache_aware", "--layers", "8", "--block-size", "50")
+        + ("--pool-tokens", "20000", "--max-total-tokens", "155000"),
         "fleet_gpu.json",
     ),
     Benchmark(

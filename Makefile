@@ -6,7 +6,7 @@
 #   WORKERS=N               processes that run tests, a file each at a time (default: 2; 0: in one, as where there is a GPU)
 
 SHELL := /bin/sh
-# The line of SGLang to build the environment with: the oldest of each line that lines.py names. Each has its own folder.
+# The SGLang to build the environment with: of each line, the version with which all tests are run (`tried` in lines.py).
 NEWER := 0.5.23
 OLDER := 0.5.17
 SGLANG ?= $(NEWER)

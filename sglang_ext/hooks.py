@@ -110,6 +110,9 @@ _GRAPHS = "sglang_ext.attention.graphs:"
 _MANAGER = _SRT + "managers.tokenizer_manager.TokenizerManager."
 _LINEAR = "sglang_ext.attention.linear:"
 _FUSED = "sglang.kernels.ops."
+_FROM_17 = lines.at_least("0.5.17")
+_SPLIT = _FUSED + "attention.triton_gdn_fused_proj." if _FROM_17 else "sglang.jit_kernel.triton.gdn_fused_proj."
+_GATES = _FUSED + ("elementwise.elementwise." if _FROM_17 else "layernorm.elementwise.")
 _OPENAI = _SRT + "entrypoints.openai."
 _CHAT = _OPENAI + "serving_chat.OpenAIServingChat."
 _COMPLETIONS = _OPENAI + "serving_completions.OpenAIServingCompletion."
@@ -139,13 +142,18 @@ _ARGUMENTS = {
 }
 """Where SGLang makes its decisions on a server's arguments: the one place that no two lines share."""
 
-HOOKS = (
-    Hook(_SRT + "utils.common.support_triton", "around", "sglang_ext.plugin:around_support_triton"),
+_PINNED_MASKS = (
     Hook(
         _SRT + "constrained.xgrammar_backend._allocate_token_bitmask",
         "around",
         "sglang_ext.plugin:around_allocate_token_bitmask",
     ),
+)
+"""Where SGLang pins memory for masks of grammars, as it does from 0.5.17 on."""
+
+HOOKS = (
+    Hook(_SRT + "utils.common.support_triton", "around", "sglang_ext.plugin:around_support_triton"),
+    *(_PINNED_MASKS if _FROM_17 else ()),
     Hook(
         _SRT + "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
         "around",
@@ -169,18 +177,10 @@ HOOKS = (
     Hook("torch.get_device_module", "around", _LINEAR + "around_get_device_module"),
     Hook(_FUSED + "attention.fla.fused_norm_gate.rms_norm_gated", "around", _LINEAR + "around_rms_norm_gated"),
     Hook(_FUSED + "attention.fla.layernorm_gated.rms_norm_gated", "around", _LINEAR + "around_layer_norm_gated"),
-    Hook(
-        _FUSED + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat",
-        "around",
-        _LINEAR + "around_split_interleaved",
-    ),
-    Hook(
-        _FUSED + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous",
-        "around",
-        _LINEAR + "around_split_contiguous",
-    ),
-    Hook(_FUSED + "elementwise.elementwise.fused_sigmoid_mul", "around", _LINEAR + "around_sigmoid_mul"),
-    Hook(_FUSED + "elementwise.elementwise.fused_gate_sigmoid_mul_add", "around", _LINEAR + "around_gated_add"),
+    Hook(_SPLIT + "fused_qkvzba_split_reshape_cat", "around", _LINEAR + "around_split_interleaved"),
+    Hook(_SPLIT + "fused_qkvzba_split_reshape_cat_contiguous", "around", _LINEAR + "around_split_contiguous"),
+    Hook(_GATES + "fused_sigmoid_mul", "around", _LINEAR + "around_sigmoid_mul"),
+    Hook(_GATES + "fused_gate_sigmoid_mul_add", "around", _LINEAR + "around_gated_add"),
     *_ARGUMENTS[lines.current()],
     Hook(
         _SRT + "managers.scheduler.Scheduler.handle_generate_request",

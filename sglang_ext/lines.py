@@ -21,13 +21,15 @@ class Line:
         below: the first version above that is not of it.
         config_merger: `module:class` of SGLang's that reads a server's arguments from a file.
         arguments: the files that name all of a server's flags, as patterns below the package `sglang`.
-        on_gpus: whether GPUs have run the plugin with it, and not a CPU alone.
+        tried: the version of it with which all tests were run.
+        on_gpus: whether GPUs have run that version, and not a CPU alone.
     """
 
     first: str
     below: str
     config_merger: str
     arguments: tuple[str, ...]
+    tried: str
     on_gpus: bool
 
     def __str__(self) -> str:
@@ -35,10 +37,11 @@ class Line:
 
 
 OLDER = Line(
-    first="0.5.17",
-    below="0.5.18",
+    first="0.5.16",
+    below="0.5.19",
     config_merger="sglang.srt.server_args_config_parser:ConfigArgumentMerger",
     arguments=("srt/server_args.py",),
+    tried="0.5.17",
     on_gpus=True,
 )
 NEWER = Line(
@@ -46,6 +49,7 @@ NEWER = Line(
     below="0.5.24",
     config_merger="sglang.srt.utils.server_args_config_parser:ConfigArgumentMerger",
     arguments=("srt/server_args.py", "srt/arg_groups/fields/*.py"),
+    tried="0.5.23",
     on_gpus=False,
 )
 LINES = (OLDER, NEWER)
@@ -69,11 +73,25 @@ def current() -> Line:
     return line_of(installed_sglang()) or LINES[-1]
 
 
+def at_least(release: str) -> bool:
+    """Whether the installed SGLang is of this release or a later one, and not of a release before it."""
+    from packaging.version import Version
+
+    return Version(Version(installed_sglang()).base_version) >= Version(release)
+
+
+def ran_on_gpus() -> bool:
+    """Whether GPUs have run the plugin with the release of SGLang that is installed."""
+    from packaging.version import Version
+
+    return current().on_gpus and Version(installed_sglang()).base_version == current().tried
+
+
 def warning_on_gpus() -> str | None:
-    """What to tell those who run the installed SGLang on a GPU; None where GPUs have run the plugin with its line."""
-    if current().on_gpus:
+    """What to tell those who run the installed SGLang on a GPU; None where GPUs have run the plugin with it."""
+    if ran_on_gpus():
         return None
-    tried = " or ".join(str(line) for line in LINES if line.on_gpus)
+    tried = " or ".join(line.tried for line in LINES if line.on_gpus)
     return (
         f"no GPU has run this plugin with SGLang {installed_sglang()}, only a CPU: use SGLang {tried} on GPUs, or"
         " compare answers with those of a server of SGLang's own"

@@ -38,7 +38,7 @@ def check_version(found: str) -> str | None:
     if line_of(found) is not None:
         return None
     needed = " or ".join(f"sglang{line}" for line in lines.LINES)
-    return f"sglang {found} is installed, sglang_ext needs {needed}: pip install 'sglang{lines.LINES[0]}'"
+    return f"sglang {found} is installed, sglang_ext needs {needed}: pip install sglang=={lines.OLDER.tried}"
 
 
 def unresolved() -> list[str]:

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23: the names and fields that 0.5.17 has elsewhere. `v0_5_17` has the same names of ours."""
+"""SGLang 0.5.23: the names and fields that 0.5.16 to 0.5.18 have elsewhere. `v0_5_16` has the same names of ours."""
 
 from __future__ import annotations
 

@@ -173,6 +173,11 @@ def _of_drafts(server_args: ServerArgs, system: System) -> list[str]:
     if getattr(server_args, "speculative_algorithm", None) != DRAFTING or not system.drafts:
         return []  # of a system that does not draft, the algorithm itself says so
     said = f"speculative_algorithm={DRAFTING!r} is not supported"
+    if not lines.at_least("0.5.17"):
+        return [
+            f"{said} with SGLang {lines.installed_sglang()}, which cannot draft under a grammar: install SGLang 0.5.17 or"
+            " later, or leave out --speculative-algorithm"
+        ]
     if not drafts(system):
         return [
             f"{said} on this GPU, where nobody has run it: use a Hopper GPU with {PLAIN_ENV}=auto or fa3, or leave out"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext import lines
 from tests.e2e.test_double_p import (
     POLICY,
     SPARSE,
@@ -28,6 +29,10 @@ from tests.e2e.test_double_p import (
 )
 from tests.models.architectures import MIXED
 from tests.oracle import models
+
+pytestmark = pytest.mark.skipif(
+    not lines.at_least("0.5.17"), reason="SGLang 0.5.16 builds this model to attend in both directions: refused by name"
+)
 
 SLIDING, LAYERS = 24, 3
 GEMMA = next(each for each in MIXED if each.name == "Gemma 3, text")

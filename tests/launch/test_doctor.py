@@ -79,7 +79,7 @@ def test_an_unsupported_sglang(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
         lines, "LINES", (replace(here, first="9.0", below="9.1"), replace(here, first="9.5", below="9.6"))
     )
     problem = report(capsys, 1)["problems"][0]
-    assert "needs sglang>=9.0,<9.1 or sglang>=9.5,<9.6: pip install 'sglang>=9.0,<9.1'" in problem
+    assert f"needs sglang>=9.0,<9.1 or sglang>=9.5,<9.6: pip install sglang=={lines.OLDER.tried}" in problem
 
 
 @pytest.mark.parametrize(
@@ -107,20 +107,21 @@ def test_a_gpu_needs_no_platform(capsys, monkeypatch: pytest.MonkeyPatch) -> Non
     assert report(capsys, 0)["gpus"] == [gpu]
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert "80.0 GiB" in printed and ("no GPU has run" in printed) == (not lines.current().on_gpus)
+    assert "80.0 GiB" in printed and ("no GPU has run" in printed) == (not lines.ran_on_gpus())
     monkeypatch.setenv("SGLANG_PLATFORM", "sglang_ext_cpu")
     assert "this one has one" in report(capsys, 1)["problems"][0]
 
 
-@pytest.mark.parametrize("on_gpus", [True, False])
-def test_a_line_of_sglang_that_no_gpu_has_run_is_warned_of(capsys, monkeypatch, on_gpus: bool) -> None:
+@pytest.mark.parametrize(("on_gpus", "tried"), [(True, True), (False, True), (True, False)])
+def test_a_release_of_sglang_that_no_gpu_has_run_is_warned_of(capsys, monkeypatch, on_gpus: bool, tried: bool) -> None:
     gpu = {"name": "A GPU", "memory_bytes": 80 * 2**30, "capability": "9.0"}
     monkeypatch.setattr(doctor, "devices", lambda: [gpu])
-    found = replace(lines.current(), on_gpus=on_gpus)
+    release = lines.installed_sglang()
+    found = replace(lines.current(), on_gpus=on_gpus, tried=release if tried else "0.5.0")
     monkeypatch.setattr(lines, "current", lambda: found)
     warnings = report(capsys, 0)["warnings"]
-    assert len(warnings) == (not on_gpus)
-    assert all(f"SGLang {lines.OLDER}" in each and lines.installed_sglang() in each for each in warnings)
+    assert len(warnings) == (not (on_gpus and tried))
+    assert all(f"use SGLang {lines.OLDER.tried} on GPUs" in each and release in each for each in warnings)
     monkeypatch.setattr(doctor, "devices", lambda: [])
     assert report(capsys, 0)["warnings"] == []
 

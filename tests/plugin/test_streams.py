@@ -334,7 +334,7 @@ def test_heads_write_to_cells_of_their_own(policy: CascadePolicy) -> None:
 def test_a_line_that_no_gpu_has_run_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_gpus: bool, gpu: bool, said: int
 ) -> None:
-    line = replace(checks.lines.current(), on_gpus=on_gpus)
+    line = replace(checks.lines.current(), on_gpus=on_gpus, tried=checks.lines.installed_sglang())
     monkeypatch.setattr(checks.lines, "current", lambda: line)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(checks, "refusals", lambda server_args: [])

@@ -1,4 +1,4 @@
-"""SGLang 0.5.17: the names and fields that 0.5.23 has elsewhere. `v0_5_23` has the same names of ours."""
+"""SGLang 0.5.16 to 0.5.18: the names and fields that 0.5.23 has elsewhere. `v0_5_23` has the same names of ours."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from contextlib import nullcontext as replay_scope
 from typing import Any
 
 import torch
-from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.model_executor.runner_utils import get_capture_lora_variant as capture_variant
+
+from sglang_ext import lines
+
+_FROM_18 = lines.at_least("0.5.18")
+"""Whether SGLang's functions of speculative decoding read the server's arguments by themselves, and have new names."""
+
+if _FROM_18:
+    from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+else:
+    from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 
 __all__ = [
     "ABORT_FLAG",
@@ -153,7 +162,10 @@ def charge_slots(adder: Any, req: Any, tokens: int, slots: int) -> None:
 
 def slots_ahead(server_args: Any) -> int:
     """KV slots that a request needs beside its tokens while it decodes: for what a server drafts."""
-    return 0 if server_args.speculative_algorithm is None else get_alloc_reserve_per_decode(server_args)
+    if server_args.speculative_algorithm is None:
+        return 0
+    reserve: int = get_alloc_reserve_per_decode() if _FROM_18 else get_alloc_reserve_per_decode(server_args)
+    return reserve
 
 
 def verified_logprobs(batch: Any, logits: Any, drawn: torch.Tensor, rows: torch.Tensor) -> None:
@@ -165,7 +177,10 @@ def verified_logprobs(batch: Any, logits: Any, drawn: torch.Tensor, rows: torch.
         drawn: [rows] the token of each row.
         rows: [requests, tokens] numbers of the rows.
     """
-    compute_spec_v2_logprobs(batch, logits, drawn, rows, rows.shape[1] - 1)
+    if _FROM_18:
+        compute_spec_logprobs(batch, logits, drawn, accept_index=rows)
+    else:
+        compute_spec_v2_logprobs(batch, logits, drawn, rows, rows.shape[1] - 1)
 
 
 # ---- the radix tree ----

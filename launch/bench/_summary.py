@@ -134,7 +134,6 @@ SPEED = (
         (
             ShownRow("time per output token, 8 requests of 65536 tokens"),
             ShownRow("time per output token, 1 requests of 65536 tokens"),
-            ShownRow("prefill of 65536 tokens with their clustering"),
         ),
     ),
     FileSummary(
@@ -234,7 +233,6 @@ QUALITY = (
         "quality_dbsa",
         "DBSA beside Fixed ICL and RetICL, embedded model",
         (
-            ShownRow("banking77, pools of 4000 tokens, Fixed ICL"),
             ShownRow("banking77, pools of 4000 tokens, RetICL by example"),
             ShownRow("banking77, pools of 4000 tokens, DBSA 30%"),
             ShownRow("banking77, pools of 4000 tokens, DBSA by example"),
@@ -244,7 +242,6 @@ QUALITY = (
         "quality_dbsa_smollm2",
         "DBSA beside Fixed ICL and RetICL, SmolLM2-135M-Instruct",
         (
-            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, Fixed ICL"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, RetICL by example"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, DBSA 30%"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 7000 tokens, DBSA by example"),
@@ -267,6 +264,11 @@ QUALITY = (
             ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA by example"),
             ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA 30%, blocks of 5 behind"),
         ),
+    ),
+    FileSummary(
+        "quality_labels",
+        "The most likely label",
+        (ShownRow("banking77, pools of 4000 tokens, DBSA 30%, the most likely label"),),
     ),
     FileSummary(
         "quality_double_p_gpu",

@@ -162,6 +162,13 @@ BENCHMARKS = (
         )
     ),
     Benchmark(
+        "quality-labels",
+        ("quality", "--suite", "dbsa", "--methods", "labels", "--sets", "banking77", "clinc150", "--labels", "0")
+        + ("--pool-tokens", "4000", "--queries", "30", "--draws", "2", "--concurrency", "1"),
+        "quality_labels.json",
+        needs=("data",),
+    ),
+    Benchmark(
         "quality-double_p",
         ("quality", "--suite", "double_p", "--queries", "400", "--passkey", "4096", "--parallel", "2"),
         "quality_double_p.json",

@@ -142,7 +142,6 @@ SPEED = (
         (
             ShownRow("time per output token, 8 requests of 65536 tokens"),
             ShownRow("time per output token, 1 requests of 65536 tokens"),
-            ShownRow("prefill of 65536 tokens with their clustering"),
         ),
     ),
     FileSummary(

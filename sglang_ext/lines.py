@@ -1,6 +1,6 @@
 """The lines of SGLang that the plugin serves. `compat` has an adapter for each.
 
-A line is a range of versions within which SGLang kept all names and fields that we use. This module imports nothing of
+A line is a range of versions whose few differences one adapter and `hooks.py` cover. This module imports nothing of
 SGLang, so that a version that we do not serve can be refused in words. The requirement in pyproject.toml takes these
 lines and nothing between them, which `tests/packaging/test_distributions.py` holds.
 """

@@ -127,6 +127,7 @@ BENCHMARKS = (
         ("fleet", "--policies", "consistent_hashing", "manual", "cache_aware", "--layers", "8", "--block-size", "50")
         + ("--pool-tokens", "20000", "--max-total-tokens", "155000"),
         "fleet_gpu.json",
+        gpus=4,
     ),
     Benchmark(
         "fleet",

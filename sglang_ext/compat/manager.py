@@ -35,6 +35,14 @@ def abort_request(manager: Any, rid: str) -> None:
         manager._dispatch_to_scheduler(AbortReq(rid=rid))
 
 
+def before_abort_request(manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """BEFORE TokenizerManager.abort_request: note who is to be aborted, where SGLang itself does not note it."""
+    states = list(manager.rid_to_state.values()) if abort_all else [manager.rid_to_state.get(rid)]
+    for state in states:
+        if state is not None:
+            setattr(state, ABORT_FLAG, True)
+
+
 def logical_rid(manager: Any, rid: str) -> str:
     """The id that a request was sent under, of one of its `n` answers."""
     return str(getattr(manager, "child_rid_to_logical_rid", {}).get(rid, rid))

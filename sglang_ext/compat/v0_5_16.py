@@ -54,7 +54,7 @@ __all__ = [
     "verified_logprobs",
 ]
 
-LENGTH_HIDES_STOPS = True
+LENGTH_HIDES_STOPS = not _FROM_18
 """Whether an answer whose last step reaches `max_new_tokens` goes on to there, past what would have stopped it."""
 
 ABORT_FLAG = "abort_requested"

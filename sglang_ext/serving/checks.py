@@ -175,8 +175,8 @@ def _of_drafts(server_args: ServerArgs, system: System) -> list[str]:
     said = f"speculative_algorithm={DRAFTING!r} is not supported"
     if not lines.at_least("0.5.17"):
         return [
-            f"{said} with SGLang {lines.installed_sglang()}, which cannot draft under a grammar: install SGLang 0.5.17,"
-            " or leave out --speculative-algorithm"
+            f"{said} with SGLang {lines.installed_sglang()}, which cannot draft under a grammar: leave out"
+            " --speculative-algorithm, or install SGLang 0.5.17 or later"
         ]
     if not drafts(system):
         return [

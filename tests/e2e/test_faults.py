@@ -449,8 +449,9 @@ def test_a_client_gone_in_mid_stream(server: Server) -> None:
     until(lambda: server.pool("base")["requests_in_flight"] == 0)
 
 
-def test_aborting_requests(server: Server) -> None:
-    body = {**server.payload(QUESTION, 1500, pool="base"), "rid": "to-abort", "return_logprob": False}
+@pytest.mark.parametrize("custom", [{}, {"constrain": "labels"}])
+def test_aborting_requests(server: Server, custom: dict[str, Any]) -> None:
+    body = {**server.payload(QUESTION, 1500, pool="base", **custom), "rid": "to-abort", "return_logprob": False}
     stream = server.stream(body)
     next(stream)
     server.call("POST", "/abort_request", json={"rid": "to-abort"}).raise_for_status()

@@ -110,7 +110,7 @@ _GRAPHS = "sglang_ext.attention.graphs:"
 _MANAGER = _SRT + "managers.tokenizer_manager.TokenizerManager."
 _LINEAR = "sglang_ext.attention.linear:"
 _FUSED = "sglang.kernels.ops."
-_FROM_17, _FROM_18 = lines.at_least("0.5.17"), lines.at_least("0.5.18")
+_FROM_17 = lines.at_least("0.5.17")
 _SPLIT = _FUSED + "attention.triton_gdn_fused_proj." if _FROM_17 else "sglang.jit_kernel.triton.gdn_fused_proj."
 _GATES = _FUSED + ("elementwise.elementwise." if _FROM_17 else "layernorm.elementwise.")
 _OPENAI = _SRT + "entrypoints.openai."
@@ -149,10 +149,11 @@ _PINNED_MASKS = (
         "sglang_ext.plugin:around_allocate_token_bitmask",
     ),
 )
-"""Where SGLang pins memory for masks of grammars, as it does from 0.5.17 on."""
+"""Where SGLang pins memory for the masks of grammars. It does so from 0.5.17 on."""
 
-_NOTED_ABORTS = (Hook(_MANAGER + "abort_request", "before", "sglang_ext.compat.manager:before_abort_request"),)
-"""Where a request is to be aborted, which 0.5.16 and 0.5.18 note nowhere."""
+_ABORTS = (Hook(_MANAGER + "abort_request", "before", "sglang_ext.compat.manager:before_abort_request"),)
+"""Where SGLang is asked to abort requests. 0.5.16 and 0.5.18 do not note of which requests."""
+_NOTES_ABORTS = lines.current() is lines.NEWER or lines.installed_release() == "0.5.17"
 
 HOOKS = (
     Hook(_SRT + "utils.common.support_triton", "around", "sglang_ext.plugin:around_support_triton"),
@@ -310,7 +311,7 @@ HOOKS = (
         "sglang_ext.plugin:after_compute_cell_size",
         "scheduler",
     ),
-    *(_NOTED_ABORTS if lines.current() is lines.OLDER and (_FROM_18 or not _FROM_17) else ()),
+    *(() if _NOTES_ABORTS else _ABORTS),
     Hook(_MANAGER + "__init__", "after", _OURS + "tokenizer:after_init", "main"),
     Hook(_MANAGER + "__init__", "after", _OURS + "streams:after_init_tokenizer", "main"),
     Hook(_MANAGER + "__init__", "after", _OURS + "options:after_init", "main"),

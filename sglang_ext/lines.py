@@ -73,18 +73,23 @@ def current() -> Line:
     return line_of(installed_sglang()) or LINES[-1]
 
 
-def at_least(release: str) -> bool:
-    """Whether the installed SGLang is of this release or a later one, and not of a release before it."""
+def installed_release() -> str:
+    """Release of the installed SGLang: its version without `.post1` and the like."""
     from packaging.version import Version
 
-    return Version(Version(installed_sglang()).base_version) >= Version(release)
+    return Version(installed_sglang()).base_version
+
+
+def at_least(release: str) -> bool:
+    """Whether the installed SGLang is of this release or a later one."""
+    from packaging.version import Version
+
+    return Version(installed_release()) >= Version(release)
 
 
 def ran_on_gpus() -> bool:
     """Whether GPUs have run the plugin with the release of SGLang that is installed."""
-    from packaging.version import Version
-
-    return current().on_gpus and Version(installed_sglang()).base_version == current().tried
+    return current().on_gpus and installed_release() == current().tried
 
 
 def warning_on_gpus() -> str | None:

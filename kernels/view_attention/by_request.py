@@ -3,9 +3,9 @@
 `plan` has every run read once for the whole batch, and each query row leaves a partial output for every run that it
 sees. Where requests have many rows and see hundreds of short runs, there are more of them than a list holds: 32
 questions of 24 tokens over 211 blocks leave 163,000, in each layer, and the GPU waits while the host prepares and
-launches eleven lists. Here a tile of a request's rows keeps one
-softmax over all runs of its share, as a dense prefill does, and a row has as many partial outputs as its request has
-shares. Runs that several requests see are read by each of them.
+launches eleven lists. Here a tile of a request's rows keeps one softmax over all runs of its share, as a dense prefill
+does, and a row has as many partial outputs as its request has shares. Runs that several requests see are read by each
+of them.
 
 - *share*: a tile of rows over runs that follow one another in a request's list: what one program does, for one
   key-value head. A request is cut into several only where there are too few of them for the device.

@@ -36,11 +36,9 @@ def abort_request(manager: Any, rid: str) -> None:
 
 
 def before_abort_request(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """BEFORE TokenizerManager.abort_request: note who is to be aborted, where SGLang itself does not note it."""
-    states = list(manager.rid_to_state.values()) if abort_all else [manager.rid_to_state.get(rid)]
-    for state in states:
-        if state is not None:
-            setattr(state, ABORT_FLAG, True)
+    """BEFORE TokenizerManager.abort_request: note which requests are to be aborted, as other releases of SGLang do."""
+    for asked in manager.rid_to_state if abort_all else {rid} & manager.rid_to_state.keys():
+        setattr(manager.rid_to_state[asked], ABORT_FLAG, True)
 
 
 def logical_rid(manager: Any, rid: str) -> str:

@@ -107,9 +107,9 @@ def answered(request: Any, tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
                 "exact": answers(engine, EXACT),
                 "dense": answers(engine, DENSE),
                 "again": answers(engine, SPARSE),
-                "stats": engine.get_server_info()["internal_states"][0]["sglang_ext"],
+                "stats": (info := engine.get_server_info())["internal_states"][0]["sglang_ext"],
             }
-            print(request.param, name, engine.get_server_info().get("cuda_graph_config"), found[name]["stats"])
+            print(request.param, name, info.get("cuda_graph_config"), found[name]["stats"])
         finally:
             engine.shutdown()
     return found

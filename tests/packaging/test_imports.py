@@ -172,7 +172,7 @@ def test_no_two_public_classes_have_one_name() -> None:
 
 
 def _interface(path: Path) -> dict[str, str]:
-    """Public name -> signature of what an adapter defines, or which kind of thing it is."""
+    """Name -> signature of what an adapter defines, classes and constants by kind; no private constants."""
     found: dict[str, str] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
@@ -181,8 +181,9 @@ def _interface(path: Path) -> dict[str, str]:
             found[node.name] = "class"
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
-            found[name] = ast.unparse(node.value) if name == "__all__" else "constant"
-    return {name: what for name, what in found.items() if name == "__all__" or not name.startswith("_")}
+            if name == "__all__" or not name.startswith("_"):
+                found[name] = ast.unparse(node.value) if name == "__all__" else "constant"
+    return found
 
 
 def test_adapters_of_all_lines_have_one_interface() -> None:

@@ -29,6 +29,7 @@ from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
 from sglang_ext.kernels.float8 import CAPABILITY, FLOAT8
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
+from sglang_ext.kernels.view_attention.building import Building, hopper_module
 from sglang_ext.kernels.view_attention.by_request import block_for, plan_by_request
 from sglang_ext.kernels.view_attention.by_request_impl import LoadedRequests, attend_by_request, load
 from sglang_ext.kernels.view_attention.config import Config
@@ -130,6 +131,13 @@ def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
     return VirtualRequests(model.device, "auto", workspace)
 
 
+def _building(model: Model) -> Building | None:
+    """The compilation of the dense kernel, begun; None where it waits for the kernel's first use."""
+    shape = model.shape
+    module = hopper_module(model.device, shape.dtype, shape.head_dim, shape.value_dim)
+    return None if module is None else Building(module)
+
+
 def _check_converts(device: torch.device) -> None:
     """Raise ValueError for a GPU that has no instructions for float8."""
     found = torch.cuda.get_device_capability(device)
@@ -168,6 +176,7 @@ class Prefills(PrefillGraphs[Loaded]):
 
     def __init__(self, planner: Planner, memory: PlanMemory, machine: Machine) -> None:
         self.planner, self.memory, self.dense = planner, memory, dense_kernel(planner.model, machine)
+        self._building = None if self.dense is None else _building(planner.model)
         self.ran = {"graph": 0, "lists": 0, "by_request": 0, "dense": 0}
         self._question: PlanBuffers | None = None
 
@@ -325,7 +334,7 @@ class Prefills(PrefillGraphs[Loaded]):
         return sorted(rows.values())
 
     def warm_up(self) -> None:
-        """Run every kernel that a batch may need once: the first request is not to wait for a compiler."""
+        """Run every kernel of Triton's that a batch may need once: the first request is not to wait for a compiler."""
         model, shape = self.planner.model, self.planner.shape
         caches = model.caches()
         keys, values = caches[min(caches)]
@@ -341,6 +350,16 @@ class Prefills(PrefillGraphs[Loaded]):
             each = replace(seen, num_rows=rows, lengths=none + rows, own=(0,))
             queries = query.expand(rows, -1, -1).contiguous()
             attend_by_request(queries, self._by_request([each]), keys, values, shape.scale, torch.empty_like(queries))
-        if self.dense is not None:
-            self._plan_dense_of([1], [1], model.table[0, :1])
-            self.dense.run(query, keys, values, out=query.new_empty(1, shape.heads, shape.value_dim))
+
+    def ready(self) -> None:
+        """Run the dense kernel once, likewise; no CUDA graph holds it, so that it is compiled until requests come."""
+        if self.dense is None:
+            return
+        if self._building is not None:
+            self._building.wait()
+        model, shape = self.planner.model, self.planner.shape
+        caches = model.caches()
+        keys, values = caches[min(caches)]
+        query = keys.new_zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype)
+        self._plan_dense_of([1], [1], model.table[0, :1])
+        self.dense.run(query, keys, values, out=query.new_empty(1, shape.heads, shape.value_dim))

@@ -100,6 +100,7 @@ def double_p_methods() -> dict[str, Method]:
             "Double-P (0.95, 0.7), the tail by centroids", "double_p", {**whole, "tail": "centroid"}, stages
         ),
         "double_p-wide": Method("Double-P (0.99, 0.8)", "double_p", whole, {"p1": 0.99, "p2": 0.8}),
+        "double_p-exact": Method("Double-P (0.95, 0.95)", "double_p", whole, {"p1": 0.95, "p2": 0.95}),
         "retroinfer": Method("RetroInfer", "retroinfer", whole, knobs={"exact": "exact", "approx": "kept"}),
         "quest": Method("Quest, as many kept", "quest", whole, knobs={"budget": "kept"}),
         "quest-exact": Method("Quest, as many exact", "quest", whole, knobs={"budget": "exact"}),

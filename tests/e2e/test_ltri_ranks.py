@@ -22,7 +22,8 @@ from tests.e2e.test_ltri_host import LAYER_BYTES, LAYERS
 from tests.e2e.test_ltri_settings import HEADS, different
 from tests.oracle.ltri import LtriOracle, LtriSizes
 
-SIZES, BLOCKS = of_one.SIZES, 75
+SIZES = of_one.SIZES
+BLOCKS = 1000  # one of the longest streams at a time, and short ones beside it
 OPTIONS: dict[str, Any] = {"attention_backend": "ltri", "tp_size": 2}
 
 
@@ -34,6 +35,59 @@ def two_ranks() -> Iterator[None]:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{min(1, cores - 1)}")
         patch.setenv("SGLANG_EXT_KERNELS", "torch")
         yield
+
+
+# ---- settings, one engine for each, before the one below ----
+
+
+def check(folder: Path, sizes: LtriSizes, **options: Any) -> int:
+    """Answers of two ranks are the oracle's; how often they were retracted."""
+    prompts = [different(length) for length in (3, 70, 131)]
+    with serving(folder, **OPTIONS | options) as served:
+        answers = served.generate(prompts, [{}] * len(prompts), 10)
+    oracle = LtriOracle(folder)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        table = oracle.log_probs(sequence(prompt, answer), len(prompt), sizes)
+        assert deviation(prompt, answer, table) <= TOLERANCE, len(prompt)
+    other = replace(sizes, heads={0: (3, 0.4), 2: (3, 0.6)} if sizes.heads else None, retrieved=2 if sizes.heads else 1)
+    table = oracle.log_probs(sequence(prompts[-1], answers[-1]), len(prompts[-1]), other)
+    assert deviation(prompts[-1], answers[-1], table) > 10 * TOLERANCE
+    return sum(answer["meta_info"].get("num_retractions", 0) for answer in answers)
+
+
+def test_retrieval_heads_of_both_ranks_vote(tmp_path: Path) -> None:
+    """The first layer's is on the first rank, the last layer's on the second."""
+    folder = save(tmp_path / "model")
+    Heads("tiny", weights_hash(str(folder)), HEADS, {}).save(tmp_path / "heads.json")
+    sizes = replace(SIZES, heads={0: (1, 0.4), 2: (3, 0.6)}, similarity="max")
+    check(folder, sizes, policy={**of_one.policy_of(sizes), "heads": str(tmp_path / "heads.json")})
+
+
+def test_all_heads_and_the_largest_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of an answer retrieves anew, and requests are retracted."""
+    forks.retract_often(monkeypatch)
+    sizes = replace(SIZES, similarity="max", persist=False)
+    policy = of_one.policy_of(sizes)
+    assert check(save(tmp_path), sizes, policy=policy, disable_overlap_schedule=True) > 0
+
+
+def test_infllm(tmp_path: Path) -> None:
+    policy = {name: value for name, value in of_one.policy_of(SIZES).items() if name not in ("index", "vote")}
+    check(save(tmp_path), replace(SIZES, index="infllm", vote="off"), attention_backend="infllm", policy=policy)
+
+
+def test_kernels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path)
+    with (
+        pytest.raises(ValueError, match=r"tp_size=2 with kernels \(triton\).*set SGLANG_EXT_KERNELS=torch"),
+        monkeypatch.context() as patch,
+    ):
+        patch.setenv("SGLANG_EXT_KERNELS", "triton")
+        with serving(folder, policy=of_one.policy_of(SIZES), **OPTIONS):
+            pytest.fail("kernels add no sums of several ranks")
+
+
+# ---- one engine ----
 
 
 @pytest.fixture(scope="module")
@@ -90,53 +144,3 @@ def test_the_ranks_keep_the_same_books(served: Served) -> None:
     until(lambda: served.engine.flush_cache().success)
     of_one.clean(served)
     assert served.one(prompt)["output_ids"] == before["output_ids"]
-
-
-# ---- other settings, one engine for each ----
-
-
-def check(folder: Path, sizes: LtriSizes, **options: Any) -> int:
-    """Answers of two ranks are the oracle's; how often they were retracted."""
-    prompts = [different(length) for length in (3, 70, 131)]
-    with serving(folder, **OPTIONS | options) as served:
-        answers = served.generate(prompts, [{}] * len(prompts), 10)
-    oracle = LtriOracle(folder)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        table = oracle.log_probs(sequence(prompt, answer), len(prompt), sizes)
-        assert deviation(prompt, answer, table) <= TOLERANCE, len(prompt)
-    other = replace(sizes, heads={0: (3, 0.4), 2: (3, 0.6)} if sizes.heads else None, retrieved=2 if sizes.heads else 1)
-    table = oracle.log_probs(sequence(prompts[-1], answers[-1]), len(prompts[-1]), other)
-    assert deviation(prompts[-1], answers[-1], table) > 10 * TOLERANCE
-    return sum(answer["meta_info"].get("num_retractions", 0) for answer in answers)
-
-
-def test_retrieval_heads_of_both_ranks_vote(tmp_path: Path) -> None:
-    """The first layer's is on the first rank, the last layer's on the second."""
-    folder = save(tmp_path / "model")
-    Heads("tiny", weights_hash(str(folder)), HEADS, {}).save(tmp_path / "heads.json")
-    sizes = replace(SIZES, heads={0: (1, 0.4), 2: (3, 0.6)}, similarity="max")
-    check(folder, sizes, policy={**of_one.policy_of(sizes), "heads": str(tmp_path / "heads.json")})
-
-
-def test_all_heads_and_the_largest_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token of an answer retrieves anew, and requests are retracted."""
-    forks.retract_often(monkeypatch)
-    sizes = replace(SIZES, similarity="max", persist=False)
-    policy = of_one.policy_of(sizes)
-    assert check(save(tmp_path), sizes, policy=policy, disable_overlap_schedule=True) > 0
-
-
-def test_infllm(tmp_path: Path) -> None:
-    policy = {name: value for name, value in of_one.policy_of(SIZES).items() if name not in ("index", "vote")}
-    check(save(tmp_path), replace(SIZES, index="infllm", vote="off"), attention_backend="infllm", policy=policy)
-
-
-def test_kernels_and_too_many_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path)
-    with (
-        pytest.raises(ValueError, match=r"tp_size=2 with kernels \(triton\).*set SGLANG_EXT_KERNELS=torch"),
-        monkeypatch.context() as patch,
-    ):
-        patch.setenv("SGLANG_EXT_KERNELS", "triton")
-        with serving(folder, policy=of_one.policy_of(SIZES), **OPTIONS):
-            pytest.fail("kernels add no sums of several ranks")

@@ -4,15 +4,18 @@ A block's tokens attend to each other in triangles of the attention map, which a
 remembered by the keys of its most attended tokens. A later chunk has spans likewise, whose queries are compared with
 these keys; layers that have a retrieval head vote for blocks, and the best blocks come back.
 
-The functions follow section 3 of the paper in order. A *tile* is a block's attention to itself, [heads, tokens, tokens]
-with rows that attend to columns, 0 above the diagonal; a span is (first token, end token), numbers in its tile. All
-tensors of a call are on one device, float32 or float64.
+The functions follow section 3 of the paper in order; `ltri_similarity` has section 3.4. A *tile* is a block's attention
+to itself, [heads, tokens, tokens] with rows that attend to columns, 0 above the diagonal; a span is (first token, end
+token), numbers in its tile. All tensors of a call are on one device, float32 or float64.
+
+What is decided follows from sums over all heads. Tensor-parallel ranks have some of the heads each: they add their sums
+(`TensorRanks`), and decide alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +25,39 @@ from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
 Span = tuple[int, int]
 KEPT_CHUNKS = 8
 """Newest chunks before each of which a stream's state is kept: 4,096 tokens of 512 a chunk."""
+
+
+# ---- heads of several ranks ----
+
+
+def of_one(values: torch.Tensor) -> torch.Tensor:
+    """What a single rank has is the sum."""
+    return values
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The tensor-parallel ranks, which have equally many heads of a layer each.
+
+    Attributes:
+        count: how many they are.
+        add: adds a tensor over the ranks; all of them get the same sum, to the last bit. Every rank calls it at the
+            same moment, with a tensor of the same shape and dtype.
+    """
+
+    count: int = 1
+    add: Callable[[torch.Tensor], torch.Tensor] = of_one
+
+    def add_all(self, each: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`add` for several tensors at once, of different shapes, which are on one device; nothing where none is."""
+        if not each:
+            return []
+        summed = self.add(torch.cat([values.flatten() for values in each]))
+        parts = summed.split([values.numel() for values in each])
+        return [part.view(values.shape) for part, values in zip(parts, each, strict=True)]
+
+
+ONE_RANK = TensorRanks()
 
 
 # ---- 3.2: spans ----
@@ -40,6 +76,20 @@ def above_threshold(tile: torch.Tensor, theta: float) -> torch.Tensor:
     lower = torch.ones_like(tile[0], dtype=torch.bool).tril()
     thresholds = tile[:, lower].quantile(theta, dim=1)
     return torch.where(lower, tile - thresholds[:, None, None], 0).sum(0)
+
+
+def summed_heads(tile: torch.Tensor, theta: float) -> torch.Tensor:
+    """All that spans are cut out of: the attention of a tile, summed over heads, above their thresholds and as it is.
+
+    Args:
+        tile: [heads, tokens, tokens]; NaN counts as no attention.
+        theta: see `above_threshold`.
+
+    Returns:
+        [2, tokens, tokens]: `above_threshold`, and the plain sum.
+    """
+    tile = tile.nan_to_num()
+    return torch.stack([above_threshold(tile, theta), tile.sum(0)])
 
 
 def span_scores(summed: torch.Tensor) -> torch.Tensor:
@@ -106,18 +156,18 @@ def suppress(
     return kept
 
 
-def spans_of(tile: torch.Tensor, settings: Ltri) -> list[Span]:
+def spans_of(above: torch.Tensor, settings: Ltri) -> list[Span]:
     """The spans of a tile, from its first tokens to its last; all of it where nothing stands out.
 
     Args:
-        tile: [heads, tokens, tokens]; NaN counts as no attention.
-        settings: `theta`, `phi`, `spans` and `boxes`.
+        above: [tokens, tokens] of `above_threshold`, of all heads.
+        settings: `phi`, `spans` and `boxes`.
     """
-    begin, end, scores = candidates(span_scores(above_threshold(tile.nan_to_num(), settings.theta)))
+    begin, end, scores = candidates(span_scores(above))
     some = scores > 0
     begin, end, scores = begin[some], end[some], scores[some]
     kept = suppress(begin, end, scores, settings.phi, settings.spans, settings.boxes)
-    return sorted((int(begin[number]), int(end[number])) for number in kept) or [(0, tile.shape[-1])]
+    return sorted((int(begin[number]), int(end[number])) for number in kept) or [(0, above.shape[-1])]
 
 
 # ---- 3.3: index vectors ----
@@ -172,33 +222,29 @@ def picked(received: torch.Tensor, span: Span, count: int) -> list[int]:
     return sorted((order + low).tolist())
 
 
-def counted_spans(tile: torch.Tensor, settings: Ltri, layer: int) -> list[tuple[Span, int]]:
+def counted_spans(sums: torch.Tensor, settings: Ltri, layer: int) -> list[tuple[Span, int]]:
     """The spans of a tile, and how many index vectors each of them gets.
 
     Args:
-        tile: [heads, tokens, tokens].
+        sums: [2, tokens, tokens] of `summed_heads`, of all heads.
         settings: of the method.
         layer: number of the layer, for its λ.
     """
-    summed, most = tile.nan_to_num().sum(0), settings.vectors // settings.spans
+    (above, summed), most = sums, settings.vectors // settings.spans
     found = []
-    for span in spans_of(tile, settings):
+    for span in spans_of(above, settings):
         ratio = mass_ratio(summed, span, settings.ratio)
         found.append((span, vector_count(span[1] - span[0], ratio, settings.rate_of(layer), most)))
     return found
 
 
-def remembered_spans(tile: torch.Tensor, settings: Ltri, layer: int) -> list[tuple[Span, int]]:
-    """The spans of a block that its index remembers, and how many tokens stand for each: see `Ltri.index`.
+def whole_span(tokens: int, settings: Ltri) -> list[tuple[Span, int]]:
+    """What an index other than `ltri` has in the place of spans: all of a block, and how many tokens stand for it.
 
     Args:
-        tile: [heads, tokens, tokens].
+        tokens: of the block.
         settings: of the method.
-        layer: number of the layer.
     """
-    if settings.index == "ltri":
-        return counted_spans(tile, settings, layer)
-    tokens = tile.shape[-1]
     return [((0, tokens), tokens if settings.index == "mean" else min(REPRESENTATIVES, tokens))]
 
 
@@ -206,92 +252,14 @@ def index_tokens(spans: Sequence[tuple[Span, int]], received: torch.Tensor) -> l
     """The tokens whose keys (of a block) or queries (of a chunk) are index vectors, span by span.
 
     Args:
-        spans: of `counted_spans`.
-        received: [tokens], as for `picked`; NaN counts as no attention.
+        spans: of `counted_spans` or `whole_span`.
+        received: [tokens] from all heads, as for `picked`; NaN counts as no attention.
     """
     received = received.nan_to_num()
     return [picked(received, span, count) for span, count in spans]
 
 
-# ---- 3.4: similarity ----
-
-
-def index_vectors(states: torch.Tensor, settings: Ltri) -> torch.Tensor:
-    """What is kept of the keys (or queries) of a span's tokens: all of them; their mean in the other two indexes.
-
-    Args:
-        states: [tokens, dim].
-        settings: `index`.
-
-    Returns:
-        [vectors, dim].
-    """
-    return states if settings.index == "ltri" else states.mean(0, keepdim=True)
-
-
-@dataclass(frozen=True)
-class SpanVectors:
-    """Index vectors of some spans.
-
-    Attributes:
-        vectors: [spans, most, head_dim]; what is beyond a span's number is not looked at.
-        counts: [spans] int64, vectors of each span.
-    """
-
-    vectors: torch.Tensor
-    counts: torch.Tensor
-
-    @classmethod
-    def of(cls, spans: Sequence[torch.Tensor]) -> SpanVectors:
-        """From [vectors, head_dim] of each span."""
-        counts = torch.tensor([len(span) for span in spans], device=spans[0].device)
-        return cls(torch.nn.utils.rnn.pad_sequence(list(spans), batch_first=True), counts)
-
-    @property
-    def used(self) -> torch.Tensor:
-        """[spans, most] bool, which of the vectors there are."""
-        return torch.arange(self.vectors.shape[1], device=self.counts.device) < self.counts.unsqueeze(1)
-
-    def folded(self) -> torch.Tensor:
-        """[spans, head_dim]: the sum of each span's vectors, which is all that the similarity `sum` needs."""
-        return torch.where(self.used.unsqueeze(-1), self.vectors, 0).sum(1)
-
-
-def similarity(query: SpanVectors, memory: SpanVectors, kind: str) -> torch.Tensor:
-    """Equation 8 and its two alternatives.
-
-    Args:
-        query: spans of the chunk.
-        memory: spans of the blocks that may be retrieved.
-        kind: `sum`, `max` or `mass`.
-
-    Returns:
-        [spans of the chunk, spans of the memory].
-    """
-    if kind == "sum":
-        return query.folded() @ memory.folded().T
-    products = torch.einsum("qnd,smd->qnsm", query.vectors, memory.vectors)
-    products = products.masked_fill(~memory.used, float("-inf"))
-    if kind == "max":
-        return products.masked_fill(~query.used[:, :, None, None], float("-inf")).amax((1, 3))
-    scaled = products * query.vectors.shape[-1] ** -0.5
-    weights = scaled.flatten(2).softmax(-1).view_as(scaled).sum(-1)  # [query spans, vectors, memory spans]
-    return torch.where(query.used.unsqueeze(-1), weights, 0).sum(1)
-
-
-def block_scores(similarities: torch.Tensor, block_of: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Equation 9: the score of a block is the largest of its spans'.
-
-    Args:
-        similarities: [spans of the chunk, spans of the memory].
-        block_of: [spans of the memory] int64, the block of each span.
-        blocks: how many there are; each has a span.
-
-    Returns:
-        [blocks].
-    """
-    best = similarities.amax(0)
-    return best.new_full((blocks,), float("-inf")).scatter_reduce_(0, block_of, best, "amax")
+# ---- 3.4: the blocks that come back ----
 
 
 def best_blocks(scores: torch.Tensor, count: int) -> list[int]:

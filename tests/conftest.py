@@ -52,6 +52,7 @@ SLOW = (
     "e2e/test_fourth_system.py::test_answers_are_the_rule_s[retracted]",
     "e2e/test_labels.py::test_odd_labels",
     "e2e/test_labels.py::test_probabilities_are_those_of_each_label_scored_alone[nested-8]",
+    "e2e/test_ltri_ranks.py",
     "e2e/test_ltri_settings.py",
     "e2e/test_planned.py",
     "e2e/test_pool_host.py::test_two_ranks",

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from sglang_ext.attention.policy import Caches, Request, ServedModel
+from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.cache.budget import KVShape, cascade_bytes_per_token
 from sglang_ext.config import policy_options
@@ -92,7 +92,6 @@ class CascadePolicy(StreamPolicy):
 
     def __init__(self) -> None:
         self.config = policy_options(self.options)
-        self._ranks = 1
         self._streams: dict[int, Stream] = {}
         self._resumed: dict[int, Stream] = {}
         self._caches: Callable[[], Mapping[int, tuple[torch.Tensor, torch.Tensor]]] = dict
@@ -101,21 +100,14 @@ class CascadePolicy(StreamPolicy):
     # ---- options and sizes ----
 
     def spread(self, ranks: int) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._check_ranks(self.config, "--policy")
 
     def _check_ranks(self, cascade: Cascade, where: str) -> None:
-        if self._ranks > 1 and cascade.decides_together:
+        if self.ranks > 1 and cascade.decides_together:
             raise ValueError(
-                f"{where}: heads=homogeneous with tp_size={self._ranks}: one decision for all heads needs the scores"
+                f"{where}: heads=homogeneous with tp_size={self.ranks}: one decision for all heads needs the scores"
                 " of all ranks, which ask each other nothing; set heads to independent, or --tp-size 1"
-            )
-
-    def meet(self, model: ServedModel) -> None:
-        if self._ranks > model.kv_heads:
-            raise ValueError(
-                f"tp_size={self._ranks} for a model with {model.kv_heads} key-value heads a layer: one head would lie"
-                f" on several ranks, each with some of its queries; set --tp-size {model.kv_heads} or less"
             )
 
     def check(self, options: Options) -> None:

@@ -8,6 +8,9 @@ seen, by their distance.
 blocks are chosen by what the whole chunk asks. Each token of an answer is a chunk of its own, also where it is computed
 anew after a retraction.
 
+**Ranks.** Each has some of the heads, and their keys and values of every block on the host. In plain PyTorch, the ranks
+add what their heads say before anything is decided (`ltri_chunk`): so all of them get the same blocks back.
+
 **Turns.** A turn begins with the last token of the answer before it, at which a chunk of the prompt begins. The step
 that overlap scheduling runs past the end of an answer may have computed that token as one of the answer, which has
 retrieved other blocks. So its row of the attention map is replaced, and what its query gave to others is counted only
@@ -34,9 +37,11 @@ from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.cache.budget import KVShape, cached_bytes_per_slot
 from sglang_ext.cache.forks import Fork
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease, host_bytes
+from sglang_ext.compat.ranks import least_over_ranks, sum_over_ranks
 from sglang_ext.config import policy_options
 from sglang_ext.names import Req
 from sglang_ext.policies.heads import Heads, shipped, weights_hash
+from sglang_ext.policies.ltri import TensorRanks
 from sglang_ext.policies.ltri_options import InfLlmOptions, Ltri
 from sglang_ext.types import JsonObject, Options
 
@@ -91,7 +96,7 @@ class LtriPolicy(StreamPolicy):
 
     def __init__(self) -> None:
         self.config = policy_options(self.options)
-        self._voters: Mapping[int, tuple[int, float]] | None = None  # layer -> its best head, that head's score
+        self._voters: Mapping[int, Voter] | None = None  # of the layers that have a retrieval head
         self._caches: Callable[[], KVCaches] = dict
         self._streams: dict[int, LtriStream] = {}
         self._admitted: dict[int, LtriStream] = {}  # about to start
@@ -99,6 +104,9 @@ class LtriPolicy(StreamPolicy):
         self._in_kernels = False
 
     # ---- options and sizes ----
+
+    def spread(self, ranks: int) -> None:
+        self.ranks = ranks
 
     def check(self, options: Options) -> None:
         super().check(options)
@@ -169,9 +177,11 @@ class LtriPolicy(StreamPolicy):
 
     def bind(self, caches: Callable[[], KVCaches], dtype: torch.dtype) -> None:
         self._caches, kept = caches, caches()
-        self.host = HostBlocks(kept, self.config.block, host_bytes(self.config.host_gb))
+        # What is free differs from one moment to the next, and all ranks must have equally many blocks.
+        share = torch.tensor(host_bytes(self.config.host_gb) // self.ranks)
+        self.host = HostBlocks(kept, self.config.block, int(least_over_ranks(share)))
         keys, _ = next(iter(kept.values()))
-        self._chunks = TorchChunks(self.config, keys.device)
+        self._chunks = TorchChunks(self.config, keys.device, TensorRanks(self.ranks, sum_over_ranks))
 
     def compute_in(self, chunks: Chunks) -> None:
         """Have kernels compute the chunks of all streams."""
@@ -194,6 +204,7 @@ class LtriPolicy(StreamPolicy):
     # ---- the model ----
 
     def meet(self, model: ServedModel) -> None:
+        super().meet(model)
         name = self.config.heads
         if name == "all":
             return
@@ -204,8 +215,11 @@ class LtriPolicy(StreamPolicy):
             logger.warning("ltri, %s: %s; sglang-ext heads finds them", model.path, what)
             return
         heads = Heads.load(path)
-        heads.check(path, weights, model.layers, model.heads)
-        self._voters = heads.voters
+        heads.check(path, weights, model.layers, model.heads * self.ranks)
+        first = model.heads * model.rank
+        self._voters = {
+            layer: Voter.of_rank(score, head, first, model.heads) for layer, (head, score) in heads.voters.items()
+        }
 
     # ---- requests ----
 
@@ -274,10 +288,7 @@ class LtriPolicy(StreamPolicy):
         """What votes in a layer: its best retrieval head; where these are not known, all of its heads."""
         if not self.config.remembers:
             return None
-        if self._voters is None:
-            return Voter()
-        head, score = self._voters.get(layer, (None, 0.0))
-        return None if head is None else Voter(score, head)
+        return Voter() if self._voters is None else self._voters.get(layer)
 
     def attend(
         self,

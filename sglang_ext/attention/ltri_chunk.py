@@ -3,6 +3,11 @@
 What leaves the window goes to the host; the chunk's keys and values take the slots that are free then; the chunk's
 attention to its window is the map out of which spans are cut; the spans of the chunk ask for blocks, which come back
 from the host; and one softmax goes over sinks, blocks and window.
+
+**Ranks.** Each has some of the heads, its part of the map, and its part of every index vector. In a layer that votes,
+what decides is a sum over all heads, and ranks add their parts of it at most three times a chunk: for the blocks that
+are complete or leave the window (`_remember`), for the chunk's own spans (`_asked`), and for the products of index
+vectors (`similarity`). All ranks get the same sums, and so the same blocks.
 """
 
 from __future__ import annotations
@@ -16,15 +21,16 @@ from sglang_ext.attention.ltri_layer import LayerTokens, Voter, cells_of
 from sglang_ext.attention.ltri_memory import BlockSpans, TorchMemory
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.policies.ltri import (
-    SpanVectors,
+    TensorRanks,
     counted_spans,
     index_tokens,
-    index_vectors,
     random_blocks,
-    remembered_spans,
     renewed_blocks,
     retrieved,
+    summed_heads,
+    whole_span,
 )
+from sglang_ext.policies.ltri_similarity import Compared, SpanVectors, index_vectors
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,11 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
 
     Attributes:
         memory: of the layer.
+        ranks: which have the other heads.
     """
 
     memory: TorchMemory
+    ranks: TensorRanks
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
@@ -72,6 +80,10 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
     def _cells(self, begin: int, end: int) -> torch.Tensor:
         """[tokens] int64: numbers, among the stream's slots, of those that hold the tokens [begin, end)."""
         return cells_of(self.settings, torch.arange(begin, end, device=self.slots.device))
+
+    def _cells_of(self, block: int) -> torch.Tensor:
+        """[tokens] int64, likewise, of a block's tokens."""
+        return self._cells(self.settings.first(block), self.settings.first(block + 1))
 
     def _stored(self, begin: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the tokens [begin, end), [kv_heads, tokens, dim]."""
@@ -115,23 +127,50 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         if memory.last is not None and memory.last[0] < self.begin:
             memory.received += memory.last[1]
             memory.last = None
-        for block in [block for block in memory.tiles if self.settings.first(block + 1) <= self.begin]:
-            tile = memory.tiles.pop(block).cpu()  # spans are cut in many small steps
-            memory.spans[block] = remembered_spans(tile, self.settings, self.caches.layer)
-        for block in range(memory.stored, self.settings.evicted(self.begin)):
-            self._evict(block)
+        complete = [block for block in memory.tiles if self.settings.first(block + 1) <= self.begin]
+        leaving = range(memory.stored, self.settings.evicted(self.begin))
+        tiles = [memory.tiles.pop(block) for block in complete]
+        given = [memory.received[self._cells_of(block)] for block in (leaving if self.voter is not None else ())]
+        spans, given = self._spans(tiles, given)
+        memory.spans.update(zip(complete, spans, strict=True))
+        for block in leaving:
+            self._evict(block, given[block - leaving.start] if given else None)
 
-    def _evict(self, block: int) -> None:
-        memory, cells = self.memory, self._cells(self.settings.first(block), self.settings.first(block + 1))
-        slots = self.slots[cells].long()
+    def _evict(self, block: int, received: torch.Tensor | None) -> None:
+        """Move a block to the host, and what is remembered of it to the index.
+
+        Args:
+            block: its number.
+            received: [tokens] what its tokens received from all heads; None in a layer that does not vote.
+        """
+        memory, slots = self.memory, self.slots[self._cells_of(block)].long()
         keys, values = self.caches.keys[slots], self.caches.values[slots]
-        if self.voter is not None:
-            spans = index_tokens(memory.spans.pop(block), memory.received[cells].cpu())
+        if self.voter is not None and received is not None:
+            spans = index_tokens(memory.spans.pop(block), received)
             vectors = self.voter.of_keys(keys.to(memory.received.dtype), self.heads)
             found = [index_vectors(vectors[tokens], self.settings) for tokens in spans]
             memory.index.add(found, self.settings.vectors // self.settings.spans)
         self.host.put(block, keys, values)
         memory.stored += 1
+
+    def _spans(
+        self, tiles: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> tuple[list[BlockSpans], list[torch.Tensor]]:
+        """The spans of some tiles, and what some tokens received; one sum over ranks.
+
+        Args:
+            tiles: [heads, tokens, tokens] each, of this rank's heads.
+            received: [tokens] each, of this rank's heads.
+
+        Returns:
+            (the spans of each tile; `received` of all heads, on the CPU, where spans are cut in many small steps).
+        """
+        settings, sums = self.settings, list[torch.Tensor]()
+        if settings.index == "ltri":
+            sums = [summed_heads(tile.cpu(), settings.theta) for tile in tiles]
+        summed = self.ranks.add_all([*sums, *(each.cpu() for each in received)])
+        spans = [counted_spans(each, settings, self.caches.layer) for each in summed[: len(sums)]]
+        return spans or [whole_span(tile.shape[-1], settings) for tile in tiles], summed[len(sums) :]
 
     def _keep_map(self, local: torch.Tensor, first: int) -> None:
         """Keep what the map of attention to the window says of blocks.
@@ -183,7 +222,9 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         before = votes.get(self.begin, torch.zeros(memory.stored, device=query.device))
         scores = None
         if self.voter is not None and memory.stored and settings.retrieved:
-            scores = memory.index.scores(self._asked(self.voter, query, local, first), settings.similarity)
+            dim = self.voter.dim(self.heads * self.ranks.count, query.shape[-1])
+            how = Compared(settings.similarity, dim, self.ranks)
+            scores = memory.index.scores(self._asked(self.voter, query, local, first), how)
         weight = 0.0 if self.voter is None else self.voter.weight
         blocks, votes[self.begin] = retrieved(before, scores, weight, settings)
         return blocks
@@ -195,12 +236,12 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         vectors = voter.of_queries(rotate(query, edge, self.caches.rope).transpose(0, 1))
         if settings.index != "ltri":
             return SpanVectors.of([index_vectors(vectors, settings)])
-        for low in range(self.begin, self.end, settings.block):
-            rows = slice(low - self.begin, min(low + settings.block, self.end) - self.begin)
-            columns = slice(low - first, low - first + rows.stop - rows.start)
-            spans = counted_spans(local[:, rows, columns].cpu(), settings, self.caches.layer)
-            received = local[:, :, columns].sum((0, 1)).cpu()
-            found += [vectors[rows][tokens] for tokens in index_tokens(spans, received)]
+        size, before = self.end - self.begin, self.begin - first
+        blocks = [(low, min(low + settings.block, size)) for low in range(0, size, settings.block)]
+        tiles = [local[:, low:high, before + low : before + high] for low, high in blocks]
+        given = [local[:, :, before + low : before + high].sum((0, 1)) for low, high in blocks]
+        for (low, high), spans, received in zip(blocks, *self._spans(tiles, given), strict=True):
+            found += [vectors[low:high][tokens] for tokens in index_tokens(spans, received)]
         return SpanVectors.of(found)
 
     def _far(self, blocks: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

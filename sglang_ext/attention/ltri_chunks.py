@@ -12,6 +12,7 @@ from sglang_ext.attention.ltri_chunk import Chunk
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory, TorchMemory
 from sglang_ext.cache.host_blocks import HostLease
+from sglang_ext.policies.ltri import ONE_RANK, TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
 
 AnyMemory: TypeAlias = LayerMemory[Any]
@@ -71,10 +72,12 @@ class TorchChunks:
     Attributes:
         settings: of the method.
         device: of the KV cache.
+        ranks: which have the other heads.
     """
 
     settings: Ltri
     device: torch.device
+    ranks: TensorRanks = ONE_RANK
     most_blocks: None = None
 
     def memory(self) -> AnyMemory:
@@ -91,7 +94,7 @@ class TorchChunks:
         out, first = query.new_empty(*query.shape[:2], values.shape[-1]), chunks[0].begin
         for tokens in chunks:
             rows = slice(tokens.begin - first, tokens.end - first)
-            out[rows] = Chunk(**vars(tokens)).attend(query[rows], keys[rows], values[rows], votes)
+            out[rows] = Chunk(**vars(tokens), ranks=self.ranks).attend(query[rows], keys[rows], values[rows], votes)
         return out
 
     def retrieved(self, memory: AnyMemory) -> list[int]:

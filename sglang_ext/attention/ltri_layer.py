@@ -19,22 +19,37 @@ class Voter:
 
     Attributes:
         weight: of its vote.
-        head: number of the retrieval head; None for all heads, whose products are summed.
+        head: number of the retrieval head on its rank; None for all heads, whose products are summed.
+        here: whether the retrieval head is on this rank; where it is not, this rank has no component of what is
+            compared (`policies.ltri_similarity`).
     """
 
     weight: float = 1.0
     head: int | None = None
+    here: bool = True
+
+    @classmethod
+    def of_rank(cls, weight: float, head: int, first: int, heads: int) -> Voter:
+        """On a rank with the query heads [first, first + heads) of a layer, where head number `head` votes."""
+        return cls(weight, head % heads, first <= head < first + heads)
 
     def dim(self, heads: int, head_dim: int) -> int:
         """Components of what is compared, in a layer of so many query heads."""
         return head_dim * (heads if self.head is None else 1)
 
     def of_queries(self, query: torch.Tensor) -> torch.Tensor:
-        """[tokens, dim] of the voting head, or [tokens, heads * dim], from queries [tokens, heads, dim]."""
+        """[tokens, dim] of the voting head, or [tokens, heads * dim], from queries [tokens, heads, dim].
+
+        [tokens, 0] where the voting head is on another rank.
+        """
+        if not self.here:
+            return query[:, :0].flatten(1)
         return query.flatten(1) if self.head is None else query[:, self.head]
 
     def of_keys(self, keys: torch.Tensor, heads: int) -> torch.Tensor:
         """Likewise, from keys [tokens, kv_heads, dim] of so many query heads."""
+        if not self.here:
+            return keys[:, :0].flatten(1)
         group = heads // keys.shape[1]
         return keys.repeat_interleave(group, 1).flatten(1) if self.head is None else keys[:, self.head // group]
 
@@ -70,7 +85,7 @@ class LayerTokens(Generic[SpansT]):
         caches: of the layer; written at `slots` only.
         slots: [slots of a stream] the stream's KV slots.
         voter: what votes in the layer; None where nothing does.
-        heads: query heads of the layer.
+        heads: query heads of the layer, on this rank.
         begin, end: numbers of its tokens.
         answers: whether it is a token of an answer.
         given: blocks that the request names.

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 import torch
 
 from sglang_ext.cache.host_blocks import HostBlocks, HostLease
-from sglang_ext.policies.ltri import Span, SpanVectors, block_scores, kept_chunks, similarity
+from sglang_ext.policies.ltri import Span, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
+from sglang_ext.policies.ltri_similarity import Compared, SpanVectors, block_scores, similarity
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,10 +64,10 @@ class SpanIndex:
         )
         return found
 
-    def scores(self, query: SpanVectors, kind: str) -> torch.Tensor:
-        """The score of each block (`policies.ltri.block_scores`) for a chunk's spans."""
+    def scores(self, query: SpanVectors, how: Compared) -> torch.Tensor:
+        """The score of each block (`policies.ltri_similarity.block_scores`) for a chunk's spans."""
         memory = SpanVectors(self._vectors[: self._spans], self._counts[: self._spans])
-        return block_scores(similarity(query, memory, kind), self._block_of[: self._spans], self.blocks)
+        return block_scores(similarity(query, memory, how), self._block_of[: self._spans], self.blocks)
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class LayerMemory(ABC, Generic[SpansT]):
     """What one layer of a stream remembers.
 
     Attributes:
-        received: [slots of a stream] attention that the token in each slot received from all heads of the queries
-            before `last`, float32 or float64.
+        received: [slots of a stream] attention that the token in each slot received from all heads that this rank has
+            of the queries before `last`, float32 or float64.
         spans: of the blocks of which all rows are there, until they leave the window.
         stored: blocks that have left the window; they are on the host.
         tiles: block -> [heads, block, block] of its attention map, until all of its rows are there.

@@ -11,6 +11,7 @@ import torch
 from sglang_ext import compat
 from sglang_ext.attention.policy import ServedModel
 from sglang_ext.attention.rope import find_rope, no_rotation
+from sglang_ext.compat.ranks import this_rank
 from sglang_ext.kernels.float8 import FLOAT8
 from sglang_ext.names import AttentionBackend, ModelConfig, ModelRunner
 
@@ -69,7 +70,7 @@ class Model:
         """What policies may know of it."""
         path, loaded = compat.model_path(self._runner)
         kv_heads = compat.model_kv_heads(self._runner)
-        return ServedModel(path, len(self.caches()), self.shape.heads, kv_heads, loaded)
+        return ServedModel(path, len(self.caches()), self.shape.heads, kv_heads, loaded, this_rank())
 
     @property
     def device(self) -> torch.device:

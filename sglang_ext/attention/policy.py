@@ -39,6 +39,7 @@ class ServedModel:
         heads: query heads of each of them, on one rank.
         kv_heads: key-value heads of each of them, on all ranks together.
         loaded: whether its weights are those at `path`; not where SGLang makes them up (`--load-format dummy`).
+        rank: number of this rank, which has the `heads` query heads from number `heads` * `rank` on.
     """
 
     path: str
@@ -46,6 +47,7 @@ class ServedModel:
     heads: int
     kv_heads: int
     loaded: bool
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,8 @@ class Policy:
     def spread(self, ranks: int) -> None:
         """Each of so many tensor-parallel ranks has a policy of its own, and some of the model's heads.
 
-        Ranks ask each other nothing: what a policy decides must follow from what all ranks know, or concern heads of
-        one rank alone.
+        What a policy decides must follow from what all ranks know, or concern heads of one rank alone. A policy whose
+        ranks ask each other does so in every layer alike, or when the KV cache is bound.
 
         Raises:
             ValueError: the policy's settings do not allow that; says what to change.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.attention.policy import Caches, Policy, Request
+from sglang_ext.attention.policy import Caches, Policy, Request, ServedModel
 from sglang_ext.config import CONVERSATION_OPTIONS
 from sglang_ext.types import Options
 
@@ -38,20 +38,31 @@ class StreamPolicy(Policy):
         of_tokens: whether what is kept of a stream follows from its tokens alone, and not from where prompts ended in
             it. Then a prompt that begins with all tokens of a stream that ended goes on from it.
         forks: whether a stream may begin as a copy of another one's beginning (`fork_point`, `fork`).
-        host: the host memory that streams share; None where they keep nothing there, or not in blocks.
+        host: the host memory that streams share; None where they keep nothing there, or not in blocks. Of several
+            tensor-parallel ranks, each has some of the heads of every block.
+        ranks: how many tensor-parallel ranks there are.
     """
 
     request_options = CONVERSATION_OPTIONS
     of_tokens: bool = True
     forks: bool = False
     host: HostBlocks | None = None
+    ranks: int = 1
 
     def spread(self, ranks: int) -> None:
-        """A policy of which each head decides for itself extends this."""
+        """A policy of which each head decides for itself, or whose ranks ask each other, sets `ranks` instead."""
         if ranks > 1:
             raise ValueError(
                 f"tp_size={ranks}: what comes back for a request depends on heads of all ranks, which ask each other"
                 " nothing; set --tp-size 1"
+            )
+
+    def meet(self, model: ServedModel) -> None:
+        """To be extended: whether the model has a key-value head for each rank."""
+        if self.ranks > model.kv_heads:
+            raise ValueError(
+                f"tp_size={self.ranks} for a model with {model.kv_heads} key-value heads a layer: one head would lie"
+                f" on several ranks, each with some of its queries; set --tp-size {model.kv_heads} or less"
             )
 
     def check(self, options: Options) -> None:

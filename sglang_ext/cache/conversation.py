@@ -88,6 +88,7 @@ class StreamStates(Protocol):
     of_tokens: bool
     forks: bool
     host: HostBlocks | None
+    ranks: int
 
     def state_of(self, slot: int) -> StreamState:
         """The state of the request that runs in `slot`; None before its first pass."""

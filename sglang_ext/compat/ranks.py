@@ -21,6 +21,25 @@ def least_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return _reduced(values, ReduceOp.MIN)[0]
 
 
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The sum of each value over the ranks, the same to the last bit on all of them, on the device and in the dtype.
+
+    Values on the CPU wait for all ranks; those on a GPU are added there, in the order of its stream.
+    """
+    group = parallel_state._ATTN_TP
+    if group is None or group.world_size == 1:
+        return values
+    found = values.detach().clone(memory_format=torch.contiguous_format)
+    all_reduce(found, ReduceOp.SUM, group=group.cpu_group if found.device.type == "cpu" else group.device_group)
+    return found
+
+
+def this_rank() -> int:
+    """The number of this process among the ranks; 0 where there is one."""
+    group = parallel_state._ATTN_TP
+    return 0 if group is None else int(group.rank_in_group)
+
+
 def _reduced(values: torch.Tensor, how: ReduceOp.RedOpType) -> tuple[torch.Tensor, int]:
     found, group = values.detach().double().cpu(), parallel_state._ATTN_TP
     if group is None or group.world_size == 1:

@@ -9,7 +9,16 @@ from collections.abc import Callable
 import torch
 
 from sglang_ext import compat, lines
-from sglang_ext.attention.choice import PLAIN_ENV, asked_plain_attention, captures, drafts, kinds, kinds_beside_sglang
+from sglang_ext.attention.choice import (
+    KERNELS_ENV,
+    PLAIN_ENV,
+    asked_plain_attention,
+    captures,
+    drafts,
+    kernels,
+    kinds,
+    kinds_beside_sglang,
+)
 from sglang_ext.config import DRAFTING, POLICY_ENV, RADIX_CACHE_BACKEND
 from sglang_ext.hooks import LOOKED_AT
 from sglang_ext.names import ServerArgs
@@ -125,6 +134,7 @@ def refusals(server_args: ServerArgs) -> list[str]:
     policy = system.make_policy()
     try:
         policy.spread(server_args.tp_size)
+        _check_ranks_of_kernels(server_args, system)
     except ValueError as error:
         problems.append(f"--attention-backend {server_args.attention_backend}: {error}")
     least, size = policy.least_chunk, server_args.chunked_prefill_size
@@ -140,6 +150,19 @@ def _decided(server_args: ServerArgs) -> bool:
     """Whether a server of ours has no prefixes in the radix tree, which `before_model_adjustments` decides."""
     system = system_of(server_args)
     return system is not None and compat.serves_states(server_args, kinds(system))
+
+
+def _check_ranks_of_kernels(server_args: ServerArgs, system: System) -> None:
+    """Raise ValueError where kernels would serve several ranks and do not, or there are none that are asked for."""
+    if server_args.tp_size == 1 or system.spreads:
+        return
+    chosen = kernels(system, server_args.dtype)
+    if chosen != "torch":
+        raise ValueError(
+            f"tp_size={server_args.tp_size} with kernels ({chosen}): what comes back for a request depends on heads of"
+            f" all ranks, whose sums only plain PyTorch adds; set {KERNELS_ENV}=torch in the server's environment, or"
+            " --tp-size 1"
+        )
 
 
 def _of_cache_type(server_args: ServerArgs, system: System) -> list[str]:

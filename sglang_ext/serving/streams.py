@@ -191,7 +191,7 @@ def _too_long(cache: StreamCache, tokens: int) -> str:
     said = f"the stream has {tokens} tokens with this prompt: expected fewer than {cache.most_tokens}"
     if cache.policy.host is None:
         return said
-    size = cache.policy.host.total * cache.policy.host.block_bytes / 2**30
+    size = cache.policy.ranks * cache.policy.host.total * cache.policy.host.block_bytes / 2**30
     return f"{said}, for which the server's {size:.2f} GiB of host memory have room; set --policy host_gb higher"
 
 

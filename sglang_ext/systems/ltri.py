@@ -10,4 +10,5 @@ SYSTEM = System(
     options=Ltri,
     streams=True,
     kernels="sglang_ext.attention.readers.ltri:LtriReader",
+    spreads=False,
 )

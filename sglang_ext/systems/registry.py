@@ -52,6 +52,8 @@ class System:
         reader: `module:class` of the reader in plain PyTorch, which serves it on any device; None for the usual one.
         kernels: `module:class` of the reader in kernels; None for a system that has none.
         automatic: whether that reader serves without being asked for, where its kernels were measured.
+        spreads: whether that reader serves several tensor-parallel ranks (`--tp-size`); for plain PyTorch the policy
+            says so (`attention.policy.Policy.spread`).
         float8: whether its readers read a KV cache in float8 e4m3 (`--kv-cache-dtype fp8_e4m3`).
         pages: whether requests without a pool are served where KV slots are given out in pages (`--page-size`).
         mixed: whether it serves models of which some layers have sliding windows (`compat.layers`): plain requests, in
@@ -70,6 +72,7 @@ class System:
     reader: str | None = None
     kernels: str | None = None
     automatic: bool = True
+    spreads: bool = True
     float8: bool = False
     pages: bool = False
     mixed: bool = False

@@ -17,7 +17,7 @@ import torch
 from sglang_ext.kernels import block_votes
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, reference
 from sglang_ext.kernels.block_votes import triton_impl as triton
-from sglang_ext.policies import ltri
+from sglang_ext.policies import ltri, ltri_similarity
 from tests.kernels import sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -216,9 +216,10 @@ def test_scores_are_the_policy_s(kind):
     for request in range(2):
         asked, kept = case.spans(request)
         owners = torch.tensor([block for block, spans in enumerate(kept) for _ in spans])
-        memory = ltri.SpanVectors.of([span for spans in kept for span in spans])
-        similar = ltri.similarity(ltri.SpanVectors.of(asked), memory, kind)
-        want = ltri.block_scores(similar, owners, len(kept))
+        memory = ltri_similarity.SpanVectors.of([span for spans in kept for span in spans])
+        how = ltri_similarity.Compared(kind, memory.vectors.shape[-1])
+        similar = ltri_similarity.similarity(ltri_similarity.SpanVectors.of(asked), memory, how)
+        want = ltri_similarity.block_scores(similar, owners, len(kept))
         assert (found[request, : len(kept)] - want).abs().max() <= 1e-12 * want.abs().max()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_ext.attention.ltri import LtriPolicy
+from sglang_ext.attention.ltri_layer import Voter
 from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.ltri_warm_up import WarmUp
@@ -146,7 +147,8 @@ def both(
     plain, kernels = World(LtriPolicy()), World(LtriPolicy())
     for world in (plain, kernels):
         if changes.get("heads") == "file":
-            world.policy._voters = Heads("tiny", "", heads, {}).voters
+            found = Heads("tiny", "", heads, {}).voters
+            world.policy._voters = {layer: Voter(score, head) for layer, (head, score) in found.items()}
         world.chunks_of_a_pass = max(2, places)
     kernels.compute_in_kernels(places)
     return plain, kernels

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sglang_ext import compat
+from sglang_ext.attention import choice
 from sglang_ext.attention.cascade import CascadePolicy, StreamingLlmPolicy
 from sglang_ext.attention.policy import Request, ServedModel
 from sglang_ext.attention.readers.streams import check_fits
@@ -61,20 +62,41 @@ def test_ranks_of_heads_that_decide_together_are_refused(monkeypatch: pytest.Mon
     two: dict[str, Any] = {"tp_size": 2}
     for name in ("cascade", "streaming_llm"):
         assert checks.refusals(arguments(attention_backend=name, **two)) == []
-    for name in ("ltri", "infllm"):
-        (problem,) = checks.refusals(arguments(attention_backend=name, chunked_prefill_size=4096, **two))
-        assert name in problem and "tp_size=2" in problem and "set --tp-size 1" in problem
+    with pytest.raises(ValueError, match=r"tp_size=2.*set --tp-size 1"):
+        Own().spread(2)
     policy = systems()["cascade"].make_policy(2)
     with pytest.raises(ValueError, match="custom_params: heads=homogeneous with tp_size=2"):
         policy.check({"heads": "homogeneous"})
     policy.check({"heads": "homogeneous", "selection": False})  # what is kept follows from counts
     systems()["streaming_llm"].make_policy(2).check({"heads": "homogeneous"})
-    with pytest.raises(ValueError, match=r"4 key-value heads a layer.*set --tp-size 4 or less"):
-        systems()["cascade"].make_policy(8).meet(ServedModel("model", 32, 4, 4, True))
+    for name in ("cascade", "ltri"):
+        with pytest.raises(ValueError, match=r"tp_size=8.*4 key-value heads a layer.*set --tp-size 4 or less"):
+            systems()[name].make_policy(8).meet(ServedModel("model", 32, 4, 4, True))
     policy.meet(ServedModel("model", 32, 16, 2, True))
     monkeypatch.setenv(POLICY_ENV, '{"heads": "homogeneous"}')
     (problem,) = checks.refusals(arguments(**two))
     assert "--policy: heads=homogeneous with tp_size=2" in problem and "independent, or --tp-size 1" in problem
+
+
+@pytest.mark.parametrize("name", ["ltri", "infllm"])
+def test_ranks_of_ltri_need_plain_pytorch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whatever chooses the kernels: somebody by name, or the machine."""
+    monkeypatch.delenv(POLICY_ENV, raising=False)
+    given: dict[str, Any] = {"attention_backend": name, "chunked_prefill_size": 4096, "dtype": "bfloat16"}
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "torch")
+    assert checks.refusals(arguments(**given, tp_size=2)) == []
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
+    assert checks.refusals(arguments(**given)) == []
+    (problem,) = checks.refusals(arguments(**given, tp_size=2))
+    assert problem.startswith(f"--attention-backend {name}: tp_size=2 with kernels (triton)")
+    assert "set SGLANG_EXT_KERNELS=torch in the server's environment, or --tp-size 1" in problem
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "cuda")
+    (problem,) = checks.refusals(arguments(**given, tp_size=2))
+    assert "SGLANG_EXT_KERNELS=cuda: expected one of" in problem
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "auto")
+    monkeypatch.setattr(choice, "_hopper", lambda: True)
+    problems = checks.refusals(arguments(**given, tp_size=2))
+    assert [("kernels (flashinfer)" in each) for each in problems] == [True] * systems()[name].automatic
 
 
 @pytest.mark.parametrize(

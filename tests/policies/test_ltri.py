@@ -11,9 +11,9 @@ import torch
 from torchvision.ops import nms
 
 from sglang_ext.attention.ltri_layer import cells_of
-from sglang_ext.policies import ltri
-from sglang_ext.policies.ltri import SpanVectors
+from sglang_ext.policies import ltri, ltri_similarity
 from sglang_ext.policies.ltri_options import RATIOS, SIMILARITIES, Ltri
+from sglang_ext.policies.ltri_similarity import Compared, SpanVectors
 
 TOKENS = 13  # of a tile: odd, as a prompt's last one may be
 EXACT = 1e-12  # float64
@@ -42,6 +42,10 @@ def triangles(lengths: list[int]) -> torch.Tensor:
 
 
 # ---- spans ----
+
+
+def spans_of(tile: torch.Tensor, settings: Ltri) -> list[ltri.Span]:
+    return ltri.spans_of(ltri.summed_heads(tile, settings.theta)[0], settings)
 
 
 @pytest.mark.parametrize("theta", [0.5, 0.9])
@@ -90,8 +94,8 @@ def test_suppression_is_torchvisions(seed: int, phi: float, boxes: bool) -> None
 
 
 def test_planted_triangles_are_found() -> None:
-    assert ltri.spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN)) == [(0, 4), (4, 11), (11, 16)]
-    assert ltri.spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN, spans=2, vectors=2)) == [(4, 11), (11, 16)]
+    assert spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN)) == [(0, 4), (4, 11), (11, 16)]
+    assert spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN, spans=2, vectors=2)) == [(4, 11), (11, 16)]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_planted_triangles_are_found() -> None:
     ids=["empty", "flat", "nan", "one token"],
 )
 def test_where_nothing_stands_out_the_block_is_one_span(flat: torch.Tensor) -> None:
-    assert ltri.spans_of(flat, Ltri()) == [(0, flat.shape[-1])]
+    assert spans_of(flat, Ltri()) == [(0, flat.shape[-1])]
 
 
 # ---- index vectors ----
@@ -138,9 +142,10 @@ def test_picked_tokens() -> None:
     assert ltri.picked(received, (1, 5), 1) == [2] and ltri.picked(received, (1, 5), 3) == [2, 3, 4]
     settings = Ltri(theta=BETWEEN, spans=4, vectors=8, rate=0.0, early_rate=100.0)
     received = torch.arange(16.0)
-    found = ltri.index_tokens(ltri.counted_spans(triangles([4, 7, 5]), settings, layer=9), received)
+    sums = ltri.summed_heads(triangles([4, 7, 5]), BETWEEN)
+    found = ltri.index_tokens(ltri.counted_spans(sums, settings, layer=9), received)
     assert found == [[2, 3], [9, 10], [14, 15]]
-    early = ltri.index_tokens(ltri.counted_spans(triangles([4, 7, 5]), settings, layer=3), received)
+    early = ltri.index_tokens(ltri.counted_spans(sums, settings, layer=3), received)
     assert early[0] == [2, 3] and all(len(span) <= 2 for span in early), "the first span has no neighbours"
 
 
@@ -157,7 +162,7 @@ def spans_with(counts: list[int], seed: int) -> SpanVectors:
 @pytest.mark.parametrize("kind", SIMILARITIES)
 def test_similarity_is_the_formula(kind: str) -> None:
     query, memory = spans_with([2, 1, 3], 0), spans_with([1, 3, 2, 2], 1)
-    got = ltri.similarity(query, memory, kind)
+    got = ltri_similarity.similarity(query, memory, Compared(kind, 6))
     everything = [(s, memory.vectors[s, m]) for s in range(4) for m in range(int(memory.counts[s]))]
     for q, s in product(range(3), range(4)):
         found = []
@@ -174,16 +179,67 @@ def test_similarity_is_the_formula(kind: str) -> None:
 def test_a_folded_sum_is_the_sum_of_all_products() -> None:
     query, memory = spans_with([2, 4], 2), spans_with([3, 1, 5], 3)
     products = torch.einsum("qnd,smd->qnsm", query.vectors.nan_to_num(), memory.vectors.nan_to_num())
-    assert (ltri.similarity(query, memory, "sum") - products.sum((1, 3))).abs().max() < EXACT
+    folded = ltri_similarity.similarity(query, memory, Compared("sum", 6))
+    assert (folded - products.sum((1, 3))).abs().max() < EXACT
 
 
 def test_a_block_has_the_score_of_its_best_span() -> None:
     similarities = torch.tensor([[1.0, 7.0, 3.0, 2.0], [4.0, 0.0, 3.0, 6.0]])
-    scores = ltri.block_scores(similarities, torch.tensor([0, 0, 1, 2]), 3)
+    scores = ltri_similarity.block_scores(similarities, torch.tensor([0, 0, 1, 2]), 3)
     assert scores.tolist() == [7.0, 3.0, 6.0] and ltri.best_blocks(scores, 2) == [0, 2]
     assert ltri.best_blocks(torch.tensor([1.0, 2.0, 2.0]), 5) == [1, 2, 0], (
         "of equals the first; never more than there are"
     )
+
+
+# ---- heads of several ranks ----
+
+
+def ranks_of(*others: list[torch.Tensor]) -> ltri.TensorRanks:
+    """This rank and others, of which each says what it adds, call by call."""
+    calls = [iter(each) for each in others]
+    return ltri.TensorRanks(len(others) + 1, lambda values: torch.stack([values, *map(next, calls)]).sum(0))
+
+
+def test_sums_of_the_ranks_are_those_of_all_heads() -> None:
+    """NaN of one rank's head hides no other head."""
+    whole = tile(heads=6)
+    whole[1, 5, 3] = float("nan")
+    parts = [ltri.summed_heads(part, 0.7) for part in (whole[:2], whole[2:3], whole[3:])]
+    flat = [part.flatten() for part in parts]
+    (sums,) = ranks_of([flat[1]], [flat[2]]).add_all([parts[0]])
+    assert (sums - ltri.summed_heads(whole, 0.7)).abs().max() < EXACT
+    settings = Ltri(theta=0.7, rate=0.1)
+    assert len(ltri.spans_of(sums[0], settings)) > 1
+    spans = ltri.counted_spans(sums, settings, layer=9)
+    assert spans == ltri.counted_spans(ltri.summed_heads(whole, 0.7), settings, layer=9)
+    assert any(spans != ltri.counted_spans(part, settings, layer=9) for part in parts), "no rank knows them alone"
+
+
+def test_several_tensors_are_added_at_once() -> None:
+    first, second = torch.arange(6.0).view(2, 3), torch.arange(4.0)
+    asked: list[torch.Tensor] = []
+    ranks = ltri.TensorRanks(2, lambda values: asked.append(values) or 3 * values)  # type: ignore[func-returns-value]
+    found = ranks.add_all([first, second])
+    assert len(asked) == 1 and all(map(torch.equal, found, [3 * first, 3 * second]))
+    assert ranks.add_all([]) == [] and len(asked) == 1, "nothing is asked where there is nothing to add"
+    assert all(map(torch.equal, ltri.TensorRanks().add_all([first, second]), [first, second]))
+
+
+@pytest.mark.parametrize("kind", SIMILARITIES)
+@pytest.mark.parametrize("cut", [2, 3, 6], ids=["unequal", "halves", "another rank has none"])
+def test_products_of_the_ranks_are_those_of_all_components(kind: str, cut: int) -> None:
+    query, memory = spans_with([2, 1, 3], 0), spans_with([1, 3, 2, 2], 1)
+    here, there = (
+        [SpanVectors(each.vectors[..., part], each.counts) for each in (query, memory)]
+        for part in (slice(cut), slice(cut, None))
+    )
+    added: list[torch.Tensor] = []
+    note = ltri.TensorRanks(2, lambda values: added.append(values) or values)  # type: ignore[func-returns-value]
+    ltri_similarity.similarity(*there, Compared(kind, 6, note))
+    got = ltri_similarity.similarity(*here, Compared(kind, 6, ranks_of(added)))
+    wanted = ltri_similarity.similarity(query, memory, Compared(kind, 6))
+    assert len(added) == 1 and (got - wanted).abs().max() < EXACT
 
 
 # ---- votes ----

@@ -29,15 +29,16 @@ class Module(Protocol):
     @property
     def is_compiled(self) -> bool: ...
 
-    def build(self, verbose: bool) -> None:
-        """Compile it, unless a cache has it."""
+    def build(self, verbose: bool, need_lock: bool) -> None:
+        """Compile it, unless a cache has it; with the lock, one process at a time does so."""
 
 
 class Building:
     """The compilation of a module, which begins at once.
 
     Args:
-        module: what is compiled. FlashInfer locks it: who asks for it meanwhile waits until it is there.
+        module: what is compiled. It is locked: who asks for it meanwhile, in this process or in another one, waits
+            until it is there.
     """
 
     def __init__(self, module: Module) -> None:
@@ -52,7 +53,7 @@ class Building:
     def _build(self) -> None:
         begin = time.perf_counter()
         try:
-            self._module.build(verbose=False)
+            self._module.build(verbose=False, need_lock=True)
         except Exception as error:  # who uses the module meets it, too, and is the one to raise it
             self._failed = error
         self._seconds = time.perf_counter() - begin

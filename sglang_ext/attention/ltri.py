@@ -205,6 +205,12 @@ class LtriPolicy(StreamPolicy):
 
     def meet(self, model: ServedModel) -> None:
         super().meet(model)
+        if model.kv_heads % self.ranks:
+            raise ValueError(
+                f"tp_size={self.ranks} for a model with {model.kv_heads} key-value heads a layer: ranks cannot have"
+                " equally many of them, and what comes back depends on all; set --tp-size to a number that divides"
+                f" {model.kv_heads}"
+            )
         name = self.config.heads
         if name == "all":
             return

@@ -170,8 +170,8 @@ class Policy:
     def spread(self, ranks: int) -> None:
         """Each of so many tensor-parallel ranks has a policy of its own, and some of the model's heads.
 
-        What a policy decides must follow from what all ranks know, or concern heads of one rank alone. A policy whose
-        ranks ask each other does so in every layer alike, or when the KV cache is bound.
+        What a policy decides must follow from what all ranks know, or concern heads of one rank alone. Where
+        ranks ask each other, all of them do so at the same moment and with tensors of the same shapes.
 
         Raises:
             ValueError: the policy's settings do not allow that; says what to change.

@@ -134,7 +134,8 @@ class HostBlocks:
         self.total = size // self.block_bytes
         if self.total == 0:
             raise ValueError(
-                f"{size / GIB:.4f} GiB of host memory have no room for a block, which takes {self.block_bytes} bytes:"
+                f"{size / GIB:.4f} GiB of host memory, this rank's share of host_gb, have no room for a block, which"
+                f" takes {self.block_bytes} bytes:"
                 " set --policy '{\"host_gb\": N}' higher"
             )
         self._region = mmap.mmap(-1, self.total * self.block_bytes)
@@ -153,7 +154,8 @@ class HostBlocks:
         self.promised = self.taken = self.fetched = 0
         self._free = list(range(self.total))  # a heap: neighbours are taken together, and copied together
         self._holders = Counter[int]()
-        logger.info("%d blocks of %d tokens in %.2f GiB of host memory", self.total, block, begin / GIB)
+        words = "%d blocks of %d tokens in %.2f GiB of host memory, this rank's share of host_gb"
+        logger.info(words, self.total, block, begin / GIB)
 
     def _register(self) -> None:
         size = self._whole.numel()
@@ -162,7 +164,8 @@ class HostBlocks:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             locked = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.1f} GiB"
             raise ValueError(
-                f"CUDA cannot register {size / GIB:.1f} GiB of host memory (error {status}): this process may lock"
+                f"CUDA cannot register {size / GIB:.1f} GiB of host memory, this rank's share of host_gb (error"
+                f" {status}): this process may lock"
                 f" {locked} (ulimit -l); raise that limit, or set --policy '{{\"host_gb\": N}}' lower"
             )
         # Memory that is unmapped while it is registered cannot be registered again at the same address.

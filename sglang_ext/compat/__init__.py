@@ -304,8 +304,13 @@ def attention_shape(model_runner: Any) -> AttentionShape:
 
 
 def model_kv_heads(model_runner: Any) -> int:
-    """Key-value heads of an attention layer, on all ranks together."""
-    return int(model_runner.model_config.get_total_num_kv_heads())
+    """Key-value heads of an attention layer, on all ranks together.
+
+    Without a GPU, SGLang adds heads of zeros where ranks do not divide the model's; they are not counted.
+    """
+    config = model_runner.model_config
+    own = getattr(config.hf_config, "original_total_num_kv_heads", None)
+    return int(config.get_total_num_kv_heads() if own is None else own)
 
 
 def context_length(model_runner: Any) -> int:

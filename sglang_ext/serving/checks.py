@@ -153,7 +153,10 @@ def _decided(server_args: ServerArgs) -> bool:
 
 
 def _check_ranks_of_kernels(server_args: ServerArgs, system: System) -> None:
-    """Raise ValueError where kernels would serve several ranks and do not, or there are none that are asked for."""
+    """Raise ValueError where kernels would serve a system on several ranks, and its kernels know one alone.
+
+    An unknown name of kernels is a ValueError, too.
+    """
     if server_args.tp_size == 1 or system.spreads:
         return
     chosen = kernels(system, server_args.dtype)

@@ -1,4 +1,4 @@
-"""FlashInfer's modules are compiled beside the start of a server, and what FlashInfer is asked for is what it takes."""
+"""FlashInfer's modules are compiled beside the start of a server, and FlashInfer takes what it is asked with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class FakeModule:
         self.is_compiled, self._error = compiled, error
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def build(self, verbose: bool) -> None:
+    def build(self, verbose: bool, need_lock: bool) -> None:
+        assert need_lock, "ranks compile into one folder"
         self.begun.set()
         self.go.wait(20)
         if self._error:
@@ -62,7 +63,14 @@ def test_a_compiler_that_fails_is_named_and_ends_nothing(caplog: pytest.LogCaptu
     assert "nvcc is not there" in said
 
 
-def test_flashinfer_is_asked_for_what_the_wrapper_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfers_own_modules_take_the_lock() -> None:
+    core = pytest.importorskip("flashinfer.jit.core")
+    kind = getattr(core, "JitSpecNvcc", core.JitSpec)  # its name since FlashInfer 0.7
+    assert {"verbose", "need_lock"} <= set(inspect.signature(kind.build).parameters)
+    assert isinstance(kind.is_compiled, property)
+
+
+def test_flashinfer_takes_the_arguments_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     jit = pytest.importorskip("flashinfer.jit")
     utils = pytest.importorskip("flashinfer.utils")
     asked: dict[str, Any] = {}

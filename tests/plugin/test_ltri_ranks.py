@@ -9,11 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_ext import compat
+from sglang_ext.attention import ltri
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_chunks import TorchChunks
 from sglang_ext.attention.policy import Caches, Request, ServedModel
@@ -21,6 +24,7 @@ from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.heads import Heads
 from sglang_ext.policies.ltri import TensorRanks
+from sglang_ext.serving import streams
 
 POLICY: dict[str, Any] = {"sinks": 8, "window": 16, "block": 8, "chunk": 16, "last": 5, "retrieved": 2, "theta": 0.5}
 POLICY |= {"spans": 2, "rate": 0.05, "early_rate": 0.05, "host_gb": 0.001}
@@ -164,3 +168,34 @@ def test_a_share_of_host_memory_holds_as_many_blocks(monkeypatch: pytest.MonkeyP
     one, two = (policy_on(ranks, 0, lambda values: values) for ranks in (1, 2))
     assert one.blocks_on_host.total == two.blocks_on_host.total > 10
     assert one.blocks_on_host.block_bytes == 2 * two.blocks_on_host.block_bytes
+
+
+def test_ranks_take_what_the_smallest_share_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks look at the free memory one after the other, and may find different numbers."""
+    monkeypatch.setenv(POLICY_ENV, json.dumps({**POLICY, "heads": "all"}))
+    own = policy_on(2, 0, lambda values: values).blocks_on_host
+    monkeypatch.setattr(ltri, "least_over_ranks", lambda share: share // 2)
+    assert policy_on(2, 0, lambda values: values).blocks_on_host.total in (own.total // 2, own.total // 2 + 1)
+
+
+def test_a_prompt_that_is_too_long_is_told_the_memory_of_all_ranks() -> None:
+    host = SimpleNamespace(total=3, block_bytes=2**29)
+    cache: Any = SimpleNamespace(most_tokens=100, policy=SimpleNamespace(ranks=2, host=host))
+    assert "for which the server's 3.00 GiB of host memory have room" in streams._too_long(cache, 200)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POLICY_ENV, json.dumps({**POLICY, "heads": "all"}))
+    policy = LtriPolicy()
+    policy.spread(2)
+    with pytest.raises(ValueError, match="tp_size=2 for a model with 3 key-value heads a layer: ranks cannot have"):
+        policy.meet(ServedModel("model", LAYERS, 6, 3, False, 0))
+
+
+@pytest.mark.parametrize(("own", "expected"), [(3, 3), (None, 4)])
+def test_heads_of_zeros_are_not_counted(own: int | None, expected: int) -> None:
+    """Without a GPU, SGLang makes 4 key-value heads of 3 for two ranks."""
+    config = SimpleNamespace(hf_config=SimpleNamespace(), get_total_num_kv_heads=lambda: 4)
+    if own is not None:
+        config.hf_config.original_total_num_kv_heads = own
+    assert compat.model_kv_heads(SimpleNamespace(model_config=config)) == expected

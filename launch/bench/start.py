@@ -175,8 +175,8 @@ def main(args: argparse.Namespace) -> int:
             for number, (role, backend) in enumerate(roles):
                 seconds, of_log = begun(role, backend, folder / f"caches-{number}")
                 longest = sorted(of_log.items(), key=lambda pair: -pair[1])[:3]
-                named = "".join(f"; {what}: {part:.1f} s" for what, part in longest)
-                say(f"{names[role, backend]}, {'warm' if at else 'cold'} caches: {seconds:.1f} s{named}")
+                spent = "".join(f"; {what}: {part:.1f} s" for what, part in longest)
+                say(f"{names[role, backend]}, {'warm' if at else 'cold'} caches: {seconds:.1f} s{spent}")
                 found[role, backend].add(seconds, of_log)
             keep(found, args)  # a run that is cut short keeps what it has
     print(f"written: {args.out}")

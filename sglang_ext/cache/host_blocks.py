@@ -135,8 +135,7 @@ class HostBlocks:
         if self.total == 0:
             raise ValueError(
                 f"{size / GIB:.4f} GiB of host memory, this rank's share of host_gb, have no room for a block, which"
-                f" takes {self.block_bytes} bytes:"
-                " set --policy '{\"host_gb\": N}' higher"
+                f" takes {self.block_bytes} bytes: set --policy '{{\"host_gb\": N}}' higher"
             )
         self._region = mmap.mmap(-1, self.total * self.block_bytes)
         self._whole = torch.frombuffer(self._region, dtype=torch.uint8)
@@ -165,8 +164,8 @@ class HostBlocks:
             locked = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.1f} GiB"
             raise ValueError(
                 f"CUDA cannot register {size / GIB:.1f} GiB of host memory, this rank's share of host_gb (error"
-                f" {status}): this process may lock"
-                f" {locked} (ulimit -l); raise that limit, or set --policy '{{\"host_gb\": N}}' lower"
+                f" {status}): this process may lock {locked} (ulimit -l); raise that limit, or set --policy"
+                " '{\"host_gb\": N}' lower"
             )
         # Memory that is unmapped while it is registered cannot be registered again at the same address.
         weakref.finalize(self, _unregister, self._whole).atexit = False

@@ -283,6 +283,14 @@ class Mixed:
         await asyncio.gather(*(worker() for _ in range(self.AT_ONCE)))
 
 
+def answer_mixed(served: Served, mixed: Mixed, count: int) -> None:
+    """Send so many mixed requests, of which some end in each way, and leave an engine that can be flushed."""
+    served.engine.loop.run_until_complete(mixed.all(count))
+    assert sum(mixed.ends.values()) == count and min(mixed.ends.values()) > 5, mixed.ends
+    served.idle()
+    until(lambda: served.engine.flush_cache().success)
+
+
 def five_hundred_leave_clean_books(served: Served) -> None:
     """Mixed requests, and then by all counters as if there had been none."""
     mixed = Mixed(served, seed=1)

@@ -16,8 +16,18 @@ import pytest
 from sglang_ext.policies.heads import Heads, weights_hash
 from tests.e2e import test_ltri as of_one
 from tests.e2e import test_ltri_forks as forks
-from tests.e2e.server import until
-from tests.e2e.streams import TOLERANCE, Mixed, Served, abort_some, deviation, prompt_of, save, sequence, serving
+from tests.e2e.streams import (
+    TOLERANCE,
+    Mixed,
+    Served,
+    abort_some,
+    answer_mixed,
+    deviation,
+    prompt_of,
+    save,
+    sequence,
+    serving,
+)
 from tests.e2e.test_ltri_host import LAYER_BYTES, LAYERS
 from tests.e2e.test_ltri_settings import HEADS, different
 from tests.oracle.ltri import LtriOracle, LtriSizes
@@ -138,9 +148,6 @@ def test_the_ranks_keep_the_same_books(served: Served) -> None:
     before = served.one(prompt)
     abort_some(served)
     mixed = Asked(served, seed=2)
-    served.engine.loop.run_until_complete(mixed.all(100))
-    assert sum(mixed.ends.values()) == 100 and min(mixed.ends.values()) > 5, mixed.ends
-    served.idle()
-    until(lambda: served.engine.flush_cache().success)
+    answer_mixed(served, mixed, 100)
     of_one.clean(served)
     assert served.one(prompt)["output_ids"] == before["output_ids"]

@@ -23,6 +23,7 @@ from tests.e2e.streams import (
     Mixed,
     Served,
     abort_some,
+    answer_mixed,
     converse,
     deviation,
     prompt_of,
@@ -160,8 +161,5 @@ def test_the_ranks_keep_the_same_books(served: Served) -> None:
     before = served.one(prompt_of(90, 3))
     abort_some(served)
     mixed = Mixed(served, seed=2)
-    served.engine.loop.run_until_complete(mixed.all(150))
-    assert sum(mixed.ends.values()) == 150 and min(mixed.ends.values()) > 5, mixed.ends
-    served.idle()
-    until(lambda: served.engine.flush_cache().success)
+    answer_mixed(served, mixed, 150)
     assert served.one(prompt_of(90, 3))["output_ids"] == before["output_ids"]

@@ -60,12 +60,20 @@ LEAST = {
 GIVEN, OF_DENSE, ABOVE = 0.98, 0.70, 0.30
 
 
-def ltri_methods(window: int, chunk: int, sinks: int, context: int) -> dict[str, Method]:
+def ltri_methods(window: int, chunk: int, sinks: int, context: int, heads: str | None = None) -> dict[str, Method]:
     """Dense attention, StreamingLLM with as many visible tokens, InfLLM's index, and Ltri-LLM with its switches.
 
     All of them but the first see a window, and what they retrieve: 16 blocks of 32 tokens. Two say
     between what retrieval lies: blocks at random, and those that hold the evidence, which the request names.
+
+    Args:
+        window: tokens that a stream sees beside its sinks.
+        chunk: of Ltri-LLM.
+        sinks: of a stream.
+        context: of the model.
+        heads: `Ltri.heads` of Ltri-LLM, but where a method names its own.
     """
+    voting = {"heads": heads} if heads else {}
     sizes = {"sinks": sinks, "window": window, "block": BLOCK, "chunk": chunk, "retrieved": RETRIEVED}
     wide = {"sinks": sinks, "window": window + BLOCK * RETRIEVED, "stride": chunk}
     found = {
@@ -73,12 +81,12 @@ def ltri_methods(window: int, chunk: int, sinks: int, context: int) -> dict[str,
         "streaming_llm": Method("StreamingLLM, as many tokens", "streaming_llm", wide),
         "infllm": Method("InfLLM", "infllm", sizes),
         "mean": Method("mean keys of blocks", "infllm", {**sizes, "index": "mean"}),
-        "random": Method("random blocks", "ltri", {**sizes, "index": "random"}),
-        "given": Method("the blocks with the evidence", "ltri", {**sizes, "index": "given"}),
+        "random": Method("random blocks", "ltri", {**sizes, **voting, "index": "random"}),
+        "given": Method("the blocks with the evidence", "ltri", {**sizes, **voting, "index": "given"}),
     }
     for words, changed in CHANGES.items():
         name = "ltri-" + words.replace(",", "").replace(" ", "-")
-        found[name] = Method(f"Ltri-LLM, {words}", "ltri", {**sizes, **changed})
+        found[name] = Method(f"Ltri-LLM, {words}", "ltri", {**sizes, **voting, **changed})
     return found
 
 

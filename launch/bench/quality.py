@@ -65,7 +65,7 @@ SUITES = ("dbsa", "double_p", "cascade", "ltri", "book", "ruler")
 # What a measurement depends on, beside its method.
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
-OF_BOOKS = ("part", "heads")  # beside these, of books; ruler has heads, too
+OF_BOOKS = ("part", "heads")  # beside these, of books; ltri and ruler have heads, too
 HOSTED = ("ltri", "infllm")  # systems that keep on the host what leaves a window
 POLL_SECONDS = 1.0
 
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that cascade, or book, reads for perplexity; 0: none (default: 65536)",
     )
     parser.add_argument("--part", type=int, default=PART, help=f"tokens of a part of a book (default: {PART})")
-    parser.add_argument("--heads", help="file of sglang-ext heads, or all: which heads of book, ruler vote in Ltri-LLM")
+    parser.add_argument("--heads", help="file of sglang-ext heads, or all: which heads vote in Ltri-LLM")
     parser.add_argument("--context", type=int, default=0, help="longest dense row (default: the model's context)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
     parser.add_argument("--parallel", type=int, default=1, help="engines at a time (default: 1)")
@@ -158,8 +158,8 @@ def methods_of(settings: Options) -> dict[str, Method]:
     if settings["suite"] in ("book", "ruler"):
         sizes = (settings[name] for name in ("window", "stride", "sinks", "context", "heads"))
         return (book_methods if settings["suite"] == "book" else _quality_ruler.ruler_methods)(*sizes)
-    make = cascade_methods if settings["suite"] == "cascade" else ltri_methods
-    return make(settings["window"], settings["stride"], settings["sinks"], settings["context"])
+    sizes = [settings[name] for name in ("window", "stride", "sinks", "context")]
+    return cascade_methods(*sizes) if settings["suite"] == "cascade" else ltri_methods(*sizes, settings.get("heads"))
 
 
 def _prompts(counts: Sequence[int], lengths: Sequence[int]) -> dict[str, int]:
@@ -202,7 +202,7 @@ class Study:
         if args.suite == "book":
             self.settings |= {"passkey": [], "books": args.books, "part": args.part, "heads": args.heads}
         if args.suite == "ltri":
-            self.settings |= {"hidden": args.hidden, "prompts": _prompts(args.prompts, lengths)}
+            self.settings |= {"hidden": args.hidden, "prompts": _prompts(args.prompts, lengths), "heads": args.heads}
         if args.suite == "ruler":
             self.settings |= {"tasks": args.tasks, "prompts": _prompts(args.prompts, lengths), "heads": args.heads}
         self.methods = methods_of(self.settings)

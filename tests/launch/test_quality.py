@@ -315,6 +315,14 @@ def test_each_request_names_the_blocks_with_its_evidence() -> None:
     assert found["recall"] == {"layers": [], "answers": 0}, "prompts of one token"
 
 
+def test_a_model_of_ones_own_names_the_heads_that_vote() -> None:
+    methods = ltri.ltri_methods(1024, 512, 64, 16384, "mine.json")
+    heads = {name: each.policy.get("heads") for name, each in methods.items()}
+    assert (heads["ltri-max"], heads["given"], heads["random"]) == ("mine.json",) * 3
+    assert heads["ltri-max-all-heads"] == "all", "a method's own choice stays"
+    assert heads["infllm"] is None and heads["streaming_llm"] is None, "these have no such setting, or one of their own"
+
+
 def test_what_layers_get_back_is_drawn_of_the_longest_rows() -> None:
     methods = ltri.ltri_methods(1024, 512, 64, 16384)
     said = {"layers": [0.1, 0.9], "answers": 4}

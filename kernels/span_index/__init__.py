@@ -3,7 +3,7 @@
 `reference` is the definition in plain PyTorch, on any device; `triton_impl` has its kernels. `dispatch` chooses.
 """
 
-from sglang_ext.kernels.span_index.dispatch import cut_spans, pick
-from sglang_ext.kernels.span_index.types import SpanRule, Spans, SpanWorkspace
+from sglang_ext.kernels.span_index.dispatch import cut_spans, cut_summed, pick, sum_heads
+from sglang_ext.kernels.span_index.types import HeadSums, SpanRule, Spans, SpanWorkspace
 
-__all__ = ["SpanRule", "SpanWorkspace", "Spans", "cut_spans", "pick"]
+__all__ = ["HeadSums", "SpanRule", "SpanWorkspace", "Spans", "cut_spans", "cut_summed", "pick", "sum_heads"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.span_index import reference
-from sglang_ext.kernels.span_index.types import SpanRule, Spans, SpanWorkspace
+from sglang_ext.kernels.span_index.types import HeadSums, SpanRule, Spans, SpanWorkspace
 
 
 def cut_spans(
@@ -22,6 +22,22 @@ def cut_spans(
 
         return triton_impl.cut_spans(tiles, rows, rule, out=out, workspace=workspace)
     return reference.cut_spans(tiles, rows, rule, out=out)
+
+
+def sum_heads(tiles: torch.Tensor, rows: torch.Tensor, theta: float) -> HeadSums:
+    """`reference.sum_heads` (see there), by the Triton kernels where the tiles live on a GPU."""
+    chosen = reference.sum_heads
+    if tiles.is_cuda:
+        from sglang_ext.kernels.span_index.triton_impl import sum_heads as chosen
+    return chosen(tiles, rows, theta)
+
+
+def cut_summed(sums: HeadSums, rows: torch.Tensor, rule: SpanRule) -> Spans:
+    """`reference.cut_summed` (see there), by the Triton kernel where the sums live on a GPU."""
+    chosen = reference.cut_summed
+    if sums.summed.is_cuda:
+        from sglang_ext.kernels.span_index.triton_impl import cut_summed as chosen
+    return chosen(sums, rows, rule)
 
 
 def pick(spans: Spans, received: torch.Tensor, most: int, *, out: torch.Tensor | None = None) -> torch.Tensor:

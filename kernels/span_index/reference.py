@@ -9,10 +9,19 @@ its own (equation 7).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
-from sglang_ext.kernels.span_index.types import SpanRule, Spans, check, check_pick
+from sglang_ext.kernels.span_index.types import (
+    HeadSums,
+    SpanRule,
+    Spans,
+    check,
+    check_pick,
+    check_sums,
+    check_tiles,
+)
 
 
 def cut_spans(tiles: torch.Tensor, rows: torch.Tensor, rule: SpanRule, *, out: Spans | None = None) -> Spans:
@@ -37,20 +46,78 @@ def cut_spans(tiles: torch.Tensor, rows: torch.Tensor, rule: SpanRule, *, out: S
         ValueError: shapes, dtypes, devices or settings do not fit, or a tile has more rows than `block` or less than 0.
     """
     check(tiles, rows, rule, out)
-    batch, _, block, _ = tiles.shape
-    found = Spans.empty(batch, rule.spans, tiles.device) if out is None else out
+    found = Spans.empty(tiles.shape[0], rule.spans, tiles.device) if out is None else out
+    found.counts.zero_()
+    for number, tokens in _there(rows, tiles.shape[-1]):
+        tile = tiles[number, :, :tokens, :tokens].nan_to_num().tril()
+        _put(found, number, span_scores(tile, rule.theta), tile.sum(0), rule)
+    return found
+
+
+def sum_heads(tiles: torch.Tensor, rows: torch.Tensor, theta: float) -> HeadSums:
+    """What spans are cut out of, summed over heads (Ltri-LLM, equation 5).
+
+    Args:
+        tiles: as in `cut_spans`.
+        rows: as there.
+        theta: of `SpanRule`.
+
+    Returns:
+        Sums in the tiles' dtype, on their device. Thresholds are added in the order in which the attention is, so that
+        a tile that is flat in every head has no entry above or below its level.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or a tile has more rows than `block` or less than 0.
+    """
+    check_tiles(tiles, rows)
+    batch, heads, block, _ = tiles.shape
+    sums = HeadSums(tiles.new_zeros(batch), tiles.new_zeros(batch, block, block))
+    for number, tokens in _there(rows, block):
+        tile = tiles[number, :, :tokens, :tokens].nan_to_num().tril()
+        levels = thresholds(tile, theta)
+        for head in range(heads):
+            sums.levels[number] += levels[head]
+            sums.summed[number, :tokens, :tokens] += tile[head]
+    return sums
+
+
+def cut_summed(sums: HeadSums, rows: torch.Tensor, rule: SpanRule) -> Spans:
+    """`cut_spans`, of tiles whose heads are summed: by `sum_heads`, and over ranks.
+
+    Args:
+        sums: of all heads.
+        rows: [batch] int32 on the same device, as in `cut_spans`.
+        rule: as there.
+
+    Returns:
+        As `cut_spans`, up to the order in which entries and thresholds are added.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings do not fit, or a tile has more rows than `block` or less than 0.
+    """
+    check_sums(sums, rows, rule)
+    found = Spans.empty(rows.shape[0], rule.spans, rows.device)
+    found.counts.zero_()
+    for number, tokens in _there(rows, sums.summed.shape[-1]):
+        summed = sums.summed[number, :tokens, :tokens]
+        _put(found, number, _scores(summed - sums.levels[number]), summed, rule)
+    return found
+
+
+def _there(rows: torch.Tensor, block: int) -> Iterator[tuple[int, int]]:
+    """(number, tokens) of each tile that is there."""
     for number, tokens in enumerate(rows.tolist()):
         if not 0 <= tokens <= block:
             raise ValueError(f"tile {number} has {tokens} rows: expected 0 to {block}")
-        found.counts[number] = 0
-        if tokens == 0:
-            continue
-        tile = tiles[number, :, :tokens, :tokens].nan_to_num().tril()
-        summed = tile.sum(0)
-        for place, (first, end) in enumerate(_spans(tile, rule)):
-            found.bounds[number, place, 0], found.bounds[number, place, 1] = first, end
-            found.counts[number, place] = _count(summed, first, end, rule)
-    return found
+        if tokens:
+            yield number, tokens
+
+
+def _put(found: Spans, number: int, scores: torch.Tensor, summed: torch.Tensor, rule: SpanRule) -> None:
+    """Write the spans of a tile with such scores, and attention summed over heads."""
+    for place, (first, end) in enumerate(_spans(scores, rule)):
+        found.bounds[number, place, 0], found.bounds[number, place, 1] = first, end
+        found.counts[number, place] = _count(summed, first, end, rule)
 
 
 def pick(spans: Spans, received: torch.Tensor, most: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -114,10 +181,14 @@ def span_scores(tile: torch.Tensor, theta: float) -> torch.Tensor:
         [tokens, tokens] in tile's dtype, on its device: the span from token x to token y in row y, column x; -inf where
         y < x.
     """
-    upper = torch.ones_like(tile[0], dtype=torch.bool).triu(1)
-    above = (tile - thresholds(tile, theta)[:, None, None]).masked_fill(upper, 0).sum(0)
+    return _scores((tile - thresholds(tile, theta)[:, None, None]).sum(0))
+
+
+def _scores(above: torch.Tensor) -> torch.Tensor:
+    """`span_scores` from what exceeds the thresholds, or falls short of them, [tokens, tokens], summed over heads."""
+    upper = torch.ones_like(above, dtype=torch.bool).triu(1)
     # No entry above the diagonal counts, so rows up to y and columns from x on are the triangle between x and y.
-    scores = above.cumsum(0).flip(1).cumsum(1).flip(1)
+    scores = above.masked_fill(upper, 0).cumsum(0).flip(1).cumsum(1).flip(1)
     return scores.masked_fill(upper, -math.inf)
 
 
@@ -135,16 +206,16 @@ def _candidates(scores: torch.Tensor) -> list[tuple[int, int, float]]:
     return found
 
 
-def _spans(tile: torch.Tensor, rule: SpanRule) -> list[tuple[int, int]]:
+def _spans(scores: torch.Tensor, rule: SpanRule) -> list[tuple[int, int]]:
     """Non-maximum suppression: (first, end) of the spans that are kept, in the order of their first tokens."""
     # The sort is stable: of equal scores the first by the span's middle comes first.
-    left = sorted(_candidates(span_scores(tile, rule.theta)), key=lambda found: -found[2])
+    left = sorted(_candidates(scores), key=lambda found: -found[2])
     kept: list[tuple[int, int]] = []
     while left and len(kept) < rule.spans:
         first, end, _ = left[0]
         kept.append((first, end))
         left = [other for other in left[1:] if not _overlap(first, end, other[0], other[1], rule)]
-    return sorted(kept) or [(0, tile.shape[-1])]
+    return sorted(kept) or [(0, len(scores))]
 
 
 def _overlap(first: int, end: int, other_first: int, other_end: int, rule: SpanRule) -> bool:

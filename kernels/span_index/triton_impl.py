@@ -23,11 +23,14 @@ import triton
 import triton.language as tl
 
 from sglang_ext.kernels.span_index.types import (
+    HeadSums,
     SpanRule,
     Spans,
     SpanWorkspace,
     check,
     check_pick,
+    check_sums,
+    check_tiles,
     check_workspace,
 )
 
@@ -83,30 +86,113 @@ def cut_spans(
         ValueError: shapes, dtypes, devices or settings do not fit.
     """
     check(tiles, rows, rule, out)
-    if tiles.dtype != torch.float32:
-        raise ValueError(f"tiles are {tiles.dtype}: expected float32; take the reference for float64")
-    if tiles.stride(3) != 1:
-        raise ValueError(f"tiles have strides {tiles.stride()}: expected a contiguous last dimension")
+    _check_float32(tiles)
     batch, heads, block, _ = tiles.shape
     found = Spans.empty(batch, rule.spans, tiles.device) if out is None else out
     buffers = SpanWorkspace.empty(batch, heads, block, tiles.device) if workspace is None else workspace
     check_workspace(buffers, tiles)
+    _sum(tiles, rows, rule.theta, buffers.thresholds, buffers.summed, tuning)
+    _cut(buffers.thresholds, buffers.summed, buffers.scores, rows, rule, found, tuning)
+    return found
+
+
+def sum_heads(tiles: torch.Tensor, rows: torch.Tensor, theta: float) -> HeadSums:
+    """`reference.sum_heads` on the device, in two launches without synchronisation (Ltri-LLM, equation 5).
+
+    Args:
+        tiles, rows: as in `cut_spans`.
+        theta: of `SpanRule`.
+
+    Returns:
+        As the reference, float32.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    check_tiles(tiles, rows)
+    _check_float32(tiles)
+    batch, heads, block, _ = tiles.shape
+    sums = HeadSums(tiles.new_empty(batch), tiles.new_zeros(batch, block, block))
+    thresholds = tiles.new_empty(batch, heads)
+    _sum(tiles, rows, theta, thresholds, sums.summed, TUNING)
+    if batch:
+        _levels_kernel[(batch,)](
+            thresholds, rows, sums.levels, HEADS=heads, UNROLL=min(TUNING.unroll, heads), num_warps=1
+        )
+    return sums
+
+
+def cut_summed(sums: HeadSums, rows: torch.Tensor, rule: SpanRule) -> Spans:
+    """`reference.cut_summed` on the device, in one launch without synchronisation.
+
+    Args:
+        sums: as in the reference, float32 and contiguous.
+        rows, rule: as in `cut_spans`.
+
+    Returns:
+        As the reference, in float32.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or settings do not fit.
+    """
+    check_sums(sums, rows, rule)
+    if sums.summed.dtype != torch.float32 or not (sums.summed.is_contiguous() and sums.levels.is_contiguous()):
+        raise ValueError(
+            f"sums are {sums.summed.dtype}, strides {sums.levels.stride()} and {sums.summed.stride()}: expected"
+            " contiguous float32; take the reference for float64"
+        )
+    found = Spans.empty(rows.shape[0], rule.spans, rows.device)
+    _cut(sums.levels.unsqueeze(1), sums.summed, torch.empty_like(sums.summed), rows, rule, found, TUNING)
+    return found
+
+
+def _check_float32(tiles: torch.Tensor) -> None:
+    if tiles.dtype != torch.float32:
+        raise ValueError(f"tiles are {tiles.dtype}: expected float32; take the reference for float64")
+    if tiles.stride(3) != 1:
+        raise ValueError(f"tiles have strides {tiles.stride()}: expected a contiguous last dimension")
+
+
+def _sum(
+    tiles: torch.Tensor,
+    rows: torch.Tensor,
+    theta: float,
+    thresholds: torch.Tensor,
+    summed: torch.Tensor,
+    tuning: SpanTuning,
+) -> None:
+    """Write the heads' thresholds, and their attention summed (`SpanWorkspace`)."""
+    batch, heads, block, _ = tiles.shape
     if batch == 0:
-        return found
+        return
     strip = min(tuning.strip, block)
     # Without fused multiplication and addition, so that the rank of the quantile is rounded as torch.quantile does.
     _heads_kernel[(heads + block // strip, batch)](
-        tiles, rows, buffers.thresholds, buffers.summed, float(rule.theta), *tiles.stride()[:3],
+        tiles, rows, thresholds, summed, float(theta), *tiles.stride()[:3],
         HEADS=heads, BLOCK=block, LANES=min(32 * tuning.heads_warps, block * block // 2), STRIP=strip,
         UNROLL=min(tuning.unroll, heads), num_warps=tuning.heads_warps, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _cut(
+    thresholds: torch.Tensor,
+    summed: torch.Tensor,
+    scores: torch.Tensor,
+    rows: torch.Tensor,
+    rule: SpanRule,
+    found: Spans,
+    tuning: SpanTuning,
+) -> None:
+    """Cut spans out of summed attention (`SpanWorkspace`); thresholds of several heads are summed first."""
+    (batch, heads), block = thresholds.shape, summed.shape[-1]
+    if batch == 0:
+        return
     _cut_kernel[(batch,)](
-        buffers.thresholds, buffers.summed, buffers.scores, rows, found.bounds, found.counts, float(rule.phi),
+        thresholds, summed, scores, rows, found.bounds, found.counts, float(rule.phi),
         float(rule.rate), HEADS=heads, BLOCK=block, UNROLL=min(tuning.unroll, heads), SPANS=rule.spans,
         SPANS_PAD=max(2, triton.next_power_of_2(rule.spans)), MOST=rule.most, ROW="row" in rule.ratio,
         COL="col" in rule.ratio, BOXES=rule.boxes, CHUNK=min(tuning.chunk, block), num_warps=tuning.cut_warps,
     )  # fmt: skip
-    return found
 
 
 def pick(
@@ -236,6 +322,16 @@ def _sum_heads(
             total += tl.where(x == x, x, 0.0)
         at += UNROLL * stride_head
     return total
+
+
+@triton.jit
+def _levels_kernel(thresholds, rows, levels, HEADS: tl.constexpr, UNROLL: tl.constexpr):
+    """One tile: its heads' thresholds, summed; 0 where there is no tile."""
+    tile = tl.program_id(0).to(tl.int64)
+    total = tl.full([], 0.0, tl.float32)
+    if tl.load(rows + tile) > 0:
+        total = _sum_thresholds(thresholds + tile * HEADS, HEADS, UNROLL)
+    tl.store(levels + tile, total)
 
 
 @triton.jit

@@ -63,6 +63,20 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSums:
+    """All that the spans of some tiles are cut out of: sums over heads, which ranks with some of the heads may add.
+
+    Attributes:
+        levels: [batch] float32 or float64, the heads' thresholds (equation 5), summed.
+        summed: [batch, block, block] in the same dtype, attention, summed, thresholds not taken off; 0 above the
+            diagonal and in rows that are not there.
+    """
+
+    levels: torch.Tensor
+    summed: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SpanWorkspace:
     """Buffers that the kernels need beside their output; allocate once, before a CUDA graph is captured.
 
@@ -110,6 +124,14 @@ def check_rule(rule: SpanRule) -> None:
 def check(tiles: torch.Tensor, rows: torch.Tensor, rule: SpanRule, out: Spans | None) -> None:
     """Raise ValueError where shapes, dtypes, devices or settings do not fit `cut_spans`; values are not looked at."""
     check_rule(rule)
+    check_tiles(tiles, rows)
+    if out is not None:
+        check_spans(out, tiles.shape[0], rule.spans)
+        _check_devices(tiles, out.bounds, out.counts)
+
+
+def check_tiles(tiles: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise ValueError where shapes, dtypes or devices do not fit `sum_heads`; values are not looked at."""
     if tiles.dim() != 4 or tiles.shape[2] != tiles.shape[3] or tiles.shape[3] not in BLOCKS or tiles.shape[1] < 1:
         raise ValueError(
             f"tiles of shape {tuple(tiles.shape)}: expected [batch, heads, block, block] with at least one head and a "
@@ -118,9 +140,24 @@ def check(tiles: torch.Tensor, rows: torch.Tensor, rule: SpanRule, out: Spans | 
     if tiles.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"tiles are {tiles.dtype}: expected float32 or float64")
     _check_ints(("rows", rows, (tiles.shape[0],)))
-    if out is not None:
-        check_spans(out, tiles.shape[0], rule.spans)
-    _check_devices(tiles, rows, *(() if out is None else (out.bounds, out.counts)))
+    _check_devices(tiles, rows)
+
+
+def check_sums(sums: HeadSums, rows: torch.Tensor, rule: SpanRule) -> None:
+    """Raise ValueError where shapes, dtypes, devices or settings do not fit `cut_summed`; values are not looked at."""
+    check_rule(rule)
+    batch, block = rows.shape[0], sums.summed.shape[-1]
+    if tuple(sums.summed.shape) != (batch, block, block) or block not in BLOCKS or tuple(sums.levels.shape) != (batch,):
+        raise ValueError(
+            f"sums of shapes {tuple(sums.levels.shape)} and {tuple(sums.summed.shape)} for {batch} tiles: expected"
+            f" [{batch}] and [{batch}, block, block] with a block of {', '.join(map(str, BLOCKS))} tokens"
+        )
+    if sums.summed.dtype not in (torch.float32, torch.float64) or sums.levels.dtype != sums.summed.dtype:
+        raise ValueError(
+            f"sums are {sums.levels.dtype} and {sums.summed.dtype}: expected both float32, or both float64"
+        )
+    _check_ints(("rows", rows, (batch,)))
+    _check_devices(sums.levels, sums.summed, rows)
 
 
 def check_spans(spans: Spans, batch: int, most_spans: int) -> None:

@@ -158,8 +158,10 @@ def methods_of(settings: Options) -> dict[str, Method]:
     if settings["suite"] in ("book", "ruler"):
         sizes = (settings[name] for name in ("window", "stride", "sinks", "context", "heads"))
         return (book_methods if settings["suite"] == "book" else _quality_ruler.ruler_methods)(*sizes)
-    sizes = [settings[name] for name in ("window", "stride", "sinks", "context")]
-    return cascade_methods(*sizes) if settings["suite"] == "cascade" else ltri_methods(*sizes, settings.get("heads"))
+    window, stride, sinks, context = (settings[name] for name in ("window", "stride", "sinks", "context"))
+    if settings["suite"] == "cascade":
+        return cascade_methods(window, stride, sinks, context)
+    return ltri_methods(window, stride, sinks, context, settings.get("heads"))
 
 
 def _prompts(counts: Sequence[int], lengths: Sequence[int]) -> dict[str, int]:

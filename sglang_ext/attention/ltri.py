@@ -8,8 +8,8 @@ seen, by their distance.
 blocks are chosen by what the whole chunk asks. Each token of an answer is a chunk of its own, also where it is computed
 anew after a retraction.
 
-**Ranks.** Each has some of the heads, and their keys and values of every block on the host. In plain PyTorch, the ranks
-add what their heads say before anything is decided (`ltri_chunk`): so all of them get the same blocks back.
+**Ranks.** Each has some of the heads, and their keys and values of every block on the host. They add what their heads
+say before anything is decided (`ltri_chunk`, `ltri_kernels`): so all of them get the same blocks back.
 
 **Turns.** A turn begins with the last token of the answer before it, at which a chunk of the prompt begins. The step
 that overlap scheduling runs past the end of an answer may have computed that token as one of the answer, which has
@@ -289,6 +289,11 @@ class LtriPolicy(StreamPolicy):
         return slots.long()[cells_of(self.config, tokens).to(slots.device)]
 
     # ---- in every layer ----
+
+    @property
+    def all_heads_vote(self) -> bool:
+        """Whether no retrieval heads are known or asked for; settled as soon as the policy has met the model."""
+        return self._voters is None
 
     def voter(self, layer: int) -> Voter | None:
         """What votes in a layer: its best retrieval head; where these are not known, all of its heads."""

@@ -2,6 +2,9 @@
 
 What the host needs to know follows from the number of the chunk (`ltri_plan`). Which blocks come back, and what is
 remembered of them, stays on the device.
+
+**Ranks.** They add what they add in plain PyTorch (`ltri_chunk`). The index of a layer lies on the rank that has its
+retrieval head; the others have scores of 0, to which they add that rank's.
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
+from sglang_ext.attention.ltri_spans import cut, span_vectors
 from sglang_ext.attention.ltri_state import (
     KernelMemory,
     Lanes,
     LayerStore,
     Retrieved,
     index_sizes,
-    is_folded,
     span_rule,
 )
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
@@ -28,8 +31,8 @@ from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, merge, mo
 from sglang_ext.kernels.host_fetch import FreshBlocks, fetch, look_up, store
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, Received, fill_tiles, received
 from sglang_ext.kernels.rope import rotate
-from sglang_ext.kernels.span_index import Spans, cut_spans, pick
-from sglang_ext.policies.ltri import random_blocks
+from sglang_ext.kernels.span_index import Spans, pick
+from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, random_blocks
 
 
 def _padded(states: torch.Tensor, rows: int) -> torch.Tensor:
@@ -45,12 +48,14 @@ class KernelChunk(LayerTokens[Spans]):
         memory: of the layer, on the device.
         store: of the layer.
         plan: the chunk, in every layer.
+        ranks: which have the other heads; they add what decides in a layer that votes.
         lanes: what runs beside the rest, in a chunk that is recorded (`ltri_recorded`).
     """
 
     memory: KernelMemory
     store: LayerStore
     plan: ChunkPlan
+    ranks: TensorRanks = ONE_RANK
     lanes: Lanes = field(default_factory=Lanes)
 
     def attend(
@@ -130,7 +135,7 @@ class KernelChunk(LayerTokens[Spans]):
         tiles = [memory.tiles.pop(block) for block in whole]
         if whole and settings.index == "ltri":
             lengths = torch.full((len(whole),), settings.block, dtype=torch.int32, device=self.slots.device)
-            found = cut_spans(torch.stack(tiles), lengths, span_rule(settings, self.caches.layer))
+            found = self._cut(torch.stack(tiles), lengths)
             for place, block in enumerate(whole):
                 at = SpanRing.places(settings, self.plan.row, range(block, block + 1), self.slots.device)
                 self.store.spans_of_voters.put(
@@ -141,17 +146,30 @@ class KernelChunk(LayerTokens[Spans]):
 
     def _evict(self, slots: torch.Tensor, cells: torch.Tensor) -> None:
         settings, blocks, ids = self.settings, self.plan.gone, self.plan.gone_ids
-        if self.voter is not None and self.store.index is not None:
-            spans, index = self._spans(blocks), self.store.index
-            given = self.store.map_of_voters.received.view(-1)[cells].view(len(blocks), settings.block)
-            with self.lanes.index.apart(spans, given):
-                vectors = self._gone_states(self.voter, slots).view(len(blocks), settings.block, -1)
-                found, counts = self._vectors(vectors, pick(spans, given, index_sizes(settings)[1]), spans.counts)
-                at = ids.long()
-                index.vectors.index_copy_(0, at, found.to(index.vectors.dtype))
-                index.counts.index_copy_(0, at, counts)
+        if self.voter is not None:
+            received = self.ranks.add(self.store.map_of_voters.received.view(-1)[cells])
+            self._remember_spans(self.voter, slots, received.view(len(blocks), settings.block))
         self._keep_blocks(slots.view(len(blocks), settings.block), ids)
         self.memory.stored = blocks.stop
+
+    def _remember_spans(self, voter: Voter, slots: torch.Tensor, given: torch.Tensor) -> None:
+        """Have the spans of blocks that leave the window in the index, on the rank that has one.
+
+        Args:
+            voter: of the layer.
+            slots: [tokens] of the blocks.
+            given: [blocks, block], what their tokens received from all heads.
+        """
+        index, spans, at = self.store.index, self._spans(self.plan.gone), self.plan.gone_ids.long()
+        if index is None:
+            return
+        with self.lanes.index.apart(spans, given, at):
+            vectors = self._gone_states(voter, slots).view(*given.shape, -1)
+            found = span_vectors(
+                self.settings, vectors, pick(spans, given, index_sizes(self.settings)[1]), spans.counts
+            )
+            index.vectors.index_copy_(0, at, found[0].to(index.vectors.dtype))
+            index.counts.index_copy_(0, at, found[1])
 
     def _gone_states(self, voter: Voter, slots: torch.Tensor) -> torch.Tensor:
         """[tokens, dim], of the tokens that leave the window, which have these slots."""
@@ -169,32 +187,6 @@ class KernelChunk(LayerTokens[Spans]):
         bounds[..., 1] = self.settings.block
         return Spans(bounds, torch.full_like(bounds[..., 0], index_sizes(self.settings)[1]))
 
-    def _vectors(
-        self, states: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index vectors of spans.
-
-        Args:
-            states: [tiles, tokens of a tile, dim].
-            tokens: [tiles, spans, most] int32 of `pick`.
-            counts: [tiles, spans] int32.
-
-        Returns:
-            (vectors [tiles, spans, most or 1, dim], counts [tiles, spans] int32).
-        """
-        tiles, spans, most = tokens.shape
-        at = tokens.clamp(min=0).long().view(tiles, spans * most, 1)
-        found = states.gather(1, at.expand(-1, -1, states.shape[2])).view(tiles, spans, most, -1)
-        if not is_folded(self.settings):
-            return found, counts
-        there = (tokens >= 0).unsqueeze(-1)
-        summed = torch.where(there, found, 0).sum(
-            2, keepdim=True, dtype=torch.promote_types(found.dtype, torch.float32)
-        )
-        if self.settings.index != "ltri":
-            summed = summed / counts.clamp(min=1).view(tiles, spans, 1, 1)
-        return summed, counts.clamp(max=1)
-
     def _map(self, asked: ChunkQuery, window: SeenKeys, local: Part) -> tuple[Spans, torch.Tensor] | None:
         """Keep what the map of attention to the window says of blocks.
 
@@ -208,7 +200,7 @@ class KernelChunk(LayerTokens[Spans]):
         spans, given = self._tiles(chunk), self._add_sums(chunk)
         if self.settings.index != "ltri":
             return None
-        own = None if spans is None else self._own_spans(spans, given.chunk_received[0])
+        own = None if spans is None else self._own_spans(spans, self.ranks.add(given.chunk_received[0]))
         self._keep_tiles()
         return own
 
@@ -252,7 +244,11 @@ class KernelChunk(LayerTokens[Spans]):
         fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
         if self.answers and settings.persist:
             return None
-        return cut_spans(tiles[plan.tiles.asking], plan.tiles.lengths, span_rule(settings, self.caches.layer))
+        return self._cut(tiles[plan.tiles.asking], plan.tiles.lengths)
+
+    def _cut(self, tiles: torch.Tensor, lengths: torch.Tensor) -> Spans:
+        """The spans of tiles [tiles, heads, block, block] that have so many tokens."""
+        return cut(tiles, lengths, span_rule(self.settings, self.caches.layer), self.ranks)
 
     def _no_tiles(self, chunk: LocalMap) -> torch.Tensor:
         """[tiles, heads, block, block] without a row, in the dtype of the log-sum-exps."""
@@ -321,20 +317,25 @@ class KernelChunk(LayerTokens[Spans]):
         before = votes.get(self.begin)
         if count == 0 or (before is None and self.voter is None):
             return nothing
-        scores = None
-        ids = plan.ids.unsqueeze(0)
-        if self.voter is not None and self.store.index is not None and asked is not None:
-            self.lanes.index.join()
-            self.lanes.back.join()  # who fetches ahead reads the votes
-            index = BlockIndex(self.store.index.vectors, self.store.index.counts, ids, plan.blocks)
-            scores = score_blocks(self._query_spans(self.voter, asked, own), index, kind=settings.similarity)
-        after = torch.zeros(ids.shape, device=self.slots.device) if before is None else before
+        scores = None if self.voter is None or asked is None else self._scores(self.voter, asked, own)
+        after = torch.zeros(1, plan.ids.shape[0], device=self.slots.device) if before is None else before
         weight = 0.0 if self.voter is None else self.voter.weight
         found = elect(after, scores, weight=weight, count=count, mode=settings.vote)
         votes[self.begin] = after
         if (settings.vote == "preceding" and before is None) or (settings.vote == "off" and scores is None):
             return nothing  # nobody has voted for what this layer gets
         return found[0]
+
+    def _scores(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> torch.Tensor:
+        """[1, blocks], of the stream's blocks, by the rank that has the index."""
+        ids, known = self.plan.ids.unsqueeze(0), self.store.index
+        self.lanes.index.join()
+        self.lanes.back.join()  # who fetches ahead reads the votes
+        if known is None:
+            return self.ranks.add(torch.zeros(ids.shape, device=ids.device))
+        index = BlockIndex(known.vectors, known.counts, ids, self.plan.blocks)
+        spans = self._query_spans(voter, asked, own)
+        return self.ranks.add(score_blocks(spans, index, kind=self.settings.similarity))
 
     def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:
         """Index vectors of the chunk's own spans: queries as they are behind a whole window."""
@@ -344,7 +345,7 @@ class KernelChunk(LayerTokens[Spans]):
             return QuerySpans(mean.view(1, 1, 1, -1), torch.ones_like(self.plan.count).view(1, 1))
         spans, given = own
         asking = self._asking(states, given.numel()).view(*given.shape, -1)
-        found, counts = self._vectors(asking, pick(spans, given, index_sizes(settings)[1]), spans.counts)
+        found, counts = span_vectors(settings, asking, pick(spans, given, index_sizes(settings)[1]), spans.counts)
         missing = (settings.chunk // settings.block - len(given)) * settings.spans  # kernels know the number
         vectors, counts = pad(found.flatten(0, 1), (0, 0, 0, 0, 0, missing)), pad(counts.flatten(), (0, missing))
         return QuerySpans(vectors.unsqueeze(0), counts.unsqueeze(0))

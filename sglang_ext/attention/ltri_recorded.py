@@ -9,12 +9,12 @@ import torch
 from sglang_ext.attention.ltri_frames import FramePlan
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import Voter
-from sglang_ext.attention.ltri_state import Leaving, span_rule
+from sglang_ext.attention.ltri_state import Leaving
 from sglang_ext.kernels.block_votes import elect
 from sglang_ext.kernels.clamped_attention import ChunkQuery, Part, SeenKeys
 from sglang_ext.kernels.host_fetch import FreshBlocks
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
-from sglang_ext.kernels.span_index import Spans, cut_spans
+from sglang_ext.kernels.span_index import Spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class RecordedChunk(KernelChunk):
             kept, found = state.tile.index_select(0, plan.at), tiles.index_select(0, frame.oldest)
             tiles.index_copy_(0, frame.oldest, torch.where(frame.before.view(1, 1, -1, 1), kept, found))
         state.tile.index_copy_(0, plan.at, tiles.index_select(0, frame.newest))
-        return cut_spans(tiles, plan.tiles.lengths, span_rule(self.settings, self.caches.layer))
+        return self._cut(tiles, plan.tiles.lengths)
 
     # ---- what the chunk asks ----
 

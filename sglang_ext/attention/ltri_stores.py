@@ -35,6 +35,7 @@ from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
 from sglang_ext.kernels.stream_decode import MapState
+from sglang_ext.policies.ltri import ONE_RANK, TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
 
 RESERVED = 2 * GIB
@@ -77,7 +78,7 @@ def index_bytes(settings: Ltri, voters: Voters, blocks: int, heads: int, keys: t
         keys: of a layer of the KV cache.
     """
     spans, vectors = stored_sizes(settings)
-    components = sum(voter.dim(heads, keys.shape[2]) for voter in voters.values() if voter is not None)
+    components = sum(voter.dim(heads, keys.shape[2]) for voter in voters.values() if voter and voter.here)
     return blocks * spans * vectors * components * keys.element_size()
 
 
@@ -93,6 +94,7 @@ class KernelChunks:
         rows: streams, at most.
         rotation: the model's.
         attention: what computes attention.
+        ranks: which have the other heads; the index of a layer lies on the rank that has its retrieval head.
 
     Raises:
         ValueError: what they need does not fit the GPU.
@@ -115,9 +117,10 @@ class KernelChunks:
         rows: int,
         rotation: Rotation,
         attention: ClampedAttention,
+        ranks: TensorRanks = ONE_RANK,
     ) -> None:
         keys, values = next(iter(caches.values()))
-        self.settings, self.device = settings, keys.device
+        self.settings, self.device, self._ranks = settings, keys.device, ranks
         self._graphs: ChunkGraphs | None = None
         self._blocks = min(host.total, self.most_blocks) + 1
         self._nowhere = Nowhere(host.total, rows * SpanRing.blocks(settings))
@@ -132,7 +135,8 @@ class KernelChunks:
             voter, index, state, ring = voters[layer], None, None, None
             if voter is not None:
                 # One place more, for those of no block (`ltri_frames`).
-                index = LayerIndex.empty(settings, host.total + 1, voter.dim(heads, keys.shape[2]), keys)
+                if voter.here:
+                    index = LayerIndex.empty(settings, host.total + 1, voter.dim(heads, keys.shape[2]), keys)
                 state, ring = map_state(settings, rows, heads, keys), SpanRing.empty(settings, rows, self.device)
             cache = BlockCache.empty(rows, max(1, settings.ways), region, self.device)
             ways = torch.full((rows, max(1, settings.retrieved)), -1, dtype=torch.int32, device=self.device)
@@ -173,7 +177,7 @@ class KernelChunks:
         if key not in carry:
             carry[key] = ChunkPlan.of(tokens, seat, memory.stored)
         store = self.stores[tokens.caches.layer]
-        return KernelChunk(store=store, plan=carry[key], **{**vars(tokens), "memory": memory})
+        return KernelChunk(store=store, plan=carry[key], ranks=self._ranks, **{**vars(tokens), "memory": memory})
 
     def record(self, chunks: Mapping[int, LayerTokens[Any]], places: int) -> None:
         """Record a chunk, so that chunks like it are replayed from then on.

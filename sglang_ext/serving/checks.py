@@ -163,8 +163,8 @@ def _check_ranks_of_kernels(server_args: ServerArgs, system: System) -> None:
     if chosen != "torch":
         raise ValueError(
             f"tp_size={server_args.tp_size} with kernels ({chosen}): what comes back for a request depends on heads of"
-            f" all ranks, whose sums only plain PyTorch adds; set {KERNELS_ENV}=torch in the server's environment, or"
-            " --tp-size 1"
+            f" all ranks, whose products only plain PyTorch adds; set {KERNELS_ENV}=torch in the server's environment,"
+            " or --tp-size 1"
         )
 
 

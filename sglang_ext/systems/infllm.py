@@ -11,5 +11,6 @@ SYSTEM = replace(
     summary="As ltri, with InfLLM's index: every layer chooses blocks by their most attended keys.",
     policy="sglang_ext.attention.ltri:InfLlmPolicy",
     options=InfLlmOptions,
+    spreads=False,  # all heads choose, and kernels add no products of several ranks
     automatic=False,  # not measured yet
 )

@@ -10,5 +10,4 @@ SYSTEM = System(
     options=Ltri,
     streams=True,
     kernels="sglang_ext.attention.readers.ltri:LtriReader",
-    spreads=False,
 )

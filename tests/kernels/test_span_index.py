@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sglang_ext.kernels import span_index
-from sglang_ext.kernels.span_index import SpanRule, Spans, SpanWorkspace, dispatch, reference
+from sglang_ext.kernels.span_index import HeadSums, SpanRule, Spans, SpanWorkspace, dispatch, reference
 from sglang_ext.kernels.span_index import triton_impl as triton
 from sglang_ext.policies import ltri
 from sglang_ext.policies.ltri_options import Ltri
@@ -420,6 +420,44 @@ def test_picked_tokens_of_random_spans() -> None:
 
 
 # ---- who is asked, what is refused ----
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("module, dtype", IMPLEMENTATIONS)
+def test_sums_of_two_ranks_are_cut_as_all_heads(module: ModuleType, dtype: torch.dtype, rule: SpanRule) -> None:
+    """Of five heads one rank has two and the other three. A tile that is flat in all heads has no level above it."""
+    wanted = [distinct(5, 16, 31, rule), distinct(5, 11, 32, rule), None]
+    flat = np.stack([np.full((13, 13), value) for value in (0.1, 0.7, 0.3, 0.013, 0.11)])
+    given = [None if pair is None else pair[0] for pair in wanted]
+    tiles, rows = batch_of([*given, flat], 16, dtype)
+    parts = [module.sum_heads(part.contiguous(), rows, rule.theta) for part in (tiles[:, :2], tiles[:, 2:])]
+    assert all(bool((part.summed[2] == 0).all()) and float(part.levels[2]) == 0 for part in parts)
+    levels, summed = (sum(getattr(part, name) for part in parts) for name in ("levels", "summed"))
+    found = listed(module.cut_summed(HeadSums(levels, summed), rows, rule))
+    assert found[:3] == [[] if pair is None else pair[1].spans for pair in wanted]
+    assert [span[:2] for span in found[3]] == [(0, 13)]
+    if rule == RULES[0]:
+        assert listed(module.cut_summed(parts[0], rows, rule)) != found, "one rank's heads cut other spans"
+
+
+def test_sums_that_do_not_fit_are_refused() -> None:
+    tiles, rows = torch.zeros(2, 3, 16, 16, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    for module in (reference, triton, span_index):
+        with pytest.raises(ValueError, match=r"tiles of shape .*: expected \[batch, heads, block, block\]"):
+            module.sum_heads(tiles[0], rows, 0.5)
+        sums = module.sum_heads(tiles, rows, 0.5)
+        with pytest.raises(ValueError, match=r"sums of shapes \(1,\) and \(2, 16, 16\) for 2 tiles: expected \[2\]"):
+            module.cut_summed(replace(sums, levels=sums.levels[:1]), rows, SpanRule())
+        with pytest.raises(ValueError, match=r"sums are torch\.float64 and torch\.float32: expected both float32"):
+            module.cut_summed(replace(sums, levels=sums.levels.double()), rows, SpanRule())
+        with pytest.raises(ValueError, match=r"rows is torch\.int64 \(2,\)"):
+            module.cut_summed(sums, rows.long(), SpanRule())
+        with pytest.raises(ValueError, match=r"theta=1\.0"):
+            module.cut_summed(sums, rows, SpanRule(theta=1.0))
+    with pytest.raises(ValueError, match="take the reference for float64"):
+        triton.sum_heads(tiles.double(), rows, 0.5)
+    with pytest.raises(ValueError, match="take the reference for float64"):
+        triton.cut_summed(HeadSums(sums.levels.double(), sums.summed.double()), rows, SpanRule())
 
 
 def test_the_public_functions_are_the_references_on_a_cpu() -> None:

@@ -19,8 +19,12 @@ from sglang_ext import compat
 from sglang_ext.attention import ltri
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_chunks import TorchChunks
+from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.policy import Caches, Request, ServedModel
+from sglang_ext.attention.readers.ltri import check_ranks
 from sglang_ext.config import POLICY_ENV
+from sglang_ext.kernels.cells import Rotation
+from sglang_ext.kernels.clamped_attention import reference
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.policies.heads import Heads
 from sglang_ext.policies.ltri import TensorRanks
@@ -29,6 +33,7 @@ from sglang_ext.serving import streams
 POLICY: dict[str, Any] = {"sinks": 8, "window": 16, "block": 8, "chunk": 16, "last": 5, "retrieved": 2, "theta": 0.5}
 POLICY |= {"spans": 2, "rate": 0.05, "early_rate": 0.05, "host_gb": 0.001}
 LAYERS, HEADS, KV_HEADS, DIM = 3, 4, 2, 16
+ROPE = Rope(0.5 ** torch.arange(DIM // 2))
 PROMPT, TOKENS = 150, 160
 SCORES = ((0.1, 0.4, 0.0, 0.2), (0.1, 0.0, 0.0, 0.1), (0.3, 0.2, 0.5, 0.6))
 """Head 1 votes in the first layer, head 3 in the last, and none between them."""
@@ -59,8 +64,8 @@ class Exchange:
         return total
 
 
-def policy_on(ranks: int, rank: int, add: Callable[[torch.Tensor], torch.Tensor]) -> LtriPolicy:
-    """The policy of one rank, on a model of which it has its share of the heads."""
+def policy_on(ranks: int, rank: int, add: Callable[[torch.Tensor], torch.Tensor], kernels: bool = False) -> LtriPolicy:
+    """The policy of one rank, on a model of which it has its share of the heads; references stand for kernels."""
     policy = LtriPolicy()
     policy.spread(ranks)
     shape = (1 + policy.config.slots, KV_HEADS // ranks, DIM)
@@ -68,6 +73,10 @@ def policy_on(ranks: int, rank: int, add: Callable[[torch.Tensor], torch.Tensor]
     policy.bind(lambda: caches, torch.float32)
     policy.compute_in(TorchChunks(policy.config, torch.device("cpu"), TensorRanks(ranks, add)))
     policy.meet(ServedModel("model", LAYERS, HEADS // ranks, KV_HEADS, False, rank))
+    if kernels:
+        voters, host = {layer: policy.voter(layer) for layer in caches}, policy.blocks_on_host
+        own = HEADS // ranks, 1, Rotation.of(ROPE), reference, TensorRanks(ranks, add)
+        policy.compute_in(KernelChunks(policy.config, host, caches, voters, *own))
     return policy
 
 
@@ -93,7 +102,7 @@ def read(policy: LtriPolicy, text: torch.Tensor) -> Read:
         policy: of the rank.
         text: [layers, 3, tokens, heads of the rank, dim] queries, keys and values; of these the first heads count.
     """
-    rope, request = Rope(0.5 ** torch.arange(DIM // 2)), Request(1, "r", None, {}, prompt=PROMPT)
+    request = Request(1, "r", None, {}, prompt=PROMPT)
     policy.host_reserve(1, policy.host_need(TOKENS + 1))
     policy.start(request)
     slots, outs, blocks = torch.arange(1, 1 + policy.config.slots, dtype=torch.int32), list[torch.Tensor](), []
@@ -101,10 +110,10 @@ def read(policy: LtriPolicy, text: torch.Tensor) -> Read:
     for low, high in bounds:
         carry: dict[str, Any] = {}
         for layer, (keys, values) in policy._caches().items():
-            caches = Caches(layer, keys, values, torch.empty(0, dtype=torch.int32), rope, DIM**-0.5, carry)
+            caches = Caches(layer, keys, values, torch.empty(0, dtype=torch.int32), ROPE, DIM**-0.5, carry)
             query, new = text[layer, 0, low:high], text[layer, 1:, low:high, : keys.shape[1]]
             outs.append(policy.attend(request, caches, slots, low, query, new[0], new[1]))
-            blocks.append(list(policy.stream(request).layers[layer].blocks))
+            blocks.append(policy._computing.retrieved(policy.stream(request).layers[layer]))
     policy.finish(request)
     assert policy.blocks_on_host.used == policy.blocks_on_host.promised == 0
     return Read(torch.cat(outs), blocks, len(bounds))
@@ -153,6 +162,50 @@ def test_ranks_answer_as_one(case: dict[str, Any]) -> None:
     assert len({tuple(blocks) for blocks in alone.blocks}) > 4
     voting = 0 if case.get("index") == "random" else LAYERS if case["heads"] == "all" else 2
     assert exchange.calls[0] == exchange.calls[1] <= 3 * voting * alone.chunks if voting else exchange.calls == [0, 0]
+
+
+OF_KERNELS = {"block": 16, "window": 32, "chunk": 32, "sinks": 16}
+"""Kernels cut no smaller tiles."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].get("heads") != "all"])
+def test_kernels_of_ranks_answer_as_one(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only the rank with a layer's retrieval head has its index, and all get the blocks that it finds."""
+    Heads("tiny", "", SCORES, {}).save(tmp_path / "heads.json")
+    settings = {**POLICY, **OF_KERNELS, "heads": str(tmp_path / "heads.json"), **CASES[name]}
+    monkeypatch.setenv(POLICY_ENV, json.dumps(settings))
+    alone = read(policy_on(1, 0, lambda values: values), texts(1)[0])
+    exchange = Exchange(2)
+    policies = [policy_on(2, rank, partial(exchange.add, rank), kernels=True) for rank in range(2)]
+    if policies[0].config.remembers:
+        stores = [policy._computing.stores for policy in policies]  # type: ignore[attr-defined]
+        assert [[stores[rank][layer].index is not None for layer in range(LAYERS)] for rank in range(2)] == [
+            [True, False, False],
+            [False, False, True],
+        ]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(read, policies, texts(2))
+    assert first.blocks == second.blocks
+    assert [sorted(blocks) for blocks in first.blocks] == [sorted(blocks) for blocks in alone.blocks]
+    assert (torch.cat([first.out, second.out], 1) - alone.out).abs().max() < 1e-5
+    assert len({tuple(blocks) for blocks in alone.blocks}) > 4
+    assert exchange.calls[0] == exchange.calls[1]
+
+
+@pytest.mark.parametrize(("index", "heads", "ranks"), [("ltri", "all", 1), ("random", "all", 2), ("ltri", "file", 2)])
+def test_kernels_serve_ranks_where_one_head_votes(
+    index: str, heads: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Heads("tiny", "", SCORES, {}).save(tmp_path / "heads.json")
+    named = "all" if heads == "all" else str(tmp_path / "heads.json")
+    monkeypatch.setenv(POLICY_ENV, json.dumps({**POLICY, **OF_KERNELS, "index": index, "heads": named}))
+    check_ranks(policy_on(ranks, 0, lambda values: values))
+
+
+def test_kernels_refuse_ranks_where_all_heads_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POLICY_ENV, json.dumps({**POLICY, **OF_KERNELS, "heads": "all"}))
+    with pytest.raises(ValueError, match=r"tp_size=2 with kernels, and all heads of a layer vote.*sglang-ext heads"):
+        check_ranks(policy_on(2, 0, lambda values: values))
 
 
 def test_ranks_that_do_not_ask_decide_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,13 @@ from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader, graph_sizes
 from sglang_ext.attention.readers.streams import StreamReader, check_flashinfer
 from sglang_ext.attention.step import Batch, Forward, LayerCall
+from sglang_ext.compat.ranks import sum_over_ranks
 from sglang_ext.kernels.block_votes.triton_impl import MAX_COUNT, MAX_VECTORS
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import flashinfer_impl, reference
 from sglang_ext.kernels.host_fetch.triton_impl import MAX_WAYS
 from sglang_ext.kernels.span_index.types import BLOCKS
+from sglang_ext.policies.ltri import TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
 
 MOST: Mapping[str, int] = {"retrieved": MAX_COUNT, "ways": MAX_WAYS}
@@ -51,6 +53,16 @@ def check_kernels(settings: Ltri) -> None:
         )
 
 
+def check_ranks(policy: LtriPolicy) -> None:
+    """Raise ValueError where all heads of a layer vote on several ranks, each of which has a part of every product."""
+    if policy.ranks > 1 and policy.config.remembers and policy.all_heads_vote:
+        raise ValueError(
+            f"tp_size={policy.ranks} with kernels, and all heads of a layer vote, whose products the ranks add in plain"
+            " PyTorch alone: find the retrieval heads with sglang-ext heads MODEL and name its file with --policy"
+            f' \'{{"heads": "FILE"}}\', set {KERNELS_ENV}=torch in the server\'s environment, or set --tp-size 1'
+        )
+
+
 class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
     """Streams of a policy, in kernels; every batch is its.
 
@@ -66,7 +78,8 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         check_kernels(policy.config)
         model.check_cache_type()
         self.model, self.policy = model, policy
-        self._prompts = StreamReader(model, policy, machine)
+        self._prompts = StreamReader(model, policy, machine)  # has the policy meet the model
+        check_ranks(policy)
         caches, settings = model.caches(), policy.config
         self._rows = model.request_slots // settings.slots
         self._chunks = KernelChunks(
@@ -78,6 +91,7 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
             self._rows,
             Rotation.of(model.rope),
             self._attention(machine.kernels),
+            TensorRanks(policy.ranks, sum_over_ranks),
         )
         policy.compute_in(self._chunks)
         self._decoding = DecodeRows(model, policy, self._chunks) if policy.captured else None
@@ -109,9 +123,9 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         """Read a prompt, so that the first requests do not wait for compilers, and record whole chunks of prompts."""
         model, settings = self.model, self.policy.config
         shape = model.shape
-        WarmUp(self.policy, self._chunks, model.caches(), shape.heads, model.rope, shape.scale).read(
-            max(1, model.tokens_of_a_pass // settings.chunk)
-        )
+        # What ranks add is not recorded: their chunks are launched one by one.
+        places = max(1, model.tokens_of_a_pass // settings.chunk) if self.policy.ranks == 1 else 0
+        WarmUp(self.policy, self._chunks, model.caches(), shape.heads, model.rope, shape.scale).read(places)
 
     # ---- CUDA graphs ----
 

@@ -1,0 +1,44 @@
+"""Spans of Ltri-LLM in kernels: how they are cut, of the heads of all ranks, and the vectors that stand for them."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_ext.attention.ltri_state import is_folded
+from sglang_ext.kernels.span_index import HeadSums, SpanRule, Spans, cut_spans, cut_summed, sum_heads
+from sglang_ext.policies.ltri import TensorRanks
+from sglang_ext.policies.ltri_options import Ltri
+
+
+def cut(tiles: torch.Tensor, rows: torch.Tensor, rule: SpanRule, ranks: TensorRanks) -> Spans:
+    """The spans of tiles of which each rank has some of the heads: the same on all ranks (`kernels.span_index`)."""
+    if ranks.count == 1:
+        return cut_spans(tiles, rows, rule)
+    sums = sum_heads(tiles, rows, rule.theta)
+    return cut_summed(HeadSums(*ranks.add_all([sums.levels, sums.summed])), rows, rule)
+
+
+def span_vectors(
+    settings: Ltri, states: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index vectors of spans.
+
+    Args:
+        settings: of the method.
+        states: [tiles, tokens of a tile, dim].
+        tokens: [tiles, spans, most] int32 of `pick`.
+        counts: [tiles, spans] int32.
+
+    Returns:
+        (vectors [tiles, spans, most or 1, dim], counts [tiles, spans] int32).
+    """
+    tiles, spans, most = tokens.shape
+    at = tokens.clamp(min=0).long().view(tiles, spans * most, 1)
+    found = states.gather(1, at.expand(-1, -1, states.shape[2])).view(tiles, spans, most, -1)
+    if not is_folded(settings):
+        return found, counts
+    there = (tokens >= 0).unsqueeze(-1)
+    summed = torch.where(there, found, 0).sum(2, keepdim=True, dtype=torch.promote_types(found.dtype, torch.float32))
+    if settings.index != "ltri":
+        summed = summed / counts.clamp(min=1).view(tiles, spans, 1, 1)
+    return summed, counts.clamp(max=1)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.attention.ltri import LtriPolicy
+from sglang_ext.attention.ltri import LtriPolicy, LtriStream
+from sglang_ext.attention.ltri_block_ends import BlockEnds
+from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_state import KernelMemory
 from sglang_ext.attention.ltri_stores import KernelChunks
@@ -46,12 +48,26 @@ class DecodeRows:
         model: the model.
         policy: whose streams they are.
         chunks: what kernels have for them.
+
+    Attributes:
+        block_ends: how often a stream's block ended, replayed for all layers and launched layer by layer; also at the
+            begin of each answer.
     """
 
     def __init__(self, model: Model, policy: LtriPolicy, chunks: KernelChunks) -> None:
         self._model, self._policy, self._chunks, settings = model, policy, chunks, policy.config
+        self._ends: BlockEnds | None = None
+        self.block_ends = {"replayed": 0, "launched": 0}
         self._sizes = StreamSizes(settings.sinks, settings.slots, settings.window, settings.block)
         self._buffers: dict[int, StepBuffers] = {}
+
+    def record(self) -> None:
+        """Record what the end of a block asks for, so that steps wait no longer for it than they must."""
+        model, policy, chunks = self._model, self._policy, self._chunks
+        caches = model.caches()
+        voters, heads = {layer: policy.voter(layer) for layer in caches}, model.shape.heads
+        self._ends = BlockEnds(policy.config, caches, voters, chunks.stores, chunks.slot, heads)
+        self._ends.record(policy.blocks_on_host)
 
     def load(self, batch: Sequence[BatchRows], size: int) -> StepBuffers:
         """Have a step of streams, one token each, in the buffers for `size` requests, padding included."""
@@ -80,11 +96,38 @@ class DecodeRows:
         maps = [each for each in stream.layers.values() if isinstance(each, KernelMemory) and each.row is not None]
         fresh = any(memory.last is not None and memory.last[0] < token for memory in maps)
         whole = settings.first(settings.blocks(token)) == token  # a block ended with the token before
-        if seat is None or not seat.decodes or whole or settings.evicted(token) > stream.stored:
-            seat, fresh = self._settle(rows, slots, token), False
+        gone = settings.evicted(token) - stream.stored
+        if seat is None or not seat.decodes or whole or gone > 0:
+            usual = seat is not None and (fresh or not maps) and self._replayed(stream, seat, maps, token, whole)
+            if seat is None or not usual:
+                seat = self._settle(rows, slots, token)
+            self.block_ends["replayed" if usual else "launched"] += 1
+            fresh = False
         for memory in maps:
             memory.saw(token)
         return seat.row, token, settings.local(token), int(fresh)
+
+    def _replayed(self, stream: LtriStream, seat: Seat, maps: Sequence[KernelMemory], token: int, whole: bool) -> bool:
+        """Replay the end of a block, and know what it leaves; False, and nothing is done, where it is not as usual."""
+        settings, ends = self._policy.config, self._ends
+        before, after, complete = stream.stored, settings.evicted(token), settings.blocks(token) - 1
+        spans = settings.index == "ltri"
+        waits = all(list(memory.tiles) == [complete] for memory in maps) if spans and whole else True
+        if ends is None or not ends.recorded or not seat.decodes or after > before + 1 or complete < 0 or not waits:
+            return False
+        ids = LayerHost(self._policy.blocks_on_host, stream.lease, 0, self._model.device).numbers(after)
+        gone = (before, ids[before]) if after > before else None
+        ends.replay(seat.row, complete if whole else None, gone)
+        seat.learn(ids)
+        for layer, memory in stream.layers.items():
+            memory.stored = after
+            state = self._chunks.stores[layer].state
+            if state is None:
+                continue
+            memory.last = None
+            if spans and whole:
+                memory.tiles = {complete + 1: state.tile[seat.row]}
+        return True
 
     def _settle(self, rows: BatchRows, slots: torch.Tensor, token: int) -> Seat:
         """Do what a prompt's chunk begins with, in all layers; have blocks that came back, and tiles, in their rows."""

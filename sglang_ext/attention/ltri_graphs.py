@@ -69,7 +69,7 @@ class ChunkGraphs:
         keys, values = first.caches.keys, first.caches.values
         rows = max(sum(frame.rows for frame in each) for each in frames)
         self._rows = ChunkRows.empty(rows, first.heads, keys, values)
-        graphs = _Graphs(keys.device)
+        graphs = GraphRecorder(keys.device)
         for number, each in enumerate(frames):
             run = self._run(number, each, first, seat)
             for layer in sorted(chunks):
@@ -247,7 +247,7 @@ class ChunkGraphs:
         return compute
 
 
-class _Graphs:
+class GraphRecorder:
     """CUDA graphs that share their memory; on a CPU, what was recorded is run again.
 
     All are recorded on one stream, because PyTorch reuses freed memory within a stream only.

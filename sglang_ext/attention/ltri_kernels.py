@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
-from sglang_ext.attention.ltri_spans import cut, span_vectors
+from sglang_ext.attention.ltri_spans import cut, keep_vectors, leaving_spans, span_vectors
 from sglang_ext.attention.ltri_state import (
     KernelMemory,
     Lanes,
@@ -148,28 +148,13 @@ class KernelChunk(LayerTokens[Spans]):
         settings, blocks, ids = self.settings, self.plan.gone, self.plan.gone_ids
         if self.voter is not None:
             received = self.ranks.add(self.store.map_of_voters.received.view(-1)[cells])
-            self._remember_spans(self.voter, slots, received.view(len(blocks), settings.block))
+            given, index = received.view(len(blocks), settings.block), self.store.index
+            spans, at = leaving_spans(settings, self.store, self.plan.gone_spans), ids.long()
+            if index is not None:
+                with self.lanes.index.apart(spans, given, at):
+                    keep_vectors(settings, index, spans, given, self._gone_states(self.voter, slots), at)
         self._keep_blocks(slots.view(len(blocks), settings.block), ids)
         self.memory.stored = blocks.stop
-
-    def _remember_spans(self, voter: Voter, slots: torch.Tensor, given: torch.Tensor) -> None:
-        """Have the spans of blocks that leave the window in the index, on the rank that has one.
-
-        Args:
-            voter: of the layer.
-            slots: [tokens] of the blocks.
-            given: [blocks, block], what their tokens received from all heads.
-        """
-        index, spans, at = self.store.index, self._spans(self.plan.gone), self.plan.gone_ids.long()
-        if index is None:
-            return
-        with self.lanes.index.apart(spans, given, at):
-            vectors = self._gone_states(voter, slots).view(*given.shape, -1)
-            found = span_vectors(
-                self.settings, vectors, pick(spans, given, index_sizes(self.settings)[1]), spans.counts
-            )
-            index.vectors.index_copy_(0, at, found[0].to(index.vectors.dtype))
-            index.counts.index_copy_(0, at, found[1])
 
     def _gone_states(self, voter: Voter, slots: torch.Tensor) -> torch.Tensor:
         """[tokens, dim], of the tokens that leave the window, which have these slots."""
@@ -178,14 +163,6 @@ class KernelChunk(LayerTokens[Spans]):
     def _keep_blocks(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
         """Have the blocks with slots [blocks, block] under their numbers on the host, [blocks] int32."""
         store(self.caches.keys, self.caches.values, slots, ids, self.store.region)
-
-    def _spans(self, blocks: range) -> Spans:
-        """The spans of blocks that leave the window."""
-        if self.settings.index == "ltri":
-            return self.store.spans_of_voters.at(self.plan.gone_spans)
-        bounds = torch.zeros(len(blocks), 1, 2, dtype=torch.int32, device=self.slots.device)
-        bounds[..., 1] = self.settings.block
-        return Spans(bounds, torch.full_like(bounds[..., 0], index_sizes(self.settings)[1]))
 
     def _map(self, asked: ChunkQuery, window: SeenKeys, local: Part) -> tuple[Spans, torch.Tensor] | None:
         """Keep what the map of attention to the window says of blocks.

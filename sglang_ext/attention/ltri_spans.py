@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_ext.attention.ltri_state import is_folded
-from sglang_ext.kernels.span_index import HeadSums, SpanRule, Spans, cut_spans, cut_summed, sum_heads
+from sglang_ext.attention.ltri_state import LayerIndex, LayerStore, index_sizes, is_folded
+from sglang_ext.kernels.span_index import HeadSums, SpanRule, Spans, cut_spans, cut_summed, pick, sum_heads
 from sglang_ext.policies.ltri import TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -16,6 +16,34 @@ def cut(tiles: torch.Tensor, rows: torch.Tensor, rule: SpanRule, ranks: TensorRa
         return cut_spans(tiles, rows, rule)
     sums = sum_heads(tiles, rows, rule.theta)
     return cut_summed(HeadSums(*ranks.add_all([sums.levels, sums.summed])), rows, rule)
+
+
+def leaving_spans(settings: Ltri, store: LayerStore, places: torch.Tensor) -> Spans:
+    """The spans of blocks that leave the window, which lie in places [blocks] int64 of a layer that votes."""
+    if settings.index == "ltri":
+        return store.spans_of_voters.at(places)
+    bounds = torch.zeros(len(places), 1, 2, dtype=torch.int32, device=places.device)
+    bounds[..., 1] = settings.block
+    return Spans(bounds, torch.full_like(bounds[..., 0], index_sizes(settings)[1]))
+
+
+def keep_vectors(
+    settings: Ltri, index: LayerIndex, spans: Spans, given: torch.Tensor, states: torch.Tensor, at: torch.Tensor
+) -> None:
+    """Have the spans of blocks in a layer's index.
+
+    Args:
+        settings: of the method.
+        index: of the layer; written.
+        spans: of the blocks.
+        given: [blocks, block], what their tokens received from all heads.
+        states: [blocks * block, dim] of their tokens (`Voter.of_keys`).
+        at: [blocks] int64, their numbers on the host.
+    """
+    chosen = pick(spans, given, index_sizes(settings)[1])
+    vectors, counts = span_vectors(settings, states.view(*given.shape, -1), chosen, spans.counts)
+    index.vectors.index_copy_(0, at, vectors.to(index.vectors.dtype))
+    index.counts.index_copy_(0, at, counts)
 
 
 def span_vectors(

@@ -52,7 +52,7 @@ def strays(served: Served, prompt: list[int], answer: dict[str, Any], sizes: Ltr
     return float((torch.tensor(got, dtype=want.dtype) - want).abs().mean())
 
 
-def test_answers_are_the_papers(served: Served) -> None:
+def test_answers_are_the_papers(served: Served, rounding: float = ROUNDING) -> None:
     """Alone, and together, so that several streams are in one pass."""
     sizes = served.sizes  # type: ignore[attr-defined]
     prompts = [prompt_of(length, length) for length in (700, 431, 90)]
@@ -62,15 +62,16 @@ def test_answers_are_the_papers(served: Served) -> None:
         for answer in answers:
             found, without = (strays(served, prompt, answer, each) for each in (sizes, replace(sizes, retrieved=0)))
             print(f"{sizes.similarity}, {len(prompt)} tokens: {found:.4f}, without blocks {without:.4f}")
-            assert found < ROUNDING
+            assert found < rounding
             assert len(prompt) < 100 or without > 3 * found
     stats: dict[str, Any] = served.stats()
     assert stats["reader"] == "LtriReader" and stats["host_cache"]["misses"] > 0
-    assert stats["decoding_steps"]["graph"] > 50
+    assert stats["decoding_steps"]["graph"] > 50 or not torch.cuda.is_available()
+    assert stats["block_ends"]["replayed"] > 4 or served.engine.server_args.tp_size > 1
     clean(served)
 
 
-def test_a_fork_shares_the_document(served: Served) -> None:
+def test_a_fork_shares_the_document(served: Served, rounding: float = ROUNDING) -> None:
     sizes, document = served.sizes, prompt_of(600, 1)  # type: ignore[attr-defined]
     first, second = ([*document, *prompt_of(30, seed)] for seed in (2, 3))
     params = served.params({}, 20)
@@ -80,7 +81,7 @@ def test_a_fork_shares_the_document(served: Served) -> None:
     assert answer["meta_info"]["cached_tokens"] >= 500
     assert (
         strays(served, second, {**answer, "meta_info": {**answer["meta_info"], "input_token_logprobs": [0]}}, sizes)
-        < ROUNDING
+        < rounding
     )
     until(lambda: served.engine.flush_cache().success)
     clean(served)

@@ -10,19 +10,26 @@ With SGLANG_EXT_DRY_RUN=1 the tests run without a GPU, in plain PyTorch, over tw
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_ext.policies.heads import Heads, weights_hash
 from tests.e2e import test_gpu_cascade as cascade
 from tests.e2e import test_gpu_double_p as double_p
+from tests.e2e import test_gpu_ltri as of_ltri
 from tests.e2e.server import until
+from tests.e2e.streams import serving
+from tests.e2e.test_ltri import policy_of
 from tests.oracle import models
+from tests.oracle.ltri import LtriOracle
 from tests.oracle.streams import CascadeOracle, Sizes
 
 DRY = os.environ.get("SGLANG_EXT_DRY_RUN") == "1"
@@ -214,6 +221,28 @@ def test_cascades_of_two_ranks(tmp_path: Path) -> None:
             got, other = cascade.deviation(answer.log_probs, right), cascade.deviation(right, wrong)
             print(f"{asked}, {len(answer.tokens)} tokens: {got:.4f}, with another cascade {other:.4f}")
             assert got < (cascade.ROUNDING if one else max(cascade.ROUNDING, other / 2)), (asked, number)
+
+
+def test_ltri_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retrieval heads of both ranks vote; answers, turns and forks are the method's, which has blocks of both."""
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton" if DRY else "flashinfer")
+    folder = models.save_model("llama", tmp_path / "llama", head_dim=64, max_position_embeddings=512)
+    config = json.loads((folder / "config.json").read_text())
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    voting = {layer: (layer * (heads - 1) % heads, 0.5) for layer in range(layers)}
+    scores = tuple(tuple(0.5 if head == voting[layer][0] else 0.0 for head in range(heads)) for layer in range(layers))
+    assert len({head // (heads // 2) for head, _ in voting.values()}) == 2, "both ranks have heads that vote"
+    Heads("llama", weights_hash(str(folder)), scores, {}).save(tmp_path / "heads.json")
+    sizes = replace(of_ltri.SIZES, heads=voting, similarity="max")
+    options: dict[str, Any] = {"policy": {**policy_of(sizes), "heads": str(tmp_path / "heads.json")}, "tp_size": 2}
+    options |= {"dtype": "float16", "max_total_tokens": 1000, "chunked_prefill_size": 200}
+    with cores_of(2), serving(folder, attention_backend="ltri", **options) as served:
+        served.oracle, served.sizes = LtriOracle(folder), sizes  # type: ignore[attr-defined]
+        for parameter in served.oracle.model.parameters():  # type: ignore[attr-defined]
+            parameter.data = parameter.data.half().double()
+        # Where one head decides, two blocks score alike more often: one rank strays as far, by 0.027.
+        of_ltri.test_answers_are_the_papers(served, 0.05)
+        of_ltri.test_a_fork_shares_the_document(served, 0.05)
 
 
 def _log_probs(oracle: CascadeOracle, answer: cascade.Answer, sizes: Sizes) -> list[float]:

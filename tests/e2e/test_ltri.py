@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,14 +41,14 @@ def policy_of(sizes: LtriSizes) -> dict[str, Any]:
 
 
 class Replayed:
-    """The oracle in the place of `Served.cascades`: a conversation of TURNS is replayed turn by turn."""
+    """The oracle in the place of `Served.cascades`: a conversation is replayed turn by turn."""
 
-    def __init__(self, oracle: LtriOracle) -> None:
-        self.oracle = oracle
+    def __init__(self, oracle: LtriOracle, conversation: Sequence[tuple[int, int]] = TURNS) -> None:
+        self.oracle, self.conversation = oracle, conversation
 
     def log_probs(self, tokens: Sequence[int], sizes: LtriSizes) -> torch.Tensor:
         turns, at = [], 0
-        for length, answered in TURNS:
+        for length, answered in self.conversation:
             turns.append((max(0, at - 1), at + length))
             at += length + answered
         begun = [(begin, end) for begin, end in turns if end <= len(tokens)]
@@ -79,6 +80,7 @@ def replays(served: Served) -> None:
     stats = served.stats()
     if stats["reader"] == "LtriReader":
         assert stats["prompt_chunks"]["replayed"] > stats["prompt_chunks"]["launched"]
+        assert stats["block_ends"]["replayed"] > 4
 
 
 def clean(served: Served) -> None:
@@ -122,6 +124,23 @@ def test_turns_go_on_from_what_is_on_the_host(served: Served) -> None:
     # The requests between the turns, of 60 tokens, have ended, and later ones may begin like them.
     assert stats["host_blocks"] == blocks[0] + blocks[1] * stats["ended_streams"]
     assert stats["host_blocks_promised"] == 0
+    clean(served)
+
+
+def test_blocks_that_end_in_an_answer_are_found_again(served: Served) -> None:
+    """A later turn gets back what left the window between decoding steps."""
+    if served.retracts:  # type: ignore[attr-defined]
+        pytest.skip("a turn that is retracted ends")
+    turns, sizes = ((35, 80), (45, 10)), served.sizes  # type: ignore[attr-defined]
+    of_turns = SimpleNamespace(
+        **{name: getattr(served, name) for name in ("generate", "one")},
+        cascades=Replayed(served.oracle, turns),  # type: ignore[attr-defined]
+    )
+    before = served.stats()
+    converse(of_turns, "long", {}, sizes, turns)  # type: ignore[arg-type]
+    if before["reader"] == "LtriReader":
+        ends = {how: served.stats()["block_ends"][how] - before["block_ends"][how] for how in ("replayed", "launched")}
+        assert ends["replayed"] >= 4 and ends["launched"] <= 4, ends
     clean(served)
 
 

@@ -117,6 +117,8 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
     def stats(self) -> Mapping[str, Mapping[str, float]]:
         chunks = self._chunks
         counted = {"prompt_chunks": chunks.prompts, "decoding_steps": self._steps, "host_cache": chunks.counters()}
+        if self._decoding is not None:
+            counted["block_ends"] = self._decoding.block_ends
         return {**super().stats(), **counted}
 
     def warm_up(self) -> None:
@@ -126,6 +128,8 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         # What ranks add is not recorded: their chunks are launched one by one.
         places = max(1, model.tokens_of_a_pass // settings.chunk) if self.policy.ranks == 1 else 0
         WarmUp(self.policy, self._chunks, model.caches(), shape.heads, model.rope, shape.scale).read(places)
+        if self._decoding is not None and places:
+            self._decoding.record()
 
     # ---- CUDA graphs ----
 

@@ -93,10 +93,7 @@ SPEED = (
     FileSummary(
         "dbsa_engine_small_blocks",
         "DBSA in an engine, blocks of 5 demonstrations",
-        (
-            ShownRow("encoding a pool of", "dense prefill"),
-            ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),
-        ),
+        (ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),),
     ),
     FileSummary(
         "serve",
@@ -105,6 +102,14 @@ SPEED = (
             ShownRow("questions over pools: goodput"),
             ShownRow("questions over pools, 128 at a time"),
             ShownRow("a token while a pool of 90000 tokens is encoded"),
+        ),
+    ),
+    FileSummary(
+        "start",
+        "Start of a server",
+        (
+            ShownRow("start of a server, dbsa, cold caches"),
+            ShownRow("start of a server, dbsa, warm caches"),
         ),
     ),
     FileSummary(
@@ -150,7 +155,6 @@ SPEED = (
         (
             ShownRow("decode attention, one layer, middle planted keys, batch 1, 64K"),
             ShownRow("decode attention, one layer, middle planted keys, batch 8, 64K"),
-            ShownRow("decode attention, one layer, peaked planted keys, batch 8, 64K"),
             ShownRow("middle planted keys, batch 8, 64K: the step"),
         ),
     ),
@@ -173,7 +177,6 @@ SPEED = (
         "Kernels of cascades",
         (
             ShownRow("prefill attention, one layer, 1048576 tokens"),
-            ShownRow("score and cache update of a stride"),
             ShownRow("decode attention, one layer, 18496 tokens kept, batch 32"),
         ),
     ),
@@ -241,7 +244,6 @@ QUALITY = (
         "DBSA over smaller blocks, banking77, SmolLM2-135M-Instruct",
         (
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA 30%: answers right"),
-            ShownRow("SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA by example"),
             ShownRow("SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA 30%, blocks of 5 behind"),
         ),
     ),
@@ -270,22 +272,21 @@ QUALITY = (
         (
             ShownRow("banking77, 7 a class, Double-P"),
             ShownRow("banking77, 7 a class, RetroInfer"),
-            ShownRow("banking77, 7 a class, Quest, as many kept"),
             ShownRow("banking77, 7 a class, Twilight, as many kept"),
         ),
     ),
     FileSummary(
         "double_p_recovered",
         "Attention that Double-P and others recover",
-        (
-            ShownRow("recovered attention to the middle, captured keys, 16384 tokens: Double-P (0.95, 0.7)"),
-            ShownRow("recovered attention to the middle, captured keys, 16384 tokens: RetroInfer"),
-        ),
+        (ShownRow("recovered attention to the middle, captured keys, 16384 tokens: Double-P (0.95, 0.7)"),),
     ),
     FileSummary(
         "quality_ruler_smollm2",
         "Tasks like RULER's, SmolLM2-135M",
-        (ShownRow("SmolLM2-135M-Instruct, single-key needle, 4096 tokens, Double-P"),),
+        (
+            ShownRow("SmolLM2-135M-Instruct, single-key needle, 4096 tokens, Double-P (0.95, 0.95)"),
+            ShownRow("SmolLM2-135M-Instruct, single-key needle, 8192 tokens, Double-P (0.95, 0.7), in kernels"),
+        ),
     ),
     FileSummary(
         "drafts",
@@ -303,11 +304,13 @@ QUALITY = (
     ),
     FileSummary(
         "quality_book_2048",
-        "Two books of 512K tokens, SmolLM2-135M",
-        (
-            ShownRow("SmolLM2-135M-Instruct, anarchist_faq, 524288 tokens, 2 cascades: perplexity"),
-            ShownRow("SmolLM2-135M-Instruct, anarchist_faq, 524288 tokens, 4 cascades: perplexity"),
-        ),
+        "Two books of 512K tokens, window 2,048, SmolLM2-135M",
+        (ShownRow("SmolLM2-135M-Instruct, anarchist_faq, 524288 tokens, 2 cascades: perplexity"),),
+    ),
+    FileSummary(
+        "quality_book_4096",
+        "Two books of 512K tokens, window 4,096, SmolLM2-135M",
+        (ShownRow("SmolLM2-135M-Instruct, anarchist_faq, 524288 tokens, 2 cascades: perplexity"),),
     ),
     FileSummary(
         "quality_ltri",

@@ -1,7 +1,8 @@
 """Decoding steps of streams of Ltri-LLM in kernels: the same launches every time, so that CUDA graphs hold them.
 
 What a step reads of a stream lies in a row of tensors that never move (`ltri_stores`). What changes once a block, spans
-that are cut and blocks that leave the window, is done before the layers run, when the host sees that it is due.
+that are cut and blocks that leave the window, is done before the layers run, when the host sees that it is due: in one
+recording for all layers (`ltri_block_ends`), or layer by layer where an answer begins.
 """
 
 from __future__ import annotations

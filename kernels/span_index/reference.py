@@ -64,7 +64,7 @@ def sum_heads(tiles: torch.Tensor, rows: torch.Tensor, theta: float) -> HeadSums
 
     Returns:
         Sums in the tiles' dtype, on their device. Thresholds are added in the order in which the attention is, so that
-        a tile that is flat in every head has no entry above or below its level.
+        a tile that is flat in every head has no entry above or below its level; nor has the sum of two ranks.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or a tile has more rows than `block` or less than 0.

@@ -93,7 +93,10 @@ SPEED = (
     FileSummary(
         "dbsa_engine_small_blocks",
         "DBSA in an engine, blocks of 5 demonstrations",
-        (ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),),
+        (
+            ShownRow("encoding a pool of", "dense prefill"),
+            ShownRow("answering with 4 tokens, 32 at a time", "Fixed ICL, cached"),
+        ),
     ),
     FileSummary(
         "serve",
@@ -155,17 +158,14 @@ SPEED = (
         (
             ShownRow("decode attention, one layer, middle planted keys, batch 1, 64K"),
             ShownRow("decode attention, one layer, middle planted keys, batch 8, 64K"),
+            ShownRow("decode attention, one layer, peaked planted keys, batch 8, 64K"),
             ShownRow("middle planted keys, batch 8, 64K: the step"),
         ),
     ),
     FileSummary(
         "cascade_engine",
         "Cascades in an engine",
-        (
-            ShownRow("the last 65536 of 262144 tokens"),
-            ShownRow("a prompt of 262144 tokens"),
-            ShownRow("a decoding step with a full window"),
-        ),
+        (ShownRow("a prompt of 262144 tokens"),),
     ),
     FileSummary(
         "cascade_engine_tp2",
@@ -176,7 +176,7 @@ SPEED = (
         "cascade_kernels",
         "Kernels of cascades",
         (
-            ShownRow("prefill attention, one layer, 1048576 tokens"),
+            ShownRow("score and cache update of a stride"),
             ShownRow("decode attention, one layer, 18496 tokens kept, batch 32"),
         ),
     ),
@@ -195,7 +195,6 @@ SPEED = (
         "Ltri-LLM's kernels",
         (
             ShownRow("a chunk of 512 tokens in a layer that votes"),
-            ShownRow("fetch of 16 blocks"),
             ShownRow("transfers that attention waits for, 8 of 16 blocks new, `preceding`"),
         ),
     ),
@@ -252,7 +251,6 @@ QUALITY = (
         "DBSA over smaller blocks, clinc150 and nlu, SmolLM2-135M-Instruct",
         (
             ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA 30%: answers right"),
-            ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA by example"),
             ShownRow("SmolLM2-135M-Instruct, clinc150, pools of 7000 tokens, DBSA 30%, blocks of 5 behind"),
         ),
     ),
@@ -272,6 +270,7 @@ QUALITY = (
         (
             ShownRow("banking77, 7 a class, Double-P"),
             ShownRow("banking77, 7 a class, RetroInfer"),
+            ShownRow("banking77, 7 a class, Quest, as many kept"),
             ShownRow("banking77, 7 a class, Twilight, as many kept"),
         ),
     ),
@@ -305,7 +304,10 @@ QUALITY = (
     FileSummary(
         "quality_book_2048",
         "Two books of 512K tokens, window 2,048, SmolLM2-135M",
-        (ShownRow("SmolLM2-135M-Instruct, anarchist_faq, 524288 tokens, 2 cascades: perplexity"),),
+        (
+            ShownRow("SmolLM2-135M-Instruct, anarchist_faq, 524288 tokens, 2 cascades: perplexity"),
+            ShownRow("SmolLM2-135M-Instruct, anarchist_faq, 524288 tokens, 4 cascades: perplexity"),
+        ),
     ),
     FileSummary(
         "quality_book_4096",

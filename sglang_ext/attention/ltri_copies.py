@@ -24,11 +24,17 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._of_layer = dict[int, torch.cuda.Event]()
         self._of_run = dict[int, torch.cuda.Event]()
+        self._newest: torch.cuda.Event | None = None
 
     def wait_for_layer(self, layer: int) -> None:
         """What is launched from here on finds all blocks of a layer on the host."""
         if layer in self._of_layer:
             torch.cuda.current_stream().wait_event(self._of_layer[layer])
+
+    def wait_for_all(self) -> None:
+        """What is launched from here on may write where any block lies on the host."""
+        if self._newest is not None:
+            torch.cuda.current_stream().wait_event(self._newest)
 
     def wait_for_run(self, number: int) -> None:
         """What is launched from here on may write where the blocks of a run of chunks waited for their copies."""
@@ -60,7 +66,7 @@ class HostCopies:
             self._copy(pairs, blocks)
             done = torch.cuda.Event()
             done.record()
-        self._of_layer[layer] = self._of_run[number] = done
+        self._of_layer[layer] = self._of_run[number] = self._newest = done
 
     @staticmethod
     def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], blocks: Sequence[tuple[int, int]]) -> None:

@@ -118,6 +118,8 @@ class DecodeRows:
             return False
         ids = LayerHost(self._policy.blocks_on_host, stream.lease, 0, self._model.device).numbers(after)
         gone = (before, ids[before]) if after > before else None
+        if gone is not None:
+            self._chunks.wait_for_copies()
         ends.replay(seat.row, complete if whole else None, gone)
         seat.learn(ids)
         for layer, memory in stream.layers.items():

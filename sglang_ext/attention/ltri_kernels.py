@@ -3,8 +3,8 @@
 What the host needs to know follows from the number of the chunk (`ltri_plan`). Which blocks come back, and what is
 remembered of them, stays on the device.
 
-**Ranks.** They add what they add in plain PyTorch (`ltri_chunk`). The index of a layer lies on the rank that has its
-retrieval head; the others have scores of 0, to which they add that rank's.
+**Ranks.** They add what decides in a layer that votes, as in plain PyTorch (`ltri_chunk`), but scores in the place of
+products: the index of a layer lies on the rank that has its retrieval head, and the others have scores of 0.
 """
 
 from __future__ import annotations

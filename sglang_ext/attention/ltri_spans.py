@@ -15,7 +15,8 @@ def cut(tiles: torch.Tensor, rows: torch.Tensor, rule: SpanRule, ranks: TensorRa
     if ranks.count == 1:
         return cut_spans(tiles, rows, rule)
     sums = sum_heads(tiles, rows, rule.theta)
-    return cut_summed(HeadSums(*ranks.add_all([sums.levels, sums.summed])), rows, rule)
+    summed, levels = ranks.add_all([sums.summed, sums.levels])  # in this order, both are aligned for kernels
+    return cut_summed(HeadSums(levels, summed), rows, rule)
 
 
 def leaving_spans(settings: Ltri, store: LayerStore, places: torch.Tensor) -> Spans:

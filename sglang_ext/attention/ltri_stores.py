@@ -256,6 +256,11 @@ class KernelChunks:
         keys, values = (kept.index_select(0, at).flatten(0, 1) for kept in (region.keys, region.values))
         return keys, values
 
+    def wait_for_copies(self) -> None:
+        """What is launched from here on may write to the host: a block of an ended stream may still be on its way."""
+        if self._graphs is not None:
+            self._graphs.copies.wait_for_all()
+
     def forget_counts(self) -> None:
         """Count chunks and wanted blocks from nothing again."""
         self.prompts.update(replayed=0, launched=0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.e2e.server import until
-from tests.e2e.streams import Served, prompt_of, sequence, serving
+from tests.e2e.streams import Served, goes_on, prompt_of, sequence, serving
 from tests.e2e.test_ltri import clean, policy_of
 from tests.oracle import models
 from tests.oracle.ltri import LtriOracle, LtriSizes
@@ -69,6 +69,28 @@ def test_answers_are_the_papers(served: Served, rounding: float = ROUNDING) -> N
     assert stats["decoding_steps"]["graph"] > 50 or not torch.cuda.is_available()
     assert stats["block_ends"]["replayed"] > 4 or served.engine.server_args.tp_size > 1
     clean(served)
+
+
+def test_blocks_that_end_in_an_answer_are_found_again(served: Served, rounding: float = ROUNDING) -> None:
+    """The second turn gets back what left the window between decoding steps of the first: nothing else has left it."""
+    first, second, sizes = prompt_of(60, 5), prompt_of(80, 6), served.sizes  # type: ignore[attr-defined]
+    assert sizes.sinks + sizes.window > len(first)
+    before = served.generate([first], [{"conversation": "long"}], 200)[0]
+    answer = served.generate([second], [goes_on("long", before)], 20)[0]
+    begun = [*first, *before["output_ids"]]
+    tokens = [*begun, *second, *answer["output_ids"]]
+    turns = [(0, len(first)), (len(begun) - 1, len(begun) + len(second))]
+    got = torch.tensor([value for value, *_ in answer["meta_info"]["output_token_logprobs"]], dtype=torch.float64)
+
+    def strayed(other: LtriSizes) -> float:
+        table = served.oracle.log_probs(tokens, turns, other)[:-1]  # type: ignore[attr-defined]
+        want = table.gather(1, torch.tensor(tokens[1:])[:, None])[-len(got) :, 0]
+        return float((got - want).abs().mean())
+
+    found, without = strayed(sizes), strayed(replace(sizes, retrieved=0))
+    print(f"{sizes.similarity}, a second turn: {found:.4f}, without blocks {without:.4f}")
+    assert found < rounding and without > 3 * found
+    until(lambda: served.engine.flush_cache().success)
 
 
 def test_a_fork_shares_the_document(served: Served, rounding: float = ROUNDING) -> None:

@@ -2,7 +2,7 @@
 
 What a step reads of a stream lies in a row of tensors that never move (`ltri_stores`). What changes once a block, spans
 that are cut and blocks that leave the window, is done before the layers run, when the host sees that it is due: in one
-recording for all layers (`ltri_block_ends`), or layer by layer where an answer begins.
+recording for all layers (`ltri_block_ends`), or layer by layer where a prompt ended with a chunk that was launched.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_ext.attention.ltri import LtriPolicy, LtriStream
 from sglang_ext.attention.ltri_block_ends import BlockEnds
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import Seat
-from sglang_ext.attention.ltri_state import KernelMemory
+from sglang_ext.attention.ltri_state import KernelMemory, LayerStore
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.model import Model
 from sglang_ext.attention.policy import Caches
@@ -51,8 +51,8 @@ class DecodeRows:
         chunks: what kernels have for them.
 
     Attributes:
-        block_ends: how often a stream's block ended, replayed for all layers and launched layer by layer; also at the
-            begin of each answer.
+        block_ends: how often a stream's block ended, replayed for all layers and launched layer by layer; the latter
+            also at the begin of an answer where something of its prompt waits.
     """
 
     def __init__(self, model: Model, policy: LtriPolicy, chunks: KernelChunks) -> None:
@@ -98,6 +98,8 @@ class DecodeRows:
         fresh = any(memory.last is not None and memory.last[0] < token for memory in maps)
         whole = settings.first(settings.blocks(token)) == token  # a block ended with the token before
         gone = settings.evicted(token) - stream.stored
+        if seat is not None and not seat.decodes and self._begun(stream, seat, maps, token):
+            whole = False  # the prompt's last chunk has cut its spans
         if seat is None or not seat.decodes or whole or gone > 0:
             usual = seat is not None and (fresh or not maps) and self._replayed(stream, seat, maps, token, whole)
             if seat is None or not usual:
@@ -107,6 +109,29 @@ class DecodeRows:
         for memory in maps:
             memory.saw(token)
         return seat.row, token, settings.local(token), int(fresh)
+
+    def _begun(self, stream: LtriStream, seat: Seat, maps: Sequence[KernelMemory], token: int) -> bool:
+        """Begin an answer behind a prompt of which nothing waits; False, and nothing is done, where something does."""
+        settings = self._policy.config
+        waits = any(settings.first(block + 1) <= token for memory in maps for block in memory.tiles)
+        if seat.settled != token or waits:
+            return False
+        for layer, memory in stream.layers.items():
+            if isinstance(memory, KernelMemory):
+                self._show(memory, self._chunks.stores[layer], seat.row, token)
+        seat.decodes, seat.settled = True, None
+        return True
+
+    def _show(self, memory: KernelMemory, store: LayerStore, row: int, token: int) -> None:
+        """Have what decoding steps from a token on read of a layer, and write, in the stream's row."""
+        settings, block = self._policy.config, self._policy.config.blocks(token + 1) - 1
+        if store.state is not None and settings.index == "ltri" and block >= 0:
+            memory.tiles[block] = store.state.tile[row]  # where a prompt's chunk left it, too
+        if memory.retrieved is not memory.shown:
+            ways = store.ways[row].fill_(-1)
+            if memory.retrieved is not None:
+                ways[: memory.retrieved.ways.shape[0]] = memory.retrieved.ways
+            memory.shown = memory.retrieved
 
     def _replayed(self, stream: LtriStream, seat: Seat, maps: Sequence[KernelMemory], token: int, whole: bool) -> bool:
         """Replay the end of a block, and know what it leaves; False, and nothing is done, where it is not as usual."""
@@ -135,20 +160,13 @@ class DecodeRows:
     def _settle(self, rows: BatchRows, slots: torch.Tensor, token: int) -> Seat:
         """Do what a prompt's chunk begins with, in all layers; have blocks that came back, and tiles, in their rows."""
         carry: dict[str, object] = {}
-        nowhere, block = slots[:0], self._policy.config.blocks(token + 1) - 1
+        nowhere = slots[:0]
         for layer, (keys, values) in self._model.caches().items():
             caches = Caches(layer, keys, values, nowhere, self._model.rope, self._model.shape.scale, carry)
             tokens = self._policy.tokens(rows.request, caches, slots, self._model.shape.heads, (token, token + 1))
             chunk = self._chunks.launched(tokens)
             chunk.remember()
-            store, memory, row = chunk.store, chunk.memory, chunk.plan.row
-            if store.state is not None and self._policy.config.index == "ltri" and block >= 0:
-                memory.tiles[block] = store.state.tile[row]  # where a prompt's chunk left it, too
-            if memory.retrieved is not memory.shown:
-                ways = store.ways[row].fill_(-1)
-                if memory.retrieved is not None:
-                    ways[: memory.retrieved.ways.shape[0]] = memory.retrieved.ways
-                memory.shown = memory.retrieved
+            self._show(chunk.memory, chunk.store, chunk.plan.row, token)
         seat = self._chunks.seat(tokens)
         seat.decodes, seat.settled = True, None
         return seat

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_ext.attention.ltri_decode import DecodeRows
+from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_state import KernelMemory
 from sglang_ext.attention.policy import Request
 from sglang_ext.attention.step import BatchRows, LayerCall
@@ -43,6 +44,12 @@ class Decoding:
         for out in self.world.run(self.request, given, 0, PROMPT):
             assert torch.isfinite(out).all()
 
+    @property
+    def seat(self) -> Seat:
+        seat = self.world.chunks.seat_of(self.world.policy._streams[1].lease)
+        assert seat is not None
+        return seat
+
     def step(self, given: torch.Tensor, token: int) -> torch.Tensor:
         """[layers, heads, dim]."""
         assert self.request is not None
@@ -57,8 +64,8 @@ class Decoding:
     def remembered(self, layer: int) -> dict[str, torch.Tensor]:
         """What a layer remembers of the stream, wherever it lies."""
         stream, store = self.world.policy._streams[1], self.world.chunks.stores[layer]
-        memory, seat = stream.layers[layer], self.world.chunks.seat_of(stream.lease)
-        assert isinstance(memory, KernelMemory) and seat is not None and seat.known == memory.stored
+        memory, seat = stream.layers[layer], self.seat
+        assert isinstance(memory, KernelMemory) and seat.known == memory.stored
         ids = torch.tensor(stream.lease.ids)
         assert seat.host_ids[: seat.known].tolist() == seat.ids[: seat.known].tolist() == ids.tolist()
         found = {"keys": store.region.keys[ids], "values": store.region.values[ids]}
@@ -71,30 +78,36 @@ class Decoding:
             found |= {"span counts": spans.counts, "tile": store.state.tile[seat.row]}
             found["bounds"] = spans.bounds.masked_fill((spans.counts == 0).unsqueeze(-1), -1)
             assert memory.last is not None
+            assert set(memory.tiles) <= {max(memory.tiles, default=0)}, "no complete block waits"
             found["newest"] = torch.tensor([memory.last[0], *memory.tiles])
+        found["ways"] = store.ways[seat.row]
         return found
 
 
+@pytest.mark.parametrize("places", [0, 2])
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_replayed_ends_leave_what_launched_ones_do(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    changes: dict[str, Any], places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    (_, first), (_, second) = both(monkeypatch, tmp_path, changes), both(monkeypatch, tmp_path, changes)
+    """Behind a prompt that was launched, and behind one that was replayed, of which nothing waits."""
+    (_, first), (_, second) = (both(monkeypatch, tmp_path, changes, places) for _ in range(2))
     launched, replayed = Decoding(first), Decoding(second)
     replayed.rows.record()
     given = text(3)
     for each in (launched, replayed):
         each.prompt(given)
+    settings = second.policy.config
+    tiles = {block for memory in second.policy._streams[1].layers.values() for block in memory.tiles}
+    begun = replayed.seat.settled == PROMPT and all(settings.first(block + 1) > PROMPT for block in tiles)
+    assert begun == (settings.sinks % settings.block == 0 or not tiles)
+    launched.seat.settled = None  # as if something waited
     for token in range(PROMPT, PROMPT + ANSWERED):
         wanted, found = (each.step(given, token) for each in (launched, replayed))
         assert torch.isfinite(wanted).all() and torch.equal(wanted, found), token
     ends = launched.rows.block_ends["launched"]
-    assert launched.rows.block_ends["replayed"] == 0 and replayed.rows.block_ends == {
-        "replayed": ends - 1,
-        "launched": 1,
-    }
-    sizes = second.policy.config
-    assert ends > ANSWERED / sizes.block * (1 if sizes.window % sizes.block == 0 else 2)
+    assert launched.rows.block_ends == {"replayed": 0, "launched": ends}
+    assert replayed.rows.block_ends == {"replayed": ends - 1, "launched": 0 if begun else 1}
+    assert ends > ANSWERED / settings.block * (1 if settings.window % settings.block == 0 else 2)
     for layer in range(LAYERS):
         one, other = launched.remembered(layer), replayed.remembered(layer)
         assert one.keys() == other.keys() and len(one["keys"]) > 4

@@ -78,17 +78,26 @@ def test_ranks_of_heads_that_decide_together_are_refused(monkeypatch: pytest.Mon
     assert "--policy: heads=homogeneous with tp_size=2" in problem and "independent, or --tp-size 1" in problem
 
 
-@pytest.mark.parametrize("name", ["ltri", "infllm"])
-def test_ranks_of_ltri_need_plain_pytorch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "triton", "auto"])
+def test_ranks_of_ltri_may_have_kernels(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    """Which heads vote is known when the model is (`attention.readers.ltri.check_ranks`)."""
+    monkeypatch.delenv(POLICY_ENV, raising=False)
+    monkeypatch.setattr(choice, "_hopper", lambda: True)
+    monkeypatch.setenv("SGLANG_EXT_KERNELS", kernels)
+    given: dict[str, Any] = {"attention_backend": "ltri", "chunked_prefill_size": 4096, "dtype": "bfloat16"}
+    assert checks.refusals(arguments(**given, tp_size=2)) == []
+
+
+def test_ranks_of_infllm_need_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever chooses the kernels: somebody by name, or the machine."""
     monkeypatch.delenv(POLICY_ENV, raising=False)
-    given: dict[str, Any] = {"attention_backend": name, "chunked_prefill_size": 4096, "dtype": "bfloat16"}
+    given: dict[str, Any] = {"attention_backend": "infllm", "chunked_prefill_size": 4096, "dtype": "bfloat16"}
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "torch")
     assert checks.refusals(arguments(**given, tp_size=2)) == []
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "triton")
     assert checks.refusals(arguments(**given)) == []
     (problem,) = checks.refusals(arguments(**given, tp_size=2))
-    assert problem.startswith(f"--attention-backend {name}: tp_size=2 with kernels (triton)")
+    assert problem.startswith("--attention-backend infllm: tp_size=2 with kernels (triton)")
     assert "set SGLANG_EXT_KERNELS=torch in the server's environment, or --tp-size 1" in problem
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "cuda")
     (problem,) = checks.refusals(arguments(**given, tp_size=2))
@@ -96,7 +105,7 @@ def test_ranks_of_ltri_need_plain_pytorch(monkeypatch: pytest.MonkeyPatch, name:
     monkeypatch.setenv("SGLANG_EXT_KERNELS", "auto")
     monkeypatch.setattr(choice, "_hopper", lambda: True)
     problems = checks.refusals(arguments(**given, tp_size=2))
-    assert [("kernels (flashinfer)" in each) for each in problems] == [True] * systems()[name].automatic
+    assert [("kernels (flashinfer)" in each) for each in problems] == [True] * systems()["infllm"].automatic
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_closed_loop_keeps_so_many_under_way(url: str) -> None:
 
 def test_times_beside_something_are_of_that_time_alone(url: str) -> None:
     found = Load(url, Limits()).beside(repeat(asked(4)), 2, 0.2, lambda: time.sleep(0.3))
-    assert found.requests >= 8 and 0.3 <= found.seconds < 1 and not found.failed  # this machine may be busy
+    assert found.requests >= 8 and found.seconds == pytest.approx(0.3, abs=0.1) and not found.failed
     nothing = Load(url, Limits()).beside(repeat(asked(4)), 2, 0.1, lambda: None)
     assert nothing.token == {} and nothing.requests >= 2
     with pytest.raises(ValueError, match="it broke"):

@@ -11,6 +11,8 @@ through the second-level cache once: read with one row's columns moved by the ro
 anti-diagonal in each column. Suppression takes one reduction a span, over integers that hold a candidate's score,
 place and first token.
 
+`sum_heads` and `cut_summed` are the two apart, so that ranks can add what each has of the heads in between.
+
 Grids depend on shapes alone and rows are read on the device: a launch can be part of a CUDA graph.
 """
 

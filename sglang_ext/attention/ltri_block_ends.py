@@ -54,20 +54,17 @@ class BlockEnds:
         self._replays: dict[tuple[bool, bool], Replay] = {}
 
     def record(self, host: HostBlocks) -> None:
-        """Record all kinds of ends; what that leaves in the first row, and in one block on the host, is of no use."""
-        if host.available < 1:
-            return  # no block ever leaves a window
+        """Record all kinds of ends; what that leaves in the first row, and in one block on the host, is of no use.
+
+        Args:
+            host: blocks on the host, of which one is free.
+        """
         lease, recorder = host.lease(1), GraphRecorder(self._slot.device)
         self._load(0, 0, 0, lease.take())
         for kind in KINDS:
             self._replays[kind] = recorder.record([partial(self._compute, *kind)])
         lease.release()
         host.taken = 0
-
-    @property
-    def recorded(self) -> bool:
-        """Whether ends can be replayed."""
-        return bool(self._replays)
 
     def replay(self, row: int, complete: int | None, gone: tuple[int, int] | None) -> None:
         """Have an end of blocks behind what was launched so far.
@@ -85,6 +82,7 @@ class BlockEnds:
         self._numbers.copy_(staged, non_blocking=True)
 
     def _compute(self, complete: bool, gone: bool) -> None:
+        """What is recorded of a kind of end; all that differs between ends follows from `_numbers`."""
         settings, (row, whole, leaves, at) = self._settings, self._numbers.split(1)
         first = settings.sinks + leaves * settings.block
         tokens = first + torch.arange(settings.block, device=first.device)
@@ -92,16 +90,11 @@ class BlockEnds:
         slots, ids = self._slot.view(-1).index_select(0, cells).long(), at.int()
         for layer, (keys, values) in self._caches.items():
             if (voter := self._voters[layer]) is not None:
-                self._count(layer, row, self._place(row, whole) if complete else None)
+                self._count(layer, row, SpanRing.place(settings, row, whole) if complete else None)
                 if gone:
-                    self._remember(voter, layer, cells, slots, self._place(row, leaves), at)
+                    self._remember(voter, layer, cells, slots, SpanRing.place(settings, row, leaves), at)
             if gone:
                 store(keys, values, slots.view(1, -1), ids, self._stores[layer].region)
-
-    def _place(self, row: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        """[1] int64, where the spans of a stream's block lie."""
-        count = SpanRing.blocks(self._settings)
-        return row * count + block % count
 
     def _count(self, layer: int, row: torch.Tensor, place: torch.Tensor | None) -> None:
         """Count what the newest token gave, and cut the spans of the block that is complete into their place."""

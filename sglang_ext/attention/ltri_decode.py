@@ -63,12 +63,14 @@ class DecodeRows:
         self._buffers: dict[int, StepBuffers] = {}
 
     def record(self) -> None:
-        """Record what the end of a block asks for, so that steps wait no longer for it than they must."""
+        """Record what the end of a block asks for, unless the host has no block free, so that none leaves a window."""
         model, policy, chunks = self._model, self._policy, self._chunks
-        caches = model.caches()
+        caches, host = model.caches(), policy.blocks_on_host
+        if host.available < 1:
+            return
         voters, heads = {layer: policy.voter(layer) for layer in caches}, model.shape.heads
         self._ends = BlockEnds(policy.config, caches, voters, chunks.stores, chunks.slot, heads)
-        self._ends.record(policy.blocks_on_host)
+        self._ends.record(host)
 
     def load(self, batch: Sequence[BatchRows], size: int) -> StepBuffers:
         """Have a step of streams, one token each, in the buffers for `size` requests, padding included."""
@@ -111,7 +113,11 @@ class DecodeRows:
         return seat.row, token, settings.local(token), int(fresh)
 
     def _begun(self, stream: LtriStream, seat: Seat, maps: Sequence[KernelMemory], token: int) -> bool:
-        """Begin an answer behind a prompt of which nothing waits; False, and nothing is done, where something does."""
+        """Begin an answer without launches of `_settle`, where the prompt's last chunk has cut all spans that are due.
+
+        Returns:
+            Whether it has; nothing is done where it has not.
+        """
         settings = self._policy.config
         waits = any(settings.first(block + 1) <= token for memory in maps for block in memory.tiles)
         if seat.settled != token or waits:
@@ -123,7 +129,10 @@ class DecodeRows:
         return True
 
     def _show(self, memory: KernelMemory, store: LayerStore, row: int, token: int) -> None:
-        """Have what decoding steps from a token on read of a layer, and write, in the stream's row."""
+        """Have in the stream's row what an answer from a token on reads and writes of a layer.
+
+        That is the blocks that the prompt got back, and the tile of the block that the token belongs to.
+        """
         settings, block = self._policy.config, self._policy.config.blocks(token + 1) - 1
         if store.state is not None and settings.index == "ltri" and block >= 0:
             memory.tiles[block] = store.state.tile[row]  # where a prompt's chunk left it, too
@@ -134,12 +143,17 @@ class DecodeRows:
             memory.shown = memory.retrieved
 
     def _replayed(self, stream: LtriStream, seat: Seat, maps: Sequence[KernelMemory], token: int, whole: bool) -> bool:
-        """Replay the end of a block, and know what it leaves; False, and nothing is done, where it is not as usual."""
+        """Replay the end of a block, and keep in mind what it leaves.
+
+        Returns:
+            Whether it was replayed. Nothing is done where no end is recorded, or where more waits than one block that
+            is complete and one that leaves the window.
+        """
         settings, ends = self._policy.config, self._ends
         before, after, complete = stream.stored, settings.evicted(token), settings.blocks(token) - 1
         spans = settings.index == "ltri"
         waits = all(list(memory.tiles) == [complete] for memory in maps) if spans and whole else True
-        if ends is None or not ends.recorded or not seat.decodes or after > before + 1 or complete < 0 or not waits:
+        if ends is None or not seat.decodes or after > before + 1 or complete < 0 or not waits:
             return False
         ids = LayerHost(self._policy.blocks_on_host, stream.lease, 0, self._model.device).numbers(after)
         gone = (before, ids[before]) if after > before else None

@@ -27,7 +27,7 @@ from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_recorded import RecordedChunk
 from sglang_ext.attention.ltri_runs import Before, ChunkPlace, ChunkRows, ChunkRun, PlacedRun, Replay, Tokens
-from sglang_ext.attention.ltri_state import KernelMemory, Lane, Lanes, LayerStore, Leaving, Retrieved
+from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Retrieved
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import kept_chunks
@@ -69,13 +69,13 @@ class ChunkGraphs:
         keys, values = first.caches.keys, first.caches.values
         rows = max(sum(frame.rows for frame in each) for each in frames)
         self._rows = ChunkRows.empty(rows, first.heads, keys, values)
-        graphs = GraphRecorder(keys.device)
+        recorder, lanes = GraphRecorder(keys.device), Lanes.beside(keys.device)
         for number, each in enumerate(frames):
             run = self._run(number, each, first, seat)
             for layer in sorted(chunks):
                 count = len(run.places)
-                bodies = [self._body(run, at, chunks[layer], self._rows, graphs.lanes) for at in range(count)]
-                run.replays[layer] = graphs.record(bodies)
+                bodies = [self._body(run, at, chunks[layer], self._rows, lanes) for at in range(count)]
+                run.replays[layer] = recorder.record(bodies)
             self._runs.append(run)
 
     def place(self, chunks: Tokens, seat: Seat, stored: int, taken: list[PlacedRun]) -> PlacedRun | None:
@@ -254,10 +254,9 @@ class GraphRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
-        self.lanes = Lanes(*(Lane(torch.cuda.Stream(device) if self._on_gpu else None) for _ in range(4)))
+        on_gpu = device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
 
     def record(self, bodies: Sequence[Callable[[], None]]) -> Replay:
         """Run launches once, which compiles what has to be, and record them."""

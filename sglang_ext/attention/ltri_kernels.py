@@ -149,8 +149,8 @@ class KernelChunk(LayerTokens[Spans]):
         if self.voter is not None:
             received = self.ranks.add(self.store.map_of_voters.received.view(-1)[cells])
             given, index = received.view(len(blocks), settings.block), self.store.index
-            spans, at = leaving_spans(settings, self.store, self.plan.gone_spans), ids.long()
             if index is not None:
+                spans, at = leaving_spans(settings, self.store, self.plan.gone_spans), ids.long()
                 with self.lanes.index.apart(spans, given, at):
                     keep_vectors(settings, index, spans, given, self._gone_states(self.voter, slots), at)
         self._keep_blocks(slots.view(len(blocks), settings.block), ids)
@@ -305,14 +305,14 @@ class KernelChunk(LayerTokens[Spans]):
 
     def _scores(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> torch.Tensor:
         """[1, blocks], of the stream's blocks, by the rank that has the index."""
-        ids, known = self.plan.ids.unsqueeze(0), self.store.index
+        ids, index = self.plan.ids.unsqueeze(0), self.store.index
         self.lanes.index.join()
         self.lanes.back.join()  # who fetches ahead reads the votes
-        if known is None:
+        if index is None:
             return self.ranks.add(torch.zeros(ids.shape, device=ids.device))
-        index = BlockIndex(known.vectors, known.counts, ids, self.plan.blocks)
+        blocks = BlockIndex(index.vectors, index.counts, ids, self.plan.blocks)
         spans = self._query_spans(voter, asked, own)
-        return self.ranks.add(score_blocks(spans, index, kind=self.settings.similarity))
+        return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.similarity))
 
     def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:
         """Index vectors of the chunk's own spans: queries as they are behind a whole window."""

@@ -124,8 +124,13 @@ class SpanRing:
     @classmethod
     def places(cls, settings: Ltri, row: int, blocks: range, device: torch.device) -> torch.Tensor:
         """[blocks] int64, where the spans of a stream's blocks lie."""
+        return cls.place(settings, row, torch.arange(blocks.start, max(blocks.start, blocks.stop), device=device))
+
+    @classmethod
+    def place(cls, settings: Ltri, row: int | torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """As `places`, of blocks [n] int64; the row may be on the device, too, [1] int64."""
         count = cls.blocks(settings)
-        return row * count + torch.arange(blocks.start, max(blocks.start, blocks.stop), device=device) % count
+        return row * count + blocks % count
 
     def of_row(self, settings: Ltri, row: int) -> Spans:
         """Those of a stream, which share the memory of all."""

@@ -267,6 +267,11 @@ class Lanes:
     sums: Lane = field(default_factory=Lane)
     back: Lane = field(default_factory=Lane)
 
+    @classmethod
+    def beside(cls, device: torch.device) -> Self:
+        """Lanes of which each has a stream of its own on a GPU; on a CPU, nothing runs beside anything."""
+        return cls(*(Lane(torch.cuda.Stream(device) if device.type == "cuda" else None) for _ in range(4)))
+
     def join(self) -> None:
         """What is launched from here on waits for all of them."""
         for lane in (self.index, self.tiles, self.sums, self.back):

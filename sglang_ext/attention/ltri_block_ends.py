@@ -16,11 +16,11 @@ from sglang_ext.attention.ltri_graphs import GraphRecorder
 from sglang_ext.attention.ltri_layer import Voter, cells_of
 from sglang_ext.attention.ltri_plan import SpanRing
 from sglang_ext.attention.ltri_runs import Replay
-from sglang_ext.attention.ltri_spans import keep_vectors, leaving_spans
+from sglang_ext.attention.ltri_spans import cut, keep_vectors, leaving_spans
 from sglang_ext.attention.ltri_state import LayerStore, span_rule
 from sglang_ext.cache.host_blocks import HostBlocks
 from sglang_ext.kernels.host_fetch import store
-from sglang_ext.kernels.span_index import cut_spans
+from sglang_ext.policies.ltri import ONE_RANK, TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
 
 KINDS = ((True, False), (False, True), (True, True))
@@ -37,6 +37,7 @@ class BlockEnds:
         stores: by layer.
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
         heads: query heads of a layer.
+        ranks: which have the other heads.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class BlockEnds:
         stores: Mapping[int, LayerStore],
         slot: torch.Tensor,
         heads: int,
+        ranks: TensorRanks = ONE_RANK,
     ) -> None:
         self._settings, self._caches, self._voters, self._stores = settings, caches, voters, stores
-        self._slot, self._heads = slot, heads
+        self._slot, self._heads, self._ranks = slot, heads, ranks
         self._numbers = torch.zeros(4, dtype=torch.int64, device=slot.device)
         self._replays: dict[tuple[bool, bool], Replay] = {}
 
@@ -103,7 +105,7 @@ class BlockEnds:
         state.received.index_add_(0, row, state.last.index_select(0, row))
         if place is not None and settings.index == "ltri":
             lengths = torch.full((1,), settings.block, dtype=torch.int32, device=row.device)
-            spans = cut_spans(state.tile.index_select(0, row), lengths, span_rule(settings, layer))
+            spans = cut(state.tile.index_select(0, row), lengths, span_rule(settings, layer), self._ranks)
             layer_store.spans_of_voters.put(place, spans)
 
     def _remember(
@@ -117,9 +119,9 @@ class BlockEnds:
     ) -> None:
         """Have the block that leaves the window in the layer's index, if there is one."""
         settings, layer_store = self._settings, self._stores[layer]
+        received = self._ranks.add(layer_store.map_of_voters.received.view(-1).index_select(0, cells))
         if layer_store.index is None:
             return
-        given = layer_store.map_of_voters.received.view(-1).index_select(0, cells).view(1, -1)
         states = voter.of_slots(self._caches[layer][0], slots, self._heads)
         spans = leaving_spans(settings, layer_store, place)
-        keep_vectors(settings, layer_store.index, spans, given, states, at)
+        keep_vectors(settings, layer_store.index, spans, received.view(1, -1), states, at)

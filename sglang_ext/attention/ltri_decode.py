@@ -69,7 +69,7 @@ class DecodeRows:
         if host.available < 1:
             return
         voters, heads = {layer: policy.voter(layer) for layer in caches}, model.shape.heads
-        self._ends = BlockEnds(policy.config, caches, voters, chunks.stores, chunks.slot, heads)
+        self._ends = BlockEnds(policy.config, caches, voters, chunks.stores, chunks.slot, heads, chunks.ranks)
         self._ends.record(host)
 
     def load(self, batch: Sequence[BatchRows], size: int) -> StepBuffers:

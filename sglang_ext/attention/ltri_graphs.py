@@ -30,7 +30,7 @@ from sglang_ext.attention.ltri_runs import Before, ChunkPlace, ChunkRows, ChunkR
 from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Retrieved
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.span_index import Spans
-from sglang_ext.policies.ltri import kept_chunks
+from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
 
 
@@ -43,6 +43,7 @@ class ChunkGraphs:
         blocks: of a stream that may leave its window.
         nowhere: where rows of a frame that are not the chunk's leave things.
         device: of the KV cache.
+        ranks: which have the other heads. What they add is recorded, too, in the same order on all of them.
 
     Attributes:
         replayed: how often a chunk was, in a layer.
@@ -50,9 +51,16 @@ class ChunkGraphs:
     """
 
     def __init__(
-        self, settings: Ltri, stores: Mapping[int, LayerStore], blocks: int, nowhere: Nowhere, device: torch.device
+        self,
+        settings: Ltri,
+        stores: Mapping[int, LayerStore],
+        blocks: int,
+        nowhere: Nowhere,
+        device: torch.device,
+        ranks: TensorRanks = ONE_RANK,
     ) -> None:
         self._settings, self._stores, self._blocks, self._nowhere = settings, stores, blocks, nowhere
+        self._ranks = ranks
         self._runs: list[ChunkRun] = []
         self._rows: ChunkRows | None = None
         self.replayed, self.copies = 0, HostCopies(device)
@@ -231,9 +239,8 @@ class ChunkGraphs:
                 memory.saw(tokens.begin - 1)
             votes = {tokens.begin: place.votes} if voted else {}
             given = {**vars(tokens), "memory": memory, "kept": False}
-            recorded = RecordedChunk(
-                store=store, plan=plan, lanes=lanes, frame=frame, leaving=place.leaving, waiting=fresh, **given
-            )
+            given |= {"ranks": self._ranks, "lanes": lanes, "leaving": place.leaving, "waiting": fresh}
+            recorded = RecordedChunk(store=store, plan=plan, frame=frame, **given)
             recorded.remember()
             if state is not None and run.before is not None:
                 run.before.keep(number, store, plan.at)

@@ -102,6 +102,7 @@ class KernelChunks:
     Attributes:
         stores: by layer.
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
+        ranks: which have the other heads.
         prompts: chunks of prompts whose recording was replayed, and those whose launches were made one by one.
     """
 
@@ -120,7 +121,7 @@ class KernelChunks:
         ranks: TensorRanks = ONE_RANK,
     ) -> None:
         keys, values = next(iter(caches.values()))
-        self.settings, self.device, self._ranks = settings, keys.device, ranks
+        self.settings, self.device, self.ranks = settings, keys.device, ranks
         self._graphs: ChunkGraphs | None = None
         self._blocks = min(host.total, self.most_blocks) + 1
         self._nowhere = Nowhere(host.total, rows * SpanRing.blocks(settings))
@@ -177,7 +178,7 @@ class KernelChunks:
         if key not in carry:
             carry[key] = ChunkPlan.of(tokens, seat, memory.stored)
         store = self.stores[tokens.caches.layer]
-        return KernelChunk(store=store, plan=carry[key], ranks=self._ranks, **{**vars(tokens), "memory": memory})
+        return KernelChunk(store=store, plan=carry[key], ranks=self.ranks, **{**vars(tokens), "memory": memory})
 
     def record(self, chunks: Mapping[int, LayerTokens[Any]], places: int) -> None:
         """Record a chunk, so that chunks like it are replayed from then on.
@@ -189,7 +190,7 @@ class KernelChunks:
         for tokens in chunks.values():
             seat, _ = self._seated(tokens)
         frames = run_frames(self.settings, places)
-        graphs = ChunkGraphs(self.settings, self.stores, self._blocks, self._nowhere, self.device)
+        graphs = ChunkGraphs(self.settings, self.stores, self._blocks, self._nowhere, self.device, self.ranks)
         begun, free = time.perf_counter(), _free_bytes(self.device)
         graphs.record(chunks, seat, frames)
         what, seconds = sum(map(len, frames)) * len(self.stores), time.perf_counter() - begun

@@ -125,10 +125,9 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         """Read a prompt, so that the first requests do not wait for compilers, and record whole chunks of prompts."""
         model, settings = self.model, self.policy.config
         shape = model.shape
-        # What ranks add is not recorded: their chunks are launched one by one.
-        places = max(1, model.tokens_of_a_pass // settings.chunk) if self.policy.ranks == 1 else 0
+        places = max(1, model.tokens_of_a_pass // settings.chunk)
         WarmUp(self.policy, self._chunks, model.caches(), shape.heads, model.rope, shape.scale).read(places)
-        if self._decoding is not None and places:
+        if self._decoding is not None:
             self._decoding.record()
 
     # ---- CUDA graphs ----

@@ -31,7 +31,9 @@ ROUNDING = 0.02
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = models.save_model("llama", tmp_path_factory.mktemp("llama"), head_dim=64, max_position_embeddings=512)
     sizes = replace(SIZES, similarity=request.param)
-    options: dict[str, Any] = {"attention_backend": "ltri", "policy": policy_of(sizes), "dtype": "float16"}
+    # A quarter of a large machine's memory would have room for more blocks than the GPU has for their index.
+    policy = {**policy_of(sizes), "host_gb": 1}
+    options: dict[str, Any] = {"attention_backend": "ltri", "policy": policy, "dtype": "float16"}
     options |= {"max_total_tokens": 1000, "chunked_prefill_size": 200}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_EXT_KERNELS", "flashinfer")
@@ -67,7 +69,7 @@ def test_answers_are_the_papers(served: Served, rounding: float = ROUNDING) -> N
     stats: dict[str, Any] = served.stats()
     assert stats["reader"] == "LtriReader" and stats["host_cache"]["misses"] > 0
     assert stats["decoding_steps"]["graph"] > 50 or not torch.cuda.is_available()
-    assert stats["block_ends"]["replayed"] > 4 or served.engine.server_args.tp_size > 1
+    assert stats["block_ends"]["replayed"] > 4
     clean(served)
 
 

@@ -235,7 +235,8 @@ def test_ltri_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len({head // (heads // 2) for head, _ in voting.values()}) == 2, "both ranks have heads that vote"
     Heads("llama", weights_hash(str(folder)), scores, {}).save(tmp_path / "heads.json")
     sizes = replace(of_ltri.SIZES, heads=voting, similarity="max")
-    options: dict[str, Any] = {"policy": {**policy_of(sizes), "heads": str(tmp_path / "heads.json")}, "tp_size": 2}
+    policy = {**policy_of(sizes), "heads": str(tmp_path / "heads.json"), "host_gb": 1}
+    options: dict[str, Any] = {"policy": policy, "tp_size": 2}
     options |= {"dtype": "float16", "max_total_tokens": 1000, "chunked_prefill_size": 200}
     with cores_of(2), serving(folder, attention_backend="ltri", **options) as served:
         served.oracle, served.sizes = LtriOracle(folder), sizes  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """``sglang-ext bench serve``: our server and stock SGLang's under load, over HTTP, one after the other.
 
 Both have a KV cache of as many tokens. Each mix of requests comes in closed loops first, and the fastest of them says
-what a server can do. Then requests arrive at random, at rates that are shares of what our server can do, and on stock
-SGLang also at shares of what it can do itself. A good answer keeps to the limits of its first token and of the others;
-*goodput* is the number of good answers a second.
+what a server can do. Then requests arrive at random, at rates that are shares of what our server can do (or `--rates`),
+and on stock SGLang also at shares of what it can do itself. A good answer keeps to the limits of its first token and of
+the others; *goodput* is the number of good answers a second.
 
 - questions: over pools, some of which are asked about much more often than others; stock SGLang has them as prefixes;
 - chat: plain requests with the lengths of ShareGPT's conversations;
@@ -82,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of what our server can do, that arrives (default: 0.25 0.5 0.75 0.9 1.1)",
     )
     parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        metavar="RATE",
+        help="requests a second that arrive at either server, in the place of shares of what ours can do",
+    )
+    parser.add_argument(
         "--first-limit", type=float, default=limits.first, help="seconds, of a good answer (default: 0.5)"
     )
     parser.add_argument("--token-limit", type=float, default=limits.token, help="seconds (default: 0.05)")
@@ -139,8 +146,8 @@ def check(args: argparse.Namespace) -> None:
             )
     if args.long[0] > args.long[1]:
         raise ValueError(f"--long {args.long[0]} {args.long[1]}: expected the least tokens first")
-    if min(args.concurrency) < 1 or min(args.shares) <= 0 or args.seconds <= 0:
-        raise ValueError("--concurrency, --shares and --seconds: expected numbers above 0")
+    if min([*args.concurrency, *args.shares, *(args.rates or ()), args.seconds]) <= 0:
+        raise ValueError("--concurrency, --shares, --rates and --seconds: expected numbers above 0")
 
 
 def servers(args: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
@@ -197,7 +204,8 @@ class ServerLoads:
     def measure(self, name: str, raw: JsonObject, backend: str) -> None:
         """All loads of a mix, into its record: role -> backend -> {"closed": [...], "open": [...], "own": [...]}.
 
-        Both servers get the shares of what ours can do (`open`), which come first; stock SGLang also those of its own.
+        Both servers get the rates of `--rates`, or the shares of what ours can do (`open`), which come first; stock
+        SGLang also the shares of what it can do itself (`own`).
         """
         first = SEEDS * [*MIXES, ENCODING].index(name)  # the same requests on both servers, whatever came before
         seeds = iter(range(first, first + SEEDS))
@@ -214,9 +222,9 @@ class ServerLoads:
         if not most:
             raise RuntimeError(f"{name}: no answer ended within --seconds {self.args.seconds:g}: set it higher")
         own = [share * most for share in self.args.shares]
-        rates = raw.setdefault("rates", own)
+        rates = raw.setdefault("rates", self.args.rates or own)
         found["open"] = [self.open(mix, seeds, rate) for rate in rates]
-        found["own"] = [self.open(mix, seeds, rate) for rate in own if rates is not own]
+        found["own"] = [self.open(mix, seeds, rate) for rate in own if rates is not own and not self.ours]
         mix.clean_up(self.server, ours=self.ours)
         self.forget()
 

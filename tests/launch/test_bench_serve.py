@@ -237,11 +237,33 @@ def test_servers_of_the_mixes() -> None:
         ("--long 9 8", "--long 9 8: expected the least tokens first"),
         ("--concurrency 0", "expected numbers above 0"),
         ("--shares -1", "expected numbers above 0"),
+        ("--rates 0", "expected numbers above 0"),
     ],
 )
 def test_sizes_that_do_not_go_together(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "serve", *words.split()]) != 0
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rates", "expected"), [(None, [20.0, 40.0]), ([7.0, 9.0], [7.0, 9.0])])
+def test_either_server_gets_the_same_rates(
+    rates: list[float] | None, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock SGLang gets the shares of what it can do itself, too."""
+    for name, stub in {
+        "closed": lambda made, *_: {"completed": 40.0 if made.ours else 10.0},
+        "open": lambda *given: given[-1],
+        "forget": lambda _: None,
+    }.items():
+        monkeypatch.setattr(serve.ServerLoads, name, stub)
+    raw: Any = {}
+    server: Any = SimpleNamespace(url="", call=lambda *_: None)
+    for ours in (True, False):
+        made = serve.ServerLoads(server, arguments(shares=[0.5, 1.0], rates=rates, concurrency=[8]), ours=ours)
+        made.load = SimpleNamespace(closed=lambda *_: None)  # type: ignore[assignment]
+        made.measure("chat", raw, "x")
+    assert raw["ours"]["x"]["open"] == raw["stock"]["x"]["open"] == expected
+    assert (raw["ours"]["x"]["own"], raw["stock"]["x"]["own"]) == ([], [5.0, 10.0])
 
 
 def loads(good: float, first: float) -> Any:

@@ -120,7 +120,6 @@ SPEED = (
         "DBSA's kernels",
         (
             ShownRow("decode attention, one layer, 15 of 48 blocks, batch 32", "bytes"),
-            ShownRow("question prefill, one layer", "tensor-core rate"),
             ShownRow("encoding attention, one layer", "dense causal prefill"),
         ),
     ),
@@ -186,7 +185,6 @@ SPEED = (
         (
             ShownRow("a prompt of 524288 tokens", "20 s"),
             ShownRow("another question about a document of 524288 tokens", "30 ms"),
-            ShownRow("a decoding step, batch 1", "over 6272 tokens"),
             ShownRow("a decoding step, batch 8", "over 6272 tokens"),
         ),
     ),
@@ -286,6 +284,11 @@ QUALITY = (
             ShownRow("SmolLM2-135M-Instruct, single-key needle, 4096 tokens, Double-P (0.95, 0.95)"),
             ShownRow("SmolLM2-135M-Instruct, single-key needle, 8192 tokens, Double-P (0.95, 0.7), in kernels"),
         ),
+    ),
+    FileSummary(
+        "quality_ruler_smollm2_streams",
+        "Tasks like RULER's on streams, SmolLM2-135M",
+        (ShownRow("SmolLM2-135M-Instruct, single-key needle, 4096 tokens, 4 cascades:"),),
     ),
     FileSummary(
         "drafts",

@@ -41,6 +41,7 @@ SLOW = (
     "e2e/test_drafting_elsewhere.py",
     "e2e/test_drafting_kernels.py",
     "e2e/test_drain.py",
+    "e2e/test_garbage.py",
     "e2e/test_faults.py::test_streams_finish_on_the_version_they_began_on[delete]",
     "e2e/test_faults.py::test_streams_finish_on_the_version_they_began_on[purge]",
     "e2e/test_faults.py::test_streams_finish_on_the_version_they_began_on[replace]",

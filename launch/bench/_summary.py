@@ -103,9 +103,13 @@ SPEED = (
         "A server under load",
         (
             ShownRow("questions over pools: goodput"),
-            ShownRow("questions over pools, 128 at a time"),
             ShownRow("a token while a pool of 90000 tokens is encoded"),
         ),
+    ),
+    FileSummary(
+        "serve_delayed",
+        "A server under load whose prefills wait",
+        (ShownRow("questions over pools: goodput"),),
     ),
     FileSummary(
         "start",
@@ -118,10 +122,7 @@ SPEED = (
     FileSummary(
         "dbsa_kernels",
         "DBSA's kernels",
-        (
-            ShownRow("decode attention, one layer, 15 of 48 blocks, batch 32", "bytes"),
-            ShownRow("encoding attention, one layer", "dense causal prefill"),
-        ),
+        (ShownRow("encoding attention, one layer", "dense causal prefill"),),
     ),
     FileSummary(
         "double_p_engine",
@@ -130,7 +131,6 @@ SPEED = (
             ShownRow("time per output token, 8 requests of 65536 tokens, 32 layers (peaked"),
             ShownRow("time per output token, 8 requests of 65536 tokens, 32 layers (middle"),
             ShownRow("prefill of 65536 tokens with their clustering"),
-            ShownRow("memory of the clusters"),
         ),
     ),
     FileSummary(

@@ -35,6 +35,8 @@ SIXTEEN = ("--layers", "16", "--levels", "middle", "--engine-batch", "1", "8")
 QUARTER = ("--tokens", "262144", "--dense-tokens", "131072")
 """A prompt of a quarter of a million tokens costs each of its later parts what a million's parts cost."""
 HALF = '{"dtype":"float16","disable_cuda_graph":true}'
+DELAYED = "--enable-prefill-delayer --prefill-delayer-queue-min-ratio 0.25 --prefill-delayer-max-delay-ms 100"
+"""SGLang's flags with which a prefill waits until it has a quarter as many requests as decode, but 0.1 s at most."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ BENCHMARKS = (
     Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
     Benchmark("serve", ("serve",), "serve.json"),
+    Benchmark("serve-delayed", ("serve", "--mixes", "questions", "--flags", DELAYED), "serve_delayed.json"),
     Benchmark("start", ("start",), "start.json"),
     Benchmark("verification", ("verification",), "verification.json"),
     Benchmark("drafts", ("drafts",), "drafts.json", needs=("data",)),

@@ -3,7 +3,8 @@
 Both have a KV cache of as many tokens. Each mix of requests comes in closed loops first, and the fastest of them says
 what a server can do. Then requests arrive at random, at rates that are shares of what our server can do (or `--rates`),
 and on stock SGLang also at shares of what it can do itself. A good answer keeps to the limits of its first token and of
-the others; *goodput* is the number of good answers a second.
+the others; *goodput* is the number of good answers a second. Both servers are told to leave out what they have from
+collections of garbage (SGLang's `/freeze_gc`), which would stop them for half a second each.
 
 - questions: over pools, some of which are asked about much more often than others; stock SGLang has them as prefixes;
 - chat: plain requests with the lengths of ShareGPT's conversations;
@@ -17,6 +18,7 @@ Weights and most tokens are random. An answer that has another number of tokens 
 from __future__ import annotations
 
 import argparse
+import gc
 import shlex
 import sys
 import tempfile
@@ -212,10 +214,12 @@ class ServerLoads:
         role = "ours" if self.ours else "stock"
         found = raw.setdefault(role, {}).setdefault(backend, {})
         if name == ENCODING:
+            self.freeze()
             found |= self.beside_encoding(seeds)
             return
         mix = MIXES[name](self.sizes)
         mix.prepare(self.server, ours=self.ours)
+        self.freeze()
         self.load.closed(self.requests(mix, seeds), max(self.args.concurrency), WARM_UP)
         found["closed"] = [self.closed(mix, seeds, each) for each in self.args.concurrency]
         most = max(each["completed"] for each in found["closed"])
@@ -227,6 +231,14 @@ class ServerLoads:
         found["own"] = [self.open(mix, seeds, rate) for rate in own if rates is not own and not self.ours]
         mix.clean_up(self.server, ours=self.ours)
         self.forget()
+
+    def freeze(self) -> None:
+        """Have collections of garbage leave alone what a server, and this process, have by now.
+
+        Stock SGLang 0.5.17 does not do so by itself.
+        """
+        gc.freeze()
+        requests.post(f"{self.server.url}/freeze_gc", timeout=FLUSH_SECONDS).raise_for_status()
 
     def forget(self) -> None:
         """Have the server's cache empty for the next mix."""

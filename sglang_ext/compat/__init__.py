@@ -88,6 +88,7 @@ from sglang_ext.compat.line import (
 from sglang_ext.compat.manager import (
     abort_was_asked,
     answer_index,
+    freeze_objects,
     generate,
     is_told_to_end,
     key_opens,
@@ -154,6 +155,7 @@ __all__ = [
     "extend_end",
     "first_layer",
     "first_priority",
+    "freeze_objects",
     "generate",
     "graph_variant",
     "graphs_attention",

@@ -108,6 +108,11 @@ def listen(manager: Any) -> None:
     manager.auto_create_handle_loop()
 
 
+async def freeze_objects(manager: Any) -> None:
+    """Have garbage collections leave alone all objects that there are, in the processes of a server."""
+    await manager.freeze_gc()
+
+
 def is_told_to_end(manager: Any) -> bool:
     """Whether the server has got SIGTERM."""
     return bool(manager.gracefully_exit)

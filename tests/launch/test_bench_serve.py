@@ -253,6 +253,7 @@ def test_either_server_gets_the_same_rates(
     for name, stub in {
         "closed": lambda made, *_: {"completed": 40.0 if made.ours else 10.0},
         "open": lambda *given: given[-1],
+        "freeze": lambda _: None,
         "forget": lambda _: None,
     }.items():
         monkeypatch.setattr(serve.ServerLoads, name, stub)

@@ -119,6 +119,7 @@ BENCHMARKS = (
     Benchmark("cascade-engine-tp2", ("cascade", "--only", "engine", "--tp", "2", *QUARTER), gpus=2),
     Benchmark("ltri-kernels", ("ltri", "--only", "kernels")),
     Benchmark("ltri-engine", ("ltri", "--only", "engine")),
+    Benchmark("ltri-engine-tp2", ("ltri", "--only", "engine", "--roles", "ltri", "stock", "--tp", "2"), gpus=2),
     Benchmark("serve", ("serve",), "serve.json"),
     Benchmark("serve-delayed", ("serve", "--mixes", "questions", "--flags", DELAYED), "serve_delayed.json"),
     Benchmark("start", ("start",), "start.json"),

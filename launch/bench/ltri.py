@@ -27,12 +27,15 @@ from sglang_ext.launch.bench._ltri_engine import ROLES, write_heads
 from sglang_ext.launch.bench._record import (
     Figure,
     Timing,
+    arguments_of_ranks,
     at_least,
     at_most,
     fastest,
+    of_engines,
     results_folder,
     stock_backends,
     stock_engines,
+    tensor_parallel,
 )
 from sglang_ext.launch.bench._shapes import SHAPES, write_model
 from sglang_ext.launch.bench.cascade import GRAPHS, HALVES, finish
@@ -74,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of what takes seconds (default: 3)")
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="engines (default: all)")
     stock_backends(parser)
+    tensor_parallel(parser)
     parser.add_argument(
         "--kernels", choices=KERNELS, default="flashinfer", help=f"of our engines, {KERNELS_ENV} (default: flashinfer)"
     )
@@ -92,8 +96,9 @@ def main(args: argparse.Namespace) -> int:
         figures = measure(require_gpu(), Ltri(**args.policy), args.tokens)
         finish(args.out / "ltri_kernels.json", figures, args.commit)
     if args.only != "kernels":
+        name = f"ltri_engine_tp{args.tp}.json" if args.tp > 1 else "ltri_engine.json"
         for raw in engines(args):  # a run that is cut short keeps what it has
-            finish(args.out / "ltri_engine.json", compare(raw, args), args.commit, engine=raw)
+            finish(args.out / name, of_engines(compare(raw, args), args), args.commit, engine=raw)
     return 0
 
 
@@ -120,7 +125,7 @@ def engines(args: argparse.Namespace) -> Iterator[JsonObject]:
                 "heads": folder / "heads.json",
                 "out": out,
                 "policy": json.dumps(args.policy),
-                "engine": json.dumps({**GRAPHS, **args.engine}),
+                "engine": json.dumps({**GRAPHS, **arguments_of_ranks(args)}),
                 **{name.replace("_", "-"): getattr(args, name) for name in names},
             }
             command = [sys.executable, "-m", "sglang_ext.launch.bench._ltri_engine"]

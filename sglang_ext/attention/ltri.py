@@ -183,6 +183,21 @@ class LtriPolicy(StreamPolicy):
         keys, _ = next(iter(kept.values()))
         self._chunks = TorchChunks(self.config, keys.device, TensorRanks(self.ranks, sum_over_ranks))
 
+    def fit_host(self, most: int | None) -> None:
+        """Where the operator has not said how much host memory there is to be, use so many blocks of it at most.
+
+        Args:
+            most: of this rank; None for any number. All ranks use as many.
+        """
+        host = self.blocks_on_host
+        if self.config.host_gb is not None:
+            return
+        total, fits = host.total, int(least_over_ranks(torch.tensor(host.total if most is None else most)))
+        if 0 < fits < total:  # where none fits, kernels say what does not
+            host.use(fits)
+            words = "ltri uses %d of %d blocks on the host, as the GPU has no room for the index of more: set host_gb"
+            logger.warning(words + " (--policy) to as much as you need", fits, total)
+
     def compute_in(self, chunks: Chunks) -> None:
         """Have kernels compute the chunks of all streams."""
         self._chunks, self._in_kernels = chunks, True

@@ -316,14 +316,30 @@ def map_state(settings: Ltri, rows: int, heads: int, keys: torch.Tensor) -> MapS
     return MapState(received, last, tile)
 
 
+def blocks_that_fit(settings: Ltri, voters: Voters, heads: int, rows: int, keys: torch.Tensor) -> int | None:
+    """Blocks on the host whose index vectors fit the GPU beside all else; None for any number of them."""
+    each = index_bytes(settings, voters, 1, heads, keys)
+    if not keys.is_cuda or not each:
+        return None
+    beside = sum(_beside_index(settings, voters, heads, rows, keys))
+    free, _ = torch.cuda.mem_get_info(keys.device)
+    return max(0, int((free - RESERVED - beside) // each) - 1)  # the index has one place more
+
+
+def _beside_index(settings: Ltri, voters: Voters, heads: int, rows: int, keys: torch.Tensor) -> tuple[int, int]:
+    """Bytes of so many streams: (of their attention maps, of the blocks that came back)."""
+    votes = sum(voter is not None for voter in voters.values())
+    cached = len(voters) * rows * settings.ways * settings.block * 2 * keys[0].numel() * keys.element_size()
+    return votes * rows * (heads * settings.block**2 + 2 * settings.slots) * FLOAT32, cached
+
+
 def _check_room(settings: Ltri, voters: Voters, blocks: int, heads: int, rows: int, keys: torch.Tensor) -> None:
     """Raise ValueError where index and maps do not fit the GPU; the KV cache's budget counts the cached blocks."""
     if not keys.is_cuda:
         return
     votes, (free, _) = sum(voter is not None for voter in voters.values()), torch.cuda.mem_get_info(keys.device)
     index = index_bytes(settings, voters, blocks, heads, keys)
-    cached = len(voters) * rows * settings.ways * settings.block * 2 * keys[0].numel() * keys.element_size()
-    maps = votes * rows * (heads * settings.block**2 + 2 * settings.slots) * FLOAT32
+    maps, cached = _beside_index(settings, voters, heads, rows, keys)
     if index + maps + cached + RESERVED > free:
         raise ValueError(
             f"the index of {blocks} blocks takes {index / GIB:.2f} GiB in {votes} layers that vote, and {rows} streams"

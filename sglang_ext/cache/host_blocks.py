@@ -170,6 +170,19 @@ class HostBlocks:
         # Memory that is unmapped while it is registered cannot be registered again at the same address.
         weakref.finalize(self, _unregister, self._whole).atexit = False
 
+    def use(self, most: int) -> None:
+        """Have so many blocks at most, of which none is held; the rest of the region is left alone.
+
+        Raises:
+            ValueError: a block is held.
+        """
+        if self.used:
+            raise ValueError(
+                f"{self.used} of {self.total} blocks on the host are held: expected none, before any stream"
+            )
+        self.total = min(self.total, most)
+        self._free = list(range(self.total))
+
     def stats(self) -> Mapping[str, int]:
         """Counters, for /server_info and /metrics."""
         layer_bytes = self.block_bytes // len(self.keys)

@@ -15,7 +15,7 @@ from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_decode import DecodeRows, StepBuffers
 from sglang_ext.attention.ltri_state import ClampedAttention, stored_sizes
-from sglang_ext.attention.ltri_stores import KernelChunks
+from sglang_ext.attention.ltri_stores import KernelChunks, blocks_that_fit
 from sglang_ext.attention.ltri_warm_up import WarmUp
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader, graph_sizes
@@ -81,12 +81,14 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         self._prompts = StreamReader(model, policy, machine)  # has the policy meet the model
         check_ranks(policy)
         caches, settings = model.caches(), policy.config
-        self._rows = model.request_slots // settings.slots
+        self._rows, voters = model.request_slots // settings.slots, {layer: policy.voter(layer) for layer in caches}
+        keys, _ = next(iter(caches.values()))
+        policy.fit_host(blocks_that_fit(settings, voters, model.shape.heads, self._rows, keys))
         self._chunks = KernelChunks(
             settings,
             policy.blocks_on_host,
             caches,
-            {layer: policy.voter(layer) for layer in caches},
+            voters,
             model.shape.heads,
             self._rows,
             Rotation.of(model.rope),

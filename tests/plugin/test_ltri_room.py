@@ -1,0 +1,91 @@
+"""How many blocks on the host Ltri-LLM uses: no more than the GPU has room for the index of, unless somebody asks."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from sglang_ext.attention import ltri
+from sglang_ext.attention.ltri import LtriPolicy
+from sglang_ext.attention.ltri_layer import Voter
+from sglang_ext.attention.ltri_stores import RESERVED, blocks_that_fit, index_bytes
+from sglang_ext.config import POLICY_ENV
+from sglang_ext.policies.ltri_options import Ltri
+
+SETTINGS = Ltri(similarity="max")
+VOTERS = {0: Voter(), 1: None, 2: Voter()}
+HEADS, ROWS = 8, 5
+
+
+class OnGPU(torch.Tensor):
+    """Keys that say that they are on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.fixture
+def keys() -> torch.Tensor:
+    found: torch.Tensor = torch.zeros(10, 2, 64, dtype=torch.float16).as_subclass(OnGPU)
+    return found
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 1000])
+def test_the_index_of_as_many_blocks_fits(blocks: int, keys: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the streams' attention maps, and the blocks that came back."""
+    settings, index = SETTINGS, index_bytes(SETTINGS, VOTERS, blocks + 1, HEADS, keys)
+    maps = 2 * ROWS * (HEADS * settings.block**2 + 2 * settings.slots) * 4
+    cached = 3 * ROWS * settings.ways * settings.block * 2 * 2 * 64 * 2
+    for more, expected in ((0, blocks), (index_bytes(settings, VOTERS, 1, HEADS, keys) - 1, blocks), (-1, blocks - 1)):
+        free = RESERVED + maps + cached + index + more
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
+        assert blocks_that_fit(settings, VOTERS, HEADS, ROWS, keys) == max(0, expected)
+
+
+def test_any_number_fits_where_there_is_no_index(keys: torch.Tensor) -> None:
+    """On a CPU the index is not looked at; nor is one of no voting layer, or of a head on another rank."""
+    assert blocks_that_fit(SETTINGS, VOTERS, HEADS, ROWS, torch.zeros(10, 2, 64)) is None
+    for voters in ({0: None}, {0: Voter(0.5, 3, here=False)}):
+        assert blocks_that_fit(SETTINGS, voters, HEADS, ROWS, keys) is None
+
+
+@pytest.mark.parametrize(
+    ("host_gb", "most", "other", "expected"),
+    [
+        (None, 30, None, 30),
+        (None, None, None, 100),
+        (None, 1000, None, 100),
+        (None, 30, 20, 20),
+        (None, None, 20, 20),
+        (None, 0, None, 100),
+        (1.0, 30, None, 100),
+    ],
+)
+def test_blocks_that_are_used(
+    host_gb: float | None,
+    most: int | None,
+    other: int | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where nobody says how much host memory there is to be; `other` is what fits another rank."""
+    monkeypatch.setenv(POLICY_ENV, json.dumps({} if host_gb is None else {"host_gb": host_gb}))
+    policy, shape = LtriPolicy(), (1 + SETTINGS.slots, 2, 8)
+    block = 2 * SETTINGS.block * 2 * 8 * 4
+    monkeypatch.setattr(ltri, "host_bytes", lambda _: 100 * block)
+    policy.bind(lambda: {0: (torch.zeros(shape), torch.zeros(shape))}, torch.float32)
+    assert policy.blocks_on_host.total == 100
+    if other is not None:
+        monkeypatch.setattr(ltri, "least_over_ranks", lambda share: min(int(share), other))
+    with caplog.at_level(logging.WARNING):
+        policy.fit_host(most)
+    host = policy.blocks_on_host
+    assert host.total == host.available == host.stats()["host_blocks_total"] == expected
+    assert (f"uses {expected} of 100 blocks on the host" in caplog.text) == (expected < 100)
+    lease = host.lease(expected)
+    assert sorted(lease.take() for _ in range(expected)) == list(range(expected)) and host.available == 0
+    with pytest.raises(ValueError, match="are held: expected none"):
+        host.use(1)

@@ -63,8 +63,8 @@ class Ltri:
         renewed: for measurements: so many blocks of what comes back are others with each chunk, and the rest stay,
             whatever is voted for. 0 is the method.
         host_gb: host memory for what leaves the windows of all streams together, in GiB, of all ranks together. Left
-            out, it is a quarter of the machine's memory, and at most half of what is free; of that, kernels use what the
-            GPU has room for the index of.
+            out, it is a quarter of the machine's memory, and at most half of what is free. Of that, kernels use what
+            the GPU has room for the index of.
 
     Raises:
         ValueError: a value out of its range, or settings that do not go together.

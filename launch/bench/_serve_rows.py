@@ -57,9 +57,10 @@ def _mix_rows(mix: str, ours: JsonObject, stocks: JsonObject, args: argparse.Nam
         other = Timing.of([theirs["closed"][number]["completed"]]) if theirs else None
         words = f"{kind.words}, {load['concurrency']} at a time: answers"
         yield _more(words, Timing.of([load["completed"]]), name, other, None, notes=_costs([load]))
-    for number, load in enumerate(ours["open"]):
+    for load in ours["open"]:
+        beside: JsonObject = next((each for each in theirs.get("open", []) if each["rate"] == load["rate"]), {})
         for key, what in (("first", "to the first token"), ("token", "from a token to the next")):
-            others = theirs["open"][number][key] if theirs else {}
+            others = beside.get(key) or {}
             words = f"{kind.words}, {load['rate']:.3g} a second arrive: {what}, 99th percentile"
             if load[key]:
                 yield _faster(words, load[key]["p99"], name, others.get("p99"), _costs([load]))

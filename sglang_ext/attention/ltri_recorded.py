@@ -69,7 +69,7 @@ class RecordedChunk(KernelChunk):
             self._add_sums(chunk)
         if spans is None:
             return None
-        given = self.ranks.add(self._own_received(chunk))
+        given = self.ranks.add(self._own_received(chunk))  # behind what the lane adds: one communicator has one order
         self.lanes.tiles.join()
         blocks = len(self.plan.tiles.blocks)
         self.store.spans_of_voters.put(self.plan.tile_spans, Spans(spans.bounds[:blocks], spans.counts[:blocks]))

@@ -72,11 +72,20 @@ def before_setup_and_run_http_server(
 async def _settle(manager: TokenizerManager, services: Sequence[PoolService]) -> None:
     """Encode the pools of --pool-dir, and have garbage collections leave alone what is there to stay.
 
-    A full collection looks at all objects, 0.4 s for those that SGLang imports, in which no token leaves the server.
+    A full collection looks at all objects, those that SGLang imports among them, and no token leaves meanwhile.
     """
-    await compat.freeze_objects(manager)
-    await asyncio.gather(*(each.restored() for each in services), return_exceptions=True)  # each says what failed
-    await compat.freeze_objects(manager)
+    restored = [asyncio.ensure_future(each.restored()) for each in services]
+    await _freeze(manager)
+    await asyncio.gather(*restored, return_exceptions=True)  # each says what failed
+    await _freeze(manager)
+
+
+async def _freeze(manager: TokenizerManager) -> None:
+    """Have garbage collections leave alone what there is; a server that cannot do so is slower at times."""
+    try:
+        await compat.freeze_objects(manager)
+    except Exception:
+        logger.exception("sglang_ext: collections of garbage look at all objects, as before")
 
 
 def _tenancy(manager: TokenizerManager, server_args: ServerArgs) -> Tenancy | None:

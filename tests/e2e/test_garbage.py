@@ -11,7 +11,6 @@ from sglang_ext import lines
 from tests.e2e.server import Server, model, until
 from tests.oracle import models
 
-
 TIMES = 3 if lines.current() is lines.NEWER else 2
 """When the server has warmed up, which SGLang 0.5.23 does by itself, too, and when the pools of its folder are there."""
 

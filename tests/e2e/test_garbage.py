@@ -12,7 +12,7 @@ from tests.e2e.server import Server, model, until
 from tests.oracle import models
 
 TIMES = 3 if lines.current() is lines.NEWER else 2
-"""When the server has warmed up, which SGLang 0.5.23 does by itself, too, and when the pools of its folder are there."""
+"""When the server has warmed up (SGLang 0.5.23 does it then by itself, too), and when its folder's pools are there."""
 
 
 def frozen(log: str) -> Counter[str]:

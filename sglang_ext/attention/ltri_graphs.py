@@ -138,9 +138,8 @@ class ChunkGraphs:
             raise ValueError("a chunk is replayed before one was recorded: expected `record` first")
         run.load(placed)
         parts = placed.parts
-        if not placed.full:
-            for into in (rows.query, rows.keys, rows.values):
-                into[: run.rows].zero_()  # what another prompt left may not be finite
+        if not placed.full:  # what another prompt left may not be finite
+            torch._foreach_zero_([into[: run.rows] for into in (rows.query, rows.keys, rows.values)])
         for into, new in zip((rows.query, rows.keys, rows.values), given, strict=True):
             for framed, own in parts:
                 into[framed].copy_(new[own])
@@ -179,7 +178,7 @@ class ChunkGraphs:
         memory.retrieved = None
         if newest.end - newest.begin < chunk:  # the prompt's last chunk is none of the whole ones
             found = run.places[-1].found[newest.caches.layer]
-            memory.retrieved = Retrieved(found.blocks.clone(), found.ways.clone())
+            memory.retrieved = Retrieved(*torch.stack([found.blocks, found.ways]))
 
     def _keep_tile(self, tokens: LayerTokens[Spans], memory: KernelMemory, row: int) -> None:
         """Know the newest token, and where the tile of the newest block lies that is not complete."""

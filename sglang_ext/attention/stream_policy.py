@@ -108,7 +108,7 @@ class StreamPolicy(Policy):
         raise NotImplementedError
 
     def fork_point(self, state: StreamState, tokens: int, prompt: int) -> int:
-        """How many of a stream's first `tokens` tokens another stream can copy; 0 where none.
+        """How many of a stream's first `tokens` tokens another stream can copy, no fewer of more; 0 where none.
 
         Args:
             state: of a stream that runs, or of `park`.

@@ -63,9 +63,11 @@ def longest_fork(
     """
     best: Fork | None = None
     for source in sources:
-        if source.key != key:
+        least = best.tokens if best else 0
+        # Of many streams that begin with one document, the first is as good as the rest, which need no comparison.
+        if source.key != key or point(source.state, min(len(prompt), len(source.prompt))) <= least:
             continue
         tokens = point(source.state, common_tokens(prompt, source.prompt))
-        if tokens > (best.tokens if best else 0):
+        if tokens > least:
             best = Fork(source, tokens)
     return best

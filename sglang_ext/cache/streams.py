@@ -349,7 +349,8 @@ class StreamCache(TreelessCache):
             if name is not None:
                 slots = self._keep(name, req, before, slots)
             elif req.output_ids and self._nameless(req) and self._is_found_again(req):
-                slots = self._keep(object(), req, before, slots, array("q", [*req.origin_input_ids, *req.output_ids]))
+                whole = array("q", req.origin_input_ids) + array("q", req.output_ids)  # copies of their memory
+                slots = self._keep(object(), req, before, slots, whole)
         for released in self.release_hooks:
             released(slot)
         self.token_to_kv_pool_allocator.free(slots)

@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import Any
 
+import pytest
 import torch
 
 from sglang_ext.cache.forks import Source, common_tokens, longest_fork
@@ -41,6 +42,23 @@ def test_the_source_with_the_most_in_common() -> None:
     assert longest_fork(prompt, "another's", sources, point).tokens == 20  # type: ignore[union-attr]
     assert longest_fork(prompt, None, sources[:2], point).tokens == 10  # type: ignore[union-attr]
     assert longest_fork([3, 4], None, sources, point) is None
+
+
+class Unread(list[int]):
+    """A prompt that nobody may look at."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a stream was compared that shares no more than the best")
+
+
+def test_streams_that_cannot_share_more_are_not_compared() -> None:
+    prompt, point = [*range(20)], lambda state, tokens: tokens // state * state
+    best = Source([*range(17), 7], None, 8, NO_SLOTS)  # 16
+    shorter, coarser = Source(Unread(range(15)), None, 1, NO_SLOTS), Source(Unread(range(20)), None, 16, NO_SLOTS)
+    found: Any = longest_fork(prompt, None, [best, shorter, coarser], point)
+    assert (found.source, found.tokens) == (best, 16)
+    with pytest.raises(AssertionError, match="was compared"):
+        longest_fork(prompt, None, [shorter, best], point)
 
 
 def test_few_states_are_kept_and_none_that_was_given_up_is_wanted_again() -> None:

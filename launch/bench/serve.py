@@ -4,7 +4,7 @@ Both have a KV cache of as many tokens. Each mix of requests comes in closed loo
 what a server can do. Then requests arrive at random, at rates that are shares of what our server can do (or `--rates`),
 and on stock SGLang also at shares of what it can do itself. A good answer keeps to the limits of its first token and of
 the others; *goodput* is the number of good answers a second. Both servers are told to leave out what they have from
-collections of garbage (SGLang's `/freeze_gc`), which stop them for shorter then.
+collections of garbage (SGLang's `/freeze_gc`), during which they say nothing.
 
 - questions: over pools, some of which are asked about much more often than others; stock SGLang has them as prefixes;
 - chat: plain requests with the lengths of ShareGPT's conversations;

@@ -68,8 +68,9 @@ class DecodeRows:
         caches, host = model.caches(), policy.blocks_on_host
         if host.available < 1:
             return
-        voters, heads = {layer: policy.voter(layer) for layer in caches}, model.shape.heads
-        self._ends = BlockEnds(policy.config, caches, voters, chunks.stores, chunks.slot, heads, chunks.ranks)
+        self._ends = BlockEnds(
+            policy.config, caches, chunks.voters, chunks.stores, chunks.slot, model.shape.heads, chunks.ranks
+        )
         self._ends.record(host)
 
     def load(self, batch: Sequence[BatchRows], size: int) -> StepBuffers:

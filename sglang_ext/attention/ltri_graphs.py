@@ -178,7 +178,7 @@ class ChunkGraphs:
         memory.retrieved = None
         if newest.end - newest.begin < chunk:  # the prompt's last chunk is none of the whole ones
             found = run.places[-1].found[newest.caches.layer]
-            memory.retrieved = Retrieved(*torch.stack([found.blocks, found.ways]))
+            memory.retrieved = Retrieved(*torch.stack([found.blocks, found.ways]))  # copies, in one launch
 
     def _keep_tile(self, tokens: LayerTokens[Spans], memory: KernelMemory, row: int) -> None:
         """Know the newest token, and where the tile of the newest block lies that is not complete."""
@@ -237,9 +237,16 @@ class ChunkGraphs:
                 memory.newest = state.last[plan.row]  # of which the chunk knows only that it is there
                 memory.saw(tokens.begin - 1)
             votes = {tokens.begin: place.votes} if voted else {}
-            given = {**vars(tokens), "memory": memory, "kept": False}
-            given |= {"ranks": self._ranks, "lanes": lanes, "leaving": place.leaving, "waiting": fresh}
-            recorded = RecordedChunk(store=store, plan=plan, frame=frame, **given)
+            recorded = RecordedChunk(
+                **{**vars(tokens), "memory": memory, "kept": False},
+                store=store,
+                plan=plan,
+                ranks=self._ranks,
+                lanes=lanes,
+                frame=frame,
+                leaving=place.leaving,
+                waiting=fresh,
+            )
             recorded.remember()
             if state is not None and run.before is not None:
                 run.before.keep(number, store, plan.at)

@@ -102,6 +102,7 @@ class KernelChunks:
     Attributes:
         stores: by layer.
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
+        voters: of all layers.
         ranks: which have the other heads.
         prompts: chunks of prompts whose recording was replayed, and those whose launches were made one by one.
     """
@@ -121,7 +122,7 @@ class KernelChunks:
         ranks: TensorRanks = ONE_RANK,
     ) -> None:
         keys, values = next(iter(caches.values()))
-        self.settings, self.device, self.ranks = settings, keys.device, ranks
+        self.settings, self.device, self.voters, self.ranks = settings, keys.device, voters, ranks
         self._graphs: ChunkGraphs | None = None
         self._blocks = min(host.total, self.most_blocks) + 1
         self._nowhere = Nowhere(host.total, rows * SpanRing.blocks(settings))

@@ -76,7 +76,7 @@ async def _settle(manager: TokenizerManager, services: Sequence[PoolService]) ->
     """
     restored = [asyncio.ensure_future(each.restored()) for each in services]
     await _freeze(manager)
-    await asyncio.gather(*restored, return_exceptions=True)  # each says what failed
+    await asyncio.gather(*restored, return_exceptions=True)  # requests that need them are told what failed
     await _freeze(manager)
 
 

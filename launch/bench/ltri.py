@@ -38,7 +38,7 @@ from sglang_ext.launch.bench._record import (
     tensor_parallel,
 )
 from sglang_ext.launch.bench._shapes import SHAPES, write_model
-from sglang_ext.launch.bench.cascade import GRAPHS, HALVES, finish
+from sglang_ext.launch.bench.cascade import HALVES, finish
 from sglang_ext.policies.ltri_options import Ltri
 from sglang_ext.types import JsonObject
 
@@ -46,6 +46,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 WHOLE_SECONDS, WHOLE_TOKENS = 20.0, 2**19
 """What a prompt of 512K tokens may take; of other lengths, in proportion."""
 FORK_SECONDS = 0.03
+GRAPHS = {"cuda_graph_max_bs_decode": 8}
+"""All engines': no more requests decode together, and the other graphs are those that a user has."""
 DECODING = {1: 1.05, 8: 1.15}
 """Requests that decode together -> how many times stock SGLang's step ours may take."""
 

@@ -23,12 +23,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from sglang_ext import compat
-from sglang_ext.attention.ltri_chunks import AnyMemory, Chunks, TorchChunks, Votes
+from sglang_ext.attention.ltri_chunks import AnyMemory, Beginning, Chunks, KVCaches, TorchChunks, Votes
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter, cells_of
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.policy import Caches, Request, ServedModel
@@ -44,9 +44,6 @@ from sglang_ext.policies.heads import Heads, shipped, weights_hash
 from sglang_ext.policies.ltri import TensorRanks
 from sglang_ext.policies.ltri_options import InfLlmOptions, Ltri
 from sglang_ext.types import JsonObject, Options
-
-KVCaches: TypeAlias = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-"""Layer -> (keys, values)."""
 
 CHUNKS_OF_A_PASS = 8
 
@@ -291,13 +288,15 @@ class LtriPolicy(StreamPolicy):
         held = torch.cat(
             [torch.arange(min(settings.sinks, fork.tokens)), torch.arange(back.stop, max(back.stop, fork.tokens))]
         )
-        place, places = (self._at(slots, tokens) for tokens in (held, torch.arange(back.start, back.stop)))
-        there = self._at(source.slots, held)
-        for layer, (keys, values) in self._caches().items():
-            keys[place], values[place] = keys[there], values[there]
-            if gone:
-                host = LayerHost(self.blocks_on_host, source.state.lease, layer, keys.device)
-                keys[places], values[places] = self._computing.stored(host, gone)
+        caches, host = self._caches(), self.blocks_on_host
+        beginning = Beginning(
+            there=self._at(source.slots, held),
+            place=self._at(slots, held),
+            blocks=[source.state.lease.ids[block] for block in gone],
+            places=self._at(slots, torch.arange(back.start, back.stop)),
+        )
+        self._computing.begin(caches, host, beginning)
+        host.fetched += len(caches) * len(gone)
 
     def _at(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[tokens] int64, the KV slots of tokens, [tokens] int64 on the host, of a stream that has `slots`."""

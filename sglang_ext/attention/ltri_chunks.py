@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -10,8 +10,8 @@ import torch
 
 from sglang_ext.attention.ltri_chunk import Chunk
 from sglang_ext.attention.ltri_layer import LayerTokens
-from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory, TorchMemory
-from sglang_ext.cache.host_blocks import HostLease
+from sglang_ext.attention.ltri_memory import LayerMemory, TorchMemory
+from sglang_ext.cache.host_blocks import HostBlocks, HostLease
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -19,6 +19,25 @@ AnyMemory: TypeAlias = LayerMemory[Any]
 """Of whoever computes the chunks: plain PyTorch or kernels."""
 Votes: TypeAlias = dict[int, torch.Tensor]
 """First token of a chunk -> votes for blocks, of the layers before."""
+KVCaches: TypeAlias = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+"""Layer -> (keys, values)."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The keys and values that a stream begins with, in every layer. All tensors lie on the KV cache's device.
+
+    Attributes:
+        there: [n] int64, KV slots of another stream in which some of them lie.
+        place: [n] int64, the stream's KV slots for these.
+        blocks: numbers on the host of the blocks that have left the other stream's window.
+        places: [tokens of `blocks`] int64, the stream's KV slots for these.
+    """
+
+    there: torch.Tensor
+    place: torch.Tensor
+    blocks: Sequence[int]
+    places: torch.Tensor
 
 
 class Chunks(Protocol):
@@ -58,8 +77,8 @@ class Chunks(Protocol):
     def retrieved(self, memory: AnyMemory) -> list[int]:
         """The blocks that the last chunk of a prompt got back; may wait for the device."""
 
-    def stored(self, host: LayerHost, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) [tokens, kv_heads, dim], on the KV cache's device, of blocks that have left a window."""
+    def begin(self, caches: KVCaches, host: HostBlocks, beginning: Beginning) -> None:
+        """Have the keys and values that a stream begins with in its slots, in all layers."""
 
     def close(self, lease: HostLease) -> None:
         """The stream that has a lease ends."""
@@ -100,8 +119,12 @@ class TorchChunks:
     def retrieved(self, memory: AnyMemory) -> list[int]:
         return list(memory.blocks) if isinstance(memory, TorchMemory) else []
 
-    def stored(self, host: LayerHost, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return host.get(blocks)
+    def begin(self, caches: KVCaches, host: HostBlocks, beginning: Beginning) -> None:
+        for layer, (keys, values) in caches.items():
+            for cache, kept in ((keys, host.keys[layer]), (values, host.values[layer])):
+                cache[beginning.place] = cache[beginning.there]
+                if beginning.blocks:
+                    cache[beginning.places] = kept[torch.tensor(beginning.blocks)].flatten(0, 1).to(cache.device)
 
     def close(self, lease: HostLease) -> None:
         """Nothing but the lease is the stream's."""

@@ -7,7 +7,7 @@ recording for all layers (`ltri_block_ends`), or layer by layer where a prompt e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,12 @@ from sglang_ext.attention.ltri import LtriPolicy, LtriStream
 from sglang_ext.attention.ltri_block_ends import BlockEnds
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import Seat
-from sglang_ext.attention.ltri_state import KernelMemory, LayerStore
+from sglang_ext.attention.ltri_state import KernelMemory
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.model import Model
 from sglang_ext.attention.policy import Caches
 from sglang_ext.attention.step import BatchRows, LayerCall
+from sglang_ext.kernels.host_fetch.types import NOBODY
 from sglang_ext.kernels.stream_decode import NewToken, StepNumbers, StreamCaches, StreamSizes, StreamWorkspace
 from sglang_ext.kernels.stream_decode.dispatch import decode
 from sglang_ext.kernels.stream_decode.triton_impl import shares_of
@@ -60,6 +61,7 @@ class DecodeRows:
         self._ends: BlockEnds | None = None
         self.block_ends = {"replayed": 0, "launched": 0}
         self._sizes = StreamSizes(settings.sinks, settings.slots, settings.window, settings.block)
+        self._none = torch.full((max(1, settings.retrieved),), NOBODY, dtype=torch.int32, device=model.device)
         self._buffers: dict[int, StepBuffers] = {}
 
     def record(self) -> None:
@@ -123,25 +125,30 @@ class DecodeRows:
         waits = any(settings.first(block + 1) <= token for memory in maps for block in memory.tiles)
         if seat.settled != token or waits:
             return False
-        for layer, memory in stream.layers.items():
-            if isinstance(memory, KernelMemory):
-                self._show(memory, self._chunks.stores[layer], seat.row, token)
+        memories = {layer: each for layer, each in stream.layers.items() if isinstance(each, KernelMemory)}
+        self._show(memories, seat.row, token)
         seat.decodes, seat.settled = True, None
         return True
 
-    def _show(self, memory: KernelMemory, store: LayerStore, row: int, token: int) -> None:
-        """Have in the stream's row what an answer from a token on reads and writes of a layer.
+    def _show(self, memories: Mapping[int, KernelMemory], row: int, token: int) -> None:
+        """Have in the stream's row what an answer from a token on reads and writes of all layers.
 
         That is the blocks that the prompt got back, and the tile of the block that the token belongs to.
         """
         settings, block = self._policy.config, self._policy.config.blocks(token + 1) - 1
-        if store.state is not None and settings.index == "ltri" and block >= 0:
-            memory.tiles[block] = store.state.tile[row]  # where a prompt's chunk left it, too
-        if memory.retrieved is not memory.shown:
-            ways = store.ways[row].fill_(-1)
-            if memory.retrieved is not None:
-                ways[: memory.retrieved.ways.shape[0]] = memory.retrieved.ways
-            memory.shown = memory.retrieved
+        pairs = list[tuple[torch.Tensor, torch.Tensor]]()
+        for layer, memory in memories.items():
+            store = self._chunks.stores[layer]
+            if store.state is not None and settings.index == "ltri" and block >= 0:
+                memory.tiles[block] = store.state.tile[row]  # where a prompt's chunk left it, too
+            if memory.retrieved is not memory.shown:
+                found = self._none[:0] if memory.retrieved is None else memory.retrieved.ways
+                count = found.shape[0]
+                pairs += [(store.ways[row, :count], found), (store.ways[row, count:], self._none[count:])]
+                memory.shown = memory.retrieved
+        moved = [(into, new) for into, new in pairs if new.numel()]
+        if moved:
+            torch._foreach_copy_([into for into, _ in moved], [new for _, new in moved])  # few launches for all layers
 
     def _replayed(self, stream: LtriStream, seat: Seat, maps: Sequence[KernelMemory], token: int, whole: bool) -> bool:
         """Replay the end of a block, and keep in mind what it leaves.
@@ -175,14 +182,15 @@ class DecodeRows:
     def _settle(self, rows: BatchRows, slots: torch.Tensor, token: int) -> Seat:
         """Do what a prompt's chunk begins with, in all layers; have blocks that came back, and tiles, in their rows."""
         carry: dict[str, object] = {}
-        nowhere = slots[:0]
+        nowhere, memories = slots[:0], dict[int, KernelMemory]()
         for layer, (keys, values) in self._model.caches().items():
             caches = Caches(layer, keys, values, nowhere, self._model.rope, self._model.shape.scale, carry)
             tokens = self._policy.tokens(rows.request, caches, slots, self._model.shape.heads, (token, token + 1))
             chunk = self._chunks.launched(tokens)
             chunk.remember()
-            self._show(chunk.memory, chunk.store, chunk.plan.row, token)
+            memories[layer] = chunk.memory
         seat = self._chunks.seat(tokens)
+        self._show(memories, seat.row, token)
         seat.decodes, seat.settled = True, None
         return seat
 

@@ -69,6 +69,12 @@ class KernelMemory(LayerMemory[Spans]):
         else:
             super().keep(begin, chunk)
 
+    def fork(self, begin: int) -> Self:
+        """`LayerMemory.fork`; it shares the snapshot's memory, which nobody writes to, until it has a row."""
+        kept = self.snapshots[begin]
+        found = {place: each for place, each in self.snapshots.items() if place <= begin}
+        return type(self)(kept.received, kept.spans, kept.stored, snapshots=found)
+
     def sit(self, row: int, settings: Ltri, store: LayerStore) -> None:
         """Have what the layer remembers in a row of its state, where all launches find it."""
         state, ring = store.state, store.ring

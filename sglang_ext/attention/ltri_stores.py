@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from sglang_ext.attention.ltri_chunks import AnyMemory, Votes
+from sglang_ext.attention.ltri_chunks import AnyMemory, Beginning, KVCaches, Votes
 from sglang_ext.attention.ltri_frames import Nowhere, run_frames
 from sglang_ext.attention.ltri_graphs import ChunkGraphs
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
-from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, SpanRing, on_device
 from sglang_ext.attention.ltri_runs import PlacedRun
 from sglang_ext.attention.ltri_state import (
@@ -33,7 +32,9 @@ from sglang_ext.cache.budget import FLOAT32
 from sglang_ext.cache.host_blocks import GIB, HostBlocks, HostLease
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.kernels.cells import Rotation
+from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
+from sglang_ext.kernels.host_fetch.types import NOBODY
 from sglang_ext.kernels.stream_decode import MapState
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
@@ -130,6 +131,7 @@ class KernelChunks:
         self._free, self._seats = list(range(rows))[::-1], dict[HostLease, Seat]()
         _check_room(settings, voters, host.total + 1, heads, rows, keys)
         self.slot = torch.zeros(rows, settings.slots, dtype=torch.int32, device=self.device)
+        self._none = torch.full((max(1, settings.ways),), NOBODY, dtype=torch.int32, device=self.device)
         scratch = Scratch.empty(settings, keys, values)
         self.stores: dict[int, LayerStore] = {}
         for layer, (keys, _) in caches.items():
@@ -249,14 +251,17 @@ class KernelChunks:
         found: list[int] = memory.retrieved.blocks.tolist()
         return found
 
-    def stored(self, host: LayerHost, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values) [tokens, kv_heads, dim] of blocks that have left a window; the device reads host memory."""
-        if self._graphs is not None:
-            self._graphs.copies.wait_for_layer(host.layer)
-        host.host.fetched += len(blocks)
-        at, region = on_device([host.lease.ids[block] for block in blocks], self.device), self.stores[host.layer].region
-        keys, values = (kept.index_select(0, at).flatten(0, 1) for kept in (region.keys, region.values))
-        return keys, values
+    def begin(self, caches: KVCaches, host: HostBlocks, beginning: Beginning) -> None:
+        """`Chunks.begin`, in one or two launches a layer; the device reads host memory."""
+        self.wait_for_copies()
+        block = self.settings.block
+        tokens = on_device(beginning.blocks, self.device).long().unsqueeze(1) * block
+        back = (tokens + torch.arange(block, device=self.device)).view(-1)
+        for layer, cache in caches.items():
+            move(cache, cache, read=beginning.there, write=beginning.place)
+            if beginning.blocks:
+                region = self.stores[layer].region
+                move((region.keys.flatten(0, 1), region.values.flatten(0, 1)), cache, read=back, write=beginning.places)
 
     def wait_for_copies(self) -> None:
         """What is launched from here on may write to the host: a block of an ended stream may still be on its way."""
@@ -294,8 +299,8 @@ class KernelChunks:
         lease = tokens.host.lease
         if lease not in self._seats:
             row = self._free.pop()
-            for store in self.stores.values():
-                store.cache.held[row] = -1
+            held = [store.cache.held[row] for store in self.stores.values()]
+            torch._foreach_copy_(held, [self._none] * len(held))  # in one launch
             self.slot[row] = tokens.slots[: self.settings.slots]
             # A stream begins empty, or as a copy that ends with a whole chunk.
             self._seats[lease] = Seat.of(row, self.slot[row].clone(), self._blocks, settled=tokens.begin)

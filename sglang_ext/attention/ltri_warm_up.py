@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.attention.ltri import KVCaches, LtriPolicy
-from sglang_ext.attention.ltri_chunks import AnyMemory
+from sglang_ext.attention.ltri import LtriPolicy
+from sglang_ext.attention.ltri_chunks import AnyMemory, Beginning, KVCaches
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_stores import KernelChunks
@@ -77,10 +77,17 @@ class WarmUp:
                     query = keys.new_zeros(rows, self.heads, keys.shape[2])
                     new = [each.new_zeros(rows, *each.shape[1:]) for each in self.caches[tokens.caches.layer]]
                     self.chunks.launched(tokens).attend(query, new[0], new[1], votes)
+            self._fork(lease)
         self.chunks.close(lease)
         self.chunks.forget_counts()
         lease.release()
         host.taken = 0
+
+    def _fork(self, lease: HostLease) -> None:
+        """Do what a stream begins with that is a copy of another one, from the padding slot to the padding slot."""
+        keys, _ = next(iter(self.caches.values()))
+        nowhere = torch.zeros(self.policy.config.block, dtype=torch.int64, device=keys.device)
+        self.chunks.begin(self.caches, self.policy.blocks_on_host, Beginning(nowhere, nowhere, lease.ids[:1], nowhere))
 
     def _tokens(
         self, layer: int, lease: HostLease, memory: AnyMemory, bounds: tuple[int, int], carry: Carry

@@ -328,7 +328,7 @@ def save(path: Path, figures: Sequence[Figure], curves: Sequence[Curve] = (), **
 def table(figures: Sequence[Figure]) -> str:
     """The rows as a Markdown table; times in milliseconds, other things in their units."""
     times = ", ms" if all(figure.unit == "ms" for figure in figures) else ""
-    lines = [f"| what | ours{times} (10th to 90th percentile) | baseline{times} | ratio | aim | met |"]
+    lines = [f"| what | ours{times} (p10 to p90) | baseline{times} | ratio | aim | met |"]
     lines.append("|---|---|---|---|---|---|")
     for figure in figures:
         factor, unit = UNITS[figure.unit], "" if times or figure.unit in BARE else f" {figure.unit}"

@@ -112,6 +112,11 @@ SPEED = (
         (ShownRow("questions over pools: goodput"),),
     ),
     FileSummary(
+        "serve_encoding",
+        "A server that encodes 128 tokens at a time",
+        (ShownRow("a token while a pool of 90000 tokens is encoded"),),
+    ),
+    FileSummary(
         "start",
         "Start of a server",
         (
@@ -136,10 +141,12 @@ SPEED = (
     FileSummary(
         "double_p_engine_16_layers",
         "Double-P in an engine, 16 layers, one GPU",
-        (
-            ShownRow("time per output token, 8 requests of 65536 tokens"),
-            ShownRow("time per output token, 1 requests of 65536 tokens"),
-        ),
+        (ShownRow("time per output token, 8 requests of 65536 tokens"),),
+    ),
+    FileSummary(
+        "double_p_engine_16_layers_exact",
+        "Double-P in an engine, p2 0.95",
+        (ShownRow("time per output token, 8 requests of 65536 tokens"),),
     ),
     FileSummary(
         "double_p_engine_tp2",
@@ -191,10 +198,7 @@ SPEED = (
     FileSummary(
         "ltri_kernels",
         "Ltri-LLM's kernels",
-        (
-            ShownRow("a chunk of 512 tokens in a layer that votes"),
-            ShownRow("transfers that attention waits for, 8 of 16 blocks new, `preceding`"),
-        ),
+        (ShownRow("transfers that attention waits for, 8 of 16 blocks new, `preceding`"),),
     ),
     FileSummary(
         "verification",

@@ -99,6 +99,11 @@ BENCHMARKS = (
         "double_p_engine_16_layers.json",
     ),
     Benchmark(
+        "double_p-engine-16-layers-exact",
+        ("double_p", "--only", "engine", *SIXTEEN, "--p2", "0.95", "--repeats", "5"),
+        "double_p_engine_16_layers_exact.json",
+    ),
+    Benchmark(
         "double_p-engine-tp2",
         ("double_p", "--only", "engine", "--tp", "2", *SIXTEEN, "--repeats", "5", "--engine", EAGER_PREFILL),
         "double_p_engine_tp2.json",
@@ -122,6 +127,11 @@ BENCHMARKS = (
     Benchmark("ltri-engine-tp2", ("ltri", "--only", "engine", "--roles", "ltri", "stock", "--tp", "2"), gpus=2),
     Benchmark("serve", ("serve",), "serve.json"),
     Benchmark("serve-delayed", ("serve", "--mixes", "questions", "--flags", DELAYED), "serve_delayed.json"),
+    Benchmark(
+        "serve-encoding",
+        ("serve", "--mixes", "encoding", "--roles", "ours", "--flags", f"{DELAYED} --encoding-tokens 128"),
+        "serve_encoding.json",
+    ),
     Benchmark("start", ("start",), "start.json"),
     Benchmark("verification", ("verification",), "verification.json"),
     Benchmark("drafts", ("drafts",), "drafts.json", needs=("data",)),

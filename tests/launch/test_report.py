@@ -31,7 +31,7 @@ HEADING = (
     "**NVIDIA H200**, commit 0123456, 2026-11-21, sglang 0.5.17, torch 2.11.0, triton 3.6.0, flashinfer 0.6.15: "
     "`sglang-ext bench dbsa`"
 )
-HEADER = "| what | ours, ms (10th to 90th percentile) | baseline, ms | ratio | aim | met |\n|---|---|---|---|---|---|\n"
+HEADER = "| what | ours, ms (p10 to p90) | baseline, ms | ratio | aim | met |\n|---|---|---|---|---|---|\n"
 ROWS = (
     "| zebra | 2 (1-3) | dense: 8 | 4x | at least 3x | yes |\n"
     "| apple | 2 (1-3) | floor, bytes: 1 | 2x | at most 1.5x | no |\n"
@@ -478,7 +478,7 @@ def test_rows_may_be_other_things_than_times() -> None:
     accuracy = Timing(0.75, 0.7, 0.8, 40)
     row_of = _record.Figure("zebra", accuracy, "dense", Timing(0.5, 0.4, 0.6, 40), 1.5, unit="share")
     head, _, line = _record.table([row_of]).splitlines()
-    assert head == "| what | ours (10th to 90th percentile) | baseline | ratio | aim | met |"
+    assert head == "| what | ours (p10 to p90) | baseline | ratio | aim | met |"
     assert line == "| zebra | 0.75 (0.7-0.8) | dense: 0.5 | 1.5x |  |  |"
     mixed = _record.table([row_of, _record.Figure("ape", Timing(0.002, 0.001, 0.003, 9))]).splitlines()
     assert mixed[0] == head and mixed[3] == "| ape | 2 ms (1-3) |  |  |  |  |"

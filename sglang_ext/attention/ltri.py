@@ -178,7 +178,7 @@ class LtriPolicy(StreamPolicy):
         share = torch.tensor(host_bytes(self.config.host_gb) // self.ranks)
         self.host = HostBlocks(kept, self.config.block, int(least_over_ranks(share)))
         keys, _ = next(iter(kept.values()))
-        self._chunks = TorchChunks(self.config, keys.device, TensorRanks(self.ranks, sum_over_ranks))
+        self._chunks = TorchChunks(self.config, keys.device, self.host, TensorRanks(self.ranks, sum_over_ranks))
 
     def fit_host(self, most: int | None) -> None:
         """Where the operator has not said how much host memory there is to be, use so many blocks of it at most.
@@ -288,15 +288,15 @@ class LtriPolicy(StreamPolicy):
         held = torch.cat(
             [torch.arange(min(settings.sinks, fork.tokens)), torch.arange(back.stop, max(back.stop, fork.tokens))]
         )
-        caches, host = self._caches(), self.blocks_on_host
+        caches = self._caches()
         beginning = Beginning(
             there=self._at(source.slots, held),
             place=self._at(slots, held),
             blocks=[source.state.lease.ids[block] for block in gone],
             places=self._at(slots, torch.arange(back.start, back.stop)),
         )
-        self._computing.begin(caches, host, beginning)
-        host.fetched += len(caches) * len(gone)
+        self._computing.begin(caches, beginning)
+        self.blocks_on_host.fetched += len(caches) * len(gone)
 
     def _at(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[tokens] int64, the KV slots of tokens, [tokens] int64 on the host, of a stream that has `slots`."""

@@ -77,7 +77,7 @@ class Chunks(Protocol):
     def retrieved(self, memory: AnyMemory) -> list[int]:
         """The blocks that the last chunk of a prompt got back; may wait for the device."""
 
-    def begin(self, caches: KVCaches, host: HostBlocks, beginning: Beginning) -> None:
+    def begin(self, caches: KVCaches, beginning: Beginning) -> None:
         """Have the keys and values that a stream begins with in its slots, in all layers."""
 
     def close(self, lease: HostLease) -> None:
@@ -91,11 +91,13 @@ class TorchChunks:
     Attributes:
         settings: of the method.
         device: of the KV cache.
+        host: what has left the windows.
         ranks: which have the other heads.
     """
 
     settings: Ltri
     device: torch.device
+    host: HostBlocks
     ranks: TensorRanks = ONE_RANK
     most_blocks: None = None
 
@@ -119,9 +121,9 @@ class TorchChunks:
     def retrieved(self, memory: AnyMemory) -> list[int]:
         return list(memory.blocks) if isinstance(memory, TorchMemory) else []
 
-    def begin(self, caches: KVCaches, host: HostBlocks, beginning: Beginning) -> None:
+    def begin(self, caches: KVCaches, beginning: Beginning) -> None:
         for layer, (keys, values) in caches.items():
-            for cache, kept in ((keys, host.keys[layer]), (values, host.values[layer])):
+            for cache, kept in ((keys, self.host.keys[layer]), (values, self.host.values[layer])):
                 cache[beginning.place] = cache[beginning.there]
                 if beginning.blocks:
                     cache[beginning.places] = kept[torch.tensor(beginning.blocks)].flatten(0, 1).to(cache.device)

@@ -32,7 +32,7 @@ class HostCopies:
             torch.cuda.current_stream().wait_event(self._of_layer[layer])
 
     def wait_for_all(self) -> None:
-        """What is launched from here on may write where any block lies on the host."""
+        """What is launched from here on finds all blocks on the host, and may write where any lies."""
         if self._newest is not None:
             torch.cuda.current_stream().wait_event(self._newest)
 

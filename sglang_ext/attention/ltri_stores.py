@@ -114,7 +114,7 @@ class KernelChunks:
         self,
         settings: Ltri,
         host: HostBlocks,
-        caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        caches: KVCaches,
         voters: Voters,
         heads: int,
         rows: int,
@@ -251,20 +251,25 @@ class KernelChunks:
         found: list[int] = memory.retrieved.blocks.tolist()
         return found
 
-    def begin(self, caches: KVCaches, host: HostBlocks, beginning: Beginning) -> None:
+    def begin(self, caches: KVCaches, beginning: Beginning) -> None:
         """`Chunks.begin`, in one or two launches a layer; the device reads host memory."""
+        for cache in caches.values():
+            move(cache, cache, read=beginning.there, write=beginning.place)
+        if not beginning.blocks:
+            return
         self.wait_for_copies()
         block = self.settings.block
         tokens = on_device(beginning.blocks, self.device).long().unsqueeze(1) * block
         back = (tokens + torch.arange(block, device=self.device)).view(-1)
         for layer, cache in caches.items():
-            move(cache, cache, read=beginning.there, write=beginning.place)
-            if beginning.blocks:
-                region = self.stores[layer].region
-                move((region.keys.flatten(0, 1), region.values.flatten(0, 1)), cache, read=back, write=beginning.places)
+            region = self.stores[layer].region
+            move((region.keys.flatten(0, 1), region.values.flatten(0, 1)), cache, read=back, write=beginning.places)
 
     def wait_for_copies(self) -> None:
-        """What is launched from here on may write to the host: a block of an ended stream may still be on its way."""
+        """What is launched from here on may read any block on the host, and write there.
+
+        A block of an ended stream may still be on its way.
+        """
         if self._graphs is not None:
             self._graphs.copies.wait_for_all()
 
@@ -300,7 +305,7 @@ class KernelChunks:
         if lease not in self._seats:
             row = self._free.pop()
             held = [store.cache.held[row] for store in self.stores.values()]
-            torch._foreach_copy_(held, [self._none] * len(held))  # in one launch
+            torch._foreach_copy_(held, [self._none] * len(held))  # few launches for all layers
             self.slot[row] = tokens.slots[: self.settings.slots]
             # A stream begins empty, or as a copy that ends with a whole chunk.
             self._seats[lease] = Seat.of(row, self.slot[row].clone(), self._blocks, settled=tokens.begin)

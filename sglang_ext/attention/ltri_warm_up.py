@@ -87,7 +87,7 @@ class WarmUp:
         """Do what a stream begins with that is a copy of another one, from the padding slot to the padding slot."""
         keys, _ = next(iter(self.caches.values()))
         nowhere = torch.zeros(self.policy.config.block, dtype=torch.int64, device=keys.device)
-        self.chunks.begin(self.caches, self.policy.blocks_on_host, Beginning(nowhere, nowhere, lease.ids[:1], nowhere))
+        self.chunks.begin(self.caches, Beginning(nowhere, nowhere, lease.ids[:1], nowhere))
 
     def _tokens(
         self, layer: int, lease: HostLease, memory: AnyMemory, bounds: tuple[int, int], carry: Carry

@@ -124,7 +124,7 @@ class HostBlocks:
         block_bytes: bytes of a block in all layers.
         promised: blocks that streams may still take.
         taken: blocks that were written, so far.
-        fetched: blocks that layers have read, each layer's counted, by other means than kernels.
+        fetched: blocks that layers have read in plain PyTorch, and for forks; each layer's counted.
     """
 
     def __init__(self, caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]], block: int, size: int) -> None:

@@ -231,7 +231,7 @@ def test_ends_of_prompts(prompt: int, changes: dict[str, Any], monkeypatch: pyte
 
 @pytest.mark.parametrize("places", [0, 2, 4])
 def test_forks(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """A fork in kernels is the stream that was computed whole, in kernels and in plain PyTorch."""
+    """A fork in kernels is the stream that was computed whole, in kernels and in plain PyTorch; its source stays."""
     plain, kernels = both(monkeypatch, tmp_path, {"similarity": "max"}, places)
     other = text(2)
     other[:, :, :210] = text(1)[:, :, :210]
@@ -242,11 +242,16 @@ def test_forks(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
     assert state is not None
     at = kernels.policy.fork_point(state, 210, PROMPT)
     assert at == 192
+    snapshots = [memory.snapshots[at] for memory in state.layers.values()]
+    kept = [each for shot in snapshots for each in (shot.received, shot.spans.bounds, shot.spans.counts)]
+    before = [each.clone() for each in kept]
     kernels.policy.fork(1, Fork(Source([], None, state, kernels.slots(2)), at), kernels.slots(1))
     kernels.policy.finish(source)
     found = [*kernels.run(kernels.begin(1, PROMPT, shared=at), other, at, TOKENS)]
     got, wanted = torch.cat(found, 1), torch.cat(whole, 1)[:, at:]
     assert got.shape == wanted.shape and (got - wanted).abs().max() <= TOLERANCE
+    assert sum(each.numel() for each in kept) > 0
+    assert all(torch.equal(each, old) for each, old in zip(kept, before, strict=True))
 
 
 @pytest.mark.parametrize(

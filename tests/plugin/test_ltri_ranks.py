@@ -72,7 +72,7 @@ def policy_on(ranks: int, rank: int, add: Callable[[torch.Tensor], torch.Tensor]
     shape = (1 + policy.config.slots, KV_HEADS // ranks, DIM)
     caches = {layer: (torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for layer in range(LAYERS)}
     policy.bind(lambda: caches, torch.float32)
-    policy.compute_in(TorchChunks(policy.config, torch.device("cpu"), TensorRanks(ranks, add)))
+    policy.compute_in(TorchChunks(policy.config, torch.device("cpu"), policy.blocks_on_host, TensorRanks(ranks, add)))
     policy.meet(ServedModel("model", LAYERS, HEADS // ranks, KV_HEADS, False, rank))
     if kernels:
         voters, host = {layer: policy.voter(layer) for layer in caches}, policy.blocks_on_host

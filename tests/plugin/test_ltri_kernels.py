@@ -245,7 +245,10 @@ def test_forks(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
     snapshots = [memory.snapshots[at] for memory in state.layers.values()]
     kept = [each for shot in snapshots for each in (shot.received, shot.spans.bounds, shot.spans.counts)]
     before = [each.clone() for each in kept]
+    host, settings = kernels.policy.blocks_on_host, kernels.policy.config
+    gone = min(state.stored, settings.blocks(at)) - snapshots[0].stored
     kernels.policy.fork(1, Fork(Source([], None, state, kernels.slots(2)), at), kernels.slots(1))
+    assert gone > 0 and host.fetched == gone * LAYERS
     kernels.policy.finish(source)
     found = [*kernels.run(kernels.begin(1, PROMPT, shared=at), other, at, TOKENS)]
     got, wanted = torch.cat(found, 1), torch.cat(whole, 1)[:, at:]

@@ -47,7 +47,7 @@ WHOLE_SECONDS, WHOLE_TOKENS = 20.0, 2**19
 """What a prompt of 512K tokens may take; of other lengths, in proportion."""
 FORK_SECONDS = 0.03
 GRAPHS = {"cuda_graph_max_bs_decode": 8}
-"""All engines': no more requests decode together, and the other graphs are those that a user has."""
+"""All engines record decoding steps of at most 8 requests; their other graphs are those that a user has."""
 DECODING = {1: 1.05, 8: 1.15}
 """Requests that decode together -> how many times stock SGLang's step ours may take."""
 

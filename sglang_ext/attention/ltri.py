@@ -290,10 +290,10 @@ class LtriPolicy(StreamPolicy):
         )
         caches = self._caches()
         beginning = Beginning(
-            there=self._at(source.slots, held),
-            place=self._at(slots, held),
+            source=self._at(source.slots, held),
+            target=self._at(slots, held),
             blocks=[source.state.lease.ids[block] for block in gone],
-            places=self._at(slots, torch.arange(back.start, back.stop)),
+            block_target=self._at(slots, torch.arange(back.start, back.stop)),
         )
         self._computing.begin(caches, beginning)
         self.blocks_on_host.fetched += len(caches) * len(gone)

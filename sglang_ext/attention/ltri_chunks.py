@@ -28,16 +28,16 @@ class Beginning:
     """The keys and values that a stream begins with, in every layer. All tensors lie on the KV cache's device.
 
     Attributes:
-        there: [n] int64, KV slots of another stream in which some of them lie.
-        place: [n] int64, the stream's KV slots for these.
-        blocks: numbers on the host of the blocks that have left the other stream's window.
-        places: [tokens of `blocks`] int64, the stream's KV slots for these.
+        source: [tokens] int64, KV slots of another stream, which hold some of them.
+        target: [tokens] int64, the stream's own KV slots for these.
+        blocks: numbers on the host of the blocks that hold the others.
+        block_target: [tokens of `blocks`] int64, the stream's own KV slots for those.
     """
 
-    there: torch.Tensor
-    place: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
     blocks: Sequence[int]
-    places: torch.Tensor
+    block_target: torch.Tensor
 
 
 class Chunks(Protocol):
@@ -122,11 +122,10 @@ class TorchChunks:
         return list(memory.blocks) if isinstance(memory, TorchMemory) else []
 
     def begin(self, caches: KVCaches, beginning: Beginning) -> None:
-        for layer, (keys, values) in caches.items():
-            for cache, kept in ((keys, self.host.keys[layer]), (values, self.host.values[layer])):
-                cache[beginning.place] = cache[beginning.there]
-                if beginning.blocks:
-                    cache[beginning.places] = kept[torch.tensor(beginning.blocks)].flatten(0, 1).to(cache.device)
+        for layer, pair in caches.items():
+            for cache, kept in zip(pair, self.host.read(layer, beginning.blocks), strict=True):
+                cache[beginning.target] = cache[beginning.source]
+                cache[beginning.block_target] = kept.to(cache.device)
 
     def close(self, lease: HostLease) -> None:
         """Nothing but the lease is the stream's."""

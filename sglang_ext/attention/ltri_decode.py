@@ -21,7 +21,6 @@ from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.model import Model
 from sglang_ext.attention.policy import Caches
 from sglang_ext.attention.step import BatchRows, LayerCall
-from sglang_ext.kernels.host_fetch.types import NOBODY
 from sglang_ext.kernels.stream_decode import NewToken, StepNumbers, StreamCaches, StreamSizes, StreamWorkspace
 from sglang_ext.kernels.stream_decode.dispatch import decode
 from sglang_ext.kernels.stream_decode.triton_impl import shares_of
@@ -61,7 +60,6 @@ class DecodeRows:
         self._ends: BlockEnds | None = None
         self.block_ends = {"replayed": 0, "launched": 0}
         self._sizes = StreamSizes(settings.sinks, settings.slots, settings.window, settings.block)
-        self._none = torch.full((max(1, settings.retrieved),), NOBODY, dtype=torch.int32, device=model.device)
         self._buffers: dict[int, StepBuffers] = {}
 
     def record(self) -> None:
@@ -135,16 +133,17 @@ class DecodeRows:
 
         That is the blocks that the prompt got back, and the tile of the block that the token belongs to.
         """
-        settings, block = self._policy.config, self._policy.config.blocks(token + 1) - 1
+        settings, none = self._policy.config, self._chunks.none
+        block = settings.blocks(token + 1) - 1
         pairs = list[tuple[torch.Tensor, torch.Tensor]]()
         for layer, memory in memories.items():
             store = self._chunks.stores[layer]
             if store.state is not None and settings.index == "ltri" and block >= 0:
                 memory.tiles[block] = store.state.tile[row]  # where a prompt's chunk left it, too
             if memory.retrieved is not memory.shown:
-                found = self._none[:0] if memory.retrieved is None else memory.retrieved.ways
-                count = found.shape[0]
-                pairs += [(store.ways[row, :count], found), (store.ways[row, count:], self._none[count:])]
+                found = none[:0] if memory.retrieved is None else memory.retrieved.ways
+                shown, rest = store.ways[row].tensor_split([found.shape[0]])
+                pairs += [(shown, found), (rest, none[: rest.shape[0]])]
                 memory.shown = memory.retrieved
         moved = [(into, new) for into, new in pairs if new.numel()]
         if moved:

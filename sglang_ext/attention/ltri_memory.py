@@ -105,9 +105,8 @@ class LayerHost:
 
     def get(self, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of blocks that were kept, [tokens, kv_heads, dim] on the KV cache's device."""
-        at = torch.tensor([self.lease.ids[block] for block in blocks], dtype=torch.int64)
         self.host.fetched += len(blocks)
-        keys, values = (kept[self.layer][at].flatten(0, 1) for kept in (self.host.keys, self.host.values))
+        keys, values = self.host.read(self.layer, [self.lease.ids[block] for block in blocks])
         return keys.to(self.device), values.to(self.device)
 
 
@@ -175,18 +174,26 @@ class LayerMemory(ABC, Generic[SpansT]):
         wanted = kept_chunks(begin // chunk)
         self.snapshots = {place: kept for place, kept in self.snapshots.items() if place // chunk in wanted}
 
+    def owned(self, kept: Snapshot[SpansT]) -> Snapshot[SpansT]:
+        """A snapshot in memory of its own."""
+        return Snapshot(kept.stored, self.copied(kept.spans), kept.received.clone())
+
     def part(self, begin: int) -> None:
         """Have the snapshots before `begin` in memory of their own."""
         for place, kept in self.snapshots.items():
             if kept.shares and place < begin:
-                self.snapshots[place] = Snapshot(kept.stored, self.copied(kept.spans), kept.received.clone())
+                self.snapshots[place] = self.owned(kept)
+
+    def begun(self, kept: Snapshot[SpansT]) -> Snapshot[SpansT]:
+        """The snapshot as another stream begins with it, in memory that this stream may write to."""
+        return self.owned(kept)
 
     def fork(self, begin: int) -> Self:
         """The memory of another stream that begins with the same tokens, up to one of `snapshots`."""
-        kept = self.snapshots[begin]
+        kept = self.begun(self.snapshots[begin])
         return type(self)(
-            received=kept.received.clone(),
-            spans=self.copied(kept.spans),
+            received=kept.received,
+            spans=kept.spans,
             stored=kept.stored,
             snapshots={place: each for place, each in self.snapshots.items() if place <= begin},
         )

@@ -69,11 +69,9 @@ class KernelMemory(LayerMemory[Spans]):
         else:
             super().keep(begin, chunk)
 
-    def fork(self, begin: int) -> Self:
-        """`LayerMemory.fork`; it shares the snapshot's memory, which nobody writes to, until it has a row."""
-        kept = self.snapshots[begin]
-        found = {place: each for place, each in self.snapshots.items() if place <= begin}
-        return type(self)(kept.received, kept.spans, kept.stored, snapshots=found)
+    def begun(self, kept: Snapshot[Spans]) -> Snapshot[Spans]:
+        """The snapshot itself: nobody writes to it before `sit` has copied it into the stream's row."""
+        return kept
 
     def sit(self, row: int, settings: Ltri, store: LayerStore) -> None:
         """Have what the layer remembers in a row of its state, where all launches find it."""

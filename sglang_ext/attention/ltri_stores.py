@@ -103,6 +103,7 @@ class KernelChunks:
     Attributes:
         stores: by layer.
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
+        none: [blocks that a layer keeps for a stream, or 1] int32, `NOBODY` in the place of each.
         voters: of all layers.
         ranks: which have the other heads.
         prompts: chunks of prompts whose recording was replayed, and those whose launches were made one by one.
@@ -131,7 +132,7 @@ class KernelChunks:
         self._free, self._seats = list(range(rows))[::-1], dict[HostLease, Seat]()
         _check_room(settings, voters, host.total + 1, heads, rows, keys)
         self.slot = torch.zeros(rows, settings.slots, dtype=torch.int32, device=self.device)
-        self._none = torch.full((max(1, settings.ways),), NOBODY, dtype=torch.int32, device=self.device)
+        self.none = torch.full((max(1, settings.ways),), NOBODY, dtype=torch.int32, device=self.device)
         scratch = Scratch.empty(settings, keys, values)
         self.stores: dict[int, LayerStore] = {}
         for layer, (keys, _) in caches.items():
@@ -254,7 +255,7 @@ class KernelChunks:
     def begin(self, caches: KVCaches, beginning: Beginning) -> None:
         """`Chunks.begin`, in one or two launches a layer; the device reads host memory."""
         for cache in caches.values():
-            move(cache, cache, read=beginning.there, write=beginning.place)
+            move(cache, cache, read=beginning.source, write=beginning.target)
         if not beginning.blocks:
             return
         self.wait_for_copies()
@@ -263,7 +264,8 @@ class KernelChunks:
         back = (tokens + torch.arange(block, device=self.device)).view(-1)
         for layer, cache in caches.items():
             region = self.stores[layer].region
-            move((region.keys.flatten(0, 1), region.values.flatten(0, 1)), cache, read=back, write=beginning.places)
+            kept = region.keys.flatten(0, 1), region.values.flatten(0, 1)
+            move(kept, cache, read=back, write=beginning.block_target)
 
     def wait_for_copies(self) -> None:
         """What is launched from here on may read any block on the host, and write there.
@@ -305,7 +307,7 @@ class KernelChunks:
         if lease not in self._seats:
             row = self._free.pop()
             held = [store.cache.held[row] for store in self.stores.values()]
-            torch._foreach_copy_(held, [self._none] * len(held))  # few launches for all layers
+            torch._foreach_copy_(held, [self.none] * len(held))  # few launches for all layers
             self.slot[row] = tokens.slots[: self.settings.slots]
             # A stream begins empty, or as a copy that ends with a whole chunk.
             self._seats[lease] = Seat.of(row, self.slot[row].clone(), self._blocks, settled=tokens.begin)

@@ -16,7 +16,7 @@ import mmap
 import resource
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -169,6 +169,11 @@ class HostBlocks:
             )
         # Memory that is unmapped while it is registered cannot be registered again at the same address.
         weakref.finalize(self, _unregister, self._whole).atexit = False
+
+    def read(self, layer: int, numbers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) [tokens, kv_heads, dim], on the host, of the blocks of a layer with these numbers."""
+        at = torch.tensor(numbers, dtype=torch.int64)
+        return self.keys[layer][at].flatten(0, 1), self.values[layer][at].flatten(0, 1)
 
     def use(self, most: int) -> None:
         """Have so many blocks at most, of which none is held; the rest of the region is left alone.

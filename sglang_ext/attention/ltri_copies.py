@@ -16,6 +16,8 @@ from sglang_ext.attention.ltri_state import Leaving
 class HostCopies:
     """Copies of blocks to the host, one behind the other.
 
+    All that waits for them is launched on one stream, which waits for a copy once.
+
     Args:
         device: of the blocks.
     """
@@ -29,7 +31,7 @@ class HostCopies:
     def wait_for_layer(self, layer: int) -> None:
         """What is launched from here on finds all blocks of a layer on the host."""
         if layer in self._of_layer:
-            torch.cuda.current_stream().wait_event(self._of_layer[layer])
+            torch.cuda.current_stream().wait_event(self._of_layer.pop(layer))
 
     def wait_for_all(self) -> None:
         """What is launched from here on finds all blocks on the host, and may write where any lies."""
@@ -39,7 +41,7 @@ class HostCopies:
     def wait_for_run(self, number: int) -> None:
         """What is launched from here on may write where the blocks of a run of chunks waited for their copies."""
         if number in self._of_run:
-            torch.cuda.current_stream().wait_event(self._of_run[number])
+            torch.cuda.current_stream().wait_event(self._of_run.pop(number))
 
     def put(
         self, number: int, layer: int, leaving: Leaving, host: LayerHost, blocks: Sequence[tuple[int, int]]

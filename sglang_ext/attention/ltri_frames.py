@@ -4,8 +4,9 @@ A frame begins where a block begins, and has whole blocks. A chunk has some of i
 that is kept: what they would store goes to SGLang's padding slot, which nobody sees, and they add nothing to the
 attention map. There are two kinds: for chunks that begin at a multiple of `chunk`, whole or not, and for the last
 tokens of a prompt, which begin anywhere. One frame of each kind serves where all chunks see as much
-(`Ltri.alike_from`); that of the last tokens is shorter, and begins with their block. Before that, each `chunk` tokens
-have frames of their own.
+(`Ltri.alike_from`); that of the last tokens is shorter, and begins with their block. There are also short frames for
+the few tokens between a prompt's last whole chunk and its last tokens, such as a question about a document. Before
+`alike_from`, each `chunk` tokens have frames of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ class Frame:
     def whole(cls, settings: Ltri) -> Frame:
         """That of chunks that begin at a multiple of `chunk`."""
         return cls(settings.chunk, 0, settings.chunk)
+
+    @classmethod
+    def short(cls, settings: Ltri) -> list[Frame]:
+        """Those of chunks that begin there and have at most a quarter of `chunk` tokens, and at most a half."""
+        rows = [settings.chunk // part for part in (4, 2) if settings.chunk % (part * settings.block) == 0]
+        return [cls(count, 0, count) for count in rows]
 
     @classmethod
     def first(cls, settings: Ltri) -> list[Frame]:
@@ -91,7 +98,7 @@ def run_frames(settings: Ltri, places: int) -> list[list[Frame]]:
     """
     whole, last = Frame.whole(settings), Frame.last(settings)
     counts = [1 << power for power in range(places.bit_length()) if 1 << power < places] + [places]
-    ends = [] if last is None else [[last], [whole, last]]
+    ends = [] if last is None else [[last], *([frame, last] for frame in (whole, *Frame.short(settings)))]
     return [[whole] * count for count in counts] + ends + [[frame] for frame in Frame.first(settings)]
 
 

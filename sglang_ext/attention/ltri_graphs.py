@@ -62,7 +62,6 @@ class ChunkGraphs:
         self._settings, self._stores, self._blocks, self._nowhere = settings, stores, blocks, nowhere
         self._ranks = ranks
         self._runs: list[ChunkRun] = []
-        self._rows: ChunkRows | None = None
         self.replayed, self.copies = 0, HostCopies(device)
 
     def record(self, chunks: Mapping[int, LayerTokens[Spans]], seat: Seat, frames: Sequence[Sequence[Frame]]) -> None:
@@ -76,13 +75,13 @@ class ChunkGraphs:
         first = next(iter(chunks.values()))
         keys, values = first.caches.keys, first.caches.values
         rows = max(sum(frame.rows for frame in each) for each in frames)
-        self._rows = ChunkRows.empty(rows, first.heads, keys, values)
+        room = ChunkRows.empty(rows, first.heads, keys, values)
         recorder, lanes = GraphRecorder(keys.device), Lanes.beside(keys.device)
         for number, each in enumerate(frames):
-            run = self._run(number, each, first, seat)
+            run = self._run(number, each, first, seat, room)
             for layer in sorted(chunks):
                 count = len(run.places)
-                bodies = [self._body(run, at, chunks[layer], self._rows, lanes) for at in range(count)]
+                bodies = [self._body(run, at, chunks[layer], lanes) for at in range(count)]
                 run.replays[layer] = recorder.record(bodies)
             self._runs.append(run)
 
@@ -108,7 +107,10 @@ class ChunkGraphs:
             stored = plans[-1].plan.stored
         some = chunks[: len(plans)]
         wanted = kept_chunks(some[-1].begin // settings.chunk)
-        kept = [tokens.kept and tokens.begin // settings.chunk in wanted for tokens in some]
+        there = chunks[0].memory.snapshots  # a copy of another stream has one where it begins
+        kept = [
+            tokens.kept and tokens.begin not in there and tokens.begin // settings.chunk in wanted for tokens in some
+        ]
         placed = PlacedRun(run, seat, plans, kept, self._leave(run, plans, chunks[0]), shared=shares[run.number] > 0)
         for other in taken:
             other.shared |= other.run is run
@@ -121,8 +123,7 @@ class ChunkGraphs:
         chunks: Tokens,
         row: int,
         given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-    ) -> None:
+    ) -> torch.Tensor:
         """`KernelChunk.attend` of chunks whose stream has a row, replayed.
 
         Args:
@@ -130,29 +131,26 @@ class ChunkGraphs:
             chunks: the same, in this layer.
             row: of their stream.
             given: (query, keys, values) of all of their tokens.
-            out: [tokens, heads, value_dim], written.
+
+        Returns:
+            [tokens, heads, value_dim].
         """
-        rows, run, newest = self._rows, placed.run, chunks[-1]
+        run, newest = placed.run, chunks[-1]
         layer, memory = newest.caches.layer, newest.memory
-        if rows is None or not isinstance(memory, KernelMemory):
-            raise ValueError("a chunk is replayed before one was recorded: expected `record` first")
+        if not isinstance(memory, KernelMemory):
+            raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
         run.load(placed)
-        parts = placed.parts
-        if not placed.full:  # what another prompt left may not be finite
-            torch._foreach_zero_([into[: run.rows] for into in (rows.query, rows.keys, rows.values)])
-        for into, new in zip((rows.query, rows.keys, rows.values), given, strict=True):
-            for framed, own in parts:
-                into[framed].copy_(new[own])
+        placed.give(given)
         self.copies.wait_for_run(run.number)
         run.replays[layer]()
         self.replayed += len(chunks)
         if placed.leaves:
             self.copies.put(run.number, layer, run.leaving, newest.host, placed.leaves)
-        for framed, own in parts:
-            out[own].copy_(rows.out[framed])
+        out = placed.taken()
         self._remember(placed, chunks, memory)
         if newest.voter is not None:
             self._keep_tile(newest, memory, row)
+        return out
 
     def _leave(self, run: ChunkRun, plans: Sequence[FramePlan], first: LayerTokens[Spans]) -> list[tuple[int, int]]:
         """(place in `ChunkRun.leaving`, number on the host) of each block that leaves the window."""
@@ -177,8 +175,7 @@ class ChunkGraphs:
         memory.part(chunks[0].begin)  # few are left of an older run, whose memory they would keep
         memory.retrieved = None
         if newest.end - newest.begin < chunk:  # the prompt's last chunk is none of the whole ones
-            found = run.places[-1].found[newest.caches.layer]
-            memory.retrieved = Retrieved(*torch.stack([found.blocks, found.ways]))  # copies, in one launch
+            memory.retrieved = Retrieved(*run.places[-1].found[newest.caches.layer].clone())
 
     def _keep_tile(self, tokens: LayerTokens[Spans], memory: KernelMemory, row: int) -> None:
         """Know the newest token, and where the tile of the newest block lies that is not complete."""
@@ -192,8 +189,10 @@ class ChunkGraphs:
 
     # ---- recording ----
 
-    def _run(self, number: int, frames: Sequence[Frame], first: LayerTokens[Spans], seat: Seat) -> ChunkRun:
-        """A run that no layer was recorded of, with some chunks in it."""
+    def _run(
+        self, number: int, frames: Sequence[Frame], first: LayerTokens[Spans], seat: Seat, room: ChunkRows
+    ) -> ChunkRun:
+        """A run that no layer was recorded of, with some chunks in it, in the first of the rows of all runs."""
         settings, (keys, values) = self._settings, (first.caches.keys, first.caches.values)
         received = next((store.state.received for store in self._stores.values() if store.state), None)
         gone = [0, *accumulate(frame.gone(settings) for frame in frames)]
@@ -213,15 +212,14 @@ class ChunkGraphs:
                 )
             )
         before = None if received is None else Before.empty(settings, len(frames), received)
-        run = ChunkRun(number, places, leaving, keys.new_zeros(gone[-1], dtype=torch.int32), before)
+        gone_ids = keys.new_zeros(gone[-1], dtype=torch.int32)
+        run = ChunkRun(number, places, room.part(rows[-1]), leaving, gone_ids, before)
         run.load(PlacedRun(run, seat, plans, [False] * len(plans), ()))
         return run
 
-    def _body(
-        self, run: ChunkRun, number: int, chunk: LayerTokens[Spans], rows: ChunkRows, lanes: Lanes
-    ) -> Callable[[], None]:
+    def _body(self, run: ChunkRun, number: int, chunk: LayerTokens[Spans], lanes: Lanes) -> Callable[[], None]:
         """What computes one frame of a run in one layer out of what stands."""
-        place = run.places[number]
+        place, rows = run.places[number], run.room
         frame, part, layer = place.standing.plan, place.rows, chunk.caches.layer
         store, plan, begin = self._stores[layer], frame.plan, frame.plan.rows.first
         tokens, fresh = replace(chunk, begin=begin, end=begin + place.frame.rows), run.fresh(self._settings)
@@ -255,7 +253,7 @@ class ChunkGraphs:
             if not voted and tokens.begin in votes:
                 place.votes.copy_(votes[tokens.begin])
             if memory.retrieved is not None:
-                place.found[layer] = memory.retrieved
+                place.found[layer] = torch.stack([memory.retrieved.blocks, memory.retrieved.ways])
 
         return compute
 

@@ -11,8 +11,8 @@ import torch
 from sglang_ext.attention.ltri_frames import Frame, FramePlan, StandingPlan
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_memory import Snapshot
-from sglang_ext.attention.ltri_plan import Seat, SpanRing
-from sglang_ext.attention.ltri_state import LayerStore, Leaving, Retrieved
+from sglang_ext.attention.ltri_plan import Seat, SpanRing, on_device
+from sglang_ext.attention.ltri_state import LayerStore, Leaving
 from sglang_ext.kernels.host_fetch import FreshBlocks
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri_options import Ltri
@@ -44,6 +44,10 @@ class ChunkRows:
         room = lambda count, like: like.new_zeros(rows, count, like.shape[2])  # noqa: E731
         kv_heads = keys.shape[1]
         return cls(room(heads, keys), room(kv_heads, keys), room(kv_heads, values), room(heads, values))
+
+    def part(self, count: int) -> ChunkRows:
+        """The first of these rows."""
+        return ChunkRows(self.query[:count], self.keys[:count], self.values[:count], self.out[:count])
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class ChunkPlace:
         leaving: blocks on their way to the host.
         votes: [1, blocks] float32, of the layers so far. Graphs share their memory, and a graph of another run may
             write to all of it between two layers of this one: so votes lie outside of that memory.
-        found: layer -> what the chunk got back there, until the next one.
+        found: layer -> [2, n] int32, blocks and ways (`Retrieved`) that the chunk got back there, until the next one.
     """
 
     frame: Frame
@@ -103,7 +107,7 @@ class ChunkPlace:
     standing: StandingPlan
     leaving: Leaving
     votes: torch.Tensor
-    found: dict[int, Retrieved] = field(default_factory=dict)
+    found: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -120,7 +124,8 @@ class PlacedRun:
         votes: [1, blocks] float32 of each chunk, of the layers so far, while others are in the run.
         packed: the plans, to be loaded.
         full: whether the chunks have all rows of their frames.
-        parts: (rows of the run, tokens of all chunks) that are the same.
+        tokens: [rows of the run] int32, the token of each row, counted over all chunks; 0 where a row has none.
+        rows: [tokens of all chunks] int32, the row of each.
     """
 
     run: ChunkRun
@@ -136,21 +141,34 @@ class PlacedRun:
         self.full = all(
             plan.count - plan.lead == place.frame.rows for place, plan in zip(self.run.places, self.plans, strict=True)
         )
-        self.parts = self._parts()
+        self.tokens, self.rows = self._rows()
 
-    def _parts(self) -> list[tuple[slice, slice]]:
-        """(rows of the run, tokens of all chunks) that are the same; neighbouring rows are one part."""
-        found: list[tuple[slice, slice]] = []
-        token = 0
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`tokens` and `rows`, in one copy to the device."""
+        tokens, rows = [0] * self.run.rows, list[int]()
         for place, plan in zip(self.run.places, self.plans, strict=True):
-            framed = slice(place.rows.start + plan.lead, place.rows.start + plan.count)
-            own = slice(token, token + plan.count - plan.lead)
-            token = own.stop
-            if found and found[-1][0].stop == framed.start:
-                before, tokens = found.pop()
-                framed, own = slice(before.start, framed.stop), slice(tokens.start, own.stop)
-            found.append((framed, own))
-        return found
+            framed = range(place.rows.start + plan.lead, place.rows.start + plan.count)
+            tokens[framed.start : framed.stop] = range(len(rows), len(rows) + len(framed))
+            rows += framed
+        both = on_device(tokens + rows, self.seat.at.device)
+        return both[: len(tokens)], both[len(tokens) :]
+
+    def give(self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        """Have (queries, keys, values) of all tokens in the run's rows.
+
+        A row that has no token gets the first one's: what another prompt has left there may not be finite.
+        """
+        room = self.run.room
+        for into, new in zip((room.query, room.keys, room.values), given, strict=True):
+            if self.full:
+                into.copy_(new)
+            else:
+                torch.index_select(new, 0, self.tokens, out=into)
+
+    def taken(self) -> torch.Tensor:
+        """[tokens of all chunks, heads, value_dim], what the run's rows gave."""
+        out = self.run.room.out
+        return out.clone() if self.full else out.index_select(0, self.rows)
 
 
 @dataclass(eq=False)
@@ -160,6 +178,7 @@ class ChunkRun:
     Attributes:
         number: of the run, from 0.
         places: of its chunks, one behind the other.
+        room: their rows.
         leaving: blocks that leave the window with all of them.
         gone_ids: [blocks of `leaving`] int32, their numbers on the host.
         before: what there was before the chunks, in the layer that was replayed last; None where nothing votes.
@@ -169,6 +188,7 @@ class ChunkRun:
 
     number: int
     places: Sequence[ChunkPlace]
+    room: ChunkRows
     leaving: Leaving
     gone_ids: torch.Tensor
     before: Before | None

@@ -78,13 +78,13 @@ class KernelMemory(LayerMemory[Spans]):
         state, ring = store.state, store.ring
         if state is None or ring is None or self.row == row:
             return
-        spans = ring.of_row(settings, row)
+        spans, received, newest = ring.of_row(settings, row), state.received[row], state.last[row]
         if self.spans.counts.shape[0]:
-            spans.bounds.copy_(self.spans.bounds)
-            spans.counts.copy_(self.spans.counts)
-        state.received[row] = self.received
-        state.last[row] = 0
-        self.received, self.newest, self.spans, self.row = state.received[row], state.last[row], spans, row
+            into, kept = [spans.bounds, spans.counts], [self.spans.bounds, self.spans.counts]
+            torch._foreach_copy_(into, kept)  # one launch
+        received.copy_(self.received)
+        newest.zero_()
+        self.received, self.newest, self.spans, self.row = received, newest, spans, row
 
     def saw(self, token: int) -> None:
         """What a decoding step of this token adds to `received` is in `newest`."""

@@ -160,20 +160,22 @@ class KernelChunks:
         votes: Votes,
     ) -> torch.Tensor:
         """`Chunks.attend`: chunks one after the other, launched or replayed."""
-        out, carry, first = query.new_empty(*query.shape[:2], values.shape[-1]), chunks[0].caches.carry, chunks[0].begin
-        key, at = f"runs of {self._named(chunks[0])}", 0
+        carry, first, at = chunks[0].caches.carry, chunks[0].begin, 0
+        key, outs = f"runs of {self._named(chunks[0])}", list[torch.Tensor]()
         if key not in carry:
             carry[key] = self._runs(chunks)
         for count, run in carry[key]:
-            some = chunks[at : at + count]
-            rows = slice(some[0].begin - first, some[-1].end - first)
+            some, given = chunks[at : at + count], (query, keys, values)
+            if count < len(chunks):
+                rows = slice(some[0].begin - first, some[-1].end - first)
+                given = query[rows], keys[rows], values[rows]
             if run is None or self._graphs is None:
-                out[rows] = self.launched(some[0]).attend(query[rows], keys[rows], values[rows], votes)
+                outs.append(self.launched(some[0]).attend(*given, votes))
             else:
                 seat, _ = self._seated(some[0])
-                self._graphs.attend(run, some, seat.row, (query[rows], keys[rows], values[rows]), out[rows])
+                outs.append(self._graphs.attend(run, some, seat.row, given))
             at += count
-        return out
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def launched(self, tokens: LayerTokens[Any]) -> KernelChunk:
         """What computes a chunk, launch by launch."""

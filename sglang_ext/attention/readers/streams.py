@@ -12,7 +12,7 @@ from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.policy import Caches
 from sglang_ext.attention.readers.reader import Reader
-from sglang_ext.attention.step import Batch, Forward, LayerCall
+from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
 from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.cache.streams import MAX_TOKENS
 from sglang_ext.kernels.cells import flashinfer_impl
@@ -79,12 +79,21 @@ class StreamReader(Reader[Batch, Batch]):
     def read(self, call: LayerCall[Batch]) -> torch.Tensor:
         if call.new is None:
             raise ValueError(f"layer {call.layer} has no keys and values of its own: streams need them in every layer")
-        out = call.empty()
         caches = Caches(call.layer, *call.caches, self._nowhere, self.model.rope, call.scale, call.carry)
-        out[call.loaded.total :] = 0
-        for rows in call.loaded.rows:
+        batch, padded = call.loaded, call.query.shape[0] > call.loaded.total
+        if len(batch.rows) == 1 and not padded:  # a launch less in each layer
+            return self._attend(batch.rows[0], caches, (call.query, *call.new))
+        out = call.empty()
+        if padded:
+            out[batch.total :] = 0
+        for rows in batch.rows:
             part = slice(rows.first, rows.first + rows.end - rows.begin)
-            tokens = (each[part] for each in (call.query, *call.new))
-            slots = self.model.table[rows.request.slot]
-            out[part] = self.policy.attend(rows.request, caches, slots, rows.begin, *tokens)
+            out[part] = self._attend(rows, caches, (call.query[part], call.new[0][part], call.new[1][part]))
         return out
+
+    def _attend(
+        self, rows: BatchRows, caches: Caches, tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """[tokens, heads, value_dim] of one request, with (query, keys, values) of its tokens."""
+        slots = self.model.table[rows.request.slot]
+        return self.policy.attend(rows.request, caches, slots, rows.begin, *tokens)

@@ -290,6 +290,10 @@ class LtriPolicy(StreamPolicy):
         )
         caches = self._caches()
         beginning = Beginning(
+            like=source.state.lease,
+            lease=stream.lease,
+            tokens=fork.tokens,
+            slots=slots,
             source=self._at(source.slots, held),
             target=self._at(slots, held),
             blocks=[source.state.lease.ids[block] for block in gone],

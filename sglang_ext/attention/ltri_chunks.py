@@ -25,15 +25,23 @@ KVCaches: TypeAlias = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Beginning:
-    """The keys and values that a stream begins with, in every layer. All tensors lie on the KV cache's device.
+    """What a stream begins with that is a copy of another one's beginning. All tensors lie on the KV cache's device.
 
     Attributes:
+        like: what the other stream has on the host.
+        lease: what the stream has there.
+        tokens: how many tokens it begins with.
+        slots: [slots of a stream] int32, its KV slots.
         source: [tokens] int64, KV slots of another stream, which hold some of them.
         target: [tokens] int64, the stream's own KV slots for these.
         blocks: numbers on the host of the blocks that hold the others.
         block_target: [tokens of `blocks`] int64, the stream's own KV slots for those.
     """
 
+    like: HostLease
+    lease: HostLease
+    tokens: int
+    slots: torch.Tensor
     source: torch.Tensor
     target: torch.Tensor
     blocks: Sequence[int]
@@ -78,7 +86,7 @@ class Chunks(Protocol):
         """The blocks that the last chunk of a prompt got back; may wait for the device."""
 
     def begin(self, caches: KVCaches, beginning: Beginning) -> None:
-        """Have the keys and values that a stream begins with in its slots, in all layers."""
+        """Have the keys and values that a stream begins with in its slots, in all layers; the stream has no row yet."""
 
     def close(self, lease: HostLease) -> None:
         """The stream that has a lease ends."""

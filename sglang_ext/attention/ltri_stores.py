@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.attention.ltri_cached import CachedBlocks
 from sglang_ext.attention.ltri_chunks import AnyMemory, Beginning, KVCaches, Votes
 from sglang_ext.attention.ltri_frames import Nowhere, run_frames
 from sglang_ext.attention.ltri_graphs import ChunkGraphs
@@ -33,7 +34,7 @@ from sglang_ext.cache.host_blocks import GIB, HostBlocks, HostLease
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention.dispatch import move
-from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
+from sglang_ext.kernels.host_fetch import HostRegion
 from sglang_ext.kernels.host_fetch.types import NOBODY
 from sglang_ext.kernels.stream_decode import MapState
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks
@@ -103,7 +104,7 @@ class KernelChunks:
     Attributes:
         stores: by layer.
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
-        none: [blocks that a layer keeps for a stream, or 1] int32, `NOBODY` in the place of each.
+        cached: the blocks that lie on the device, too, of all layers.
         voters: of all layers.
         ranks: which have the other heads.
         prompts: chunks of prompts whose recording was replayed, and those whose launches were made one by one.
@@ -132,20 +133,24 @@ class KernelChunks:
         self._free, self._seats = list(range(rows))[::-1], dict[HostLease, Seat]()
         _check_room(settings, voters, host.total + 1, heads, rows, keys)
         self.slot = torch.zeros(rows, settings.slots, dtype=torch.int32, device=self.device)
-        self.none = torch.full((max(1, settings.ways),), NOBODY, dtype=torch.int32, device=self.device)
         scratch = Scratch.empty(settings, keys, values)
         self.stores: dict[int, LayerStore] = {}
-        for layer, (keys, _) in caches.items():
-            region = HostRegion(*(device_view(kept[layer], self.device) for kept in (host.keys, host.values)))
+        regions = {
+            layer: HostRegion(*(device_view(kept[layer], self.device) for kept in (host.keys, host.values)))
+            for layer in caches
+        }
+        ways = max(1, settings.ways)
+        self.cached = CachedBlocks(len(caches), rows, ways, next(iter(regions.values())), self.device)
+        for (layer, (keys, _)), cache in zip(caches.items(), self.cached.layers, strict=True):
+            region = regions[layer]
             voter, index, state, ring = voters[layer], None, None, None
             if voter is not None:
                 # One place more, for those of no block (`ltri_frames`).
                 if voter.here:
                     index = LayerIndex.empty(settings, host.total + 1, voter.dim(heads, keys.shape[2]), keys)
                 state, ring = map_state(settings, rows, heads, keys), SpanRing.empty(settings, rows, self.device)
-            cache = BlockCache.empty(rows, max(1, settings.ways), region, self.device)
-            ways = torch.full((rows, max(1, settings.retrieved)), -1, dtype=torch.int32, device=self.device)
-            self.stores[layer] = LayerStore(index, state, ring, region, cache, ways, rotation, attention, scratch)
+            seen = torch.full((rows, max(1, settings.retrieved)), NOBODY, dtype=torch.int32, device=self.device)
+            self.stores[layer] = LayerStore(index, state, ring, region, cache, seen, rotation, attention, scratch)
 
     def memory(self) -> KernelMemory:
         """What a layer of a stream remembers that has no token yet."""
@@ -256,6 +261,11 @@ class KernelChunks:
 
     def begin(self, caches: KVCaches, beginning: Beginning) -> None:
         """`Chunks.begin`, in one or two launches a layer; the device reads host memory."""
+        like = self._seats.get(beginning.like)
+        if like is not None and self._free:  # a warm-up may have the only row
+            seat = self._sit(beginning.lease, beginning.slots, beginning.tokens)
+            seat.learn(beginning.lease.ids)
+            self.cached.copy(like.row, seat.row, seat.ids[: seat.known])
         for cache in caches.values():
             move(cache, cache, read=beginning.source, write=beginning.target)
         if not beginning.blocks:
@@ -280,8 +290,7 @@ class KernelChunks:
     def forget_counts(self) -> None:
         """Count chunks and wanted blocks from nothing again."""
         self.prompts.update(replayed=0, launched=0)
-        for store in self.stores.values():
-            store.cache.counters.zero_()
+        self.cached.forget_counts()
 
     def close(self, lease: HostLease) -> None:
         """A stream has ended."""
@@ -294,7 +303,7 @@ class KernelChunks:
 
         With the bytes that were read for these from the host.
         """
-        hits, misses = torch.stack([store.cache.counters.sum(0) for store in self.stores.values()]).sum(0).tolist()
+        hits, misses = self.cached.counts()
         region = next(iter(self.stores.values())).region
         block = sum(each[0].numel() * each.element_size() for each in (region.keys, region.values))
         return {"hits": hits, "misses": misses, "fetched_bytes": misses * block}
@@ -307,14 +316,22 @@ class KernelChunks:
         """Where a stream has what lies on the device; it gets its row with its first chunk."""
         lease = tokens.host.lease
         if lease not in self._seats:
-            row = self._free.pop()
-            held = [store.cache.held[row] for store in self.stores.values()]
-            torch._foreach_copy_(held, [self.none] * len(held))  # few launches for all layers
-            self.slot[row] = tokens.slots[: self.settings.slots]
-            # A stream begins empty, or as a copy that ends with a whole chunk.
-            self._seats[lease] = Seat.of(row, self.slot[row].clone(), self._blocks, settled=tokens.begin)
+            self.cached.empty(self._sit(lease, tokens.slots, tokens.begin).row)
         seat = self._seats[lease]
         seat.learn(tokens.host.numbers(self.settings.evicted(tokens.begin)))
+        return seat
+
+    def _sit(self, lease: HostLease, slots: torch.Tensor, begin: int) -> Seat:
+        """Give a stream a row, with whatever blocks were cached there.
+
+        Args:
+            lease: the stream's.
+            slots: [at least the slots of a stream], its KV slots.
+            begin: its first token that is computed: a stream begins empty, or as a copy that ends with a whole chunk.
+        """
+        row = self._free.pop()
+        self.slot[row] = slots[: self.settings.slots]
+        self._seats[lease] = seat = Seat.of(row, self.slot[row].clone(), self._blocks, settled=begin)
         return seat
 
 

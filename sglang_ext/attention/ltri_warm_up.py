@@ -86,8 +86,23 @@ class WarmUp:
     def _fork(self, lease: HostLease) -> None:
         """Do what a stream begins with that is a copy of another one, from the padding slot to the padding slot."""
         keys, _ = next(iter(self.caches.values()))
-        nowhere = torch.zeros(self.policy.config.block, dtype=torch.int64, device=keys.device)
-        self.chunks.begin(self.caches, Beginning(nowhere, nowhere, lease.ids[:1], nowhere))
+        nowhere = torch.zeros(self.policy.config.slots, dtype=torch.int64, device=keys.device)
+        copy, block = lease.fork(1), nowhere[: self.policy.config.block]
+        self.chunks.begin(
+            self.caches,
+            Beginning(
+                like=lease,
+                lease=copy,
+                tokens=0,
+                slots=nowhere.int(),
+                source=block,
+                target=block,
+                blocks=copy.ids,
+                block_target=block,
+            ),
+        )
+        self.chunks.close(copy)
+        copy.release()
 
     def _tokens(
         self, layer: int, lease: HostLease, memory: AnyMemory, bounds: tuple[int, int], carry: Carry

@@ -249,6 +249,15 @@ def test_forks(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
     gone = min(state.stored, settings.blocks(at)) - snapshots[0].stored
     kernels.policy.fork(1, Fork(Source([], None, state, kernels.slots(2)), at), kernels.slots(1))
     assert gone > 0 and host.fetched == gone * LAYERS
+    copied = kernels.policy._admitted[1].lease
+    rows = [seat.row for lease in (state.lease, copied) if (seat := kernels.chunks.seat_of(lease))]
+    for layer, store in kernels.chunks.stores.items():
+        old, new = (store.cache.held[row].tolist() for row in rows)
+        assert new == [number if number in copied.ids else -1 for number in old]
+        assert any(number >= 0 for number in new)
+        for way, number in enumerate(new):
+            assert number < 0 or torch.equal(store.cache.keys[rows[1], way], host.keys[layer][number])
+            assert number < 0 or torch.equal(store.cache.values[rows[1], way], host.values[layer][number])
     kernels.policy.finish(source)
     found = [*kernels.run(kernels.begin(1, PROMPT, shared=at), other, at, TOKENS)]
     got, wanted = torch.cat(found, 1), torch.cat(whole, 1)[:, at:]

@@ -139,9 +139,8 @@ class Layers:
             self.chunks.launched(self._replayed[layer][0])  # its memory is in the stream's row now
         chunks = self._replayed[layer][: len(placed.plans)]
         rows = slice(0, len(chunks) * self.settings.chunk)
-        given, out = (self.query[rows], self.new[0][rows], self.new[1][rows]), torch.empty_like(self.query[rows])
-        self.graphs.attend(placed, chunks, self.seat.row, given, out)
-        return out
+        given = self.query[rows], self.new[0][rows], self.new[1][rows]
+        return self.graphs.attend(placed, chunks, self.seat.row, given)
 
     def check(self) -> None:
         """A replayed chunk is the one that is launched.

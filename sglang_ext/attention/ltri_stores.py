@@ -104,6 +104,7 @@ class KernelChunks:
     Attributes:
         stores: by layer.
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
+        none: [blocks that a layer keeps for a stream, or 1] int32, `NOBODY` in the place of each.
         cached: the blocks that lie on the device, too, of all layers.
         voters: of all layers.
         ranks: which have the other heads.
@@ -140,6 +141,7 @@ class KernelChunks:
             for layer in caches
         }
         ways = max(1, settings.ways)
+        self.none = torch.full((ways,), NOBODY, dtype=torch.int32, device=self.device)
         self.cached = CachedBlocks(len(caches), rows, ways, next(iter(regions.values())), self.device)
         for (layer, (keys, _)), cache in zip(caches.items(), self.cached.layers, strict=True):
             region = regions[layer]

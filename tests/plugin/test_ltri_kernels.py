@@ -229,6 +229,20 @@ def test_ends_of_prompts(prompt: int, changes: dict[str, Any], monkeypatch: pyte
         assert sorted(found) == sorted(wanted) and (prompt < 200 or len(found) in (0, SIZES["retrieved"]))
 
 
+@pytest.mark.parametrize(("prompt", "rows"), [(296, 16), (311, 16), (312, 32)])
+def test_few_tokens_before_a_prompts_end_have_a_short_frame(
+    prompt: int, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """From 288 on there are 1, 16 and 17 tokens, and behind them the 7 that are a chunk of their own."""
+    _, kernels = both(monkeypatch, tmp_path, {}, 2)
+    kernels.chunks_of_a_pass, runs = 3, kernels.chunks._graphs._runs  # a pass begins at 288
+    for run in runs:
+        run.chunks = None
+    list(kernels.run(kernels.begin(1, prompt), text(1), 0, prompt))
+    used = [run for run in runs if run.chunks is not None and run.places[-1].frame.own and len(run.places) == 2]
+    assert [run.places[0].frame.rows for run in used] == [rows]
+
+
 @pytest.mark.parametrize("places", [0, 2, 4])
 def test_forks(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """A fork in kernels is the stream that was computed whole, in kernels and in plain PyTorch; its source stays."""

@@ -88,9 +88,12 @@ def register() -> None:
         )
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_ext.compat.propagation import look_once
+
     _register_backends()
     for hook in HOOKS:
         HookRegistry.register(hook.target, noted(hook), HookType(hook.kind))
+    look_once()
 
 
 def _register_backends() -> None:

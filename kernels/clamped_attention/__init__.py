@@ -3,6 +3,6 @@
 `reference` is the definition in plain PyTorch, on any device; `flashinfer_impl` makes it of FlashInfer's dense kernels.
 """
 
-from sglang_ext.kernels.clamped_attention.types import ChunkQuery, FarKeys, Part, SeenKeys
+from sglang_ext.kernels.clamped_attention.types import ChunkQuery, FarKeys, LayerRows, Part, SeenKeys
 
-__all__ = ["ChunkQuery", "FarKeys", "Part", "SeenKeys"]
+__all__ = ["ChunkQuery", "FarKeys", "LayerRows", "Part", "SeenKeys"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.cells.lists import Rotation
-from sglang_ext.kernels.clamped_attention.types import Part
+from sglang_ext.kernels.clamped_attention.types import LayerRows, Part
 
 
 def rotate_queries(
@@ -59,3 +59,12 @@ def move(
     else:
         from sglang_ext.kernels.clamped_attention.reference import move as run
     run(source, target, read=read, write=write, base=base)
+
+
+def move_layers(source: LayerRows, target: LayerRows, *, read: torch.Tensor, write: torch.Tensor) -> None:
+    """`reference.move_layers` (see there), by the Triton kernel where the rows lie on a GPU."""
+    if target.addresses.is_cuda:
+        from sglang_ext.kernels.clamped_attention.triton_impl import move_layers as run
+    else:
+        from sglang_ext.kernels.clamped_attention.reference import move_layers as run
+    run(source, target, read=read, write=write)

@@ -13,6 +13,7 @@ from sglang_ext.kernels.cells.lists import Rotation
 from sglang_ext.kernels.clamped_attention.types import (
     ChunkQuery,
     FarKeys,
+    LayerRows,
     Part,
     SeenKeys,
     check_beyond,
@@ -130,6 +131,19 @@ def move(
             into[: index.shape[0]] = rows
         else:
             into[write.long()] = rows
+
+
+def move_layers(source: LayerRows, target: LayerRows, *, read: torch.Tensor, write: torch.Tensor) -> None:
+    """`move` in all layers, the same rows of each.
+
+    Args:
+        source: rows of some layers.
+        target: as many layers, in the source's dtype and on its device; written.
+        read: [rows] integer, which rows of the source.
+        write: [rows] integer, which rows of the target.
+    """
+    for pair, into in zip(source.pairs, target.pairs, strict=True):
+        move(pair, into, read=read, write=write)
 
 
 def _attention(logits: torch.Tensor, values: torch.Tensor) -> Part:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_ext.kernels.cells.lists import Rotation, rows_of
 from sglang_ext.kernels.cells.triton_impl import _cos_sin, _pairs, padded
-from sglang_ext.kernels.clamped_attention.types import Part
+from sglang_ext.kernels.clamped_attention.types import LayerRows, Part
 
 ROWS = 4
 """Rows of a program that rotates, or merges, one head of them."""
@@ -137,16 +137,7 @@ def move(
     index = read if read is not None else write
     if index is None:
         raise ValueError("neither read nor write is given: expected one, [rows] integer")
-    sizes = tuple(each.shape[1:].numel() for each in source)
-    for each, into in zip(source, target, strict=True):
-        if each.dtype != into.dtype or each.shape[1:] != into.shape[1:]:
-            raise ValueError(
-                f"{each.dtype} {tuple(each.shape)} into {into.dtype} {tuple(into.shape)}: expected rows of one shape"
-                " and dtype"
-            )
-        if not (each[:1].is_contiguous() and into[:1].is_contiguous()):
-            raise ValueError("keys or values are not contiguous: expected rows that are contiguous each")
-    rows = index.shape[0]
+    sizes, rows = _sizes(source, target), index.shape[0]
     if not rows:
         return
     piece = min(PIECE, triton.next_power_of_2(max(sizes)))
@@ -156,6 +147,67 @@ def move(
         KEYS=sizes[0], VALUES=sizes[1], READ=read is not None, WRITE=write is not None, BASE=base is not None,
         PIECE=piece, num_warps=4,
     )  # fmt: skip
+
+
+def _sizes(source: tuple[torch.Tensor, torch.Tensor], target: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int]:
+    """Elements of a row of keys, and of one of values, that are moved.
+
+    Raises:
+        ValueError: dtypes or rows do not fit; a row is not contiguous.
+    """
+    for each, into in zip(source, target, strict=True):
+        if each.dtype != into.dtype or each.shape[1:] != into.shape[1:]:
+            raise ValueError(
+                f"{each.dtype} {tuple(each.shape)} into {into.dtype} {tuple(into.shape)}: expected rows of one shape"
+                " and dtype"
+            )
+        if not (each[:1].is_contiguous() and into[:1].is_contiguous()):
+            raise ValueError("keys or values are not contiguous: expected rows that are contiguous each")
+    keys, values = source
+    return keys.shape[1:].numel(), values.shape[1:].numel()
+
+
+def move_layers(source: LayerRows, target: LayerRows, *, read: torch.Tensor, write: torch.Tensor) -> None:
+    """`reference.move_layers` in one launch.
+
+    Raises:
+        ValueError: the numbers of layers differ; dtypes or rows do not fit; a row is not contiguous.
+    """
+    pair, into = source.pairs[0], target.pairs[0]
+    layers, sizes, rows = len(source.pairs), _sizes(pair, into), read.shape[0]
+    if layers != len(target.pairs):
+        raise ValueError(f"{layers} layers into {len(target.pairs)}: expected as many")
+    if not rows:
+        return
+    piece = min(PIECE, triton.next_power_of_2(max(sizes)))
+    _move_layers_kernel[(rows, triton.cdiv(max(sizes), piece), layers)](
+        source.addresses, target.addresses, read, write, *pair, *(each.stride(0) for each in (*pair, *into)),
+        KEYS=sizes[0], VALUES=sizes[1], PIECE=piece, ALIGNED=source.aligned and target.aligned, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _at(addresses, number, like, ALIGNED: tl.constexpr):
+    """The pointer that is written down under a number, to elements such as `like` points to."""
+    found = tl.cast(tl.load(addresses + number), tl.pointer_type(like.dtype.element_ty))
+    return tl.multiple_of(found, 16) if ALIGNED else found
+
+
+@triton.jit
+def _move_layers_kernel(
+    source, target, read, write, keys, values, stride_key, stride_value, stride_to_key, stride_to_value,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PIECE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A piece of one row's keys, and of its values, in one layer."""
+    row, number = tl.program_id(0), 2 * tl.program_id(2)
+    old, new = tl.load(read + row).to(tl.int64), tl.load(write + row).to(tl.int64)
+    at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    from_keys = _at(source, number, keys, ALIGNED) + old * stride_key + at
+    from_values = _at(source, number + 1, values, ALIGNED) + old * stride_value + at
+    some_keys = tl.load(from_keys, mask=at < KEYS, other=0.0)
+    some_values = tl.load(from_values, mask=at < VALUES, other=0.0)
+    tl.store(_at(target, number, keys, ALIGNED) + new * stride_to_key + at, some_keys, mask=at < KEYS)
+    tl.store(_at(target, number + 1, values, ALIGNED) + new * stride_to_value + at, some_values, mask=at < VALUES)
 
 
 @triton.jit

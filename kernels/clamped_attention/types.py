@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,3 +113,34 @@ def _check(query: ChunkQuery, width: int, *named: tuple[str, torch.Tensor, torch
         raise ValueError(f"tensors of {', '.join(sorted(map(str, kinds)))}: expected one dtype on one device")
     if width < 1:
         raise ValueError(f"width={width}: expected at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Keys and values of several layers, a row each: tokens, or whole blocks. The layers differ in where they lie alone.
+
+    Attributes:
+        pairs: (keys [n, ...], values [n, ...]) of each layer; what belongs to one row is contiguous.
+        addresses: [layers, 2] int64, on their device: where keys and values begin.
+        aligned: whether all of these are multiples of 16 bytes, which a GPU reads at a time.
+    """
+
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    addresses: torch.Tensor
+    aligned: bool
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> LayerRows:
+        """Those of some layers.
+
+        Raises:
+            ValueError: their dtypes, devices, sizes of rows or strides differ.
+        """
+        kinds = {tuple((each.dtype, each.device, each.shape[1:], each.stride()) for each in pair) for pair in pairs}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"keys and values of {len(pairs)} layers come in {len(kinds)} kinds: expected one dtype, device, size"
+                " of a row, and strides"
+            )
+        addresses = torch.tensor([[each.data_ptr() for each in pair] for pair in pairs], dtype=torch.int64)
+        return cls(pairs, addresses.to(pairs[0][0].device), not bool((addresses % 16).any()))

@@ -33,7 +33,8 @@ from sglang_ext.cache.budget import FLOAT32
 from sglang_ext.cache.host_blocks import GIB, HostBlocks, HostLease
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
 from sglang_ext.kernels.cells import Rotation
-from sglang_ext.kernels.clamped_attention.dispatch import move
+from sglang_ext.kernels.clamped_attention import LayerRows
+from sglang_ext.kernels.clamped_attention.dispatch import move_layers
 from sglang_ext.kernels.host_fetch import HostRegion
 from sglang_ext.kernels.host_fetch.types import NOBODY
 from sglang_ext.kernels.stream_decode import MapState
@@ -142,6 +143,8 @@ class KernelChunks:
         }
         ways = max(1, settings.ways)
         self.none = torch.full((ways,), NOBODY, dtype=torch.int32, device=self.device)
+        tokens = [(region.keys.flatten(0, 1), region.values.flatten(0, 1)) for region in regions.values()]
+        self._in_slots, self._on_host = LayerRows.of(list(caches.values())), LayerRows.of(tokens)
         self.cached = CachedBlocks(len(caches), rows, ways, next(iter(regions.values())), self.device)
         for (layer, (keys, _)), cache in zip(caches.items(), self.cached.layers, strict=True):
             region = regions[layer]
@@ -262,24 +265,20 @@ class KernelChunks:
         return found
 
     def begin(self, caches: KVCaches, beginning: Beginning) -> None:
-        """`Chunks.begin`, in one or two launches a layer; the device reads host memory."""
+        """`Chunks.begin`, in few launches for all layers; the device reads host memory."""
         like = self._seats.get(beginning.like)
         if like is not None and self._free:  # a warm-up may have the only row
             seat = self._sit(beginning.lease, beginning.slots, beginning.tokens)
             seat.learn(beginning.lease.ids)
             self.cached.copy(like.row, seat.row, seat.ids[: seat.known])
-        for cache in caches.values():
-            move(cache, cache, read=beginning.source, write=beginning.target)
+        move_layers(self._in_slots, self._in_slots, read=beginning.source, write=beginning.target)
         if not beginning.blocks:
             return
         self.wait_for_copies()
         block = self.settings.block
         tokens = on_device(beginning.blocks, self.device).long().unsqueeze(1) * block
         back = (tokens + torch.arange(block, device=self.device)).view(-1)
-        for layer, cache in caches.items():
-            region = self.stores[layer].region
-            kept = region.keys.flatten(0, 1), region.values.flatten(0, 1)
-            move(kept, cache, read=back, write=beginning.block_target)
+        move_layers(self._on_host, self._in_slots, read=back, write=beginning.block_target)
 
     def wait_for_copies(self) -> None:
         """What is launched from here on may read any block on the host, and write there.

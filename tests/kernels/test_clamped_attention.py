@@ -13,6 +13,7 @@ from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import (
     ChunkQuery,
     FarKeys,
+    LayerRows,
     Part,
     SeenKeys,
     dispatch,
@@ -274,6 +275,43 @@ def test_rows_are_moved(module: Any, dtype: torch.dtype, kind: torch.dtype) -> N
         module.move(source, source)
 
 
+@pytest.mark.parametrize("module", [reference, triton_impl], ids=["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shapes", [((3, 5), (3, 7)), ((4, 1100), (4, 500))])
+def test_rows_of_all_layers_are_moved(module: Any, dtype: torch.dtype, kind: torch.dtype, shapes: Any) -> None:
+    """Rows that are not asked for are NaN; sources are parts of wider tensors, and begin anywhere."""
+    read, write = (torch.tensor(rows, device=DEVICE, dtype=kind) for rows in ([7, 0, 4], [1, 5, 2]))
+    pairs, others = [], []
+    for layer in range(3):
+        wide = [drawn(9, 3, *shape, dtype=dtype, seed=layer) for shape in shapes]
+        pairs.append((wide[0][:, layer % 2], wide[1][:, 1]))
+        for each in pairs[-1]:
+            each[[row for row in range(9) if row not in (7, 0, 4)]] = torch.nan
+        others.append(tuple(torch.full((6, *shape), torch.nan, dtype=dtype, device=DEVICE) for shape in shapes))
+    source, target = LayerRows.of(pairs), LayerRows.of(others)
+    module.move_layers(source, target, read=read[:0], write=write[:0])
+    assert all(each.isnan().all() for pair in others for each in pair)
+    module.move_layers(source, target, read=read, write=write)
+    for pair, into in zip(pairs, others, strict=True):
+        for each, found in zip(pair, into, strict=True):
+            assert torch.equal(found[write.long()], each[read.long()]) and found[[0, 3, 4]].isnan().all()
+    module.move_layers(target, target, read=write, write=torch.tensor([0, 3, 4], device=DEVICE, dtype=kind))
+    for pair, into in zip(pairs, others, strict=True):
+        for each, found in zip(pair, into, strict=True):
+            assert torch.equal(found[[0, 3, 4]], each[read.long()])
+
+
+def test_layers_that_differ_are_no_layer_rows() -> None:
+    keys, values = drawn(4, 2, 3), drawn(4, 2, 5)
+    with pytest.raises(ValueError, match="keys and values of 2 layers come in 2 kinds: expected one dtype"):
+        LayerRows.of([(keys, values), (keys, keys)])
+    with pytest.raises(ValueError, match="1 layers into 2: expected as many"):
+        at = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        one, two = LayerRows.of([(keys, values)]), LayerRows.of([(keys, values)] * 2)
+        triton_impl.move_layers(one, two, read=at, write=at)
+
+
 def test_what_cannot_be_merged_or_moved() -> None:
     one, other = (Part(drawn(rows, 2, 4), drawn(rows, 2)) for rows in (3, 4))
     with pytest.raises(ValueError, match="no more rows in the second"):
@@ -296,21 +334,27 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
 COMPILE = """
 import torch
 from sglang_ext.kernels.cells import Rotation
-from sglang_ext.kernels.clamped_attention import triton_impl
+from sglang_ext.kernels.clamped_attention import LayerRows, triton_impl
 from sglang_ext.kernels.rope import Rope
 from tests.kernels.sm90 import compiled, stand_in
 
 from sglang_ext.kernels.clamped_attention import Part
 
-stand_in(triton_impl, "_rotate_kernel", "_merge_kernel", "_move_kernel", shared=48 * 1024)
+stand_in(triton_impl, "_rotate_kernel", "_merge_kernel", "_move_kernel", "_move_layers_kernel", shared=48 * 1024)
 for dtype in (torch.bfloat16, torch.float32):
     one, lse = torch.empty(9, 4, 128, dtype=dtype), torch.empty(9, 4)
     triton_impl.merge(Part(one, lse), Part(one[3:], lse[3:]), torch.bfloat16)
     keys, at = torch.empty(9, 4, 128, dtype=dtype), torch.zeros(5, dtype=torch.int64)
     triton_impl.move((keys, keys), (keys, keys), read=at)
     triton_impl.move((keys, keys), (keys, keys), write=at.int())
+    layers = LayerRows.of([(keys, keys)] * 2)
+    assert layers.aligned
+    triton_impl.move_layers(layers, layers, read=at, write=at)
+    text = compiled["clamped_attention_move_layers_kernel"].asm["ptx"]
+    wide = "v2" if dtype == torch.bfloat16 else "v4"  # a thread moves four neighbours at a time
+    assert f"ld.global.{wide}.b32" in text and f"st.global.{wide}.b32" in text, text
 for dim, rotary, dtype in ((128, 128, torch.bfloat16), (64, 64, torch.float16), (96, 48, torch.float32)):
     rotation = Rotation.of(Rope(0.4 ** torch.arange(rotary // 2)))
     triton_impl.rotate_queries(torch.empty(9, 4, dim, dtype=dtype), rotation, first=3, edge=4095)
-assert len(compiled) == 3, compiled
+assert len(compiled) == 4, compiled
 """

@@ -31,7 +31,15 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 def answers(modules: dict[str, Any]) -> list[int]:
     first, other = modules["first"], modules["other"]
-    return [first.one(), other.one(), other.again(), first.two(), other.two(), first.Kind().three(), other.Kind().three()]
+    return [
+        first.one(),
+        other.one(),
+        other.again(),
+        first.two(),
+        other.two(),
+        first.Kind().three(),
+        other.Kind().three(),
+    ]
 
 
 def register() -> None:

@@ -117,7 +117,7 @@ def _check(query: ChunkQuery, width: int, *named: tuple[str, torch.Tensor, torch
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """Keys and values of several layers, a row each: tokens, or whole blocks. The layers differ in where they lie alone.
+    """Keys and values of several layers, a row each: tokens, or whole blocks. Layers differ in where these lie alone.
 
     Attributes:
         pairs: (keys [n, ...], values [n, ...]) of each layer; what belongs to one row is contiguous.

@@ -49,7 +49,8 @@ def _propagate(replaced: dict[int, tuple[Any, Any, Any]]) -> None:
     Args:
         replaced: number of the original -> (original, what replaces it, where that was set).
     """
-    for module in list(sys.modules.values()):
+    modules: list[object] = list(sys.modules.values())  # some packages put other things there
+    for module in modules:
         if not isinstance(module, ModuleType):
             continue
         for name, value in list(vars(module).items()):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.launch.answers import completed
 from sglang_ext.launch.bench._cascade_engine import drawn, parts, timed
+from sglang_ext.launch.bench._turns import say
 from sglang_ext.policies.heads import Heads
 from sglang_ext.policies.ltri_options import Ltri
 from sglang_ext.types import Json, JsonObject
@@ -118,6 +119,7 @@ def reading(engine: Engine, args: argparse.Namespace) -> JsonObject:
         engine.flush_cache()
         found["before"] = state_of(engine)
         found["whole"].append(timed(engine, drawn(args.tokens, LONG + number)))
+        said("a long prompt", found["whole"][-1])
     return {**found, "after": state_of(engine)}
 
 
@@ -132,20 +134,27 @@ def voted(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> J
 def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> JsonObject:
     engine, settings = serving(args, policy, common), Ltri(**policy)
     found = reading(engine, args)
-    found["fork"] = forked(engine, drawn(args.tokens, LONG + args.whole_runs - 1), args.repeats)
+    found["fork"] = said("forks", forked(engine, drawn(args.tokens, LONG + args.whole_runs - 1), args.repeats))
     engine.flush_cache()
     document = drawn(args.fork_tokens, 2)
     timed(engine, document)
-    found["short_fork"] = forked(engine, document, args.repeats)
+    found["short_fork"] = said("forks of a shorter document", forked(engine, document, args.repeats))
     found["parts"] = []
     for _ in range(args.repeats if args.parts else 0):
         engine.flush_cache()
-        found["parts"].append(parts(engine, args.parts * args.part, args.part))
+        found["parts"].append(said("parts", parts(engine, args.parts * args.part, args.part)))
     engine.flush_cache()
     tokens = settings.slots + 2 * settings.chunk
     found["decode"] = {n: stepping(engine, args.decode_tokens, args.repeats, n, tokens) for n in args.batch}
+    said("decoding steps", found["decode"])
     engine.shutdown()
     return found
+
+
+def said(what: str, seconds: Json) -> Json:
+    """Some figures, which are said as soon as they are there: a run that is cut short has them in no file."""
+    say(f"{what}: {json.dumps(seconds)}")
+    return seconds
 
 
 def state_of(engine: Engine) -> Json:

@@ -124,8 +124,9 @@ class PlacedRun:
         votes: [1, blocks] float32 of each chunk, of the layers so far, while others are in the run.
         packed: the plans, to be loaded.
         full: whether the chunks have all rows of their frames.
-        tokens: [rows of the run] int32, the token of each row, counted over all chunks; 0 where a row has none.
-        rows: [tokens of all chunks] int32, the row of each.
+        tokens: [rows of the run] int32, the token of each row, counted over all chunks; 0 where a row has none. Empty
+            where the run is full.
+        rows: [tokens of all chunks] int32, the row of each, likewise.
     """
 
     run: ChunkRun
@@ -145,6 +146,8 @@ class PlacedRun:
 
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`tokens` and `rows`, in one copy to the device."""
+        if self.full:
+            return self.seat.slots[:0], self.seat.slots[:0]
         tokens, rows = [0] * self.run.rows, list[int]()
         for place, plan in zip(self.run.places, self.plans, strict=True):
             framed = range(place.rows.start + plan.lead, place.rows.start + plan.count)

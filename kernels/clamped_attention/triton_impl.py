@@ -176,7 +176,7 @@ def move_layers(source: LayerRows, target: LayerRows, *, read: torch.Tensor, wri
     pair, into = source.pairs[0], target.pairs[0]
     layers, sizes, rows = len(source.pairs), _sizes(pair, into), read.shape[0]
     if layers != len(target.pairs):
-        raise ValueError(f"{layers} layers into {len(target.pairs)}: expected as many")
+        raise ValueError(f"{layers} layers into {len(target.pairs)}: expected as many; name the layers that are moved")
     if not rows:
         return
     piece = min(PIECE, triton.next_power_of_2(max(sizes)))

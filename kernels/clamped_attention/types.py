@@ -140,7 +140,7 @@ class LayerRows:
         if len(kinds) != 1:
             raise ValueError(
                 f"keys and values of {len(pairs)} layers come in {len(kinds)} kinds: expected one dtype, device, size"
-                " of a row, and strides"
+                " of a row, and strides; move those of each kind apart"
             )
         addresses = torch.tensor([[each.data_ptr() for each in pair] for pair in pairs], dtype=torch.int64)
         return cls(pairs, addresses.to(pairs[0][0].device), not bool((addresses % 16).any()))

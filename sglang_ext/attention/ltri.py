@@ -94,7 +94,6 @@ class LtriPolicy(StreamPolicy):
     def __init__(self) -> None:
         self.config = policy_options(self.options)
         self._voters: Mapping[int, Voter] | None = None  # of the layers that have a retrieval head
-        self._caches: Callable[[], KVCaches] = dict
         self._streams: dict[int, LtriStream] = {}
         self._admitted: dict[int, LtriStream] = {}  # about to start
         self._chunks: Chunks | None = None
@@ -173,12 +172,11 @@ class LtriPolicy(StreamPolicy):
         return self._chunks
 
     def bind(self, caches: Callable[[], KVCaches], dtype: torch.dtype) -> None:
-        self._caches, kept = caches, caches()
+        kept = caches()
         # What is free differs from one moment to the next, and all ranks must have equally many blocks.
         share = torch.tensor(host_bytes(self.config.host_gb) // self.ranks)
         self.host = HostBlocks(kept, self.config.block, int(least_over_ranks(share)))
-        keys, _ = next(iter(kept.values()))
-        self._chunks = TorchChunks(self.config, keys.device, self.host, TensorRanks(self.ranks, sum_over_ranks))
+        self._chunks = TorchChunks(self.config, caches, self.host, TensorRanks(self.ranks, sum_over_ranks))
 
     def fit_host(self, most: int | None) -> None:
         """Where the operator has not said how much host memory there is to be, use so many blocks of it at most.
@@ -288,7 +286,6 @@ class LtriPolicy(StreamPolicy):
         held = torch.cat(
             [torch.arange(min(settings.sinks, fork.tokens)), torch.arange(back.stop, max(back.stop, fork.tokens))]
         )
-        caches = self._caches()
         beginning = Beginning(
             like=source.state.lease,
             lease=stream.lease,
@@ -299,8 +296,8 @@ class LtriPolicy(StreamPolicy):
             blocks=[source.state.lease.ids[block] for block in gone],
             block_target=self._at(slots, torch.arange(back.start, back.stop)),
         )
-        self._computing.begin(caches, beginning)
-        self.blocks_on_host.fetched += len(caches) * len(gone)
+        self._computing.begin(beginning)
+        self.blocks_on_host.fetched += len(self.blocks_on_host.keys) * len(gone)
 
     def _at(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[tokens] int64, the KV slots of tokens, [tokens] int64 on the host, of a stream that has `slots`."""

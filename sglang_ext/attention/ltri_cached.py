@@ -7,6 +7,9 @@ import torch
 from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
 from sglang_ext.kernels.host_fetch.types import NOBODY
 
+TOGETHER = 4
+"""Rows of small tensors are a multiple of it, so that each layer's begin at a multiple of 16 bytes."""
+
 
 class CachedBlocks:
     """The caches of blocks of all layers, one behind the other; each layer has a row a stream.
@@ -23,22 +26,18 @@ class CachedBlocks:
     """
 
     def __init__(self, layers: int, rows: int, ways: int, region: HostRegion, device: torch.device) -> None:
-        self._rows, self._numbers = rows, region.keys.shape[0]
-        self._all = BlockCache.empty(layers * rows, ways, region, device)
-        self.layers = [self._layer(slice(number * rows, (number + 1) * rows)) for number in range(layers)]
+        self._numbers, padded = region.keys.shape[0], -(-rows // TOGETHER) * TOGETHER
+        small = lambda *shape, dtype=torch.int32: torch.zeros(layers, padded, *shape, dtype=dtype, device=device)  # noqa: E731
+        large = lambda kept: torch.empty(layers, rows, ways, *kept.shape[1:], dtype=kept.dtype, device=device)  # noqa: E731
+        self._held, self._used, self._clock = small(ways).fill_(NOBODY), small(ways), small()
+        self._counters = small(2, dtype=torch.int64)
+        self._keys, self._values = large(region.keys), large(region.values)
+        every = self._held, self._used, self._clock, self._counters, self._keys, self._values
+        self.layers = [BlockCache(*(tensor[number, :rows] for tensor in every)) for number in range(layers)]
 
-    def _layer(self, part: slice) -> BlockCache:
-        every = self._all
-        tensors = every.held, every.used, every.clock, every.counters, every.keys, every.values
-        return BlockCache(*(tensor[part] for tensor in tensors))
-
-    def _row(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
-        """[layers, ...] of a stream's row, which shares the memory of a tensor of all layers."""
-        return tensor.unflatten(0, (-1, self._rows))[:, row]
-
-    def empty(self, row: int) -> None:
-        """Have no block in a row, before a new stream takes it."""
-        self._row(self._all.held, row).fill_(NOBODY)
+    def forget(self, row: int) -> None:
+        """Have no block in a row, before a new stream takes it; counters are of all streams, and go on."""
+        self._held[:, row].fill_(NOBODY)
 
     def copy(self, source: int, target: int, numbers: torch.Tensor) -> None:
         """Have the blocks of one row in another one, before a stream takes it that begins like the stream of the first.
@@ -48,19 +47,18 @@ class CachedBlocks:
             numbers: [n] int32, on the device: the numbers on the host of the new stream's blocks. What else lies in the
                 row of the source is left out: its number may become another block's while the new stream lives.
         """
-        every = self._all
         shared = torch.zeros(self._numbers + 1, dtype=torch.bool, device=numbers.device)  # the last is nobody's
         shared.index_fill_(0, numbers.long(), True)
-        held = self._row(every.held, source)
-        self._row(every.held, target).copy_(torch.where(shared[held.long()], held, NOBODY))
-        for tensor in (every.used, every.clock, every.keys, every.values):
-            self._row(tensor, target).copy_(self._row(tensor, source))
+        held = self._held[:, source]
+        self._held[:, target] = torch.where(shared[held.long()], held, NOBODY)
+        for tensor in (self._used, self._clock, self._keys, self._values):
+            tensor[:, target] = tensor[:, source]
 
     def counts(self) -> tuple[int, int]:
         """(Hits, misses) of all layers and streams; waits for the device."""
-        hits, misses = self._all.counters.sum(0).tolist()
+        hits, misses = self._counters.sum((0, 1)).tolist()
         return hits, misses
 
     def forget_counts(self) -> None:
         """Count from nothing again."""
-        self._all.counters.zero_()
+        self._counters.zero_()

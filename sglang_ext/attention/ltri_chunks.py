@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -85,8 +85,8 @@ class Chunks(Protocol):
     def retrieved(self, memory: AnyMemory) -> list[int]:
         """The blocks that the last chunk of a prompt got back; may wait for the device."""
 
-    def begin(self, caches: KVCaches, beginning: Beginning) -> None:
-        """Have the keys and values that a stream begins with in its slots, in all layers; the stream has no row yet."""
+    def begin(self, beginning: Beginning) -> None:
+        """Have the keys and values that a stream begins with in its slots, in all layers, before its first chunk."""
 
     def close(self, lease: HostLease) -> None:
         """The stream that has a lease ends."""
@@ -98,19 +98,20 @@ class TorchChunks:
 
     Attributes:
         settings: of the method.
-        device: of the KV cache.
+        caches: gives the KV cache.
         host: what has left the windows.
         ranks: which have the other heads.
     """
 
     settings: Ltri
-    device: torch.device
+    caches: Callable[[], KVCaches]
     host: HostBlocks
     ranks: TensorRanks = ONE_RANK
     most_blocks: None = None
 
     def memory(self) -> AnyMemory:
-        return TorchMemory.empty(self.settings, self.device)
+        keys, _ = next(iter(self.caches().values()))
+        return TorchMemory.empty(self.settings, keys.device)
 
     def attend(
         self,
@@ -129,8 +130,8 @@ class TorchChunks:
     def retrieved(self, memory: AnyMemory) -> list[int]:
         return list(memory.blocks) if isinstance(memory, TorchMemory) else []
 
-    def begin(self, caches: KVCaches, beginning: Beginning) -> None:
-        for layer, pair in caches.items():
+    def begin(self, beginning: Beginning) -> None:
+        for layer, pair in self.caches().items():
             for cache, kept in zip(pair, self.host.read(layer, beginning.blocks), strict=True):
                 cache[beginning.target] = cache[beginning.source]
                 cache[beginning.block_target] = kept.to(cache.device)

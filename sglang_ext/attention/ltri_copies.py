@@ -16,7 +16,8 @@ from sglang_ext.attention.ltri_state import Leaving
 class HostCopies:
     """Copies of blocks to the host, one behind the other.
 
-    All that waits for them is launched on one stream, which waits for a copy once.
+    What waits for the copies of a layer or of a run is launched on one stream, which waits for each of them once. What
+    waits for all may be launched on any, so `_newest` stays.
 
     Args:
         device: of the blocks.

@@ -3,10 +3,10 @@
 A frame begins where a block begins, and has whole blocks. A chunk has some of its rows, and the others compute nothing
 that is kept: what they would store goes to SGLang's padding slot, which nobody sees, and they add nothing to the
 attention map. There are two kinds: for chunks that begin at a multiple of `chunk`, whole or not, and for the last
-tokens of a prompt, which begin anywhere. One frame of each kind serves where all chunks see as much
-(`Ltri.alike_from`); that of the last tokens is shorter, and begins with their block. There are also short frames for
-the few tokens between a prompt's last whole chunk and its last tokens, such as a question about a document. Before
-`alike_from`, each `chunk` tokens have frames of their own.
+tokens of a prompt, which begin anywhere. Where all chunks see as much (`Ltri.alike_from`), one frame serves the last
+tokens, which is shorter than a chunk and begins with their block, and three serve other chunks: of all rows, of a half
+and of a quarter. The shorter ones are for the few tokens between a prompt's last whole chunk and its last tokens, such
+as a question about a document. Before `alike_from`, each `chunk` tokens have frames of their own.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 From some token on (`Ltri.alike_from`), the chunks of a prompt do the same, in frames of as many rows (`ltri_frames`):
 the launches of a *run* of chunks (`ltri_runs`), in one layer, are recorded once and replayed for every other. The
 longest run has all chunks of a pass, so that the host launches one graph a layer; shorter ones, of powers of two, serve
-what is left, and one has a prompt's end. The chunks before `alike_from` are recorded each. What differs between chunks
-lies on the device, in plans that stand (`StandingPlan`). Where a pass needs a run twice, its plans are loaded anew in
-every layer.
+what is left, and some have a prompt's end. The chunks before `alike_from` are recorded each. What differs between
+chunks lies on the device, in plans that stand (`StandingPlan`). Where a pass needs a run twice, its plans are loaded
+anew in every layer.
 
 Blocks that leave the window with a run are copied to the host behind it (`ltri_copies`). A chunk that wants such a
 block back takes it from where it waits for its copy. Blocks that come back, and what a layer remembers, have lanes of
@@ -107,7 +107,8 @@ class ChunkGraphs:
             stored = plans[-1].plan.stored
         some = chunks[: len(plans)]
         wanted = kept_chunks(some[-1].begin // settings.chunk)
-        there = chunks[0].memory.snapshots  # a copy of another stream has one where it begins
+        # A copy of another stream has one where it begins, which shares the memory of the run that it was kept in.
+        there = chunks[0].memory.snapshots
         kept = [
             tokens.kept and tokens.begin not in there and tokens.begin // settings.chunk in wanted for tokens in some
         ]
@@ -252,7 +253,7 @@ class ChunkGraphs:
             lanes.join()
             if not voted and tokens.begin in votes:
                 place.votes.copy_(votes[tokens.begin])
-            if memory.retrieved is not None:
+            if number == len(run.places) - 1 and memory.retrieved is not None:  # the others' nobody asks for
                 place.found[layer] = torch.stack([memory.retrieved.blocks, memory.retrieved.ways])
 
         return compute

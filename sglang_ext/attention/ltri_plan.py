@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, SpansT, cells_of
 from sglang_ext.kernels.span_index import Spans
@@ -54,13 +53,6 @@ class Seat:
     decodes: bool = False
     settled: int | None = None
 
-    @classmethod
-    def of(cls, row: int, slots: torch.Tensor, room: int, settled: int) -> Seat:
-        """The seat of a stream that has no block yet, with KV slots [slots of a stream] int32, and `ids` [room]."""
-        at = torch.full((1,), row, dtype=torch.int64, device=slots.device)
-        padded, none = pad(slots, (1, 0), value=PADDING_SLOT), torch.full((room,), -1, dtype=torch.int32)
-        return cls(row, at, none.to(slots.device), padded, padded.long(), none, settled=settled)
-
     def on_host(self) -> Seat:
         """The seat, as the CPU knows it: slot n + 1 stands for the stream's cell n."""
         cells = torch.arange(self.slots.shape[0], dtype=torch.int32)
@@ -74,6 +66,48 @@ class Seat:
             self.host_ids[new] = torch.tensor(ids[new], dtype=torch.int32)
             self.ids[new] = on_device(ids[new], self.ids.device)
             self.known = len(ids)
+
+
+@dataclass(frozen=True)
+class SeatRows:
+    """Where seats have their tensors, a row each. They stand: two CUDA streams write and read them.
+
+    A seat is made on the stream of SGLang's scheduler, where its stream begins as a copy, and read and written on that
+    of the model. Memory of its own would go back to the first one with the seat, while the second may still use it.
+
+    Attributes:
+        at: [rows, 2] int64, the number of each row, twice.
+        ids: [rows, at least `room`] int32.
+        slots: [rows, at least 1 + slots of a stream] int32.
+        wide_slots: the same, int64.
+        room: of a seat's `ids`.
+        width: of its slots.
+    """
+
+    at: torch.Tensor
+    ids: torch.Tensor
+    slots: torch.Tensor
+    wide_slots: torch.Tensor
+    room: int
+    width: int
+
+    @classmethod
+    def empty(cls, rows: int, slots: int, room: int, device: torch.device) -> SeatRows:
+        """Rows for so many streams with so many slots each; every row begins at a multiple of 16 bytes."""
+        aligned = lambda width: -(-width // 4) * 4  # noqa: E731
+        at = torch.arange(rows, device=device).unsqueeze(1)
+        ids = torch.full((rows, aligned(room)), -1, dtype=torch.int32, device=device)
+        cells = torch.full((rows, aligned(1 + slots)), PADDING_SLOT, dtype=torch.int32, device=device)
+        return cls(at.repeat_interleave(2, 1), ids, cells, cells.long(), room, 1 + slots)
+
+    def seat(self, row: int, slots: torch.Tensor, settled: int) -> Seat:
+        """The seat of a stream that takes a row and has no block yet, with KV slots [slots of a stream] int32."""
+        ids, cells, wide = self.ids[row, : self.room], self.slots[row, : self.width], self.wide_slots[row, : self.width]
+        ids.fill_(-1)
+        cells[1:] = slots
+        wide[1:] = slots
+        none = torch.full((self.room,), -1, dtype=torch.int32)
+        return Seat(row, self.at[row, :1], ids, cells, wide, none, settled=settled)
 
 
 @dataclass(frozen=True)

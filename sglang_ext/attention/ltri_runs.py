@@ -99,7 +99,8 @@ class ChunkPlace:
         leaving: blocks on their way to the host.
         votes: [1, blocks] float32, of the layers so far. Graphs share their memory, and a graph of another run may
             write to all of it between two layers of this one: so votes lie outside of that memory.
-        found: layer -> [2, n] int32, blocks and ways (`Retrieved`) that the chunk got back there, until the next one.
+        found: layer -> [2, n] int32, blocks and ways (`Retrieved`) that the chunk got back there, until the next one;
+            in the last place of a run alone.
     """
 
     frame: Frame

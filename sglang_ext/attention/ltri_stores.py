@@ -19,7 +19,7 @@ from sglang_ext.attention.ltri_frames import Nowhere, run_frames
 from sglang_ext.attention.ltri_graphs import ChunkGraphs
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
-from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, SpanRing, on_device
+from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, SeatRows, SpanRing, on_device
 from sglang_ext.attention.ltri_runs import PlacedRun
 from sglang_ext.attention.ltri_state import (
     ClampedAttention,
@@ -135,6 +135,7 @@ class KernelChunks:
         self._free, self._seats = list(range(rows))[::-1], dict[HostLease, Seat]()
         _check_room(settings, voters, host.total + 1, heads, rows, keys)
         self.slot = torch.zeros(rows, settings.slots, dtype=torch.int32, device=self.device)
+        self._rows = SeatRows.empty(rows, settings.slots, self._blocks, self.device)
         scratch = Scratch.empty(settings, keys, values)
         self.stores: dict[int, LayerStore] = {}
         regions = {
@@ -264,7 +265,7 @@ class KernelChunks:
         found: list[int] = memory.retrieved.blocks.tolist()
         return found
 
-    def begin(self, caches: KVCaches, beginning: Beginning) -> None:
+    def begin(self, beginning: Beginning) -> None:
         """`Chunks.begin`, in few launches for all layers; the device reads host memory."""
         like = self._seats.get(beginning.like)
         if like is not None and self._free:  # a warm-up may have the only row
@@ -310,14 +311,14 @@ class KernelChunks:
         return {"hits": hits, "misses": misses, "fetched_bytes": misses * block}
 
     def seat_of(self, lease: HostLease) -> Seat | None:
-        """The seat of the stream that has a lease; None before its first chunk."""
+        """The seat of the stream that has a lease; None before it has a row."""
         return self._seats.get(lease)
 
     def seat(self, tokens: LayerTokens[Any]) -> Seat:
-        """Where a stream has what lies on the device; it gets its row with its first chunk."""
+        """Where a stream has what lies on the device; it gets its row with its first chunk, or had it from `begin`."""
         lease = tokens.host.lease
         if lease not in self._seats:
-            self.cached.empty(self._sit(lease, tokens.slots, tokens.begin).row)
+            self.cached.forget(self._sit(lease, tokens.slots, tokens.begin).row)
         seat = self._seats[lease]
         seat.learn(tokens.host.numbers(self.settings.evicted(tokens.begin)))
         return seat
@@ -332,7 +333,7 @@ class KernelChunks:
         """
         row = self._free.pop()
         self.slot[row] = slots[: self.settings.slots]
-        self._seats[lease] = seat = Seat.of(row, self.slot[row].clone(), self._blocks, settled=begin)
+        self._seats[lease] = seat = self._rows.seat(row, self.slot[row], settled=begin)
         return seat
 
 

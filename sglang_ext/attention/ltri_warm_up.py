@@ -89,7 +89,6 @@ class WarmUp:
         nowhere = torch.zeros(self.policy.config.slots, dtype=torch.int64, device=keys.device)
         copy, block = lease.fork(1), nowhere[: self.policy.config.block]
         self.chunks.begin(
-            self.caches,
             Beginning(
                 like=lease,
                 lease=copy,
@@ -99,7 +98,7 @@ class WarmUp:
                 target=block,
                 blocks=copy.ids,
                 block_target=block,
-            ),
+            )
         )
         self.chunks.close(copy)
         copy.release()

@@ -34,27 +34,28 @@ def test_a_copy_has_what_both_hold_and_leaves_its_source_alone() -> None:
     for cache in cached.layers:
         cache.keys.fill_(torch.nan), cache.values.fill_(torch.nan)
     fetched(cached, hosts, 1, [3, 0, 7, 10])
+    fetched(cached, hosts, 1, [3])  # so 0, and not the first way, goes first
     fetched(cached, hosts, 3, [2, 4])
     cached.copy(1, 2, torch.tensor([0, 1, 2, 3, 10], dtype=torch.int32))
     assert [sorted(cache.held[2].tolist()) for cache in cached.layers] == [[-1, -1, 0, 3, 10]] * LAYERS
     assert [sorted(cache.held[1].tolist()) for cache in cached.layers] == [[-1, 0, 3, 7, 10]] * LAYERS
     assert [sorted(cache.held[3].tolist()) for cache in cached.layers] == [[-1, -1, -1, 2, 4]] * LAYERS
-    # What was looked up last goes last, in the copy as in its source.
-    fetched(cached, hosts, 1, [10])
-    assert fetched(cached, hosts, 2, [10, 3, 1, 2]) == [[1, 2]] * LAYERS
-    assert fetched(cached, hosts, 2, [5, 6]) == [[5, 6]] * LAYERS
-    assert [0 in cache.held[2].tolist() for cache in cached.layers] == [False] * LAYERS
+    # Two ways are empty in the copy, then its oldest blocks give way; its source has all of its own still.
+    assert fetched(cached, hosts, 2, [1, 2, 5]) == [[1, 2, 5]] * LAYERS
+    assert [sorted(cache.held[2].tolist()) for cache in cached.layers] == [[1, 2, 3, 5, 10]] * LAYERS
+    assert fetched(cached, hosts, 2, [6]) == [[6]] * LAYERS
+    assert [sorted(cache.held[2].tolist()) for cache in cached.layers] == [[1, 2, 3, 5, 6]] * LAYERS
     assert fetched(cached, hosts, 1, [3, 0, 7, 10]) == [[]] * LAYERS
 
 
-def test_an_empty_row_has_nothing_and_counts_are_of_all() -> None:
+def test_a_row_forgets_and_counts_are_of_all() -> None:
     hosts = regions()
     cached = CachedBlocks(LAYERS, ROWS, WAYS, hosts[0], torch.device("cpu"))
     fetched(cached, hosts, 0, [3, 5])
     fetched(cached, hosts, 1, [3])
     fetched(cached, hosts, 0, [3])
     assert cached.counts() == (LAYERS, 3 * LAYERS)
-    cached.empty(0)
+    cached.forget(0)
     assert fetched(cached, hosts, 0, [3]) == [[3]] * LAYERS and fetched(cached, hosts, 1, [3]) == [[]] * LAYERS
     cached.forget_counts()
     assert cached.counts() == (0, 0)

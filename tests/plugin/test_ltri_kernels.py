@@ -12,7 +12,7 @@ import torch
 
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_layer import Voter
-from sglang_ext.attention.ltri_plan import Seat
+from sglang_ext.attention.ltri_plan import SeatRows
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.ltri_warm_up import WarmUp
 from sglang_ext.attention.policy import Caches, Request
@@ -273,11 +273,22 @@ def test_forks(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> N
             assert number < 0 or torch.equal(store.cache.keys[rows[1], way], host.keys[layer][number])
             assert number < 0 or torch.equal(store.cache.values[rows[1], way], host.values[layer][number])
     kernels.policy.finish(source)
-    found = [*kernels.run(kernels.begin(1, PROMPT, shared=at), other, at, TOKENS)]
+    counts = kernels.chunks.cached.counts()
+    passes = kernels.run(kernels.begin(1, PROMPT, shared=at), other, at, TOKENS)
+    found = [next(passes)]
+    fork = kernels.policy.state_of(1)
+    assert fork is not None
+    # What its source had on the device it finds there, and what it begins with is not kept once more.
+    assert kernels.chunks.cached.counts()[0] > counts[0]
+    for memory, snapshot in zip(fork.layers.values(), snapshots, strict=True):
+        assert memory.snapshots[at] is snapshot or not places
+    found += passes
     got, wanted = torch.cat(found, 1), torch.cat(whole, 1)[:, at:]
     assert got.shape == wanted.shape and (got - wanted).abs().max() <= TOLERANCE
     assert sum(each.numel() for each in kept) > 0
     assert all(torch.equal(each, old) for each, old in zip(kept, before, strict=True))
+    kernels.policy.finish(Request(1, "r1", None, {}, prompt=PROMPT))
+    assert sorted(kernels.chunks._free) == [0, 1] and not kernels.chunks._seats and host.used == 0
 
 
 @pytest.mark.parametrize(
@@ -327,7 +338,7 @@ def test_what_kernels_do_not_take() -> None:
 
 @pytest.mark.parametrize("places", [0, 2])
 def test_rows_of_streams_that_ended_serve_others(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """There are two rows; nothing of an ended stream is seen in its row, which holds NaN."""
+    """There are two rows; nothing of an ended stream is seen in its row, nor where it was replayed: both hold NaN."""
     plain, kernels = both(monkeypatch, tmp_path, {"similarity": "max"}, places)
     for seed in (1, 2, 3):
         outs = []
@@ -340,6 +351,9 @@ def test_rows_of_streams_that_ended_serve_others(places: int, monkeypatch: pytes
         for store in kernels.chunks.stores.values():
             store.cache.keys.fill_(torch.nan)
             store.cache.values.fill_(torch.nan)
+        for run in kernels.chunks._graphs._runs if places else ():
+            for tensor in vars(run.room).values():
+                tensor.fill_(torch.nan)
     assert kernels.policy.blocks_on_host.used == 0
 
 
@@ -398,7 +412,7 @@ def test_streams_are_no_longer_than_an_election() -> None:
 
     What it is told them in is as wide for all streams of a server, since kernels are compiled for the width.
     """
-    seat = Seat.of(0, torch.empty(0, dtype=torch.int32), MAX_BLOCKS, 0)
+    seat = SeatRows.empty(1, 0, MAX_BLOCKS, torch.device("cpu")).seat(0, torch.empty(0, dtype=torch.int32), 0)
     for count in (3, 16_385, 30_000, MAX_BLOCKS - 1):
         seat.learn(range(count))
         assert seat.ids.shape == (MAX_BLOCKS,) and seat.known == count

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -65,14 +66,19 @@ class Exchange:
         return total
 
 
+KV_CACHES = WeakKeyDictionary[LtriPolicy, dict[int, tuple[torch.Tensor, torch.Tensor]]]()
+"""What each rank's policy computes in: layer -> (keys, values)."""
+
+
 def policy_on(ranks: int, rank: int, add: Callable[[torch.Tensor], torch.Tensor], kernels: bool = False) -> LtriPolicy:
     """The policy of one rank, on a model of which it has its share of the heads; references stand for kernels."""
     policy = LtriPolicy()
     policy.spread(ranks)
     shape = (1 + policy.config.slots, KV_HEADS // ranks, DIM)
     caches = {layer: (torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for layer in range(LAYERS)}
+    KV_CACHES[policy] = caches
     policy.bind(lambda: caches, torch.float32)
-    policy.compute_in(TorchChunks(policy.config, torch.device("cpu"), policy.blocks_on_host, TensorRanks(ranks, add)))
+    policy.compute_in(TorchChunks(policy.config, lambda: caches, policy.blocks_on_host, TensorRanks(ranks, add)))
     policy.meet(ServedModel("model", LAYERS, HEADS // ranks, KV_HEADS, False, rank))
     if kernels:
         voters, host = {layer: policy.voter(layer) for layer in caches}, policy.blocks_on_host
@@ -110,7 +116,7 @@ def read(policy: LtriPolicy, text: torch.Tensor) -> Read:
     bounds = policy.config.chunks(0, TOKENS, PROMPT)
     for low, high in bounds:
         carry: dict[str, Any] = {}
-        for layer, (keys, values) in policy._caches().items():
+        for layer, (keys, values) in KV_CACHES[policy].items():
             caches = Caches(layer, keys, values, torch.empty(0, dtype=torch.int32), ROPE, DIM**-0.5, carry)
             query, new = text[layer, 0, low:high], text[layer, 1:, low:high, : keys.shape[1]]
             outs.append(policy.attend(request, caches, slots, low, query, new[0], new[1]))
@@ -173,7 +179,7 @@ OF_KERNELS = {"block": 16, "window": 32, "chunk": 32, "sinks": 16}
 def warmed(policy: LtriPolicy) -> None:
     """Have whole chunks recorded, at most two in a run; on a CPU, what is recorded is run again."""
     chunks: Any = policy._computing
-    WarmUp(policy, chunks, policy._caches(), HEADS // policy.ranks, ROPE, DIM**-0.5).read(2)
+    WarmUp(policy, chunks, KV_CACHES[policy], HEADS // policy.ranks, ROPE, DIM**-0.5).read(2)
 
 
 @pytest.mark.parametrize("recorded", [False, True])

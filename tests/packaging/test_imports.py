@@ -45,7 +45,7 @@ BELOW: dict[str, set[str]] = {
         "settings",
         "systems",
     },
-    "plugin": {"attention", "cache", "config", "drafting", "hooks", "lines", "serving", "settings", "systems"},
+    "plugin": {"attention", "cache", "compat", "config", "drafting", "hooks", "lines", "serving", "settings", "systems"},
     "platform_cpu": {"compat", "lines", "quiet"},
     "": {"serving"},  # the package itself
     "assets": set(),

@@ -17,6 +17,7 @@ from sglang_ext.kernels.clamped_attention.types import (
     Part,
     SeenKeys,
     check_beyond,
+    check_layers,
     check_window,
 )
 from sglang_ext.kernels.rope import rotate
@@ -141,7 +142,11 @@ def move_layers(source: LayerRows, target: LayerRows, *, read: torch.Tensor, wri
         target: as many layers, in the source's dtype and on its device; written.
         read: [rows] integer, which rows of the source.
         write: [rows] integer, which rows of the target.
+
+    Raises:
+        ValueError: the numbers of layers differ.
     """
+    check_layers(source, target)
     for pair, into in zip(source.pairs, target.pairs, strict=True):
         move(pair, into, read=read, write=write)
 

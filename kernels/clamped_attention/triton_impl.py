@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_ext.kernels.cells.lists import Rotation, rows_of
 from sglang_ext.kernels.cells.triton_impl import _cos_sin, _pairs, padded
-from sglang_ext.kernels.clamped_attention.types import LayerRows, Part
+from sglang_ext.kernels.clamped_attention.types import LayerRows, Part, check_layers
 
 ROWS = 4
 """Rows of a program that rotates, or merges, one head of them."""
@@ -173,10 +173,9 @@ def move_layers(source: LayerRows, target: LayerRows, *, read: torch.Tensor, wri
     Raises:
         ValueError: the numbers of layers differ; dtypes or rows do not fit; a row is not contiguous.
     """
+    check_layers(source, target)
     pair, into = source.pairs[0], target.pairs[0]
     layers, sizes, rows = len(source.pairs), _sizes(pair, into), read.shape[0]
-    if layers != len(target.pairs):
-        raise ValueError(f"{layers} layers into {len(target.pairs)}: expected as many; name the layers that are moved")
     if not rows:
         return
     piece = min(PIECE, triton.next_power_of_2(max(sizes)))

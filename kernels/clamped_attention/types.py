@@ -144,3 +144,12 @@ class LayerRows:
             )
         addresses = torch.tensor([[each.data_ptr() for each in pair] for pair in pairs], dtype=torch.int64)
         return cls(pairs, addresses.to(pairs[0][0].device), not bool((addresses % 16).any()))
+
+
+def check_layers(source: LayerRows, target: LayerRows) -> None:
+    """Raise ValueError where two have different numbers of layers."""
+    if len(source.pairs) != len(target.pairs):
+        raise ValueError(
+            f"rows of {len(source.pairs)} layers into {len(target.pairs)}: expected as many of the target as of the"
+            " source; name the same layers in both"
+        )

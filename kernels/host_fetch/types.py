@@ -9,6 +9,9 @@ import torch
 NOBODY = -1
 """What stands in integer tensors where there is no block, no way or no row."""
 
+ALIGNED_ROWS = 4
+"""Small tensors of several layers have a multiple of it as rows: each layer's begin at a multiple of 16 bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostRegion:
@@ -76,12 +79,36 @@ class BlockCache:
         Raises:
             ValueError: There are no ways.
         """
+        return cls.stacked(1, rows, ways, host, device).layer(0)
+
+    @classmethod
+    def stacked(cls, layers: int, rows: int, ways: int, host: HostRegion, device: torch.device | str) -> BlockCache:
+        """The caches of several layers in one: every tensor has a dimension of layers in front (see `layer`).
+
+        Args:
+            layers: number of layers.
+            rows, ways, device: as in `empty`.
+            host: the region of any layer; those of all layers have blocks of one shape and dtype.
+
+        Raises:
+            ValueError: There are no ways.
+        """
         if ways < 1:
             raise ValueError(f"{ways} ways: expected at least 1")
-        whole = lambda *shape, dtype=torch.int32: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
-        data = [torch.empty((rows, ways, *t.shape[1:]), dtype=t.dtype, device=device) for t in (host.keys, host.values)]
-        held = whole(rows, ways).fill_(NOBODY)
-        return cls(held, whole(rows, ways), whole(rows), whole(rows, 2, dtype=torch.int64), *data)
+        lead = layers, -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS
+        whole = lambda *shape, dtype=torch.int32: torch.zeros(*lead, *shape, dtype=dtype, device=device)  # noqa: E731
+        data = [
+            torch.empty((layers, rows, ways, *t.shape[1:]), dtype=t.dtype, device=device)
+            for t in (host.keys, host.values)
+        ]
+        held = whole(ways).fill_(NOBODY)
+        return cls(held, whole(ways), whole(), whole(2, dtype=torch.int64), *data)
+
+    def layer(self, number: int) -> BlockCache:
+        """The cache of one layer of a `stacked` one; it shares its memory."""
+        rows = self.keys.shape[1]
+        tensors = self.held, self.used, self.clock, self.counters, self.keys, self.values
+        return BlockCache(*(tensor[number, :rows] for tensor in tensors))
 
     def reset(self, rows: torch.Tensor) -> None:
         """Empty the ways of rows, and set their clocks and counters to 0, before new streams take the rows.

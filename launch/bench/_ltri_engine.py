@@ -151,10 +151,10 @@ def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> Js
     return found
 
 
-def said(what: str, seconds: Json) -> Json:
+def said(what: str, figures: Json) -> Json:
     """Some figures, which are said as soon as they are there: a run that is cut short has them in no file."""
-    say(f"{what}: {json.dumps(seconds)}")
-    return seconds
+    say(f"{what}: {json.dumps(figures)}")
+    return figures
 
 
 def state_of(engine: Engine) -> Json:
@@ -192,10 +192,11 @@ def stock(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> J
     room = max((max(args.batch) + 1) * (kept + 512), args.fork_tokens + 1024)
     engine = Engine(attention_backend=args.backend, max_total_tokens=room, enable_metrics=True, **common)
     found: JsonObject = {"decode": {n: stepping(engine, args.decode_tokens, args.repeats, n, kept) for n in args.batch}}
+    said("decoding steps", found["decode"])
     engine.flush_cache()
     document = drawn(args.fork_tokens, 2)
     timed(engine, document)
-    found["short_fork"] = forked(engine, document, args.repeats)
+    found["short_fork"] = said("forks of a shorter document", forked(engine, document, args.repeats))
     engine.shutdown()
     return {**found, "kept": kept, "backend": args.backend}
 

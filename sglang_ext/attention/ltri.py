@@ -172,10 +172,9 @@ class LtriPolicy(StreamPolicy):
         return self._chunks
 
     def bind(self, caches: Callable[[], KVCaches], dtype: torch.dtype) -> None:
-        kept = caches()
         # What is free differs from one moment to the next, and all ranks must have equally many blocks.
         share = torch.tensor(host_bytes(self.config.host_gb) // self.ranks)
-        self.host = HostBlocks(kept, self.config.block, int(least_over_ranks(share)))
+        self.host = HostBlocks(caches(), self.config.block, int(least_over_ranks(share)))
         self._chunks = TorchChunks(self.config, caches, self.host, TensorRanks(self.ranks, sum_over_ranks))
 
     def fit_host(self, most: int | None) -> None:

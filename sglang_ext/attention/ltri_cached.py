@@ -7,9 +7,6 @@ import torch
 from sglang_ext.kernels.host_fetch import BlockCache, HostRegion
 from sglang_ext.kernels.host_fetch.types import NOBODY
 
-TOGETHER = 4
-"""Rows of small tensors are a multiple of it, so that each layer's begin at a multiple of 16 bytes."""
-
 
 class CachedBlocks:
     """The caches of blocks of all layers, one behind the other; each layer has a row a stream.
@@ -26,18 +23,12 @@ class CachedBlocks:
     """
 
     def __init__(self, layers: int, rows: int, ways: int, region: HostRegion, device: torch.device) -> None:
-        self._numbers, padded = region.keys.shape[0], -(-rows // TOGETHER) * TOGETHER
-        small = lambda *shape, dtype=torch.int32: torch.zeros(layers, padded, *shape, dtype=dtype, device=device)  # noqa: E731
-        large = lambda kept: torch.empty(layers, rows, ways, *kept.shape[1:], dtype=kept.dtype, device=device)  # noqa: E731
-        self._held, self._used, self._clock = small(ways).fill_(NOBODY), small(ways), small()
-        self._counters = small(2, dtype=torch.int64)
-        self._keys, self._values = large(region.keys), large(region.values)
-        every = self._held, self._used, self._clock, self._counters, self._keys, self._values
-        self.layers = [BlockCache(*(tensor[number, :rows] for tensor in every)) for number in range(layers)]
+        self._numbers, self._all = region.keys.shape[0], BlockCache.stacked(layers, rows, ways, region, device)
+        self.layers = [self._all.layer(number) for number in range(layers)]
 
     def forget(self, row: int) -> None:
         """Have no block in a row, before a new stream takes it; counters are of all streams, and go on."""
-        self._held[:, row].fill_(NOBODY)
+        self._all.held[:, row].fill_(NOBODY)
 
     def copy(self, source: int, target: int, numbers: torch.Tensor) -> None:
         """Have the blocks of one row in another one, before a stream takes it that begins like the stream of the first.
@@ -49,16 +40,17 @@ class CachedBlocks:
         """
         shared = torch.zeros(self._numbers + 1, dtype=torch.bool, device=numbers.device)  # the last is nobody's
         shared.index_fill_(0, numbers.long(), True)
-        held = self._held[:, source]
-        self._held[:, target] = torch.where(shared[held.long()], held, NOBODY)
-        for tensor in (self._used, self._clock, self._keys, self._values):
+        every = self._all
+        held = every.held[:, source]
+        every.held[:, target] = torch.where(shared[held.long()], held, NOBODY)
+        for tensor in (every.used, every.clock, every.keys, every.values):
             tensor[:, target] = tensor[:, source]
 
     def counts(self) -> tuple[int, int]:
         """(Hits, misses) of all layers and streams; waits for the device."""
-        hits, misses = self._counters.sum((0, 1)).tolist()
+        hits, misses = self._all.counters.sum((0, 1)).tolist()
         return hits, misses
 
     def forget_counts(self) -> None:
         """Count from nothing again."""
-        self._counters.zero_()
+        self._all.counters.zero_()

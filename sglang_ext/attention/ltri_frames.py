@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, SpansT
-from sglang_ext.attention.ltri_plan import PADDING_SLOT, ChunkPlan, Seat, Tiles, Tokens, on_device
+from sglang_ext.attention.ltri_plan import ALIGNMENT, PADDING_SLOT, ChunkPlan, Seat, Tiles, Tokens, on_device
 from sglang_ext.policies.ltri import renewed_blocks
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -260,8 +260,6 @@ _TOKENS = ("rows", "window", "sinks", "gone_tokens")
 _TILES = ("firsts", "places", "lengths")
 _OWN = ("outside", "asking", "oldest", "newest", "before")
 """Tensors of a `ChunkPlan`, of the `Tokens` and the `Tiles` in it, and a `FramePlan`'s own."""
-ALIGNMENT = 16
-"""Bytes, to whose multiples addresses are aligned that Triton's kernels are compiled for."""
 
 
 class StandingPlan:

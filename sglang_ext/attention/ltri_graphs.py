@@ -107,8 +107,7 @@ class ChunkGraphs:
             stored = plans[-1].plan.stored
         some = chunks[: len(plans)]
         wanted = kept_chunks(some[-1].begin // settings.chunk)
-        # A copy of another stream has one where it begins, which shares the memory of the run that it was kept in.
-        there = chunks[0].memory.snapshots
+        there = chunks[0].memory.snapshots  # a fork has its source's snapshot where it begins, and keeps no other
         kept = [
             tokens.kept and tokens.begin not in there and tokens.begin // settings.chunk in wanted for tokens in some
         ]
@@ -141,13 +140,13 @@ class ChunkGraphs:
         if not isinstance(memory, KernelMemory):
             raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
         run.load(placed)
-        placed.give(given)
+        placed.write(given)
         self.copies.wait_for_run(run.number)
         run.replays[layer]()
         self.replayed += len(chunks)
         if placed.leaves:
             self.copies.put(run.number, layer, run.leaving, newest.host, placed.leaves)
-        out = placed.taken()
+        out = placed.read()
         self._remember(placed, chunks, memory)
         if newest.voter is not None:
             self._keep_tile(newest, memory, row)

@@ -17,6 +17,8 @@ from sglang_ext.policies.ltri_options import Ltri
 
 PADDING_SLOT = 0
 """SGLang's, in the KV cache: nobody reads what lies there."""
+ALIGNMENT = 16
+"""Bytes, to whose multiples addresses are aligned that Triton's kernels are compiled for."""
 
 
 def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -76,7 +78,7 @@ class SeatRows:
     of the model. Memory of its own would go back to the first one with the seat, while the second may still use it.
 
     Attributes:
-        at: [rows, 2] int64, the number of each row, twice.
+        at: [rows, at least 1] int64, the number of each row.
         ids: [rows, at least `room`] int32.
         slots: [rows, at least 1 + slots of a stream] int32.
         wide_slots: the same, int64.
@@ -93,12 +95,12 @@ class SeatRows:
 
     @classmethod
     def empty(cls, rows: int, slots: int, room: int, device: torch.device) -> SeatRows:
-        """Rows for so many streams with so many slots each; every row begins at a multiple of 16 bytes."""
-        aligned = lambda width: -(-width // 4) * 4  # noqa: E731
-        at = torch.arange(rows, device=device).unsqueeze(1)
-        ids = torch.full((rows, aligned(room)), -1, dtype=torch.int32, device=device)
-        cells = torch.full((rows, aligned(1 + slots)), PADDING_SLOT, dtype=torch.int32, device=device)
-        return cls(at.repeat_interleave(2, 1), ids, cells, cells.long(), room, 1 + slots)
+        """Rows for so many streams with so many slots each; every row begins at a multiple of `ALIGNMENT`."""
+        aligned = lambda width, size: width + -width % (ALIGNMENT // size)  # noqa: E731
+        at = torch.arange(rows, device=device).unsqueeze(1).repeat(1, aligned(1, 8))
+        ids = torch.full((rows, aligned(room, 4)), -1, dtype=torch.int32, device=device)
+        cells = torch.full((rows, aligned(1 + slots, 4)), PADDING_SLOT, dtype=torch.int32, device=device)
+        return cls(at, ids, cells, cells.long(), room, 1 + slots)
 
     def seat(self, row: int, slots: torch.Tensor, settled: int) -> Seat:
         """The seat of a stream that takes a row and has no block yet, with KV slots [slots of a stream] int32."""

@@ -125,9 +125,9 @@ class PlacedRun:
         votes: [1, blocks] float32 of each chunk, of the layers so far, while others are in the run.
         packed: the plans, to be loaded.
         full: whether the chunks have all rows of their frames.
-        tokens: [rows of the run] int32, the token of each row, counted over all chunks; 0 where a row has none. Empty
-            where the run is full.
-        rows: [tokens of all chunks] int32, the row of each, likewise.
+        token_of_row: [rows of the run] int32, the token of each row, counted over all chunks; 0 where a row has none.
+            Empty where the run is full.
+        row_of_token: [tokens of all chunks] int32, the row of each, likewise.
     """
 
     run: ChunkRun
@@ -143,10 +143,10 @@ class PlacedRun:
         self.full = all(
             plan.count - plan.lead == place.frame.rows for place, plan in zip(self.run.places, self.plans, strict=True)
         )
-        self.tokens, self.rows = self._rows()
+        self.token_of_row, self.row_of_token = self._indices()
 
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`tokens` and `rows`, in one copy to the device."""
+    def _indices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`token_of_row` and `row_of_token`, in one copy to the device."""
         if self.full:
             return self.seat.slots[:0], self.seat.slots[:0]
         tokens, rows = [0] * self.run.rows, list[int]()
@@ -157,8 +157,8 @@ class PlacedRun:
         both = on_device(tokens + rows, self.seat.at.device)
         return both[: len(tokens)], both[len(tokens) :]
 
-    def give(self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        """Have (queries, keys, values) of all tokens in the run's rows.
+    def write(self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        """Write (queries, keys, values) of all tokens into the run's rows.
 
         A row that has no token gets the first one's: what another prompt has left there may not be finite.
         """
@@ -167,12 +167,12 @@ class PlacedRun:
             if self.full:
                 into.copy_(new)
             else:
-                torch.index_select(new, 0, self.tokens, out=into)
+                torch.index_select(new, 0, self.token_of_row, out=into)
 
-    def taken(self) -> torch.Tensor:
-        """[tokens of all chunks, heads, value_dim], what the run's rows gave."""
+    def read(self) -> torch.Tensor:
+        """[tokens of all chunks, heads, value_dim], a copy of what the graph has left in the run's rows."""
         out = self.run.room.out
-        return out.clone() if self.full else out.index_select(0, self.rows)
+        return out.clone() if self.full else out.index_select(0, self.row_of_token)
 
 
 @dataclass(eq=False)

@@ -54,18 +54,23 @@ class Router:
         until(lambda: known(self.running) == set(urls), PATIENCE)
 
     def remove(self, url: str) -> None:
-        """Take a server out: what is under way there goes on."""
-        workers = self.call("GET", "/workers").json()["workers"]
-        (number,) = [each["id"] for each in workers if each["url"] == url]
-        answer = self.call("DELETE", f"/workers/{number}")
+        """Take a server out: what is under way there goes on.
+
+        SMG lists the server for some seconds more as one that is draining, and does not take it back before these end.
+        """
+        answer = self.call("DELETE", f"/workers/{self._listed()[url]}")
         assert answer.status_code in (200, 202), answer.text
-        until(lambda: url not in known(self.running), PATIENCE)
+        until(lambda: url not in self._listed(), PATIENCE)
 
     def add(self, url: str) -> None:
         """Have requests go to a server, too."""
         answer = self.call("POST", "/workers", json={"url": url})
         assert answer.status_code in (200, 201, 202), answer.text
         until(lambda: url in known(self.running), PATIENCE)
+
+    def _listed(self) -> dict[str, str]:
+        """Number of each server by its address, of those that get no requests, too."""
+        return {each["url"]: each["id"] for each in self.call("GET", "/workers").json()["workers"]}
 
 
 @contextmanager

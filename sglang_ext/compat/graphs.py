@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.compat.line import capture_scope, capture_variant, replay_scope
@@ -31,8 +34,20 @@ def graph_variant(backend: Any) -> str:
 
 
 def record_both_variants(runner: Any) -> None:
-    """Have a decode graph captured with views and without, for every batch size."""
+    """Have a decode graph captured with views and without, for every batch size.
+
+    SGLang runs what it captures twice before. For a graph with views, its second run is enough: that loads the kernels
+    which read views, and all others are loaded. Other backends than SGLang's own for whole graphs stay as they are.
+    """
     runner.record_nolora_graph = True
+    if isinstance(runner.backend, FullCudaGraphBackend):
+        runner.backend.capture_one = functools.partial(_capture_one, runner.backend)
+
+
+def _capture_one(graphs: Any, key: Any, forward: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
+    """FullCudaGraphBackend.capture_one, without the first of its two runs where the graph is one with views."""
+    runs = itertools.count(0 if capturing_views() else 1)
+    type(graphs).capture_one(graphs, key, lambda: forward() if next(runs) else None, *args, **kwargs)
 
 
 def keep_graph_sizes(runner: Any, sizes: list[int]) -> None:
@@ -80,12 +95,12 @@ def graphs_attention(graphs: Any) -> Any:
 def capture_whole(graphs: Any, shape_key: Any, forward: Callable[[], Any]) -> None:
     """Capture a prefill that SGLang has just captured in pieces once more, in one piece, with its attention inside.
 
-    As SGLang's `FullCudaGraphBackend` does it; the result goes where that of the pieces goes.
+    As SGLang's `FullCudaGraphBackend` does it, but with one run before: SGLang has just run all but the attention. The
+    result goes where that of the pieces goes.
     """
-    for _ in range(2):
-        graphs._device_module.synchronize()
-        graphs._tp_group.barrier()
-        forward()
+    graphs._device_module.synchronize()
+    graphs._tp_group.barrier()
+    forward()
     graph = torch.cuda.CUDAGraph()
     with capture_scope(), torch.cuda.graph(graph, pool=graphs._pool, stream=graphs._capture_stream):
         out = forward()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 
 from sglang_ext import compat
 from sglang_ext.attention import graphs
@@ -116,6 +118,42 @@ def test_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         graphs.around_capture_breakable(lambda *_args: None, found, SimpleNamespace(size=32), None)
     assert backend.seen[-1] == ("end", None)
+
+
+class Whole(FullCudaGraphBackend):
+    """SGLang's graphs of decoding steps where no graph can be captured: what is run, as SGLang does it."""
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+
+    def capture_one(self, shape_key: Any, forward_fn: Any, *_args: Any, **_kwargs: Any) -> None:
+        for number in range(3):  # twice before, and once in the graph
+            if forward_fn() == shape_key:
+                self.ran.append(number)
+
+
+@pytest.mark.parametrize(("views", "ran"), [(True, [1, 2]), (False, [0, 1, 2])])
+def test_a_graph_with_views_is_run_once_before(monkeypatch: pytest.MonkeyPatch, views: bool, ran: list[int]) -> None:
+    """Also where graphs are captured again."""
+    monkeypatch.setattr("sglang_ext.compat.graphs.capture_variant", lambda: "lora" if views else "nolora")
+    runner = SimpleNamespace(backend=Whole())
+    for _ in range(2):
+        compat.record_both_variants(runner)
+    runner.backend.capture_one(4, lambda: 4, post_warmup_hook=None)
+    assert runner.record_nolora_graph and runner.backend.ran == ran
+
+
+def test_other_graphs_of_steps_stay_as_they_are() -> None:
+    backend = SimpleNamespace(capture_one="sglang's")
+    compat.record_both_variants(SimpleNamespace(backend=backend))
+    assert backend.capture_one == "sglang's"
+
+
+def test_sglang_runs_what_it_captures_twice_before() -> None:
+    """What `Whole` does: without it, a graph with views would be captured without any run before."""
+    source = inspect.getsource(FullCudaGraphBackend.capture_one)
+    before, _, after = source.partition("CUDAGraph()")
+    assert "in range(2)" in before and before.count("forward_fn()") == after.count("forward_fn()") == 1
 
 
 class OneVariant(DecodeGraphs[Any, Any]):

@@ -15,9 +15,12 @@ from __future__ import annotations
 import copy
 import functools
 import reprlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
+
+import numpy as np
 
 from sglang_ext import compat
 from sglang_ext.cache.conversation import NAMESPACE
@@ -225,12 +228,19 @@ def check_prompt(prompt: RequestInput, facts: Facts) -> None:
 
 
 def check_ids(ids: Json, vocabulary: int) -> None:
-    """Token ids that the model has an embedding for, at least one."""
-    if not isinstance(ids, (list, range)) or not all(isinstance(id, int) for id in ids[:1]):
+    """Token ids that the model has an embedding for, at least one.
+
+    Prompts have up to a million of them, and nobody else is answered meanwhile: so Python looks at each of them once.
+    """
+    if not isinstance(ids, (list, range)):
         raise ValueError(f"input_ids={reprlib.repr(ids)}: expected a list of whole numbers for each prompt")
     if not ids:
         raise ValueError("input_ids is empty: a request needs at least one token of its own")
-    if min(ids) < 0 or max(ids) >= vocabulary:
+    try:
+        numbers = np.frombuffer(array("q", ids), dtype=np.int64)
+    except (TypeError, OverflowError):
+        raise ValueError(f"input_ids={reprlib.repr(ids)}: expected whole numbers (int64) alone") from None
+    if numbers.min() < 0 or numbers.max() >= vocabulary:
         strange = [id for id in ids if not 0 <= id < vocabulary]
         raise ValueError(f"input_ids {strange[:4]}: the model's vocabulary has ids 0 to {vocabulary - 1}")
 
@@ -272,16 +282,14 @@ def check_options(prompt: RequestInput, policy: Policy) -> None:
 # ---- a prompt's tokens ----
 
 
-def check_tokens(prompt: RequestInput, ids: Json, total: int, facts: Facts) -> None:
+def check_tokens(prompt: RequestInput, total: int, facts: Facts) -> None:
     """What a prompt has become; a request without a limit of its own gets the server's.
 
     Args:
         prompt: GenerateReqInput of one prompt.
-        ids: its own tokens.
-        total: with what stands before them.
+        total: its tokens, with what stands before them.
         facts: of the server.
     """
-    check_ids(ids, facts.vocabulary)
     start = prompt.logprob_start_len
     if prompt.return_logprob and start is not None and start > total:
         raise ValueError(f"logprob_start_len={start}: the prompt has {total} tokens")
@@ -324,7 +332,7 @@ def _check_fields(request: RequestInput) -> None:
 
     for name, (default, adapter) in _adapters().items():
         value = getattr(request, name)
-        if value is None or value is default:
+        if value is None or value is default or (name == "input_ids" and _has_ids(value)):
             continue
         if name not in SERVED:
             if value != default and not (value is False and default is None):
@@ -336,8 +344,12 @@ def _check_fields(request: RequestInput) -> None:
         except ValidationError as error:
             raise ValueError(f"{name}={reprlib.repr(value)}: {error.errors()[0]['msg']}") from None
         setattr(request, name, value)
-        if name != "input_ids":  # numbers only, and many of them: they are checked against the vocabulary
-            _check_values(value, name)
+        _check_values(value, name)
+
+
+def _has_ids(value: Json) -> bool:
+    """Whether a value can be the ids of one prompt, or those of several, all of which `check_ids` looks at later."""
+    return isinstance(value, list) and all(isinstance(first, (int, list)) for first in value[:1])
 
 
 def _check_values(value: Json, what: str) -> None:

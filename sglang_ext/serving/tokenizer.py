@@ -32,7 +32,7 @@ from sglang_ext.serving.likely import Labels, Whole, shows_tokens
 from sglang_ext.serving.pool import Version
 from sglang_ext.serving.pools import PoolService
 from sglang_ext.serving.question import own_tokens
-from sglang_ext.serving.requests import CHAT_KEY, check_tokens, count_prompts
+from sglang_ext.serving.requests import CHAT_KEY, check_ids, check_tokens, count_prompts
 from sglang_ext.serving.select import BlockSelection, select_pieces
 from sglang_ext.serving.tenancy import pools_of
 from sglang_ext.serving.texts import LONG
@@ -275,12 +275,14 @@ def around_validate_one_request(
     """AROUND TokenizerManager._validate_one_request: the blocks' tokens count against the model's context.
 
     Raises:
-        ValueError: prompt and answer exceed the context, or see `serving.requests.check_tokens`.
+        ValueError: prompt and answer exceed the context, or see `serving.requests.check_ids` and `check_tokens`.
     """
     stitched = carried.stitched_tokens(obj)
     total = stitched + len(input_ids or ())
     if manager.ext_facts is not None and not carried.is_internal(obj):
-        check_tokens(obj, input_ids, total, manager.ext_facts)
+        if obj.input_ids is None or obj.rid in manager.ext_leases:  # else these are the ids that `check` has seen
+            check_ids(input_ids, manager.ext_facts.vocabulary)
+        check_tokens(obj, total, manager.ext_facts)
     if not stitched:
         return original(manager, obj, input_ids)
     if total >= manager.context_len:

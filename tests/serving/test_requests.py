@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_ext.attention.policy import Policy
 from sglang_ext.serving.errors import PoolError
 from sglang_ext.serving.namespaces import join_salt
-from sglang_ext.serving.requests import SERVED, Facts, check, check_tokens
+from sglang_ext.serving.requests import SERVED, Facts, check, check_ids, check_tokens
 from sglang_ext.serving.sampling import _SAMPLING_RULES
 from sglang_ext.serving.stop_regex import check_stop_regex
+from sglang_ext.serving.tokenizer import around_validate_one_request
 
 
 class _Policy(Policy):
@@ -95,6 +97,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [[1], [100]]}, r"\[100\]"),
     ({"input_ids": [10**30]}, "int64"),
     ({"input_ids": [[1, [2]]]}, "input_ids"),
+    ({"input_ids": [1, "2"]}, r"input_ids=\[1, '2'\]: expected whole numbers"),
+    ({"input_ids": [1, 2.0]}, "whole numbers"),
+    ({"input_ids": [1, None]}, "whole numbers"),
+    ({"input_ids": [1, -(10**30)]}, "int64"),
+    ({"input_ids": [1.5]}, "input_ids="),
+    ({"input_ids": [[1], 2]}, "input_ids"),
+    ({"input_ids": "12"}, "input_ids"),
+    ({"input_ids": {"1": 2}}, "input_ids"),
     ({"text": ""}, "prompt is empty"),
     ({"text": ["a", ""]}, "prompt is empty"),
     ({"text": 5}, "text=5"),
@@ -195,32 +205,46 @@ def prompt(**fields: Any) -> GenerateReqInput:
 @pytest.mark.parametrize("ids", [[], None, [100], [5, -1]])
 def test_ids_that_a_tokenizer_gave_are_looked_at_too(ids: Any) -> None:
     with pytest.raises(ValueError, match="input_ids"):
-        check_tokens(prompt(), ids, len(ids or ()), FACTS)
+        check_ids(ids, FACTS.vocabulary)
+
+
+@pytest.mark.parametrize(("sent", "leases"), [({}, ()), ({"input_ids": [1]}, ("a",))], ids=["text", "question"])
+def test_ids_that_a_request_did_not_have_are_looked_at(sent: dict[str, Any], leases: Sequence[str]) -> None:
+    """Those of a text, and those that a question over a pool became; what the request sent was looked at before."""
+    manager = SimpleNamespace(ext_facts=FACTS, ext_leases=dict.fromkeys(leases))
+    asked = prompt(sampling_params={"max_new_tokens": 1}, **sent)
+    asked.rid, seen = "a", []
+    with pytest.raises(ValueError, match=r"input_ids \[100\]"):
+        around_validate_one_request(lambda *args: seen.append(args), manager, asked, [1, 100])
+    manager.ext_leases = {}
+    asked.input_ids = [1, 100]
+    around_validate_one_request(lambda *args: seen.append(args), manager, asked, asked.input_ids)
+    assert seen == [(manager, asked, [1, 100])]
 
 
 @pytest.mark.parametrize(("total", "limit"), [(10, 16), (60, 4), (64, 0)])
 def test_a_request_without_a_limit_gets_the_servers(total: int, limit: int) -> None:
     asked = prompt(sampling_params={"max_new_tokens": None})
-    check_tokens(asked, [1], total, FACTS)
+    check_tokens(asked, total, FACTS)
     assert asked.sampling_params["max_new_tokens"] == limit
 
 
 def test_a_limit_of_its_own_and_sglangs_default_stay() -> None:
     for params in ({"max_new_tokens": 40}, {}):
         asked = prompt(sampling_params=dict(params))
-        check_tokens(asked, [1], 1, FACTS)
+        check_tokens(asked, 1, FACTS)
         assert asked.sampling_params == params
 
 
 def test_log_probabilities_are_counted() -> None:
     fields = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 10}}
-    check_tokens(prompt(top_logprobs_num=20, **fields), [1], 40, FACTS)  # 50 positions
+    check_tokens(prompt(top_logprobs_num=20, **fields), 40, FACTS)  # 50 positions
     for more in ({"top_logprobs_num": 21}, {"top_logprobs_num": 20, "token_ids_logprob": [1]}):
         with pytest.raises(PoolError) as refused:
-            check_tokens(prompt(**more, **fields), [1], 40, FACTS)
+            check_tokens(prompt(**more, **fields), 40, FACTS)
         assert refused.value.status_code == 413
     with pytest.raises(ValueError, match="the prompt has 3 tokens"):
-        check_tokens(prompt(return_logprob=True, logprob_start_len=4), [1, 2, 3], 3, FACTS)
+        check_tokens(prompt(return_logprob=True, logprob_start_len=4), 3, FACTS)
 
 
 @pytest.mark.parametrize("pattern", ["", "abc", r"\d{1,9}", "(yes|no){2}", "[.!?] {0,3}$", "(?=a{0,9})b", "a{1000}"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 
 from sglang_ext import compat
@@ -124,23 +125,23 @@ class Whole(FullCudaGraphBackend):
     """SGLang's graphs of decoding steps where no graph can be captured: what is run, as SGLang does it."""
 
     def __init__(self) -> None:
-        self.ran: list[int] = []
+        self._graphs: dict[Any, Any] = {}
 
     def capture_one(self, shape_key: Any, forward_fn: Any, *_args: Any, **_kwargs: Any) -> None:
-        for number in range(3):  # twice before, and once in the graph
-            if forward_fn() == shape_key:
-                self.ran.append(number)
+        # Twice before, and once in the graph.
+        self._graphs[shape_key] = [number for number in range(3) if forward_fn() == shape_key.size]
 
 
-@pytest.mark.parametrize(("views", "ran"), [(True, [1, 2]), (False, [0, 1, 2])])
-def test_a_graph_with_views_is_run_once_before(monkeypatch: pytest.MonkeyPatch, views: bool, ran: list[int]) -> None:
-    """Also where graphs are captured again."""
-    monkeypatch.setattr("sglang_ext.compat.graphs.capture_variant", lambda: "lora" if views else "nolora")
+def test_the_second_graph_of_a_size_is_run_once_before() -> None:
+    """Also where graphs are captured again, as all of them are loaded then."""
     runner = SimpleNamespace(backend=Whole())
-    for _ in range(2):
+    keys = [ShapeKey(size=size, variant_label=label) for size in (4, 2) for label in ("lora", "nolora")]
+    for ran in ([[0, 1, 2], [1, 2]] * 2, [[1, 2]] * 4):
         compat.record_both_variants(runner)
-    runner.backend.capture_one(4, lambda: 4, post_warmup_hook=None)
-    assert runner.record_nolora_graph and runner.backend.ran == ran
+        for key in keys:
+            runner.backend.capture_one(key, lambda size=key.size: size, post_warmup_hook=None)
+        assert list(runner.backend._graphs.values()) == ran
+    assert runner.record_nolora_graph
 
 
 def test_other_graphs_of_steps_stay_as_they_are() -> None:
@@ -150,7 +151,7 @@ def test_other_graphs_of_steps_stay_as_they_are() -> None:
 
 
 def test_sglang_runs_what_it_captures_twice_before() -> None:
-    """What `Whole` does: without it, a graph with views would be captured without any run before."""
+    """As `Whole` does: else the second graph of a size would be captured without any run before."""
     source = inspect.getsource(FullCudaGraphBackend.capture_one)
     before, _, after = source.partition("CUDAGraph()")
     assert "in range(2)" in before and before.count("forward_fn()") == after.count("forward_fn()") == 1

@@ -1,9 +1,10 @@
 """What a generation request may say, looked at once, before anything of it reaches the schedulers.
 
 Every route and `Engine.generate` end in `TokenizerManager.generate_request` with SGLang's `GenerateReqInput`: `check`
-looks at all of it there, and `check_tokens` at what becomes of each prompt when it is tokenized. SGLang's schedulers
-trust what they are sent: a wrong type does not decode, a token id outside the vocabulary or a number that a tensor
-cannot hold raises in the middle of a batch, and each of these ends the server for everybody.
+looks at all of it there. When a prompt is tokenized, `check_ids` looks at its ids, if the request did not send these
+itself, and `check_tokens` at what it asks of so many tokens. SGLang's schedulers trust what they are sent: a wrong type
+does not decode, a token id outside the vocabulary or a number that a tensor cannot hold raises in the middle of a
+batch, and each of these ends the server for everybody.
 
 Types are SGLang's own annotations, so that a field which a later version adds is known with its type. Only fields in
 `SERVED` may be set: the others are SGLang's own (addresses of its processes, what other servers computed) or belong to
@@ -230,7 +231,8 @@ def check_prompt(prompt: RequestInput, facts: Facts) -> None:
 def check_ids(ids: Json, vocabulary: int) -> None:
     """Token ids that the model has an embedding for, at least one.
 
-    Prompts have up to a million of them, and nobody else is answered meanwhile: so Python looks at each of them once.
+    Prompts have up to a million of them, and nobody else is answered meanwhile: so each is converted once, and Python
+    compares none of them.
     """
     if not isinstance(ids, (list, range)):
         raise ValueError(f"input_ids={reprlib.repr(ids)}: expected a list of whole numbers for each prompt")
@@ -348,8 +350,10 @@ def _check_fields(request: RequestInput) -> None:
 
 
 def _has_ids(value: Json) -> bool:
-    """Whether a value can be the ids of one prompt, or those of several, all of which `check_ids` looks at later."""
-    return isinstance(value, list) and all(isinstance(first, (int, list)) for first in value[:1])
+    """Whether a value can be the ids of one prompt, or lists of several, all of which `check_ids` looks at later."""
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(ids, list) for ids in value) or all(isinstance(id, int) for id in value[:1])
 
 
 def _check_values(value: Json, what: str) -> None:

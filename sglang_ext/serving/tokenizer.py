@@ -280,7 +280,8 @@ def around_validate_one_request(
     stitched = carried.stitched_tokens(obj)
     total = stitched + len(input_ids or ())
     if manager.ext_facts is not None and not carried.is_internal(obj):
-        if obj.input_ids is None or obj.rid in manager.ext_leases:  # else these are the ids that `check` has seen
+        sent = input_ids is not None and input_ids is obj.input_ids and obj.rid not in manager.ext_leases
+        if not sent:  # these are those of a text, of a question over a pool, or of what is not text: `check` saw none
             check_ids(input_ids, manager.ext_facts.vocabulary)
         check_tokens(obj, total, manager.ext_facts)
     if not stitched:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,6 +157,34 @@ def test_sglang_runs_what_it_captures_twice_before() -> None:
     source = inspect.getsource(FullCudaGraphBackend.capture_one)
     before, _, after = source.partition("CUDAGraph()")
     assert "in range(2)" in before and before.count("forward_fn()") == after.count("forward_fn()") == 1
+
+
+def test_a_prefill_in_one_piece_is_run_once_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its result goes where that of the pieces goes."""
+    order: list[Any] = []
+
+    @contextlib.contextmanager
+    def graph(_graph: Any, **_where: Any) -> Iterator[None]:
+        order.append("begins")
+        yield
+        order.append("ends")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr("sglang_ext.compat.graphs.capture_scope", contextlib.nullcontext)
+    found = SimpleNamespace(
+        _device_module=SimpleNamespace(synchronize=lambda: order.append("synchronized")),
+        _tp_group=SimpleNamespace(barrier=lambda: order.append("all there")),
+        _pool=None,
+        _capture_stream=None,
+        _shared_output_buffer="buffer",
+        _output_rows=lambda out, size: size,
+        _copy_output_to_buffer=lambda *copied: order.append(copied),
+    )
+    key = ShapeKey(size=16)
+    compat.capture_whole(found, key, lambda: order.append("run") or "out")
+    assert order == ["synchronized", "all there", "run", "begins", "run", ("out", "buffer", 16), "ends"]
+    assert found.sglang_ext_whole == {key: "graph"}
 
 
 class OneVariant(DecodeGraphs[Any, Any]):

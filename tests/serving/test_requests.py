@@ -105,6 +105,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [[1], 2]}, "input_ids"),
     ({"input_ids": "12"}, "input_ids"),
     ({"input_ids": {"1": 2}}, "input_ids"),
+    ({"input_ids": [[1], range(3)]}, "input_ids"),
+    ({"input_ids": [[1], None]}, "input_ids"),
     ({"text": ""}, "prompt is empty"),
     ({"text": ["a", ""]}, "prompt is empty"),
     ({"text": 5}, "text=5"),
@@ -208,9 +210,16 @@ def test_ids_that_a_tokenizer_gave_are_looked_at_too(ids: Any) -> None:
         check_ids(ids, FACTS.vocabulary)
 
 
-@pytest.mark.parametrize(("sent", "leases"), [({}, ()), ({"input_ids": [1]}, ("a",))], ids=["text", "question"])
+@pytest.mark.parametrize(
+    ("sent", "leases"),
+    [({}, ()), ({"input_ids": [1]}, ("a",)), ({"input_ids": [1]}, ())],
+    ids=["text", "question", "image"],
+)
 def test_ids_that_a_request_did_not_have_are_looked_at(sent: dict[str, Any], leases: Sequence[str]) -> None:
-    """Those of a text, and those that a question over a pool became; what the request sent was looked at before."""
+    """Those of a text, those that a question over a pool became, and those into which SGLang writes an image.
+
+    What the request sent was looked at before.
+    """
     manager = SimpleNamespace(ext_facts=FACTS, ext_leases=dict.fromkeys(leases))
     asked = prompt(sampling_params={"max_new_tokens": 1}, **sent)
     asked.rid, seen = "a", []

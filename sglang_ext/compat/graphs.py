@@ -46,8 +46,8 @@ def record_both_variants(runner: Any) -> None:
 
 def _capture_one(graphs: Any, key: Any, forward: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
     """FullCudaGraphBackend.capture_one, without the first of its two runs where there is a graph of the same size."""
-    again = any(each.size == key.size for each in graphs._graphs)
-    runs = itertools.count(0 if again else 1)
+    captured = any(each.size == key.size for each in graphs._graphs)
+    runs = itertools.count(0 if captured else 1)  # the run with number 0 is left out
     type(graphs).capture_one(graphs, key, lambda: forward() if next(runs) else None, *args, **kwargs)
 
 

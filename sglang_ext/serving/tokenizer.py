@@ -281,7 +281,7 @@ def around_validate_one_request(
     total = stitched + len(input_ids or ())
     if manager.ext_facts is not None and not carried.is_internal(obj):
         sent = input_ids is not None and input_ids is obj.input_ids and obj.rid not in manager.ext_leases
-        if not sent:  # these are those of a text, of a question over a pool, or of what is not text: `check` saw none
+        if not sent:  # they come from a text, a question over a pool, or an image: `check` has not seen them
             check_ids(input_ids, manager.ext_facts.vocabulary)
         check_tokens(obj, total, manager.ext_facts)
     if not stitched:

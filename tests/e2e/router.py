@@ -56,7 +56,7 @@ class Router:
     def remove(self, url: str) -> None:
         """Take a server out: what is under way there goes on.
 
-        SMG lists the server for some seconds more as one that is draining, and does not take it back before these end.
+        SMG still lists the server for some seconds, while it drains, and does not take it back before these end.
         """
         answer = self.call("DELETE", f"/workers/{self._listed()[url]}")
         assert answer.status_code in (200, 202), answer.text
@@ -69,7 +69,7 @@ class Router:
         until(lambda: url in known(self.running), PATIENCE)
 
     def _listed(self) -> dict[str, str]:
-        """Number of each server by its address, of those that get no requests, too."""
+        """Address of each server that SMG lists, healthy or not -> its id."""
         return {each["url"]: each["id"] for each in self.call("GET", "/workers").json()["workers"]}
 
 

@@ -5,12 +5,18 @@
   columns: FlashInfer aligns its mask at the end.
 - *Beyond:* all rows see all of the memory. Sinks are part of it as soon as they are far from every row. In the first
   chunks of a stream they are near to every row; in between the logits of their few tokens are written down.
+
+**Splits.** FlashInfer's kernel for Hopper gives 128 rows of one head to one multiprocessor, however many tokens they
+see: few rows leave most of a GPU idle. So tokens that all rows see are cut in splits, which have heads of their own:
+[tokens, kv_heads, dim] is [tokens / splits, splits * kv_heads, dim] in the same memory. Nearby tokens that some rows do
+not see, at both ends of the window, are attended to apart from these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -29,26 +35,61 @@ Prefill = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """FlashInfer's `single_prefill_with_kv_cache`."""
 EVERYTHING = -1
 """FlashInfer's `window_left` for no sliding window."""
+ROWS = 128
+"""Rows of one head that a multiprocessor gets."""
+LEAST = 256
+"""Tokens of a split, at least: fewer are no more work than the split's own output."""
 
 
 def attend_window(
-    query: ChunkQuery, window: SeenKeys, *, width: int, scale: float, prefill: Prefill | None = None
+    query: ChunkQuery,
+    window: SeenKeys,
+    *,
+    width: int,
+    scale: float,
+    prefill: Prefill | None = None,
+    processors: int | None = None,
 ) -> Part:
     """`reference.attend_window` in half precision, without synchronisation.
 
     Args:
         query, window, width, scale: as for the reference.
         prefill: stands for FlashInfer's function in tests.
+        processors: of the GPU, likewise.
     """
     check_window(query, window, width)
-    rows = query.near.shape[0]
-    near = _run(prefill, query.near, window.near, window.values, scale, causal=True, left=width - 1)
+    rows, wide = query.near.shape[0], torch.promote_types(query.near.dtype, torch.float32)
+    parts = _near(query, window, width, scale, prefill, processors)
     far = query.begin + rows - width - window.first
-    if far <= 0:
-        return near
-    before = max(0, rows - far)  # so many rows see nothing far away
-    part = _run(prefill, query.far[before:], window.far[:far], window.values[:far], scale, causal=True)
-    return merge(near, part, near.lse.dtype)  # it is merged once more
+    if far > 0:
+        before = max(0, rows - far)  # so many rows see nothing far away
+        part = _run(prefill, query.far[before:], window.far[:far], window.values[:far], scale, causal=True)
+        parts.append(part)
+    if len(parts) == 1:
+        return Part(parts[0].out, parts[0].lse * math.log(2.0))
+    found = parts[0]
+    for part in parts[1:]:
+        found = merge(found, part, wide)  # it is merged once more
+    return found
+
+
+def _near(
+    query: ChunkQuery, window: SeenKeys, width: int, scale: float, prefill: Prefill | None, processors: int | None
+) -> list[Part]:
+    """Attention to nearby tokens: in one part, or in that to the tokens that all rows see, and that to the others."""
+    rows, tokens = query.near.shape[0], window.near.shape[0]
+    first = max(0, tokens - width)  # from here on, all rows see what is not behind them
+    splits = _splits(query, tokens - rows - first, processors)
+    if splits == 1:
+        return [_run(prefill, query.near, window.near, window.values, scale, causal=True, left=width - 1)]
+    first += (tokens - rows - first) % splits
+    seen = slice(first, tokens - rows)
+    middle = _split(prefill, query.near, window.near[seen], window.values[seen], scale, splits)
+    begin = max(0, tokens - rows - width + 1)  # what the first row sees
+    ends = lambda each: torch.cat([each[begin:first], each[tokens - rows :]])  # noqa: E731
+    # Between a row and the first token that it sees lie all tokens but those of the middle.
+    left = width - 1 - (seen.stop - seen.start)
+    return [middle, _run(prefill, query.near, ends(window.near), ends(window.values), scale, causal=True, left=left)]
 
 
 def attend_beyond(
@@ -59,22 +100,51 @@ def attend_beyond(
     width: int,
     scale: float,
     prefill: Prefill | None = None,
+    processors: int | None = None,
 ) -> Part:
-    """`reference.attend_beyond`, likewise."""
+    """`reference.attend_beyond`, likewise; in splits, and to base 2, where there is one call."""
     check_beyond(query, sinks, memory, width)
     count = sinks.near.shape[0]
     near = count > 0 and query.begin - (sinks.first + count - 1) < width  # some sink, to the first row
     if not near and count:
         memory = FarKeys(torch.cat([sinks.far, memory.keys]), torch.cat([sinks.values, memory.values]))
-    parts = []
-    if memory.keys.shape[0]:
-        parts.append(_run(prefill, query.far, memory.keys, memory.values, scale, causal=False))
+    parts, tokens = [], memory.keys.shape[0]
+    if tokens:
+        splits = math.gcd(_splits(query, tokens, processors), tokens)
+        parts.append(_split(prefill, query.far, memory.keys, memory.values, scale, splits))
     if near and query.begin + query.near.shape[0] - 1 - sinks.first < width:
         parts.append(_run(prefill, query.near, sinks.near, sinks.values, scale, causal=False))
     elif near:
         nothing = FarKeys(memory.keys[:0], memory.values[:0])
         parts.append(reference.attend_beyond(query, sinks, nothing, width=width, scale=scale))
     return parts[0] if len(parts) == 1 else merge(parts[0], parts[1], parts[0].lse.dtype)
+
+
+def _splits(query: ChunkQuery, tokens: int, processors: int | None) -> int:
+    """Into how many splits, a power of two, some tokens are cut that all rows see."""
+    rows, heads, _ = query.near.shape
+    most = _processors(query.near.device) if processors is None else processors
+    busy, count = heads * -(-rows // ROWS), 1
+    while 2 * count * busy <= most and tokens // (2 * count) >= LEAST:
+        count *= 2
+    return count
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _split(
+    prefill: Prefill | None, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, splits: int
+) -> Part:
+    """Attention of all rows to all tokens. Every split has as many: split s has the tokens s, s + splits and so on."""
+    if splits > 1:
+        query = query.repeat(1, splits, 1)
+        keys, values = (each.reshape(-1, splits * each.shape[1], each.shape[2]) for each in (keys, values))
+    part = _run(prefill, query, keys, values, scale, causal=False)
+    return Part(part.out, part.lse, splits, base2=True)
 
 
 def _run(
@@ -90,7 +160,7 @@ def _run(
     out, lse = run(
         query, keys, values, causal=causal, kv_layout="NHD", sm_scale=scale, window_left=left, return_lse=True
     )
-    return Part(out, lse * math.log(2.0))  # FlashInfer's is to base 2
+    return Part(out, lse, base2=True)
 
 
 def _flashinfer() -> Prefill:

@@ -7,6 +7,8 @@ after it (Tang et al., 2024, section 3).
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sglang_ext.kernels.cells.lists import Rotation
@@ -18,6 +20,7 @@ from sglang_ext.kernels.clamped_attention.types import (
     SeenKeys,
     check_beyond,
     check_layers,
+    check_parts,
     check_window,
 )
 from sglang_ext.kernels.rope import rotate
@@ -89,15 +92,34 @@ def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
         dtype: of the result's `out`.
 
     Returns:
-        Of all rows.
+        Of all rows, in one split, with natural log-sum-exps.
+
+    Raises:
+        ValueError: the parts do not fit each other.
     """
+    check_parts(one, other)
+    whole = [_whole(part) for part in (one, other)]
     before = one.out.shape[0] - other.out.shape[0]
-    wide = one.lse.dtype
-    lse = one.lse.clone()
-    lse[before:] = torch.logaddexp(one.lse[before:], other.lse)
-    out = (one.lse - lse).exp().unsqueeze(-1) * one.out.to(wide)
-    out[before:] += (other.lse - lse[before:]).exp().unsqueeze(-1) * other.out.to(wide)
+    lse = whole[0].lse.clone()
+    lse[before:] = torch.logaddexp(lse[before:], whole[1].lse)
+    out = _share(whole[0], lse)
+    out[before:] += _share(whole[1], lse[before:])
     return Part(out.to(dtype), lse)
+
+
+def _whole(part: Part) -> Part:
+    """A part whose splits are merged, with natural log-sum-exps."""
+    lse, wide = part.lse * (math.log(2.0) if part.base2 else 1.0), part.lse.dtype
+    each, outs = (tensor.unflatten(1, (part.splits, part.heads)) for tensor in (lse, part.out.to(wide)))
+    all_of_them = each.logsumexp(1)
+    return Part(_share(Part(outs, each), all_of_them.unsqueeze(1)).sum(1), all_of_them)
+
+
+def _share(part: Part, lse: torch.Tensor) -> torch.Tensor:
+    """What a part adds to the output of all tokens, whose log-sum-exps are `lse`: nothing where it sees nothing."""
+    seen = part.lse > float("-inf")
+    weight = torch.where(seen, (part.lse - lse).exp(), 0.0)
+    return weight.unsqueeze(-1) * part.out.to(part.lse.dtype)
 
 
 def move(

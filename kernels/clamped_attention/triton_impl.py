@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from sglang_ext.kernels.cells.lists import Rotation, rows_of
 from sglang_ext.kernels.cells.triton_impl import _cos_sin, _pairs, padded
-from sglang_ext.kernels.clamped_attention.types import LayerRows, Part, check_layers
+from sglang_ext.kernels.clamped_attention.types import LayerRows, Part, check_layers, check_parts
 
 ROWS = 4
 """Rows of a program that rotates, or merges, one head of them."""
@@ -77,46 +79,61 @@ def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
     Raises:
         ValueError: the parts do not fit each other, or are not contiguous.
     """
-    rows, heads, dim = one.out.shape
-    before = rows - other.out.shape[0]
-    if before < 0 or other.out.shape[1:] != (heads, dim) or other.lse.shape != other.out.shape[:2]:
-        raise ValueError(
-            f"parts {tuple(one.out.shape)} and {tuple(other.out.shape)}: expected as many heads and components, and no"
-            " more rows in the second"
-        )
+    check_parts(one, other)
     if any(not each.is_contiguous() for part in (one, other) for each in (part.out, part.lse)):
         raise ValueError("parts are not contiguous: expected contiguous outputs and log-sum-exps")
+    rows, heads, dim = one.out.shape[0], one.heads, one.out.shape[2]
     out = torch.empty(rows, heads, dim, dtype=dtype, device=one.out.device)
-    lse = torch.empty_like(one.lse)
+    lse = torch.empty(rows, heads, dtype=one.lse.dtype, device=one.out.device)
     if rows:
         _merge_kernel[(triton.cdiv(rows * heads, ROWS),)](
-            one.out, one.lse, other.out, other.lse, out, lse, rows * heads, before * heads,
+            one.out, one.lse, other.out, other.lse, out, lse, rows * heads, (rows - other.out.shape[0]) * heads, heads,
+            ONE=one.splits, OTHER=other.splits, ONE_LOG=_log_of_base(one), OTHER_LOG=_log_of_base(other),
             DIM=dim, TILE=ROWS, COLUMNS=triton.next_power_of_2(dim), num_warps=1,
         )  # fmt: skip
     return Part(out, lse)
 
 
-@triton.jit(do_not_specialize=["rows", "before"])
+def _log_of_base(part: Part) -> float:
+    return math.log(2.0) if part.base2 else 1.0
+
+
+@triton.jit(do_not_specialize=["rows", "before", "heads"])
 def _merge_kernel(
-    one, one_lse, other, other_lse, out, lse, rows, before,
+    one, one_lse, other, other_lse, out, lse, rows, before, heads,
+    ONE: tl.constexpr, OTHER: tl.constexpr, ONE_LOG: tl.constexpr, OTHER_LOG: tl.constexpr,
     DIM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows, each of one head."""
+    """TILE rows, each of one head; the splits of a row and head are `heads` places apart."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     on, both = row < rows, (row < rows) & (row >= before)
-    a = tl.load(one_lse + row, mask=on, other=0.0)
-    b = tl.load(other_lse + row - before, mask=both, other=float("-inf"))
-    top = tl.maximum(a, b)
+    head = row % heads
+    at_one, at_other = (row - head) * ONE + head, (row - before - head) * OTHER + head
+    top = tl.full([TILE], float("-inf"), lse.dtype.element_ty)
+    for split in tl.static_range(ONE):
+        top = tl.maximum(top, tl.load(one_lse + at_one + split * heads, mask=on, other=0.0) * ONE_LOG)
+    for split in tl.static_range(OTHER):
+        nothing = float("-inf")
+        top = tl.maximum(top, tl.load(other_lse + at_other + split * heads, mask=both, other=nothing) * OTHER_LOG)
     # A part that sees nothing has -inf, and counts nothing.
     base = tl.where(top > float("-inf"), top, 0.0)
-    weight_a, weight_b = tl.exp(a - base), tl.exp(b - base)
-    total = weight_a + weight_b
-    some = tl.where(total > 0, total, 1.0)
+    total = tl.zeros([TILE], lse.dtype.element_ty)
+    merged = tl.zeros([TILE, COLUMNS], lse.dtype.element_ty)
     d = tl.arange(0, COLUMNS)[None, :]
-    wide = a.dtype
-    x = tl.load(one + row[:, None] * DIM + d, mask=on[:, None] & (d < DIM), other=0.0).to(wide)
-    y = tl.load(other + (row - before)[:, None] * DIM + d, mask=both[:, None] & (d < DIM), other=0.0).to(wide)
-    merged = (x * weight_a[:, None] + y * weight_b[:, None]) / some[:, None]
+    for split in tl.static_range(ONE):
+        place = at_one + split * heads
+        weight = tl.exp(tl.load(one_lse + place, mask=on, other=0.0) * ONE_LOG - base)
+        x = tl.load(one + place[:, None] * DIM + d, mask=on[:, None] & (d < DIM), other=0.0).to(merged.dtype)
+        total += weight
+        merged += x * weight[:, None]
+    for split in tl.static_range(OTHER):
+        place = at_other + split * heads
+        weight = tl.exp(tl.load(other_lse + place, mask=both, other=float("-inf")) * OTHER_LOG - base)
+        x = tl.load(other + place[:, None] * DIM + d, mask=both[:, None] & (d < DIM), other=0.0).to(merged.dtype)
+        total += weight
+        merged += x * weight[:, None]
+    some = tl.where(total > 0, total, 1.0)
+    merged = merged / some[:, None]
     tl.store(out + row[:, None] * DIM + d, merged.to(out.dtype.element_ty), mask=on[:, None] & (d < DIM))
     tl.store(lse + row, base + tl.log(some), mask=on)
 

@@ -58,12 +58,20 @@ class Part:
     """Attention over some of the tokens that rows see.
 
     Attributes:
-        out: [rows, heads, value_dim].
-        lse: [rows, heads] natural log-sum-exp of the logits, float32 or wider.
+        out: [rows, splits * heads, value_dim], the splits of a row one behind the other.
+        lse: [rows, splits * heads] log-sum-exp of the logits, float32 or wider.
+        splits: into how many parts the tokens are cut, of which each has an output of its own; `merge` merges them.
+        base2: whether `lse` is to base 2, as FlashInfer has it, and not natural.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
+    splits: int = 1
+    base2: bool = False
+
+    @property
+    def heads(self) -> int:
+        return self.lse.shape[1] // self.splits
 
 
 def check_window(query: ChunkQuery, window: SeenKeys, width: int) -> None:
@@ -144,6 +152,19 @@ class LayerRows:
             )
         addresses = torch.tensor([[each.data_ptr() for each in pair] for pair in pairs], dtype=torch.int64)
         return cls(pairs, addresses.to(pairs[0][0].device), not bool((addresses % 16).any()))
+
+
+def check_parts(one: Part, other: Part) -> None:
+    """Raise ValueError where two parts do not fit each other."""
+    shapes = [(part.out.shape[0], part.heads, part.out.shape[2]) for part in (one, other)]
+    whole = all(
+        part.out.shape[:2] == part.lse.shape and part.lse.shape[1] == part.splits * part.heads for part in (one, other)
+    )
+    if not whole or shapes[0][1:] != shapes[1][1:] or shapes[0][0] < shapes[1][0]:
+        raise ValueError(
+            f"parts {tuple(one.out.shape)} in {one.splits} splits and {tuple(other.out.shape)} in {other.splits}:"
+            " expected as many heads and components, as many log-sum-exps, and no more rows in the second"
+        )
 
 
 def check_layers(source: LayerRows, target: LayerRows) -> None:

@@ -134,11 +134,11 @@ def voted(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> J
 def ltri(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> JsonObject:
     engine, settings = serving(args, policy, common), Ltri(**policy)
     found = reading(engine, args)
-    found["fork"] = said("forks", forked(engine, drawn(args.tokens, LONG + args.whole_runs - 1), args.repeats))
+    found["fork"] = said("forks", forked(engine, drawn(args.tokens, LONG + args.whole_runs - 1), args.forks))
     engine.flush_cache()
     document = drawn(args.fork_tokens, 2)
     timed(engine, document)
-    found["short_fork"] = said("forks of a shorter document", forked(engine, document, args.repeats))
+    found["short_fork"] = said("forks of a shorter document", forked(engine, document, args.forks))
     found["parts"] = []
     for _ in range(args.repeats if args.parts else 0):
         engine.flush_cache()
@@ -196,7 +196,7 @@ def stock(args: argparse.Namespace, policy: JsonObject, common: JsonObject) -> J
     engine.flush_cache()
     document = drawn(args.fork_tokens, 2)
     timed(engine, document)
-    found["short_fork"] = said("forks of a shorter document", forked(engine, document, args.repeats))
+    found["short_fork"] = said("forks of a shorter document", forked(engine, document, args.forks))
     engine.shutdown()
     return {**found, "kept": kept, "backend": args.backend}
 
@@ -215,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "chunks",
         "decode-tokens",
         "repeats",
+        "forks",
         "fork-tokens",
         "whole-runs",
     ):

@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a document that stock SGLang has cached, too (default: 65536)",
     )
     parser.add_argument("--repeats", type=int, default=3, help="runs of what takes seconds (default: 3)")
+    parser.add_argument("--forks", type=int, default=21, help="questions about a document that was read (default: 21)")
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="engines (default: all)")
     stock_backends(parser)
     tensor_parallel(parser)
@@ -116,7 +117,7 @@ def engines(args: argparse.Namespace) -> Iterator[JsonObject]:
         write_model(folder / "model", args.shape, 131_072)
         write_heads(folder / "heads.json", shape["num_hidden_layers"], shape["num_attention_heads"])
         sizes = ("tokens", "part", "parts", "streams", "chunks", "host_gb", "fork_tokens")
-        names = (*sizes, "decode_tokens", "repeats", "whole_runs")
+        names = (*sizes, "decode_tokens", "repeats", "forks", "whole_runs")
         stock = [("stock", backend) for backend in args.stock_backend] if "stock" in args.roles else []
         for role, backend in [*((role, "") for role in args.roles if role != "stock"), *stock]:
             out = folder / f"{role}.json"

@@ -74,8 +74,8 @@ class LtriStream:
     @property
     def snapshots(self) -> set[int]:
         """Tokens before which every layer has kept its state."""
-        kept = [set(layer.snapshots) for layer in self.layers.values()]
-        return set.intersection(*kept) if kept else set()
+        kept = [layer.snapshots for layer in self.layers.values()]
+        return set(kept[0]).intersection(*kept[1:]) if kept else set()
 
     def fork(self, tokens: int) -> LtriStream:
         """Another stream that begins with the same tokens, up to one of the layers' snapshots."""
@@ -214,6 +214,10 @@ class LtriPolicy(StreamPolicy):
 
     def meet(self, model: ServedModel) -> None:
         super().meet(model)
+        if self.config.sinks % self.config.block:
+            what = "no stream begins as a copy of another one, and chunks of prompts are not recorded"
+            words = "sinks=%d is not a multiple of block=%d, so that %s: set sinks (--policy) to a multiple of block"
+            logger.warning(words, self.config.sinks, self.config.block, what)
         if model.kv_heads % self.ranks:
             raise ValueError(
                 f"tp_size={self.ranks} for a model with {model.kv_heads} key-value heads a layer: ranks cannot have"

@@ -79,7 +79,7 @@ class Chunks(Protocol):
             votes: of the pass.
 
         Returns:
-            [tokens, heads, value_dim].
+            [tokens, heads, value_dim], which may be overwritten by the next call.
         """
 
     def retrieved(self, memory: AnyMemory) -> list[int]:

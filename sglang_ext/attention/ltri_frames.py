@@ -214,16 +214,17 @@ class FramePlan:
         return found | {f"{name}.slots": each.slots for name, each in tokens.items()}
 
     def packed(self, pin: bool = False) -> torch.Tensor:
-        """[bytes] uint8, `tensors` one behind the other, so that one copy has them all elsewhere.
+        """[bytes] uint8, `tensors` of a plan on the CPU one behind the other, so that one copy has them all elsewhere.
 
         Args:
             pin: have them in pinned memory.
         """
-        found = [each.reshape(-1).view(torch.uint8) for each in self.tensors().values()]
-        nothing = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=self.outside.device)
-        parts = [part for each in found for part in (each, nothing[: -each.numel() % ALIGNMENT])]
-        size = sum(part.numel() for part in parts)
-        return torch.cat(parts, out=torch.empty(size, dtype=torch.uint8, device=nothing.device, pin_memory=pin))
+        parts, size = list[torch.Tensor](), 0
+        for each in self.tensors().values():
+            part = each.reshape(-1).view(torch.uint8)
+            parts += [part, _GAPS[-part.numel() % ALIGNMENT]]
+            size += part.numel() + parts[-1].numel()
+        return torch.cat(parts, out=torch.empty(size, dtype=torch.uint8, pin_memory=pin))
 
     def unpacked(self, packed: torch.Tensor, ids: torch.Tensor) -> tuple[FramePlan, torch.Tensor]:
         """A plan like this one in other memory.
@@ -255,6 +256,7 @@ class FramePlan:
         return standing, packed[slots:].view(torch.int64)
 
 
+_GAPS = [torch.zeros(count, dtype=torch.uint8) for count in range(ALIGNMENT)]
 _LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "before", "blocks", "count")
 _TOKENS = ("rows", "window", "sinks", "gone_tokens")
 _TILES = ("firsts", "places", "lengths")

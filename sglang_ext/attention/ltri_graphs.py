@@ -133,7 +133,7 @@ class ChunkGraphs:
             given: (query, keys, values) of all of their tokens.
 
         Returns:
-            [tokens, heads, value_dim].
+            [tokens, heads, value_dim], until the next chunks are replayed.
         """
         run, newest = placed.run, chunks[-1]
         layer, memory = newest.caches.layer, newest.memory
@@ -175,7 +175,7 @@ class ChunkGraphs:
         memory.part(chunks[0].begin)  # few are left of an older run, whose memory they would keep
         memory.retrieved = None
         if newest.end - newest.begin < chunk:  # the prompt's last chunk is none of the whole ones
-            memory.retrieved = Retrieved(*run.places[-1].found[newest.caches.layer].clone())
+            memory.retrieved = Retrieved(*run.places[-1].found[newest.caches.layer].clone().unbind())
 
     def _keep_tile(self, tokens: LayerTokens[Spans], memory: KernelMemory, row: int) -> None:
         """Know the newest token, and where the tile of the newest block lies that is not complete."""

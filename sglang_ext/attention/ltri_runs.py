@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -125,9 +126,10 @@ class PlacedRun:
         votes: [1, blocks] float32 of each chunk, of the layers so far, while others are in the run.
         packed: the plans, to be loaded.
         full: whether the chunks have all rows of their frames.
+        framed: the rows of the run that have tokens; None where others lie between them.
         token_of_row: [rows of the run] int32, the token of each row, counted over all chunks; 0 where a row has none.
             Empty where the run is full.
-        row_of_token: [tokens of all chunks] int32, the row of each, likewise.
+        row_of_token: [tokens of all chunks] int32, the row of each; empty where `framed` says it.
     """
 
     run: ChunkRun
@@ -143,18 +145,27 @@ class PlacedRun:
         self.full = all(
             plan.count - plan.lead == place.frame.rows for place, plan in zip(self.run.places, self.plans, strict=True)
         )
-        self.token_of_row, self.row_of_token = self._indices()
+        rows = [
+            range(place.rows.start + plan.lead, place.rows.start + plan.count)
+            for place, plan in zip(self.run.places, self.plans, strict=True)
+        ]
+        together = all(one.stop == next_one.start for one, next_one in pairwise(rows))
+        self.framed = slice(rows[0].start, rows[-1].stop) if together else None
+        self.token_of_row, self.row_of_token = self._indices(rows)
 
-    def _indices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`token_of_row` and `row_of_token`, in one copy to the device."""
+    def _indices(self, framed: Sequence[range]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`token_of_row` and `row_of_token`, in one copy to the device.
+
+        Args:
+            framed: of each chunk, the rows of the run that have its tokens.
+        """
         if self.full:
             return self.seat.slots[:0], self.seat.slots[:0]
         tokens, rows = [0] * self.run.rows, list[int]()
-        for place, plan in zip(self.run.places, self.plans, strict=True):
-            framed = range(place.rows.start + plan.lead, place.rows.start + plan.count)
-            tokens[framed.start : framed.stop] = range(len(rows), len(rows) + len(framed))
-            rows += framed
-        both = on_device(tokens + rows, self.seat.at.device)
+        for each in framed:
+            tokens[each.start : each.stop] = range(len(rows), len(rows) + len(each))
+            rows += each
+        both = on_device(tokens if self.framed else tokens + rows, self.seat.at.device)
         return both[: len(tokens)], both[len(tokens) :]
 
     def write(self, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
@@ -170,9 +181,9 @@ class PlacedRun:
                 torch.index_select(new, 0, self.token_of_row, out=into)
 
     def read(self) -> torch.Tensor:
-        """[tokens of all chunks, heads, value_dim], a copy of what the graph has left in the run's rows."""
+        """[tokens of all chunks, heads, value_dim]; the next replay of any run may write to the same memory."""
         out = self.run.room.out
-        return out.clone() if self.full else out.index_select(0, self.row_of_token)
+        return out.index_select(0, self.row_of_token) if self.framed is None else out[self.framed]
 
 
 @dataclass(eq=False)

@@ -170,7 +170,7 @@ class KernelChunks:
         values: torch.Tensor,
         votes: Votes,
     ) -> torch.Tensor:
-        """`Chunks.attend`: chunks one after the other, launched or replayed."""
+        """`Chunks.attend`: chunks one after the other, launched or replayed; what it returns stands until the next."""
         carry, first, at = chunks[0].caches.carry, chunks[0].begin, 0
         key, outs = f"runs of {self._named(chunks[0])}", list[torch.Tensor]()
         if key not in carry:
@@ -184,7 +184,8 @@ class KernelChunks:
                 outs.append(self.launched(some[0]).attend(*given, votes))
             else:
                 seat, _ = self._seated(some[0])
-                outs.append(self._graphs.attend(run, some, seat.row, given))
+                out = self._graphs.attend(run, some, seat.row, given)
+                outs.append(out if count == len(chunks) else out.clone())
             at += count
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 

@@ -152,9 +152,40 @@ def attention(module: Any, given: dict[str, Any], **stand: Any) -> tuple[torch.T
 @pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("module", "dtype"), SERVED)
 def test_attention(module: Any, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    check_attention(module, dtype, sizes)
+
+
+@pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("module", "dtype"), SERVED[len(TOLERANCE) :])
+@pytest.mark.parametrize("splits", [2, 8])
+def test_attention_in_splits(
+    module: Any, dtype: torch.dtype, sizes: tuple[int, ...], splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that all rows see are cut, in numbers that splits divide and in others."""
+    monkeypatch.setattr(flashinfer_impl, "LEAST", 2)
+    check_attention(module, dtype, sizes, processors=splits * (4 if CUDA else 6))
+
+
+def test_splits_are_made_of_what_all_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_impl, "LEAST", 2)
+    given, seen = Case(torch.float64, *CASES["all rows see something far"]).inputs(), list[tuple[int, ...]]()
+
+    def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append((*q.shape[:2], *k.shape[:2]))
+        return stand_in(q, k, v, **rest)
+
+    attention(flashinfer_impl, given, prefill=prefill, processors=36)
+    heads, kv_heads = given["query"].near.shape[1], given["window"].near.shape[1]
+    # Of the window's 48 tokens, the 21 before the 11 rows are nearby for all of them: 4 splits have 20, and 1 is left.
+    # The first row sees 10 more, and every row some of their own 11; 16 are far away from some row. 29 lie beyond.
+    window = [(11, 4 * heads, 5, 4 * kv_heads), (11, heads, 10 + 1 + 11, kv_heads), (11, heads, 16, kv_heads)]
+    assert seen == [*window, (11, heads, 29, kv_heads)]
+
+
+def check_attention(module: Any, dtype: torch.dtype, sizes: tuple[int, ...], **more: Any) -> None:
     case = Case(dtype, *sizes)
     stand = {"prefill": stand_in} if module is flashinfer_impl and not CUDA else {}
-    out, lse = attention(module, case.inputs(), **stand)
+    out, lse = attention(module, case.inputs(), **stand, **more)
     wanted_out, wanted_lse = case.expected()
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert (out.double() - wanted_out).abs().max() <= TOLERANCE[dtype] * max(1.0, float(wanted_out.abs().max()))
@@ -242,6 +273,30 @@ def test_parts_are_merged(module: Any, dtype: torch.dtype, rows: int) -> None:
     lse = torch.logaddexp(one.lse.double(), whole)
     out = (one.lse.double() - lse).exp()[..., None] * one.out.double() + (whole - lse).exp()[..., None] * values
     assert (found.lse.double() - lse).abs().max() <= 1e-4
+    assert (found.out.double() - out).abs().max() <= MERGED[dtype] * float(out.abs().max())
+
+
+@pytest.mark.parametrize("module", [reference, triton_impl], ids=["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("one_splits", "other_splits"), [(4, 1), (1, 2), (2, 4)])
+def test_splits_are_merged(module: Any, dtype: torch.dtype, one_splits: int, other_splits: int) -> None:
+    """A split of a row sees nothing, and neither does all of the second part of another row; to base 2, and natural."""
+    parts, outs, logs = [], [], []
+    for splits, rows, base2 in ((one_splits, 5, True), (other_splits, 3, False)):
+        out = drawn(rows, splits * 3, 20, dtype=dtype, seed=splits)
+        lse = 300 * drawn(rows, splits * 3, dtype=torch.float32, seed=splits + 1)
+        lse[-1, :1] = float("-inf")
+        if not base2:
+            lse[-2] = float("-inf")
+        parts.append(Part(out, lse, splits, base2))
+        before = torch.full((5 - rows, splits * 3), float("-inf"), dtype=torch.float64, device=DEVICE)
+        logs.append(torch.cat([before, lse.double() * (math.log(2.0) if base2 else 1)]).unflatten(1, (splits, 3)))
+        nothing = torch.zeros(5 - rows, splits * 3, 20, dtype=torch.float64, device=DEVICE)
+        outs.append(torch.cat([nothing, out.double()]).unflatten(1, (splits, 3)))
+    found, every = module.merge(*parts, dtype), torch.cat(logs, 1)
+    out = (every.softmax(1).unsqueeze(-1) * torch.cat(outs, 1)).sum(1)
+    assert found.splits == 1 and not found.base2 and found.out.dtype == dtype
+    assert (found.lse.double() - every.logsumexp(1)).abs().max() <= 1e-4
     assert (found.out.double() - out).abs().max() <= MERGED[dtype] * float(out.abs().max())
 
 

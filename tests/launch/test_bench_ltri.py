@@ -119,6 +119,8 @@ def test_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words += [
         "--repeats",
         "2",
+        "--forks",
+        "2",
         "--streams",
         "3",
         "--fork-tokens",

@@ -124,7 +124,7 @@ class World:
         (keys, values), nowhere = self.caches[layer], torch.empty(0, dtype=torch.int32)
         caches = Caches(layer, keys, values, nowhere, ROPE, DIM**-0.5, carry)
         query, new = text[layer, 0, low:high], text[layer, 1:, low:high, :KV_HEADS]
-        return self.policy.attend(request, caches, self.slots(request.slot), low, query, new[0], new[1])
+        return self.policy.attend(request, caches, self.slots(request.slot), low, query, new[0], new[1]).clone()
 
 
 def text(seed: int) -> torch.Tensor:

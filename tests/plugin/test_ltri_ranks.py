@@ -119,7 +119,7 @@ def read(policy: LtriPolicy, text: torch.Tensor) -> Read:
         for layer, (keys, values) in KV_CACHES[policy].items():
             caches = Caches(layer, keys, values, torch.empty(0, dtype=torch.int32), ROPE, DIM**-0.5, carry)
             query, new = text[layer, 0, low:high], text[layer, 1:, low:high, : keys.shape[1]]
-            outs.append(policy.attend(request, caches, slots, low, query, new[0], new[1]))
+            outs.append(policy.attend(request, caches, slots, low, query, new[0], new[1]).clone())
             blocks.append(policy._computing.retrieved(policy.stream(request).layers[layer]))
     policy.finish(request)
     assert policy.blocks_on_host.used == policy.blocks_on_host.promised == 0

@@ -12,6 +12,7 @@ from sglang_ext.attention import ltri
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_layer import Voter
 from sglang_ext.attention.ltri_stores import RESERVED, blocks_that_fit, index_bytes
+from sglang_ext.attention.policy import ServedModel
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -89,3 +90,14 @@ def test_blocks_that_are_used(
     assert sorted(lease.take() for _ in range(expected)) == list(range(expected)) and host.available == 0
     with pytest.raises(ValueError, match="are held: expected none"):
         host.use(1)
+
+
+@pytest.mark.parametrize("sinks", [0, SETTINGS.block, SETTINGS.block + 1])
+def test_sinks_that_are_no_blocks_are_warned_of(
+    sinks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(POLICY_ENV, json.dumps({"sinks": sinks, "heads": "all"}))
+    with caplog.at_level(logging.WARNING):
+        LtriPolicy().meet(ServedModel("model", 2, 4, 2, False))
+    said = f"sinks={sinks} is not a multiple of block={SETTINGS.block}" in caplog.text
+    assert said == bool(sinks % SETTINGS.block)

@@ -135,7 +135,7 @@ def _merge_kernel(
     some = tl.where(total > 0, total, 1.0)
     merged = merged / some[:, None]
     tl.store(out + row[:, None] * DIM + d, merged.to(out.dtype.element_ty), mask=on[:, None] & (d < DIM))
-    tl.store(lse + row, base + tl.log(some), mask=on)
+    tl.store(lse + row, tl.where(total > 0, base + tl.log(some), float("-inf")), mask=on)
 
 
 def move(

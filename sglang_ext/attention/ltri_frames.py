@@ -224,7 +224,7 @@ class FramePlan:
             part = each.reshape(-1).view(torch.uint8)
             parts += [part, _GAPS[-part.numel() % ALIGNMENT]]
             size += part.numel() + parts[-1].numel()
-        return torch.cat(parts, out=torch.empty(size, dtype=torch.uint8, pin_memory=pin))
+        return torch.cat(parts, out=torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin))
 
     def unpacked(self, packed: torch.Tensor, ids: torch.Tensor) -> tuple[FramePlan, torch.Tensor]:
         """A plan like this one in other memory.
@@ -256,12 +256,15 @@ class FramePlan:
         return standing, packed[slots:].view(torch.int64)
 
 
-_GAPS = [torch.zeros(count, dtype=torch.uint8) for count in range(ALIGNMENT)]
 _LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "before", "blocks", "count")
 _TOKENS = ("rows", "window", "sinks", "gone_tokens")
 _TILES = ("firsts", "places", "lengths")
 _OWN = ("outside", "asking", "oldest", "newest", "before")
 """Tensors of a `ChunkPlan`, of the `Tokens` and the `Tiles` in it, and a `FramePlan`'s own."""
+
+
+_GAPS = [torch.zeros(count, dtype=torch.uint8, device="cpu") for count in range(ALIGNMENT)]
+"""What lies between two tensors of a plan that is packed, by its bytes."""
 
 
 class StandingPlan:

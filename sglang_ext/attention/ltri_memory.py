@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
@@ -97,7 +98,7 @@ class LayerHost:
         at = self.numbers(block + 1)[block]
         self.host.keys[self.layer][at], self.host.values[self.layer][at] = keys.cpu(), values.cpu()
 
-    def numbers(self, count: int) -> list[int]:
+    def numbers(self, count: int) -> array[int]:
         """Numbers on the host of a stream's blocks, `count` at least; new blocks get theirs."""
         while len(self.lease.ids) < count:
             self.lease.take()

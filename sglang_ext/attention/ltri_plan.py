@@ -5,6 +5,7 @@ It follows from numbers that the host knows: so it is written down once, in the 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -61,12 +62,13 @@ class Seat:
         at = torch.full((1,), self.row, dtype=torch.int64)
         return replace(self, at=at, ids=self.host_ids, slots=cells)
 
-    def learn(self, ids: Sequence[int]) -> None:
-        """Have all of a stream's blocks in `ids`, of which some may be there."""
+    def learn(self, ids: array[int]) -> None:
+        """Have all of a stream's blocks in `ids`, [blocks] 32-bit, of which some may be there."""
         if len(ids) > self.known:
             new = slice(self.known, len(ids))
-            self.host_ids[new] = torch.tensor(ids[new], dtype=torch.int32)
-            self.ids[new] = on_device(ids[new], self.ids.device)
+            found = torch.frombuffer(ids[new], dtype=torch.int32)
+            self.host_ids[new] = found
+            self.ids[new] = found.pin_memory().to(self.ids.device, non_blocking=True) if self.ids.is_cuda else found
             self.known = len(ids)
 
 

@@ -154,10 +154,10 @@ class ClampedAttention(Protocol):
     """Attention with clamped distances: `reference` or `flashinfer_impl` of `kernels.clamped_attention`."""
 
     def attend_window(self, query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
-        """Attention to the window."""
+        """Attention to the window, in one split with natural log-sum-exps: the map of attention is made of them."""
 
     def attend_beyond(self, query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float) -> Part:
-        """Attention to what lies outside of it."""
+        """Attention to what lies outside of it, to be merged with the window's."""
 
 
 @dataclass(frozen=True)

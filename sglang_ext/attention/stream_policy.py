@@ -186,6 +186,6 @@ class StreamPolicy(Policy):
             values: [rows, kv_heads, value_dim].
 
         Returns:
-            [rows, heads, value_dim] in query's dtype.
+            [rows, heads, value_dim] in query's dtype. The next call may write to the same memory.
         """
         raise NotImplementedError

@@ -51,23 +51,29 @@ def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def longest_fork(
-    prompt: Sequence[int], key: str | None, sources: Sequence[Source], point: Callable[[StreamState, int], int]
+    prompt: Sequence[int],
+    key: str | None,
+    sources: Sequence[Source],
+    point: Callable[[StreamState, int], int],
+    most: int | None = None,
 ) -> Fork | None:
     """The source that shares the most tokens.
 
     Args:
-        prompt: of the new request; all of it may be shared.
+        prompt: of the new request.
         key: its `extra_key`.
         sources: the streams there are.
         point: the policy's `fork_point`.
+        most: how many tokens of the prompt may be shared; None for all.
     """
     best: Fork | None = None
+    most = len(prompt) if most is None else most
     for source in sources:
         least = best.tokens if best else 0
         # Of many streams that begin with one document, the first is as good as the rest, which need no comparison.
-        if source.key != key or point(source.state, min(len(prompt), len(source.prompt))) <= least:
+        if source.key != key or point(source.state, min(most, len(source.prompt))) <= least:
             continue
-        tokens = point(source.state, common_tokens(prompt, source.prompt))
+        tokens = point(source.state, min(most, common_tokens(prompt, source.prompt)))
         if tokens > least:
             best = Fork(source, tokens)
     return best

@@ -15,10 +15,11 @@ import logging
 import mmap
 import resource
 import weakref
-from collections import Counter
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class HostBlocks:
                 begin = end
         self.promised = self.taken = self.fetched = 0
         self._free = list(range(self.total))  # a heap: neighbours are taken together, and copied together
-        self._holders = Counter[int]()
+        self._holders = np.zeros(self.total, dtype=np.int32)
         words = "%d blocks of %d tokens in %.2f GiB of host memory, this rank's share of host_gb"
         logger.info(words, self.total, block, begin / GIB)
 
@@ -218,8 +219,10 @@ class HostBlocks:
     def freed_by(self, leases: Iterable[HostLease]) -> int:
         """How many blocks more would be available without some leases."""
         kept = list(leases)
-        held = Counter(number for lease in kept for number in lease.ids)
-        ends = sum(self._holders[number] == count for number, count in held.items())
+        held = np.zeros_like(self._holders)
+        for lease in kept:
+            held[np.asarray(lease.ids)] += 1
+        ends = int(np.count_nonzero((held > 0) & (held == self._holders)))
         return ends + sum(lease.room for lease in kept)
 
     # ---- for leases ----
@@ -231,28 +234,27 @@ class HostBlocks:
         self.taken += 1
         return number
 
-    def _hold(self, ids: Iterable[int]) -> None:
-        for number in ids:
-            self._holders[number] += 1
+    def _hold(self, ids: array[int]) -> None:
+        self._holders[np.asarray(ids)] += 1
 
-    def _release(self, ids: Iterable[int]) -> None:
-        for number in ids:
-            self._holders[number] -= 1
-            if self._holders[number] == 0:
-                del self._holders[number]
-                heapq.heappush(self._free, number)
+    def _release(self, ids: array[int]) -> None:
+        numbers = np.asarray(ids)
+        self._holders[numbers] -= 1
+        for number in numbers[self._holders[numbers] == 0].tolist():
+            heapq.heappush(self._free, number)
 
 
 class HostLease:
     """The blocks of one stream.
 
     Attributes:
-        ids: numbers of the blocks that it holds, in the order in which their tokens left the window.
+        ids: [blocks] 32-bit, different numbers: of the blocks that it holds, in the order in which their tokens left
+            the window.
         room: how many more it may take.
     """
 
     def __init__(self, blocks: HostBlocks) -> None:
-        self.blocks, self.ids, self.room = blocks, list[int](), 0
+        self.blocks, self.ids, self.room = blocks, array("i"), 0
 
     def extend(self, room: int) -> None:
         """Promise the stream so many blocks more.
@@ -295,4 +297,4 @@ class HostLease:
         """Let go of everything: the stream has ended."""
         self.settle()
         self.blocks._release(self.ids)
-        self.ids = []
+        self.ids = array("i")

@@ -142,7 +142,7 @@ class HostTier:
         lease = self.pages.lease(count)
         for _ in range(count):
             lease.take()
-        lease.ids.sort()
+        lease.ids = array("i", sorted(lease.ids))
         for cache, host in self._tensors():
             tokens = cache[slots]
             for rows, part in _runs(lease.ids, len(token_ids)):
@@ -201,7 +201,7 @@ def _pages(token_ids: array[int]) -> int:
     return -(-len(token_ids) // PAGE)
 
 
-def _runs(pages: list[int], tokens: int) -> Iterator[tuple[slice, slice]]:
+def _runs(pages: Sequence[int], tokens: int) -> Iterator[tuple[slice, slice]]:
     """(rows on the host, tokens of the block) for every run of pages that follow one another."""
     begin = 0
     while begin < len(pages):

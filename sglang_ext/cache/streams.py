@@ -152,9 +152,9 @@ class StreamCache(TreelessCache):
             if state is not None:
                 slots = self.req_to_token_pool.req_to_token[slot, : self.reserved[slot]]
                 sources.append(Source(other.origin_input_ids, other.extra_key, state, slots))
-        given = key.token_ids[: len(key)]  # the tokens behind have to be computed, for their log-probabilities
         point = partial(self.policy.fork_point, prompt=len(req.origin_input_ids))
-        return longest_fork(given, key.extra_key, sources, point)
+        # The tokens behind the key's end have to be computed, for their log-probabilities.
+        return longest_fork(key.token_ids, key.extra_key, sources, point, most=len(key))
 
     def begin_whole(self, req: Req) -> bool:
         """Have a request that would begin as a copy compute all of its prompt; False for one that does so anyway.

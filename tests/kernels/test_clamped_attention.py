@@ -163,6 +163,7 @@ def test_attention_in_splits(
 ) -> None:
     """Tokens that all rows see are cut, in numbers that splits divide and in others."""
     monkeypatch.setattr(flashinfer_impl, "LEAST", 2)
+    monkeypatch.setattr(flashinfer_impl, "FEWEST_OF_WINDOW", 2)
     check_attention(module, dtype, sizes, processors=splits * (4 if CUDA else 6))
 
 
@@ -174,8 +175,8 @@ def test_splits_are_made_of_what_all_rows_see(monkeypatch: pytest.MonkeyPatch) -
         seen.append((*q.shape[:2], *k.shape[:2]))
         return stand_in(q, k, v, **rest)
 
-    attention(flashinfer_impl, given, prefill=prefill, processors=36)
     heads, kv_heads = given["query"].near.shape[1], given["window"].near.shape[1]
+    attention(flashinfer_impl, given, prefill=prefill, processors=6 * heads)
     # Of the window's 48 tokens, the 21 before the 11 rows are nearby for all of them: 4 splits have 20, and 1 is left.
     # The first row sees 10 more, and every row some of their own 11; 16 are far away from some row. 29 lie beyond.
     window = [(11, 4 * heads, 5, 4 * kv_heads), (11, heads, 10 + 1 + 11, kv_heads), (11, heads, 16, kv_heads)]
@@ -400,6 +401,8 @@ stand_in(triton_impl, "_rotate_kernel", "_merge_kernel", "_move_kernel", "_move_
 for dtype in (torch.bfloat16, torch.float32):
     one, lse = torch.empty(9, 4, 128, dtype=dtype), torch.empty(9, 4)
     triton_impl.merge(Part(one, lse), Part(one[3:], lse[3:]), torch.bfloat16)
+    splits = [Part(torch.empty(9, n * 4, 128, dtype=dtype), torch.empty(9, n * 4), n, base2=n > 2) for n in (4, 2)]
+    triton_impl.merge(*splits, torch.bfloat16)
     keys, at = torch.empty(9, 4, 128, dtype=dtype), torch.zeros(5, dtype=torch.int64)
     triton_impl.move((keys, keys), (keys, keys), read=at)
     triton_impl.move((keys, keys), (keys, keys), write=at.int())

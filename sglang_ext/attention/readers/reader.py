@@ -123,7 +123,8 @@ class Reader(ABC, Generic[StepT, LoadedT]):
         """Attention of one layer.
 
         Returns:
-            [rows, heads, value_dim] in the query's dtype; rows beyond the batch's are zero.
+            [rows, heads, value_dim] in the query's dtype; rows beyond the batch's are zero. The next layer may write to
+            the same memory.
         """
 
     def release(self, slot: int) -> None:

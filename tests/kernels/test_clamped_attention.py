@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,33 @@ def test_splits_are_made_of_what_all_rows_see(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [*window, (11, heads, 29, kv_heads)]
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "dim", "tokens", "processors", "splits"),
+    [
+        (128, 32, 128, 4096, 132, 4),
+        (129, 32, 128, 4096, 132, 2),
+        (129, 32, 64, 4096, 132, 4),  # heads of 64 components have 192 rows at once
+        (512, 32, 128, 4096, 132, 1),
+        (128, 32, 128, 1023, 132, 2),
+        (128, 1, 128, 2**20, 132, 16),
+        (128, 32, 128, -5, 132, 1),
+        (128, 32, 128, 4096, None, 1),  # on a CPU
+    ],
+)
+def test_splits(rows: int, heads: int, dim: int, tokens: int, processors: int | None, splits: int) -> None:
+    query = torch.empty(rows, heads, dim)
+    assert flashinfer_impl._splits(ChunkQuery(query, query, 0), tokens, processors) == splits
+
+
+@pytest.mark.parametrize(("capability", "processors"), [((9, 0), 132), ((8, 0), 1), ((10, 0), 1)])
+def test_splits_are_for_hopper(capability: tuple[int, int], processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    flashinfer_impl._processors.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    assert flashinfer_impl._processors(torch.device("cuda", 0)) == processors
+    flashinfer_impl._processors.cache_clear()
+
+
 def check_attention(module: Any, dtype: torch.dtype, sizes: tuple[int, ...], **more: Any) -> None:
     case = Case(dtype, *sizes)
     stand = {"prefill": stand_in} if module is flashinfer_impl and not CUDA else {}
@@ -297,6 +325,8 @@ def test_splits_are_merged(module: Any, dtype: torch.dtype, one_splits: int, oth
     found, every = module.merge(*parts, dtype), torch.cat(logs, 1)
     out = (every.softmax(1).unsqueeze(-1) * torch.cat(outs, 1)).sum(1)
     assert found.splits == 1 and not found.base2 and found.out.dtype == dtype
+    nothing = Part(outs[0].new_zeros(2, 3, 20), torch.full((2, 3), float("-inf"), device=DEVICE))
+    assert torch.equal(module.merge(nothing, nothing, dtype).lse, nothing.lse)
     assert (found.lse.double() - every.logsumexp(1)).abs().max() <= 1e-4
     assert (found.out.double() - out).abs().max() <= MERGED[dtype] * float(out.abs().max())
 

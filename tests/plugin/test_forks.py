@@ -42,6 +42,9 @@ def test_the_source_with_the_most_in_common() -> None:
     assert longest_fork(prompt, "another's", sources, point).tokens == 20  # type: ignore[union-attr]
     assert longest_fork(prompt, None, sources[:2], point).tokens == 10  # type: ignore[union-attr]
     assert longest_fork([3, 4], None, sources, point) is None
+    for most, tokens in ((19, 18), (17, 10), (8, 8), (100, 18)):  # of the prompt may be shared
+        assert longest_fork(prompt, None, sources, point, most=most).tokens == tokens  # type: ignore[union-attr]
+    assert longest_fork(prompt, None, sources, point, most=0) is None
 
 
 class Unread(list[int]):

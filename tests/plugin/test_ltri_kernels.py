@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -414,7 +415,7 @@ def test_streams_are_no_longer_than_an_election() -> None:
     """
     seat = SeatRows.empty(1, 0, MAX_BLOCKS, torch.device("cpu")).seat(0, torch.empty(0, dtype=torch.int32), 0)
     for count in (3, 16_385, 30_000, MAX_BLOCKS - 1):
-        seat.learn(range(count))
+        seat.learn(array("i", range(count)))
         assert seat.ids.shape == (MAX_BLOCKS,) and seat.known == count
         assert seat.ids[:count].tolist() == list(range(count)) and int(seat.ids[count:].max()) == -1
 

@@ -199,12 +199,17 @@ class Ltri:
         return self.sinks + self.window + (blocks + 1) * self.block
 
     @property
+    def ends_blocks(self) -> bool:
+        """Whether blocks end where whole chunks end: the sinks, before the first block, are as long as whole blocks."""
+        return self.sinks % self.block == 0
+
+    @property
     def alike_from(self) -> int | None:
         """First token of the first chunk that does what all whole chunks behind it do; None where chunks differ.
 
         As many blocks leave the window, at the same places in it, and there are as many to come back as a layer gets.
         """
-        if not self.remembers or self.far or self.sinks % self.block or self.last == self.chunk:
+        if not self.remembers or self.far or not self.ends_blocks or self.last == self.chunk:
             return None
         if self.renewed and self.retrieved & (self.retrieved - 1):
             return None  # the number of blocks that `renewed_blocks` names grows with the stream

@@ -74,7 +74,7 @@ def attend_window(
         part = _run(prefill, query.far[before:], window.far[:far], window.values[:far], scale, causal=True)
         parts.append(part)
     if len(parts) == 1:
-        return Part(parts[0].out, parts[0].lse * math.log(2.0))
+        return Part(parts[0].out, parts[0].lse * parts[0].log_of_base)
     found = parts[0]
     for part in parts[1:]:
         found = merge(found, part, wide)  # it is merged once more

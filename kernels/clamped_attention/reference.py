@@ -7,8 +7,6 @@ after it (Tang et al., 2024, section 3).
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from sglang_ext.kernels.cells.lists import Rotation
@@ -109,7 +107,7 @@ def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
 
 def _whole(part: Part) -> Part:
     """A part whose splits are merged, with natural log-sum-exps."""
-    lse, wide = part.lse * (math.log(2.0) if part.base2 else 1.0), part.lse.dtype
+    lse, wide = part.lse * part.log_of_base, part.lse.dtype
     each, outs = (tensor.unflatten(1, (part.splits, part.heads)) for tensor in (lse, part.out.to(wide)))
     all_of_them = each.logsumexp(1)
     return Part(_share(Part(outs, each), all_of_them.unsqueeze(1)).sum(1), all_of_them)

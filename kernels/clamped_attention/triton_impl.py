@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -88,14 +86,10 @@ def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
     if rows:
         _merge_kernel[(triton.cdiv(rows * heads, ROWS),)](
             one.out, one.lse, other.out, other.lse, out, lse, rows * heads, (rows - other.out.shape[0]) * heads, heads,
-            ONE=one.splits, OTHER=other.splits, ONE_LOG=_log_of_base(one), OTHER_LOG=_log_of_base(other),
+            ONE=one.splits, OTHER=other.splits, ONE_LOG=one.log_of_base, OTHER_LOG=other.log_of_base,
             DIM=dim, TILE=ROWS, COLUMNS=triton.next_power_of_2(dim), num_warps=1,
         )  # fmt: skip
     return Part(out, lse)
-
-
-def _log_of_base(part: Part) -> float:
-    return math.log(2.0) if part.base2 else 1.0
 
 
 @triton.jit(do_not_specialize=["rows", "before", "heads"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,11 @@ class Part:
     @property
     def heads(self) -> int:
         return self.lse.shape[1] // self.splits
+
+    @property
+    def log_of_base(self) -> float:
+        """What `lse` is multiplied with to be natural."""
+        return math.log(2.0) if self.base2 else 1.0
 
 
 def check_window(query: ChunkQuery, window: SeenKeys, width: int) -> None:

@@ -214,7 +214,7 @@ class LtriPolicy(StreamPolicy):
 
     def meet(self, model: ServedModel) -> None:
         super().meet(model)
-        if self.config.sinks % self.config.block:
+        if not self.config.ends_blocks:
             what = "no stream begins as a copy of another one, and kernels record no chunks of prompts"
             words = "sinks=%d is not a multiple of block=%d, so that %s: set sinks (--policy) to a multiple of block"
             logger.warning(words, self.config.sinks, self.config.block, what)

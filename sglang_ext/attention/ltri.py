@@ -286,25 +286,27 @@ class LtriPolicy(StreamPolicy):
         self._admitted[slot] = stream = source.state.fork(fork.tokens)
         gone = range(stream.stored, min(source.state.stored, settings.blocks(fork.tokens)))
         back = range(settings.first(gone.start), settings.first(max(gone.start, gone.stop)))
-        held = torch.cat(
-            [torch.arange(min(settings.sinks, fork.tokens)), torch.arange(back.stop, max(back.stop, fork.tokens))]
-        )
+        held = range(min(settings.sinks, fork.tokens)), range(back.stop, max(back.stop, fork.tokens))
+        tokens = torch.cat([torch.arange(each.start, each.stop) for each in (*held, back)])
+        cells, copied = self._cells(tokens, slots.device), sum(map(len, held))
+        target = slots.index_select(0, cells).long()
         beginning = Beginning(
             like=source.state.lease,
             lease=stream.lease,
             tokens=fork.tokens,
             slots=slots,
-            source=self._at(source.slots, held),
-            target=self._at(slots, held),
+            source=source.slots.index_select(0, cells[:copied]).long(),
+            target=target[:copied],
             blocks=[source.state.lease.ids[block] for block in gone],
-            block_target=self._at(slots, torch.arange(back.start, back.stop)),
+            block_target=target[copied:],
         )
         self._computing.begin(beginning)
         self.blocks_on_host.fetched += len(self.blocks_on_host.keys) * len(gone)
 
-    def _at(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[tokens] int64, the KV slots of tokens, [tokens] int64 on the host, of a stream that has `slots`."""
-        return slots.long()[cells_of(self.config, tokens).to(slots.device)]
+    def _cells(self, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """[tokens] int64, numbers of a stream's slots that hold tokens, [tokens] int64 on the host; nobody waits."""
+        cells = cells_of(self.config, tokens)
+        return (cells.pin_memory() if device.type == "cuda" else cells).to(device, non_blocking=True)
 
     # ---- in every layer ----
 

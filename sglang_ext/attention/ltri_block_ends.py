@@ -64,7 +64,7 @@ class BlockEnds:
         lease, recorder = host.lease(1), GraphRecorder(self._slot.device)
         self._load(0, 0, 0, lease.take())
         for kind in KINDS:
-            self._replays[kind] = recorder.record([partial(self._compute, *kind)])
+            self._replays[kind] = recorder.record(partial(self._compute, *kind))
         lease.release()
         host.taken = 0
 

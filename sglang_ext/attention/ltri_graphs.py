@@ -27,8 +27,7 @@ from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_recorded import RecordedChunk
 from sglang_ext.attention.ltri_runs import Before, ChunkPlace, ChunkRows, ChunkRun, PlacedRun, Replay, Tokens
-from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Retrieved
-from sglang_ext.kernels.clamped_attention.dispatch import move
+from sglang_ext.attention.ltri_state import FIRST, KernelMemory, Lanes, LayerStore, Leaving, Looked, Retrieved, Scratch
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
@@ -77,12 +76,11 @@ class ChunkGraphs:
         rows = max(sum(frame.rows for frame in each) for each in frames)
         room = ChunkRows.empty(rows, first.heads, keys, values)
         recorder, lanes = GraphRecorder(keys.device), Lanes.beside(keys.device)
+        other = next(iter(self._stores.values())).scratch.beside()
         for number, each in enumerate(frames):
             run = self._run(number, each, first, seat, room)
             for layer in sorted(chunks):
-                count = len(run.places)
-                bodies = [self._body(run, at, chunks[layer], lanes) for at in range(count)]
-                run.replays[layer] = recorder.record(bodies)
+                run.replays[layer] = recorder.record(self._body(run, chunks[layer], lanes, other))
             self._runs.append(run)
 
     def place(self, chunks: Tokens, seat: Seat, stored: int, taken: list[PlacedRun]) -> PlacedRun | None:
@@ -217,43 +215,63 @@ class ChunkGraphs:
         run.load(PlacedRun(run, seat, plans, [False] * len(plans), ()))
         return run
 
-    def _body(self, run: ChunkRun, number: int, chunk: LayerTokens[Spans], lanes: Lanes) -> Callable[[], None]:
-        """What computes one frame of a run in one layer out of what stands."""
-        place, rows = run.places[number], run.room
-        frame, part, layer = place.standing.plan, place.rows, chunk.caches.layer
-        store, plan, begin = self._stores[layer], frame.plan, frame.plan.rows.first
-        tokens, fresh = replace(chunk, begin=begin, end=begin + place.frame.rows), run.fresh(self._settings)
-        state, nothing = store.state, Spans.empty(0, self._settings.spans, rows.query.device)
-        caches = chunk.caches.keys, chunk.caches.values
-        voted = any(other.state is not None for before, other in self._stores.items() if before < layer)
+    def _body(self, run: ChunkRun, chunk: LayerTokens[Spans], lanes: Lanes, other: Scratch) -> Callable[[], None]:
+        """What computes a run in one layer out of what stands.
 
-        def compute() -> None:
-            if plan.gone_tokens is not None:  # the chunk's own tokens take their slots
-                move(caches, (place.leaving.keys, place.leaving.values), read=plan.gone_tokens.slots)
-            memory = KernelMemory(nothing.counts, nothing, plan.gone.start)
-            if state is not None:
-                memory.newest = state.last[plan.row]  # of which the chunk knows only that it is there
-                memory.saw(tokens.begin - 1)
-            votes = {tokens.begin: place.votes} if voted else {}
-            recorded = RecordedChunk(
+        A chunk's attention to its window follows from its keys and values alone. So it runs beside what the chunk
+        before does behind its own, and the two windows have room of their own: every second one has `other`.
+        """
+        layer, places, rows = chunk.caches.layer, run.places, run.room
+        fresh, store = run.fresh(self._settings), self._stores[layer]
+        voted = any(each.state is not None for before, each in self._stores.items() if before < layer)
+        rooms = store, replace(store, scratch=other)
+
+        def recorded(number: int) -> RecordedChunk:
+            place, frame = places[number], places[number].standing.plan
+            begin, nothing = frame.plan.rows.first, Spans.empty(0, self._settings.spans, rows.query.device)
+            memory = KernelMemory(nothing.counts, nothing, frame.plan.gone.start)
+            if store.state is not None:
+                memory.newest = store.state.last[frame.plan.row]  # of which the chunk knows only that it is there
+                memory.saw(begin - 1)
+            tokens = replace(chunk, begin=begin, end=begin + place.frame.rows)
+            return RecordedChunk(
                 **{**vars(tokens), "memory": memory, "kept": False},
-                store=store,
-                plan=plan,
+                store=rooms[number % 2],
+                plan=frame.plan,
                 ranks=self._ranks,
                 lanes=lanes,
                 frame=frame,
                 leaving=place.leaving,
                 waiting=fresh,
             )
-            recorded.remember()
-            if state is not None and run.before is not None:
-                run.before.keep(number, store, plan.at)
-            rows.out[part].copy_(recorded.seen(rows.query[part], rows.keys[part], rows.values[part], votes))
-            lanes.join()
-            if not voted and tokens.begin in votes:
-                place.votes.copy_(votes[tokens.begin])
-            if number == len(run.places) - 1 and memory.retrieved is not None:  # the others' nobody asks for
-                place.found[layer] = torch.stack([memory.retrieved.blocks, memory.retrieved.ways])
+
+        def look(number: int, one: RecordedChunk) -> Looked:
+            part = places[number].rows
+            with lanes.window.apart():
+                return one.look(rows.query[part], rows.keys[part], rows.values[part])
+
+        def compute() -> None:
+            chunks = [recorded(number) for number in range(len(places))]
+            votes = [{one.begin: place.votes} if voted else {} for one, place in zip(chunks, places, strict=True)]
+            chunks[0].leave()
+            found, looked = chunks[0].fetched_ahead(votes[0]), look(0, chunks[0])
+            for number, (one, place, next_one) in enumerate(zip(chunks, places, [*chunks[1:], None], strict=True)):
+                one.remember()
+                if store.state is not None and run.before is not None:
+                    run.before.keep(number, store, one.plan.at)
+                lanes.window.join()
+                local = looked
+                if next_one is not None:
+                    next_one.leave()
+                    looked = look(number + 1, next_one)
+                beyond = one.beyond(local, found, votes[number])
+                if next_one is not None:
+                    found = next_one.fetched_ahead(votes[number + 1])
+                rows.out[place.rows].copy_(one.answered(local, beyond))
+                if not voted and one.begin in votes[number]:
+                    place.votes.copy_(votes[number][one.begin])
+            if one.memory.retrieved is not None:  # the others' nobody asks for
+                places[-1].found[layer] = torch.stack([one.memory.retrieved.blocks, one.memory.retrieved.ways])
 
         return compute
 
@@ -267,15 +285,10 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._stream = torch.cuda.Stream(device, priority=FIRST) if on_gpu else None
 
-    def record(self, bodies: Sequence[Callable[[], None]]) -> Replay:
+    def record(self, body: Callable[[], None]) -> Replay:
         """Run launches once, which compiles what has to be, and record them."""
-
-        def body() -> None:
-            for each in bodies:
-                each()
-
         body()
         if self._stream is None:
             return body

@@ -21,6 +21,7 @@ from sglang_ext.attention.ltri_state import (
     KernelMemory,
     Lanes,
     LayerStore,
+    Looked,
     Retrieved,
     index_sizes,
     span_rule,
@@ -65,33 +66,57 @@ class KernelChunk(LayerTokens[Spans]):
         self.remember()
         if self.kept:
             self.memory.keep(self.begin, self.settings.chunk)
-        return self.seen(query, keys, values, votes)
+        found, looked = self.fetched_ahead(votes), self.look(query, keys, values)
+        return self.answered(looked, self.beyond(looked, found, votes))
 
-    def seen(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, votes: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
-        """`attend`, where what was there before is remembered."""
-        attention, width, scale = self.store.attention, self._width, self.caches.scale
-        self._write(keys, values)
-        found = None
-        if self.voter is None:  # what the layers before voted for: it comes while the window is looked at
-            with self.lanes.back.apart():
-                found = self._retrieved(votes)
-        else:
+    # ---- what a chunk does behind `remember`, in this order; `ltri_graphs` has chunks do some of it side by side ----
+
+    def fetched_ahead(self, votes: dict[int, torch.Tensor]) -> Retrieved | None:
+        """What comes back in a layer that does not vote, which the layers before have voted for.
+
+        In a layer that votes, that is None, and what they have voted for may be fetched: most of it is elected, too.
+        """
+        if self.voter is not None:
             self._fetch_ahead(votes)
+            return None
+        with self.lanes.back.apart():
+            return self._retrieved(votes)
+
+    def look(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Looked:
+        """Store the chunk's keys and values, and attend to its window; nothing else is read or written."""
+        move((keys, values), (self.caches.keys, self.caches.values), write=self.plan.rows.slots)
         asked, window = self._queries(query), self._window()
-        local = attention.attend_window(asked, window, width=width, scale=scale)
+        local = self.store.attention.attend_window(asked, window, width=self._width, scale=self.caches.scale)
+        return Looked(asked, window, local)
+
+    def beyond(
+        self, looked: Looked, found: Retrieved | None, votes: dict[int, torch.Tensor]
+    ) -> tuple[SeenKeys, FarKeys]:
+        """What the chunk sees outside of its window, where nothing else writes to it.
+
+        Args:
+            looked: what `look` has given.
+            found: what `fetched_ahead` has given.
+            votes: of the layers before, to which the layer adds its own.
+        """
+        if self.store.state is not None:
+            self.store.state.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)
         if found is None:
-            found = self._retrieved(votes, asked, self._map(asked, window, local))
+            found = self._retrieved(votes, looked.asked, self._map(looked.asked, looked.window, looked.local))
         self.lanes.back.join()
-        sinks, memory = self._beyond(found)
+        gathered = self._beyond(found)
         self.lanes.join()
+        return gathered
+
+    def answered(self, looked: Looked, beyond: tuple[SeenKeys, FarKeys]) -> torch.Tensor:
+        """[rows, heads, value_dim], of the two together."""
+        (sinks, memory), asked, local = beyond, looked.asked, looked.local
         if sinks.near.shape[0] + memory.keys.shape[0] == 0:
-            return local.out.to(query.dtype)
+            return local.out.to(asked.near.dtype)
         if self.settings.far:
             asked = ChunkQuery(asked.near, asked.near, asked.begin)
-        beyond = attention.attend_beyond(asked, sinks, memory, width=width, scale=scale)
-        return merge(local, beyond, query.dtype).out
+        part = self.store.attention.attend_beyond(asked, sinks, memory, width=self._width, scale=self.caches.scale)
+        return merge(local, part, asked.near.dtype).out
 
     # ---- the window ----
 
@@ -109,19 +134,12 @@ class KernelChunk(LayerTokens[Spans]):
     def _window(self) -> SeenKeys:
         plan, scratch = self.plan, self.store.scratch
         count = plan.window.slots.shape[0]
-        near, far, values = scratch.keys[0, :count], scratch.keys[1, :count], scratch.values[0, :count]
-        gather_keys(
-            self.caches.keys, self.caches.values, plan.listed, self.store.rotation, count, scratch.keys[0], values
-        )
+        near, far, values = scratch.near[:count], scratch.far[:count], scratch.values[:count]
+        gather_keys(self.caches.keys, self.caches.values, plan.listed, self.store.rotation, count, scratch.near, values)
         beyond = max(0, self.end - self._width - plan.window.first)  # what some row sees at the largest distance
         # Values come along: they are written where they stand.
         move((self.caches.keys, self.caches.values), (far, values), read=plan.window.slots[:beyond])
         return SeenKeys(near, far, values, plan.window.first)
-
-    def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        move((keys, values), (self.caches.keys, self.caches.values), write=self.plan.rows.slots)
-        if self.store.state is not None:
-            self.store.state.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)
 
     # ---- what is remembered ----
 
@@ -356,7 +374,7 @@ class KernelChunk(LayerTokens[Spans]):
         settings, plan, scratch, count = self.settings, self.plan, self.store.scratch, found.ways.shape[0]
         slots = plan.sinks.slots
         sinks, tokens = slots.shape[0], slots.shape[0] + count * settings.block
-        keys, values = scratch.keys[2, :tokens], scratch.values[1, :tokens]
+        keys, values = scratch.beyond_keys[:tokens], scratch.beyond_values[:tokens]
         move((self.caches.keys, self.caches.values), (keys, values), read=slots)
         cached = [each.flatten(0, 1) for each in (self.store.cache.keys, self.store.cache.values)]
         blocks = [each[sinks:].view(count, settings.block, *each.shape[1:]) for each in (keys, values)]

@@ -12,6 +12,7 @@ from sglang_ext.attention.ltri_layer import Voter
 from sglang_ext.attention.ltri_state import Leaving
 from sglang_ext.kernels.block_votes import elect
 from sglang_ext.kernels.clamped_attention import ChunkQuery, Part, SeenKeys
+from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.host_fetch import FreshBlocks
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
 from sglang_ext.kernels.span_index import Spans
@@ -34,6 +35,12 @@ class RecordedChunk(KernelChunk):
     waiting: FreshBlocks | None
 
     # ---- what leaves the window ----
+
+    def leave(self) -> None:
+        """Have the blocks that leave the window wait in `leaving`: the chunk's own tokens take their slots."""
+        caches, gone = (self.caches.keys, self.caches.values), self.plan.gone_tokens
+        if gone is not None:
+            move(caches, (self.leaving.keys, self.leaving.values), read=gone.slots)
 
     def _gone_states(self, voter: Voter, slots: torch.Tensor) -> torch.Tensor:
         return voter.of_keys(self.leaving.keys[: slots.shape[0]], self.heads)

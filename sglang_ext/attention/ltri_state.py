@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -161,23 +161,49 @@ class ClampedAttention(Protocol):
 
 
 @dataclass(frozen=True)
+class Looked:
+    """A chunk's attention to its window.
+
+    Attributes:
+        asked: the chunk's queries.
+        window: what they see.
+        local: what they find there.
+    """
+
+    asked: ChunkQuery
+    window: SeenKeys
+    local: Part
+
+
+@dataclass(frozen=True)
 class Scratch:
     """Room for what a chunk sees, which all layers and streams share one after the other.
 
     Attributes:
-        keys: [3, at least the tokens of a window, kv_heads, head_dim]: rotated keys of the window, its keys as they are
-            stored, and what is seen beyond it.
-        values: [2, likewise, kv_heads, value_dim]: of the window, and beyond it.
+        near, far: [tokens of a window, kv_heads, head_dim]: rotated keys of the window, and its keys as they are
+            stored.
+        values: [likewise, kv_heads, value_dim].
+        beyond_keys: [tokens that are seen beyond it, kv_heads, head_dim].
+        beyond_values: [likewise, kv_heads, value_dim].
     """
 
-    keys: torch.Tensor
+    near: torch.Tensor
+    far: torch.Tensor
     values: torch.Tensor
+    beyond_keys: torch.Tensor
+    beyond_values: torch.Tensor
 
     @classmethod
     def empty(cls, settings: Ltri, keys: torch.Tensor, values: torch.Tensor) -> Scratch:
         """Room for streams with KV caches like `keys` and `values`."""
-        rows = max(settings.slots, settings.sinks + settings.retrieved * settings.block)
-        return cls(keys.new_empty(3, rows, *keys.shape[1:]), values.new_empty(2, rows, *values.shape[1:]))
+        window, beyond = settings.slots, settings.sinks + settings.retrieved * settings.block
+        room = lambda like, rows: like.new_empty(rows, *like.shape[1:])  # noqa: E731
+        wide = (room(keys, window), room(keys, window), room(values, window))
+        return cls(*wide, room(keys, beyond), room(values, beyond))
+
+    def beside(self) -> Scratch:
+        """Room for another window while this one's is still read; what is seen beyond them has the same room."""
+        return replace(self, near=self.near.clone(), far=self.far.clone(), values=self.values.clone())
 
 
 @dataclass(frozen=True)
@@ -219,6 +245,10 @@ class LayerStore:
         if self.ring is None:
             raise ValueError("a layer that does not vote has no spans")
         return self.ring
+
+
+FIRST = -1
+"""Priority of streams whose launches go before those of others."""
 
 
 class Lane:
@@ -264,20 +294,26 @@ class Lanes:
         tiles: the attention map's tiles, and the spans of the chunk.
         sums: attention that the tokens of the window receive.
         back: blocks that come from the host.
+        window: the next chunk's attention to its window. Whole multiprocessors are taken up by it; so the others'
+            launches, of which each waits for the one before, go first.
     """
 
     index: Lane = field(default_factory=Lane)
     tiles: Lane = field(default_factory=Lane)
     sums: Lane = field(default_factory=Lane)
     back: Lane = field(default_factory=Lane)
+    window: Lane = field(default_factory=Lane)
 
     @classmethod
     def beside(cls, device: torch.device) -> Self:
         """Lanes of which each has a stream of its own on a GPU; on a CPU, nothing runs beside anything."""
-        return cls(*(Lane(torch.cuda.Stream(device) if device.type == "cuda" else None) for _ in range(4)))
+        if device.type != "cuda":
+            return cls()
+        index, tiles, sums, back = (Lane(torch.cuda.Stream(device, priority=FIRST)) for _ in range(4))
+        return cls(index, tiles, sums, back, Lane(torch.cuda.Stream(device)))
 
     def join(self) -> None:
-        """What is launched from here on waits for all of them."""
+        """What is launched from here on waits for all of this chunk's, which the next one's window is not."""
         for lane in (self.index, self.tiles, self.sums, self.back):
             lane.join()
 

@@ -89,7 +89,7 @@ class World:
         rotation, host = Rotation.of(ROPE), policy.blocks_on_host
         self.chunks = KernelChunks(policy.config, host, self.caches, voters, HEADS, 2, rotation, reference)
         for store in self.chunks.stores.values():
-            for tensor in (store.cache.keys, store.cache.values, store.scratch.keys, store.scratch.values):
+            for tensor in (store.cache.keys, store.cache.values, *vars(store.scratch).values()):
                 tensor.fill_(torch.nan)
         policy.compute_in(self.chunks)
         if places:

@@ -27,7 +27,7 @@ from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_recorded import RecordedChunk
 from sglang_ext.attention.ltri_runs import Before, ChunkPlace, ChunkRows, ChunkRun, PlacedRun, Replay, Tokens
-from sglang_ext.attention.ltri_state import FIRST, KernelMemory, Lanes, LayerStore, Leaving, Looked, Retrieved, Scratch
+from sglang_ext.attention.ltri_state import FIRST, KernelMemory, Lanes, LayerStore, Leaving, Looked, Retrieved
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
@@ -61,6 +61,7 @@ class ChunkGraphs:
         self._settings, self._stores, self._blocks, self._nowhere = settings, stores, blocks, nowhere
         self._ranks = ranks
         self._runs: list[ChunkRun] = []
+        self._other = next(iter(stores.values())).scratch.beside()  # graphs hold no memory: what they use stays here
         self.replayed, self.copies = 0, HostCopies(device)
 
     def record(self, chunks: Mapping[int, LayerTokens[Spans]], seat: Seat, frames: Sequence[Sequence[Frame]]) -> None:
@@ -76,11 +77,10 @@ class ChunkGraphs:
         rows = max(sum(frame.rows for frame in each) for each in frames)
         room = ChunkRows.empty(rows, first.heads, keys, values)
         recorder, lanes = GraphRecorder(keys.device), Lanes.beside(keys.device)
-        other = next(iter(self._stores.values())).scratch.beside()
         for number, each in enumerate(frames):
             run = self._run(number, each, first, seat, room)
             for layer in sorted(chunks):
-                run.replays[layer] = recorder.record(self._body(run, chunks[layer], lanes, other))
+                run.replays[layer] = recorder.record(self._body(run, chunks[layer], lanes))
             self._runs.append(run)
 
     def place(self, chunks: Tokens, seat: Seat, stored: int, taken: list[PlacedRun]) -> PlacedRun | None:
@@ -215,16 +215,16 @@ class ChunkGraphs:
         run.load(PlacedRun(run, seat, plans, [False] * len(plans), ()))
         return run
 
-    def _body(self, run: ChunkRun, chunk: LayerTokens[Spans], lanes: Lanes, other: Scratch) -> Callable[[], None]:
+    def _body(self, run: ChunkRun, chunk: LayerTokens[Spans], lanes: Lanes) -> Callable[[], None]:
         """What computes a run in one layer out of what stands.
 
         A chunk's attention to its window follows from its keys and values alone. So it runs beside what the chunk
-        before does behind its own, and the two windows have room of their own: every second one has `other`.
+        before does behind its own, and the two windows have room of their own: every second one has `_other`.
         """
         layer, places, rows = chunk.caches.layer, run.places, run.room
         fresh, store = run.fresh(self._settings), self._stores[layer]
         voted = any(each.state is not None for before, each in self._stores.items() if before < layer)
-        rooms = store, replace(store, scratch=other)
+        rooms = store, replace(store, scratch=self._other)
 
         def recorded(number: int) -> RecordedChunk:
             place, frame = places[number], places[number].standing.plan

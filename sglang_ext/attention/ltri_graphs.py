@@ -25,9 +25,9 @@ from sglang_ext.attention.ltri_copies import HostCopies
 from sglang_ext.attention.ltri_frames import Frame, FramePlan, Nowhere, StandingPlan
 from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_plan import Seat
-from sglang_ext.attention.ltri_recorded import RecordedChunk
+from sglang_ext.attention.ltri_recorded import RecordedRun
 from sglang_ext.attention.ltri_runs import Before, ChunkPlace, ChunkRows, ChunkRun, PlacedRun, Replay, Tokens
-from sglang_ext.attention.ltri_state import FIRST, KernelMemory, Lanes, LayerStore, Leaving, Looked, Retrieved
+from sglang_ext.attention.ltri_state import FIRST, KernelMemory, Lanes, LayerStore, Leaving, Retrieved
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
@@ -80,7 +80,7 @@ class ChunkGraphs:
         for number, each in enumerate(frames):
             run = self._run(number, each, first, seat, room)
             for layer in sorted(chunks):
-                run.replays[layer] = recorder.record(self._body(run, chunks[layer], lanes))
+                run.replays[layer] = recorder.record(self._in_layer(run, chunks[layer], lanes).compute)
             self._runs.append(run)
 
     def place(self, chunks: Tokens, seat: Seat, stored: int, taken: list[PlacedRun]) -> PlacedRun | None:
@@ -215,65 +215,12 @@ class ChunkGraphs:
         run.load(PlacedRun(run, seat, plans, [False] * len(plans), ()))
         return run
 
-    def _body(self, run: ChunkRun, chunk: LayerTokens[Spans], lanes: Lanes) -> Callable[[], None]:
-        """What computes a run in one layer out of what stands.
-
-        A chunk's attention to its window follows from its keys and values alone. So it runs beside what the chunk
-        before does behind its own, and the two windows have room of their own: every second one has `_other`.
-        """
-        layer, places, rows = chunk.caches.layer, run.places, run.room
-        fresh, store = run.fresh(self._settings), self._stores[layer]
+    def _in_layer(self, run: ChunkRun, chunk: LayerTokens[Spans], lanes: Lanes) -> RecordedRun:
+        """A run in one layer, of which a chunk is given."""
+        layer = chunk.caches.layer
+        store = self._stores[layer]
         voted = any(each.state is not None for before, each in self._stores.items() if before < layer)
-        rooms = store, replace(store, scratch=self._other)
-
-        def recorded(number: int) -> RecordedChunk:
-            place, frame = places[number], places[number].standing.plan
-            begin, nothing = frame.plan.rows.first, Spans.empty(0, self._settings.spans, rows.query.device)
-            memory = KernelMemory(nothing.counts, nothing, frame.plan.gone.start)
-            if store.state is not None:
-                memory.newest = store.state.last[frame.plan.row]  # of which the chunk knows only that it is there
-                memory.saw(begin - 1)
-            tokens = replace(chunk, begin=begin, end=begin + place.frame.rows)
-            return RecordedChunk(
-                **{**vars(tokens), "memory": memory, "kept": False},
-                store=rooms[number % 2],
-                plan=frame.plan,
-                ranks=self._ranks,
-                lanes=lanes,
-                frame=frame,
-                leaving=place.leaving,
-                waiting=fresh,
-            )
-
-        def look(number: int, one: RecordedChunk) -> Looked:
-            part = places[number].rows
-            with lanes.window.apart():
-                return one.look(rows.query[part], rows.keys[part], rows.values[part])
-
-        def compute() -> None:
-            chunks = [recorded(number) for number in range(len(places))]
-            votes = [{one.begin: place.votes} if voted else {} for one, place in zip(chunks, places, strict=True)]
-            chunks[0].leave()
-            found, looked = chunks[0].fetched_ahead(votes[0]), look(0, chunks[0])
-            for number, (one, place, next_one) in enumerate(zip(chunks, places, [*chunks[1:], None], strict=True)):
-                one.remember()
-                if store.state is not None and run.before is not None:
-                    run.before.keep(number, store, one.plan.at)
-                lanes.window.join()
-                local = looked
-                if next_one is not None:
-                    next_one.leave()
-                    looked = look(number + 1, next_one)
-                beyond = one.beyond(local, found, votes[number])
-                if next_one is not None:
-                    found = next_one.fetched_ahead(votes[number + 1])
-                rows.out[place.rows].copy_(one.answered(local, beyond))
-                if not voted and one.begin in votes[number]:
-                    place.votes.copy_(votes[number][one.begin])
-            if one.memory.retrieved is not None:  # the others' nobody asks for
-                places[-1].found[layer] = torch.stack([one.memory.retrieved.blocks, one.memory.retrieved.ways])
-
-        return compute
+        return RecordedRun(run, chunk, (store, replace(store, scratch=self._other)), self._ranks, lanes, voted)
 
 
 class GraphRecorder:

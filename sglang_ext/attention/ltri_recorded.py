@@ -1,4 +1,8 @@
-"""A chunk of Ltri-LLM in one layer as CUDA graphs have it: all of a frame's rows, whichever of them are the chunk's."""
+"""Chunks of Ltri-LLM in one layer as CUDA graphs have them: all of a frame's rows, whichever of them are the chunk's.
+
+A chunk's attention to its window follows from keys and values alone. So it runs beside what the chunk before it does
+behind its own window: that one's attention map, the election of blocks, and attention to them.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,16 @@ import torch
 
 from sglang_ext.attention.ltri_frames import FramePlan
 from sglang_ext.attention.ltri_kernels import KernelChunk
-from sglang_ext.attention.ltri_layer import Voter
-from sglang_ext.attention.ltri_state import Leaving
+from sglang_ext.attention.ltri_layer import LayerTokens, Voter
+from sglang_ext.attention.ltri_runs import ChunkRun
+from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Looked
 from sglang_ext.kernels.block_votes import elect
 from sglang_ext.kernels.clamped_attention import ChunkQuery, Part, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.host_fetch import FreshBlocks
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
 from sglang_ext.kernels.span_index import Spans
+from sglang_ext.policies.ltri import TensorRanks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +119,76 @@ class RecordedChunk(KernelChunk):
 
     def _asking(self, states: torch.Tensor, rows: int) -> torch.Tensor:
         return states.index_select(0, self.frame.asking) if self.plan.tiles.own else states.contiguous()
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run of chunks in one layer. A graph holds no memory of others': who records it keeps what is named here.
+
+    Attributes:
+        run: the chunks.
+        chunk: one of the layer's.
+        stores: the layer's store, twice; windows have room of their own in each of them, and chunks take turns.
+        ranks: which have the other heads.
+        lanes: what runs beside the rest.
+        voted: whether a layer before this one votes.
+    """
+
+    run: ChunkRun
+    chunk: LayerTokens[Spans]
+    stores: tuple[LayerStore, LayerStore]
+    ranks: TensorRanks
+    lanes: Lanes
+    voted: bool
+
+    def compute(self) -> None:
+        """Compute all chunks out of what stands."""
+        run, store, places = self.run, self.stores[0], self.run.places
+        chunks = [self._recorded(number) for number in range(len(places))]
+        votes = [{one.begin: place.votes} if self.voted else {} for one, place in zip(chunks, places, strict=True)]
+        chunks[0].leave()
+        found, looked = chunks[0].fetched_ahead(votes[0]), self._look(0, chunks[0])
+        for number, (one, place) in enumerate(zip(chunks, places, strict=True)):
+            one.remember()
+            if store.state is not None and run.before is not None:
+                run.before.keep(number, store, one.plan.at)
+            self.lanes.window.join()
+            local, after = looked, chunks[number + 1] if number + 1 < len(chunks) else None
+            if after is not None:
+                after.leave()
+                looked = self._look(number + 1, after)
+            beyond = one.beyond(local, found, votes[number])
+            if after is not None:
+                found = after.fetched_ahead(votes[number + 1])
+            run.room.out[place.rows].copy_(one.answered(local, beyond))
+            if not self.voted and one.begin in votes[number]:
+                place.votes.copy_(votes[number][one.begin])
+        if (last := chunks[-1].memory.retrieved) is not None:  # nobody asks for the others'
+            places[-1].found[self.chunk.caches.layer] = torch.stack([last.blocks, last.ways])
+
+    def _look(self, number: int, chunk: RecordedChunk) -> Looked:
+        """The attention of a chunk to its window, in a lane of its own."""
+        room, part = self.run.room, self.run.places[number].rows
+        with self.lanes.window.apart():
+            return chunk.look(room.query[part], room.keys[part], room.values[part])
+
+    def _recorded(self, number: int) -> RecordedChunk:
+        """A chunk in its place, which remembers what stands in its stream's row."""
+        place, store = self.run.places[number], self.stores[number % 2]
+        frame, settings = place.standing.plan, self.chunk.settings
+        begin, nothing = frame.plan.rows.first, Spans.empty(0, settings.spans, place.votes.device)
+        memory = KernelMemory(nothing.counts, nothing, frame.plan.gone.start)
+        if store.state is not None:
+            memory.newest = store.state.last[frame.plan.row]  # of which the chunk knows only that it is there
+            memory.saw(begin - 1)
+        tokens = replace(self.chunk, begin=begin, end=begin + place.frame.rows)
+        return RecordedChunk(
+            **{**vars(tokens), "memory": memory, "kept": False},
+            store=store,
+            plan=frame.plan,
+            ranks=self.ranks,
+            lanes=self.lanes,
+            frame=frame,
+            leaving=place.leaving,
+            waiting=self.run.fresh(settings),
+        )

@@ -304,7 +304,7 @@ class LtriPolicy(StreamPolicy):
         self.blocks_on_host.fetched += len(self.blocks_on_host.keys) * len(gone)
 
     def _cells(self, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """[tokens] int64, numbers of a stream's slots that hold tokens, [tokens] int64 on the host; nobody waits."""
+        """[tokens] int64 on a device, numbers of a stream's slots that hold tokens, [tokens] int64 on the host."""
         cells = cells_of(self.config, tokens)
         return (cells.pin_memory() if device.type == "cuda" else cells).to(device, non_blocking=True)
 

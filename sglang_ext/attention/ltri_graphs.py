@@ -8,8 +8,8 @@ chunks lies on the device, in plans that stand (`StandingPlan`). Where a pass ne
 anew in every layer.
 
 Blocks that leave the window with a run are copied to the host behind it (`ltri_copies`). A chunk that wants such a
-block back takes it from where it waits for its copy. Blocks that come back, and what a layer remembers, have lanes of
-their own inside a graph.
+block back takes it from where it waits for its copy. Blocks that come back, what a layer remembers, and the next
+chunk's attention to its window have lanes of their own inside a graph.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ChunkGraphs:
         self._settings, self._stores, self._blocks, self._nowhere = settings, stores, blocks, nowhere
         self._ranks = ranks
         self._runs: list[ChunkRun] = []
-        self._other = next(iter(stores.values())).scratch.beside()  # graphs hold no memory: what they use stays here
+        self._other = next(iter(stores.values())).scratch.beside()  # no graph keeps it alive
         self.replayed, self.copies = 0, HostCopies(device)
 
     def record(self, chunks: Mapping[int, LayerTokens[Spans]], seat: Seat, frames: Sequence[Sequence[Frame]]) -> None:

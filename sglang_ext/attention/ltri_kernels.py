@@ -83,7 +83,7 @@ class KernelChunk(LayerTokens[Spans]):
             return self._retrieved(votes)
 
     def look(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Looked:
-        """Store the chunk's keys and values, and attend to its window; nothing else is read or written."""
+        """Store the chunk's keys and values, and attend to its window; `scratch` has room for the window."""
         move((keys, values), (self.caches.keys, self.caches.values), write=self.plan.rows.slots)
         asked, window = self._queries(query), self._window()
         local = self.store.attention.attend_window(asked, window, width=self._width, scale=self.caches.scale)
@@ -92,12 +92,14 @@ class KernelChunk(LayerTokens[Spans]):
     def beyond(
         self, looked: Looked, found: Retrieved | None, votes: dict[int, torch.Tensor]
     ) -> tuple[SeenKeys, FarKeys]:
-        """What the chunk sees outside of its window, where nothing else writes to it.
+        """Count the chunk's attention map, choose and fetch its blocks, and gather them and the sinks in `scratch`.
 
         Args:
-            looked: what `look` has given.
-            found: what `fetched_ahead` has given.
+            looked, found: what `look` and `fetched_ahead` have given.
             votes: of the layers before, to which the layer adds its own.
+
+        Returns:
+            (sinks, blocks that came back), until the next chunk's are gathered.
         """
         if self.store.state is not None:
             self.store.state.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)
@@ -109,7 +111,7 @@ class KernelChunk(LayerTokens[Spans]):
         return gathered
 
     def answered(self, looked: Looked, beyond: tuple[SeenKeys, FarKeys]) -> torch.Tensor:
-        """[rows, heads, value_dim], of the two together."""
+        """[rows, heads, value_dim]: attention to the window, merged with that to what `beyond` has given."""
         (sinks, memory), asked, local = beyond, looked.asked, looked.local
         if sinks.near.shape[0] + memory.keys.shape[0] == 0:
             return local.out.to(asked.near.dtype)

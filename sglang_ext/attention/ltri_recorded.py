@@ -55,7 +55,7 @@ class RecordedChunk(KernelChunk):
         """They wait in `leaving`."""
 
     def _fetch_ahead(self, votes: dict[int, torch.Tensor]) -> None:
-        """Fetch what the layers before have voted for, while the window is looked at; most of it is elected, too."""
+        """Fetch what the layers before have voted for, beside other launches; most of it is elected, too."""
         settings, plan, before = self.settings, self.plan, votes.get(self.begin)
         count = min(settings.retrieved, plan.stored)
         if before is None or count == 0 or settings.vote == "off":
@@ -123,7 +123,7 @@ class RecordedChunk(KernelChunk):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run of chunks in one layer. A graph holds no memory of others': who records it keeps what is named here.
+    """A run of chunks in one layer. A graph does not keep it alive: whoever records it keeps what it consists of.
 
     Attributes:
         run: the chunks.
@@ -167,7 +167,10 @@ class RecordedRun:
             places[-1].found[self.chunk.caches.layer] = torch.stack([last.blocks, last.ways])
 
     def _look(self, number: int, chunk: RecordedChunk) -> Looked:
-        """The attention of a chunk to its window, in a lane of its own."""
+        """The attention of a chunk to its window, in a lane of its own.
+
+        FlashInfer's calls share no memory with each other, so they may run beside each other.
+        """
         room, part = self.run.room, self.run.places[number].rows
         with self.lanes.window.apart():
             return chunk.look(room.query[part], room.keys[part], room.values[part])

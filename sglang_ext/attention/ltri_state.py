@@ -294,8 +294,8 @@ class Lanes:
         tiles: the attention map's tiles, and the spans of the chunk.
         sums: attention that the tokens of the window receive.
         back: blocks that come from the host.
-        window: the next chunk's attention to its window. Whole multiprocessors are taken up by it; so the others'
-            launches, of which each waits for the one before, go first.
+        window: the next chunk's attention to its window. Its kernels fill whole multiprocessors. The other lanes, and
+            the stream that they leave, have priority: each of their launches waits for the one before.
     """
 
     index: Lane = field(default_factory=Lane)
@@ -313,7 +313,7 @@ class Lanes:
         return cls(index, tiles, sums, back, Lane(torch.cuda.Stream(device)))
 
     def join(self) -> None:
-        """What is launched from here on waits for all of this chunk's, which the next one's window is not."""
+        """What is launched from here on waits for all lanes but `window`, which computes the next chunk's."""
         for lane in (self.index, self.tiles, self.sums, self.back):
             lane.join()
 

@@ -208,8 +208,8 @@ class KernelChunks:
         for tokens in chunks.values():
             seat, _ = self._seated(tokens)
         frames = run_frames(self.settings, places)
-        graphs = ChunkGraphs(self.settings, self.stores, self._blocks, self._nowhere, self.device, self.ranks)
         begun, free = time.perf_counter(), _free_bytes(self.device)
+        graphs = ChunkGraphs(self.settings, self.stores, self._blocks, self._nowhere, self.device, self.ranks)
         graphs.record(chunks, seat, frames)
         what, seconds = sum(map(len, frames)) * len(self.stores), time.perf_counter() - begun
         taken = (free - _free_bytes(self.device)) / GIB

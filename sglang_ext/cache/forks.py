@@ -25,7 +25,7 @@ class Source:
         prompt: its tokens, from the first.
         key: SGLang's `extra_key` of its request, which the other must share.
         state: the policy's.
-        slots: [n] int32, its KV slots.
+        slots: [n] int32 on the device of the KV cache, its KV slots.
     """
 
     prompt: Sequence[int]

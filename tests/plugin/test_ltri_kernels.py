@@ -62,6 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sinks of more than a chunk": {"sinks": 48},
     "one head a layer": {"heads": "file"},
     "blocks that are renewed": {"renewed": 2},
+    "blocks that are renewed in recorded chunks": {"renewed": 2, "retrieved": 4},
 }
 
 

@@ -31,6 +31,7 @@ from sglang_ext import compat
 from sglang_ext.attention.ltri_chunks import AnyMemory, Beginning, Chunks, KVCaches, TorchChunks, Votes
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter, cells_of
 from sglang_ext.attention.ltri_memory import LayerHost
+from sglang_ext.attention.ltri_plan import sent
 from sglang_ext.attention.policy import Caches, Request, ServedModel
 from sglang_ext.attention.sparse import REPORT
 from sglang_ext.attention.stream_policy import StreamPolicy
@@ -288,7 +289,7 @@ class LtriPolicy(StreamPolicy):
         back = range(settings.first(gone.start), settings.first(max(gone.start, gone.stop)))
         held = range(min(settings.sinks, fork.tokens)), range(back.stop, max(back.stop, fork.tokens))
         tokens = torch.cat([torch.arange(each.start, each.stop) for each in (*held, back)])
-        cells, copied = self._cells(tokens, slots.device), sum(map(len, held))
+        cells, copied = sent(cells_of(settings, tokens), slots.device), sum(map(len, held))
         target = slots.index_select(0, cells).long()
         beginning = Beginning(
             like=source.state.lease,
@@ -302,11 +303,6 @@ class LtriPolicy(StreamPolicy):
         )
         self._computing.begin(beginning)
         self.blocks_on_host.fetched += len(self.blocks_on_host.keys) * len(gone)
-
-    def _cells(self, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """[tokens] int64 on a device, numbers of a stream's slots that hold tokens, [tokens] int64 on the host."""
-        cells = cells_of(self.config, tokens)
-        return (cells.pin_memory() if device.type == "cuda" else cells).to(device, non_blocking=True)
 
     # ---- in every layer ----
 

@@ -27,7 +27,7 @@ from sglang_ext.attention.ltri_layer import LayerTokens
 from sglang_ext.attention.ltri_plan import Seat
 from sglang_ext.attention.ltri_recorded import RecordedRun
 from sglang_ext.attention.ltri_runs import Before, ChunkPlace, ChunkRows, ChunkRun, PlacedRun, Replay, Tokens
-from sglang_ext.attention.ltri_state import FIRST, KernelMemory, Lanes, LayerStore, Leaving, Retrieved
+from sglang_ext.attention.ltri_state import HIGH_PRIORITY, KernelMemory, Lanes, LayerStore, Leaving, Retrieved
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
@@ -232,10 +232,13 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._stream = torch.cuda.Stream(device, priority=FIRST) if on_gpu else None
+        self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY) if on_gpu else None
 
     def record(self, body: Callable[[], None]) -> Replay:
-        """Run launches once, which compiles what has to be, and record them."""
+        """Run launches once, which compiles what has to be, and record them.
+
+        A CUDA graph does not keep alive what it did not allocate: the caller keeps all that `body` reads and writes.
+        """
         body()
         if self._stream is None:
             return body

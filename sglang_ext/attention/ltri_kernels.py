@@ -69,7 +69,7 @@ class KernelChunk(LayerTokens[Spans]):
         found, looked = self.fetched_ahead(votes), self.look(query, keys, values)
         return self.answered(looked, self.beyond(looked, found, votes))
 
-    # ---- what a chunk does behind `remember`, in this order; `ltri_graphs` has chunks do some of it side by side ----
+    # ---- what follows `remember`, in this order; in `ltri_recorded`, two chunks do some of it at the same time ----
 
     def fetched_ahead(self, votes: dict[int, torch.Tensor]) -> Retrieved | None:
         """What comes back in a layer that does not vote, which the layers before have voted for.

@@ -28,6 +28,11 @@ def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return staged.to(device, non_blocking=True)
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on the host as it is on a device; nobody waits for the copy."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 @dataclass
 class Seat:
     """What one stream has on the device.
@@ -68,7 +73,7 @@ class Seat:
             new = slice(self.known, len(ids))
             found = torch.frombuffer(ids[new], dtype=torch.int32)
             self.host_ids[new] = found
-            self.ids[new] = found.pin_memory().to(self.ids.device, non_blocking=True) if self.ids.is_cuda else found
+            self.ids[new] = sent(found, self.ids.device)
             self.known = len(ids)
 
 

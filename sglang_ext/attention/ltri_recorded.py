@@ -123,7 +123,7 @@ class RecordedChunk(KernelChunk):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run of chunks in one layer. A graph does not keep it alive: whoever records it keeps what it consists of.
+    """A run of chunks in one layer, which `GraphRecorder` records.
 
     Attributes:
         run: the chunks.
@@ -153,14 +153,14 @@ class RecordedRun:
             if store.state is not None and run.before is not None:
                 run.before.keep(number, store, one.plan.at)
             self.lanes.window.join()
-            local, after = looked, chunks[number + 1] if number + 1 < len(chunks) else None
+            seen, after = looked, chunks[number + 1] if number + 1 < len(chunks) else None
             if after is not None:
                 after.leave()
                 looked = self._look(number + 1, after)
-            beyond = one.beyond(local, found, votes[number])
+            beyond = one.beyond(seen, found, votes[number])
             if after is not None:
                 found = after.fetched_ahead(votes[number + 1])
-            run.room.out[place.rows].copy_(one.answered(local, beyond))
+            run.room.out[place.rows].copy_(one.answered(seen, beyond))
             if not self.voted and one.begin in votes[number]:
                 place.votes.copy_(votes[number][one.begin])
         if (last := chunks[-1].memory.retrieved) is not None:  # nobody asks for the others'

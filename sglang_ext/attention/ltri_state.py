@@ -247,8 +247,8 @@ class LayerStore:
         return self.ring
 
 
-FIRST = -1
-"""Priority of streams whose launches go before those of others."""
+HIGH_PRIORITY = -1
+"""Of CUDA streams whose kernels begin before those of others that wait, too."""
 
 
 class Lane:
@@ -309,7 +309,7 @@ class Lanes:
         """Lanes of which each has a stream of its own on a GPU; on a CPU, nothing runs beside anything."""
         if device.type != "cuda":
             return cls()
-        index, tiles, sums, back = (Lane(torch.cuda.Stream(device, priority=FIRST)) for _ in range(4))
+        index, tiles, sums, back = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(4))
         return cls(index, tiles, sums, back, Lane(torch.cuda.Stream(device)))
 
     def join(self) -> None:

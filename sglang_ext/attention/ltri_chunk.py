@@ -12,6 +12,7 @@ vectors (`similarity`). All ranks get the same sums, and so the same blocks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,26 @@ from sglang_ext.policies.ltri import (
     whole_span,
 )
 from sglang_ext.policies.ltri_similarity import Compared, SpanVectors, index_vectors
+
+LOGITS_AT_ONCE = 1 << 22
+"""Logits that are one tensor at a time: on CPUs, one of 32 MiB or more is new memory from the system each time."""
+
+
+def _weighted(logits: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """The values by the softmax of all logits together.
+
+    Args:
+        logits: [heads, rows, tokens] each, of some of the tokens, in their order.
+        values: [kv_heads, tokens, dim] of all of them.
+
+    Returns:
+        [heads, rows, dim].
+    """
+    (heads, rows), (kv_heads, tokens) = logits[0].shape[:2], values.shape[:2]
+    group = heads // kv_heads
+    at_once = max(1, LOGITS_AT_ONCE // (rows * tokens * group))  # key-value heads
+    pieces = zip(*(each.split(at_once * group) for each in logits), values.split(at_once), strict=True)
+    return torch.cat([torch.cat(each, -1).softmax(-1) @ seen.repeat_interleave(group, 0) for *each, seen in pieces])
 
 
 @dataclass(frozen=True)
@@ -71,9 +92,9 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         local = near.softmax(-1)
         self._keep_map(local, first)
         far_keys, far_values, places = self._far(self._blocks(wide, local, first, votes), dtype)
-        logits = torch.cat([self._logits(wide, far_keys, places), near], -1)
-        seen = torch.cat([far_values, near_values], 1).repeat_interleave(wide.shape[0] // keys.shape[1], 0)
-        return (logits.softmax(-1) @ seen).transpose(0, 1).to(query.dtype)
+        logits = self._logits(wide, far_keys, places), near
+        out = _weighted(logits, torch.cat([far_values, near_values], 1))
+        return out.transpose(0, 1).to(query.dtype)
 
     # ---- the window ----
 
@@ -103,21 +124,26 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         Args:
             query: [heads, rows, head_dim].
             keys: [kv_heads, tokens, head_dim].
-            places: [tokens] numbers of the tokens.
+            places: [tokens] numbers of the tokens, ascending where some row sees one at its own distance.
 
         Returns:
             [heads, rows, tokens].
         """
         settings, rope = self.settings, self.caches.rope
-        keys = keys.repeat_interleave(query.shape[0] // keys.shape[0], 0)
+        query, keys = query * self.caches.scale, keys.repeat_interleave(query.shape[0] // keys.shape[0], 0)
         rows = torch.arange(self.begin, self.end, device=query.device)
         distance = rows.unsqueeze(1) - places
+        clipped = distance >= (sys.maxsize if settings.far else settings.window)
+        at_edge = rotate(query, torch.tensor(settings.window - 1, device=query.device), rope)
+        if clipped.all():
+            return at_edge @ keys.transpose(1, 2)
         # Places count from the chunk's first token: angles stay small, however long the stream is.
-        true = rotate(query, rows - self.begin, rope) @ rotate(keys, places - self.begin, rope).transpose(1, 2)
-        if not settings.far:
-            edge = torch.tensor(settings.window - 1, device=query.device)
-            true = torch.where(distance < settings.window, true, rotate(query, edge, rope) @ keys.transpose(1, 2))
-        return (true * self.caches.scale).masked_fill(distance < 0, float("-inf"))
+        logits = rotate(query, rows - self.begin, rope) @ rotate(keys, places - self.begin, rope).transpose(1, 2)
+        # Few of a window's tokens are clipped for any row, and the logits are by far the largest tensor of a chunk.
+        oldest = slice(int(clipped.any(0).sum()))
+        farthest = at_edge @ keys[:, oldest].transpose(1, 2)
+        logits[..., oldest] = torch.where(clipped[:, oldest], farthest, logits[..., oldest])
+        return logits.masked_fill_(distance < 0, float("-inf"))
 
     # ---- what is remembered ----
 

@@ -10,6 +10,7 @@ from sglang_ext.policies.clustering import CHOICES
 SIMILARITIES = ("sum", "max", "mass")
 RATIOS = ("row", "col", "rowcol")
 VOTES = ("inclusive", "preceding", "off")
+ASKING = ("tokens", "spans")
 INDEXES = ("ltri", "infllm", "mean", "random", "given")
 REPRESENTATIVES = 4
 """Tokens that stand for a block in InfLLM's index (Xiao et al., 2024, section 3.2)."""
@@ -51,6 +52,11 @@ class Ltri:
         similarity: of a span's index vectors and a query's: the largest of all products (`max`), which finds the most
             in our study; their `sum` (equation 8, the paper's); or the attention that the queries give to the span's
             vectors among all of them (`mass`).
+        asking: what of a prompt's last tokens (`last`) is compared with what is remembered. `tokens`: the query of each
+            of them, by the attention that it gives to a span's vectors among all vectors, as in `mass`; with similarity
+            `sum`, which remembers sums alone, by its product. `spans` (the paper): what other chunks compare, too, the
+            queries of the tokens that stand for their spans. The token that asks for the answer is none of these,
+            because a token stands for a span by the attention of the tokens behind it.
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
             (`preceding`), or its own choice (`off`).
         heads: the file of `sglang-ext heads` that says which head votes in a layer, or `all`: then all heads of every
@@ -88,6 +94,7 @@ class Ltri:
     early_layers: int = 4
     index: str = field(default="ltri", metadata={CHOICES: INDEXES})
     similarity: str = field(default="max", metadata={CHOICES: SIMILARITIES})
+    asking: str = field(default="tokens", metadata={CHOICES: ASKING})
     vote: str = field(default="inclusive", metadata={CHOICES: VOTES})
     heads: str | None = None
     persist: bool = True
@@ -101,7 +108,7 @@ class Ltri:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least {least}")
         choices = (("ratio", RATIOS), ("index", INDEXES), ("similarity", SIMILARITIES), ("vote", VOTES))
-        for name, allowed in choices:
+        for name, allowed in (*choices, ("asking", ASKING)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
         if not 0 < self.theta < 1 or not 0 <= self.phi < 1:
@@ -181,6 +188,14 @@ class Ltri:
         if begin < prompt - self.last < end:
             cuts.add(prompt - self.last)
         return list(pairwise([begin, *sorted(cuts), end]))
+
+    def each_asks(self, rows: int) -> bool:
+        """Whether each token of a chunk of so many is compared with what is remembered (`asking`)."""
+        return self.index == "ltri" and self.asking == "tokens" and rows <= self.last
+
+    def compared_by(self, each_asks: bool) -> str:
+        """The similarity by which a chunk is compared with what is remembered; see `each_asks`."""
+        return "mass" if each_asks and self.similarity != "sum" else self.similarity
 
     @property
     def remembers(self) -> bool:

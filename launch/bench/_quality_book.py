@@ -42,6 +42,8 @@ def book_methods(window: int, stride: int, sinks: int, context: int, heads: str 
     found["infllm"] = Method("InfLLM", "infllm", sizes)
     for similarity in ("sum", "max", "mass"):
         policy = {**sizes, "similarity": similarity, **({"heads": heads} if heads else {})}
+        if similarity == "sum":
+            policy["asking"] = "spans"  # as the paper
         found[f"ltri-{similarity}"] = Method(f"Ltri-LLM, {similarity}", "ltri", policy)
     return found
 

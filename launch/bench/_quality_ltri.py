@@ -11,10 +11,11 @@ from sglang_ext.types import JsonObject
 RETRIEVED = 16  # blocks that a layer gets back
 BEST = "ltri-max"  # what the aims of the best Ltri-LLM hold for
 CHANGES: dict[str, JsonObject] = {
-    "sum": {"similarity": "sum"},
+    "sum": {"similarity": "sum", "asking": "spans"},
     "max": {"similarity": "max"},
     "mass": {"similarity": "mass"},
-    "sum, all heads": {"similarity": "sum", "heads": "all"},
+    "max, spans ask": {"similarity": "max", "asking": "spans"},
+    "sum, all heads": {"similarity": "sum", "asking": "spans", "heads": "all"},
     "max, all heads": {"similarity": "max", "heads": "all"},
     "max, preceding votes": {"similarity": "max", "vote": "preceding"},
     "max, no votes": {"similarity": "max", "vote": "off"},
@@ -24,14 +25,14 @@ CHANGES: dict[str, JsonObject] = {
     **{f"max, lambda {rate:g}": {"similarity": "max", "rate": rate, "early_rate": rate} for rate in (0.0, 1.0, 10.0)},
     **{f"max, last {last}": {"similarity": "max", "last": last} for last in (8, 16, 64, 128)},
 }
-"""What a method is called -> how its settings differ from the paper's."""
+"""What a method is called -> how its settings differ from the defaults; `sum` is the paper's."""
 
 PLOTS: dict[str, tuple[str, ...]] = {
     "": ("dense", "streaming_llm", "infllm", "ltri-sum", "ltri-max", "given"),
-    "similarity and votes": (
+    "what asks, and votes": (
         "ltri-sum",
+        "ltri-max-spans-ask",
         "ltri-max",
-        "ltri-mass",
         "ltri-max-all-heads",
         "ltri-max-preceding-votes",
         "ltri-max-no-votes",
@@ -47,7 +48,7 @@ PLOTS: dict[str, tuple[str, ...]] = {
 }
 """What a plot is about, beside where its keys are hidden -> its lines, six at most."""
 
-RECALLED = ("random", "infllm", "ltri-sum", "ltri-max", "ltri-mass", "ltri-max-no-votes")
+RECALLED = ("random", "infllm", "ltri-sum", "ltri-max-spans-ask", "ltri-max", "ltri-max-no-votes")
 """What is compared by the blocks that its layers get back, six at most."""
 
 LEAST = {

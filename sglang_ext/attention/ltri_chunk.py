@@ -249,20 +249,23 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         scores = None
         if self.voter is not None and memory.stored and settings.retrieved:
             dim = self.voter.dim(self.heads * self.ranks.count, query.shape[-1])
-            how = Compared(settings.similarity, dim, self.ranks)
+            each_asks = settings.each_asks(self.end - self.begin)
+            how = Compared(settings.compared_by(each_asks), dim, self.ranks)
             scores = memory.index.scores(self._asked(self.voter, query, local, first), how)
         weight = 0.0 if self.voter is None else self.voter.weight
         blocks, votes[self.begin] = retrieved(before, scores, weight, settings)
         return blocks
 
     def _asked(self, voter: Voter, query: torch.Tensor, local: torch.Tensor, first: int) -> SpanVectors:
-        """Index vectors of the chunk's own spans: queries as they are behind a whole window."""
+        """Index vectors of the chunk's own spans, or of its tokens: queries as they are behind a whole window."""
         settings, found = self.settings, []
         edge = torch.tensor(settings.window - 1, device=query.device)
         vectors = voter.of_queries(rotate(query, edge, self.caches.rope).transpose(0, 1))
         if settings.index != "ltri":
             return SpanVectors.of([index_vectors(vectors, settings)])
         size, before = self.end - self.begin, self.begin - first
+        if settings.each_asks(size):
+            return SpanVectors.of(vectors.split(1))
         blocks = [(low, min(low + settings.block, size)) for low in range(0, size, settings.block)]
         tiles = [local[:, low:high, before + low : before + high] for low, high in blocks]
         given = [local[:, :, before + low : before + high].sum((0, 1)) for low, high in blocks]

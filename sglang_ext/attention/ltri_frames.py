@@ -30,15 +30,17 @@ class Frame:
     Attributes:
         rows: of the frame; whole blocks.
         own: tiles of the chunk's own tokens, counted from its first one; 0 where chunks begin with the frame, so that
-            the tiles of the frame's blocks are their own.
+            the tiles of the frame's blocks are their own, and where each token asks for itself.
         most: tokens of a chunk, at most.
         begin: its first token; None for any place from `Ltri.alike_from` on.
+        anywhere: whether chunks begin anywhere in the frame's first block; else they begin with the frame.
     """
 
     rows: int
     own: int
     most: int
     begin: int | None = None
+    anywhere: bool = False
 
     @classmethod
     def whole(cls, settings: Ltri) -> Frame:
@@ -54,13 +56,13 @@ class Frame:
     @classmethod
     def first(cls, settings: Ltri) -> list[Frame]:
         """Those from a stream's beginning up to `Ltri.alike_from`, of both kinds."""
-        begins, own = range(0, settings.alike_from or 0, settings.chunk), -(-settings.last // settings.block)
+        begins = range(0, settings.alike_from or 0, settings.chunk)
         found = [replace(cls.whole(settings), begin=begin) for begin in begins]
         for begin in begins:
             start = max(begin, settings.sinks)  # where sinks are no part of the window
             rows = begin + settings.chunk - start
             if rows >= settings.last:
-                found.append(cls(rows, own, settings.last, start))
+                found.append(cls._ending(settings, rows, start))
         return found
 
     @classmethod
@@ -68,7 +70,13 @@ class Frame:
         """That of a prompt's last tokens; None where a frame around them has another window, or is too long."""
         block, last = settings.block, settings.last
         rows = -(-(block - 1 + last) // block) * block
-        return None if settings.window % block or rows > settings.chunk else cls(rows, -(-last // block), last)
+        return None if settings.window % block or rows > settings.chunk else cls._ending(settings, rows)
+
+    @classmethod
+    def _ending(cls, settings: Ltri, rows: int, begin: int | None = None) -> Frame:
+        """One of so many rows for the last tokens of a prompt."""
+        own = 0 if settings.each_asks(settings.last) else -(-settings.last // settings.block)
+        return cls(rows, own, settings.last, begin, anywhere=True)
 
     def start(self, settings: Ltri, begin: int) -> int:
         """First token of the frame around a chunk that begins at `begin`."""
@@ -76,8 +84,10 @@ class Frame:
 
     def fits(self, settings: Ltri, begin: int, end: int) -> bool:
         """Whether the frame serves a chunk of the tokens [begin, end)."""
-        if end - begin > self.most or (self.own == 0 and begin % settings.chunk):
+        if end - begin > self.most or (not self.anywhere and begin % settings.chunk):
             return False
+        if not self.anywhere and settings.each_asks(end - begin) and settings.evicted(begin):
+            return False  # spans ask for blocks in this frame
         if self.begin is not None:
             inside = self.begin <= begin and end <= self.begin + self.rows
             return inside and settings.local(begin) == settings.local(self.begin)
@@ -126,7 +136,11 @@ class FramePlan:
         count: rows before the chunk's end.
         gone: the blocks that leave the window.
         outside: [rows] bool, rows that are not the chunk's.
-        asking: [tiles * block] int64, rows of the chunk's own tiles; empty where these are those of the frame's blocks.
+        anywhere: see `Frame`.
+        each_asks: whether each of the chunk's tokens asks for itself (`Ltri.each_asks`).
+        asking: [n] int64, rows of the tokens that may ask for themselves (`Ltri.last`), or of the chunk's own tiles;
+            empty where these are those of the frame's blocks.
+        asks: [n] int32, 1 for those of `asking` that are the chunk's, 0 for others.
         oldest, newest: [1] int64, which of the frame's blocks have the chunk's first token and its last.
         before: [block] bool, tokens of the oldest block that are before the chunk.
     """
@@ -136,7 +150,10 @@ class FramePlan:
     count: int
     gone: range
     outside: torch.Tensor
+    anywhere: bool
+    each_asks: bool
     asking: torch.Tensor
+    asks: torch.Tensor
     oldest: torch.Tensor
     newest: torch.Tensor
     before: torch.Tensor
@@ -156,7 +173,9 @@ class FramePlan:
         start = frame.start(settings, chunk.begin)
         lead, count = chunk.begin - start, chunk.end - start
         plan = ChunkPlan.of(replace(chunk, begin=start, end=start + frame.rows), seat, before)
-        rows, steps = torch.arange(frame.rows, device=device), torch.arange(frame.own * settings.block, device=device)
+        each_asks = frame.anywhere and settings.each_asks(frame.most)
+        steps = torch.arange(frame.most if each_asks else frame.own * settings.block, device=device)
+        rows = torch.arange(frame.rows, device=device)
         outside = (rows < lead) | (rows >= count)
         own, blocks = plan.rows, plan.tiles.blocks
         # Sinks are in no block.
@@ -187,6 +206,9 @@ class FramePlan:
             count=count,
             gone=plan.gone,
             outside=outside,
+            anywhere=frame.anywhere,
+            each_asks=each_asks,
+            asks=(steps < chunk.end - chunk.begin).int(),
             asking=(steps + lead).clamp(max=frame.rows - 1),
             oldest=torch.full((1,), oldest, dtype=torch.int64, device=device),
             newest=torch.full((1,), newest, dtype=torch.int64, device=device),
@@ -259,7 +281,7 @@ class FramePlan:
 _LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", "before", "blocks", "count")
 _TOKENS = ("rows", "window", "sinks", "gone_tokens")
 _TILES = ("firsts", "places", "lengths")
-_OWN = ("outside", "asking", "oldest", "newest", "before")
+_OWN = ("outside", "asking", "asks", "oldest", "newest", "before")
 """Tensors of a `ChunkPlan`, of the `Tokens` and the `Tiles` in it, and a `FramePlan`'s own."""
 
 

@@ -16,23 +16,15 @@ from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
-from sglang_ext.attention.ltri_spans import cut, keep_vectors, leaving_spans, span_vectors
-from sglang_ext.attention.ltri_state import (
-    KernelMemory,
-    Lanes,
-    LayerStore,
-    Looked,
-    Retrieved,
-    index_sizes,
-    span_rule,
-)
+from sglang_ext.attention.ltri_spans import cut, keep_vectors, leaving_spans, query_spans, token_spans
+from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Looked, Retrieved, span_rule
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, merge, move, rotate_queries
 from sglang_ext.kernels.host_fetch import FreshBlocks, fetch, look_up, store
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, Received, fill_tiles, received
 from sglang_ext.kernels.rope import rotate
-from sglang_ext.kernels.span_index import Spans, pick
+from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, random_blocks
 
 
@@ -189,7 +181,7 @@ class KernelChunk(LayerTokens[Spans]):
 
         Returns:
             (spans of the chunk's own tokens, a tile of `block` of them each; what these received [tiles, block]); None
-            where nothing asks.
+            where these do not ask.
         """
         if self.voter is None:
             return None
@@ -228,7 +220,7 @@ class KernelChunk(LayerTokens[Spans]):
         """Fill the tiles of the attention map that the chunk has rows in.
 
         Returns:
-            The spans of the chunk's own; None where nothing remembers spans, and where nothing asks.
+            The spans of the chunk's own; None where nothing remembers spans, and where these do not ask.
         """
         settings, memory, plan = self.settings, self.memory, self.plan
         if settings.index != "ltri":
@@ -239,7 +231,7 @@ class KernelChunk(LayerTokens[Spans]):
                 tiles[place] = memory.tiles[block]
             memory.tiles[block] = tiles[place]
         fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
-        if self.answers and settings.persist:
+        if self._each_asks or (self.answers and settings.persist):
             return None
         return self._cut(tiles[plan.tiles.asking], plan.tiles.lengths)
 
@@ -332,20 +324,29 @@ class KernelChunk(LayerTokens[Spans]):
             return self.ranks.add(torch.zeros(ids.shape, device=ids.device))
         blocks = BlockIndex(index.vectors, index.counts, ids, self.plan.blocks)
         spans = self._query_spans(voter, asked, own)
-        return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.similarity))
+        return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.compared_by(self._each_asks)))
 
     def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:
-        """Index vectors of the chunk's own spans: queries as they are behind a whole window."""
+        """Index vectors of the chunk's own spans, or of its tokens: queries as they are behind a whole window."""
         settings, states = self.settings, voter.of_queries(asked.far)
+        if self._each_asks:
+            return self._each(states)
         if own is None:
             mean = self._mean(states, torch.promote_types(states.dtype, torch.float32))
             return QuerySpans(mean.view(1, 1, 1, -1), torch.ones_like(self.plan.count).view(1, 1))
         spans, given = own
         asking = self._asking(states, given.numel()).view(*given.shape, -1)
-        found, counts = span_vectors(settings, asking, pick(spans, given, index_sizes(settings)[1]), spans.counts)
-        missing = (settings.chunk // settings.block - len(given)) * settings.spans  # kernels know the number
-        vectors, counts = pad(found.flatten(0, 1), (0, 0, 0, 0, 0, missing)), pad(counts.flatten(), (0, missing))
-        return QuerySpans(vectors.unsqueeze(0), counts.unsqueeze(0))
+        return query_spans(settings, spans, given, asking)
+
+    @property
+    def _each_asks(self) -> bool:
+        """Whether each of the chunk's tokens asks (`Ltri.each_asks`)."""
+        return self.settings.each_asks(self.end - self.begin)
+
+    def _each(self, states: torch.Tensor) -> QuerySpans:
+        """The chunk's tokens as spans of their own, of states [rows, dim]; of as many for all chunks that ask so."""
+        there = torch.arange(self.settings.last, device=states.device) < states.shape[0]
+        return token_spans(_padded(states, len(there)), there.int())
 
     def _fetch_ahead(self, votes: dict[int, torch.Tensor]) -> None:
         """Nothing, where launches do not run beside each other."""

@@ -198,7 +198,7 @@ class Tiles:
     Attributes:
         blocks: numbers of the stream's blocks that have them.
         own: how many more there are, of the chunk's own tokens from its first on; 0 where the blocks' are the same, or
-            where the chunk asks for nothing.
+            where the chunk's spans ask for nothing.
         firsts: [1, len(blocks) + own] int32, column in the window of each one's first token.
         places: [1, len(blocks) + own] int32, numbers of the tiles.
         lengths: [tiles of the chunk's own tokens] int32, how many tokens each has; in a frame (`ltri_frames`) that of
@@ -294,7 +294,8 @@ class ChunkPlan:
         listed[0, : end - first] = window.slots
         gone = range(before, stored)
         number = lambda value: torch.full((1,), value, dtype=torch.int32, device=device)  # noqa: E731
-        tiles = Tiles.of(settings, begin, end, first, not (chunk.answers and settings.persist), device)
+        asks = not (chunk.answers and settings.persist) and not settings.each_asks(end - begin)
+        tiles = Tiles.of(settings, begin, end, first, asks, device)
         return cls(
             rows=tokens(begin, end),
             window=window,

@@ -14,8 +14,9 @@ from sglang_ext.attention.ltri_frames import FramePlan
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_runs import ChunkRun
+from sglang_ext.attention.ltri_spans import token_spans
 from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Looked
-from sglang_ext.kernels.block_votes import elect
+from sglang_ext.kernels.block_votes import QuerySpans, elect
 from sglang_ext.kernels.clamped_attention import ChunkQuery, Part, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.host_fetch import FreshBlocks
@@ -73,19 +74,21 @@ class RecordedChunk(KernelChunk):
         if self.voter is None:
             return None
         chunk = self._local_map(asked, window, local)
-        if self.plan.tiles.own:  # rows before the chunk attend to nothing
+        if self.frame.anywhere:  # rows before the chunk attend to nothing
             chunk = replace(chunk, lse=chunk.lse.masked_fill(self.frame.outside.view(1, -1, 1), torch.inf))
-        with self.lanes.tiles.apart():
+        blocks = len(self.plan.tiles.blocks)
+        with self.lanes.tiles.apart(chunk.lse):
             cut = self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0
             spans = self._framed_spans(chunk) if cut else None
+            if spans is not None:
+                kept = Spans(spans.bounds[:blocks], spans.counts[:blocks])
+                self.store.spans_of_voters.put(self.plan.tile_spans, kept)
         with self.lanes.sums.apart(chunk.lse):
             self._add_sums(chunk)
-        if spans is None:
+        if spans is None or self._each_asks:
             return None
         given = self.ranks.add(self._own_received(chunk))  # behind what the lane adds: one communicator has one order
         self.lanes.tiles.join()
-        blocks = len(self.plan.tiles.blocks)
-        self.store.spans_of_voters.put(self.plan.tile_spans, Spans(spans.bounds[:blocks], spans.counts[:blocks]))
         if self.plan.tiles.own:
             spans = Spans(spans.bounds[blocks:], spans.counts[blocks:])
             given = given.index_select(0, self.frame.asking)
@@ -105,13 +108,20 @@ class RecordedChunk(KernelChunk):
         plan, state, frame = self.plan, self.store.map_of_voters, self.frame
         tiles = self._no_tiles(chunk)
         fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
-        if plan.tiles.own:
+        if frame.anywhere:
             kept, found = state.tile.index_select(0, plan.at), tiles.index_select(0, frame.oldest)
             tiles.index_copy_(0, frame.oldest, torch.where(frame.before.view(1, 1, -1, 1), kept, found))
         state.tile.index_copy_(0, plan.at, tiles.index_select(0, frame.newest))
         return self._cut(tiles, plan.tiles.lengths)
 
     # ---- what the chunk asks ----
+
+    @property
+    def _each_asks(self) -> bool:
+        return self.frame.each_asks
+
+    def _each(self, states: torch.Tensor) -> QuerySpans:
+        return token_spans(states.index_select(0, self.frame.asking), self.frame.asks)
 
     def _mean(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         outside = self.frame.outside

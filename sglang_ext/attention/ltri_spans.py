@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_state import LayerIndex, LayerStore, index_sizes, is_folded
+from sglang_ext.kernels.block_votes import QuerySpans
 from sglang_ext.kernels.span_index import HeadSums, SpanRule, Spans, cut_spans, cut_summed, pick, sum_heads
 from sglang_ext.policies.ltri import TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
@@ -45,6 +47,31 @@ def keep_vectors(
     vectors, counts = span_vectors(settings, states.view(*given.shape, -1), chosen, spans.counts)
     index.vectors.index_copy_(0, at, vectors.to(index.vectors.dtype))
     index.counts.index_copy_(0, at, counts)
+
+
+def query_spans(settings: Ltri, spans: Spans, given: torch.Tensor, states: torch.Tensor) -> QuerySpans:
+    """The spans of a chunk, as they are compared with an index.
+
+    Args:
+        settings: of the method.
+        spans: of the chunk's own tiles.
+        given: [tiles, block], what their tokens received from all heads.
+        states: [tiles, block, dim] of their tokens (`Voter.of_queries`).
+    """
+    found, counts = span_vectors(settings, states, pick(spans, given, index_sizes(settings)[1]), spans.counts)
+    missing = (settings.chunk // settings.block - len(given)) * settings.spans  # kernels know the number
+    vectors, counts = pad(found.flatten(0, 1), (0, 0, 0, 0, 0, missing)), pad(counts.flatten(), (0, missing))
+    return QuerySpans(vectors.unsqueeze(0), counts.unsqueeze(0))
+
+
+def token_spans(states: torch.Tensor, there: torch.Tensor) -> QuerySpans:
+    """Tokens as spans of their own.
+
+    Args:
+        states: [tokens, dim] (`Voter.of_queries`).
+        there: [tokens] int32, 1 for those that there are, and 0 for others.
+    """
+    return QuerySpans(states.view(1, -1, 1, states.shape[1]), there.unsqueeze(0))
 
 
 def span_vectors(

@@ -107,6 +107,7 @@ def test_answers_are_the_papers(served: Served) -> None:
         replace(sizes, retrieved=1),
         replace(sizes, persist=False),
         replace(sizes, last=4),
+        replace(sizes, asking="spans"),
     ):
         table = oracle.log_probs(sequence(prompts[-1], answers[-1]), len(prompts[-1]), other)
         assert deviation(prompts[-1], answers[-1], table) > 10 * TOLERANCE, other

@@ -47,6 +47,7 @@ class LtriSizes:
     early_layers: int = 4
     index: str = "ltri"
     similarity: str = "sum"
+    asking: str = "tokens"
     vote: str = "inclusive"
     persist: bool = True
     far: bool = False
@@ -249,13 +250,19 @@ class LtriOracle:
                 [sizes.heads[layer][0]], sizes.heads[layer][1]
             )  # fmt: skip
             asking = []
+            kind, each = sizes.similarity, sizes.asking == "tokens" and chunk.end - chunk.begin <= sizes.last
             if sizes.index != "ltri":
                 asking = [self._vectors(query, chosen, [*range(chunk.begin, chunk.end)], rotated=True).mean(0)[None]]
+            elif each:
+                asking = [self._vectors(query, chosen, [i], rotated=True) for i in range(chunk.begin, chunk.end)]
+                kind = kind if kind == "sum" else "mass"
             for low in range(chunk.begin, chunk.end, sizes.block):
                 high = min(low + sizes.block, chunk.end)
                 received = local[:, chunk.begin : chunk.end, low:high].sum((0, 1))
                 for span in (
-                    index_of(local[:, low:high, low:high], received, sizes, layer) if sizes.index == "ltri" else ()
+                    index_of(local[:, low:high, low:high], received, sizes, layer)
+                    if sizes.index == "ltri" and not each
+                    else ()
                 ):
                     asking.append(self._vectors(query, chosen, [low + t for t in span], rotated=True))
             memory = {
@@ -264,7 +271,7 @@ class LtriOracle:
             }
             if sizes.index != "ltri":
                 memory = {block: [keys.mean(0)[None] for keys in spans] for block, spans in memory.items()}
-            scores = similarity_of(asking, memory, sizes.similarity)
+            scores = similarity_of(asking, memory, kind)
             own = sorted(scores, key=lambda block: (-scores[block], block))[: sizes.retrieved]
             for block in own:
                 chunk.votes[block] = chunk.votes.get(block, 0.0) + weight

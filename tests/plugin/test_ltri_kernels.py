@@ -48,6 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sum": {},
     "max": {"similarity": "max"},
     "mass": {"similarity": "mass", "ratio": "rowcol"},
+    "spans ask": {"asking": "spans"},
+    "spans ask by mass": {"asking": "spans", "similarity": "mass"},
     "preceding": {"vote": "preceding", "similarity": "max"},
     "off": {"vote": "off", "ratio": "col"},
     "true distances": {"far": True},
@@ -207,7 +209,11 @@ def test_whole_streams(changes: dict[str, Any], places: int, monkeypatch: pytest
     assert cache["fetched_bytes"] <= counted["host_fetched_bytes"], "blocks stay on the device for some time"
 
 
-@pytest.mark.parametrize("changes", [{"similarity": "max"}, {"index": "infllm", "vote": "off"}, {"heads": "file"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"similarity": "max"}, {"index": "infllm", "vote": "off"}, {"heads": "file"}, {"asking": "spans"}],
+    ids=lambda changes: "-".join(changes),
+)
 @pytest.mark.parametrize(
     "prompt", [3, 20, 27, 37, 64, 69, 74, 90, 101, 128, 143, 290, 295, 296, 298, 303, 304, 307, 311]
 )
@@ -231,17 +237,17 @@ def test_ends_of_prompts(prompt: int, changes: dict[str, Any], monkeypatch: pyte
         assert sorted(found) == sorted(wanted) and (prompt < 200 or len(found) in (0, SIZES["retrieved"]))
 
 
-@pytest.mark.parametrize(("prompt", "rows"), [(296, 16), (311, 16), (312, 32)])
+@pytest.mark.parametrize(("prompt", "rows"), [(303, 16), (311, 16), (312, 32)])
 def test_few_tokens_before_a_prompts_end_have_a_short_frame(
     prompt: int, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """From 288 on there are 1, 16 and 17 tokens, and behind them the 7 that are a chunk of their own."""
+    """From 288 on there are 8, 16 and 17 tokens, and behind them the 7 that are a chunk of their own."""
     _, kernels = both(monkeypatch, tmp_path, {}, 2)
     kernels.chunks_of_a_pass, runs = 3, kernels.chunks._graphs._runs  # a pass begins at 288
     for run in runs:
         run.chunks = None
     list(kernels.run(kernels.begin(1, prompt), text(1), 0, prompt))
-    used = [run for run in runs if run.chunks is not None and run.places[-1].frame.own and len(run.places) == 2]
+    used = [run for run in runs if run.chunks is not None and run.places[-1].frame.anywhere and len(run.places) == 2]
     assert [run.places[0].frame.rows for run in used] == [rows]
 
 

@@ -324,6 +324,7 @@ def test_blocks_leave_the_window() -> None:
         ({"last": 0}, "last=0: expected a whole number of at least 1"),
         ({"last": 513}, "last=513, chunk=512: expected at most a chunk"),
         ({"similarity": "cosine"}, "similarity='cosine': expected one of sum, max, mass"),
+        ({"asking": "all"}, "asking='all': expected one of tokens, spans"),
         ({"theta": 1.0}, "theta=1.0, phi=0.1: expected 0 < theta < 1"),
         ({"spans": 13}, "vectors=12, spans=13: expected at least one vector"),
         ({"sinks": True}, "sinks=True: expected a whole number"),

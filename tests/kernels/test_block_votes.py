@@ -139,6 +139,7 @@ SIZES = [
     {"blocks": (1,), "limit": 1, "spans": 1, "most": 1, "query_spans": 1, "most_q": 1, "dim": 8},
     {"blocks": (70,), "limit": 75, "spans": 2, "most": 1, "query_spans": 20, "most_q": 1, "dim": 96},
     {"blocks": (3, 3), "limit": 4, "spans": 1, "most": 20, "query_spans": 2, "most_q": 20, "dim": 136},
+    {"blocks": (23,), "limit": 24, "spans": 4, "most": 3, "query_spans": 32, "most_q": 1, "dim": 64},  # tokens ask
 ]
 
 

@@ -2,7 +2,8 @@
 
 A block's tokens attend to each other in triangles of the attention map, which are its semantic spans. Each span is
 remembered by the keys of its most attended tokens. A later chunk has spans likewise, whose queries are compared with
-these keys; layers that have a retrieval head vote for blocks, and the best blocks come back.
+these keys, and so is each of a prompt's last tokens (`Ltri.asking`). Layers that have a retrieval head vote for blocks,
+and the best blocks come back.
 
 The functions follow section 3 of the paper in order; `ltri_similarity` has section 3.4. A *tile* is a block's attention
 to itself, [heads, tokens, tokens] with rows that attend to columns, 0 above the diagonal; a span is (first token, end

@@ -49,14 +49,15 @@ class Ltri:
             or the mean key of all of its tokens (`mean`). The last two compare it with a chunk's mean query. Two
             baselines remember nothing: each layer retrieves blocks at random (`random`), or every layer gets those that
             the request names (`given`; `blocks` in `custom_params` is a list of their numbers).
-        similarity: of a span's index vectors and a query's: the largest of all products (`max`), which finds the most
-            in our study; their `sum` (equation 8, the paper's); or the attention that the queries give to the span's
-            vectors among all of them (`mass`).
-        asking: what of a prompt's last tokens (`last`) is compared with what is remembered. `tokens`: the query of each
-            of them, by the attention that it gives to a span's vectors among all vectors, as in `mass`; with similarity
-            `sum`, which remembers sums alone, by its product. `spans` (the paper): what other chunks compare, too, the
-            queries of the tokens that stand for their spans. The token that asks for the answer is none of these,
-            because a token stands for a span by the attention of the tokens behind it.
+        similarity: of two spans' index vectors: the largest of all products (`max`); their `sum` (equation 8, the
+            paper's), which finds less in our study; or the attention that the queries give to the span's vectors among
+            all of them (`mass`), which takes kernels three times as long. A prompt's last tokens are compared as
+            `asking` says.
+        asking: with index `ltri`, what of a prompt's last tokens (`last`) is compared with what is remembered.
+            `tokens`: the query of each of them, by the attention that it gives to a span's vectors among all vectors,
+            as in `mass`; with similarity `sum`, which remembers sums alone, by its product. `spans` (the paper): what
+            other chunks compare, too, the queries of the tokens that stand for their spans. The token that asks for
+            the answer is seldom one of these, because a token stands for a span by the attention that it receives.
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
             (`preceding`), or its own choice (`off`).
         heads: the file of `sglang-ext heads` that says which head votes in a layer, or `all`: then all heads of every
@@ -189,12 +190,22 @@ class Ltri:
             cuts.add(prompt - self.last)
         return list(pairwise([begin, *sorted(cuts), end]))
 
-    def each_asks(self, rows: int) -> bool:
-        """Whether each token of a chunk of so many is compared with what is remembered (`asking`)."""
-        return self.index == "ltri" and self.asking == "tokens" and rows <= self.last
+    @property
+    def tokens_ask(self) -> bool:
+        """Whether each of a prompt's last tokens is compared with what is remembered (`asking`)."""
+        return self.index == "ltri" and self.asking == "tokens"
+
+    def ending(self, begin: int, prompt: int) -> bool:
+        """Whether a chunk that begins at `begin` has a prompt's last tokens alone, or a token behind them.
+
+        Args:
+            begin: its first token.
+            prompt: behind the last token of the prompt.
+        """
+        return begin >= prompt - self.last
 
     def compared_by(self, each_asks: bool) -> str:
-        """The similarity by which a chunk is compared with what is remembered; see `each_asks`."""
+        """The similarity by which a chunk is compared with what is remembered, of which each token asks or none."""
         return "mass" if each_asks and self.similarity != "sum" else self.similarity
 
     @property

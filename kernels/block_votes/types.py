@@ -13,7 +13,7 @@ WEIGHTS = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class QuerySpans:
-    """Index vectors of the spans of one chunk a request (Ltri-LLM, section 3.4).
+    """Index vectors of the spans of one chunk a request (Ltri-LLM, section 3.4), or of tokens, each as its own span.
 
     Attributes:
         vectors: [batch, query_spans, most_q, dim], a floating dtype. Vectors beyond a span's number may hold anything.

@@ -109,6 +109,7 @@ class Layers:
             begin=self.tokens + number * settings.chunk,
             end=self.tokens + (number + 1) * settings.chunk,
             answers=False,
+            ending=False,
             given=(),
             kept=False,
         )

@@ -365,8 +365,9 @@ class LtriPolicy(StreamPolicy):
     def _between(self, request: Request, bounds: tuple[int, int]) -> dict[str, Any]:
         """What differs between the chunks of a request in one pass and layer (`LayerTokens`)."""
         (begin, end), stream = bounds, self._streams[request.slot]
-        answers = begin >= stream.offset + request.prompt
-        return {"begin": begin, "end": end, "answers": answers, "kept": self._kept(request, stream, begin)}
+        prompt, kept = stream.offset + request.prompt, self._kept(request, stream, begin)
+        ending = self.config.ending(begin, prompt)
+        return {"begin": begin, "end": end, "answers": begin >= prompt, "ending": ending, "kept": kept}
 
     def _kept(self, request: Request, stream: LtriStream, begin: int) -> bool:
         """Whether other streams may begin like a stream up to `begin`, where a chunk begins."""

@@ -1,8 +1,8 @@
 """One chunk of a stream of Ltri-LLM in one layer, in plain PyTorch: section 3 of the paper, step by step.
 
 What leaves the window goes to the host; the chunk's keys and values take the slots that are free then; the chunk's
-attention to its window is the map out of which spans are cut; the spans of the chunk ask for blocks, which come back
-from the host; and one softmax goes over sinks, blocks and window.
+attention to its window is the map out of which spans are cut; the spans of the chunk ask for blocks, or each of its
+tokens does (`Ltri.asking`); these come back from the host; and one softmax goes over sinks, blocks and window.
 
 **Ranks.** Each has some of the heads, its part of the map, and its part of every index vector. In a layer that votes,
 what decides is a sum over all heads, and ranks add their parts of it at most three times a chunk: for the blocks that
@@ -34,7 +34,7 @@ from sglang_ext.policies.ltri import (
 from sglang_ext.policies.ltri_similarity import Compared, SpanVectors, index_vectors
 
 LOGITS_AT_ONCE = 1 << 22
-"""Logits that are one tensor at a time: on CPUs, one of 32 MiB or more is new memory from the system each time."""
+"""Logits of a softmax, if one key-value head has no more: a tensor of 32 MiB is new memory from a CPU's system."""
 
 
 def _weighted(logits: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
@@ -249,8 +249,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         scores = None
         if self.voter is not None and memory.stored and settings.retrieved:
             dim = self.voter.dim(self.heads * self.ranks.count, query.shape[-1])
-            each_asks = settings.each_asks(self.end - self.begin)
-            how = Compared(settings.compared_by(each_asks), dim, self.ranks)
+            how = Compared(settings.compared_by(self.each_asks), dim, self.ranks)
             scores = memory.index.scores(self._asked(self.voter, query, local, first), how)
         weight = 0.0 if self.voter is None else self.voter.weight
         blocks, votes[self.begin] = retrieved(before, scores, weight, settings)
@@ -264,7 +263,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         if settings.index != "ltri":
             return SpanVectors.of([index_vectors(vectors, settings)])
         size, before = self.end - self.begin, self.begin - first
-        if settings.each_asks(size):
+        if self.each_asks:
             return SpanVectors.of(vectors.split(1))
         blocks = [(low, min(low + settings.block, size)) for low in range(0, size, settings.block)]
         tiles = [local[:, low:high, before + low : before + high] for low, high in blocks]

@@ -75,19 +75,25 @@ class Frame:
     @classmethod
     def _ending(cls, settings: Ltri, rows: int, begin: int | None = None) -> Frame:
         """One of so many rows for the last tokens of a prompt."""
-        own = 0 if settings.each_asks(settings.last) else -(-settings.last // settings.block)
+        own = 0 if settings.tokens_ask else -(-settings.last // settings.block)
         return cls(rows, own, settings.last, begin, anywhere=True)
 
     def start(self, settings: Ltri, begin: int) -> int:
         """First token of the frame around a chunk that begins at `begin`."""
         return begin - (begin - settings.sinks) % settings.block if self.begin is None else self.begin
 
-    def fits(self, settings: Ltri, begin: int, end: int) -> bool:
-        """Whether the frame serves a chunk of the tokens [begin, end)."""
+    @property
+    def each_asks(self) -> bool:
+        """Whether each of a chunk's tokens asks for itself (`LayerTokens.each_asks`)."""
+        return self.anywhere and self.own == 0
+
+    def fits(self, chunk: LayerTokens[SpansT]) -> bool:
+        """Whether the frame serves a chunk."""
+        settings, begin, end = chunk.settings, chunk.begin, chunk.end
         if end - begin > self.most or (not self.anywhere and begin % settings.chunk):
             return False
-        if not self.anywhere and settings.each_asks(end - begin) and settings.evicted(begin):
-            return False  # spans ask for blocks in this frame
+        if chunk.each_asks != self.each_asks and settings.evicted(begin):
+            return False  # where there are blocks to ask for, one of these asks, and not the other
         if self.begin is not None:
             inside = self.begin <= begin and end <= self.begin + self.rows
             return inside and settings.local(begin) == settings.local(self.begin)
@@ -137,7 +143,6 @@ class FramePlan:
         gone: the blocks that leave the window.
         outside: [rows] bool, rows that are not the chunk's.
         anywhere: see `Frame`.
-        each_asks: whether each of the chunk's tokens asks for itself (`Ltri.each_asks`).
         asking: [n] int64, rows of the tokens that may ask for themselves (`Ltri.last`), or of the chunk's own tiles;
             empty where these are those of the frame's blocks.
         asks: [n] int32, 1 for those of `asking` that are the chunk's, 0 for others.
@@ -151,7 +156,6 @@ class FramePlan:
     gone: range
     outside: torch.Tensor
     anywhere: bool
-    each_asks: bool
     asking: torch.Tensor
     asks: torch.Tensor
     oldest: torch.Tensor
@@ -173,8 +177,7 @@ class FramePlan:
         start = frame.start(settings, chunk.begin)
         lead, count = chunk.begin - start, chunk.end - start
         plan = ChunkPlan.of(replace(chunk, begin=start, end=start + frame.rows), seat, before)
-        each_asks = frame.anywhere and settings.each_asks(frame.most)
-        steps = torch.arange(frame.most if each_asks else frame.own * settings.block, device=device)
+        steps = torch.arange(frame.most if frame.each_asks else frame.own * settings.block, device=device)
         rows = torch.arange(frame.rows, device=device)
         outside = (rows < lead) | (rows >= count)
         own, blocks = plan.rows, plan.tiles.blocks
@@ -207,7 +210,6 @@ class FramePlan:
             gone=plan.gone,
             outside=outside,
             anywhere=frame.anywhere,
-            each_asks=each_asks,
             asks=(steps < chunk.end - chunk.begin).int(),
             asking=(steps + lead).clamp(max=frame.rows - 1),
             oldest=torch.full((1,), oldest, dtype=torch.int64, device=device),

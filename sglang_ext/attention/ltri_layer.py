@@ -88,6 +88,7 @@ class LayerTokens(Generic[SpansT]):
         heads: query heads of the layer, on this rank.
         begin, end: numbers of its tokens.
         answers: whether it is a token of an answer.
+        ending: whether all of them are among the last ones of a prompt (`Ltri.ending`), or of an answer.
         given: blocks that the request names.
         kept: whether other streams may begin like this one up to here.
     """
@@ -102,5 +103,11 @@ class LayerTokens(Generic[SpansT]):
     begin: int
     end: int
     answers: bool
+    ending: bool
     given: Sequence[int]
     kept: bool
+
+    @property
+    def each_asks(self) -> bool:
+        """Whether each of the tokens is compared with what is remembered, and not the spans of the chunk."""
+        return self.ending and self.settings.tokens_ask

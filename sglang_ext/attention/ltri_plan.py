@@ -217,11 +217,11 @@ class Tiles:
         return slice(len(self.blocks), None) if self.own else slice(0, self.lengths.shape[0])
 
     @classmethod
-    def of(cls, settings: Ltri, begin: int, end: int, window: int, asks: bool, device: torch.device) -> Tiles:
+    def of(cls, settings: Ltri, begin: int, end: int, window: int, spans_ask: bool, device: torch.device) -> Tiles:
         """Those of a chunk of the tokens [begin, end) whose window begins with token `window`."""
         rows, block = end - begin, settings.block
         blocks = range(max(0, begin - settings.sinks) // block, settings.blocks(end))
-        own = -(-rows // block) if asks else 0
+        own = -(-rows // block) if spans_ask else 0
         aligned = begin >= settings.sinks and (begin - settings.sinks) % block == 0
         count = 0 if aligned else own
         numbers = torch.arange(max(len(blocks), own), dtype=torch.int32, device=device) * block
@@ -294,8 +294,8 @@ class ChunkPlan:
         listed[0, : end - first] = window.slots
         gone = range(before, stored)
         number = lambda value: torch.full((1,), value, dtype=torch.int32, device=device)  # noqa: E731
-        asks = not (chunk.answers and settings.persist) and not settings.each_asks(end - begin)
-        tiles = Tiles.of(settings, begin, end, first, asks, device)
+        spans_ask = not (chunk.answers and settings.persist) and not chunk.each_asks
+        tiles = Tiles.of(settings, begin, end, first, spans_ask, device)
         return cls(
             rows=tokens(begin, end),
             window=window,

@@ -221,7 +221,7 @@ class ChunkRun:
             return False
         for place, tokens in zip(self.places, chunks, strict=False):
             leave = settings.evicted(tokens.begin) - stored
-            if not place.frame.fits(settings, tokens.begin, tokens.end) or leave > settings.chunk // settings.block:
+            if not place.frame.fits(tokens) or leave > settings.chunk // settings.block:
                 return False
             stored += leave
         return True

@@ -255,8 +255,10 @@ class KernelChunks:
     def _settle(self, seat: Seat, newest: LayerTokens[Any], *, replayed: bool) -> None:
         """Know whether all is settled behind a stream's newest chunk (`Seat.settled`)."""
         settings = self.settings
-        # Behind the sinks, blocks that are complete with a chunk have their spans with it.
+        # Behind the sinks, blocks that are complete with a chunk have their spans with it, but where no spans ask.
         whole = newest.begin % settings.chunk == 0 and newest.begin >= settings.sinks
+        if newest.each_asks:
+            whole = whole and settings.blocks(newest.begin + 1) == settings.blocks(newest.end + 1)
         seat.settled = newest.end if (replayed or whole) and not newest.answers else None
 
     def retrieved(self, memory: AnyMemory) -> list[int]:

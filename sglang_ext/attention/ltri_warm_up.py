@@ -60,13 +60,14 @@ class WarmUp:
             end, turn = first + 3 * chunk, first + chunk + chunk // 2 + 1
         lease = host.lease(settings.evicted(end))
         memories = {layer: self.chunks.memory() for layer in sorted(self.caches)}
-        bounds = settings.chunks(0, end, end + settings.last if recorded else end)
+        prompt = end + settings.last if recorded else end
+        bounds = settings.chunks(0, end, prompt)
         with torch.no_grad():
             for begin, stop in _cut(bounds, turn):
                 carry: Carry = {}
                 votes: dict[int, torch.Tensor] = {}
                 parts = {
-                    layer: self._tokens(layer, lease, memory, (begin, stop), carry)
+                    layer: self._tokens(layer, lease, memory, (begin, stop), settings.ending(begin, prompt), carry)
                     for layer, memory in memories.items()
                 }
                 if recorded and stop == end:
@@ -104,7 +105,7 @@ class WarmUp:
         copy.release()
 
     def _tokens(
-        self, layer: int, lease: HostLease, memory: AnyMemory, bounds: tuple[int, int], carry: Carry
+        self, layer: int, lease: HostLease, memory: AnyMemory, bounds: tuple[int, int], ending: bool, carry: Carry
     ) -> LayerTokens[Spans]:
         keys, values = self.caches[layer]
         nowhere = torch.zeros(self.policy.config.slots, dtype=torch.int32, device=keys.device)
@@ -119,6 +120,7 @@ class WarmUp:
             begin=bounds[0],
             end=bounds[1],
             answers=False,
+            ending=ending,
             given=(),
             kept=False,
         )

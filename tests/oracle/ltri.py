@@ -1,5 +1,7 @@
 """What Ltri-LLM must answer, by `transformers` and the paper alone: nothing of this project is imported.
 
+It is the paper's method but for what a prompt's last tokens ask (`LtriSizes.asking`), which is written here, too.
+
 :class:`LtriOracle` runs a checkpoint in float64 over a whole prompt and its forced answer in one forward at position 0,
 in which attention is written from the paper: chunk by chunk, with a map of local attention that is kept whole, spans by
 sums over every triangle, and a distance for every pair of tokens. Layers run one after the other, so what the layers of
@@ -26,6 +28,8 @@ class LtriSizes:
     """Ltri-LLM's settings, as the paper names them.
 
     Attributes:
+        asking: `tokens`: each of a prompt's last tokens asks for itself, by `mass` (by `sum` with the similarity
+            `sum`); `spans`: the spans of their chunk ask, as in the paper.
         heads: layer -> (retrieval head, its score); None: every layer votes with all of its heads.
         far: true distances instead of at most the window's.
         everything: retrieve all evicted blocks, whatever their scores.
@@ -61,12 +65,14 @@ class Chunk:
 
     Attributes:
         asks: it is part of a prompt, and retrieves blocks of its own.
+        ending: all of its tokens are among the last ones of a prompt (`last`), or of an answer.
         lists: layer -> blocks that it retrieved.
     """
 
     begin: int
     end: int
     asks: bool
+    ending: bool
     votes: dict[int, float] = field(default_factory=dict)
     lists: dict[int, list[int]] = field(default_factory=dict)
 
@@ -178,8 +184,9 @@ class LtriOracle:
         for (begin, end), following in zip(turns, [*(low for low, _ in turns[1:]), len(tokens)], strict=True):
             cuts = {begin, *range(begin // sizes.chunk * sizes.chunk, end, sizes.chunk), end - sizes.last, end}
             bounds = sorted(cut for cut in cuts if cut >= begin)
-            self.chunks += [Chunk(low, high, asks=True) for low, high in pairwise(bounds)]
-            self.chunks += [Chunk(token, token + 1, asks=False) for token in range(end, following)]
+            ending = end - sizes.last
+            self.chunks += [Chunk(low, high, True, low >= ending) for low, high in pairwise(bounds)]
+            self.chunks += [Chunk(token, token + 1, False, True) for token in range(end, following)]
         everything = torch.ones(len(tokens), len(tokens), dtype=torch.bool)
         nowhere = torch.zeros(len(tokens), dtype=torch.long)  # the model's own rotation is none
         return torch.log_softmax(oracle._forward(self.model, tokens, nowhere, everything), -1)
@@ -250,7 +257,7 @@ class LtriOracle:
                 [sizes.heads[layer][0]], sizes.heads[layer][1]
             )  # fmt: skip
             asking = []
-            kind, each = sizes.similarity, sizes.asking == "tokens" and chunk.end - chunk.begin <= sizes.last
+            kind, each = sizes.similarity, sizes.asking == "tokens" and chunk.ending
             if sizes.index != "ltri":
                 asking = [self._vectors(query, chosen, [*range(chunk.begin, chunk.end)], rotated=True).mean(0)[None]]
             elif each:

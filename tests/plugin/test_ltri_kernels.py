@@ -237,11 +237,11 @@ def test_ends_of_prompts(prompt: int, changes: dict[str, Any], monkeypatch: pyte
         assert sorted(found) == sorted(wanted) and (prompt < 200 or len(found) in (0, SIZES["retrieved"]))
 
 
-@pytest.mark.parametrize(("prompt", "rows"), [(303, 16), (311, 16), (312, 32)])
+@pytest.mark.parametrize(("prompt", "rows"), [(296, 16), (311, 16), (312, 32)])
 def test_few_tokens_before_a_prompts_end_have_a_short_frame(
     prompt: int, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """From 288 on there are 8, 16 and 17 tokens, and behind them the 7 that are a chunk of their own."""
+    """From 288 on there are 1, 16 and 17 tokens, and behind them the 7 that are a chunk of their own."""
     _, kernels = both(monkeypatch, tmp_path, {}, 2)
     kernels.chunks_of_a_pass, runs = 3, kernels.chunks._graphs._runs  # a pass begins at 288
     for run in runs:
@@ -447,3 +447,18 @@ def test_tiles_that_wait_keep_no_others(monkeypatch: pytest.MonkeyPatch, tmp_pat
             rows = kept.pop(state.tile.untyped_storage().data_ptr())
             assert rows == state.tile.untyped_storage().nbytes()
             assert all(size == HEADS * SIZES["block"] ** 2 * 4 for size in kept.values())
+
+
+@pytest.mark.parametrize("places", [0, 2])
+@pytest.mark.parametrize("asking", ["tokens", "spans"])
+@pytest.mark.parametrize("prompt", [176, 180, 192, 203])
+def test_a_prompts_last_tokens_may_complete_a_block(
+    prompt: int, asking: str, places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Its spans are cut, also where no spans ask: the answer is long enough to look for that block."""
+    plain, kernels = both(monkeypatch, tmp_path, {"last": 16, "asking": asking, "persist": False}, places)
+    requests = [world.begin(1, prompt) for world in (plain, kernels)]
+    outs = [world.run(request, text(1), 0, TOKENS) for world, request in zip((plain, kernels), requests, strict=True)]
+    for number, (wanted, found) in enumerate(zip(*outs, strict=True)):
+        assert (found - wanted).abs().max() <= TOLERANCE, number
+    assert replayed(kernels) == LAYERS * replayable(kernels, prompt, places)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.attention import ltri_chunk
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.cache.forks import Fork, Source
@@ -141,3 +142,14 @@ def test_a_source_that_was_parked(worlds: tuple[World, World]) -> None:
     request = used.begin(1, 130, 140, shared=at)
     out = used.run(request, text(1), at, 133)
     assert torch.equal(out, alone[-len(out) :])
+
+
+@pytest.mark.parametrize("most", [1, 900, 1900, 4000])
+def test_a_softmax_in_pieces_of_heads(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one key-value head, of two, of all but the last, of all."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(10, 7, tokens, generator=generator, dtype=torch.float64) for tokens in (13, 19)]
+    values = torch.randn(5, 32, 3, generator=generator, dtype=torch.float64)
+    wanted = torch.cat(parts, -1).softmax(-1) @ values.repeat_interleave(2, 0)
+    monkeypatch.setattr(ltri_chunk, "LOGITS_AT_ONCE", most)
+    assert (ltri_chunk._weighted(parts, values) - wanted).abs().max() < 1e-12

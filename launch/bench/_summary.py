@@ -325,8 +325,8 @@ QUALITY = (
         "quality_ltri",
         "Ltri-LLM beside InfLLM",
         (
-            ShownRow("16 named passkeys, 4096 tokens, Ltri-LLM, sum"),
-            ShownRow("16 named passkeys, 4096 tokens, Ltri-LLM, max"),
+            ShownRow("16 named passkeys, 16384 tokens, Ltri-LLM, sum"),
+            ShownRow("16 named passkeys, 16384 tokens, Ltri-LLM, max"),
         ),
     ),
 )

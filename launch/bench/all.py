@@ -204,8 +204,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "quality-ltri",
-        ("quality", "--suite", "ltri", "--hidden", "named", "--passkey", "4096", "--prompts", "20", "--host-gb", "2")
-        + ("--methods", "ltri-sum", "ltri-max", "ltri-mass", "infllm", "given", "random"),
+        ("quality", "--suite", "ltri", "--hidden", "named", "plain", "--passkey", "4096", "16384", "--prompts", "20")
+        + ("--host-gb", "2", "--methods", "ltri-sum", "ltri-max-spans-ask", "ltri-max", "infllm", "given", "random"),
         "quality_ltri.json",
         needs=("data",),
     ),

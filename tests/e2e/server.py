@@ -32,6 +32,7 @@ from tests.oracle import models
 
 START_SECONDS = 600.0  # a start takes ten seconds on an idle machine, minutes on a crowded one
 REQUEST_SECONDS = 120.0
+TAKEN = "address already in use"
 AT_IMPORT = {"PYTHONPATH", "SGLANG_EXT_KERNELS", "SGLANG_TEST_RETRACT"}
 """Environment that a process which has imported SGLang is too late for."""
 OURS = {"attention_backend": "dbsa", "radix_cache_backend": "sglang_ext"}
@@ -131,6 +132,7 @@ class Server:
         if self.api_key:
             self.session.headers["Authorization"] = f"Bearer {self.api_key}"
         self.process: subprocess.Popen[bytes] | WarmProcess | None = None
+        self._answered = False
 
     # ---- life ----
 
@@ -158,15 +160,26 @@ class Server:
         end = time.monotonic() + START_SECONDS
         while True:
             try:
-                if requests.get(self.url + "/health", timeout=5).status_code == 200:
+                if requests.get(self.url + "/health", timeout=5).status_code == 200 and self.process.poll() is None:
+                    self._answered = True
                     return
             except requests.RequestException:
                 pass
             if self.process.poll() is not None or time.monotonic() > end:
                 code = self.process.poll()
                 self.kill()
+                if not self._answered and TAKEN in self.log():
+                    self._move()
+                    return self.start()
                 raise RuntimeError(f"the server did not come up (exit status {code}):\n{self.tail()}")
             time.sleep(0.2)
+
+    def _move(self) -> None:
+        """Go to another port: another server has taken the port in the meantime, for itself or for its processes."""
+        old, self.port = self.port, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [str(self.port) if word == str(old) else word for word in self.command]
+        self.log_file.write_text("", encoding="utf-8")
 
     def _process(self) -> subprocess.Popen[bytes] | WarmProcess:
         if self.warm:

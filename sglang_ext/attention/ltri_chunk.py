@@ -34,7 +34,8 @@ from sglang_ext.policies.ltri import (
 from sglang_ext.policies.ltri_similarity import Compared, SpanVectors, index_vectors
 
 LOGITS_AT_ONCE = 1 << 22
-"""Logits of a softmax, if one key-value head has no more: a tensor of 32 MiB is new memory from a CPU's system."""
+"""Logits of one softmax, at most, unless one key-value head has more: on a CPU, PyTorch takes a tensor of 32 MiB or
+more from the operating system each time."""
 
 
 def _weighted(logits: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:

@@ -108,8 +108,8 @@ class Ltri:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least {least}")
-        choices = (("ratio", RATIOS), ("index", INDEXES), ("similarity", SIMILARITIES), ("vote", VOTES))
-        for name, allowed in (*choices, ("asking", ASKING)):
+        choices = {"ratio": RATIOS, "index": INDEXES, "similarity": SIMILARITIES, "asking": ASKING, "vote": VOTES}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
         if not 0 < self.theta < 1 or not 0 <= self.phi < 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods
-from sglang_ext.launch.bench._quality_ltri import RETRIEVED
+from sglang_ext.launch.bench._quality_ltri import PAPERS, RETRIEVED
 from sglang_ext.launch.bench._quality_tasks import BLOCK
 from sglang_ext.launch.bench._record import Curve
 from sglang_ext.types import JsonObject
@@ -40,11 +40,9 @@ def book_methods(window: int, stride: int, sinks: int, context: int, heads: str 
         return found
     sizes = {"sinks": sinks, "window": local, "block": BLOCK, "chunk": stride, "retrieved": RETRIEVED}
     found["infllm"] = Method("InfLLM", "infllm", sizes)
-    for similarity in ("sum", "max", "mass"):
-        policy = {**sizes, "similarity": similarity, **({"heads": heads} if heads else {})}
-        if similarity == "sum":
-            policy["asking"] = "spans"  # as the paper
-        found[f"ltri-{similarity}"] = Method(f"Ltri-LLM, {similarity}", "ltri", policy)
+    for changed in (PAPERS, {"similarity": "max"}, {"similarity": "mass"}):
+        policy = {**sizes, **changed, **({"heads": heads} if heads else {})}
+        found[f"ltri-{changed['similarity']}"] = Method(f"Ltri-LLM, {changed['similarity']}", "ltri", policy)
     return found
 
 

@@ -10,12 +10,14 @@ from sglang_ext.types import JsonObject
 
 RETRIEVED = 16  # blocks that a layer gets back
 BEST = "ltri-max"  # what the aims of the best Ltri-LLM hold for
+PAPERS: JsonObject = {"similarity": "sum", "asking": "spans"}
+"""How blocks are found in the paper, where the defaults differ."""
 CHANGES: dict[str, JsonObject] = {
-    "sum": {"similarity": "sum", "asking": "spans"},
+    "sum": PAPERS,
     "max": {"similarity": "max"},
     "mass": {"similarity": "mass"},
     "max, spans ask": {"similarity": "max", "asking": "spans"},
-    "sum, all heads": {"similarity": "sum", "asking": "spans", "heads": "all"},
+    "sum, all heads": {**PAPERS, "heads": "all"},
     "max, all heads": {"similarity": "max", "heads": "all"},
     "max, preceding votes": {"similarity": "max", "vote": "preceding"},
     "max, no votes": {"similarity": "max", "vote": "off"},

@@ -24,7 +24,7 @@ def test_a_long_prompt_is_read_alike_each_time(
 ) -> None:
     """If a chunk read what another one writes beside it, rounds would differ."""
     heads = {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8}
-    shape = {"hidden_size": 1024, "num_hidden_layers": 6, **heads, **others}
+    shape = {"hidden_size": 1024, "num_hidden_layers": 6, "max_position_embeddings": 8192, **heads, **others}
     folder = models.save_model("llama", tmp_path, **shape)
     options: dict[str, Any] = {"attention_backend": "ltri", "policy": {"host_gb": 4}, "dtype": "float16"}
     options |= {"max_total_tokens": 20_000, "chunked_prefill_size": 4096}

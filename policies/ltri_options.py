@@ -15,7 +15,7 @@ INDEXES = ("ltri", "infllm", "mean", "random", "given")
 REPRESENTATIVES = 4
 """Tokens that stand for a block in InfLLM's index (Xiao et al., 2024, section 3.2)."""
 LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1, "vectors": 1}
-LEAST |= {"early_layers": 0, "renewed": 0}
+LEAST |= {"early_layers": 0, "renewed": 0, "askers": 1}
 """Setting that is a whole number -> the smallest that it may be."""
 
 
@@ -58,6 +58,8 @@ class Ltri:
             as in `mass`; with similarity `sum`, which remembers sums alone, by its product. `spans` (the paper): what
             other chunks compare, too, the queries of the tokens that stand for their spans. The token that asks for
             the answer is seldom one of these, because a token stands for a span by the attention that it receives.
+        askers: with asking `tokens`, how many of them are compared, counted from the prompt's end; at most `last` (8).
+            With more, tokens before a short question ask for what is like them. All of `last` see what is found.
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
             (`preceding`), or its own choice (`off`).
         heads: the file of `sglang-ext heads` that says which head votes in a layer, or `all`: then all heads of every
@@ -96,6 +98,7 @@ class Ltri:
     index: str = field(default="ltri", metadata={CHOICES: INDEXES})
     similarity: str = field(default="max", metadata={CHOICES: SIMILARITIES})
     asking: str = field(default="tokens", metadata={CHOICES: ASKING})
+    askers: int = 8
     vote: str = field(default="inclusive", metadata={CHOICES: VOTES})
     heads: str | None = None
     persist: bool = True
@@ -195,6 +198,11 @@ class Ltri:
         """Whether each of a prompt's last tokens is compared with what is remembered (`asking`)."""
         return self.index == "ltri" and self.asking == "tokens"
 
+    @property
+    def most_askers(self) -> int:
+        """Tokens of one chunk that ask for themselves, at most."""
+        return min(self.askers, self.last)
+
     def ending(self, begin: int, prompt: int) -> bool:
         """Whether a chunk that begins at `begin` has a prompt's last tokens alone, or a token behind them.
 
@@ -204,9 +212,9 @@ class Ltri:
         """
         return begin >= prompt - self.last
 
-    def compared_by(self, each_asks: bool) -> str:
-        """The similarity by which a chunk is compared with what is remembered, of which each token asks or none."""
-        return "mass" if each_asks and self.similarity != "sum" else self.similarity
+    def compared_by(self, tokens_ask: bool) -> str:
+        """The similarity by which a chunk is compared with what is remembered, of which tokens ask, or spans."""
+        return "mass" if tokens_ask and self.similarity != "sum" else self.similarity
 
     @property
     def remembers(self) -> bool:

@@ -17,6 +17,7 @@ CHANGES: dict[str, JsonObject] = {
     "max": {"similarity": "max"},
     "mass": {"similarity": "mass"},
     "max, spans ask": {"similarity": "max", "asking": "spans"},
+    "max, all of the last 32 ask": {"similarity": "max", "askers": 32},
     "sum, all heads": {**PAPERS, "heads": "all"},
     "max, all heads": {"similarity": "max", "heads": "all"},
     "max, preceding votes": {"similarity": "max", "vote": "preceding"},

@@ -250,7 +250,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         scores = None
         if self.voter is not None and memory.stored and settings.retrieved:
             dim = self.voter.dim(self.heads * self.ranks.count, query.shape[-1])
-            how = Compared(settings.compared_by(self.each_asks), dim, self.ranks)
+            how = Compared(settings.compared_by(self.tokens_ask), dim, self.ranks)
             scores = memory.index.scores(self._asked(self.voter, query, local, first), how)
         weight = 0.0 if self.voter is None else self.voter.weight
         blocks, votes[self.begin] = retrieved(before, scores, weight, settings)
@@ -264,8 +264,8 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         if settings.index != "ltri":
             return SpanVectors.of([index_vectors(vectors, settings)])
         size, before = self.end - self.begin, self.begin - first
-        if self.each_asks:
-            return SpanVectors.of(vectors.split(1))
+        if self.tokens_ask:
+            return SpanVectors.of(vectors[-settings.askers :].split(1))
         blocks = [(low, min(low + settings.block, size)) for low in range(0, size, settings.block)]
         tiles = [local[:, low:high, before + low : before + high] for low, high in blocks]
         given = [local[:, :, before + low : before + high].sum((0, 1)) for low, high in blocks]

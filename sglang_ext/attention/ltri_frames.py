@@ -30,7 +30,7 @@ class Frame:
     Attributes:
         rows: of the frame; whole blocks.
         own: tiles of the chunk's own tokens, counted from its first one; 0 where chunks begin with the frame, so that
-            the tiles of the frame's blocks are their own, and where each token asks for itself.
+            the tiles of the frame's blocks are their own, and where tokens ask.
         most: tokens of a chunk, at most.
         begin: its first token; None for any place from `Ltri.alike_from` on.
         anywhere: whether chunks begin anywhere in the frame's first block; else they begin with the frame.
@@ -83,8 +83,8 @@ class Frame:
         return begin - (begin - settings.sinks) % settings.block if self.begin is None else self.begin
 
     @property
-    def each_asks(self) -> bool:
-        """Whether each of a chunk's tokens asks for itself (`LayerTokens.each_asks`)."""
+    def tokens_ask(self) -> bool:
+        """Whether a chunk's last tokens ask (`LayerTokens.tokens_ask`)."""
         return self.anywhere and self.own == 0
 
     def fits(self, chunk: LayerTokens[SpansT]) -> bool:
@@ -92,7 +92,7 @@ class Frame:
         settings, begin, end = chunk.settings, chunk.begin, chunk.end
         if end - begin > self.most or (not self.anywhere and begin % settings.chunk):
             return False
-        if chunk.each_asks != self.each_asks and settings.evicted(begin):
+        if chunk.tokens_ask != self.tokens_ask and settings.evicted(begin):
             return False  # where there are blocks to ask for, one of these asks, and not the other
         if self.begin is not None:
             inside = self.begin <= begin and end <= self.begin + self.rows
@@ -143,8 +143,8 @@ class FramePlan:
         gone: the blocks that leave the window.
         outside: [rows] bool, rows that are not the chunk's.
         anywhere: see `Frame`.
-        asking: [n] int64, rows of the tokens that may ask for themselves (`Ltri.last`), or of the chunk's own tiles;
-            empty where these are those of the frame's blocks.
+        asking: [n] int64, rows of the tokens that may ask (`Ltri.most_askers`), or of the chunk's own tiles; empty
+            where these are those of the frame's blocks.
         asks: [n] int32, 1 for those of `asking` that are the chunk's, 0 for others.
         oldest, newest: [1] int64, which of the frame's blocks have the chunk's first token and its last.
         before: [block] bool, tokens of the oldest block that are before the chunk.
@@ -177,7 +177,9 @@ class FramePlan:
         start = frame.start(settings, chunk.begin)
         lead, count = chunk.begin - start, chunk.end - start
         plan = ChunkPlan.of(replace(chunk, begin=start, end=start + frame.rows), seat, before)
-        steps = torch.arange(frame.most if frame.each_asks else frame.own * settings.block, device=device)
+        steps = torch.arange(frame.own * settings.block, device=device)
+        if frame.tokens_ask:
+            steps = torch.arange(settings.most_askers, device=device) + (count - lead - settings.most_askers)
         rows = torch.arange(frame.rows, device=device)
         outside = (rows < lead) | (rows >= count)
         own, blocks = plan.rows, plan.tiles.blocks
@@ -210,8 +212,8 @@ class FramePlan:
             gone=plan.gone,
             outside=outside,
             anywhere=frame.anywhere,
-            asks=(steps < chunk.end - chunk.begin).int(),
-            asking=(steps + lead).clamp(max=frame.rows - 1),
+            asks=((steps >= 0) & (steps < count - lead)).int(),
+            asking=(steps + lead).clamp(min=0, max=frame.rows - 1),
             oldest=torch.full((1,), oldest, dtype=torch.int64, device=device),
             newest=torch.full((1,), newest, dtype=torch.int64, device=device),
             before=torch.arange(settings.block, device=device) < chunk.begin - settings.first(blocks.start + oldest),

@@ -198,7 +198,7 @@ class ChunkGraphs:
         leaving, places, plans = Leaving.empty(gone[-1] * settings.block, keys, values), [], []
         for at, frame in enumerate(frames):
             begin = first.begin if frame.begin is None else frame.begin
-            tokens = replace(first, begin=begin, end=begin + frame.most, ending=frame.each_asks)
+            tokens = replace(first, begin=begin, end=begin + frame.most, ending=frame.tokens_ask)
             plans.append(FramePlan.on_host(frame, tokens, seat, self._nowhere, first.memory.stored))
             places.append(
                 ChunkPlace(

@@ -231,7 +231,7 @@ class KernelChunk(LayerTokens[Spans]):
                 tiles[place] = memory.tiles[block]
             memory.tiles[block] = tiles[place]
         fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
-        if self.each_asks or (self.answers and settings.persist):
+        if self.tokens_ask or (self.answers and settings.persist):
             return None
         return self._cut(tiles[plan.tiles.asking], plan.tiles.lengths)
 
@@ -324,12 +324,12 @@ class KernelChunk(LayerTokens[Spans]):
             return self.ranks.add(torch.zeros(ids.shape, device=ids.device))
         blocks = BlockIndex(index.vectors, index.counts, ids, self.plan.blocks)
         spans = self._query_spans(voter, asked, own)
-        return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.compared_by(self.each_asks)))
+        return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.compared_by(self.tokens_ask)))
 
     def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:
         """Index vectors of the chunk's own spans, or of its tokens: queries as they are behind a whole window."""
         settings, states = self.settings, voter.of_queries(asked.far)
-        if self.each_asks:
+        if self.tokens_ask:
             return self._each(states)
         if own is None:
             mean = self._mean(states, torch.promote_types(states.dtype, torch.float32))
@@ -339,9 +339,10 @@ class KernelChunk(LayerTokens[Spans]):
         return query_spans(settings, spans, given, asking)
 
     def _each(self, states: torch.Tensor) -> QuerySpans:
-        """The chunk's tokens as spans of their own, of states [rows, dim]; of as many for all chunks that ask so."""
-        there = torch.arange(self.settings.last, device=states.device) < states.shape[0]
-        return token_spans(_padded(states, len(there)), there.int())
+        """The tokens that ask as spans of their own, of states [rows, dim]; of as many for all chunks that ask so."""
+        asking = states[-self.settings.most_askers :]
+        there = torch.arange(self.settings.most_askers, device=states.device) < asking.shape[0]
+        return token_spans(_padded(asking, len(there)), there.int())
 
     def _fetch_ahead(self, votes: dict[int, torch.Tensor]) -> None:
         """Nothing, where launches do not run beside each other."""

@@ -108,6 +108,6 @@ class LayerTokens(Generic[SpansT]):
     kept: bool
 
     @property
-    def each_asks(self) -> bool:
-        """Whether each of the tokens is compared with what is remembered, and not the spans of the chunk."""
+    def tokens_ask(self) -> bool:
+        """Whether the last of the tokens are compared with what is remembered, and not the spans of the chunk."""
         return self.ending and self.settings.tokens_ask

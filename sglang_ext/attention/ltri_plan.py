@@ -294,7 +294,7 @@ class ChunkPlan:
         listed[0, : end - first] = window.slots
         gone = range(before, stored)
         number = lambda value: torch.full((1,), value, dtype=torch.int32, device=device)  # noqa: E731
-        spans_ask = not (chunk.answers and settings.persist) and not chunk.each_asks
+        spans_ask = not (chunk.answers and settings.persist) and not chunk.tokens_ask
         tiles = Tiles.of(settings, begin, end, first, spans_ask, device)
         return cls(
             rows=tokens(begin, end),

@@ -85,7 +85,7 @@ class RecordedChunk(KernelChunk):
                 self.store.spans_of_voters.put(self.plan.tile_spans, kept)
         with self.lanes.sums.apart(chunk.lse):
             self._add_sums(chunk)
-        if spans is None or self.each_asks:
+        if spans is None or self.tokens_ask:
             return None
         given = self.ranks.add(self._own_received(chunk))  # behind what the lane adds: one communicator has one order
         self.lanes.tiles.join()
@@ -190,7 +190,7 @@ class RecordedRun:
         if store.state is not None:
             memory.newest = store.state.last[frame.plan.row]  # of which the chunk knows only that it is there
             memory.saw(begin - 1)
-        tokens = replace(self.chunk, begin=begin, end=begin + place.frame.rows, ending=place.frame.each_asks)
+        tokens = replace(self.chunk, begin=begin, end=begin + place.frame.rows, ending=place.frame.tokens_ask)
         return RecordedChunk(
             **{**vars(tokens), "memory": memory, "kept": False},
             store=store,

@@ -257,7 +257,7 @@ class KernelChunks:
         settings = self.settings
         # Behind the sinks, blocks that are complete with a chunk have their spans with it, but where no spans ask.
         whole = newest.begin % settings.chunk == 0 and newest.begin >= settings.sinks
-        if newest.each_asks:
+        if newest.tokens_ask:
             whole = whole and settings.blocks(newest.begin + 1) == settings.blocks(newest.end + 1)
         seat.settled = newest.end if (replayed or whole) and not newest.answers else None
 

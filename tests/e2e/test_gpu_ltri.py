@@ -22,7 +22,9 @@ from tests.oracle.ltri import LtriOracle, LtriSizes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
-SIZES = LtriSizes(32, 64, 16, 64, 8, 3, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1)
+SIZES = LtriSizes(
+    32, 64, 16, 64, 8, 3, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1, askers=5
+)  # fmt: skip
 ROUNDING = 0.02
 """Mean difference of log-probabilities that half precision may make."""
 

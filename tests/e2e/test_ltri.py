@@ -27,7 +27,9 @@ from tests.e2e.streams import (
 )
 from tests.oracle.ltri import LtriOracle, LtriSizes
 
-SIZES = LtriSizes(8, 16, 8, 16, 5, 2, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1)
+SIZES = LtriSizes(
+    8, 16, 8, 16, 5, 2, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1, askers=3
+)  # fmt: skip
 """A span is remembered by several tokens: in the first layer equal tokens have equal keys, and of blocks that one such
 token each stands for, float32 would choose by its rounding."""
 OF_KERNELS = replace(SIZES, sinks=16, window=32, block=16, chunk=32)
@@ -108,6 +110,7 @@ def test_answers_are_the_papers(served: Served) -> None:
         replace(sizes, persist=False),
         replace(sizes, last=4),
         replace(sizes, asking="spans"),
+        replace(sizes, askers=1),
     ):
         table = oracle.log_probs(sequence(prompts[-1], answers[-1]), len(prompts[-1]), other)
         assert deviation(prompts[-1], answers[-1], table) > 10 * TOLERANCE, other

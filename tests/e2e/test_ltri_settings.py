@@ -19,6 +19,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"similarity": "max", "persist": False, "far": True},
     {"similarity": "mass", "vote": "preceding", "ratio": "rowcol", "sinks": 0},
     {"similarity": "max", "asking": "spans"},
+    {"similarity": "max", "askers": 8},
     {"vote": "off", "ratio": "col", "sinks": 11, "block": 4, "last": 16, "retrieved": 5, "theta": 0.6, "phi": 0.3},
     {"retrieved": 0},
     {"index": "mean", "vote": "preceding"},

@@ -28,8 +28,8 @@ class LtriSizes:
     """Ltri-LLM's settings, as the paper names them.
 
     Attributes:
-        asking: `tokens`: each of a prompt's last tokens asks for itself, by `mass` (by `sum` with the similarity
-            `sum`); `spans`: the spans of their chunk ask, as in the paper.
+        asking: `tokens`: the last `askers` tokens of a prompt ask, each for itself, by `mass` (by `sum` with the
+            similarity `sum`); `spans`: the spans of their chunk ask, as in the paper.
         heads: layer -> (retrieval head, its score); None: every layer votes with all of its heads.
         far: true distances instead of at most the window's.
         everything: retrieve all evicted blocks, whatever their scores.
@@ -52,6 +52,7 @@ class LtriSizes:
     index: str = "ltri"
     similarity: str = "sum"
     asking: str = "tokens"
+    askers: int = 8
     vote: str = "inclusive"
     persist: bool = True
     far: bool = False
@@ -261,7 +262,8 @@ class LtriOracle:
             if sizes.index != "ltri":
                 asking = [self._vectors(query, chosen, [*range(chunk.begin, chunk.end)], rotated=True).mean(0)[None]]
             elif each:
-                asking = [self._vectors(query, chosen, [i], rotated=True) for i in range(chunk.begin, chunk.end)]
+                first = max(chunk.begin, chunk.end - sizes.askers)
+                asking = [self._vectors(query, chosen, [i], rotated=True) for i in range(first, chunk.end)]
                 kind = kind if kind == "sum" else "mass"
             for low in range(chunk.begin, chunk.end, sizes.block):
                 high = min(low + sizes.block, chunk.end)

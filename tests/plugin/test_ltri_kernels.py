@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sum": {},
     "max": {"similarity": "max"},
     "mass": {"similarity": "mass", "ratio": "rowcol"},
+    "few ask": {"askers": 3, "similarity": "max"},
     "spans ask": {"asking": "spans"},
     "spans ask by mass": {"asking": "spans", "similarity": "mass"},
     "preceding": {"vote": "preceding", "similarity": "max"},
@@ -211,7 +212,7 @@ def test_whole_streams(changes: dict[str, Any], places: int, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "changes",
-    [{"similarity": "max"}, {"index": "infllm", "vote": "off"}, {"heads": "file"}, {"asking": "spans"}],
+    [{"similarity": "max", "askers": 3}, {"index": "infllm", "vote": "off"}, {"heads": "file"}, {"asking": "spans"}],
     ids=lambda changes: "-".join(changes),
 )
 @pytest.mark.parametrize(

@@ -322,6 +322,7 @@ def test_blocks_leave_the_window() -> None:
         ({"window": 256}, "window=256, chunk=512: expected a window of at least a chunk"),
         ({"cached": 15}, "cached=15: expected a whole number of at least retrieved=16"),
         ({"last": 0}, "last=0: expected a whole number of at least 1"),
+        ({"askers": 0}, "askers=0: expected a whole number of at least 1"),
         ({"last": 513}, "last=513, chunk=512: expected at most a chunk"),
         ({"similarity": "cosine"}, "similarity='cosine': expected one of sum, max, mass"),
         ({"asking": "all"}, "asking='all': expected one of tokens, spans"),

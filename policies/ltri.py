@@ -2,7 +2,7 @@
 
 A block's tokens attend to each other in triangles of the attention map, which are its semantic spans. Each span is
 remembered by the keys of its most attended tokens. A later chunk has spans likewise, whose queries are compared with
-these keys, and so is each of a prompt's last tokens (`Ltri.asking`). Layers that have a retrieval head vote for blocks,
+these keys, and so are the last tokens of a prompt (`Ltri.asking`). Layers that have a retrieval head vote for blocks,
 and the best blocks come back.
 
 The functions follow section 3 of the paper in order; `ltri_similarity` has section 3.4. A *tile* is a block's attention

@@ -54,12 +54,12 @@ class Ltri:
             all of them (`mass`), which takes kernels three times as long. A prompt's last tokens are compared as
             `asking` says.
         asking: with index `ltri`, what of a prompt's last tokens (`last`) is compared with what is remembered.
-            `tokens`: the query of each of them, by the attention that it gives to a span's vectors among all vectors,
-            as in `mass`; with similarity `sum`, which remembers sums alone, by its product. `spans` (the paper): what
+            `tokens`: the queries of the last `askers` of them, each by the attention that it gives to a span's vectors
+            among all vectors, as in `mass`; with similarity `sum`, which remembers sums alone, by its product. `spans` (the paper): what
             other chunks compare, too, the queries of the tokens that stand for their spans. The token that asks for
             the answer is seldom one of these, because a token stands for a span by the attention that it receives.
-        askers: with asking `tokens`, how many of them are compared, counted from the prompt's end; at most `last` (8).
-            With more, tokens before a short question ask for what is like them. All of `last` see what is found.
+        askers: with asking `tokens`, how many of them ask, counted from the prompt's end (8). With more, tokens before
+            a short question ask, too, for what is like them. All of `last` see what is found.
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
             (`preceding`), or its own choice (`off`).
         heads: the file of `sglang-ext heads` that says which head votes in a layer, or `all`: then all heads of every
@@ -195,7 +195,7 @@ class Ltri:
 
     @property
     def tokens_ask(self) -> bool:
-        """Whether each of a prompt's last tokens is compared with what is remembered (`asking`)."""
+        """Whether some of a prompt's last tokens are compared with what is remembered (`asking`)."""
         return self.index == "ltri" and self.asking == "tokens"
 
     @property

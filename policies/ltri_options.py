@@ -55,9 +55,10 @@ class Ltri:
             `asking` says.
         asking: with index `ltri`, what of a prompt's last tokens (`last`) is compared with what is remembered.
             `tokens`: the queries of the last `askers` of them, each by the attention that it gives to a span's vectors
-            among all vectors, as in `mass`; with similarity `sum`, which remembers sums alone, by its product. `spans` (the paper): what
-            other chunks compare, too, the queries of the tokens that stand for their spans. The token that asks for
-            the answer is seldom one of these, because a token stands for a span by the attention that it receives.
+            among all vectors, as in `mass`; with similarity `sum`, which remembers sums alone, by its product. `spans`
+            (the paper): what other chunks compare, too, the queries of the tokens that stand for their spans. The token
+            that asks for the answer is seldom one of these, because a token stands for a span by the attention that it
+            receives.
         askers: with asking `tokens`, how many of them ask, counted from the prompt's end (8). With more, tokens before
             a short question ask, too, for what is like them. All of `last` see what is found.
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not

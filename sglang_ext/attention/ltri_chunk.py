@@ -1,8 +1,8 @@
 """One chunk of a stream of Ltri-LLM in one layer, in plain PyTorch: section 3 of the paper, step by step.
 
 What leaves the window goes to the host; the chunk's keys and values take the slots that are free then; the chunk's
-attention to its window is the map out of which spans are cut; the spans of the chunk ask for blocks, or each of its
-tokens does (`Ltri.asking`); these come back from the host; and one softmax goes over sinks, blocks and window.
+attention to its window is the map out of which spans are cut; the spans of the chunk ask for blocks, or its last
+tokens do (`Ltri.asking`); these come back from the host; and one softmax goes over sinks, blocks and window.
 
 **Ranks.** Each has some of the heads, its part of the map, and its part of every index vector. In a layer that votes,
 what decides is a sum over all heads, and ranks add their parts of it at most three times a chunk: for the blocks that

@@ -84,10 +84,8 @@ def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value
         None where FlashInfer chooses another kernel family, which makes its modules in another way.
     """
     from flashinfer.jit import gen_batch_prefill_module
-    from flashinfer.utils import determine_attention_backend
 
-    sizes = {"head_dim_qk": head_dim, "head_dim_vo": value_dim}
-    if determine_attention_backend(device, 0, False, False, dtype, dtype, **sizes) != "fa3":
+    if not _is_fa3(device, dtype, head_dim, value_dim):
         return None
     return gen_batch_prefill_module(
         "fa3",
@@ -102,3 +100,39 @@ def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value
         use_logits_soft_cap=False,
         use_fp16_qk_reduction=False,
     )
+
+
+def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int, *, sliding: bool) -> Any:
+    """The module that `single_prefill_with_kv_cache` asks FlashInfer for with its backend `auto` on a Hopper GPU.
+
+    Args:
+        device, dtype, head_dim: as for `hopper_module`; values are as wide as keys.
+        sliding: whether it is given a window (`window_left`).
+
+    Returns:
+        As `hopper_module`.
+    """
+    from flashinfer.jit import gen_single_prefill_module
+
+    if not _is_fa3(device, dtype, head_dim, head_dim):
+        return None
+    return gen_single_prefill_module(
+        "fa3",
+        dtype_q=dtype,
+        dtype_kv=dtype,
+        dtype_o=dtype,
+        head_dim_qk=head_dim,
+        head_dim_vo=head_dim,
+        pos_encoding_mode=0,
+        use_sliding_window=sliding,
+        use_logits_soft_cap=False,
+        use_fp16_qk_reduction=False,
+    )
+
+
+def _is_fa3(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether FlashInfer chooses its kernels for Hopper GPUs."""
+    from flashinfer.utils import determine_attention_backend
+
+    sizes = {"head_dim_qk": head_dim, "head_dim_vo": value_dim}
+    return bool(determine_attention_backend(device, 0, False, False, dtype, dtype, **sizes) == "fa3")

@@ -447,3 +447,28 @@ for dim, rotary, dtype in ((128, 128, torch.bfloat16), (64, 64, torch.float16), 
     triton_impl.rotate_queries(torch.empty(9, 4, dim, dtype=dtype), rotation, first=3, edge=4095)
 assert len(compiled) == 4, compiled
 """
+
+
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flashinfer_finds_the_same_each_time(head_dim: int, times: int = 5000) -> None:
+    """Also while another stream keeps the GPU busy. A row of a head that differs is one that was read too early."""
+    from flashinfer import single_prefill_with_kv_cache
+
+    draw = torch.Generator("cuda").manual_seed(head_dim)
+    query, keys, values = (
+        torch.randn(rows, heads, head_dim, generator=draw, device="cuda", dtype=HALF)
+        for rows, heads in ((512, 32), (4736, 8), (4736, 8))
+    )
+    how = {"causal": True, "kv_layout": "NHD", "window_left": 4095, "return_lse": True}
+    first, lse = single_prefill_with_kv_cache(query, keys, values, **how)
+    beside, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
+    rows, levels = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
+    for number in range(times):
+        if number % 10 == 0:
+            with torch.cuda.stream(beside):
+                noise = (noise * 1.0001).sin_()
+        out, level = single_prefill_with_kv_cache(query, keys, values, **how)
+        rows += (out != first).any(-1).sum()
+        levels += (level != lse).sum()
+    assert (int(rows), int(levels)) == (0, 0), f"rows of heads, and log-sum-exps, that differ in {times} calls"

@@ -449,26 +449,50 @@ assert len(compiled) == 4, compiled
 """
 
 
-@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_flashinfer_finds_the_same_each_time(head_dim: int, times: int = 5000) -> None:
-    """Also while another stream keeps the GPU busy. A row of a head that differs is one that was read too early."""
+def of_flashinfer(*given: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from flashinfer import single_prefill_with_kv_cache
 
+    found: tuple[torch.Tensor, torch.Tensor] = single_prefill_with_kv_cache(*given, **how)
+    return found
+
+
+def of_sglang(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, sm_scale: float, window_left: int, **_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in SGLang's FlashAttention-3."""
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    how = {"softmax_scale": sm_scale, "causal": causal, "window_size": (window_left, -1), "return_softmax_lse": True}
+    out, lse, *_ = flash_attn_with_kvcache(q[None], k[None], v[None], **how)
+    return out[0], lse[0].transpose(0, 1) / math.log(2.0)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("rows", [64, 512])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("prefill", [of_flashinfer, of_sglang])
+def test_attention_is_the_same_each_time(prefill: Any, head_dim: int, rows: int, times: int = 5000) -> None:
+    """Also while another stream keeps the GPU busy. A row of a head that differs is one that was read too early."""
     draw = torch.Generator("cuda").manual_seed(head_dim)
-    query, keys, values = (
-        torch.randn(rows, heads, head_dim, generator=draw, device="cuda", dtype=HALF)
-        for rows, heads in ((512, 32), (4736, 8), (4736, 8))
-    )
-    how = {"causal": True, "kv_layout": "NHD", "window_left": 4095, "return_lse": True}
-    first, lse = single_prefill_with_kv_cache(query, keys, values, **how)
+    given = [
+        torch.randn(count, heads, head_dim, generator=draw, device="cuda", dtype=HALF)
+        for count, heads in ((rows, 32), (4736, 8), (4736, 8))
+    ]
+    how = {"causal": True, "kv_layout": "NHD", "sm_scale": 0.1, "window_left": 4095, "return_lse": True}
+    (first, lse), wanted = prefill(*given, **how), stand_in(*given, **how)
+    assert (first - wanted[0]).abs().max() <= TOLERANCE[HALF] and (lse - wanted[1]).abs().max() <= TOLERANCE[HALF]
     beside, noise = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
-    rows, levels = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
+    differ, levels = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     for number in range(times):
         if number % 10 == 0:
             with torch.cuda.stream(beside):
                 noise = (noise * 1.0001).sin_()
-        out, level = single_prefill_with_kv_cache(query, keys, values, **how)
-        rows += (out != first).any(-1).sum()
+        events[0].record()
+        out, level = prefill(*given, **how)
+        events[1].record()
+        differ += (out != first).any(-1).sum()
         levels += (level != lse).sum()
-    assert (int(rows), int(levels)) == (0, 0), f"rows of heads, and log-sum-exps, that differ in {times} calls"
+    torch.cuda.synchronize()
+    print(f"{prefill.__name__}, {rows} rows, {head_dim}: the last call took {events[0].elapsed_time(events[1]):.3f} ms")
+    assert (int(differ), int(levels)) == (0, 0), f"rows of heads, and log-sum-exps, that differ in {times} calls"

@@ -204,8 +204,9 @@ BENCHMARKS = (
     ),
     Benchmark(
         "quality-ltri",
-        ("quality", "--suite", "ltri", "--hidden", "named", "plain", "--passkey", "4096", "16384", "--prompts", "20")
-        + ("--host-gb", "2", "--methods", "ltri-sum", "ltri-max-spans-ask", "ltri-max", "infllm", "given", "random"),
+        ("quality", "--suite", "ltri", "--hidden", "plain", "named", "texts", "--passkey", "4096", "16384")
+        + ("--prompts", "100", "--host-gb", "4", "--parallel", "4", "--kernels", "flashinfer", "--methods", "dense")
+        + ("streaming_llm", "infllm", "random", "given", "ltri-sum", "ltri-max", "ltri-max-32-ask"),
         "quality_ltri.json",
         needs=("data",),
     ),

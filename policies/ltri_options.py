@@ -59,8 +59,9 @@ class Ltri:
             (the paper): what other chunks compare, too, the queries of the tokens that stand for their spans. The token
             that asks for the answer is seldom one of these, because a token stands for a span by the attention that it
             receives.
-        askers: with asking `tokens`, how many of them ask, counted from the prompt's end (8). With more, tokens before
-            a short question ask, too, for what is like them. All of `last` see what is found.
+        askers: with asking `tokens`, how many tokens ask at the end of the chunk that has a prompt's last ones, or of
+            both where a multiple of `chunk` cuts that chunk in two. With more, tokens before a short question ask, too,
+            for what is like them. All tokens of the chunk see what is found. The paper has no such number.
         vote: what a layer retrieves: what the layers up to it vote for, itself included (`inclusive`) or not
             (`preceding`), or its own choice (`off`).
         heads: the file of `sglang-ext heads` that says which head votes in a layer, or `all`: then all heads of every

@@ -31,7 +31,7 @@ CHANGES: dict[str, JsonObject] = {
 """What a method is called -> how its settings differ from the defaults; `sum` is the paper's."""
 
 PLOTS: dict[str, tuple[str, ...]] = {
-    "": ("dense", "streaming_llm", "infllm", "ltri-sum", "ltri-max", "given"),
+    "": ("dense", "streaming_llm", "infllm", "ltri-sum", "ltri-max-32-ask", "given"),
     "what asks, and votes": (
         "ltri-sum",
         "ltri-max-spans-ask",
@@ -51,7 +51,7 @@ PLOTS: dict[str, tuple[str, ...]] = {
 }
 """What a plot is about, beside where its keys are hidden -> its lines, six at most."""
 
-RECALLED = ("random", "infllm", "ltri-sum", "ltri-max-spans-ask", "ltri-max", "ltri-max-no-votes")
+RECALLED = ("random", "infllm", "ltri-sum", "ltri-max-spans-ask", "ltri-max", "ltri-max-32-ask")
 """What is compared by the blocks that its layers get back, six at most."""
 
 LEAST = {

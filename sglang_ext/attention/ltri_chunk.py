@@ -257,7 +257,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         return blocks
 
     def _asked(self, voter: Voter, query: torch.Tensor, local: torch.Tensor, first: int) -> SpanVectors:
-        """Index vectors of the chunk's own spans, or of its tokens: queries as they are behind a whole window."""
+        """Index vectors of the chunk's own spans, or of its last tokens: queries as they are behind a whole window."""
         settings, found = self.settings, []
         edge = torch.tensor(settings.window - 1, device=query.device)
         vectors = voter.of_queries(rotate(query, edge, self.caches.rope).transpose(0, 1))
@@ -265,7 +265,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
             return SpanVectors.of([index_vectors(vectors, settings)])
         size, before = self.end - self.begin, self.begin - first
         if self.tokens_ask:
-            return SpanVectors.of(vectors[-settings.askers :].split(1))
+            return SpanVectors.of(vectors[-settings.most_askers :].split(1))
         blocks = [(low, min(low + settings.block, size)) for low in range(0, size, settings.block)]
         tiles = [local[:, low:high, before + low : before + high] for low, high in blocks]
         given = [local[:, :, before + low : before + high].sum((0, 1)) for low, high in blocks]

@@ -327,10 +327,10 @@ class KernelChunk(LayerTokens[Spans]):
         return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.compared_by(self.tokens_ask)))
 
     def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:
-        """Index vectors of the chunk's own spans, or of its tokens: queries as they are behind a whole window."""
+        """Index vectors of the chunk's own spans, or of its last tokens: queries as they are behind a whole window."""
         settings, states = self.settings, voter.of_queries(asked.far)
         if self.tokens_ask:
-            return self._each(states)
+            return self._asking_tokens(states)
         if own is None:
             mean = self._mean(states, torch.promote_types(states.dtype, torch.float32))
             return QuerySpans(mean.view(1, 1, 1, -1), torch.ones_like(self.plan.count).view(1, 1))
@@ -338,7 +338,7 @@ class KernelChunk(LayerTokens[Spans]):
         asking = self._asking(states, given.numel()).view(*given.shape, -1)
         return query_spans(settings, spans, given, asking)
 
-    def _each(self, states: torch.Tensor) -> QuerySpans:
+    def _asking_tokens(self, states: torch.Tensor) -> QuerySpans:
         """The tokens that ask as spans of their own, of states [rows, dim]; of as many for all chunks that ask so."""
         asking = states[-self.settings.most_askers :]
         there = torch.arange(self.settings.most_askers, device=states.device) < asking.shape[0]

@@ -116,7 +116,7 @@ class RecordedChunk(KernelChunk):
 
     # ---- what the chunk asks ----
 
-    def _each(self, states: torch.Tensor) -> QuerySpans:
+    def _asking_tokens(self, states: torch.Tensor) -> QuerySpans:
         return token_spans(states.index_select(0, self.frame.asking), self.frame.asks)
 
     def _mean(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

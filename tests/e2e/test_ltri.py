@@ -28,7 +28,7 @@ from tests.e2e.streams import (
 from tests.oracle.ltri import LtriOracle, LtriSizes
 
 SIZES = LtriSizes(
-    8, 16, 8, 16, 5, 2, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1, askers=3
+    8, 16, 8, 16, 5, 2, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1, askers=4
 )  # fmt: skip
 """A span is remembered by several tokens: in the first layer equal tokens have equal keys, and of blocks that one such
 token each stands for, float32 would choose by its rounding."""

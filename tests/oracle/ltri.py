@@ -258,10 +258,10 @@ class LtriOracle:
                 [sizes.heads[layer][0]], sizes.heads[layer][1]
             )  # fmt: skip
             asking = []
-            kind, each = sizes.similarity, sizes.asking == "tokens" and chunk.ending
+            kind, tokens_ask = sizes.similarity, sizes.asking == "tokens" and chunk.ending
             if sizes.index != "ltri":
                 asking = [self._vectors(query, chosen, [*range(chunk.begin, chunk.end)], rotated=True).mean(0)[None]]
-            elif each:
+            elif tokens_ask:
                 first = max(chunk.begin, chunk.end - sizes.askers)
                 asking = [self._vectors(query, chosen, [i], rotated=True) for i in range(first, chunk.end)]
                 kind = kind if kind == "sum" else "mass"
@@ -270,7 +270,7 @@ class LtriOracle:
                 received = local[:, chunk.begin : chunk.end, low:high].sum((0, 1))
                 for span in (
                     index_of(local[:, low:high, low:high], received, sizes, layer)
-                    if sizes.index == "ltri" and not each
+                    if sizes.index == "ltri" and not tokens_ask
                     else ()
                 ):
                     asking.append(self._vectors(query, chosen, [low + t for t in span], rotated=True))

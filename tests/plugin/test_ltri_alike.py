@@ -176,6 +176,8 @@ def text_of(shape: Shape, seed: int) -> torch.Tensor:
 def test_a_prompt_is_read_alike_each_time(
     shape: Shape, how: str, one_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if shape.device == "cpu" and how == "recorded":
+        pytest.skip("nothing runs beside anything on a CPU: the next case is the same")
     monkeypatch.setenv(POLICY_ENV, json.dumps({**shape.policy, "heads": "all"}))
     if how == "recorded":
         monkeypatch.setattr(Lanes, "beside", lambda device: Lanes())
@@ -189,5 +191,5 @@ def test_a_prompt_is_read_alike_each_time(
     assert (reader.chunks.prompts["replayed"] > reader.chunks.prompts["launched"]) == (how != "launched")
     assert all(bool(torch.isfinite(each.out).all()) for each in readings[0])
     for number, reading in enumerate(readings):
-        found = [how for one, other in zip(readings[0], reading, strict=True) if (how := one.apart(other))]
+        found = [apart for one, other in zip(readings[0], reading, strict=True) if (apart := one.apart(other))]
         assert not found, f"reading {number}, {len(found)} of {len(reading)} differ: {'; '.join(found[:4])}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from threading import Thread
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -72,7 +72,7 @@ class Building:
         logger.info(words, self._module.name, self._seconds, waited)
 
 
-def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> Any:
+def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> Module | None:
     """The module that `VirtualRequests.plan` asks FlashInfer for with its backend `auto` on a Hopper GPU: a `Module`.
 
     Args:
@@ -87,7 +87,7 @@ def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value
 
     if not _is_fa3(device, dtype, head_dim, value_dim):
         return None
-    return gen_batch_prefill_module(
+    found = gen_batch_prefill_module(
         "fa3",
         dtype_q=dtype,
         dtype_kv=dtype,
@@ -100,9 +100,10 @@ def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value
         use_logits_soft_cap=False,
         use_fp16_qk_reduction=False,
     )
+    return cast(Module, found)  # since FlashInfer 0.7, what the types say is its base
 
 
-def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int, *, sliding: bool) -> Any:
+def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int, *, sliding: bool) -> Module | None:
     """The module that `single_prefill_with_kv_cache` asks FlashInfer for with its backend `auto` on a Hopper GPU.
 
     Args:
@@ -116,7 +117,7 @@ def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int
 
     if not _is_fa3(device, dtype, head_dim, head_dim):
         return None
-    return gen_single_prefill_module(
+    found = gen_single_prefill_module(
         "fa3",
         dtype_q=dtype,
         dtype_kv=dtype,
@@ -128,6 +129,7 @@ def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int
         use_logits_soft_cap=False,
         use_fp16_qk_reduction=False,
     )
+    return cast(Module, found)  # since FlashInfer 0.7, what the types say is its base
 
 
 def _is_fa3(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:

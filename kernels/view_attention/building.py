@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from threading import Thread
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -100,7 +100,7 @@ def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value
         use_logits_soft_cap=False,
         use_fp16_qk_reduction=False,
     )
-    return cast(Module, found)  # since FlashInfer 0.7, what the types say is its base
+    return _module(found)
 
 
 def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int, *, sliding: bool) -> Module | None:
@@ -129,7 +129,7 @@ def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int
         use_logits_soft_cap=False,
         use_fp16_qk_reduction=False,
     )
-    return cast(Module, found)  # since FlashInfer 0.7, what the types say is its base
+    return _module(found)
 
 
 def _is_fa3(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
@@ -138,3 +138,8 @@ def _is_fa3(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: 
 
     sizes = {"head_dim_qk": head_dim, "head_dim_vo": value_dim}
     return bool(determine_attention_backend(device, 0, False, False, dtype, dtype, **sizes) == "fa3")
+
+
+def _module(found: Any) -> Module:
+    module: Module = found  # since FlashInfer 0.7, types say a base that does not build
+    return module

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from threading import Thread
 from typing import Any, Protocol
 
@@ -73,7 +74,7 @@ class Building:
 
 
 def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> Module | None:
-    """The module that `VirtualRequests.plan` asks FlashInfer for with its backend `auto` on a Hopper GPU: a `Module`.
+    """The module that `VirtualRequests.plan` asks FlashInfer for with its backend `auto` on a Hopper GPU.
 
     Args:
         device: a CUDA device.
@@ -85,22 +86,7 @@ def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value
     """
     from flashinfer.jit import gen_batch_prefill_module
 
-    if not _is_fa3(device, dtype, head_dim, value_dim):
-        return None
-    found = gen_batch_prefill_module(
-        "fa3",
-        dtype_q=dtype,
-        dtype_kv=dtype,
-        dtype_o=dtype,
-        dtype_idx=torch.int32,
-        head_dim_qk=head_dim,
-        head_dim_vo=value_dim,
-        pos_encoding_mode=0,
-        use_sliding_window=False,
-        use_logits_soft_cap=False,
-        use_fp16_qk_reduction=False,
-    )
-    return _module(found)
+    return _hopper(gen_batch_prefill_module, device, dtype, (head_dim, value_dim), False, dtype_idx=torch.int32)
 
 
 def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int, *, sliding: bool) -> Module | None:
@@ -115,31 +101,33 @@ def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int
     """
     from flashinfer.jit import gen_single_prefill_module
 
-    if not _is_fa3(device, dtype, head_dim, head_dim):
+    return _hopper(gen_single_prefill_module, device, dtype, (head_dim, head_dim), sliding)
+
+
+def _hopper(
+    generate: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    sliding: bool,
+    **more: torch.dtype,
+) -> Module | None:
+    """What one of FlashInfer's generators makes for heads of (keys, values) of these sizes; None as above."""
+    from flashinfer.utils import determine_attention_backend
+
+    heads = dict(zip(("head_dim_qk", "head_dim_vo"), sizes, strict=True))
+    if determine_attention_backend(device, 0, False, False, dtype, dtype, **heads) != "fa3":
         return None
-    found = gen_single_prefill_module(
+    module: Module = generate(
         "fa3",
         dtype_q=dtype,
         dtype_kv=dtype,
         dtype_o=dtype,
-        head_dim_qk=head_dim,
-        head_dim_vo=head_dim,
         pos_encoding_mode=0,
         use_sliding_window=sliding,
         use_logits_soft_cap=False,
         use_fp16_qk_reduction=False,
+        **heads,
+        **more,
     )
-    return _module(found)
-
-
-def _is_fa3(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether FlashInfer chooses its kernels for Hopper GPUs."""
-    from flashinfer.utils import determine_attention_backend
-
-    sizes = {"head_dim_qk": head_dim, "head_dim_vo": value_dim}
-    return bool(determine_attention_backend(device, 0, False, False, dtype, dtype, **sizes) == "fa3")
-
-
-def _module(found: Any) -> Module:
-    module: Module = found  # since FlashInfer 0.7, types say a base that does not build
     return module

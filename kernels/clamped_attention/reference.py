@@ -90,27 +90,18 @@ def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
         dtype: of the result's `out`.
 
     Returns:
-        Of all rows, in one split, with natural log-sum-exps.
+        Of all rows; contiguous.
 
     Raises:
         ValueError: the parts do not fit each other.
     """
     check_parts(one, other)
-    whole = [_whole(part) for part in (one, other)]
     before = one.out.shape[0] - other.out.shape[0]
-    lse = whole[0].lse.clone()
-    lse[before:] = torch.logaddexp(lse[before:], whole[1].lse)
-    out = _share(whole[0], lse)
-    out[before:] += _share(whole[1], lse[before:])
+    lse = one.lse.clone(memory_format=torch.contiguous_format)
+    lse[before:] = torch.logaddexp(lse[before:], other.lse)
+    out = _share(one, lse)
+    out[before:] += _share(other, lse[before:])
     return Part(out.to(dtype), lse)
-
-
-def _whole(part: Part) -> Part:
-    """A part whose splits are merged, with natural log-sum-exps."""
-    lse, wide = part.lse * part.log_of_base, part.lse.dtype
-    each, outs = (tensor.unflatten(1, (part.splits, part.heads)) for tensor in (lse, part.out.to(wide)))
-    all_of_them = each.logsumexp(1)
-    return Part(_share(Part(outs, each), all_of_them.unsqueeze(1)).sum(1), all_of_them)
 
 
 def _share(part: Part, lse: torch.Tensor) -> torch.Tensor:

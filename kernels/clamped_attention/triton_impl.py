@@ -75,61 +75,50 @@ def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
     """`reference.merge` in one launch, in the dtype of the log-sum-exps.
 
     Raises:
-        ValueError: the parts do not fit each other, or are not contiguous.
+        ValueError: the parts do not fit each other, or their outputs are not contiguous.
     """
     check_parts(one, other)
-    if any(not each.is_contiguous() for part in (one, other) for each in (part.out, part.lse)):
-        raise ValueError("parts are not contiguous: expected contiguous outputs and log-sum-exps")
-    rows, heads, dim = one.out.shape[0], one.heads, one.out.shape[2]
+    if not one.out.is_contiguous() or not other.out.is_contiguous():
+        raise ValueError("outputs of parts are not contiguous: expected contiguous ones")
+    rows, heads, dim = one.out.shape
     out = torch.empty(rows, heads, dim, dtype=dtype, device=one.out.device)
     lse = torch.empty(rows, heads, dtype=one.lse.dtype, device=one.out.device)
     if rows:
         _merge_kernel[(triton.cdiv(rows * heads, ROWS),)](
-            one.out, one.lse, other.out, other.lse, out, lse, rows * heads, (rows - other.out.shape[0]) * heads, heads,
-            ONE=one.splits, OTHER=other.splits, ONE_LOG=one.log_of_base, OTHER_LOG=other.log_of_base,
+            one.out, one.lse, other.out, other.lse, out, lse, rows * heads, rows - other.out.shape[0], heads,
+            *one.lse.stride(), *other.lse.stride(),
             DIM=dim, TILE=ROWS, COLUMNS=triton.next_power_of_2(dim), num_warps=1,
         )  # fmt: skip
     return Part(out, lse)
 
 
-@triton.jit(do_not_specialize=["rows", "before", "heads"])
+# Strides are other ones for every number of rows.
+@triton.jit(do_not_specialize=["count", "before", "heads", "one_row", "one_head", "other_row", "other_head"])
 def _merge_kernel(
-    one, one_lse, other, other_lse, out, lse, rows, before, heads,
-    ONE: tl.constexpr, OTHER: tl.constexpr, ONE_LOG: tl.constexpr, OTHER_LOG: tl.constexpr,
+    one, one_lse, other, other_lse, out, lse, count, before, heads, one_row, one_head, other_row, other_head,
     DIM: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """TILE rows, each of one head; the splits of a row and head are `heads` places apart."""
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    on, both = row < rows, (row < rows) & (row >= before)
-    head = row % heads
-    at_one, at_other = (row - head) * ONE + head, (row - before - head) * OTHER + head
-    top = tl.full([TILE], float("-inf"), lse.dtype.element_ty)
-    for split in tl.static_range(ONE):
-        top = tl.maximum(top, tl.load(one_lse + at_one + split * heads, mask=on, other=0.0) * ONE_LOG)
-    for split in tl.static_range(OTHER):
-        nothing = float("-inf")
-        top = tl.maximum(top, tl.load(other_lse + at_other + split * heads, mask=both, other=nothing) * OTHER_LOG)
+    """TILE of the `count` rows of heads; the other part has none of the first `before` rows."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row, head = at // heads, at % heads
+    on = at < count
+    both = on & (row >= before)
+    a = tl.load(one_lse + row * one_row + head * one_head, mask=on, other=0.0)
+    b = tl.load(other_lse + (row - before) * other_row + head * other_head, mask=both, other=float("-inf"))
+    top = tl.maximum(a, b)
     # A part that sees nothing has -inf, and counts nothing.
     base = tl.where(top > float("-inf"), top, 0.0)
-    total = tl.zeros([TILE], lse.dtype.element_ty)
-    merged = tl.zeros([TILE, COLUMNS], lse.dtype.element_ty)
-    d = tl.arange(0, COLUMNS)[None, :]
-    for split in tl.static_range(ONE):
-        place = at_one + split * heads
-        weight = tl.exp(tl.load(one_lse + place, mask=on, other=0.0) * ONE_LOG - base)
-        x = tl.load(one + place[:, None] * DIM + d, mask=on[:, None] & (d < DIM), other=0.0).to(merged.dtype)
-        total += weight
-        merged += x * weight[:, None]
-    for split in tl.static_range(OTHER):
-        place = at_other + split * heads
-        weight = tl.exp(tl.load(other_lse + place, mask=both, other=float("-inf")) * OTHER_LOG - base)
-        x = tl.load(other + place[:, None] * DIM + d, mask=both[:, None] & (d < DIM), other=0.0).to(merged.dtype)
-        total += weight
-        merged += x * weight[:, None]
+    weight_a, weight_b = tl.exp(a - base), tl.exp(b - base)
+    total = weight_a + weight_b
     some = tl.where(total > 0, total, 1.0)
-    merged = merged / some[:, None]
-    tl.store(out + row[:, None] * DIM + d, merged.to(out.dtype.element_ty), mask=on[:, None] & (d < DIM))
-    tl.store(lse + row, tl.where(total > 0, base + tl.log(some), float("-inf")), mask=on)
+    d = tl.arange(0, COLUMNS)[None, :]
+    wide = lse.dtype.element_ty
+    x = tl.load(one + at[:, None] * DIM + d, mask=on[:, None] & (d < DIM), other=0.0).to(wide)
+    place = at - before * heads
+    y = tl.load(other + place[:, None] * DIM + d, mask=both[:, None] & (d < DIM), other=0.0).to(wide)
+    merged = (x * weight_a[:, None] + y * weight_b[:, None]) / some[:, None]
+    tl.store(out + at[:, None] * DIM + d, merged.to(out.dtype.element_ty), mask=on[:, None] & (d < DIM))
+    tl.store(lse + at, tl.where(total > 0, base + tl.log(some), float("-inf")), mask=on)
 
 
 def move(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,25 +58,12 @@ class Part:
     """Attention over some of the tokens that rows see.
 
     Attributes:
-        out: [rows, splits * heads, value_dim], the splits of a row one behind the other.
-        lse: [rows, splits * heads] log-sum-exp of the logits, float32 or wider.
-        splits: into how many parts the tokens are cut, of which each has an output of its own; `merge` merges them.
-        base2: whether `lse` is to base 2, as FlashInfer has it, and not natural.
+        out: [rows, heads, value_dim].
+        lse: [rows, heads] natural log-sum-exp of the logits, float32 or wider; of any strides.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
-    splits: int = 1
-    base2: bool = False
-
-    @property
-    def heads(self) -> int:
-        return self.lse.shape[1] // self.splits
-
-    @property
-    def log_of_base(self) -> float:
-        """What `lse` is multiplied with to be natural."""
-        return math.log(2.0) if self.base2 else 1.0
 
 
 def check_window(query: ChunkQuery, window: SeenKeys, width: int) -> None:
@@ -162,14 +148,13 @@ class LayerRows:
 
 def check_parts(one: Part, other: Part) -> None:
     """Raise ValueError where two parts do not fit each other."""
-    shapes = [(part.out.shape[0], part.heads, part.out.shape[2]) for part in (one, other)]
-    whole = all(
-        part.out.shape[:2] == part.lse.shape and part.lse.shape[1] == part.splits * part.heads for part in (one, other)
-    )
+    shapes = [part.out.shape for part in (one, other)]
+    whole = all(part.out.shape[:2] == part.lse.shape for part in (one, other))
     if not whole or shapes[0][1:] != shapes[1][1:] or shapes[0][0] < shapes[1][0]:
         raise ValueError(
-            f"parts {tuple(one.out.shape)} in {one.splits} splits and {tuple(other.out.shape)} in {other.splits}:"
-            " expected as many heads and components, as many log-sum-exps, and no more rows in the second"
+            f"parts {tuple(shapes[0])} and {tuple(shapes[1])}, log-sum-exps {tuple(one.lse.shape)} and"
+            f" {tuple(other.lse.shape)}: expected as many heads and components, a log-sum-exp for each row of a head,"
+            " and no more rows in the second"
         )
 
 

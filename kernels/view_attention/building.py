@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from threading import Thread
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -85,49 +84,21 @@ def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value
         None where FlashInfer chooses another kernel family, which makes its modules in another way.
     """
     from flashinfer.jit import gen_batch_prefill_module
-
-    return _hopper(gen_batch_prefill_module, device, dtype, (head_dim, value_dim), False, dtype_idx=torch.int32)
-
-
-def hopper_single_module(device: torch.device, dtype: torch.dtype, head_dim: int, *, sliding: bool) -> Module | None:
-    """The module that `single_prefill_with_kv_cache` asks FlashInfer for with its backend `auto` on a Hopper GPU.
-
-    Args:
-        device, dtype, head_dim: as for `hopper_module`; values are as wide as keys.
-        sliding: whether it is given a window (`window_left`).
-
-    Returns:
-        As `hopper_module`.
-    """
-    from flashinfer.jit import gen_single_prefill_module
-
-    return _hopper(gen_single_prefill_module, device, dtype, (head_dim, head_dim), sliding)
-
-
-def _hopper(
-    generate: Callable[..., Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, int],
-    sliding: bool,
-    **more: torch.dtype,
-) -> Module | None:
-    """What one of FlashInfer's generators makes for heads of (keys, values) of these sizes; None as above."""
     from flashinfer.utils import determine_attention_backend
 
-    heads = dict(zip(("head_dim_qk", "head_dim_vo"), sizes, strict=True))
-    if determine_attention_backend(device, 0, False, False, dtype, dtype, **heads) != "fa3":
+    sizes = {"head_dim_qk": head_dim, "head_dim_vo": value_dim}
+    if determine_attention_backend(device, 0, False, False, dtype, dtype, **sizes) != "fa3":
         return None
-    module: Module = generate(
+    module: Module = gen_batch_prefill_module(
         "fa3",
         dtype_q=dtype,
         dtype_kv=dtype,
         dtype_o=dtype,
+        dtype_idx=torch.int32,
         pos_encoding_mode=0,
-        use_sliding_window=sliding,
+        use_sliding_window=False,
         use_logits_soft_cap=False,
         use_fp16_qk_reduction=False,
-        **heads,
-        **more,
+        **sizes,
     )
     return module

@@ -19,8 +19,8 @@ from sglang_ext.kernels.cells import (
     CountedScores,
     DecodeWorkspace,
     NewTokens,
+    dense_impl,
     dispatch,
-    flashinfer_impl,
     reference,
     triton_impl,
 )
@@ -155,9 +155,9 @@ def dense_prefill(tokens: int, device: torch.device) -> Timing:
     def work() -> None:
         for begin in range(0, tokens, rows):
             end = min(begin + rows, tokens)
-            flashinfer_impl.attend(query[: end - begin], keys[:end], values[:end], shape.dim**-0.5)
+            dense_impl.attend(query[: end - begin], keys[:end], values[:end], shape.dim**-0.5)
 
-    flashinfer_impl.attend(query[:1024], keys[:2048], values[:2048], 1.0)  # compiles
+    dense_impl.attend(query[:1024], keys[:2048], values[:2048], 1.0)  # compiles
     return _seconds(work, 1)
 
 

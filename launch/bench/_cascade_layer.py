@@ -14,9 +14,10 @@ import torch
 
 from sglang_ext.attention.cascade_rows import Attend, Rows
 from sglang_ext.compat import AttentionShape
+from sglang_ext.kernels import dense_attention
 from sglang_ext.kernels.cascade_update import CascadeState, stride_update
 from sglang_ext.kernels.cascade_update.triton_impl import cascade_update
-from sglang_ext.kernels.cells import Rotation, empty_lists, flashinfer_impl, reference, triton_impl
+from sglang_ext.kernels.cells import Rotation, dense_impl, empty_lists, reference, triton_impl
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.score_update import CountedQueries, KeptScores
 from sglang_ext.kernels.score_update.reference import update_scores as exact_scores
@@ -168,9 +169,9 @@ def rotation_of(shape: LayerShape, device: torch.device) -> Rotation:
 
 
 def attention_of(shape: LayerShape, device: torch.device) -> Attend:
-    """FlashInfer's attention where it serves the layer, plain PyTorch elsewhere."""
-    fast = flashinfer_impl.serves(shape.dim, shape.dtype, device)
-    return flashinfer_impl.attend if fast else reference.attend
+    """Dense kernels' attention where they serve the layer, plain PyTorch elsewhere."""
+    fast = dense_attention.serves(shape.dim, shape.dtype, device)
+    return dense_impl.attend if fast else reference.attend
 
 
 def check_update(

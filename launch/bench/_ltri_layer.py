@@ -22,7 +22,7 @@ from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.policy import Caches, Carry
 from sglang_ext.cache.host_blocks import HostBlocks
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
-from sglang_ext.kernels.clamped_attention import flashinfer_impl, reference
+from sglang_ext.kernels.clamped_attention import dense_impl, reference
 from sglang_ext.kernels.host_fetch import Found, fetch
 from sglang_ext.kernels.span_index import SpanRule, Spans, SpanWorkspace, cut_spans
 from sglang_ext.launch.bench._cascade_layer import LayerShape, rotation_of
@@ -63,7 +63,7 @@ class Layers:
         self.host = HostBlocks(self.caches, settings.block, size)
         self.voters = {FIRST: Voter(0.5, 1), VOTES: Voter(0.5, 1), LISTENS: None}
         rotation = rotation_of(shape, device)
-        attention = flashinfer_impl if device.type == "cuda" else reference
+        attention = dense_impl if device.type == "cuda" else reference
         self.chunks = KernelChunks(settings, self.host, self.caches, self.voters, shape.heads, 1, rotation, attention)
         for each in self.chunks.stores.values():
             if each.index is not None:

@@ -151,10 +151,10 @@ def span_rule(settings: Ltri, layer: int) -> SpanRule:
 
 
 class ClampedAttention(Protocol):
-    """Attention with clamped distances: `reference` or `flashinfer_impl` of `kernels.clamped_attention`."""
+    """Attention with clamped distances: `reference` or `dense_impl` of `kernels.clamped_attention`."""
 
     def attend_window(self, query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
-        """Attention to the window, in one split with natural log-sum-exps: the map of attention is made of them."""
+        """Attention to the window, with contiguous log-sum-exps: the map of attention is made of them."""
 
     def attend_beyond(self, query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float) -> Part:
         """Attention to what lies outside of it, to be merged with the window's."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from sglang_ext.kernels.view_attention import building
-from sglang_ext.kernels.view_attention.building import Building, hopper_module, hopper_single_module
+from sglang_ext.kernels.view_attention.building import Building, hopper_module
 
 
 class FakeModule:
@@ -71,29 +70,11 @@ def test_flashinfers_own_modules_take_the_lock() -> None:
     assert isinstance(kind.is_compiled, property)
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "value_dim", "sliding"),
-    [
-        ("gen_batch_prefill_module", lambda device: hopper_module(device, torch.bfloat16, 128, 64), 64, False),
-        *(
-            (
-                "gen_single_prefill_module",
-                lambda device, sliding=each: hopper_single_module(device, torch.bfloat16, 128, sliding=sliding),
-                128,
-                each,
-            )
-            for each in (False, True)
-        ),
-    ],
-    ids=["batch", "single", "single, sliding"],
-)
-def test_flashinfer_takes_the_arguments_of_the_module(
-    name: str, make: Callable[[torch.device], Any], value_dim: int, sliding: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flashinfer_takes_the_arguments_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     jit = pytest.importorskip("flashinfer.jit")
     utils = pytest.importorskip("flashinfer.utils")
     asked: dict[str, Any] = {}
-    takes = inspect.signature(getattr(jit, name))
+    takes = inspect.signature(jit.gen_batch_prefill_module)
 
     def generate(*args: object, **kwargs: object) -> str:
         asked.update(takes.bind(*args, **kwargs).arguments)  # raises where FlashInfer takes other arguments
@@ -106,11 +87,11 @@ def test_flashinfer_takes_the_arguments_of_the_module(
         kinds.bind(*args, **kwargs)
         return chosen
 
-    monkeypatch.setattr(jit, name, generate)
+    monkeypatch.setattr(jit, "gen_batch_prefill_module", generate)
     monkeypatch.setattr(utils, "determine_attention_backend", determine)
-    assert make(torch.device("cpu")) == "module"
+    assert hopper_module(torch.device("cpu"), torch.bfloat16, 128, 64) == "module"
     assert list(asked) == list(takes.parameters)  # none is left to a default
-    assert (asked["backend"], asked["dtype_q"], asked["use_sliding_window"]) == ("fa3", torch.bfloat16, sliding)
-    assert (asked["head_dim_qk"], asked["head_dim_vo"]) == (128, value_dim)
+    assert (asked["backend"], asked["dtype_q"], asked["use_sliding_window"]) == ("fa3", torch.bfloat16, False)
+    assert (asked["head_dim_qk"], asked["head_dim_vo"]) == (128, 64)
     chosen = "fa2"
-    assert make(torch.device("cpu")) is None
+    assert hopper_module(torch.device("cpu"), torch.bfloat16, 128, 64) is None

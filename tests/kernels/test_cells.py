@@ -25,9 +25,9 @@ from sglang_ext.kernels.cells import (
     Rotation,
     cuda_impl,
     decode_impl,
+    dense_impl,
     dispatch,
     empty_lists,
-    flashinfer_impl,
     reference,
     triton_impl,
 )
@@ -192,11 +192,11 @@ def test_store_writes_behind_the_window_too_and_nowhere_else(module: Any) -> Non
         assert torch.equal(behind[14:17], fresh) and not behind[:14].any() and not behind[17:].any()
 
 
-@pytest.mark.parametrize("attend", [reference.attend, flashinfer_impl.attend], ids=["reference", "flashinfer"])
+@pytest.mark.parametrize("attend", [reference.attend, dense_impl.attend], ids=["reference", "dense"])
 def test_attend(attend: Any) -> None:
-    flash = attend is flashinfer_impl.attend
+    flash = attend is dense_impl.attend
     if flash and DEVICE == "cpu":
-        pytest.skip("FlashInfer needs a GPU")
+        pytest.skip("dense kernels need a GPU")
     dtype, dim, rows = (torch.bfloat16, 128, 40) if flash else (torch.float32, 8, 600)
     gen = torch.Generator().manual_seed(1)
     query = torch.randn(rows, 4, dim, generator=gen).to(dtype).to(DEVICE)

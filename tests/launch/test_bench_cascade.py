@@ -101,9 +101,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         "dense_decode": lambda _: {"tensor cores": Dense(2e-3), "CUDA cores": Dense(4e-3)},
     }.items():
         monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(
-        bench.flashinfer_impl, "attend", lambda q, k, v, s: reference.attend(q, k[: len(q)], v[: len(q)], s)
-    )
+    monkeypatch.setattr(bench.dense_impl, "attend", lambda q, k, v, s: reference.attend(q, k[: len(q)], v[: len(q)], s))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     figures = bench.measure(CPU, CASCADE, 32, [1, 2, 8])
     assert [figure.met for figure in figures] == [False, False, True, True, None, True]

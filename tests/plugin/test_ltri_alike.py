@@ -24,7 +24,7 @@ from sglang_ext.attention.ltri_warm_up import WarmUp
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.cells import Rotation
-from sglang_ext.kernels.clamped_attention import flashinfer_impl, reference
+from sglang_ext.kernels.clamped_attention import dense_impl, reference
 from sglang_ext.kernels.rope import Rope
 
 
@@ -120,7 +120,7 @@ class Reader:
         self.policy.bind(lambda: self.caches, torch.float32)
         self.rope = Rope((0.6 ** torch.arange(shape.dim // 2)).to(shape.device))
         voters = {layer: self.policy.voter(layer) for layer in self.caches}
-        attention = flashinfer_impl if shape.device == "cuda" else reference
+        attention = dense_impl if shape.device == "cuda" else reference
         host, rotation = self.policy.blocks_on_host, Rotation.of(self.rope)
         self.chunks = KernelChunks(settings, host, self.caches, voters, shape.heads, 2, rotation, attention)
         self.policy.compute_in(self.chunks)

@@ -17,7 +17,6 @@ from sglang_ext.attention.ltri_plan import SeatRows
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.ltri_warm_up import WarmUp
 from sglang_ext.attention.policy import Caches, Request
-from sglang_ext.attention.readers import ltri as ltri_reader
 from sglang_ext.attention.readers.ltri import LtriReader, check_kernels
 from sglang_ext.attention.readers.streams import check_flashinfer
 from sglang_ext.cache.forks import Fork, Source
@@ -327,19 +326,6 @@ def test_prompts_in_one_pass_share_places(
     shared = [run for run in kernels.chunks._graphs._runs if run.chunks is not None and run.chunks.shared]
     assert len(shared) > 4
     assert replayed(kernels) == LAYERS * sum(replayable(kernels, length, 1) for length in lengths.values())
-
-
-def test_flashinfers_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attention call needs one of two, with a window and without: both compilations are begun before any ends."""
-    begun: list[object] = []
-    monkeypatch.setattr(
-        ltri_reader, "hopper_single_module", lambda device, dtype, head_dim, sliding: (dtype, head_dim, sliding)
-    )
-    monkeypatch.setattr(ltri_reader, "Building", lambda module: begun.append(module) or module)
-    reader = LtriReader.__new__(LtriReader)
-    reader.model = SimpleNamespace(device="gpu", shape=SimpleNamespace(dtype=torch.float16, head_dim=128))  # type: ignore[assignment]
-    assert reader._building("triton") == []
-    assert reader._building("flashinfer") == begun == [(torch.float16, 128, each) for each in (False, True)]
 
 
 def test_what_kernels_do_not_take() -> None:

@@ -24,7 +24,7 @@ from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader, graph_sizes
 from sglang_ext.attention.readers.streams import check_fits, check_flashinfer
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
-from sglang_ext.kernels.cells import Rotation, flashinfer_impl, reference
+from sglang_ext.kernels.cells import Rotation, dense_impl, reference
 from sglang_ext.policies.cascade import Cascade
 
 WARM_UP = (1, 3, 16, 17, 32)
@@ -101,7 +101,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
         if chosen != "flashinfer":
             return "torch", reference.attend
         check_flashinfer(self.model)
-        return chosen, flashinfer_impl.attend
+        return chosen, dense_impl.attend
 
     # ---- before the layers ----
 

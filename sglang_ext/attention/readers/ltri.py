@@ -24,10 +24,9 @@ from sglang_ext.attention.step import Batch, Forward, LayerCall
 from sglang_ext.compat.ranks import sum_over_ranks
 from sglang_ext.kernels.block_votes.triton_impl import MAX_COUNT, MAX_VECTORS
 from sglang_ext.kernels.cells import Rotation
-from sglang_ext.kernels.clamped_attention import flashinfer_impl, reference
+from sglang_ext.kernels.clamped_attention import dense_impl, reference
 from sglang_ext.kernels.host_fetch.triton_impl import MAX_WAYS
 from sglang_ext.kernels.span_index.types import BLOCKS
-from sglang_ext.kernels.view_attention.building import Building, hopper_single_module
 from sglang_ext.policies.ltri import TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -79,7 +78,7 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         check_kernels(policy.config)
         model.check_cache_type()
         self.model, self.policy = model, policy
-        attention, building = self._attention(machine.kernels), self._building(machine.kernels)
+        attention = self._attention(machine.kernels)
         self._prompts = StreamReader(model, policy, machine)  # has the policy meet the model
         check_ranks(policy)
         caches, settings = model.caches(), policy.config
@@ -102,8 +101,6 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         if self._decoding is not None:
             self.graphs = self
         self._steps = {"graph": 0, "eager": 0}
-        for module in building:
-            module.wait()
         self.warm_up()
 
     def step(self, batch: Batch) -> Batch:
@@ -156,14 +153,4 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         if chosen != "flashinfer":
             return reference
         check_flashinfer(self.model)
-        return flashinfer_impl
-
-    def _building(self, chosen: str) -> list[Building]:
-        """The compilations of FlashInfer's kernels, begun: beside each other, and while the host's memory is pinned."""
-        if chosen != "flashinfer":
-            return []
-        shape = self.model.shape
-        modules = [
-            hopper_single_module(self.model.device, shape.dtype, shape.head_dim, sliding=each) for each in (False, True)
-        ]
-        return [Building(module) for module in modules if module is not None]
+        return dense_impl

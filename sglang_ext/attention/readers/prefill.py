@@ -25,7 +25,7 @@ from sglang_ext.attention.readers.reader import Loaded, PrefillGraphs
 from sglang_ext.attention.seen import RowRuns
 from sglang_ext.attention.step import Batch, BatchRows, LayerCall, LoadedT
 from sglang_ext.compat import AttentionShape
-from sglang_ext.kernels.cells.flashinfer_impl import HEAD_SIZES
+from sglang_ext.kernels.dense_attention import HEAD_SIZES
 from sglang_ext.kernels.float8 import CAPABILITY, FLOAT8
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity

@@ -15,7 +15,7 @@ from sglang_ext.attention.readers.reader import Reader
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
 from sglang_ext.attention.stream_policy import StreamPolicy
 from sglang_ext.cache.streams import MAX_TOKENS
-from sglang_ext.kernels.cells import flashinfer_impl
+from sglang_ext.kernels import dense_attention
 
 
 def check_fits(policy: StreamPolicy, pool: int, context: int) -> None:
@@ -44,8 +44,8 @@ def check_flashinfer(model: Model) -> None:
         ValueError: they do not; says what to change.
     """
     shape = model.shape
-    if shape.head_dim != shape.value_dim or not flashinfer_impl.serves(shape.head_dim, shape.dtype, model.device):
-        sizes = ", ".join(map(str, flashinfer_impl.HEAD_SIZES))
+    if shape.head_dim != shape.value_dim or not dense_attention.serves(shape.head_dim, shape.dtype, model.device):
+        sizes = ", ".join(map(str, dense_attention.HEAD_SIZES))
         raise ValueError(
             f"heads of size {shape.head_dim} in {shape.dtype}: FlashInfer serves {sizes} in half precision; set"
             f" {KERNELS_ENV}=triton in the server's environment"

@@ -1,0 +1,31 @@
+"""Dense attention in plain PyTorch, as `kernels.dense_attention.attend` is defined."""
+
+from __future__ import annotations
+
+import torch
+
+
+def plain_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    width: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output [rows, heads, dim] in the query's dtype, natural log-sum-exp [rows, heads], heads first in memory)."""
+    rows, columns = query.shape[0], keys.shape[0]
+    own = torch.arange(rows, device=query.device).unsqueeze(1) + columns - rows
+    column = torch.arange(columns, device=query.device)
+    seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
+    if causal:
+        seen &= column <= own
+    if width is not None:
+        seen &= own - column < width
+    wide = torch.promote_types(query.dtype, torch.float32)
+    k, v = (each.to(wide).repeat_interleave(query.shape[1] // keys.shape[1], 1) for each in (keys, values))
+    logits = torch.einsum("rhd,thd->hrt", query.to(wide), k) * scale
+    logits = logits.masked_fill(~seen, float("-inf"))
+    out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), v).to(query.dtype).contiguous()
+    return out, logits.logsumexp(-1).transpose(0, 1)

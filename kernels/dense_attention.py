@@ -50,6 +50,11 @@ def attend(
     return _library(query.device)(query, keys, values, scale, causal, -1 if width is None else width - 1)
 
 
+def library_of(device: torch.device) -> str:
+    """What `attend` computes with on a GPU, as its users call it."""
+    return "FlashAttention-3" if _library(device) is _flash_attention_3 else "FlashInfer"
+
+
 @lru_cache
 def _library(device: torch.device) -> Attend:
     """What computes attention on a GPU."""

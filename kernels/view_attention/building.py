@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -89,7 +90,8 @@ def hopper_module(device: torch.device, dtype: torch.dtype, head_dim: int, value
     sizes = {"head_dim_qk": head_dim, "head_dim_vo": value_dim}
     if determine_attention_backend(device, 0, False, False, dtype, dtype, **sizes) != "fa3":
         return None
-    module: Module = gen_batch_prefill_module(
+    generate: Callable[..., Any] = gen_batch_prefill_module  # FlashInfer 0.7 declares a wider type than it returns
+    module: Module = generate(
         "fa3",
         dtype_q=dtype,
         dtype_kv=dtype,

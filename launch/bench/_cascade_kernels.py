@@ -24,6 +24,7 @@ from sglang_ext.kernels.cells import (
     reference,
     triton_impl,
 )
+from sglang_ext.kernels.dense_attention import library_of
 from sglang_ext.launch.bench._cascade_layer import (
     TOLERANCE,
     CascadeLayer,
@@ -95,7 +96,7 @@ def prefill(cascade: Cascade, tokens: int, device: torch.device, repeats: int = 
     name = f"prefill attention, one layer, {strides * cascade.stride} tokens, {sizes}"
     share = f"score and cache update of a stride, one layer, {sizes}"
     return [
-        at_least(name, ours, "FlashInfer, dense causal", dense, 10.0, notes=notes),
+        at_least(name, ours, f"{library_of(device)}, dense causal", dense, 10.0, notes=notes),
         at_most(share, kept, step.median, "the strided prefill attention, caching included", 0.25, notes=notes),
     ]
 

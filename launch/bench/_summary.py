@@ -324,7 +324,7 @@ QUALITY = (
     FileSummary(
         "quality_ltri",
         "Ltri-LLM and InfLLM",
-        (ShownRow("passkey in banking77 texts, 16384 tokens, Ltri-LLM, max, 32 ask:"),),
+        (ShownRow("passkey in banking77 texts, 16384 tokens, Ltri-LLM, max:"),),
     ),
 )
 """The part on quality."""

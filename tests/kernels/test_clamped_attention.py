@@ -217,12 +217,8 @@ def test_parts_are_merged(module: Any, dtype: torch.dtype, rows: int, strided: t
     assert found.out.dtype == dtype and found.lse.dtype == torch.float32 and found.lse.is_contiguous()
     if rows:
         assert found.lse[-1, 2] == float("-inf") and not found.out[-1, 2].any()
-        found.lse[-1, 2], one.lse[-1, 2], one.out[-1, 2], found.out[-1, 2] = (
-            0,
-            0,
-            0,
-            0,
-        )  # the formula below has no limit
+        for part in (found, one):  # the formula below has no limit
+            part.lse[-1, 2], part.out[-1, 2] = 0, 0
     whole = torch.full((5, 3), float("-inf"), dtype=torch.float64, device=DEVICE)
     whole[5 - rows :] = other.lse.double()
     values = torch.zeros(5, 3, 20, dtype=torch.float64, device=DEVICE)

@@ -75,6 +75,7 @@ def test_libraries_are_asked_as_they_are_documented(
         torch.randn(count, heads, 16, generator=draw) for count, heads in ((rows, 6), (tokens, 2), (tokens, 2))
     )
     found = dense_attention.attend(query, keys, values, scale=0.3, causal=causal, width=width)
+    assert dense_attention.library_of(query.device) == ("FlashAttention-3" if hopper else "FlashInfer")
     dense_attention._library.cache_clear()
     wanted = plain_attention(query, keys, values, scale=0.3, causal=causal, width=width)
     for each, expected in zip(found, wanted, strict=True):

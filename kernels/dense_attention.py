@@ -46,7 +46,16 @@ def attend(
     Returns:
         (output [rows, heads, head_dim] in the query's dtype, natural log-sum-exp [rows, heads] in float32), the second
         of any strides.
+
+    Raises:
+        ValueError: the width is below 1, or given without `causal`; there are fewer tokens than causal rows.
     """
+    if width is not None and (width < 1 or not causal):
+        raise ValueError(f"width={width}, causal={causal}: expected at least 1, with causal=True; or None")
+    if causal and keys.shape[0] < query.shape[0]:
+        raise ValueError(
+            f"{query.shape[0]} rows over {keys.shape[0]} tokens: expected at least as many tokens as causal rows"
+        )
     return _library(query.device)(query, keys, values, scale, causal, -1 if width is None else width - 1)
 
 

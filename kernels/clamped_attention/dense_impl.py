@@ -37,6 +37,9 @@ def attend_window(
     Args:
         query, window, width, scale: as for the reference.
         attend: `dense_attention.attend`, or what stands for it in tests.
+
+    Returns:
+        With contiguous log-sum-exps.
     """
     check_window(query, window, width)
     rows, wide = query.near.shape[0], torch.promote_types(query.near.dtype, torch.float32)

@@ -46,7 +46,7 @@ def kernels(system: System, dtype: str, float8: bool = False) -> str:
     Args:
         system: one that has no kernels is served by `torch`.
         dtype: the server's `--dtype`; FlashInfer has no float32.
-        float8: whether the KV cache is in float8, which FlashInfer's prefill kernels are not given here.
+        float8: whether the KV cache is in float8, which dense prefill kernels are not given here.
 
     Raises:
         ValueError: the environment asks for something else, or for FlashInfer without a GPU or for float8.
@@ -58,8 +58,8 @@ def kernels(system: System, dtype: str, float8: bool = False) -> str:
         raise ValueError(f"{KERNELS_ENV}=flashinfer needs an NVIDIA GPU and there is none: use torch or triton")
     if chosen == "flashinfer" and float8:
         raise ValueError(
-            f"{KERNELS_ENV}=flashinfer with a KV cache in float8: FlashInfer's prefill kernels do not read it here; use"
-            " triton or auto"
+            f"{KERNELS_ENV}=flashinfer with a KV cache in float8: dense prefill kernels do not read it here; use triton"
+            " or auto"
         )
     if system.kernels is None:
         return "torch"

@@ -175,7 +175,7 @@ class RecordedRun:
     def _look(self, number: int, chunk: RecordedChunk) -> Looked:
         """The attention of a chunk to its window, in a lane of its own.
 
-        FlashInfer's calls share no memory with each other, so they may run beside each other.
+        Calls of dense kernels share no memory that they write, so they may run beside each other.
         """
         room, part = self.run.room, self.run.places[number].rows
         with self.lanes.window.apart():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +16,17 @@ import pytest
 import torch
 
 from sglang_ext.kernels import dense_attention
+from sglang_ext.kernels.hopper import is_hopper
 from tests.kernels.dense import plain_attention
 
-CUDA = torch.cuda.is_available()
-NEEDS_GPU = pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
+LIBRARIES = [
+    pytest.param(
+        dense_attention._flash_attention_3, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), id="fa3"
+    ),
+    pytest.param(dense_attention._flashinfer, marks=NEEDS_GPU, id="flashinfer"),
+]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LEVEL = 1e-3
 """Of log-sum-exps, which both libraries have in float32."""
@@ -56,11 +67,20 @@ def like_flash_attention_3(
     return out[None], lse.transpose(0, 1)[None], torch.empty(0), torch.empty(0)
 
 
+@pytest.fixture
+def chosen_anew() -> Iterator[None]:
+    """No other test sees which library is chosen here."""
+    dense_attention._library.cache_clear()
+    yield
+    dense_attention._library.cache_clear()
+
+
 CASES = {"all": (5, 23, False, None), "causal": (5, 23, True, None), "a window": (7, 23, True, 4)}
 
 
 @pytest.mark.parametrize(("rows", "tokens", "causal", "width"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("hopper", [True, False], ids=["on Hopper", "on another GPU"])
+@pytest.mark.usefixtures("chosen_anew")
 def test_libraries_are_asked_as_they_are_documented(
     hopper: bool, rows: int, tokens: int, causal: bool, width: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,24 +89,44 @@ def test_libraries_are_asked_as_they_are_documented(
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", fake)
     monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_attn=fake))
     monkeypatch.setattr("sglang_ext.kernels.hopper.is_hopper", lambda device: hopper)
-    dense_attention._library.cache_clear()
     draw = torch.Generator().manual_seed(3)
     query, keys, values = (
         torch.randn(count, heads, 16, generator=draw) for count, heads in ((rows, 6), (tokens, 2), (tokens, 2))
     )
     found = dense_attention.attend(query, keys, values, scale=0.3, causal=causal, width=width)
     assert dense_attention.library_of(query.device) == ("FlashAttention-3" if hopper else "FlashInfer")
-    dense_attention._library.cache_clear()
     wanted = plain_attention(query, keys, values, scale=0.3, causal=causal, width=width)
     for each, expected in zip(found, wanted, strict=True):
         assert each.shape == expected.shape and (each - expected).abs().max() <= 1e-5
 
 
-def test_flashinfer_takes_what_it_is_asked_with() -> None:
-    """The installed one; SGLang's library cannot be imported without a GPU."""
+def test_libraries_take_what_they_are_asked_with() -> None:
+    """The installed ones. SGLang's cannot be imported without a GPU, so its source is read."""
     flashinfer = pytest.importorskip("flashinfer")
     takes = inspect.signature(flashinfer.single_prefill_with_kv_cache).parameters
     assert set(inspect.signature(like_flashinfer).parameters) <= set(takes)
+    (folder,) = find_spec("sgl_kernel").submodule_search_locations  # type: ignore[union-attr, misc]
+    source = ast.parse((Path(folder) / "flash_attn.py").read_text(encoding="utf-8"))
+    (function,) = [
+        each for each in source.body if isinstance(each, ast.FunctionDef) and each.name == "flash_attn_with_kvcache"
+    ]
+    asked = inspect.signature(like_flash_attention_3).parameters
+    assert set(asked) <= {each.arg for each in function.args.args}
+    assert list(asked)[:3] == [each.arg for each in function.args.args[:3]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "causal", "width", "message"),
+    [
+        (3, True, 0, "width=0, causal=True: expected at least 1"),
+        (3, False, 4, "width=4, causal=False: expected at least 1, with causal=True"),
+        (6, True, None, "6 rows over 5 tokens: expected at least as many"),
+    ],
+)
+def test_wrong_input(rows: int, causal: bool, width: int | None, message: str) -> None:
+    query, keys = torch.zeros(rows, 2, 8), torch.zeros(5, 2, 8)
+    with pytest.raises(ValueError, match=message):
+        dense_attention.attend(query, keys, keys, scale=1.0, causal=causal, width=width)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +150,12 @@ def drawn(rows: int, tokens: int, head_dim: int, dtype: torch.dtype) -> list[tor
     return [torch.randn(count, heads, head_dim, generator=draw, device="cuda", dtype=dtype) for count, heads in sizes]
 
 
-@NEEDS_GPU
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("head_dim", dense_attention.HEAD_SIZES)
 @pytest.mark.parametrize(
     ("rows", "tokens", "causal", "width"), [(77, 600, True, 97), (1, 333, True, None), (130, 999, False, None)]
 )
-@pytest.mark.parametrize("library", [dense_attention._flash_attention_3, dense_attention._flashinfer])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_attention(
     library: Any, dtype: torch.dtype, head_dim: int, rows: int, tokens: int, causal: bool, width: int | None
 ) -> None:
@@ -132,10 +171,9 @@ def test_attention(
     assert (out.double() - wanted).abs().max() <= TOLERANCE[dtype] and (lse - level).abs().max() <= LEVEL
 
 
-@NEEDS_GPU
 @pytest.mark.parametrize("rows", [64, 512])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("library", [dense_attention._flash_attention_3, dense_attention._flashinfer])
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_attention_is_the_same_each_time(library: Any, head_dim: int, rows: int, times: int = 5000) -> None:
     """Also while another stream keeps the GPU busy. A row of a head that differs is one that was read too early."""
     given = drawn(rows, 4736, head_dim, torch.float16)

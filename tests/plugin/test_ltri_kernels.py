@@ -18,7 +18,7 @@ from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.ltri_warm_up import WarmUp
 from sglang_ext.attention.policy import Caches, Request
 from sglang_ext.attention.readers.ltri import LtriReader, check_kernels
-from sglang_ext.attention.readers.streams import check_flashinfer
+from sglang_ext.attention.readers.streams import check_dense
 from sglang_ext.cache.forks import Fork, Source
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
@@ -406,14 +406,14 @@ def test_a_warm_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [(64, 64, torch.float16, True), (128, 128, torch.bfloat16, True), (96, 96, torch.float16, False),
      (128, 64, torch.float16, False), (64, 64, torch.float32, False)],
 )  # fmt: skip
-def test_heads_that_flashinfer_takes(size: int, value_size: int, dtype: torch.dtype, served: bool) -> None:
+def test_heads_that_dense_kernels_take(size: int, value_size: int, dtype: torch.dtype, served: bool) -> None:
     shape = SimpleNamespace(head_dim=size, value_dim=value_size, dtype=dtype)
     model: Any = SimpleNamespace(shape=shape, device=torch.device("cuda"))
     if served:
-        check_flashinfer(model)
+        check_dense(model)
         return
-    with pytest.raises(ValueError, match=f"heads of size {size} in {dtype}: FlashInfer serves 64, 128, 256"):
-        check_flashinfer(model)
+    with pytest.raises(ValueError, match=f"heads of size {size} in {dtype}: dense prefill kernels serve 64, 128, 256"):
+        check_dense(model)
 
 
 def test_streams_are_no_longer_than_an_election() -> None:

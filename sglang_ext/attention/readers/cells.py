@@ -22,7 +22,7 @@ from sglang_ext.attention.cascade_buffers import StrideStep
 from sglang_ext.attention.cascade_rows import Attend, OwnRows, Rows, RowStream, Shown
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.readers.reader import DecodeGraphs, Reader, graph_sizes
-from sglang_ext.attention.readers.streams import check_fits, check_flashinfer
+from sglang_ext.attention.readers.streams import check_dense, check_fits
 from sglang_ext.attention.step import Batch, BatchRows, Forward, LayerCall
 from sglang_ext.kernels.cells import Rotation, dense_impl, reference
 from sglang_ext.policies.cascade import Cascade
@@ -59,7 +59,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
 
     Raises:
         ValueError: one request may need more slots than there are, or than a row has columns; the KV cache has another
-            type than the model; FlashInfer was asked for and has no kernel for the model's heads.
+            type than the model; dense kernels were asked for and do not take the model's heads.
 
     Attributes:
         rows: states of the streams with the server's settings.
@@ -83,7 +83,7 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
         policy.meet(model.served)
         policy.keep_in(self._begin)
         self._kind, self._attend = self._choose(machine.kernels)
-        self.prefills = {"flashinfer": 0, "torch": 0}
+        self.prefills = {"dense": 0, "torch": 0}
         self.decoding_steps = {"graph": 0, "eager": 0}
         if self._device.type == "cuda":
             self._warm_up()
@@ -100,8 +100,8 @@ class CellReader(Reader[CellStep, CellStep], DecodeGraphs[CellStep, CellStep]):
         """What computes the attention of prompts."""
         if chosen != "flashinfer":
             return "torch", reference.attend
-        check_flashinfer(self.model)
-        return chosen, dense_impl.attend
+        check_dense(self.model)
+        return "dense", dense_impl.attend
 
     # ---- before the layers ----
 

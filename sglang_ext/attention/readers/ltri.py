@@ -19,7 +19,7 @@ from sglang_ext.attention.ltri_stores import KernelChunks, blocks_that_fit
 from sglang_ext.attention.ltri_warm_up import WarmUp
 from sglang_ext.attention.model import Machine, Model
 from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader, graph_sizes
-from sglang_ext.attention.readers.streams import StreamReader, check_flashinfer
+from sglang_ext.attention.readers.streams import StreamReader, check_dense
 from sglang_ext.attention.step import Batch, Forward, LayerCall
 from sglang_ext.compat.ranks import sum_over_ranks
 from sglang_ext.kernels.block_votes.triton_impl import MAX_COUNT, MAX_VECTORS
@@ -152,5 +152,5 @@ class LtriReader(Reader[Batch, Loaded], DecodeGraphs[Batch, Loaded]):
         """What computes attention."""
         if chosen != "flashinfer":
             return reference
-        check_flashinfer(self.model)
+        check_dense(self.model)
         return dense_impl

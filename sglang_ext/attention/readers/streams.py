@@ -37,8 +37,8 @@ def check_fits(policy: StreamPolicy, pool: int, context: int) -> None:
         )
 
 
-def check_flashinfer(model: Model) -> None:
-    """Whether FlashInfer's prefill kernels take a model's heads.
+def check_dense(model: Model) -> None:
+    """Whether dense prefill kernels (`kernels.dense_attention`) take a model's heads.
 
     Raises:
         ValueError: they do not; says what to change.
@@ -47,8 +47,8 @@ def check_flashinfer(model: Model) -> None:
     if shape.head_dim != shape.value_dim or not dense_attention.serves(shape.head_dim, shape.dtype, model.device):
         sizes = ", ".join(map(str, dense_attention.HEAD_SIZES))
         raise ValueError(
-            f"heads of size {shape.head_dim} in {shape.dtype}: FlashInfer serves {sizes} in half precision; set"
-            f" {KERNELS_ENV}=triton in the server's environment"
+            f"heads of size {shape.head_dim} in {shape.dtype}: dense prefill kernels serve {sizes} in half precision;"
+            f" set {KERNELS_ENV}=triton in the server's environment"
         )
 
 

@@ -9,7 +9,7 @@ from sglang_ext.launch.bench._quality_tasks import BLOCK, DIGITS, HIDDEN
 from sglang_ext.types import JsonObject
 
 RETRIEVED = 16  # blocks that a layer gets back
-BEST = ("ltri-max", "ltri-max-32-ask")  # what the aims of the best Ltri-LLM hold for
+BEST = ("ltri-max", "ltri-max-32-ask", "ltri-max-1-span")  # what the aims of the best Ltri-LLM hold for
 PAPERS: JsonObject = {"similarity": "sum", "asking": "spans"}
 """How blocks are found in the paper, where the defaults differ."""
 CHANGES: dict[str, JsonObject] = {
@@ -18,6 +18,8 @@ CHANGES: dict[str, JsonObject] = {
     "mass": {"similarity": "mass"},
     "max, spans ask": {"similarity": "max", "asking": "spans"},
     "max, 32 ask": {"similarity": "max", "askers": 32},
+    "max, 1 span": {"similarity": "max", "spans": 1},
+    "max, 24 vectors": {"similarity": "max", "vectors": 24},
     "sum, all heads": {**PAPERS, "heads": "all"},
     "max, all heads": {"similarity": "max", "heads": "all"},
     "max, preceding votes": {"similarity": "max", "vote": "preceding"},
@@ -40,6 +42,7 @@ PLOTS: dict[str, tuple[str, ...]] = {
         "ltri-max-all-heads",
         "ltri-max-no-votes",
     ),
+    "what is remembered of a block": ("infllm", "ltri-max", "ltri-max-1-span", "ltri-max-24-vectors"),
     "lambda and Q": (
         "ltri-max",
         "ltri-max-lambda-0",

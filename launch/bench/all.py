@@ -204,9 +204,9 @@ BENCHMARKS = (
     ),
     Benchmark(
         "quality-ltri",
-        ("quality", "--suite", "ltri", "--hidden", "plain", "named", "texts", "--passkey", "4096", "16384")
+        ("quality", "--suite", "ltri", "--passkey", "4096", "16384")
         + ("--prompts", "100", "--host-gb", "4", "--parallel", "4", "--kernels", "flashinfer", "--methods", "dense")
-        + ("streaming_llm", "infllm", "random", "given", "ltri-sum", "ltri-max", "ltri-max-32-ask"),
+        + ("streaming_llm", "infllm", "random", "given", "ltri-sum", "ltri-max", "ltri-max-1-span", "ltri-max-32-ask"),
         "quality_ltri.json",
         needs=("data",),
     ),

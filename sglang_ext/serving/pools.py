@@ -288,7 +288,7 @@ class PoolService:
         except asyncio.CancelledError:
             change.leave()
             raise
-        return await self._info(pool, made.version)
+        return {**await self._info(pool, made.version), "status": "ready"}  # the next change may be under way already
 
     async def _make(self, pool: Pool, change: Change, made: Made, define: Define) -> None:
         """Lay out and encode a new version. Whatever it did until it failed or was cancelled, `_settle` undoes."""

@@ -236,3 +236,23 @@ def test_a_flush_behind_a_second_look_is_noticed(manager: Any) -> None:
         await quiet(service)
 
     asyncio.run(run())
+
+
+def test_a_change_that_was_waited_for_is_answered_as_made(manager: Any) -> None:
+    """Also where the next one has begun before the answer is composed: with `encoding`, HTTP would answer 202."""
+
+    async def run() -> None:
+        service = Service(manager, random.Random(0), None)
+        service.fails = 0.0
+        items, options = models.demonstrations(9), {"block_size": 3}
+
+        async def as_soon_as_it_may() -> Any:
+            while (pool := service.pools.get("a")) is None or pool.current is None or pool.change is not None:
+                await asyncio.sleep(0)
+            return await service.put("a", items, options)
+
+        answers = await asyncio.gather(service.put("a", items[:6], options), as_soon_as_it_may())
+        assert [(each["version"], each["status"]) for each in answers] == [(1, "ready"), (2, "ready")]
+        await quiet(service)
+
+    asyncio.run(run())

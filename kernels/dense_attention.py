@@ -15,6 +15,9 @@ import torch
 HEAD_SIZES = (64, 128, 256)
 """That both libraries have kernels for."""
 
+FLASH_ATTENTION_3, FLASHINFER = "FlashAttention-3", "FlashInfer"
+"""The libraries, as their users call them."""
+
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """`attend`, or what stands for it in tests."""
 
@@ -60,8 +63,8 @@ def attend(
 
 
 def library_of(device: torch.device) -> str:
-    """What `attend` computes with on a GPU, as its users call it."""
-    return "FlashAttention-3" if _library(device) is _flash_attention_3 else "FlashInfer"
+    """Which of the libraries computes dense attention on a GPU."""
+    return FLASH_ATTENTION_3 if _library(device) is _flash_attention_3 else FLASHINFER
 
 
 @lru_cache

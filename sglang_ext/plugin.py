@@ -152,7 +152,6 @@ def _build_radix_cache(context: TreeCacheBuildContext) -> StreamCache | BlockRad
             "--radix-cache-backend sglang_ext needs one of our attention backends for both prefill and decoding; got"
             f" {type(context.tp_worker.model_runner.attn_backend).__name__}"
         )
-    backend.reader.ready()  # SGLang makes its cache behind the model's CUDA graphs
     policy: Any = backend.policy
     server_args = context.tp_worker.model_runner.server_args
     if systems()[server_args.attention_backend].streams:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang_ext.kernels.hopper import is_hopper
 from sglang_ext.kernels.rope import Rope
 from sglang_ext.kernels.view_attention import Ranks, Segment, View, Written, hopper_impl, view_attention
 from sglang_ext.kernels.view_attention import plan as planning
@@ -20,14 +21,17 @@ from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
 from sglang_ext.kernels.view_attention.by_request import plan_by_request
 from sglang_ext.kernels.view_attention.by_request_impl import attend_by_request, load
 from sglang_ext.kernels.view_attention.config import Config, choose
-from sglang_ext.kernels.view_attention.flashinfer_impl import VirtualRequests
+from sglang_ext.kernels.view_attention.flash_attention_impl import FlashAttentionRequests
+from sglang_ext.kernels.view_attention.flashinfer_impl import FlashInferRequests, LayerHeads
 from sglang_ext.kernels.view_attention.planned import attend, merge
+from sglang_ext.kernels.view_attention.virtual_requests import VirtualBatch, VirtualRequests
 from sglang_ext.launch.bench._gpu import copy_bandwidth, matrix_rate, time_gpu
 from sglang_ext.launch.bench._record import Figure, Timing, at_least, at_most
 from sglang_ext.policies.dbsa import BlockSparse
-from sglang_ext.types import JsonObject, Options
+from sglang_ext.types import JsonObject
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+LAYER = LayerHeads(HEADS, KV_HEADS, DIM, DIM, torch.bfloat16)
 TOLERANCE = 2e-2  # bfloat16, of the largest value of the reference
 DECODE_AIMS = {1: None, 8: 1.25, 32: 1.4, 128: 2.5}
 
@@ -207,9 +211,9 @@ class PlannedBatch:
 
 def _shared(
     pool: PoolShape, requests: Sequence[KernelRequest], rows: int, backend: str
-) -> tuple[VirtualRequests, torch.Tensor]:
+) -> tuple[FlashInferRequests, torch.Tensor]:
     """FlashInfer over shared blocks: one virtual request a block and one a tail; queries rotated before."""
-    virtual = VirtualRequests(pool.device, backend)
+    virtual = FlashInferRequests(pool.device, LAYER, backend)
     counts, tokens, slots, seen_by = [], [], [], []
     users: dict[int, list[int]] = {}
     for number, request in enumerate(requests):
@@ -225,12 +229,8 @@ def _shared(
         tokens.append(len(request.own))
         slots.append(torch.arange(request.own.start, request.own.stop, dtype=torch.int32, device=pool.device))
         seen_by += list(range(number * rows, (number + 1) * rows))
-    virtual.plan(counts, tokens, torch.cat(slots), causal=False, scale=pool.scale, **_shape())
+    virtual.plan(VirtualBatch(counts, tokens, torch.cat(slots), causal=False, scale=pool.scale))
     return virtual, torch.tensor(seen_by, device=pool.device)
-
-
-def _shape() -> Options:
-    return dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, value_dim=DIM, dtype=torch.bfloat16)
 
 
 def decode(pool: PoolShape, batches: Sequence[int], chosen: int, bandwidth: float) -> list[Figure]:
@@ -307,6 +307,16 @@ def _one_by_one(pool: PoolShape, planned: PlannedBatch) -> tuple[Timing, str, Ti
     return time_gpu(by_request, planned.query), words, time_gpu(once, planned.query)
 
 
+def _dense_kernels(device: torch.device) -> dict[str, VirtualRequests]:
+    """What encodes blocks on one GPU or another, by name."""
+    found: dict[str, VirtualRequests] = {
+        f"FlashInfer's {backend}": FlashInferRequests(device, LAYER, backend) for backend in ("fa2", "fa3")
+    }
+    if is_hopper(device):
+        found["FlashAttention-3"] = FlashAttentionRequests(device)
+    return found
+
+
 def encoding(pool: PoolShape) -> list[Figure]:
     """Block-sparse encoding as one batched prefill against dense causal prefill of the same tokens."""
     pattern = BlockSparse()
@@ -318,15 +328,14 @@ def encoding(pool: PoolShape) -> list[Figure]:
     spans = [torch.cat([pool.table[pool.bounds[b] : pool.bounds[b + 1]] for b in blocks]) for blocks in seen]
     sparse: dict[str, Timing] = {}
     dense: dict[str, Timing] = {}
-    for backend in ("fa2", "fa3"):
-        whole = VirtualRequests(pool.device, backend)
-        whole.plan([tokens], [tokens], pool.table[:tokens], causal=True, scale=pool.scale, **_shape())
-        dense[backend] = time_gpu(whole.run, query, pool.keys, pool.values, out, graph=False, milliseconds=1000)
-        virtual = VirtualRequests(pool.device, backend)
-        lengths = [span.numel() for span in spans]
-        virtual.plan(rows, lengths, torch.cat(spans), causal=True, scale=pool.scale, **_shape())
-        _check_encoding(pool, virtual, query, out, seen)
-        sparse[backend] = time_gpu(virtual.run, query, pool.keys, pool.values, out, graph=False, milliseconds=500)
+    whole = VirtualBatch([tokens], [tokens], pool.table[:tokens], causal=True, scale=pool.scale)
+    blocks = VirtualBatch(rows, [span.numel() for span in spans], torch.cat(spans), causal=True, scale=pool.scale)
+    for name, kernel in _dense_kernels(pool.device).items():
+        kernel.plan(whole)
+        dense[name] = time_gpu(kernel.run, query, pool.keys, pool.values, out, graph=False, milliseconds=1000)
+        kernel.plan(blocks)
+        _check_encoding(pool, kernel, query, out, seen)
+        sparse[name] = time_gpu(kernel.run, query, pool.keys, pool.values, out, graph=False, milliseconds=500)
     ours = min(sparse, key=lambda b: sparse[b].median)
     theirs = min(dense, key=lambda b: dense[b].median)
     name = f"encoding attention, one layer, {tokens} tokens in {pool.blocks} blocks ({ours})"

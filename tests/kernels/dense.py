@@ -1,6 +1,13 @@
-"""Dense attention in plain PyTorch, as `kernels.dense_attention.attend` is defined."""
+"""Dense attention in plain PyTorch, as `kernels.dense_attention.attend` is defined; what SGLang's kernel takes."""
 
 from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,3 +36,18 @@ def plain_attention(
     logits = logits.masked_fill(~seen, float("-inf"))
     out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), v).to(query.dtype).contiguous()
     return out, logits.logsumexp(-1).transpose(0, 1)
+
+
+def check_signature(stands_in: Callable[..., Any]) -> None:
+    """Assert that SGLang's `flash_attn_with_kvcache`, as installed, takes what a stand-in for it takes.
+
+    It cannot be imported without a GPU, so its source is read.
+    """
+    (folder,) = find_spec("sgl_kernel").submodule_search_locations  # type: ignore[union-attr, misc]
+    source = ast.parse((Path(folder) / "flash_attn.py").read_text(encoding="utf-8"))
+    (function,) = [
+        each for each in source.body if isinstance(each, ast.FunctionDef) and each.name == "flash_attn_with_kvcache"
+    ]
+    asked = inspect.signature(stands_in).parameters
+    assert set(asked) <= {each.arg for each in function.args.args}
+    assert list(asked)[:3] == [each.arg for each in function.args.args[:3]]

@@ -22,6 +22,7 @@ from sglang_ext.cache.budget import ClusterBytes, KVShape
 from sglang_ext.cache.cluster_pool import ClusterMemory
 from sglang_ext.cache.clusters import cluster_run
 from sglang_ext.cache.host_tier import PAGE, HostTier
+from sglang_ext.kernels.dense_attention import FLASH_ATTENTION_3
 from sglang_ext.kernels.float8 import FLOAT8, bytes_of
 from sglang_ext.kernels.view_attention import hopper_impl
 from sglang_ext.policies.double_p import DoubleP
@@ -175,8 +176,8 @@ def test_kernels_for_16_bits_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hopper_impl, "serves", lambda *given: asked.append(given[4]) or given[4] != FLOAT8)
     assert plans._hopper_serves(model(torch.bfloat16)) and not plans._hopper_serves(model(FLOAT8))
     assert asked == [torch.bfloat16, FLOAT8]
-    monkeypatch.setattr(prefill, "VirtualRequests", lambda *_: "dense")
-    monkeypatch.setattr(prefill.torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(prefill, "FlashAttentionRequests", lambda *_: "dense")
+    monkeypatch.setattr(prefill, "library_of", lambda _: FLASH_ATTENTION_3)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     kinds = [prefill.dense_kernel(model(dtype), Machine("flashinfer", None)) for dtype in (torch.bfloat16, FLOAT8)]
     assert kinds == ["dense", None]

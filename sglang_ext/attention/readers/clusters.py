@@ -328,9 +328,6 @@ class ClusterReader(Reader[Batch | ClusterStep | DecodeStep, Prefill | LoadedRow
         if model.device.type == "cuda":
             self.prefills.warm_up()
 
-    def ready(self) -> None:
-        self.prefills.ready()
-
     def step(self, batch: Batch) -> Batch | ClusterStep | DecodeStep | None:
         for rows in batch.rows:
             self.policy.before_pass(rows.request, rows.req, rows.begin, rows.end, batch.decode)

@@ -205,9 +205,6 @@ class PlannedReader(Reader[Batch | DecodeStep, Prefill | LoadedPlan]):
         if model.device.type == "cuda":
             self.prefills.warm_up()
 
-    def ready(self) -> None:
-        self.prefills.ready()
-
     def step(self, batch: Batch) -> Batch | DecodeStep | None:
         if all(rows.request.row is None for rows in batch.rows):
             return None

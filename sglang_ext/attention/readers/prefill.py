@@ -24,23 +24,20 @@ from sglang_ext.attention.readers.plans import PlanMemory, Planner
 from sglang_ext.attention.readers.reader import Loaded, PrefillGraphs
 from sglang_ext.attention.seen import RowRuns
 from sglang_ext.attention.step import Batch, BatchRows, LayerCall, LoadedT
-from sglang_ext.compat import AttentionShape
-from sglang_ext.kernels.dense_attention import HEAD_SIZES
+from sglang_ext.kernels.dense_attention import FLASH_ATTENTION_3, HEAD_SIZES, library_of
 from sglang_ext.kernels.float8 import CAPABILITY, FLOAT8
 from sglang_ext.kernels.view_attention import plan as planning
 from sglang_ext.kernels.view_attention.buffers import PlanBuffers, PlanCapacity
-from sglang_ext.kernels.view_attention.building import Building, hopper_module
 from sglang_ext.kernels.view_attention.by_request import block_for, plan_by_request
 from sglang_ext.kernels.view_attention.by_request_impl import LoadedRequests, attend_by_request, load
 from sglang_ext.kernels.view_attention.config import Config
-from sglang_ext.kernels.view_attention.flashinfer_impl import WORKSPACE, VirtualRequests
+from sglang_ext.kernels.view_attention.flash_attention_impl import FlashAttentionRequests
+from sglang_ext.kernels.view_attention.flashinfer_impl import FlashInferRequests, LayerHeads
 from sglang_ext.kernels.view_attention.planned import view_attention_plan
+from sglang_ext.kernels.view_attention.virtual_requests import VirtualBatch, VirtualRequests
 
 DENSE_ROWS = 256
 """Query rows of a request from which a dense prefill kernel serves it, where nothing is rotated."""
-
-SPLIT_ROWS = 128
-"""Query rows of FlashInfer's largest tile."""
 
 QUESTION_ROWS = 1024
 """Query rows of the largest prefill whose attention is inside its CUDA graph: above, launches are hidden anyway."""
@@ -111,14 +108,14 @@ def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
     """The prefill kernel over virtual requests, where there is one; there is none for a KV cache in float8.
 
     Raises:
-        ValueError: FlashInfer does not serve the model's head size, or the KV cache has a type that kernels do not read
-            here.
+        ValueError: dense kernels do not serve the model's head size, or the KV cache has a type that kernels do not
+            read here.
     """
     if model.device.type != "cuda":
         return None
     if model.shape.head_dim not in HEAD_SIZES:
         raise ValueError(
-            f"head size {model.shape.head_dim}: FlashInfer serves {', '.join(map(str, HEAD_SIZES))}; set"
+            f"head size {model.shape.head_dim}: dense kernels serve {', '.join(map(str, HEAD_SIZES))}; set"
             f" {KERNELS_ENV}=torch in the server's environment, which is slow but serves any"
         )
     model.check_cache_type(float8=True)
@@ -127,15 +124,11 @@ def dense_kernel(model: Model, machine: Machine) -> VirtualRequests | None:
         return None  # virtual requests were measured with caches of 16 bits alone: work lists serve all rows
     if machine.kernels != "flashinfer":
         return None
-    workspace = torch.empty(_workspace_bytes(model.shape), dtype=torch.uint8, device=model.device)
-    return VirtualRequests(model.device, "auto", workspace)
-
-
-def _building(model: Model) -> Building | None:
-    """The compilation of the dense kernel, begun; None where it waits for the kernel's first use."""
     shape = model.shape
-    module = hopper_module(model.device, shape.dtype, shape.head_dim, shape.value_dim)
-    return None if module is None else Building(module)
+    if library_of(model.device) == FLASH_ATTENTION_3 and shape.head_dim == shape.value_dim:
+        return FlashAttentionRequests(model.device)
+    layer = LayerHeads(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim, shape.dtype)
+    return FlashInferRequests(model.device, layer, "auto")
 
 
 def _check_converts(device: torch.device) -> None:
@@ -147,15 +140,6 @@ def _check_converts(device: torch.device) -> None:
             f" {'.'.join(map(str, CAPABILITY))} on; leave out --kv-cache-dtype, or set {KERNELS_ENV}=torch in the"
             " server's environment, which is slow"
         )
-
-
-def _workspace_bytes(shape: AttentionShape) -> int:
-    """Bytes of FlashInfer's scratch memory, which holds two tiles of partial outputs for each SM where it splits keys.
-
-    What FlashInfer recommends is not enough for wide groups on GPUs with many SMs.
-    """
-    partial = shape.group * 2 * shape.num_sms * SPLIT_ROWS * shape.value_dim * 4
-    return max(WORKSPACE, 2 * partial)
 
 
 class Prefills(PrefillGraphs[Loaded]):
@@ -176,7 +160,6 @@ class Prefills(PrefillGraphs[Loaded]):
 
     def __init__(self, planner: Planner, memory: PlanMemory, machine: Machine) -> None:
         self.planner, self.memory, self.dense = planner, memory, dense_kernel(planner.model, machine)
-        self._building = None if self.dense is None else _building(planner.model)
         self.ran = {"graph": 0, "lists": 0, "by_request": 0, "dense": 0}
         self._question: PlanBuffers | None = None
 
@@ -268,19 +251,7 @@ class Prefills(PrefillGraphs[Loaded]):
     def _plan_dense_of(self, rows: Sequence[int], tokens: Sequence[int], slots: torch.Tensor) -> None:
         if self.dense is None:
             raise ValueError("no dense prefill kernel: rows cannot be virtual requests")
-        shape = self.planner.shape
-        self.dense.plan(
-            rows,
-            tokens,
-            slots,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            value_dim=shape.value_dim,
-            dtype=shape.dtype,
-            causal=True,
-            scale=shape.scale,
-        )
+        self.dense.plan(VirtualBatch(rows, tokens, slots, causal=True, scale=self.planner.shape.scale))
 
     # ---- CUDA graphs with attention inside ----
 
@@ -334,7 +305,7 @@ class Prefills(PrefillGraphs[Loaded]):
         return sorted(rows.values())
 
     def warm_up(self) -> None:
-        """Run every kernel of Triton's that a batch may need once: the first request is not to wait for a compiler."""
+        """Run every kernel that a batch may need once: the first request is not to wait for a compiler."""
         model, shape = self.planner.model, self.planner.shape
         caches = model.caches()
         keys, values = caches[min(caches)]
@@ -350,16 +321,6 @@ class Prefills(PrefillGraphs[Loaded]):
             each = replace(seen, num_rows=rows, lengths=none + rows, own=(0,))
             queries = query.expand(rows, -1, -1).contiguous()
             attend_by_request(queries, self._by_request([each]), keys, values, shape.scale, torch.empty_like(queries))
-
-    def ready(self) -> None:
-        """Run the dense kernel once, likewise; no CUDA graph holds it, so that it is compiled until requests come."""
-        if self.dense is None:
-            return
-        if self._building is not None:
-            self._building.wait()
-        model, shape = self.planner.model, self.planner.shape
-        caches = model.caches()
-        keys, values = caches[min(caches)]
-        query = keys.new_zeros(1, shape.heads, shape.head_dim, dtype=shape.dtype)
-        self._plan_dense_of([1], [1], model.table[0, :1])
-        self.dense.run(query, keys, values, out=query.new_empty(1, shape.heads, shape.value_dim))
+        if self.dense is not None:
+            self._plan_dense_of([1], [1], model.table[0, :1])
+            self.dense.run(query, keys, values, out=query.new_empty(1, shape.heads, shape.value_dim))

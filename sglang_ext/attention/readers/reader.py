@@ -96,10 +96,6 @@ class Reader(ABC, Generic[StepT, LoadedT]):
         The device may still compute the batch before: kernels may be launched, and nothing may wait for them.
         """
 
-    def ready(self) -> None:
-        """CUDA graphs are captured and the first request is about to come: wait for what it would wait for."""
-        return
-
     def before_pass(self) -> None:
         """A pass is about to run on the current stream, whoever serves it: for what must not wait any longer."""
         return

@@ -9,8 +9,8 @@ from sglang_ext.launch.bench._quality_tasks import BLOCK, DIGITS, HIDDEN
 from sglang_ext.types import JsonObject
 
 RETRIEVED = 16  # blocks that a layer gets back
-BEST = ("ltri-max", "ltri-max-32-ask", "ltri-max-1-span")  # what the aims of the best Ltri-LLM hold for
-PAPERS: JsonObject = {"similarity": "sum", "asking": "spans"}
+BEST = ("ltri-max", "ltri-max-4-spans", "ltri-max-4-spans-32-ask")  # what the aims of the best Ltri-LLM hold for
+PAPERS: JsonObject = {"similarity": "sum", "asking": "spans", "spans": 4}
 """How blocks are found in the paper, where the defaults differ."""
 CHANGES: dict[str, JsonObject] = {
     "sum": PAPERS,
@@ -18,7 +18,8 @@ CHANGES: dict[str, JsonObject] = {
     "mass": {"similarity": "mass"},
     "max, spans ask": {"similarity": "max", "asking": "spans"},
     "max, 32 ask": {"similarity": "max", "askers": 32},
-    "max, 1 span": {"similarity": "max", "spans": 1},
+    "max, 4 spans": {"similarity": "max", "spans": 4},
+    "max, 4 spans, 32 ask": {"similarity": "max", "spans": 4, "askers": 32},
     "max, 24 vectors": {"similarity": "max", "vectors": 24},
     "sum, all heads": {**PAPERS, "heads": "all"},
     "max, all heads": {"similarity": "max", "heads": "all"},
@@ -33,7 +34,7 @@ CHANGES: dict[str, JsonObject] = {
 """What a method is called -> how its settings differ from the defaults; `sum` is the paper's."""
 
 PLOTS: dict[str, tuple[str, ...]] = {
-    "": ("dense", "streaming_llm", "infllm", "ltri-sum", "ltri-max-32-ask", "given"),
+    "": ("dense", "streaming_llm", "infllm", "ltri-sum", "ltri-max", "given"),
     "what asks, and votes": (
         "ltri-sum",
         "ltri-max-spans-ask",
@@ -42,7 +43,7 @@ PLOTS: dict[str, tuple[str, ...]] = {
         "ltri-max-all-heads",
         "ltri-max-no-votes",
     ),
-    "what is remembered of a block": ("infllm", "ltri-max", "ltri-max-1-span", "ltri-max-24-vectors"),
+    "what is remembered of a block": ("infllm", "ltri-max", "ltri-max-4-spans", "ltri-max-24-vectors"),
     "lambda and Q": (
         "ltri-max",
         "ltri-max-lambda-0",
@@ -54,7 +55,7 @@ PLOTS: dict[str, tuple[str, ...]] = {
 }
 """What a plot is about, beside where its keys are hidden -> its lines, six at most."""
 
-RECALLED = ("random", "infllm", "ltri-sum", "ltri-max-spans-ask", "ltri-max", "ltri-max-32-ask")
+RECALLED = ("random", "infllm", "ltri-sum", "ltri-max-4-spans-32-ask", "ltri-max-4-spans", "ltri-max")
 """What is compared by the blocks that its layers get back, six at most."""
 
 LEAST = {

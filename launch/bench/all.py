@@ -206,7 +206,7 @@ BENCHMARKS = (
         "quality-ltri",
         ("quality", "--suite", "ltri", "--passkey", "4096", "16384")
         + ("--prompts", "100", "--host-gb", "4", "--parallel", "4", "--kernels", "flashinfer", "--methods", "dense")
-        + ("streaming_llm", "infllm", "random", "given", "ltri-sum", "ltri-max", "ltri-max-1-span", "ltri-max-32-ask"),
+        + ("streaming_llm", "infllm", "random", "given", "ltri-sum", "ltri-max", "ltri-max-4-spans"),
         "quality_ltri.json",
         needs=("data",),
     ),

@@ -29,11 +29,13 @@ ROUNDING = 0.02
 """Mean difference of log-probabilities that half precision may make."""
 
 
-@pytest.fixture(scope="module", params=["sum", "max", "mass", "max, spans ask"])
+@pytest.fixture(scope="module", params=["sum", "max, 1 span", "mass", "max, spans ask"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = models.save_model("llama", tmp_path_factory.mktemp("llama"), head_dim=64, max_position_embeddings=512)
-    similarity, *spans_ask = request.param.split(", ")
-    sizes = replace(SIZES, similarity=similarity, asking="spans" if spans_ask else "tokens")
+    similarity, *words = request.param.split(", ")
+    sizes = replace(SIZES, similarity=similarity, asking="spans" if words == ["spans ask"] else "tokens")
+    if words == ["1 span"]:
+        sizes = replace(sizes, spans=1)
     # A quarter of a large machine's memory would have room for more blocks than the GPU has for their index.
     policy = {**policy_of(sizes), "host_gb": 1}
     options: dict[str, Any] = {"attention_backend": "ltri", "policy": policy, "dtype": "float16"}

@@ -409,7 +409,7 @@ def test_keys_have_wilson_intervals_beside_infllm() -> None:
     [
         ([keys("ltri-max", 19)], "at least 0.95", True),
         ([keys("ltri-max", 18)], "at least 0.95", False),
-        ([keys("ltri-max-32-ask", 18)], "at least 0.95", False),
+        ([keys("ltri-max-4-spans-32-ask", 18)], "at least 0.95", False),
         ([keys("ltri-max", 18, length=131072)], "at least 0.90", True),
         ([keys("ltri-max", 18, length=8192)], "", None),
         ([keys("ltri-mass", 19)], "", None),

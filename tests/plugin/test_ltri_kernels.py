@@ -337,7 +337,7 @@ def test_what_kernels_do_not_take() -> None:
         ({"block": 256}, r"block=256 \(16, 32, 64, 128\)"),
         ({"retrieved": 65}, r"retrieved=65 \(at most 64\); ways=130 \(at most 128\)"),
         ({"cached": 129}, r"ways=129 \(at most 128\)"),
-        ({"vectors": 132}, r"vectors=132 of spans=4 \(at most 128, where"),
+        ({"vectors": 132}, r"vectors=132 of spans=1 \(at most 128, where"),
         ({"vectors": 100, "spans": 5}, r"vectors=100 of spans=5 \(at most 128, where"),
         ({"block": 40, "chunk": 520, "index": "infllm"}, r"block=40 \(16, 32, 64, 128\)"),
     ):

@@ -94,7 +94,7 @@ def test_suppression_is_torchvisions(seed: int, phi: float, boxes: bool) -> None
 
 
 def test_planted_triangles_are_found() -> None:
-    assert spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN)) == [(0, 4), (4, 11), (11, 16)]
+    assert spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN, spans=4)) == [(0, 4), (4, 11), (11, 16)]
     assert spans_of(triangles([4, 7, 5]), Ltri(theta=BETWEEN, spans=2, vectors=2)) == [(4, 11), (11, 16)]
 
 
@@ -209,7 +209,7 @@ def test_sums_of_the_ranks_are_those_of_all_heads() -> None:
     flat = [part.flatten() for part in parts]
     (sums,) = ranks_of([flat[1]], [flat[2]]).add_all([parts[0]])
     assert (sums - ltri.summed_heads(whole, 0.7)).abs().max() < EXACT
-    settings = Ltri(theta=0.7, rate=0.1)
+    settings = Ltri(theta=0.7, rate=0.1, spans=4)
     assert len(ltri.spans_of(sums[0], settings)) > 1
     spans = ltri.counted_spans(sums, settings, layer=9)
     assert spans == ltri.counted_spans(ltri.summed_heads(whole, 0.7), settings, layer=9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from sglang_ext.policies.clustering import CHOICES
@@ -14,7 +14,9 @@ ASKING = ("tokens", "spans")
 INDEXES = ("ltri", "infllm", "mean", "random", "given")
 REPRESENTATIVES = 4
 """Tokens that stand for a block in InfLLM's index (Xiao et al., 2024, section 3.2)."""
-LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1, "vectors": 1}
+PAPERS_VECTORS = 12
+"""Index vectors of a block (Tang et al., 2024)."""
+LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1}
 LEAST |= {"early_layers": 0, "renewed": 0, "askers": 1}
 """Setting that is a whole number -> the smallest that it may be."""
 
@@ -35,7 +37,9 @@ class Ltri:
         cached: blocks of a stream that a layer keeps on the GPU once it has got them back; the least recently used
             leave first (32). Left out, they are twice `retrieved`; fewer leave room for more streams.
         spans: spans of a block, at most (1; the paper has 4, and 6 for RULER). With one, more is found in our study.
-        vectors: index vectors of a block, at most (12; for RULER 24).
+        vectors: index vectors of a block, at most (the paper: 12, and 24 for RULER). Left out, they are three eighths
+            of `block`, because one span with fewer finds less; where all heads of a layer vote, whose vectors are that
+            much longer, at most 12.
         theta: share of the entries of a head's tile that lie below the threshold (equation 5; the 90th percentile).
         phi: overlap, as intersection over union, from which the lower of two spans is dropped (0.1; for RULER 0.01).
         boxes: compare spans as the squares that they are in the attention map (as torchvision would), and not as
@@ -89,7 +93,7 @@ class Ltri:
     retrieved: int = 16
     cached: int | None = None
     spans: int = 1
-    vectors: int = 12
+    vectors: int | None = None
     theta: float = 0.9
     phi: float = 0.1
     boxes: bool = False
@@ -138,13 +142,26 @@ class Ltri:
             raise ValueError(f"window={self.window}, chunk={self.chunk}: expected a window of at least a chunk")
         if self.last > self.chunk:
             raise ValueError(f"last={self.last}, chunk={self.chunk}: expected at most a chunk")
-        if self.vectors < self.spans:
-            raise ValueError(f"vectors={self.vectors}, spans={self.spans}: expected at least one vector for each span")
+        if not isinstance(self.vectors, int | None) or isinstance(self.vectors, bool) or self.most < 1:
+            raise ValueError(
+                f"vectors={self.vectors!r}, spans={self.spans}: expected a whole number of at least one for each span"
+            )
 
     @property
     def ways(self) -> int:
         """Blocks that a layer keeps on the GPU for a stream."""
         return 2 * self.retrieved if self.cached is None else self.cached
+
+    @property
+    def most(self) -> int:
+        """Index vectors of a span, at most."""
+        return (max(self.spans, self.block * 3 // 8) if self.vectors is None else self.vectors) // self.spans
+
+    def of_all_heads(self) -> Ltri:
+        """The same settings where all heads of a layer vote: an index vector has the components of all of them."""
+        if self.vectors is not None:
+            return self
+        return replace(self, vectors=max(self.spans, min(self.block * 3 // 8, PAPERS_VECTORS)))
 
     def rate_of(self, layer: int) -> float:
         """λ of a layer."""

@@ -219,16 +219,11 @@ def pinned_bandwidth(device: torch.device, mib: int = 512) -> float:
 def spans_of(tiles: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
     """Seconds to cut the spans of so many tiles."""
     entries = torch.rand(tiles, shape.heads, settings.block, settings.block, device=device).tril() ** 8
-    rule = SpanRule(settings.theta, settings.phi, settings.spans, stored_most(settings), settings.rate)
+    rule = SpanRule(settings.theta, settings.phi, settings.spans, settings.most, settings.rate)
     rows = torch.full((tiles,), settings.block, dtype=torch.int32, device=device)
     out = Spans.empty(tiles, settings.spans, device)
     space = SpanWorkspace.empty(tiles, shape.heads, settings.block, device)
     return timed(captured(lambda: cut_spans(entries, rows, rule, out=out, **_space(space, device)), device), device)
-
-
-def stored_most(settings: Ltri) -> int:
-    """Index vectors of a span, at most."""
-    return settings.vectors // settings.spans
 
 
 def _space(space: SpanWorkspace, device: torch.device) -> dict[str, SpanWorkspace]:

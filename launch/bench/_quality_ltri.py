@@ -10,7 +10,7 @@ from sglang_ext.types import JsonObject
 
 RETRIEVED = 16  # blocks that a layer gets back
 BEST = ("ltri-max", "ltri-max-4-spans", "ltri-max-4-spans-32-ask")  # what the aims of the best Ltri-LLM hold for
-PAPERS: JsonObject = {"similarity": "sum", "asking": "spans", "spans": 4}
+PAPERS: JsonObject = {"similarity": "sum", "asking": "spans", "spans": 4, "vectors": 12}
 """How blocks are found in the paper, where the defaults differ."""
 CHANGES: dict[str, JsonObject] = {
     "sum": PAPERS,

@@ -227,12 +227,14 @@ class LtriPolicy(StreamPolicy):
             )
         name = self.config.heads
         if name == "all":
+            self.config = self.config.of_all_heads()
             return
         weights = weights_hash(model.path) if model.loaded else ""
         path = shipped(weights) if name is None else Path(name)
         if path is None:
             what = "all heads of every layer vote, since their retrieval heads are not known"
             logger.warning("ltri, %s: %s; sglang-ext heads finds them", model.path, what)
+            self.config = self.config.of_all_heads()
             return
         heads = Heads.load(path)
         heads.check(path, weights, model.layers, model.heads * self.ranks)

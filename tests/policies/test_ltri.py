@@ -130,6 +130,25 @@ def test_the_mass_of_a_span_beside_its_neighbours(span: tuple[int, int], neighbo
     assert ltri.mass_ratio(summed, span, neighbours) == pytest.approx(wanted, abs=EXACT)
 
 
+@pytest.mark.parametrize(
+    ("given", "one_votes", "all_vote"),
+    [
+        ({}, 48, 12),
+        ({"block": 32}, 12, 12),
+        ({"block": 16, "spans": 4}, 1, 1),
+        ({"block": 2, "spans": 4}, 1, 1),
+        ({"spans": 4}, 12, 3),
+        ({"spans": 20}, 2, 1),
+        ({"vectors": 24}, 24, 24),
+        ({"vectors": 24, "spans": 5}, 4, 4),
+    ],
+)
+def test_vectors_that_are_left_out(given: dict[str, int], one_votes: int, all_vote: int) -> None:
+    """A share of the block; fewer where all heads of a layer vote. What is given stays."""
+    settings = Ltri(**given)  # type: ignore[arg-type]
+    assert (settings.most, settings.of_all_heads().most) == (one_votes, all_vote)
+
+
 def test_how_many_vectors_a_span_gets() -> None:
     assert ltri.vector_count(40, 1.0, 3.0, 100) == 40, "nobody knows the span: all of it"
     assert ltri.vector_count(40, 0.5, 3.0, 100) == int(40 * math.exp(-1.5))
@@ -327,7 +346,10 @@ def test_blocks_leave_the_window() -> None:
         ({"similarity": "cosine"}, "similarity='cosine': expected one of sum, max, mass"),
         ({"asking": "all"}, "asking='all': expected one of tokens, spans"),
         ({"theta": 1.0}, "theta=1.0, phi=0.1: expected 0 < theta < 1"),
-        ({"spans": 13}, "vectors=12, spans=13: expected at least one vector"),
+        ({"spans": 13, "vectors": 12}, "vectors=12, spans=13: expected a whole number of at least one for each span"),
+        ({"vectors": 0}, "vectors=0, spans=1: expected a whole number of at least one for each span"),
+        ({"vectors": True}, "vectors=True, spans=1: expected a whole number of at least one for each span"),
+        ({"vectors": "12"}, "vectors='12', spans=1: expected a whole number of at least one for each span"),
         ({"sinks": True}, "sinks=True: expected a whole number"),
         ({"rate": -1.0}, "rate=-1.0, early_rate=20.0: expected at least 0"),
     ],

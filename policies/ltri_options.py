@@ -16,7 +16,7 @@ REPRESENTATIVES = 4
 """Tokens that stand for a block in InfLLM's index (Xiao et al., 2024, section 3.2)."""
 PAPERS_VECTORS = 12
 """Index vectors of a block (Tang et al., 2024)."""
-LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1}
+LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1, "queries": 1}
 LEAST |= {"early_layers": 0, "renewed": 0, "askers": 1}
 """Setting that is a whole number -> the smallest that it may be."""
 
@@ -40,6 +40,8 @@ class Ltri:
         vectors: index vectors of a block, at most (the paper: 12, and 24 for RULER). Left out, they are three eighths
             of `block`, because one span with fewer finds less; where all heads of a layer vote, whose vectors are that
             much longer, at most 12.
+        queries: of each `block` tokens of a chunk, how many are compared with what is remembered, at most; their spans
+            share them (12; the paper: as many as `vectors`). Of a prompt's last tokens, `asking` says which.
         theta: share of the entries of a head's tile that lie below the threshold (equation 5; the 90th percentile).
         phi: overlap, as intersection over union, from which the lower of two spans is dropped (0.1; for RULER 0.01).
         boxes: compare spans as the squares that they are in the attention map (as torchvision would), and not as
@@ -94,6 +96,7 @@ class Ltri:
     cached: int | None = None
     spans: int = 1
     vectors: int | None = None
+    queries: int = 12
     theta: float = 0.9
     phi: float = 0.1
     boxes: bool = False
@@ -156,6 +159,11 @@ class Ltri:
     def most(self) -> int:
         """Index vectors of a span, at most."""
         return (max(self.spans, self.block * 3 // 8) if self.vectors is None else self.vectors) // self.spans
+
+    @property
+    def most_queries(self) -> int:
+        """Tokens of a chunk's span that are compared with what is remembered, at most."""
+        return min(self.most, max(1, self.queries // self.spans))
 
     def of_all_heads(self) -> Ltri:
         """The same settings where all heads of a layer vote: an index vector has the components of all of them."""

@@ -40,24 +40,20 @@ def measure(device: torch.device, settings: Ltri, tokens: int, shape: LayerShape
     shape = LayerShape() if shape is None else shape
     figures: list[Figure] = []
     for vote in ("inclusive", "preceding"):
-        times: dict[tuple[int, int], Timing] = {}
-        for renewed in (min(RENEWED, settings.retrieved), 0):
-            layers = None  # its memory on the host, too
-            gc.collect()
-            layers = Layers(replace(settings, renewed=renewed, vote=vote), tokens, shape, device)
-            layers.check()
-            times |= {(layer, renewed): layers.timed(layer) for layer in (FIRST, VOTES, LISTENS)}
-            if renewed:
-                figures += _chunks(layers, times, vote) if vote == "inclusive" else []
-                back, _ = parts.fetching(layers, renewed)
-                if vote == "inclusive":
-                    figures.append(_fetch(layers, device))
-        figures.append(_exposed(times, back, vote, settings))
+        layers = None  # its memory on the host, too
+        gc.collect()
+        changed = replace(settings, renewed=min(RENEWED, settings.retrieved), vote=vote)
+        layers = Layers(changed, tokens, shape, device)
+        layers.check()
+        times = {(layer, new): layers.timed(layer, new) for layer in (FIRST, VOTES, LISTENS) for new in (True, False)}
+        if vote == "inclusive":
+            figures += [*_chunks(layers, times, vote), _fetch(layers, device)]
+        figures.append(_exposed(times, parts.fetching(layers, changed.renewed)[0], changed))
     figures += _selection(device, settings, shape)
     return [*figures, *_index(settings, shape, tokens)]
 
 
-def _chunks(layers: Layers, times: dict[tuple[int, int], Timing], vote: str) -> list[Figure]:
+def _chunks(layers: Layers, times: dict[tuple[int, bool], Timing], vote: str) -> list[Figure]:
     settings, found = layers.settings, []
     kinds = {FIRST: "that is the first to vote", VOTES: "that votes", LISTENS: "that does not vote"}
     for layer, what in kinds.items():
@@ -65,7 +61,7 @@ def _chunks(layers: Layers, times: dict[tuple[int, int], Timing], vote: str) -> 
             f"a chunk of {settings.chunk} tokens in a layer {what}, behind {layers.tokens} tokens,"
             f" {settings.renewed} of {settings.retrieved} blocks new"
         )
-        found.append(Figure(name, times[layer, settings.renewed], notes={"vote": vote}))
+        found.append(Figure(name, times[layer, True], notes={"vote": vote}))
     return found
 
 
@@ -89,11 +85,11 @@ def _fetch(layers: Layers, device: torch.device) -> Figure:
     )
 
 
-def _exposed(times: dict[tuple[int, int], Timing], back: Timing, vote: str, settings: Ltri) -> Figure:
+def _exposed(times: dict[tuple[int, bool], Timing], back: Timing, settings: Ltri) -> Figure:
     """How much of the blocks' way from the host the layers of a model wait for."""
-    renewed = min(RENEWED, settings.retrieved)
+    renewed, vote = settings.renewed, settings.vote
     counts = {FIRST: 1, VOTES: len(VOTING) - 1, LISTENS: LAYERS - len(VOTING)}
-    held = {layer: max(0.0, times[layer, renewed].median - times[layer, 0].median) for layer in counts}
+    held = {layer: max(0.0, times[layer, True].median - times[layer, False].median) for layer in counts}
     share = sum(counts[layer] * held[layer] for layer in counts) / (LAYERS * back.median)
     return Figure(
         f"transfers that attention waits for, {renewed} of {settings.retrieved} blocks new, `{vote}` votes,"

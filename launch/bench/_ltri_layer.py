@@ -117,8 +117,6 @@ class Layers:
     def _blocks_in_turn(self) -> list[torch.Tensor]:
         """Lists of blocks, each with `renewed` that the one before has not; a block comes back when it has gone."""
         settings = self.settings
-        if not settings.renewed:
-            return []
         count = 2 + -(-(settings.ways + settings.retrieved) // settings.renewed)
         return [
             on_device([(number * settings.renewed + each) % (count * settings.renewed) for each in
@@ -126,12 +124,13 @@ class Layers:
             for number in range(count)
         ]  # fmt: skip
 
-    def take(self, number: int) -> None:
-        """Have the next chunks want other lists of blocks."""
+    def take(self, number: int | None) -> None:
+        """Have the next chunks want other lists of blocks than those before them; None: all of them the same list."""
         for place, each in enumerate(self._all.run.places):
             renewed = each.standing.plan.plan.renewed
-            if renewed is not None:
-                renewed.copy_(self._lists[(number * TOGETHER + place) % len(self._lists)])
+            if renewed is None:
+                raise ValueError("settings.renewed is 0, so that the chunks' own votes decide: expected at least 1")
+            renewed.copy_(self._lists[0 if number is None else (number * TOGETHER + place) % len(self._lists)])
 
     def replay(self, layer: int, placed: PlacedRun) -> torch.Tensor:
         """Chunks in a layer, [tokens, heads, head_dim]."""
@@ -161,19 +160,25 @@ class Layers:
             wanted = launched.attend(self.query[chunk], self.new[0][chunk], self.new[1][chunk], votes).float()
             found = self.replay(layer, self._one).float()
             off = float((found - wanted).abs().max() / wanted.abs().max())
-            if self.settings.renewed and not off < TOLERANCE:
+            if not off < TOLERANCE:
                 raise ValueError(
                     f"layer {layer}: a replayed chunk is {off:.3g} off the launched one, of its largest value"
                 )
             if not bool(torch.isfinite(found).all()):
                 raise ValueError(f"layer {layer}: a replayed chunk has values that are not finite")
 
-    def timed(self, layer: int, samples: int = 30, replays: int = 4) -> Timing:
-        """Seconds of a chunk in a layer, one of `TOGETHER` that are replayed together, each with other blocks."""
+    def timed(self, layer: int, new: bool, samples: int = 30, replays: int = 4) -> Timing:
+        """Seconds of a chunk in a layer, one of `TOGETHER` that are replayed together.
+
+        Args:
+            layer: its number.
+            new: whether each chunk wants other blocks, which come from the host; else all want those that are there.
+            samples, replays: timed runs, and replays in a run.
+        """
         number = iter(range(10**9))
 
         def chunks() -> None:
-            self.take(next(number))
+            self.take(next(number) if new else None)
             self.replay(layer, self._all)
 
         run = timed(chunks, self.device, samples, replays)
@@ -233,9 +238,9 @@ def _space(space: SpanWorkspace, device: torch.device) -> dict[str, SpanWorkspac
 def election_of(blocks: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
     """Seconds to score so many blocks and to elect `retrieved` of them, in a layer in which one head votes."""
     spans, most = stored_sizes(settings)
-    tiles = settings.chunk // settings.block
-    asked = torch.randn(1, tiles * spans, most, shape.dim, device=device).to(shape.dtype)
-    counts = torch.full(asked.shape[:2], most, dtype=torch.int32, device=device)
+    tiles, queries = settings.chunk // settings.block, min(most, settings.most_queries)
+    asked = torch.randn(1, tiles * spans, queries, shape.dim, device=device).to(shape.dtype)
+    counts = torch.full(asked.shape[:2], queries, dtype=torch.int32, device=device)
     index = BlockIndex(
         torch.randn(blocks, spans, most, shape.dim, device=device).to(shape.dtype),
         torch.full((blocks, spans), most, dtype=torch.int32, device=device),

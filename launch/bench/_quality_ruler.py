@@ -44,7 +44,7 @@ def ruler_methods(window: int, stride: int, sinks: int, context: int, heads: str
     for name, each in book_methods(window, stride, sinks, context, heads).items():
         found.setdefault(name, each)
     if "ltri-max" in found:
-        policy = {**found["ltri-max"].policy, "spans": 6, "vectors": 24, "phi": 0.01}
+        policy = {**found["ltri-max"].policy, "spans": 6, "vectors": 24, "queries": 24, "phi": 0.01}
         found["ltri-ruler"] = Method("Ltri-LLM, max, 6 spans of 24 vectors", "ltri", policy)
     return found
 

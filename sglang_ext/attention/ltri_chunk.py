@@ -270,7 +270,8 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         tiles = [local[:, low:high, before + low : before + high] for low, high in blocks]
         given = [local[:, :, before + low : before + high].sum((0, 1)) for low, high in blocks]
         for (low, high), spans, received in zip(blocks, *self._spans(tiles, given), strict=True):
-            found += [vectors[low:high][tokens] for tokens in index_tokens(spans, received)]
+            compared = [(span, min(count, settings.most_queries)) for span, count in spans]
+            found += [vectors[low:high][tokens] for tokens in index_tokens(compared, received)]
         return SpanVectors.of(found)
 
     def _far(self, blocks: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -58,7 +58,11 @@ def query_spans(settings: Ltri, spans: Spans, given: torch.Tensor, states: torch
         given: [tiles, block], what their tokens received from all heads.
         states: [tiles, block, dim] of their tokens (`Voter.of_queries`).
     """
-    found, counts = span_vectors(settings, states, pick(spans, given, index_sizes(settings)[1]), spans.counts)
+    most = index_sizes(settings)[1]
+    if settings.index == "ltri" and settings.most_queries < most:
+        most = settings.most_queries
+        spans = Spans(spans.bounds, spans.counts.clamp(max=most))
+    found, counts = span_vectors(settings, states, pick(spans, given, most), spans.counts)
     missing = (settings.chunk // settings.block - len(given)) * settings.spans  # kernels know the number
     vectors, counts = pad(found.flatten(0, 1), (0, 0, 0, 0, 0, missing)), pad(counts.flatten(), (0, missing))
     return QuerySpans(vectors.unsqueeze(0), counts.unsqueeze(0))

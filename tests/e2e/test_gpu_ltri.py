@@ -102,8 +102,8 @@ def test_blocks_that_end_in_an_answer_are_found_again(served: Served, rounding: 
 
 def test_a_fork_shares_the_document(served: Served, rounding: float = ROUNDING) -> None:
     sizes, document = served.sizes, prompt_of(600, 1)  # type: ignore[attr-defined]
-    # Behind question 3 the best spans of two blocks score alike: even float32 retrieves another block than weights of 16
-    # bits do in float64, and is equal to the oracle with weights of its own.
+    # Behind question 3 the best spans of two blocks score alike: in float32 an engine gets another block than the
+    # oracle does with weights of 16 bits, and is equal to the oracle with weights of 32.
     first, second = ([*document, *prompt_of(30, seed)] for seed in (2, 4 if sizes.spans == 1 else 3))
     params = served.params({}, 20)
     ask = lambda prompt: served.engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)  # noqa: E731

@@ -28,11 +28,11 @@ from tests.e2e.streams import (
 from tests.oracle.ltri import LtriOracle, LtriSizes
 
 SIZES = LtriSizes(
-    8, 16, 8, 16, 5, 2, spans=2, vectors=12, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1, askers=4
+    8, 16, 8, 16, 5, 2, spans=2, vectors=12, queries=8, rate=0.0, early_rate=0.05, theta=0.5, early_layers=1, askers=4
 )  # fmt: skip
 """A span is remembered by several tokens: in the first layer equal tokens have equal keys, and of blocks that one such
 token each stands for, float32 would choose by its rounding."""
-OF_KERNELS = replace(SIZES, sinks=16, window=32, block=16, chunk=32)
+OF_KERNELS = replace(SIZES, sinks=16, window=32, block=16, chunk=32, queries=12)
 """The kernel of spans takes no smaller blocks, and a prompt's last tokens have a frame in two of them."""
 LENGTHS = (1, 5, 16, 37, 150)
 

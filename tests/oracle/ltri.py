@@ -43,6 +43,7 @@ class LtriSizes:
     retrieved: int
     spans: int = 4
     vectors: int = 12
+    queries: int = 12
     theta: float = 0.9
     phi: float = 0.1
     ratio: str = "row"
@@ -106,8 +107,8 @@ def spans_of(tile: torch.Tensor, sizes: LtriSizes) -> list[tuple[int, int]]:
     return sorted(kept) or [(0, tokens - 1)]
 
 
-def index_of(tile: torch.Tensor, received: torch.Tensor, sizes: LtriSizes, layer: int) -> list[list[int]]:
-    """Tokens that stand for each span (eqs. 6 and 7)."""
+def index_of(tile: torch.Tensor, received: torch.Tensor, sizes: LtriSizes, layer: int, vectors: int) -> list[list[int]]:
+    """Tokens that stand for each span (eqs. 6 and 7), of so many in a block at most."""
     if sizes.index != "ltri":
         order = sorted(range(tile.shape[-1]), key=lambda token: (-float(received[token]), token))
         return [sorted(order if sizes.index == "mean" else order[:4])]
@@ -119,7 +120,7 @@ def index_of(tile: torch.Tensor, received: torch.Tensor, sizes: LtriSizes, layer
         ratio = min(1.0, own / beside) if beside > 0 else 1.0
         rate = sizes.early_rate if layer < sizes.early_layers else sizes.rate
         count = int((y - x + 1) * math.exp(-rate * (1 - ratio)))
-        count = max(1, min(count, sizes.vectors // sizes.spans))
+        count = max(1, min(count, vectors // sizes.spans))
         order = sorted(range(x, y + 1), key=lambda token: (-float(received[token]), token))
         found.append(sorted(order[:count]))
     return found
@@ -208,7 +209,7 @@ class LtriOracle:
                 low = sizes.sinks + block * sizes.block
                 high = low + sizes.block
                 spans = index_of(
-                    local[:, low:high, low:high], local[:, :begin, low:high].sum((0, 1)), sizes, layer
+                    local[:, low:high, low:high], local[:, :begin, low:high].sum((0, 1)), sizes, layer, sizes.vectors
                 )  # fmt: skip
                 index[block] = [[low + token for token in span] for span in spans]
             near = list(range(first, end))
@@ -269,7 +270,7 @@ class LtriOracle:
                 high = min(low + sizes.block, chunk.end)
                 received = local[:, chunk.begin : chunk.end, low:high].sum((0, 1))
                 for span in (
-                    index_of(local[:, low:high, low:high], received, sizes, layer)
+                    index_of(local[:, low:high, low:high], received, sizes, layer, min(sizes.vectors, sizes.queries))
                     if sizes.index == "ltri" and not tokens_ask
                     else ()
                 ):

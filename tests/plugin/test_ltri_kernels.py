@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {"sinks": 16, "window": 48, "block": 16, "chunk": 32, "l
 SIZES |= {
     "spans": 2,
     "vectors": 16,
+    "queries": 8,
     "theta": 0.6,
     "rate": 1.0,
     "early_rate": 4.0,

@@ -149,6 +149,14 @@ def test_vectors_that_are_left_out(given: dict[str, int], one_votes: int, all_vo
     assert (settings.most, settings.of_all_heads().most) == (one_votes, all_vote)
 
 
+@pytest.mark.parametrize(
+    ("given", "compared"),
+    [({}, 12), ({"queries": 20, "spans": 3}, 6), ({"queries": 1, "spans": 3}, 1), ({"vectors": 8, "spans": 2}, 4)],
+)
+def test_how_many_tokens_of_a_span_are_compared(given: dict[str, int], compared: int) -> None:
+    assert Ltri(**given).most_queries == compared  # type: ignore[arg-type]
+
+
 def test_how_many_vectors_a_span_gets() -> None:
     assert ltri.vector_count(40, 1.0, 3.0, 100) == 40, "nobody knows the span: all of it"
     assert ltri.vector_count(40, 0.5, 3.0, 100) == int(40 * math.exp(-1.5))

@@ -23,8 +23,8 @@ KERNELS_ENV = "SGLANG_EXT_KERNELS"
 - `torch`: the reference, on any device, without CUDA graphs.
 - `triton`: the system's kernels (`System.kernels`), with CUDA graphs on a GPU and in Triton's interpreter (slow)
   without one.
-- `flashinfer`: the same, and blocks being encoded in FlashInfer's prefill kernels, or the strides and chunks of a
-  prompt in those of `kernels.dense_attention`. Needs a GPU.
+- `flashinfer`: the same, and blocks being encoded, or the strides and chunks of a prompt, in dense kernels of the
+  libraries that SGLang brings (`kernels.dense_attention.library_of` says which one). Needs a GPU.
 """
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 

@@ -8,6 +8,9 @@ import torch
 
 from sglang_ext.kernels.view_attention.virtual_requests import VirtualBatch
 
+FULL = 2**16
+"""Query rows, of all heads together, that keep a GPU busy without keys being split: 512 tiles of 128."""
+
 
 class FlashAttentionRequests:
     """`VirtualRequests` over a table of pages, each of one slot, as SGLang's own backend `fa3` has it.
@@ -23,7 +26,8 @@ class FlashAttentionRequests:
     def plan(self, batch: VirtualBatch) -> None:
         """Fix the batch; nothing waits for the GPU.
 
-        The table takes 4 bytes for each virtual request and token of the longest one.
+        The table takes 4 bytes for each virtual request and token of the longest one. The kernel may split the keys of
+        batches with fewer rows than `FULL`; it then takes 4 bytes for each split and component of the output, too.
         """
         self._batch = batch
         parts = batch.kv_slots.split(list(batch.tokens))
@@ -62,6 +66,7 @@ class FlashAttentionRequests:
             max_seqlen_q=max(batch.rows),
             softmax_scale=batch.scale,
             causal=batch.causal,
+            num_splits=1 if query.shape[0] * query.shape[1] >= FULL else 0,  # 0: as many as it chooses
             return_softmax_lse=True,
             out=out,
         )

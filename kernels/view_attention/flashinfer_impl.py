@@ -35,9 +35,10 @@ class LayerHeads:
     dtype: torch.dtype
 
     def workspace(self, device: torch.device) -> torch.Tensor:
-        """[bytes] uint8, scratch memory on a GPU: two tiles of partial outputs for each SM, where keys are split.
+        """[bytes] uint8 on `device`, a CUDA device: scratch memory.
 
-        What FlashInfer recommends is not enough for wide groups on GPUs with many SMs.
+        It has room for two tiles of partial outputs for each SM, where keys are split. What FlashInfer recommends is
+        not enough for wide groups on GPUs with many SMs.
         """
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         partial = self.heads // self.kv_heads * 2 * num_sms * SPLIT_ROWS * self.value_dim * 4

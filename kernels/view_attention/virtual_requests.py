@@ -49,7 +49,7 @@ class VirtualBatch:
             )
 
     def check_query(self, query: torch.Tensor) -> None:
-        """Raise ValueError for a query of another number of rows."""
+        """Raise ValueError for a query [rows, ...] of another number of rows than planned."""
         if query.shape[0] != sum(self.rows):
             raise ValueError(f"{query.shape[0]} query rows, {sum(self.rows)} were planned: plan again")
 
@@ -66,9 +66,10 @@ class VirtualRequests(Protocol):
         """Attention of one layer over the planned virtual requests.
 
         Args:
-            query: [rows, heads, head_dim], rotated to where each virtual request's keys were written.
-            key_cache: [num_slots, kv_heads, head_dim].
-            value_cache: [num_slots, kv_heads, value_dim].
+            query: [rows, heads, head_dim] float16 or bfloat16 on the caches' CUDA device, rotated to where each virtual
+                request's keys were written.
+            key_cache: [num_slots, kv_heads, head_dim], likewise.
+            value_cache: [num_slots, kv_heads, value_dim], likewise.
             out: [rows, heads, value_dim] to write to; made here when None.
 
         Returns:
@@ -76,5 +77,5 @@ class VirtualRequests(Protocol):
             for rows that see nothing.
 
         Raises:
-            ValueError: another number of rows than planned.
+            ValueError: another number of rows than planned, or nothing was planned.
         """

@@ -46,13 +46,15 @@ class Layers:
         device: of the KV cache.
 
     Raises:
-        ValueError: chunks are not alike there.
+        ValueError: chunks are not alike there, or their own votes decide what comes back (`renewed` is 0).
     """
 
     def __init__(self, settings: Ltri, tokens: int, shape: LayerShape, device: torch.device) -> None:
         first = settings.alike_from
         if first is None or tokens < first or tokens % settings.chunk:
             raise ValueError(f"tokens={tokens}: expected a multiple of {settings.chunk}, at least {first}")
+        if not settings.renewed:
+            raise ValueError("renewed=0, so that the chunks' own votes decide: expected at least 1")
         self.settings, self.tokens, self.shape, self.device = settings, tokens, shape, device
         torch.manual_seed(0)
         rows = (1 + settings.slots, shape.kv_heads, shape.dim)
@@ -128,9 +130,8 @@ class Layers:
         """Have the next chunks want other lists of blocks than those before them; None: all of them the same list."""
         for place, each in enumerate(self._all.run.places):
             renewed = each.standing.plan.plan.renewed
-            if renewed is None:
-                raise ValueError("settings.renewed is 0, so that the chunks' own votes decide: expected at least 1")
-            renewed.copy_(self._lists[0 if number is None else (number * TOGETHER + place) % len(self._lists)])
+            if renewed is not None:  # settings have it
+                renewed.copy_(self._lists[0 if number is None else (number * TOGETHER + place) % len(self._lists)])
 
     def replay(self, layer: int, placed: PlacedRun) -> torch.Tensor:
         """Chunks in a layer, [tokens, heads, head_dim]."""

@@ -35,11 +35,13 @@ def like_pages(
     max_seqlen_q: int,
     softmax_scale: float,
     causal: bool,
+    num_splits: int,
     return_softmax_lse: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """SGLang's `flash_attn_with_kvcache` over pages of one slot, as its documentation has it."""
     assert return_softmax_lse and {each.dtype for each in (cache_seqlens, page_table, cu_seqlens_q)} == {torch.int32}
+    assert num_splits == (1 if q.shape[0] * q.shape[1] >= 65_536 else 0)
     assert max_seqlen_q == cu_seqlens_q.diff().max() and k_cache.shape[1] == 1
     out = torch.empty_like(q) if out is None else out
     levels = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
@@ -128,6 +130,24 @@ def test_flashinfer(backend: str, causal: bool) -> None:
 def test_wrong_input(make: Callable[[torch.Tensor], VirtualBatch], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(torch.zeros(5, dtype=torch.int32))
+
+
+def test_many_rows_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is split takes memory, and gains nothing where all multiprocessors are busy."""
+    asked = []
+
+    def kernel(q: torch.Tensor, *_: torch.Tensor, num_splits: int, **given: object) -> tuple[torch.Tensor, ...]:
+        asked.append(num_splits)
+        return q, q[..., 0].T
+
+    fake = SimpleNamespace(flash_attn_with_kvcache=kernel)
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", fake)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_attn=fake))
+    for rows in (2047, 2048):
+        query, found = torch.zeros(rows, 32, 8), FlashAttentionRequests(torch.device("cpu"))
+        found.plan(VirtualBatch((rows,), (rows,), torch.zeros(rows, dtype=torch.int32), True, 1.0))
+        found.run(query, query, query)
+    assert asked == [0, 1]
 
 
 def test_another_query_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,10 @@ from sglang_ext.cache.budget import ClusterBytes, KVShape
 from sglang_ext.cache.cluster_pool import ClusterMemory
 from sglang_ext.cache.clusters import cluster_run
 from sglang_ext.cache.host_tier import PAGE, HostTier
-from sglang_ext.kernels.dense_attention import FLASH_ATTENTION_3
+from sglang_ext.kernels.dense_attention import FLASH_ATTENTION_3, FLASHINFER
 from sglang_ext.kernels.float8 import FLOAT8, bytes_of
 from sglang_ext.kernels.view_attention import hopper_impl
+from sglang_ext.kernels.view_attention.flashinfer_impl import LayerHeads
 from sglang_ext.policies.double_p import DoubleP
 from sglang_ext.systems.registry import systems
 
@@ -176,11 +178,22 @@ def test_kernels_for_16_bits_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hopper_impl, "serves", lambda *given: asked.append(given[4]) or given[4] != FLOAT8)
     assert plans._hopper_serves(model(torch.bfloat16)) and not plans._hopper_serves(model(FLOAT8))
     assert asked == [torch.bfloat16, FLOAT8]
-    monkeypatch.setattr(prefill, "FlashAttentionRequests", lambda *_: "dense")
-    monkeypatch.setattr(prefill, "library_of", lambda _: FLASH_ATTENTION_3)
+    monkeypatch.setattr(prefill, "FlashAttentionRequests", lambda *_: "fa3")
+    monkeypatch.setattr(prefill, "FlashInferRequests", lambda *given: given[1:])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    kinds = [prefill.dense_kernel(model(dtype), Machine("flashinfer", None)) for dtype in (torch.bfloat16, FLOAT8)]
-    assert kinds == ["dense", None]
+    monkeypatch.setattr(prefill, "library_of", lambda _: FLASH_ATTENTION_3)
+    found = prefill.dense_kernel
+    kinds = [found(model(dtype), Machine("flashinfer", None)) for dtype in (torch.bfloat16, FLOAT8)]
+    assert kinds == ["fa3", None]
+    narrow = model(torch.bfloat16)
+    narrow.shape = replace(narrow.shape, value_dim=64)
+    assert found(narrow, Machine("flashinfer", None)) == (LayerHeads(32, 8, 128, 64, torch.bfloat16), "auto")
+    monkeypatch.setattr(prefill, "library_of", lambda _: FLASHINFER)
+    assert found(model(torch.bfloat16), Machine("flashinfer", None)) == (
+        LayerHeads(32, 8, 128, 128, torch.bfloat16),
+        "auto",
+    )
+    assert found(model(torch.bfloat16), Machine("triton", None)) is None
 
 
 def test_gpus_that_do_not_convert_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,3 +103,28 @@ def test_sinks_that_are_no_blocks_are_warned_of(
         LtriPolicy().meet(ServedModel("model", 2, 4, 2, False))
     said = f"sinks={sinks} is not a multiple of block={SETTINGS.block}" in caplog.text
     assert said == bool(sinks % SETTINGS.block)
+
+
+@pytest.mark.parametrize(
+    ("given", "shipped", "vectors"),
+    [
+        ({"heads": "all"}, None, 12),
+        ({}, None, 12),
+        ({}, Path("heads.json"), 48),
+        ({"heads": "heads.json"}, None, 48),
+        ({"heads": "all", "vectors": 30}, None, 30),
+    ],
+)
+def test_fewer_vectors_where_all_heads_vote(
+    given: dict[str, object], shipped: Path | None, vectors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theirs are that much longer. A file of the package or of `heads` says which head of a layer votes."""
+    monkeypatch.setenv(POLICY_ENV, json.dumps(given))
+    monkeypatch.setattr(ltri, "shipped", lambda _: shipped)
+    heads = SimpleNamespace(check=lambda *_: None, voters={1: (0, 0.5)})
+    monkeypatch.setattr(ltri.Heads, "load", lambda _: heads)
+    policy = LtriPolicy()
+    policy.meet(ServedModel("model", 2, 4, 2, False))
+    assert policy.config.most == vectors and policy.all_heads_vote == (
+        shipped is None and "heads.json" not in given.values()
+    )

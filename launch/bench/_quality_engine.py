@@ -202,7 +202,7 @@ class Asker:
         """The blocks with a prompt's evidence, for a method that is told them."""
         if not task.places or self.method.policy.get("index") != "given":
             return {}
-        return {"blocks": blocks_of(task.places[at], self.method.policy["sinks"])}
+        return {"blocks": blocks_of(task.places[at], self.method.policy["sinks"], self.method.policy["block"])}
 
     def budgets(self, task: QualityTask, target: Mapping[str, float]) -> dict[str, float]:
         """Options with which the method reads as much as `target` says, on a few prompts."""
@@ -272,7 +272,7 @@ class Asker:
         if not self.method.finds or not task.places:
             return None
         sizes = Ltri(**self.method.policy)
-        evidence = [blocks_of(place, sizes.sinks) for place in task.places]
+        evidence = [blocks_of(place, sizes.sinks, sizes.block) for place in task.places]
         stored = [sizes.evicted(sizes.chunks(0, len(row), len(row))[-1][0]) for row in task.prompts]
         return recall([answer["meta_info"][REPORT] for answer in answers], evidence, stored)
 

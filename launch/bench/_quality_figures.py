@@ -135,7 +135,7 @@ def _keys(settings: Options, name: str, methods: Mapping[str, Method], found: Ma
         "by_depth": _by_depth(mine),
         **({"recall": mine["recall"]} if mine.get("recall") else {}),
     }
-    words, met = aim(name, found, intervals)
+    words, met = aim(name, found, intervals) if settings.get("block", BLOCK) == BLOCK else ("", None)
     if name == baseline or baseline not in found:
         return Figure(title, _of_wilson(exact), aim=words, met=met, unit="share", notes=notes)
     theirs = found[baseline]
@@ -155,7 +155,9 @@ def _of_wilson(exact: Sequence[int]) -> Timing:
 
 def _behind(settings: Options, measured: JsonObject, place: Sequence[int]) -> bool:
     """Whether no method sees the evidence where its prompt ends, without retrieving it."""
-    seen = settings["window"] + BLOCK * RETRIEVED  # StreamingLLM's window, which lies before the last stride
+    seen = (
+        settings["window"] + settings.get("block", BLOCK) * RETRIEVED
+    )  # StreamingLLM's window, which lies before the last stride
     stride = measured["tokens"] // settings["stride"] * settings["stride"]
     return bool(settings["sinks"] <= place[0] and place[1] <= stride - seen)
 

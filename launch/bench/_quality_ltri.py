@@ -20,7 +20,8 @@ CHANGES: dict[str, JsonObject] = {
     "max, 32 ask": {"similarity": "max", "askers": 32},
     "max, 4 spans": {"similarity": "max", "spans": 4},
     "max, 4 spans, 32 ask": {"similarity": "max", "spans": 4, "askers": 32},
-    "max, 24 vectors": {"similarity": "max", "vectors": 24},
+    **{f"max, {vectors} vectors": {"similarity": "max", "vectors": vectors} for vectors in (12, 24, 48)},
+    "max, 4 spans, 12 vectors": {"similarity": "max", "spans": 4, "vectors": 12},
     "sum, all heads": {**PAPERS, "heads": "all"},
     "max, all heads": {"similarity": "max", "heads": "all"},
     "max, preceding votes": {"similarity": "max", "vote": "preceding"},
@@ -68,11 +69,13 @@ LEAST = {
 GIVEN, OF_DENSE, ABOVE = 0.98, 0.70, 0.30
 
 
-def ltri_methods(window: int, chunk: int, sinks: int, context: int, heads: str | None = None) -> dict[str, Method]:
+def ltri_methods(
+    window: int, chunk: int, sinks: int, context: int, heads: str | None = None, block: int = BLOCK
+) -> dict[str, Method]:
     """Dense attention, StreamingLLM with as many visible tokens, InfLLM's index, and Ltri-LLM with its switches.
 
-    All of them but the first see a window, and what they retrieve: 16 blocks of 32 tokens. Two say
-    between what retrieval lies: blocks at random, and those that hold the evidence, which the request names.
+    All of them but the first see a window, and what they retrieve: 16 blocks. Two say between what retrieval lies:
+    blocks at random, and those that hold the evidence, which the request names.
 
     Args:
         window: tokens that a stream sees beside its sinks.
@@ -80,10 +83,11 @@ def ltri_methods(window: int, chunk: int, sinks: int, context: int, heads: str |
         sinks: of a stream.
         context: of the model.
         heads: `Ltri.heads` of Ltri-LLM, but where a method names its own.
+        block: tokens of a memory block.
     """
     voting = {"heads": heads} if heads else {}
-    sizes = {"sinks": sinks, "window": window, "block": BLOCK, "chunk": chunk, "retrieved": RETRIEVED}
-    wide = {"sinks": sinks, "window": window + BLOCK * RETRIEVED, "stride": chunk}
+    sizes = {"sinks": sinks, "window": window, "block": block, "chunk": chunk, "retrieved": RETRIEVED}
+    wide = {"sinks": sinks, "window": window + block * RETRIEVED, "stride": chunk}
     found = {
         "dense": Method("dense", "dbsa", reads=context - ANSWERED),
         "streaming_llm": Method("StreamingLLM, as many tokens", "streaming_llm", wide),

@@ -171,10 +171,12 @@ HIDDEN = {
     "block": Hidden("passkey within one block", blocks=1),
     "split": Hidden("passkey over two blocks", blocks=2),
 }
-BLOCK = 32  # tokens of a memory block
+BLOCK = 32  # tokens of a memory block, unless others are asked for
 
 
-def hidden_keys(writer: Writer, data: str, kind: str, length: int, prompts: int, sinks: int, seed: int) -> QualityTask:
+def hidden_keys(
+    writer: Writer, data: str, kind: str, length: int, prompts: int, sinks: int, seed: int, block: int = BLOCK
+) -> QualityTask:
     """Prompts that ask for a key at a depth that is drawn uniformly; prompt and answer are `length` tokens together.
 
     A key stands behind a whole piece of the row: filler sentences, or a text. Of these places it takes the nearest to
@@ -186,6 +188,7 @@ def hidden_keys(writer: Writer, data: str, kind: str, length: int, prompts: int,
         prompts: how many; a prompt depends on its number, and not on how many there are.
         sinks: tokens before the first memory block.
         seed: of keys, names, depths and texts.
+        block: tokens of a memory block.
 
     Raises:
         ValueError: the row is too short for its keys, or no place in it is as the kind says.
@@ -203,7 +206,7 @@ def hidden_keys(writer: Writer, data: str, kind: str, length: int, prompts: int,
         keys = [(name, "".join(rng.choices("0123456789", k=DIGITS)), rng.random()) for name in names]
         asked = rng.choice(keys)
         try:
-            prompt, place = _row(writer, hidden, pieces, keys, asked, length - DIGITS, sinks)
+            prompt, place = _row(writer, hidden, pieces, keys, asked, length - DIGITS, (sinks, block))
         except ValueError as error:
             raise ValueError(f"{task.name}: {error}") from error
         task.prompts.append(prompt)
@@ -223,9 +226,12 @@ def _row(
     keys: Sequence[Key],
     asked: Key,
     length: int,
-    sinks: int,
+    sizes: tuple[int, int],
 ) -> tuple[list[int], tuple[int, int]]:
-    """A prompt of `length` tokens with keys among pieces, and (first token, end token) of the one that is asked for."""
+    """A prompt of `length` tokens with keys among pieces, and (first token, end token) of the one that is asked for.
+
+    `sizes` are the tokens of the sinks, and of a memory block behind them.
+    """
 
     def of(name: str) -> str:
         return f" of {name}" if name else ""
@@ -248,7 +254,7 @@ def _row(
     tokens, place, done = [writer.tokenizer.bos_token_id], (0, 0), 0
     for key in sorted(keys, key=lambda each: each[2]):
         size, shift = len(needles[key]), len(tokens) - done
-        fitting = [stop for stop in stops if stop >= done and _lies_over(hidden.blocks, stop + shift - sinks, size)]
+        fitting = [stop for stop in stops if stop >= done and _lies_over(hidden.blocks, stop + shift, size, *sizes)]
         if not fitting:
             raise ValueError(f"no place where {size} tokens lie over {hidden.blocks} blocks; expected a longer row")
         stop = min(fitting, key=lambda each: abs(each - key[2] * room))
@@ -259,9 +265,9 @@ def _row(
     return [*tokens, *filler[done:room], *question], place
 
 
-def _lies_over(blocks: int, first: int, size: int) -> bool:
-    """Whether `size` tokens from `first` on, counted from behind the sinks, lie over so many blocks; 0: any number."""
-    return not blocks or (first >= 0 and (first + size - 1) // BLOCK - first // BLOCK + 1 == blocks)
+def _lies_over(blocks: int, first: int, size: int, sinks: int, block: int) -> bool:
+    """Whether `size` tokens from `first` on lie over so many blocks behind the sinks; 0: any number."""
+    return not blocks or (first >= sinks and len(blocks_of((first, first + size), sinks, block)) == blocks)
 
 
 def _without_end(lines: Sequence[list[int]], rng: random.Random) -> Iterator[list[int]]:
@@ -276,9 +282,9 @@ def one_token_words(writer: Writer) -> list[str]:
     return sorted(word for word in words if len(word) > 4 and word.isascii() and word.isalpha() and word.islower())
 
 
-def blocks_of(place: tuple[int, int], sinks: int) -> list[int]:
-    """The memory blocks that hold the tokens [first, end) of a row; sinks are in none."""
-    return sorted({(token - sinks) // BLOCK for token in range(max(place[0], sinks), place[1])})
+def blocks_of(place: tuple[int, int], sinks: int, block: int) -> list[int]:
+    """The memory blocks of `block` tokens that hold the tokens [first, end) of a row; sinks are in none."""
+    return sorted({(token - sinks) // block for token in range(max(place[0], sinks), place[1])})
 
 
 def key_tasks(writer: Writer, settings: Options, length: int) -> list[QualityTask]:
@@ -287,7 +293,8 @@ def key_tasks(writer: Writer, settings: Options, length: int) -> list[QualityTas
     if settings["suite"] != "ltri":
         return [passkeys(writer, length, settings["trials"], int(settings["suite"] == "double_p"), seed)]
     data, prompts, sinks = settings["data"], settings["prompts"][str(length)], settings["sinks"]
-    return [hidden_keys(writer, data, kind, length, prompts, sinks, seed) for kind in settings["hidden"]]
+    block = settings.get("block", BLOCK)
+    return [hidden_keys(writer, data, kind, length, prompts, sinks, seed, block) for kind in settings["hidden"]]
 
 
 def digits_right(said: str, key: str) -> float:

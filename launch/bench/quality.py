@@ -55,7 +55,7 @@ from sglang_ext.launch.bench._quality_book import PART, book_methods
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._quality_ltri import ltri_methods
-from sglang_ext.launch.bench._quality_tasks import HIDDEN
+from sglang_ext.launch.bench._quality_tasks import BLOCK, HIDDEN
 from sglang_ext.launch.bench._record import AND, Curve, Figure, command_lines, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
@@ -65,7 +65,7 @@ SUITES = ("dbsa", "double_p", "cascade", "ltri", "book", "ruler")
 # What a measurement depends on, beside its method.
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
-OF_BOOKS = ("part", "heads")  # beside these, of books; ltri and ruler have heads, too
+OF_BOOKS = ("part", "heads", "block")  # beside these, of books; ltri and ruler have heads, too, and ltri has blocks
 HOSTED = ("ltri", "infllm")  # systems that keep on the host what leaves a window
 POLL_SECONDS = 1.0
 
@@ -100,8 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", type=int, nargs="+", default=[100], help="of ltri and ruler, for each length or all (default: 100)"
     )
     parser.add_argument("--window", type=int, default=1024, help="of a stream (default: 1024)")
+    parser.add_argument("--stride", type=int, default=512, help="of cascades; the chunk of Ltri-LLM (default: 512)")
     parser.add_argument(
-        "--stride", type=int, default=512, help="of cascades; the chunk of Ltri-LLM, in blocks of 32 (default: 512)"
+        "--block", type=int, default=BLOCK, help=f"tokens of a memory block of ltri; aims are for {BLOCK}, the default"
     )
     parser.add_argument("--sinks", type=int, default=64, help="of a stream (default: 64)")
     parser.add_argument(
@@ -161,7 +162,7 @@ def methods_of(settings: Options) -> dict[str, Method]:
     window, stride, sinks, context = (settings[name] for name in ("window", "stride", "sinks", "context"))
     if settings["suite"] == "cascade":
         return cascade_methods(window, stride, sinks, context)
-    return ltri_methods(window, stride, sinks, context, settings.get("heads"))
+    return ltri_methods(window, stride, sinks, context, settings.get("heads"), settings.get("block", BLOCK))
 
 
 def _prompts(counts: Sequence[int], lengths: Sequence[int]) -> dict[str, int]:
@@ -205,6 +206,7 @@ class Study:
             self.settings |= {"passkey": [], "books": args.books, "part": args.part, "heads": args.heads}
         if args.suite == "ltri":
             self.settings |= {"hidden": args.hidden, "prompts": _prompts(args.prompts, lengths), "heads": args.heads}
+            self.settings |= {"block": args.block}
         if args.suite == "ruler":
             self.settings |= {"tasks": args.tasks, "prompts": _prompts(args.prompts, lengths), "heads": args.heads}
         self.methods = methods_of(self.settings)
@@ -231,7 +233,7 @@ class Study:
 
     def _known(self, record: JsonObject) -> list[JsonObject]:
         """The measurements of a file; with --passkey, --shots or --stream some more may be asked for."""
-        known = record.get("settings", {})
+        known = {"block": BLOCK, **record.get("settings", {})}  # a file of an earlier version does not say it
         kept = [
             *(name for name in SETTINGS if name not in TASKS),
             *(name for name in OF_BOOKS if name in self.recorded),

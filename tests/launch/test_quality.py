@@ -135,19 +135,20 @@ def test_texts_stand_around_a_hidden_key_whole(writer: Writer, data: str) -> Non
         assert behind == "" or behind.startswith("where is train card ")
 
 
+@pytest.mark.parametrize("size", [tasks.BLOCK, 128])
 @pytest.mark.parametrize(("kind", "blocks"), [("block", 1), ("split", 2)])
-def test_evidence_lies_in_as_many_blocks_as_asked(writer: Writer, data: str, kind: str, blocks: int) -> None:
-    for begin, end in hidden(writer, data, kind).places:
-        touched = {(token - 64) // tasks.BLOCK for token in range(begin, end)}
+def test_evidence_lies_in_as_many_blocks_as_asked(writer: Writer, data: str, kind: str, blocks: int, size: int) -> None:
+    for begin, end in tasks.hidden_keys(writer, data, kind, 2000, 12, 64, 0, size).places:
+        touched = {(token - 64) // size for token in range(begin, end)}
         assert len(touched) == blocks and min(touched) >= 0
-        assert tasks.blocks_of((begin, end), 64) == sorted(touched)
+        assert tasks.blocks_of((begin, end), 64, size) == sorted(touched)
 
 
 @pytest.mark.parametrize(
     ("place", "blocks"), [((10, 30), []), ((60, 70), [0]), ((64, 96), [0]), ((90, 97), [0, 1]), ((200, 210), [4])]
 )
 def test_blocks_begin_behind_the_sinks(place: tuple[int, int], blocks: list[int]) -> None:
-    assert tasks.blocks_of(place, 64) == blocks
+    assert tasks.blocks_of(place, 64, 32) == blocks
 
 
 def test_rows_too_short_for_their_keys_are_refused(writer: Writer, data: str) -> None:
@@ -305,6 +306,9 @@ class Says:
 
 def test_each_request_names_the_blocks_with_its_evidence() -> None:
     task = tasks.QualityTask("passkey", [[1], [2]], ["12345"] * 2, 5, cells=[0, 1], places=[(90, 100), (300, 310)])
+    larger = ltri.ltri_methods(1024, 512, 64, 16384, block=128)
+    engine.Asker(told := Says(" 12345"), larger["given"]).answers(task, None)
+    assert told.own == [{"blocks": [0]}, {"blocks": [1]}]
     methods = ltri.ltri_methods(1024, 512, 64, 16384)
     found = engine.Asker(told := Says(" 12345"), methods["given"]).answers(task, None)
     assert told.own == [{"blocks": [0, 1]}, {"blocks": [7]}]
@@ -402,6 +406,14 @@ def test_keys_have_wilson_intervals_beside_infllm() -> None:
     # Of the places, those up to 15872 - 1536 are behind every window: from number 10 on.
     assert row.notes["behind_window"] == {"prompts": 10, "right": 6}
     assert row.notes["by_depth"][0] == [0.05, 1.0] and row.notes["by_depth"][9] == [0.95, 0.5]
+
+
+def test_larger_blocks_have_no_aims_and_leave_more_to_the_window() -> None:
+    methods = ltri.ltri_methods(1024, 512, 64, 16384, block=128)
+    assert methods["streaming_llm"].policy["window"] == 1024 + 16 * 128
+    base, row = rows.figures({**LTRI, "block": 128}, methods, [keys("infllm", 8), keys("ltri-max", 19)])
+    assert (row.aim, row.met, base.aim) == ("", None, "")
+    assert row.notes["behind_window"] == {"prompts": 2, "right": 1}  # up to 15872 - 3072: from number 18 on
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def counted_spans(sums: torch.Tensor, settings: Ltri, layer: int) -> list[tuple[
         settings: of the method.
         layer: number of the layer, for its λ.
     """
-    (above, summed), most = sums, settings.most
+    (above, summed), most = sums, settings.most_vectors
     found = []
     for span in spans_of(above, settings):
         ratio = mass_ratio(summed, span, settings.ratio)

@@ -145,7 +145,7 @@ class Ltri:
             raise ValueError(f"window={self.window}, chunk={self.chunk}: expected a window of at least a chunk")
         if self.last > self.chunk:
             raise ValueError(f"last={self.last}, chunk={self.chunk}: expected at most a chunk")
-        if not isinstance(self.vectors, int | None) or isinstance(self.vectors, bool) or self.most < 1:
+        if not isinstance(self.vectors, int | None) or isinstance(self.vectors, bool) or self.most_vectors < 1:
             raise ValueError(
                 f"vectors={self.vectors!r}, spans={self.spans}: expected a whole number of at least one for each span"
             )
@@ -156,14 +156,14 @@ class Ltri:
         return 2 * self.retrieved if self.cached is None else self.cached
 
     @property
-    def most(self) -> int:
+    def most_vectors(self) -> int:
         """Index vectors of a span, at most."""
         return (max(self.spans, self.block * 3 // 8) if self.vectors is None else self.vectors) // self.spans
 
     @property
     def most_queries(self) -> int:
         """Tokens of a chunk's span that are compared with what is remembered, at most."""
-        return min(self.most, max(1, self.queries // self.spans))
+        return min(self.most_vectors, max(1, self.queries // self.spans))
 
     def of_all_heads(self) -> Ltri:
         """The same settings where all heads of a layer vote: an index vector has the components of all of them."""

@@ -225,7 +225,7 @@ def pinned_bandwidth(device: torch.device, mib: int = 512) -> float:
 def spans_of(tiles: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
     """Seconds to cut the spans of so many tiles."""
     entries = torch.rand(tiles, shape.heads, settings.block, settings.block, device=device).tril() ** 8
-    rule = SpanRule(settings.theta, settings.phi, settings.spans, settings.most, settings.rate)
+    rule = SpanRule(settings.theta, settings.phi, settings.spans, settings.most_vectors, settings.rate)
     rows = torch.full((tiles,), settings.block, dtype=torch.int32, device=device)
     out = Spans.empty(tiles, settings.spans, device)
     space = SpanWorkspace.empty(tiles, shape.heads, settings.block, device)

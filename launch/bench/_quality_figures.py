@@ -155,9 +155,8 @@ def _of_wilson(exact: Sequence[int]) -> Timing:
 
 def _behind(settings: Options, measured: JsonObject, place: Sequence[int]) -> bool:
     """Whether no method sees the evidence where its prompt ends, without retrieving it."""
-    seen = (
-        settings["window"] + settings.get("block", BLOCK) * RETRIEVED
-    )  # StreamingLLM's window, which lies before the last stride
+    retrieved = settings.get("block", BLOCK) * RETRIEVED
+    seen = settings["window"] + retrieved  # StreamingLLM's window, which lies before the last stride
     stride = measured["tokens"] // settings["stride"] * settings["stride"]
     return bool(settings["sinks"] <= place[0] and place[1] <= stride - seen)
 

@@ -176,7 +176,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
             spans = index_tokens(memory.spans.pop(block), received)
             vectors = self.voter.of_keys(keys.to(memory.received.dtype), self.heads)
             found = [index_vectors(vectors[tokens], self.settings) for tokens in spans]
-            memory.index.add(found, self.settings.most)
+            memory.index.add(found, self.settings.most_vectors)
         self.host.put(block, keys, values)
         memory.stored += 1
 

@@ -122,7 +122,7 @@ class LayerIndex:
 def index_sizes(settings: Ltri) -> tuple[int, int]:
     """(spans of a block, tokens that stand for one of them), at most."""
     if settings.index == "ltri":
-        return settings.spans, settings.most
+        return settings.spans, settings.most_vectors
     return 1, settings.block if settings.index == "mean" else min(REPRESENTATIVES, settings.block)
 
 
@@ -143,7 +143,7 @@ def span_rule(settings: Ltri, layer: int) -> SpanRule:
         theta=settings.theta,
         phi=settings.phi,
         spans=settings.spans,
-        most=settings.most,
+        most=settings.most_vectors,
         rate=settings.rate_of(layer),
         ratio=settings.ratio,
         boxes=settings.boxes,

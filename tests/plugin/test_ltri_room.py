@@ -125,6 +125,6 @@ def test_fewer_vectors_where_all_heads_vote(
     monkeypatch.setattr(ltri.Heads, "load", lambda _: heads)
     policy = LtriPolicy()
     policy.meet(ServedModel("model", 2, 4, 2, False))
-    assert policy.config.most == vectors and policy.all_heads_vote == (
+    assert policy.config.most_vectors == vectors and policy.all_heads_vote == (
         shipped is None and "heads.json" not in given.values()
     )

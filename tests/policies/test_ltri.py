@@ -146,7 +146,7 @@ def test_the_mass_of_a_span_beside_its_neighbours(span: tuple[int, int], neighbo
 def test_vectors_that_are_left_out(given: dict[str, int], one_votes: int, all_vote: int) -> None:
     """A share of the block; fewer where all heads of a layer vote. What is given stays."""
     settings = Ltri(**given)  # type: ignore[arg-type]
-    assert (settings.most, settings.of_all_heads().most) == (one_votes, all_vote)
+    assert (settings.most_vectors, settings.of_all_heads().most_vectors) == (one_votes, all_vote)
 
 
 @pytest.mark.parametrize(

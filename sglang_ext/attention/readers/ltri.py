@@ -41,8 +41,8 @@ def check_kernels(settings: Ltri) -> None:
     spans, vectors = map(triton.next_power_of_2, stored_sizes(settings))
     if settings.remembers and spans * vectors > MAX_VECTORS:
         wrong.append(
-            f"vectors={settings.most * settings.spans} of spans={settings.spans} (at most {MAX_VECTORS}, where the"
-            " numbers of spans and of vectors a span are rounded up to powers of two)"
+            f"vectors={settings.most_vectors * settings.spans} of spans={settings.spans} (at most {MAX_VECTORS}, where"
+            " the numbers of spans and of vectors a span are rounded up to powers of two)"
         )
     if settings.remembers and settings.block not in BLOCKS:
         wrong.append(f"block={settings.block} ({', '.join(map(str, BLOCKS))})")

@@ -130,7 +130,7 @@ class Layers:
         """Have the next chunks want other lists of blocks than those before them; None: all of them the same list."""
         for place, each in enumerate(self._all.run.places):
             renewed = each.standing.plan.plan.renewed
-            if renewed is not None:  # settings have it
+            if renewed is not None:  # as in all plans, since `settings.renewed` is not 0
                 renewed.copy_(self._lists[0 if number is None else (number * TOGETHER + place) % len(self._lists)])
 
     def replay(self, layer: int, placed: PlacedRun) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sglang_ext.launch.bench import _quality_book
 from sglang_ext.launch.bench._quality_engine import Method
 from sglang_ext.launch.bench._quality_ltri import PLOTS, RECALLED, RETRIEVED, aim, kind_of
-from sglang_ext.launch.bench._quality_tasks import BLOCK, DIGITS, HIDDEN
+from sglang_ext.launch.bench._quality_tasks import BLOCK, DIGITS, HIDDEN, block_of
 from sglang_ext.launch.bench._record import Curve, Figure, Timing
 from sglang_ext.types import JsonObject, Options
 
@@ -135,7 +135,7 @@ def _keys(settings: Options, name: str, methods: Mapping[str, Method], found: Ma
         "by_depth": _by_depth(mine),
         **({"recall": mine["recall"]} if mine.get("recall") else {}),
     }
-    words, met = aim(name, found, intervals) if settings.get("block", BLOCK) == BLOCK else ("", None)
+    words, met = aim(name, found, intervals) if block_of(settings) == BLOCK else ("", None)
     if name == baseline or baseline not in found:
         return Figure(title, _of_wilson(exact), aim=words, met=met, unit="share", notes=notes)
     theirs = found[baseline]
@@ -155,8 +155,8 @@ def _of_wilson(exact: Sequence[int]) -> Timing:
 
 def _behind(settings: Options, measured: JsonObject, place: Sequence[int]) -> bool:
     """Whether no method sees the evidence where its prompt ends, without retrieving it."""
-    retrieved = settings.get("block", BLOCK) * RETRIEVED
-    seen = settings["window"] + retrieved  # StreamingLLM's window, which lies before the last stride
+    # StreamingLLM's window, which lies before the last stride.
+    seen = settings["window"] + block_of(settings) * RETRIEVED
     stride = measured["tokens"] // settings["stride"] * settings["stride"]
     return bool(settings["sinks"] <= place[0] and place[1] <= stride - seen)
 

@@ -282,6 +282,11 @@ def one_token_words(writer: Writer) -> list[str]:
     return sorted(word for word in words if len(word) > 4 and word.isascii() and word.isalpha() and word.islower())
 
 
+def block_of(settings: Options) -> int:
+    """Tokens of a memory block. Files of earlier versions do not say them, and suites without keys have none."""
+    return int(settings.get("block", BLOCK))
+
+
 def blocks_of(place: tuple[int, int], sinks: int, block: int) -> list[int]:
     """The memory blocks of `block` tokens that hold the tokens [first, end) of a row; sinks are in none."""
     return sorted({(token - sinks) // block for token in range(max(place[0], sinks), place[1])})
@@ -293,7 +298,7 @@ def key_tasks(writer: Writer, settings: Options, length: int) -> list[QualityTas
     if settings["suite"] != "ltri":
         return [passkeys(writer, length, settings["trials"], int(settings["suite"] == "double_p"), seed)]
     data, prompts, sinks = settings["data"], settings["prompts"][str(length)], settings["sinks"]
-    block = settings.get("block", BLOCK)
+    block = block_of(settings)
     return [hidden_keys(writer, data, kind, length, prompts, sinks, seed, block) for kind in settings["hidden"]]
 
 

@@ -55,7 +55,7 @@ from sglang_ext.launch.bench._quality_book import PART, book_methods
 from sglang_ext.launch.bench._quality_engine import Method, cascade_methods, double_p_methods
 from sglang_ext.launch.bench._quality_figures import curves, figures
 from sglang_ext.launch.bench._quality_ltri import ltri_methods
-from sglang_ext.launch.bench._quality_tasks import BLOCK, HIDDEN
+from sglang_ext.launch.bench._quality_tasks import BLOCK, HIDDEN, block_of
 from sglang_ext.launch.bench._record import AND, Curve, Figure, command_lines, json_file, save, table
 from sglang_ext.launch.bench.reference import MODEL
 from sglang_ext.types import JsonObject, Options
@@ -65,7 +65,7 @@ SUITES = ("dbsa", "double_p", "cascade", "ltri", "book", "ruler")
 # What a measurement depends on, beside its method.
 SETTINGS = ("suite", "queries", "shots", "passkey", "trials", "window", "stride", "sinks", "stream", "context", "seed")
 TASKS = ("shots", "passkey", "stream")  # which tasks there are; a file may have those of several runs
-OF_BOOKS = ("part", "heads", "block")  # beside these, of books; ltri and ruler have heads, too, and ltri has blocks
+OF_SOME = ("part", "heads", "block")  # beside these, of some suites: books, ltri and ruler
 HOSTED = ("ltri", "infllm")  # systems that keep on the host what leaves a window
 POLL_SECONDS = 1.0
 
@@ -162,7 +162,7 @@ def methods_of(settings: Options) -> dict[str, Method]:
     window, stride, sinks, context = (settings[name] for name in ("window", "stride", "sinks", "context"))
     if settings["suite"] == "cascade":
         return cascade_methods(window, stride, sinks, context)
-    return ltri_methods(window, stride, sinks, context, settings.get("heads"), settings.get("block", BLOCK))
+    return ltri_methods(window, stride, sinks, context, settings.get("heads"), block_of(settings))
 
 
 def _prompts(counts: Sequence[int], lengths: Sequence[int]) -> dict[str, int]:
@@ -233,10 +233,11 @@ class Study:
 
     def _known(self, record: JsonObject) -> list[JsonObject]:
         """The measurements of a file; with --passkey, --shots or --stream some more may be asked for."""
-        known = {"block": BLOCK, **record.get("settings", {})}  # a file of an earlier version does not say it
+        known = record.get("settings", {})
+        known = {**known, "block": block_of(known)}
         kept = [
             *(name for name in SETTINGS if name not in TASKS),
-            *(name for name in OF_BOOKS if name in self.recorded),
+            *(name for name in OF_SOME if name in self.recorded),
         ]
         if other := [name for name in kept if known.get(name) != self.recorded[name]]:
             raise ValueError(

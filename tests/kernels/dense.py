@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -36,6 +39,13 @@ def plain_attention(
     logits = logits.masked_fill(~seen, float("-inf"))
     out = torch.einsum("hrt,thd->rhd", logits.softmax(-1), v).to(query.dtype).contiguous()
     return out, logits.logsumexp(-1).transpose(0, 1)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Any]) -> None:
+    """Have a function stand for SGLang's `flash_attn_with_kvcache`, which cannot be imported without a GPU."""
+    module = SimpleNamespace(flash_attn_with_kvcache=kernel)
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", module)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_attn=module))
 
 
 def check_signature(stands_in: Callable[..., Any]) -> None:

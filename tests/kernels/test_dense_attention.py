@@ -14,7 +14,7 @@ import torch
 
 from sglang_ext.kernels import dense_attention
 from sglang_ext.kernels.hopper import is_hopper
-from tests.kernels.dense import check_signature, plain_attention
+from tests.kernels.dense import check_signature, plain_attention, stand_in
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
@@ -82,9 +82,7 @@ def test_libraries_are_asked_as_they_are_documented(
     hopper: bool, rows: int, tokens: int, causal: bool, width: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(single_prefill_with_kv_cache=like_flashinfer))
-    fake = SimpleNamespace(flash_attn_with_kvcache=like_flash_attention_3)
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", fake)
-    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_attn=fake))
+    stand_in(monkeypatch, like_flash_attention_3)
     monkeypatch.setattr("sglang_ext.kernels.hopper.is_hopper", lambda device: hopper)
     draw = torch.Generator().manual_seed(3)
     query, keys, values = (

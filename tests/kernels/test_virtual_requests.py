@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from sglang_ext.kernels.hopper import is_hopper
 from sglang_ext.kernels.view_attention.flash_attention_impl import FlashAttentionRequests
 from sglang_ext.kernels.view_attention.flashinfer_impl import FlashInferRequests, LayerHeads
 from sglang_ext.kernels.view_attention.virtual_requests import VirtualBatch, VirtualRequests
-from tests.kernels.dense import check_signature, plain_attention
+from tests.kernels.dense import check_signature, plain_attention, stand_in
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and is_hopper(torch.device("cuda"))
@@ -94,9 +92,7 @@ def compare(
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_flash_attention_is_asked_as_it_is_documented(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = SimpleNamespace(flash_attn_with_kvcache=like_pages)
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", fake)
-    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_attn=fake))
+    stand_in(monkeypatch, like_pages)
     tensors = drawn(16, torch.float32, "cpu", (6, 2))
     compare(FlashAttentionRequests(torch.device("cpu")), tensors, causal, 1e-5, 1e-5)
 
@@ -140,9 +136,7 @@ def test_many_rows_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(num_splits)
         return q, q[..., 0].T
 
-    fake = SimpleNamespace(flash_attn_with_kvcache=kernel)
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", fake)
-    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_attn=fake))
+    stand_in(monkeypatch, kernel)
     for rows in (2047, 2048):
         query, found = torch.zeros(rows, 32, 8), FlashAttentionRequests(torch.device("cpu"))
         found.plan(VirtualBatch((rows,), (rows,), torch.zeros(rows, dtype=torch.int32), True, 1.0))
@@ -151,9 +145,7 @@ def test_many_rows_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_query_than_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = SimpleNamespace(flash_attn_with_kvcache=like_pages)
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", fake)
-    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(flash_attn=fake))
+    stand_in(monkeypatch, like_pages)
     kernel, query = FlashAttentionRequests(torch.device("cpu")), torch.zeros(4, 2, 8)
     with pytest.raises(ValueError, match="no virtual requests are planned: call plan before run"):
         kernel.run(query, query, query)

@@ -4,9 +4,12 @@ Every grid depends on shapes alone and every id is read on the device, so that l
 the host waits for nothing. A look-up compares all wanted blocks with all ways at once, and ranks the ways by comparing
 each with each.
 
-The copies address the host region directly through PCIe (zero copy). A program moves one piece of a block's keys and
-the same piece of its values: each thread issues all of its loads, of 16 bytes where sizes and addresses allow that,
-before its first store, because the latency of PCIe has to be hidden by requests in flight.
+The copies address the host region directly through PCIe (zero copy). A program moves pieces of blocks' keys and the
+same pieces of their values: each thread issues all of its loads of a piece, of 16 bytes where sizes and addresses allow
+that, before its first store, because the latency of PCIe has to be hidden by requests in flight.
+
+A fetch has few large programs. Attention's kernels take whole multiprocessors: wherever a program waits for PCIe, none
+of theirs can begin, and 512 queries of 32 heads are 128 of them, for 132 multiprocessors.
 """
 
 from __future__ import annotations
@@ -36,15 +39,19 @@ class CopyTuning:
     """What may be tuned.
 
     Attributes:
-        size: bytes of keys, and of values, that a program moves; rounded down to a power of two of elements.
+        size: bytes of keys, and of values, of a piece; rounded down to a power of two of elements.
         warps: of a program.
+        programs: of a fetch, at most.
     """
 
-    size: int = 8192  # four loads of 16 bytes a thread of keys, and four of values
-    warps: int = 4
+    size: int
+    warps: int
+    programs: int
 
 
-TUNING = CopyTuning()
+# Four loads of 16 bytes a thread of keys, and four of values.
+FETCH = CopyTuning(size=65536, warps=32, programs=4)
+STORE = CopyTuning(size=8192, warps=4, programs=1 << 30)
 
 
 def look_up(wanted: torch.Tensor, rows: torch.Tensor, cache: BlockCache, *, out: Found | None = None) -> Found:
@@ -80,7 +87,7 @@ def fetch(
     cache: BlockCache,
     *,
     fresh: FreshBlocks | None = None,
-    tuning: CopyTuning = TUNING,
+    tuning: CopyTuning = FETCH,
 ) -> None:
     """`reference.fetch` (Ltri-LLM, section 3.4) on the device, in one launch and without synchronisation.
 
@@ -98,11 +105,13 @@ def fetch(
         return
     piece = _piece(max(sizes), host.keys, tuning)
     pieces = triton.cdiv(max(sizes), piece)
-    _fetch_kernel[(found.places.numel() * pieces,)](
+    programs = min(found.places.numel() * pieces, tuning.programs)
+    _fetch_kernel[(programs,)](
         host.keys, host.values, found.places, found.missing, rows, cache.keys, cache.values,
         *((found.places, host.keys, host.values) if fresh is None else (fresh.ids, fresh.keys, fresh.values)),
-        count, ways, host.keys.stride(0), host.values.stride(0), KEY_SIZE=sizes[0], VALUE_SIZE=sizes[1],
-        PIECES=pieces, PIECE=piece, FRESH=0 if fresh is None else fresh.ids.shape[0],
+        found.places.numel() * pieces, count, ways, host.keys.stride(0), host.values.stride(0), KEY_SIZE=sizes[0],
+        VALUE_SIZE=sizes[1], PROGRAMS=programs, PIECES=pieces, PIECE=piece,
+        FRESH=0 if fresh is None else fresh.ids.shape[0],
         FRESH_PAD=1 if fresh is None else triton.next_power_of_2(fresh.ids.shape[0]), num_warps=tuning.warps,
     )  # fmt: skip
 
@@ -114,7 +123,7 @@ def store(
     ids: torch.Tensor,
     host: HostRegion,
     *,
-    tuning: CopyTuning = TUNING,
+    tuning: CopyTuning = STORE,
 ) -> None:
     """`reference.store` (Ltri-LLM, section 3.4) on the device, in one launch and without synchronisation.
 
@@ -197,32 +206,32 @@ def _look_up_kernel(
 
 @triton.jit
 def _fetch_kernel(
-    host_keys, host_values, places, missing, rows, keys, values, fresh_ids, fresh_keys, fresh_values, count, ways,
-    stride_keys, stride_values, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PIECES: tl.constexpr,
-    PIECE: tl.constexpr, FRESH: tl.constexpr, FRESH_PAD: tl.constexpr,
+    host_keys, host_values, places, missing, rows, keys, values, fresh_ids, fresh_keys, fresh_values, items, count,
+    ways, stride_keys, stride_values, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, FRESH: tl.constexpr, FRESH_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One piece of a wanted block: PIECE elements of its keys, and of its values."""
-    item = tl.program_id(0) // PIECES
-    block = tl.load(missing + item).to(tl.int64)
-    place = tl.load(places + item)
-    row = tl.load(rows + item // count).to(tl.int64)
-    if (block < 0) | (place < 0) | (row < 0):
-        return
-    at = tl.program_id(0) % PIECES * PIECE + tl.arange(0, PIECE)
-    way = row * ways + place
-    in_keys, in_values = at < KEY_SIZE, at < VALUE_SIZE
+    """Every PROGRAMS-th piece of the wanted blocks: PIECE elements of the keys of each, and of its values."""
     number = tl.arange(0, FRESH_PAD)
     ids = tl.load(fresh_ids + number, mask=number < FRESH, other=-1)
-    new = tl.max(tl.where(ids.to(tl.int64) == block, number, -1), 0)  # which of the fresh blocks it is
-    old = new < 0
-    some_keys = tl.load(host_keys + block * stride_keys + at, mask=in_keys & old)
-    some_values = tl.load(host_values + block * stride_values + at, mask=in_values & old)
-    if FRESH > 0:
-        new_keys = tl.load(fresh_keys + new.to(tl.int64) * KEY_SIZE + at, mask=in_keys & (new >= 0))
-        new_values = tl.load(fresh_values + new.to(tl.int64) * VALUE_SIZE + at, mask=in_values & (new >= 0))
-        some_keys, some_values = tl.where(old, some_keys, new_keys), tl.where(old, some_values, new_values)
-    tl.store(keys + way * KEY_SIZE + at, some_keys, mask=in_keys)
-    tl.store(values + way * VALUE_SIZE + at, some_values, mask=in_values)
+    for item in range(tl.program_id(0), items, PROGRAMS):
+        asked = item // PIECES
+        block = tl.load(missing + asked).to(tl.int64)
+        place = tl.load(places + asked)
+        row = tl.load(rows + asked // count).to(tl.int64)
+        if (block >= 0) & (place >= 0) & (row >= 0):
+            at = item % PIECES * PIECE + tl.arange(0, PIECE)
+            way = row * ways + place
+            in_keys, in_values = at < KEY_SIZE, at < VALUE_SIZE
+            new = tl.max(tl.where(ids.to(tl.int64) == block, number, -1), 0)  # which of the fresh blocks it is
+            old = new < 0
+            some_keys = tl.load(host_keys + block * stride_keys + at, mask=in_keys & old)
+            some_values = tl.load(host_values + block * stride_values + at, mask=in_values & old)
+            if FRESH > 0:
+                new_keys = tl.load(fresh_keys + new.to(tl.int64) * KEY_SIZE + at, mask=in_keys & (new >= 0))
+                new_values = tl.load(fresh_values + new.to(tl.int64) * VALUE_SIZE + at, mask=in_values & (new >= 0))
+                some_keys, some_values = tl.where(old, some_keys, new_keys), tl.where(old, some_values, new_values)
+            tl.store(keys + way * KEY_SIZE + at, some_keys, mask=in_keys)
+            tl.store(values + way * VALUE_SIZE + at, some_values, mask=in_values)
 
 
 @triton.jit

@@ -58,21 +58,27 @@ class KernelChunk(LayerTokens[Spans]):
         self.remember()
         if self.kept:
             self.memory.keep(self.begin, self.settings.chunk)
-        found, looked = self.fetched_ahead(votes), self.look(query, keys, values)
-        return self.answered(looked, self.beyond(looked, found, votes))
+        ahead, looked = self.fetched_ahead(votes, None), self.look(query, keys, values)
+        return self.answered(looked, self.beyond(looked, ahead, votes))
 
     # ---- what follows `remember`, in this order; in `ltri_recorded`, two chunks do some of it at the same time ----
 
-    def fetched_ahead(self, votes: dict[int, torch.Tensor]) -> Retrieved | None:
-        """What comes back in a layer that does not vote, which the layers before have voted for.
+    def fetched_ahead(
+        self, votes: dict[int, torch.Tensor], behind: torch.cuda.Event | None
+    ) -> tuple[SeenKeys, FarKeys] | None:
+        """What is seen beyond the window, in a layer that does not vote: the layers before have voted for it.
 
         In a layer that votes, that is None, and what they have voted for may be fetched: most of it is elected, too.
+
+        Args:
+            votes: of the layers before.
+            behind: launches that it waits for (`Lane.apart`).
         """
-        if self.voter is not None:
+        with self.lanes.back.apart(behind=behind):
+            if self.voter is None:
+                return self._beyond(self._retrieved(votes))
             self._fetch_ahead(votes)
-            return None
-        with self.lanes.back.apart():
-            return self._retrieved(votes)
+        return None
 
     def look(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Looked:
         """Store the chunk's keys and values, and attend to its window; `scratch` has room for the window."""
@@ -82,12 +88,12 @@ class KernelChunk(LayerTokens[Spans]):
         return Looked(asked, window, local)
 
     def beyond(
-        self, looked: Looked, found: Retrieved | None, votes: dict[int, torch.Tensor]
+        self, looked: Looked, ahead: tuple[SeenKeys, FarKeys] | None, votes: dict[int, torch.Tensor]
     ) -> tuple[SeenKeys, FarKeys]:
         """Count the chunk's attention map, choose and fetch its blocks, and gather them and the sinks in `scratch`.
 
         Args:
-            looked, found: what `look` and `fetched_ahead` have given.
+            looked, ahead: what `look` and `fetched_ahead` have given.
             votes: of the layers before, to which the layer adds its own.
 
         Returns:
@@ -95,12 +101,12 @@ class KernelChunk(LayerTokens[Spans]):
         """
         if self.store.state is not None:
             self.store.state.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)
-        if found is None:
+        if ahead is None:
             found = self._retrieved(votes, looked.asked, self._map(looked.asked, looked.window, looked.local))
-        self.lanes.back.join()
-        gathered = self._beyond(found)
+            self.lanes.back.join()
+            ahead = self._beyond(found)
         self.lanes.join()
-        return gathered
+        return ahead
 
     def answered(self, looked: Looked, beyond: tuple[SeenKeys, FarKeys]) -> torch.Tensor:
         """[rows, heads, value_dim]: attention to the window, merged with that to what `beyond` has given."""

@@ -1,7 +1,9 @@
 """Chunks of Ltri-LLM in one layer as CUDA graphs have them: all of a frame's rows, whichever of them are the chunk's.
 
 A chunk's attention to its window follows from keys and values alone. So it runs beside what the chunk before it does
-behind its own window: that one's attention map, the election of blocks, and attention to them.
+behind its own window: that one's attention map, the election of blocks, and attention to them. In a layer that does not
+vote, blocks that come back follow from the layers before: they are fetched beside both, and gathered as soon as they
+are there.
 """
 
 from __future__ import annotations
@@ -61,9 +63,8 @@ class RecordedChunk(KernelChunk):
         count = min(settings.retrieved, plan.stored)
         if before is None or count == 0 or settings.vote == "off":
             return
-        with self.lanes.back.apart():
-            voted = elect(before, None, weight=0.0, count=count, mode=settings.vote)[0]
-            self._fetched(voted if plan.renewed is None else plan.renewed)
+        voted = elect(before, None, weight=0.0, count=count, mode=settings.vote)[0]
+        self._fetched(voted if plan.renewed is None else plan.renewed)
 
     def _fresh(self) -> FreshBlocks | None:
         return self.waiting
@@ -153,20 +154,26 @@ class RecordedRun:
         chunks = [self._recorded(number) for number in range(len(places))]
         votes = [{one.begin: place.votes} if self.voted else {} for one, place in zip(chunks, places, strict=True)]
         chunks[0].leave()
-        found, looked = chunks[0].fetched_ahead(votes[0]), self._look(0, chunks[0])
+        ahead = [chunks[0].fetched_ahead(votes[0], None)]  # held until all is launched: the lane would reuse memory
+        following = self._look(0, chunks[0])
         for number, (one, place) in enumerate(zip(chunks, places, strict=True)):
+            after = chunks[number + 1] if number + 1 < len(chunks) else None
+            if after is not None:
+                after.leave()
+            answered = self.lanes.back.mark()  # all chunks before: what they have seen is not read any more
             one.remember()
             if store.state is not None and run.before is not None:
                 run.before.keep(number, store, one.plan.at)
             self.lanes.window.join()
-            seen, after = looked, chunks[number + 1] if number + 1 < len(chunks) else None
+            looked = following
             if after is not None:
-                after.leave()
-                looked = self._look(number + 1, after)
-            beyond = one.beyond(seen, found, votes[number])
+                following = self._look(number + 1, after)
+            beyond = one.beyond(looked, ahead[number], votes[number])
             if after is not None:
-                found = after.fetched_ahead(votes[number + 1])
-            run.room.out[place.rows].copy_(one.answered(seen, beyond))
+                # In a layer that votes, what comes back takes the place of what this chunk has just gathered.
+                behind = answered if one.voter is None else None
+                ahead.append(after.fetched_ahead(votes[number + 1], behind))
+            run.room.out[place.rows].copy_(one.answered(looked, beyond))
             if not self.voted and one.begin in votes[number]:
                 place.votes.copy_(votes[number][one.begin])
         if (last := chunks[-1].memory.retrieved) is not None:  # nobody asks for the others'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -202,8 +202,9 @@ class Scratch:
         return cls(*wide, room(keys, beyond), room(values, beyond))
 
     def beside(self) -> Scratch:
-        """Room for another window while this one's is still read; what is seen beyond them has the same room."""
-        return replace(self, near=self.near.clone(), far=self.far.clone(), values=self.values.clone())
+        """As much room for the next chunk, while this one's is still read."""
+        rooms = self.near, self.far, self.values, self.beyond_keys, self.beyond_values
+        return Scratch(*(each.clone() for each in rooms))
 
 
 @dataclass(frozen=True)
@@ -261,17 +262,26 @@ class Lane:
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._stream, self._left, self._held = stream, False, list[object]()
 
+    def mark(self) -> torch.cuda.Event | None:
+        """All that was launched so far, beside the lanes; None where nothing runs beside anything."""
+        if self._stream is None:
+            return None
+        return torch.cuda.current_stream(self._stream.device).record_event()
+
     @contextmanager
-    def apart(self, *read: object) -> Iterator[None]:
+    def apart(self, *read: object, behind: torch.cuda.Event | None = None) -> Iterator[None]:
         """What is launched inside begins when all before has ended, and others do not wait for it.
 
         Args:
             read: what it reads and others would let go of; it is held until they wait.
+            behind: what has to have ended (`mark`), if not all that was launched before.
         """
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if behind is None:
+            behind = self.mark()
+        self._stream.wait_event(behind)
         self._left = True
         self._held += read
         with torch.cuda.stream(self._stream):

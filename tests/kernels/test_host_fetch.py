@@ -21,7 +21,7 @@ from tests.kernels import sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = pytest.mark.parametrize("module", [reference, triton], ids=["reference", "triton"])
-SMALL = triton.CopyTuning(size=128, warps=1)
+SMALL = triton.CopyTuning(size=128, warps=1, programs=3)
 """Pieces so small that a block takes several."""
 UNREAD = 10**6
 """What stands in `used` where a way is empty, and nobody may heed it."""

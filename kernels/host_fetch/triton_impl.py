@@ -50,7 +50,7 @@ class CopyTuning:
 
 
 # Four loads of 16 bytes a thread of keys, and four of values.
-FETCH = CopyTuning(size=65536, warps=32, programs=4)
+FETCH = CopyTuning(size=32768, warps=16, programs=4)
 STORE = CopyTuning(size=8192, warps=4, programs=1 << 30)
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import threshold
 
 from sglang_ext.kernels.view_attention.virtual_requests import VirtualBatch
 
 _LN2 = math.log(2.0)
+_NO_KEY = -4.9e4  # FlashInfer writes -5e4, to base 2, where a row sees no key
 WORKSPACE = 128 << 20
 """Bytes of scratch memory that FlashInfer recommends."""
 
@@ -98,4 +100,4 @@ class FlashInferRequests:
         self._batch.check_query(query)
         caches = (key_cache.unsqueeze(1), value_cache.unsqueeze(1))  # pages of one slot
         out, lse = self._wrapper.run(query, caches, out=out, return_lse=True)
-        return out, lse * _LN2  # FlashInfer's is to base 2
+        return out, threshold(lse, _NO_KEY, -torch.inf).mul_(_LN2)  # FlashInfer's is to base 2

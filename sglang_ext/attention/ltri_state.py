@@ -279,9 +279,8 @@ class Lane:
         if self._stream is None:
             yield
             return
-        if behind is None:
-            behind = self.mark()
-        self._stream.wait_event(behind)
+        so_far = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_event(so_far.record_event() if behind is None else behind)
         self._left = True
         self._held += read
         with torch.cuda.stream(self._stream):

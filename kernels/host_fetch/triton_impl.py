@@ -1,11 +1,11 @@
-"""The cache in front of host memory on a GPU: one program looks up a request, many copy its blocks.
+"""The cache in front of host memory on a GPU: one program looks up a request, and others copy its blocks.
 
 Every grid depends on shapes alone and every id is read on the device, so that launches can be part of a CUDA graph and
 the host waits for nothing. A look-up compares all wanted blocks with all ways at once, and ranks the ways by comparing
 each with each.
 
-The copies address the host region directly through PCIe (zero copy). A program moves pieces of blocks' keys and the
-same pieces of their values: each thread issues all of its loads of a piece, of 16 bytes where sizes and addresses allow
+The copies address the host region directly through PCIe (zero copy), in pieces of a block's keys and the same pieces of
+its values: each thread issues all of its loads of a piece, of 16 bytes where sizes and addresses allow
 that, before its first store, because the latency of PCIe has to be hidden by requests in flight.
 
 A fetch has few large programs. Attention's kernels take whole multiprocessors: wherever a program waits for PCIe, none
@@ -41,17 +41,17 @@ class CopyTuning:
     Attributes:
         size: bytes of keys, and of values, of a piece; rounded down to a power of two of elements.
         warps: of a program.
-        programs: of a fetch, at most.
+        programs: of a fetch, at most; a store has one for each piece.
     """
 
     size: int
     warps: int
-    programs: int
+    programs: int = 4
 
 
 # Four loads of 16 bytes a thread of keys, and four of values.
-FETCH = CopyTuning(size=32768, warps=16, programs=4)
-STORE = CopyTuning(size=8192, warps=4, programs=1 << 30)
+FETCH = CopyTuning(size=32768, warps=16)
+STORE = CopyTuning(size=8192, warps=4)
 
 
 def look_up(wanted: torch.Tensor, rows: torch.Tensor, cache: BlockCache, *, out: Found | None = None) -> Found:
@@ -204,7 +204,7 @@ def _look_up_kernel(
         tl.store(of_row + 1, all_misses)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items"])
 def _fetch_kernel(
     host_keys, host_values, places, missing, rows, keys, values, fresh_ids, fresh_keys, fresh_values, items, count,
     ways, stride_keys, stride_values, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PROGRAMS: tl.constexpr,

@@ -61,7 +61,7 @@ class KernelChunk(LayerTokens[Spans]):
         ahead, looked = self.fetched_ahead(votes, None), self.look(query, keys, values)
         return self.answered(looked, self.beyond(looked, ahead, votes))
 
-    # ---- what follows `remember`, in this order; in `ltri_recorded`, two chunks do some of it at the same time ----
+    # ---- what follows `remember`, in this order; in `ltri_recorded`, two chunks do some of it beside each other ----
 
     def fetched_ahead(
         self, votes: dict[int, torch.Tensor], behind: torch.cuda.Event | None
@@ -73,6 +73,9 @@ class KernelChunk(LayerTokens[Spans]):
         Args:
             votes: of the layers before.
             behind: launches that it waits for (`Lane.apart`).
+
+        Returns:
+            As `beyond`; None in a layer that votes.
         """
         with self.lanes.back.apart(behind=behind):
             if self.voter is None:
@@ -91,6 +94,8 @@ class KernelChunk(LayerTokens[Spans]):
         self, looked: Looked, ahead: tuple[SeenKeys, FarKeys] | None, votes: dict[int, torch.Tensor]
     ) -> tuple[SeenKeys, FarKeys]:
         """Count the chunk's attention map, choose and fetch its blocks, and gather them and the sinks in `scratch`.
+
+        In a layer that does not vote, `fetched_ahead` has done so, and this waits for it.
 
         Args:
             looked, ahead: what `look` and `fetched_ahead` have given.

@@ -135,7 +135,7 @@ class RecordedRun:
     Attributes:
         run: the chunks.
         chunk: one of the layer's.
-        stores: the layer's store, twice; windows have room of their own in each of them, and chunks take turns.
+        stores: the layer's store, twice; what a chunk sees has room of its own in each of them, and chunks take turns.
         ranks: which have the other heads.
         lanes: what runs beside the rest.
         voted: whether a layer before this one votes.
@@ -160,7 +160,8 @@ class RecordedRun:
             after = chunks[number + 1] if number + 1 < len(chunks) else None
             if after is not None:
                 after.leave()
-            answered = self.lanes.back.mark()  # all chunks before: what they have seen is not read any more
+            # Behind it, the room of the chunk before is free, and all blocks that leave with `after` wait in `leaving`.
+            free = self.lanes.back.mark()
             one.remember()
             if store.state is not None and run.before is not None:
                 run.before.keep(number, store, one.plan.at)
@@ -171,7 +172,7 @@ class RecordedRun:
             beyond = one.beyond(looked, ahead[number], votes[number])
             if after is not None:
                 # In a layer that votes, what comes back takes the place of what this chunk has just gathered.
-                behind = answered if one.voter is None else None
+                behind = free if one.voter is None else None
                 ahead.append(after.fetched_ahead(votes[number + 1], behind))
             run.room.out[place.rows].copy_(one.answered(looked, beyond))
             if not self.voted and one.begin in votes[number]:

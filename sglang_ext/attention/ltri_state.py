@@ -263,18 +263,18 @@ class Lane:
         self._stream, self._left, self._held = stream, False, list[object]()
 
     def mark(self) -> torch.cuda.Event | None:
-        """All that was launched so far, beside the lanes; None where nothing runs beside anything."""
+        """All that was launched so far on the stream that the lane leaves; None where nothing runs beside anything."""
         if self._stream is None:
             return None
         return torch.cuda.current_stream(self._stream.device).record_event()
 
     @contextmanager
     def apart(self, *read: object, behind: torch.cuda.Event | None = None) -> Iterator[None]:
-        """What is launched inside begins when all before has ended, and others do not wait for it.
+        """What is launched inside begins when what it is `behind` has ended, and others do not wait for it.
 
         Args:
             read: what it reads and others would let go of; it is held until they wait.
-            behind: what has to have ended (`mark`), if not all that was launched before.
+            behind: a `mark`; None for all that was launched before.
         """
         if self._stream is None:
             yield
@@ -302,7 +302,7 @@ class Lanes:
         index: index vectors of blocks that leave the window.
         tiles: the attention map's tiles, and the spans of the chunk.
         sums: attention that the tokens of the window receive.
-        back: blocks that come from the host.
+        back: blocks that come from the host; in a layer that does not vote, all that is seen beyond the window.
         window: the next chunk's attention to its window. Its kernels fill whole multiprocessors. The other lanes, and
             the stream that they leave, have priority: each of their launches waits for the one before.
     """

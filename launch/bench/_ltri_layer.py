@@ -82,7 +82,7 @@ class Layers:
         chunks = [self._of(VOTES, {}, number) for number in range(TOGETHER)]
         for chunk in chunks:
             self.seat = self.chunks.seat(chunk)
-        self._one, self._all = (self._placed(graphs, chunks[:count]) for count in (1, TOGETHER))
+        self._all = self._placed(graphs, chunks)
         count = TOGETHER * settings.chunk
         self.query = torch.randn(count, shape.heads, shape.dim, device=device).to(shape.dtype)
         self.new = [torch.randn(count, *rows[1:], device=device).to(shape.dtype) for _ in range(2)]
@@ -144,29 +144,37 @@ class Layers:
         return self.graphs.attend(placed, chunks, self.seat.row, given)
 
     def check(self) -> None:
-        """A replayed chunk is the one that is launched.
+        """Chunks that are replayed together are those that are launched one by one, in all layers.
 
         Raises:
-            ValueError: it is not; says by how much.
+            ValueError: they are not; says by how much.
         """
         carry: Carry = {}
         votes: dict[int, torch.Tensor] = {}
-        for layer in self.caches:
-            tokens = self._of(layer, carry)
-            launched = self.chunks.launched(tokens)
-            standing, chunk = self._one.run.places[0].standing.plan.plan, slice(0, self.settings.chunk)
-            if standing.renewed is not None:
-                plan = replace(launched.plan, renewed=standing.renewed)
-                launched = KernelChunk(**{**vars(launched), "plan": plan})
-            wanted = launched.attend(self.query[chunk], self.new[0][chunk], self.new[1][chunk], votes).float()
-            found = self.replay(layer, self._one).float()
+        for layer, caches in self.caches.items():
+            before = [each.clone() for each in caches]
+            found = self.replay(layer, self._all).float()
+            for cache, kept in zip(caches, before, strict=True):
+                cache.copy_(kept)
+            wanted = self._launched(layer, carry, votes)
             off = float((found - wanted).abs().max() / wanted.abs().max())
             if not off < TOLERANCE:
                 raise ValueError(
-                    f"layer {layer}: a replayed chunk is {off:.3g} off the launched one, of its largest value"
+                    f"layer {layer}: replayed chunks are {off:.3g} off the launched ones, of the largest value"
                 )
             if not bool(torch.isfinite(found).all()):
-                raise ValueError(f"layer {layer}: a replayed chunk has values that are not finite")
+                raise ValueError(f"layer {layer}: replayed chunks have values that are not finite")
+
+    def _launched(self, layer: int, carry: Carry, votes: dict[int, torch.Tensor]) -> torch.Tensor:
+        """[tokens, heads, head_dim] float32, the chunks that `replay` has computed last, launched one by one."""
+        memory, found, chunk = self._of(layer, carry).memory, [], self.settings.chunk
+        for number, place in enumerate(self._all.run.places):
+            launched = self.chunks.launched(replace(self._of(layer, carry, number), memory=memory))
+            plan = replace(launched.plan, renewed=place.standing.plan.plan.renewed)
+            rows = slice(number * chunk, (number + 1) * chunk)
+            given = self.query[rows], self.new[0][rows], self.new[1][rows]
+            found.append(KernelChunk(**{**vars(launched), "plan": plan}).attend(*given, votes).float())
+        return torch.cat(found)
 
     def timed(self, layer: int, new: bool, samples: int = 30, replays: int = 4) -> Timing:
         """Seconds of a chunk in a layer, one of `TOGETHER` that are replayed together.

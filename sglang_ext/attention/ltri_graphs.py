@@ -8,8 +8,7 @@ chunks lies on the device, in plans that stand (`StandingPlan`). Where a pass ne
 anew in every layer.
 
 Blocks that leave the window with a run are copied to the host behind it (`ltri_copies`). A chunk that wants such a
-block back takes it from where it waits for its copy. Blocks that come back, what a layer remembers, and the next
-chunk's attention to its window have lanes of their own inside a graph.
+block back takes it from where it waits for its copy. Inside a graph, each step of a chunk has a lane of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +30,9 @@ from sglang_ext.attention.ltri_state import HIGH_PRIORITY, KernelMemory, Lanes, 
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
+
+CHUNKS_AT_ONCE = 3
+"""That have room for what they see: one looks at its window, one waits for its blocks, and one attends to them."""
 
 
 class ChunkGraphs:
@@ -61,7 +63,8 @@ class ChunkGraphs:
         self._settings, self._stores, self._blocks, self._nowhere = settings, stores, blocks, nowhere
         self._ranks = ranks
         self._runs: list[ChunkRun] = []
-        self._other = next(iter(stores.values())).scratch.beside()  # no graph keeps it alive
+        scratch = next(iter(stores.values())).scratch
+        self._rooms = [scratch, *(scratch.beside() for _ in range(CHUNKS_AT_ONCE - 1))]  # no graph keeps them alive
         self.replayed, self.copies = 0, HostCopies(device)
 
     def record(self, chunks: Mapping[int, LayerTokens[Spans]], seat: Seat, frames: Sequence[Sequence[Frame]]) -> None:
@@ -220,7 +223,8 @@ class ChunkGraphs:
         layer = chunk.caches.layer
         store = self._stores[layer]
         voted = any(each.state is not None for before, each in self._stores.items() if before < layer)
-        return RecordedRun(run, chunk, (store, replace(store, scratch=self._other)), self._ranks, lanes, voted)
+        stores = [replace(store, scratch=room) for room in self._rooms]
+        return RecordedRun(run, chunk, stores, self._ranks, lanes, voted)
 
 
 class GraphRecorder:

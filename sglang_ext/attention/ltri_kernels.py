@@ -58,30 +58,10 @@ class KernelChunk(LayerTokens[Spans]):
         self.remember()
         if self.kept:
             self.memory.keep(self.begin, self.settings.chunk)
-        ahead, looked = self.fetched_ahead(votes, None), self.look(query, keys, values)
-        return self.answered(looked, self.beyond(looked, ahead, votes))
+        looked = self.look(query, keys, values)
+        return self.answered(looked, self.beyond(self.chosen(looked, votes)))
 
-    # ---- what follows `remember`, in this order; in `ltri_recorded`, two chunks do some of it beside each other ----
-
-    def fetched_ahead(
-        self, votes: dict[int, torch.Tensor], behind: torch.cuda.Event | None
-    ) -> tuple[SeenKeys, FarKeys] | None:
-        """What is seen beyond the window, in a layer that does not vote: the layers before have voted for it.
-
-        In a layer that votes, that is None, and what they have voted for may be fetched: most of it is elected, too.
-
-        Args:
-            votes: of the layers before.
-            behind: launches that it waits for (`Lane.apart`).
-
-        Returns:
-            As `beyond`; None in a layer that votes.
-        """
-        with self.lanes.back.apart(behind=behind):
-            if self.voter is None:
-                return self._beyond(self._retrieved(votes))
-            self._fetch_ahead(votes)
-        return None
+    # ---- the steps that follow `remember`; in `ltri_recorded`, chunks do them beside each other ----
 
     def look(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Looked:
         """Store the chunk's keys and values, and attend to its window; `scratch` has room for the window."""
@@ -90,28 +70,41 @@ class KernelChunk(LayerTokens[Spans]):
         local = self.store.attention.attend_window(asked, window, width=self._width, scale=self.caches.scale)
         return Looked(asked, window, local)
 
-    def beyond(
-        self, looked: Looked, ahead: tuple[SeenKeys, FarKeys] | None, votes: dict[int, torch.Tensor]
-    ) -> tuple[SeenKeys, FarKeys]:
-        """Count the chunk's attention map, choose and fetch its blocks, and gather them and the sinks in `scratch`.
-
-        In a layer that does not vote, `fetched_ahead` has done so, and this waits for it.
+    def chosen(self, looked: Looked | None, votes: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Count the chunk's attention map, and choose the blocks that come back.
 
         Args:
-            looked, ahead: what `look` and `fetched_ahead` have given.
+            looked: what `look` has given; None in a layer that does not vote, where the layers before decide.
             votes: of the layers before, to which the layer adds its own.
 
         Returns:
-            (sinks, blocks that came back), until the next chunk's are gathered.
+            [n] int32, numbers of the stream's blocks; none where an answer sees what its prompt has got.
         """
-        if self.store.state is not None:
-            self.store.state.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)
-        if ahead is None:
-            found = self._retrieved(votes, looked.asked, self._map(looked.asked, looked.window, looked.local))
-            self.lanes.back.join()
-            ahead = self._beyond(found)
-        self.lanes.join()
-        return ahead
+        asked, own = None, None
+        if self.voter is not None and looked is not None:
+            self.store.map_of_voters.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)
+            asked, own = looked.asked, self._map(looked.asked, looked.window, looked.local)
+        if self._of_prompt is not None:
+            return self._of_prompt.blocks[:0]
+        settings, stored, device = self.settings, self.plan.stored, self.slots.device
+        if settings.index == "given":
+            return on_device([block for block in self.given if block < stored][: settings.retrieved], device)
+        if settings.index == "random":
+            seed = (self.begin << 16) + self.caches.layer
+            return on_device(random_blocks(stored, settings.retrieved, seed), device)
+        found = self._elected(votes, asked, own)
+        return found if self.plan.renewed is None or not len(found) else self.plan.renewed
+
+    def beyond(self, chosen: torch.Tensor) -> tuple[SeenKeys, FarKeys]:
+        """Fetch the blocks that `chosen` has given, and gather them and the sinks in `scratch`.
+
+        Returns:
+            (sinks, blocks that came back), until another chunk's are gathered there.
+        """
+        found = self._fetched(chosen) if self._of_prompt is None else self._of_prompt
+        if not self.answers:
+            self.memory.retrieved = found
+        return self._beyond(found)
 
     def answered(self, looked: Looked, beyond: tuple[SeenKeys, FarKeys]) -> torch.Tensor:
         """[rows, heads, value_dim]: attention to the window, merged with that to what `beyond` has given."""
@@ -281,33 +274,11 @@ class KernelChunk(LayerTokens[Spans]):
 
     # ---- what comes back ----
 
-    def _retrieved(
-        self,
-        votes: dict[int, torch.Tensor],
-        asked: ChunkQuery | None = None,
-        own: tuple[Spans, torch.Tensor] | None = None,
-    ) -> Retrieved:
-        """The blocks that come back for the chunk; `asked` in a layer that votes."""
-        settings, memory = self.settings, self.memory
-        if self.answers and settings.persist and settings.index != "given" and memory.retrieved is not None:
-            return memory.retrieved
-        found = self._fetched(self._chosen(votes, asked, own))
-        if not self.answers:
-            memory.retrieved = found
-        return found
-
-    def _chosen(
-        self, votes: dict[int, torch.Tensor], asked: ChunkQuery | None, own: tuple[Spans, torch.Tensor] | None
-    ) -> torch.Tensor:
-        """[n] int32 numbers of the stream's blocks that come back for the chunk."""
-        settings, stored, device = self.settings, self.plan.stored, self.slots.device
-        if settings.index == "given":
-            return on_device([block for block in self.given if block < stored][: settings.retrieved], device)
-        if settings.index == "random":
-            seed = (self.begin << 16) + self.caches.layer
-            return on_device(random_blocks(stored, settings.retrieved, seed), device)
-        found = self._elected(votes, asked, own)
-        return found if self.plan.renewed is None or not len(found) else self.plan.renewed
+    @property
+    def _of_prompt(self) -> Retrieved | None:
+        """What the prompt has got back, where the chunk is of its answer and sees the same; else None."""
+        sees = self.answers and self.settings.persist and self.settings.index != "given"
+        return self.memory.retrieved if sees else None
 
     def _elected(
         self, votes: dict[int, torch.Tensor], asked: ChunkQuery | None, own: tuple[Spans, torch.Tensor] | None
@@ -330,7 +301,6 @@ class KernelChunk(LayerTokens[Spans]):
         """[1, blocks], of the stream's blocks, by the rank that has the index."""
         ids, index = self.plan.ids.unsqueeze(0), self.store.index
         self.lanes.index.join()
-        self.lanes.back.join()  # who fetches ahead reads the votes
         if index is None:
             return self.ranks.add(torch.zeros(ids.shape, device=ids.device))
         blocks = BlockIndex(index.vectors, index.counts, ids, self.plan.blocks)
@@ -354,9 +324,6 @@ class KernelChunk(LayerTokens[Spans]):
         asking = states[-self.settings.most_askers :]
         there = torch.arange(self.settings.most_askers, device=states.device) < asking.shape[0]
         return token_spans(_padded(asking, len(there)), there.int())
-
-    def _fetch_ahead(self, votes: dict[int, torch.Tensor]) -> None:
-        """Nothing, where launches do not run beside each other."""
 
     def _mean(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[dim], of the chunk's states [rows, dim]."""

@@ -1,13 +1,14 @@
 """Chunks of Ltri-LLM in one layer as CUDA graphs have them: all of a frame's rows, whichever of them are the chunk's.
 
-A chunk's attention to its window follows from keys and values alone. So it runs beside what the chunk before it does
-behind its own window: that one's attention map, the election of blocks, and attention to them. In a layer that does not
-vote, blocks that come back follow from the layers before: they are fetched beside both, and gathered as soon as they
-are there.
+No chunk of a run needs the answer of the one before it. So each step of a chunk is a lane, which goes through all
+chunks: attention to the window; in a layer that votes, the attention map and the choice of blocks; their way from the
+host; and last, attention to them. While a chunk is in one lane, those before it are in the next ones.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +18,9 @@ from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_runs import ChunkRun
 from sglang_ext.attention.ltri_spans import token_spans
-from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Looked
-from sglang_ext.kernels.block_votes import QuerySpans, elect
-from sglang_ext.kernels.clamped_attention import ChunkQuery, Part, SeenKeys
+from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Looked, Mark
+from sglang_ext.kernels.block_votes import QuerySpans
+from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.host_fetch import FreshBlocks
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
@@ -56,15 +57,6 @@ class RecordedChunk(KernelChunk):
 
     def _keep_blocks(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
         """They wait in `leaving`."""
-
-    def _fetch_ahead(self, votes: dict[int, torch.Tensor]) -> None:
-        """Fetch what the layers before have voted for, beside other launches; most of it is elected, too."""
-        settings, plan, before = self.settings, self.plan, votes.get(self.begin)
-        count = min(settings.retrieved, plan.stored)
-        if before is None or count == 0 or settings.vote == "off":
-            return
-        voted = elect(before, None, weight=0.0, count=count, mode=settings.vote)[0]
-        self._fetched(voted if plan.renewed is None else plan.renewed)
 
     def _fresh(self) -> FreshBlocks | None:
         return self.waiting
@@ -129,13 +121,30 @@ class RecordedChunk(KernelChunk):
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What a chunk sees, and what it has found in its window.
+
+    Attributes:
+        looked: attention to the window.
+        chosen: [n] int32, the blocks that come back.
+        beyond: (sinks, those blocks).
+        marks: behind them, all of it is there, and nobody else reads the chunk's room.
+    """
+
+    looked: Looked
+    chosen: torch.Tensor
+    beyond: tuple[SeenKeys, FarKeys]
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """A run of chunks in one layer, which `GraphRecorder` records.
 
     Attributes:
         run: the chunks.
         chunk: one of the layer's.
-        stores: the layer's store, twice; what a chunk sees has room of its own in each of them, and chunks take turns.
+        stores: the layer's store, several times; what a chunk sees has room of its own in each, and chunks take turns.
         ranks: which have the other heads.
         lanes: what runs beside the rest.
         voted: whether a layer before this one votes.
@@ -143,55 +152,64 @@ class RecordedRun:
 
     run: ChunkRun
     chunk: LayerTokens[Spans]
-    stores: tuple[LayerStore, LayerStore]
+    stores: Sequence[LayerStore]
     ranks: TensorRanks
     lanes: Lanes
     voted: bool
 
     def compute(self) -> None:
         """Compute all chunks out of what stands."""
-        run, store, places = self.run, self.stores[0], self.run.places
+        places, lane, turns = self.run.places, self.lanes.window, len(self.stores)
         chunks = [self._recorded(number) for number in range(len(places))]
         votes = [{one.begin: place.votes} if self.voted else {} for one, place in zip(chunks, places, strict=True)]
-        chunks[0].leave()
-        ahead = [chunks[0].fetched_ahead(votes[0], None)]  # held until all is launched: the lane would reuse memory
-        following = self._look(0, chunks[0])
+        answered = [lane.mark()] * turns  # behind which each chunk has its room
+        held = deque[Seen](maxlen=turns)  # a lane would reuse memory that another one still reads
         for number, (one, place) in enumerate(zip(chunks, places, strict=True)):
-            after = chunks[number + 1] if number + 1 < len(chunks) else None
-            if after is not None:
-                after.leave()
-            # Behind it, the room of the chunk before is free, and all blocks that leave with `after` wait in `leaving`.
-            free = self.lanes.back.mark()
-            one.remember()
-            if store.state is not None and run.before is not None:
-                run.before.keep(number, store, one.plan.at)
-            self.lanes.window.join()
-            looked = following
-            if after is not None:
-                following = self._look(number + 1, after)
-            beyond = one.beyond(looked, ahead[number], votes[number])
-            if after is not None:
-                # In a layer that votes, what comes back takes the place of what this chunk has just gathered.
-                behind = free if one.voter is None else None
-                ahead.append(after.fetched_ahead(votes[number + 1], behind))
-            run.room.out[place.rows].copy_(one.answered(looked, beyond))
+            seen = self._seen(number, one, votes[number], answered[number])
+            held.append(seen)
+            lane.wait(*seen.marks)
+            self.run.room.out[place.rows].copy_(one.answered(seen.looked, seen.beyond))
+            answered.append(lane.mark())
             if not self.voted and one.begin in votes[number]:
                 place.votes.copy_(votes[number][one.begin])
         if (last := chunks[-1].memory.retrieved) is not None:  # nobody asks for the others'
             places[-1].found[self.chunk.caches.layer] = torch.stack([last.blocks, last.ways])
 
-    def _look(self, number: int, chunk: RecordedChunk) -> Looked:
-        """The attention of a chunk to its window, in a lane of its own.
+    def _seen(self, number: int, chunk: RecordedChunk, votes: dict[int, torch.Tensor], room: Mark) -> Seen:
+        """All of a chunk but attention to what lies beyond its window.
 
         Calls of dense kernels share no memory that they write, so they may run beside each other.
+
+        Args:
+            number: of the chunk in its run.
+            chunk: the chunk.
+            votes: of the layers before, to which the layer adds its own.
+            room: behind it, the chunk has its room.
         """
-        room, part = self.run.room, self.run.places[number].rows
-        with self.lanes.window.apart():
-            return chunk.look(room.query[part], room.keys[part], room.values[part])
+        lanes, given, part = self.lanes, self.run.room, self.run.places[number].rows
+        with lanes.window.apart(behind=room):
+            chunk.leave()
+            left = lanes.window.mark()
+            looked = chunk.look(given.query[part], given.keys[part], given.values[part])
+            near = lanes.window.mark()
+        if chunk.voter is None:
+            with lanes.back.apart(behind=left):
+                chosen = chunk.chosen(None, votes)
+                return Seen(looked, chosen, chunk.beyond(chosen), (near, lanes.back.mark()))
+        with lanes.choice.apart(behind=near):
+            chunk.remember()
+            if self.run.before is not None:
+                self.run.before.keep(number, chunk.store, chunk.plan.at)
+            chosen = chunk.chosen(looked, votes)
+            ready = lanes.choice.mark()
+            lanes.join()
+            counted = lanes.choice.mark()
+        with lanes.back.apart(behind=ready):
+            return Seen(looked, chosen, chunk.beyond(chosen), (counted, lanes.back.mark()))
 
     def _recorded(self, number: int) -> RecordedChunk:
         """A chunk in its place, which remembers what stands in its stream's row."""
-        place, store = self.run.places[number], self.stores[number % 2]
+        place, store = self.run.places[number], self.stores[number % len(self.stores)]
         frame, settings = place.standing.plan, self.chunk.settings
         begin, nothing = frame.plan.rows.first, Spans.empty(0, settings.spans, place.votes.device)
         memory = KernelMemory(nothing.counts, nothing, frame.plan.gone.start)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -202,7 +202,7 @@ class Scratch:
         return cls(*wide, room(keys, beyond), room(values, beyond))
 
     def beside(self) -> Scratch:
-        """As much room for the next chunk, while this one's is still read."""
+        """As much room for another chunk, while this one's is still read."""
         rooms = self.near, self.far, self.values, self.beyond_keys, self.beyond_values
         return Scratch(*(each.clone() for each in rooms))
 
@@ -251,6 +251,9 @@ class LayerStore:
 HIGH_PRIORITY = -1
 """Of CUDA streams whose kernels begin before those of others that wait, too."""
 
+Mark: TypeAlias = torch.cuda.Event | None
+"""What was launched on a CUDA stream up to some point; None where nothing runs beside anything."""
+
 
 class Lane:
     """Launches that run beside others: on a stream of their own, or in their place among the others.
@@ -262,32 +265,36 @@ class Lane:
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._stream, self._left, self._held = stream, False, list[object]()
 
-    def mark(self) -> torch.cuda.Event | None:
-        """All that was launched so far on the stream that the lane leaves; None where nothing runs beside anything."""
-        if self._stream is None:
-            return None
-        return torch.cuda.current_stream(self._stream.device).record_event()
+    def mark(self) -> Mark:
+        """All that was launched so far on the current stream, which is the lane's inside of `apart`."""
+        return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
 
     @contextmanager
-    def apart(self, *read: object, behind: torch.cuda.Event | None = None) -> Iterator[None]:
+    def apart(self, *read: object, behind: Mark = None) -> Iterator[None]:
         """What is launched inside begins when what it is `behind` has ended, and others do not wait for it.
 
         Args:
-            read: what it reads and others would let go of; it is held until they wait.
-            behind: a `mark`; None for all that was launched before.
+            read: what it reads and others would let go of; it is held until they `join`.
+            behind: a mark; None for all that was launched before.
         """
         if self._stream is None:
             yield
             return
-        so_far = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_event(so_far.record_event() if behind is None else behind)
+        self._stream.wait_event(behind or torch.cuda.current_stream(self._stream.device).record_event())
         self._left = True
         self._held += read
         with torch.cuda.stream(self._stream):
             yield
 
+    def wait(self, *marks: Mark) -> None:
+        """What is launched on the current stream from here on waits for marks."""
+        if self._stream is not None:
+            for mark in marks:
+                if mark is not None:
+                    torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
     def join(self) -> None:
-        """What is launched from here on waits for it."""
+        """What is launched on the current stream from here on waits for all of the lane's launches so far."""
         if self._stream is not None and self._left:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._left = False
@@ -296,34 +303,38 @@ class Lane:
 
 @dataclass(frozen=True)
 class Lanes:
-    """What of a chunk in one layer runs beside the rest.
+    """What of chunks in one layer runs beside the rest.
+
+    The steps of a chunk have a lane each, so that several chunks are computed at once:
 
     Attributes:
-        index: index vectors of blocks that leave the window.
-        tiles: the attention map's tiles, and the spans of the chunk.
-        sums: attention that the tokens of the window receive.
-        back: blocks that come from the host; in a layer that does not vote, all that is seen beyond the window.
-        window: the next chunk's attention to its window. Its kernels fill whole multiprocessors. The other lanes, and
-            the stream that they leave, have priority: each of their launches waits for the one before.
+        window: attention to the window. Its kernels fill whole multiprocessors. The other lanes, and the stream that
+            they leave, have priority: each of their launches waits for the one before.
+        choice: in a layer that votes, its map of attention, and the blocks that follow from it.
+        back: blocks that come from the host, and all that is seen beyond the window.
+        index: a part of `choice`: index vectors of blocks that leave the window.
+        tiles: likewise: the attention map's tiles, and the spans of the chunk.
+        sums: likewise: attention that the tokens of the window receive.
     """
 
+    window: Lane = field(default_factory=Lane)
+    choice: Lane = field(default_factory=Lane)
+    back: Lane = field(default_factory=Lane)
     index: Lane = field(default_factory=Lane)
     tiles: Lane = field(default_factory=Lane)
     sums: Lane = field(default_factory=Lane)
-    back: Lane = field(default_factory=Lane)
-    window: Lane = field(default_factory=Lane)
 
     @classmethod
     def beside(cls, device: torch.device) -> Self:
         """Lanes of which each has a stream of its own on a GPU; on a CPU, nothing runs beside anything."""
         if device.type != "cuda":
             return cls()
-        index, tiles, sums, back = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(4))
-        return cls(index, tiles, sums, back, Lane(torch.cuda.Stream(device)))
+        others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(5))
+        return cls(Lane(torch.cuda.Stream(device)), *others)
 
     def join(self) -> None:
-        """What is launched from here on waits for all lanes but `window`, which computes the next chunk's."""
-        for lane in (self.index, self.tiles, self.sums, self.back):
+        """What is launched from here on waits for all parts of `choice`."""
+        for lane in (self.index, self.tiles, self.sums):
             lane.join()
 
 

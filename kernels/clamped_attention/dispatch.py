@@ -36,13 +36,13 @@ def gather_keys(
     run(keys, values, slot, rotation, columns, out_keys, out_values)
 
 
-def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
+def merge(one: Part, other: Part, dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Part:
     """`reference.merge` (see there), by the Triton kernel where the parts lie on a GPU."""
     if one.out.is_cuda:
         from sglang_ext.kernels.clamped_attention.triton_impl import merge as run
     else:
         from sglang_ext.kernels.clamped_attention.reference import merge as run
-    return run(one, other, dtype)
+    return run(one, other, dtype, out=out)
 
 
 def move(

@@ -81,27 +81,28 @@ def attend_beyond(query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width:
     return _attention(torch.cat(logits, -1), torch.cat([sinks.values, memory.values]))
 
 
-def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
+def merge(one: Part, other: Part, dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Part:
     """Attention over the tokens of both parts, which share none.
 
     Args:
         one: of all rows.
         other: of all rows, or of the last ones, where the rows before see nothing of it.
         dtype: of the result's `out`.
+        out: [rows, heads, value_dim] contiguous, what the result's `out` is; made where not given.
 
     Returns:
         Of all rows; contiguous.
 
     Raises:
-        ValueError: the parts do not fit each other.
+        ValueError: the parts do not fit each other, or `out` does not fit them.
     """
-    check_parts(one, other)
+    check_parts(one, other, dtype, out)
     before = one.out.shape[0] - other.out.shape[0]
     lse = one.lse.clone(memory_format=torch.contiguous_format)
     lse[before:] = torch.logaddexp(lse[before:], other.lse)
-    out = _share(one, lse)
-    out[before:] += _share(other, lse[before:])
-    return Part(out.to(dtype), lse)
+    merged = _share(one, lse)
+    merged[before:] += _share(other, lse[before:])
+    return Part(merged.to(dtype) if out is None else out.copy_(merged), lse)
 
 
 def _share(part: Part, lse: torch.Tensor) -> torch.Tensor:

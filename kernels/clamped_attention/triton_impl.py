@@ -71,17 +71,18 @@ def _rotate_kernel(
         tl.store(far + target + r[None, :], rest, mask=three)
 
 
-def merge(one: Part, other: Part, dtype: torch.dtype) -> Part:
+def merge(one: Part, other: Part, dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Part:
     """`reference.merge` in one launch, in the dtype of the log-sum-exps.
 
     Raises:
-        ValueError: the parts do not fit each other, or their outputs are not contiguous.
+        ValueError: the parts do not fit each other, or `out` does not fit them; their outputs are not contiguous.
     """
-    check_parts(one, other)
+    check_parts(one, other, dtype, out)
     if not one.out.is_contiguous() or not other.out.is_contiguous():
         raise ValueError("outputs of parts are not contiguous: expected contiguous ones")
     rows, heads, dim = one.out.shape
-    out = torch.empty(rows, heads, dim, dtype=dtype, device=one.out.device)
+    if out is None:
+        out = torch.empty(rows, heads, dim, dtype=dtype, device=one.out.device)
     lse = torch.empty(rows, heads, dtype=one.lse.dtype, device=one.out.device)
     if rows:
         _merge_kernel[(triton.cdiv(rows * heads, ROWS),)](

@@ -146,8 +146,13 @@ class LayerRows:
         return cls(pairs, addresses.to(pairs[0][0].device), not bool((addresses % 16).any()))
 
 
-def check_parts(one: Part, other: Part) -> None:
-    """Raise ValueError where two parts do not fit each other."""
+def check_parts(one: Part, other: Part, dtype: torch.dtype, out: torch.Tensor | None) -> None:
+    """Raise ValueError where two parts do not fit each other, or not what they are merged into."""
+    if out is not None and (out.shape != one.out.shape or out.dtype != dtype or not out.is_contiguous()):
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)}, strides {out.stride()}: expected {dtype} {tuple(one.out.shape)},"
+            " contiguous"
+        )
     shapes = [part.out.shape for part in (one, other)]
     whole = all(part.out.shape[:2] == part.lse.shape for part in (one, other))
     if not whole or shapes[0][1:] != shapes[1][1:] or shapes[0][0] < shapes[1][0]:

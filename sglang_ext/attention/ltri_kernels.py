@@ -106,15 +106,17 @@ class KernelChunk(LayerTokens[Spans]):
             self.memory.retrieved = found
         return self._beyond(found)
 
-    def answered(self, looked: Looked, beyond: tuple[SeenKeys, FarKeys]) -> torch.Tensor:
-        """[rows, heads, value_dim]: attention to the window, merged with that to what `beyond` has given."""
+    def answered(
+        self, looked: Looked, beyond: tuple[SeenKeys, FarKeys], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[rows, heads, value_dim]: attention to the window, merged with that to what `beyond` has given (`out`)."""
         (sinks, memory), asked, local = beyond, looked.asked, looked.local
         if sinks.near.shape[0] + memory.keys.shape[0] == 0:
-            return local.out.to(asked.near.dtype)
+            return local.out.to(asked.near.dtype) if out is None else out.copy_(local.out)
         if self.settings.far:
             asked = ChunkQuery(asked.near, asked.near, asked.begin)
         part = self.store.attention.attend_beyond(asked, sinks, memory, width=self._width, scale=self.caches.scale)
-        return merge(local, part, asked.near.dtype).out
+        return merge(local, part, asked.near.dtype, out=out).out
 
     # ---- the window ----
 

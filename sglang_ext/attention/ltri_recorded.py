@@ -23,7 +23,7 @@ from sglang_ext.kernels.block_votes import QuerySpans
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.host_fetch import FreshBlocks
-from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
+from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import TensorRanks
 
@@ -76,22 +76,15 @@ class RecordedChunk(KernelChunk):
             if spans is not None:
                 kept = Spans(spans.bounds[:blocks], spans.counts[:blocks])
                 self.store.spans_of_voters.put(self.plan.tile_spans, kept)
-        with self.lanes.sums.apart(chunk.lse):
-            self._add_sums(chunk)
+        given = self._add_sums(chunk)
         if spans is None or self.tokens_ask:
             return None
-        given = self.ranks.add(self._own_received(chunk))  # behind what the lane adds: one communicator has one order
+        received = self.ranks.add(given.chunk_received[0])  # behind what the lane adds: one communicator has one order
         self.lanes.tiles.join()
         if self.plan.tiles.own:
             spans = Spans(spans.bounds[blocks:], spans.counts[blocks:])
-            given = given.index_select(0, self.frame.asking)
-        return spans, given.view(-1, self.settings.block)
-
-    def _own_received(self, chunk: LocalMap) -> torch.Tensor:
-        """[rows], what the frame's own tokens receive: what is waited for, and not all of the window's."""
-        rows, before = chunk.query_near.shape[1], torch.zeros_like(chunk.before)
-        near, far = chunk.keys_near[:, :, -rows:], chunk.keys_far[:, :, -rows:]
-        return received(replace(chunk, keys_near=near, keys_far=far, before=before, window=rows)).chunk_received[0]
+            received = received.index_select(0, self.frame.asking)
+        return spans, received.view(-1, self.settings.block)
 
     def _framed_spans(self, chunk: LocalMap) -> Spans:
         """The spans of the frame's blocks, and of the chunk's own tokens behind them.
@@ -168,7 +161,7 @@ class RecordedRun:
             seen = self._seen(number, one, votes[number], answered[number])
             held.append(seen)
             lane.wait(*seen.marks)
-            self.run.room.out[place.rows].copy_(one.answered(seen.looked, seen.beyond))
+            one.answered(seen.looked, seen.beyond, out=self.run.room.out[place.rows])
             answered.append(lane.mark())
             if not self.voted and one.begin in votes[number]:
                 place.votes.copy_(votes[number][one.begin])

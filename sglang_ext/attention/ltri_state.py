@@ -314,7 +314,6 @@ class Lanes:
         back: blocks that come from the host, and all that is seen beyond the window.
         index: a part of `choice`: index vectors of blocks that leave the window.
         tiles: likewise: the attention map's tiles, and the spans of the chunk.
-        sums: likewise: attention that the tokens of the window receive.
     """
 
     window: Lane = field(default_factory=Lane)
@@ -322,20 +321,19 @@ class Lanes:
     back: Lane = field(default_factory=Lane)
     index: Lane = field(default_factory=Lane)
     tiles: Lane = field(default_factory=Lane)
-    sums: Lane = field(default_factory=Lane)
 
     @classmethod
     def beside(cls, device: torch.device) -> Self:
         """Lanes of which each has a stream of its own on a GPU; on a CPU, nothing runs beside anything."""
         if device.type != "cuda":
             return cls()
-        others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(5))
+        others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(4))
         return cls(Lane(torch.cuda.Stream(device)), *others)
 
     def join(self) -> None:
         """What is launched from here on waits for all parts of `choice`."""
-        for lane in (self.index, self.tiles, self.sums):
-            lane.join()
+        self.index.join()
+        self.tiles.join()
 
 
 @dataclass(frozen=True)

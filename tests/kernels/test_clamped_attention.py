@@ -200,7 +200,8 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 2) -> tor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [5, 2, 0])
 @pytest.mark.parametrize("strided", [(), (0,), (1,), (0, 1)], ids=str)
-def test_parts_are_merged(module: Any, dtype: torch.dtype, rows: int, strided: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("given", [False, True])
+def test_parts_are_merged(module: Any, dtype: torch.dtype, rows: int, strided: tuple[int, ...], given: bool) -> None:
     """The second part has the last rows; a row of it sees nothing, and a row of a head sees nothing of either.
 
     Large logits do not overflow. Log-sum-exps of some parts lie as FlashAttention-3 has them, heads first.
@@ -213,7 +214,9 @@ def test_parts_are_merged(module: Any, dtype: torch.dtype, rows: int, strided: t
     parts = [
         replace(part, lse=heads_first(part.lse)) if at in strided else part for at, part in enumerate((one, other))
     ]
-    found = module.merge(*parts, dtype)
+    into = torch.full((5, 3, 20), float("nan"), dtype=dtype, device=DEVICE) if given else None
+    found = module.merge(*parts, dtype, out=into)
+    assert into is None or found.out.data_ptr() == into.data_ptr()
     assert found.out.dtype == dtype and found.lse.dtype == torch.float32 and found.lse.is_contiguous()
     if rows:
         assert found.lse[-1, 2] == float("-inf") and not found.out[-1, 2].any()
@@ -303,6 +306,9 @@ def test_what_cannot_be_merged_or_moved() -> None:
         triton_impl.merge(one, other, torch.float32)
     with pytest.raises(ValueError, match="outputs of parts are not contiguous"):
         triton_impl.merge(Part(drawn(2, 3, 4).transpose(0, 1), drawn(3, 2)), one, torch.float32)
+    for out in (drawn(2, 2, 4), drawn(3, 2, 4).half(), drawn(3, 4, 2).transpose(1, 2)):
+        with pytest.raises(ValueError, match=r"expected torch.float32 \(3, 2, 4\), contiguous"):
+            triton_impl.merge(one, one, torch.float32, out=out)
     keys, at = drawn(4, 2, 3), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="expected rows of one shape and dtype"):
         triton_impl.move((keys, keys), (keys.float(), keys), read=at)

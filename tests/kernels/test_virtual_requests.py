@@ -18,6 +18,8 @@ HOPPER = GPU and is_hopper(torch.device("cuda"))
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LEVEL = 1e-3
 """Of log-sum-exps, which both libraries have in float32."""
+ROUNDED_LEVEL = 2**-9 + LEVEL
+"""Of FlashInfer's `fa2` in bfloat16, which adds up probabilities that are rounded to eight bits."""
 ROWS, TOKENS = (131, 1, 37, 300, 5), (257, 9, 0, 1031, 5)
 """Of odd numbers, and one that sees nothing."""
 
@@ -112,7 +114,7 @@ def test_flash_attention(head_dim: int, dtype: torch.dtype, causal: bool) -> Non
 def test_flashinfer(backend: str, causal: bool) -> None:
     tensors = drawn(128, torch.bfloat16, "cuda", (32, 8))
     kernel = FlashInferRequests(torch.device("cuda"), LayerHeads(32, 8, 128, 128, torch.bfloat16), backend)
-    compare(kernel, tensors, causal, TOLERANCE[torch.bfloat16], LEVEL)
+    compare(kernel, tensors, causal, TOLERANCE[torch.bfloat16], ROUNDED_LEVEL if backend == "fa2" else LEVEL)
 
 
 @pytest.mark.parametrize(

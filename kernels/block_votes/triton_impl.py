@@ -88,7 +88,7 @@ def tuning_for(vectors: int, batch: int, dtype: torch.dtype, kind: str) -> Block
     columns = 64 if wide else 128
     while columns > 16 and batch * vectors < PROGRAMS * columns:
         columns //= 2
-    return BlockTuning(columns, 64, 32 if wide else 128, 8 if kind == "mass" else 4)
+    return BlockTuning(columns, 64, 32 if wide else 128, 4 if kind == "sum" else 8)
 
 
 def width_for(tuning: BlockTuning, vectors: int, dim: int, size: int, shared: int) -> int:

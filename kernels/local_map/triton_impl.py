@@ -56,7 +56,7 @@ class MapTuning:
     registers: int | None = None
 
 
-PREFILL = MapTuning(columns=256, warps=8, registers=128)  # two programs a multiprocessor of 227 KiB
+PREFILL = MapTuning(stages=2, registers=168)  # three programs a multiprocessor of 227 KiB
 SMALLER = MapTuning()
 DECODE = MapTuning(columns=64, rows=16, stages=1, splits=1)  # few rows: the keys are read once and that is the time
 

@@ -19,7 +19,7 @@ from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
 from sglang_ext.attention.ltri_spans import cut, keep_vectors, leaving_spans, query_spans, token_spans
 from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Looked, Retrieved, span_rule
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
-from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
+from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, merge, move, rotate_queries
 from sglang_ext.kernels.host_fetch import FreshBlocks, fetch, look_up, store
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, Received, fill_tiles, received
@@ -83,7 +83,7 @@ class KernelChunk(LayerTokens[Spans]):
         asked, own = None, None
         if self.voter is not None and looked is not None:
             self.store.map_of_voters.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)
-            asked, own = looked.asked, self._map(looked.asked, looked.window, looked.local)
+            asked, own = looked.asked, self._map(looked)
         if self._of_prompt is not None:
             return self._of_prompt.blocks[:0]
         settings, stored, device = self.settings, self.plan.stored, self.slots.device
@@ -182,25 +182,25 @@ class KernelChunk(LayerTokens[Spans]):
         """Have the blocks with slots [blocks, block] under their numbers on the host, [blocks] int32."""
         store(self.caches.keys, self.caches.values, slots, ids, self.store.region)
 
-    def _map(self, asked: ChunkQuery, window: SeenKeys, local: Part) -> tuple[Spans, torch.Tensor] | None:
+    def _map(self, looked: Looked) -> tuple[Spans, torch.Tensor] | None:
         """Keep what the map of attention to the window says of blocks.
 
         Returns:
             (spans of the chunk's own tokens, a tile of `block` of them each; what these received [tiles, block]); None
             where these do not ask.
         """
-        if self.voter is None:
-            return None
-        chunk = self._local_map(asked, window, local)
-        spans, given = self._tiles(chunk), self._add_sums(chunk)
+        chunk = self._local_map(looked)
+        spans, given = self._tiles(chunk), received(chunk)
+        self._add_sums(given)
         if self.settings.index != "ltri":
             return None
         own = None if spans is None else self._own_spans(spans, self.ranks.add(given.chunk_received[0]))
         self._keep_tiles()
         return own
 
-    def _local_map(self, asked: ChunkQuery, window: SeenKeys, local: Part) -> LocalMap:
+    def _local_map(self, looked: Looked) -> LocalMap:
         """What the map of the chunk's attention to the window follows from."""
+        asked, window, local = looked.asked, looked.window, looked.local
         return LocalMap(
             query_near=asked.near.unsqueeze(0),
             query_far=asked.far.unsqueeze(0),
@@ -213,14 +213,13 @@ class KernelChunk(LayerTokens[Spans]):
             scale=self.caches.scale,
         )
 
-    def _add_sums(self, chunk: LocalMap) -> Received:
-        """Count what the window's tokens receive from the chunk's rows."""
-        given, cells, state = received(chunk), self.plan.window.cells, self.store.map_of_voters
+    def _add_sums(self, given: Received) -> None:
+        """Add what the window's tokens receive from the chunk's rows to what they have received."""
+        cells, state = self.plan.window.cells, self.store.map_of_voters
         state.received.view(-1).index_add_(0, cells, given.received[0])
         state.last.index_fill_(0, self.plan.at, 0)
         state.last.view(-1).index_copy_(0, cells, given.last[0])
         self.memory.saw(self.end - 1)
-        return given
 
     def _tiles(self, chunk: LocalMap) -> Spans | None:
         """Fill the tiles of the attention map that the chunk has rows in.

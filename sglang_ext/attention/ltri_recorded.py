@@ -1,8 +1,8 @@
 """Chunks of Ltri-LLM in one layer as CUDA graphs have them: all of a frame's rows, whichever of them are the chunk's.
 
 No chunk of a run needs the answer of the one before it. So each step of a chunk is a lane, which goes through all
-chunks: attention to the window; in a layer that votes, the attention map and the choice of blocks; their way from the
-host; and last, attention to them. While a chunk is in one lane, those before it are in the next ones.
+chunks: attention to the window; in a layer that votes, the spans and the choice of blocks; their way from the host; and
+last, attention to them. While a chunk is in one lane, those before it are in the next ones.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sglang_ext.attention.ltri_runs import ChunkRun
 from sglang_ext.attention.ltri_spans import token_spans
 from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Looked, Mark
 from sglang_ext.kernels.block_votes import QuerySpans
-from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
+from sglang_ext.kernels.clamped_attention import FarKeys, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.host_fetch import FreshBlocks
-from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles
+from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import TensorRanks
 
@@ -63,28 +63,34 @@ class RecordedChunk(KernelChunk):
 
     # ---- the map of attention ----
 
-    def _map(self, asked: ChunkQuery, window: SeenKeys, local: Part) -> tuple[Spans, torch.Tensor] | None:
-        if self.voter is None:
-            return None
-        chunk = self._local_map(asked, window, local)
-        if self.frame.anywhere:  # rows before the chunk attend to nothing
-            chunk = replace(chunk, lse=chunk.lse.masked_fill(self.frame.outside.view(1, -1, 1), torch.inf))
-        blocks = len(self.plan.tiles.blocks)
-        with self.lanes.tiles.apart(chunk.lse):
-            cut = self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0
-            spans = self._framed_spans(chunk) if cut else None
-            if spans is not None:
-                kept = Spans(spans.bounds[:blocks], spans.counts[:blocks])
-                self.store.spans_of_voters.put(self.plan.tile_spans, kept)
-        given = self._add_sums(chunk)
-        if spans is None or self.tokens_ask:
-            return None
-        received = self.ranks.add(given.chunk_received[0])  # behind what the lane adds: one communicator has one order
+    def cut_beside(self, looked: Looked) -> Looked:
+        """With the spans of the frame's blocks, and of the chunk's own tokens behind them, if anything cuts spans."""
+        cut = self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0
+        return replace(looked, spans=self._framed_spans(self._local_map(looked)) if cut else None)
+
+    def _local_map(self, looked: Looked) -> LocalMap:
+        chunk = super()._local_map(looked)
+        if not self.frame.anywhere:
+            return chunk
+        # Rows before the chunk attend to nothing.
+        return replace(chunk, lse=chunk.lse.masked_fill(self.frame.outside.view(1, -1, 1), torch.inf))
+
+    def _map(self, looked: Looked) -> tuple[Spans, torch.Tensor] | None:
+        given, spans, blocks = received(self._local_map(looked)), looked.spans, len(self.plan.tiles.blocks)
+        with self.lanes.sums.apart(given):
+            self._add_sums(given)
         self.lanes.tiles.join()
+        if spans is None:
+            return None
+        kept = Spans(spans.bounds[:blocks], spans.counts[:blocks])
+        self.store.spans_of_voters.put(self.plan.tile_spans, kept)
+        if self.tokens_ask:
+            return None
+        own = self.ranks.add(given.chunk_received[0])
         if self.plan.tiles.own:
             spans = Spans(spans.bounds[blocks:], spans.counts[blocks:])
-            received = received.index_select(0, self.frame.asking)
-        return spans, received.view(-1, self.settings.block)
+            own = own.index_select(0, self.frame.asking)
+        return spans, own.view(-1, self.settings.block)
 
     def _framed_spans(self, chunk: LocalMap) -> Spans:
         """The spans of the frame's blocks, and of the chunk's own tokens behind them.
@@ -189,6 +195,8 @@ class RecordedRun:
             with lanes.back.apart(behind=left):
                 chosen = chunk.chosen(None, votes)
                 return Seen(looked, chosen, chunk.beyond(chosen), (near, lanes.back.mark()))
+        with lanes.tiles.apart(behind=near):
+            looked = chunk.cut_beside(looked)
         with lanes.choice.apart(behind=near):
             chunk.remember()
             if self.run.before is not None:

@@ -168,11 +168,13 @@ class Looked:
         asked: the chunk's queries.
         window: what they see.
         local: what they find there.
+        spans: of the attention map's tiles, where they are cut beside the choice of blocks.
     """
 
     asked: ChunkQuery
     window: SeenKeys
     local: Part
+    spans: Spans | None = None
 
 
 @dataclass(frozen=True)
@@ -310,30 +312,32 @@ class Lanes:
     Attributes:
         window: attention to the window. Its kernels fill whole multiprocessors. The other lanes, and the stream that
             they leave, have priority: each of their launches waits for the one before.
-        choice: in a layer that votes, its map of attention, and the blocks that follow from it.
+        tiles: in a layer that votes, the attention map's tiles, and the spans that are cut out of them.
+        choice: in a layer that votes, what the window's tokens receive, and the blocks that come back.
         back: blocks that come from the host, and all that is seen beyond the window.
         index: a part of `choice`: index vectors of blocks that leave the window.
-        tiles: likewise: the attention map's tiles, and the spans of the chunk.
+        sums: likewise: what the window's tokens have received so far.
     """
 
     window: Lane = field(default_factory=Lane)
+    tiles: Lane = field(default_factory=Lane)
     choice: Lane = field(default_factory=Lane)
     back: Lane = field(default_factory=Lane)
     index: Lane = field(default_factory=Lane)
-    tiles: Lane = field(default_factory=Lane)
+    sums: Lane = field(default_factory=Lane)
 
     @classmethod
     def beside(cls, device: torch.device) -> Self:
         """Lanes of which each has a stream of its own on a GPU; on a CPU, nothing runs beside anything."""
         if device.type != "cuda":
             return cls()
-        others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(4))
+        others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(5))
         return cls(Lane(torch.cuda.Stream(device)), *others)
 
     def join(self) -> None:
         """What is launched from here on waits for all parts of `choice`."""
         self.index.join()
-        self.tiles.join()
+        self.sums.join()
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 - *Near:* rows see the window through a sliding window of `width` tokens, causal.
 - *Far in the window:* row r sees the tokens up to begin + r - width. That is causal attention again, over fewer
   columns: the mask is aligned at the end.
-- *Beyond:* all rows see all of the memory. Sinks are part of it as soon as they are far from every row. In the first
-  chunks of a stream they are near to every row; in between the logits of their few tokens are written down.
+- *Beyond:* all rows see all of the memory, but for its last tokens, which are causal in the same way. Sinks are part of
+  it as soon as they are far from every row. In the first chunks of a stream they are near to every row; in between the
+  logits of their few tokens are written down.
 """
 
 from __future__ import annotations
@@ -41,15 +42,27 @@ def attend_window(
     Returns:
         With contiguous log-sum-exps.
     """
-    check_window(query, window, width)
+    near = attend_near(query, window, width=width, scale=scale, attend=attend)
     rows, wide = query.near.shape[0], torch.promote_types(query.near.dtype, torch.float32)
-    near = Part(*attend(query.near, window.near, window.values, scale=scale, causal=True, width=width))
     far = query.begin + rows - width - window.first
     if far <= 0:
         return Part(near.out, near.lse.contiguous())
     before = max(0, rows - far)  # so many rows see nothing far away
     part = Part(*attend(query.far[before:], window.far[:far], window.values[:far], scale=scale, causal=True))
     return merge(near, part, wide)  # wide, since it is merged once more
+
+
+def attend_near(
+    query: ChunkQuery,
+    window: SeenKeys,
+    *,
+    width: int,
+    scale: float,
+    attend: dense_attention.Attend = dense_attention.attend,
+) -> Part:
+    """`reference.attend_near`, likewise, but with log-sum-exps of any strides."""
+    check_window(query, window, width)
+    return Part(*attend(query.near, window.near, window.values, scale=scale, causal=True, width=width))
 
 
 def attend_beyond(
@@ -66,10 +79,11 @@ def attend_beyond(
     count = sinks.near.shape[0]
     near = count > 0 and query.begin - (sinks.first + count - 1) < width  # some sink, to the first row
     if not near and count:
-        memory = FarKeys(torch.cat([sinks.far, memory.keys]), torch.cat([sinks.values, memory.values]))
+        keys, values = torch.cat([sinks.far, memory.keys]), torch.cat([sinks.values, memory.values])
+        memory = FarKeys(keys, values, memory.late)
     parts = []
     if memory.keys.shape[0]:
-        parts.append(Part(*attend(query.far, memory.keys, memory.values, scale=scale, causal=False)))
+        parts.append(Part(*attend(query.far, memory.keys, memory.values, scale=scale, causal=memory.late > 0)))
     if near and query.begin + query.near.shape[0] - 1 - sinks.first < width:
         parts.append(Part(*attend(query.near, sinks.near, sinks.values, scale=scale, causal=False)))
     elif near:

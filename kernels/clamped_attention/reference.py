@@ -61,6 +61,15 @@ def attend_window(query: ChunkQuery, window: SeenKeys, *, width: int, scale: flo
     return _attention(seen_logits(query, window, width, scale), window.values)
 
 
+def attend_near(query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
+    """`attend_window` over those tokens alone that are nearer to a row than `width`."""
+    check_window(query, window, width)
+    logits = seen_logits(query, window, width, scale)
+    rows = torch.arange(query.begin, query.begin + logits.shape[1], device=logits.device).unsqueeze(1)
+    places = torch.arange(window.first, window.first + logits.shape[2], device=logits.device)
+    return _attention(logits.masked_fill(rows - places >= width, float("-inf")), window.values)
+
+
 def attend_beyond(query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float) -> Part:
     """Attention of a chunk to what lies outside of its window.
 
@@ -77,7 +86,11 @@ def attend_beyond(query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width:
         ValueError: shapes, dtypes, devices or places do not fit.
     """
     check_beyond(query, sinks, memory, width)
-    logits = [seen_logits(query, sinks, width, scale), _products(query.far, memory.keys) * scale]
+    far = _products(query.far, memory.keys) * scale
+    if memory.late:
+        rows, tokens = far.shape[1:]
+        far = far.masked_fill(far.new_ones(rows, tokens).tril(tokens - rows) == 0, float("-inf"))
+    logits = [seen_logits(query, sinks, width, scale), far]
     return _attention(torch.cat(logits, -1), torch.cat([sinks.values, memory.values]))
 
 

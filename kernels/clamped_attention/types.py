@@ -42,15 +42,18 @@ class SeenKeys:
 
 @dataclass(frozen=True, slots=True)
 class FarKeys:
-    """Keys and values that all rows see at the largest distance.
+    """Keys and values that rows see at the largest distance.
 
     Attributes:
         keys: [tokens, kv_heads, head_dim], not rotated.
         values: [tokens, kv_heads, value_dim].
+        late: how many of the last tokens only the later rows see: the last row sees them all, and each row one less
+            than the row behind it. They are at least as many as the rows, or none. All rows see the other tokens.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,10 @@ def check_beyond(query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, width: int
     end = sinks.first + sinks.near.shape[0]
     if end > query.begin:
         raise ValueError(f"sinks end at token {end}, and rows begin at {query.begin}: expected them before the rows")
-    if sinks.near.shape[0] + memory.keys.shape[0] == 0:
+    rows, tokens = query.near.shape[0], memory.keys.shape[0]
+    if memory.late and not rows <= memory.late <= tokens:
+        raise ValueError(f"late={memory.late}: expected 0, or {rows} (rows) to {tokens} (tokens of the memory)")
+    if sinks.near.shape[0] + tokens == 0:
         raise ValueError("neither sinks nor memory have a token: expected one; take the window's attention alone")
 
 

@@ -67,7 +67,9 @@ class KernelChunk(LayerTokens[Spans]):
         """Store the chunk's keys and values, and attend to its window; `scratch` has room for the window."""
         move((keys, values), (self.caches.keys, self.caches.values), write=self.plan.rows.slots)
         asked, window = self._queries(query), self._window()
-        local = self.store.attention.attend_window(asked, window, width=self._width, scale=self.caches.scale)
+        attention = self.store.attention
+        attend = attention.attend_near if self._late else attention.attend_window
+        local = attend(asked, window, width=self._width, scale=self.caches.scale)
         return Looked(asked, window, local)
 
     def chosen(self, looked: Looked | None, votes: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -125,6 +127,26 @@ class KernelChunk(LayerTokens[Spans]):
         """Distances below it are true."""
         return self.end + 1 if self.settings.far else self.settings.window
 
+    @property
+    def _oldest(self) -> int:
+        """How many of the window's tokens some row sees at the largest distance: its oldest ones."""
+        return max(0, self.end - self._width - self.plan.window.first)
+
+    @property
+    def _late(self) -> int:
+        """How many of the window's tokens are attended to together with those beyond it, all at the largest distance.
+
+        That is one call of a dense kernel instead of two. In a layer that votes, the attention map needs the window's
+        log-sum-exps; and sinks must be as far away, and no row may see none of these tokens.
+        """
+        together = self.voter is None and self._sinks_are_far and self._oldest >= self.end - self.begin
+        return self._oldest if together else 0
+
+    @property
+    def _sinks_are_far(self) -> bool:
+        """Whether all rows see all sinks at the largest distance."""
+        return not self.settings.far and self.begin - (self.plan.sinks.slots.shape[0] - 1) >= self._width
+
     def _queries(self, query: torch.Tensor) -> ChunkQuery:
         """Positions count from the window's first token."""
         first = self.begin - self.plan.window.first
@@ -136,9 +158,9 @@ class KernelChunk(LayerTokens[Spans]):
         count = plan.window.slots.shape[0]
         near, far, values = scratch.near[:count], scratch.far[:count], scratch.values[:count]
         gather_keys(self.caches.keys, self.caches.values, plan.listed, self.store.rotation, count, scratch.near, values)
-        beyond = max(0, self.end - self._width - plan.window.first)  # what some row sees at the largest distance
-        # Values come along: they are written where they stand.
-        move((self.caches.keys, self.caches.values), (far, values), read=plan.window.slots[:beyond])
+        # Values come along: they are written where they stand, or where they are attended to.
+        oldest = (far, values) if self._late == 0 else self._beyond_room(0, self._late)
+        move((self.caches.keys, self.caches.values), oldest, read=plan.window.slots[: self._oldest])
         return SeenKeys(near, far, values, plan.window.first)
 
     # ---- what is remembered ----
@@ -349,26 +371,30 @@ class KernelChunk(LayerTokens[Spans]):
 
     def _beyond(self, found: Retrieved) -> tuple[SeenKeys, FarKeys]:
         """The sinks, and what came back; sinks that all rows see at the largest distance are a part of it."""
-        settings, plan, scratch, count = self.settings, self.plan, self.store.scratch, found.ways.shape[0]
+        settings, plan, count = self.settings, self.plan, found.ways.shape[0]
         slots = plan.sinks.slots
         sinks, tokens = slots.shape[0], slots.shape[0] + count * settings.block
-        keys, values = scratch.beyond_keys[:tokens], scratch.beyond_values[:tokens]
+        keys, values = self._beyond_room(tokens, 0)
         move((self.caches.keys, self.caches.values), (keys, values), read=slots)
         cached = [each.flatten(0, 1) for each in (self.store.cache.keys, self.store.cache.values)]
         blocks = [each[sinks:].view(count, settings.block, *each.shape[1:]) for each in (keys, values)]
         move((cached[0], cached[1]), (blocks[0], blocks[1]), read=found.ways, base=plan.first_way)
         if settings.far:
-            keys[sinks:] = self._at(keys[sinks:], self._tokens(found.blocks))
-        if not settings.far and self.begin - (sinks - 1) >= self._width:
-            return SeenKeys(keys[:0], keys[:0], values[:0], 0), FarKeys(keys, values)
+            places = self._tokens(found.blocks) - plan.window.first
+            keys[sinks:] = rotate(keys[sinks:], places.unsqueeze(1), self.caches.rope)
+        if self._sinks_are_far:
+            memory = FarKeys(*self._beyond_room(tokens, self._late), self._late)
+            return SeenKeys(keys[:0], keys[:0], values[:0], 0), memory
         near, _ = rotate_queries(keys[:sinks], self.store.rotation, first=-plan.window.first, edge=0)
         return SeenKeys(near, keys[:sinks], values[:sinks], 0), FarKeys(keys[sinks:], values[sinks:])
+
+    def _beyond_room(self, tokens: int, late: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room in `scratch` for (keys, values) of so many tokens beyond the window, and of so many of its own."""
+        end, scratch = self.settings.sinks + self.settings.retrieved * self.settings.block, self.store.scratch
+        part = slice(end - tokens, end + late)
+        return scratch.beyond_keys[part], scratch.beyond_values[part]
 
     def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:
         """[tokens] int64, numbers of the tokens of blocks of the stream."""
         within = torch.arange(self.settings.block, device=blocks.device)
         return (self.settings.sinks + blocks.long().unsqueeze(1) * self.settings.block + within).flatten()
-
-    def _at(self, keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Keys [n, kv_heads, head_dim] of tokens [n], rotated to where these are."""
-        return rotate(keys, (tokens - self.plan.window.first).unsqueeze(1), self.caches.rope)

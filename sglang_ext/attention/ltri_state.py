@@ -156,6 +156,9 @@ class ClampedAttention(Protocol):
     def attend_window(self, query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
         """Attention to the window, with contiguous log-sum-exps: the map of attention is made of them."""
 
+    def attend_near(self, query: ChunkQuery, window: SeenKeys, *, width: int, scale: float) -> Part:
+        """Attention to what rows see of the window at its true distance."""
+
     def attend_beyond(self, query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float) -> Part:
         """Attention to what lies outside of it, to be merged with the window's."""
 
@@ -185,7 +188,8 @@ class Scratch:
         near, far: [tokens of a window, kv_heads, head_dim]: rotated keys of the window, and its keys as they are
             stored.
         values: [likewise, kv_heads, value_dim].
-        beyond_keys: [tokens that are seen beyond it, kv_heads, head_dim].
+        beyond_keys: [tokens that are seen beyond it, and as many as the window has, kv_heads, head_dim]; those of the
+            window that are seen at the largest distance lie behind the others.
         beyond_values: [likewise, kv_heads, value_dim].
     """
 
@@ -201,7 +205,7 @@ class Scratch:
         window, beyond = settings.slots, settings.sinks + settings.retrieved * settings.block
         room = lambda like, rows: like.new_empty(rows, *like.shape[1:])  # noqa: E731
         wide = (room(keys, window), room(keys, window), room(values, window))
-        return cls(*wide, room(keys, beyond), room(values, beyond))
+        return cls(*wide, room(keys, beyond + window), room(values, beyond + window))
 
     def beside(self) -> Scratch:
         """As much room for another chunk, while this one's is still read."""

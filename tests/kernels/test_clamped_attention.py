@@ -122,6 +122,17 @@ def attention(module: Any, given: dict[str, Any], **stand: Any) -> tuple[torch.T
     return dispatch.merge(window, beyond, window.lse.dtype).out, window.lse
 
 
+def attention_at_once(module: Any, given: dict[str, Any], **stand: Any) -> torch.Tensor:
+    """The output over everything, where the window's far tokens are a part of what lies beyond it."""
+    query, window, sinks, memory = (given[name] for name in ("query", "window", "sinks", "memory"))
+    more = {"width": given["width"], "scale": given["scale"], **stand}
+    late = query.begin + len(query.near) - given["width"] - window.first
+    keys, values = torch.cat([memory.keys, window.far[:late]]), torch.cat([memory.values, window.values[:late]])
+    near = module.attend_near(query, window, **more)
+    wide = torch.promote_types(query.near.dtype, torch.float32)
+    return dispatch.merge(near, module.attend_beyond(query, sinks, FarKeys(keys, values, late), **more), wide).out
+
+
 @pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("module", "dtype"), SERVED)
 def test_attention(module: Any, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
@@ -132,6 +143,20 @@ def test_attention(module: Any, dtype: torch.dtype, sizes: tuple[int, ...]) -> N
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert (out.double() - wanted_out).abs().max() <= TOLERANCE[dtype] * max(1.0, float(wanted_out.abs().max()))
     assert (lse.double() - wanted_lse).abs().max() <= TOLERANCE[dtype] * max(1.0, float(wanted_lse.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [CASES["all rows see something far"], CASES["one row"], (70, 16, 30, 0, 16, 32), (90, 5, 30, 5, 0, 32)],
+    ids=str,
+)
+@pytest.mark.parametrize(("module", "dtype"), SERVED)
+def test_far_tokens_of_the_window_are_attended_to_with_the_memory(
+    module: Any, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> None:
+    case = Case(dtype, *sizes)
+    out, (wanted, _) = attention_at_once(module, case.inputs(), **STAND[module]), case.expected()
+    assert (out.double() - wanted).abs().max() <= TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
 
 
 def test_a_token_one_farther_is_seen_otherwise() -> None:
@@ -151,6 +176,8 @@ def test_a_token_one_farther_is_seen_otherwise() -> None:
         ({"sinks": "inside"}, "expected them before the rows"),
         ({"sinks": "none", "memory": "none"}, "neither sinks nor memory have a token"),
         ({"memory": "narrow"}, "memory: keys"),
+        ({"memory": "few late"}, r"late=3: expected 0, or 11 \(rows\) to 24 \(tokens of the memory\)"),
+        ({"memory": "many late"}, "late=25: expected 0, or 11"),
         ({"query": "half"}, "expected one dtype on one device"),
         ({"query": "odd"}, "expected a multiple"),
     ],
@@ -163,6 +190,8 @@ def test_wrong_input(module: Any, change: dict[str, Any], message: str) -> None:
         "later": SeenKeys(window.near, window.far, window.values, window.first + 1),
         "inside": SeenKeys(sinks.near, sinks.far, sinks.values, query.begin),
         "narrow": FarKeys(memory.keys[..., :-1], memory.values),
+        "few late": FarKeys(memory.keys, memory.values, 3),
+        "many late": FarKeys(memory.keys, memory.values, 25),
         "half": ChunkQuery(query.near.half(), query.far.half(), query.begin),
         "odd": ChunkQuery(query.near[:, 1:], query.far[:, 1:], query.begin),
     }

@@ -33,7 +33,7 @@ FOLD = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ROOM = 112 * 1024
-"""Bytes of shared memory from which on the larger tiles are taken."""
+"""Bytes of shared memory of a program from which on `PREFILL` is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class MapTuning:
     registers: int | None = None
 
 
-PREFILL = MapTuning(stages=2, registers=168)  # three programs a multiprocessor of 227 KiB
 SMALLER = MapTuning()
+PREFILL = MapTuning(stages=2, registers=168)  # three programs a multiprocessor of 227 KiB
 DECODE = MapTuning(columns=64, rows=16, stages=1, splits=1)  # few rows: the keys are read once and that is the time
 
 

@@ -15,7 +15,7 @@ from sglang_ext.attention.ltri_graphs import ChunkGraphs
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerHost
-from sglang_ext.attention.ltri_plan import on_device
+from sglang_ext.attention.ltri_plan import SpanRing, on_device
 from sglang_ext.attention.ltri_runs import PlacedRun
 from sglang_ext.attention.ltri_state import KernelMemory, stored_sizes
 from sglang_ext.attention.ltri_stores import KernelChunks
@@ -87,6 +87,9 @@ class Layers:
         self.query = torch.randn(count, shape.heads, shape.dim, device=device).to(shape.dtype)
         self.new = [torch.randn(count, *rows[1:], device=device).to(shape.dtype) for _ in range(2)]
         self._lists = self._blocks_in_turn()
+        ids = list(self.lease.ids[: len(self._lists) * settings.renewed])  # of all blocks that come back
+        for kept in (*self.host.keys.values(), *self.host.values.values()):
+            kept[ids] = torch.randn(len(ids), *kept.shape[1:]).to(shape.dtype)
         self._replayed: dict[int, list[LayerTokens[Spans]]] = {}
 
     def _placed(self, graphs: ChunkGraphs, chunks: list[LayerTokens[Spans]]) -> PlacedRun:
@@ -128,6 +131,7 @@ class Layers:
 
     def take(self, number: int | None) -> None:
         """Have the next chunks want other lists of blocks than those before them; None: all of them the same list."""
+        self._all.run.load(self._all)  # else the next replay would, over these lists
         for place, each in enumerate(self._all.run.places):
             renewed = each.standing.plan.plan.renewed
             if renewed is not None:  # as in all plans, since `settings.renewed` is not 0
@@ -146,34 +150,74 @@ class Layers:
     def check(self) -> None:
         """Chunks that are replayed together are those that are launched one by one, in all layers.
 
+        Which blocks come back is decided here (`take`), so answers do not depend on votes. Votes are compared, too, and
+        what layers remember.
+
         Raises:
             ValueError: they are not; says by how much.
         """
         carry: Carry = {}
         votes: dict[int, torch.Tensor] = {}
-        for layer, caches in self.caches.items():
-            before = [each.clone() for each in caches]
-            found = self.replay(layer, self._all).float()
-            for cache, kept in zip(caches, before, strict=True):
-                cache.copy_(kept)
-            wanted = self._launched(layer, carry, votes)
-            off = float((found - wanted).abs().max() / wanted.abs().max())
-            if not off < TOLERANCE:
-                raise ValueError(
-                    f"layer {layer}: replayed chunks are {off:.3g} off the launched ones, of the largest value"
-                )
-            if not bool(torch.isfinite(found).all()):
-                raise ValueError(f"layer {layer}: replayed chunks have values that are not finite")
+        for layer in self.caches:
+            self.chunks.cached.forget(self.seat.row)
+            before = [each.clone() for each in self._kept(layer).values()]
+            self.take(0)
+            found = {"answers": self.replay(layer, self._all).clone(), **self._snapshot(layer), **self._votes()}
+            self.chunks.cached.forget(self.seat.row)
+            for each, kept in zip(self._kept(layer).values(), before, strict=True):
+                each.copy_(kept)
+            wanted = {"answers": self._launched(layer, carry, votes), **self._snapshot(layer)}
+            wanted |= {f"votes {number}": each for number, each in enumerate(votes.values())}
+            for name, each in wanted.items():
+                self._compare(layer, name, found[name].double(), each.double())
+
+    def _compare(self, layer: int, name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        found = found[..., : wanted.shape[-1]]  # graphs have room for the votes of the longest stream
+        if not bool(torch.isfinite(found).all()):
+            raise ValueError(f"layer {layer}: {name} of replayed chunks have values that are not finite")
+        off = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
+        if not off < TOLERANCE:
+            raise ValueError(
+                f"layer {layer}: {name} of replayed chunks are {off:.3g} off the launched ones', of the largest value"
+            )
+
+    def _kept(self, layer: int) -> dict[str, torch.Tensor]:
+        """What whole chunks leave in a layer, but for the blocks on the host."""
+        store, (keys, values) = self.chunks.stores[layer], self.caches[layer]
+        kept = {"keys": keys, "values": values}
+        if store.state is not None and store.ring is not None:
+            kept |= {"received": store.state.received, "received from the last token": store.state.last}
+            kept |= {"bounds": store.ring.bounds, "counts": store.ring.counts}
+        if store.index is not None:
+            kept |= {"index": store.index.vectors, "numbers of vectors": store.index.counts}
+        return kept
+
+    def _snapshot(self, layer: int) -> dict[str, torch.Tensor]:
+        """`_kept` of the stream alone: a slot, a place and a block that are nobody's are written, too."""
+        settings, row = self.settings, self.seat.row
+        ids = list(self.lease.ids[: settings.evicted(self.tokens + (TOGETHER - 1) * settings.chunk)])
+        spans = slice(row * SpanRing.blocks(settings), (row + 1) * SpanRing.blocks(settings))
+        part: dict[str, slice | list[int] | int] = {"keys": slice(1, None), "values": slice(1, None)}
+        part |= {"received": row, "received from the last token": row, "bounds": spans, "counts": spans}
+        part |= {"index": ids, "numbers of vectors": ids}
+        found = {name: each[part[name]].clone() for name, each in self._kept(layer).items()}
+        if "bounds" in found:
+            found["bounds"][found["counts"] == 0] = 0  # of no span
+        return found
+
+    def _votes(self) -> dict[str, torch.Tensor]:
+        """[1, blocks], of each chunk, after the layer that was replayed last."""
+        return {f"votes {number}": place.votes.clone() for number, place in enumerate(self._all.run.places)}
 
     def _launched(self, layer: int, carry: Carry, votes: dict[int, torch.Tensor]) -> torch.Tensor:
-        """[tokens, heads, head_dim] float32, the chunks that `replay` has computed last, launched one by one."""
+        """[tokens, heads, head_dim], the chunks that `replay` has computed last, launched one by one."""
         memory, found, chunk = self._of(layer, carry).memory, [], self.settings.chunk
         for number, place in enumerate(self._all.run.places):
             launched = self.chunks.launched(replace(self._of(layer, carry, number), memory=memory))
             plan = replace(launched.plan, renewed=place.standing.plan.plan.renewed)
             rows = slice(number * chunk, (number + 1) * chunk)
             given = self.query[rows], self.new[0][rows], self.new[1][rows]
-            found.append(KernelChunk(**{**vars(launched), "plan": plan}).attend(*given, votes).float())
+            found.append(KernelChunk(**{**vars(launched), "plan": plan}).attend(*given, votes).clone())
         return torch.cat(found)
 
     def timed(self, layer: int, new: bool, samples: int = 30, replays: int = 4) -> Timing:

@@ -230,7 +230,7 @@ class ChunkGraphs:
 class GraphRecorder:
     """CUDA graphs that share their memory; on a CPU, what was recorded is run again.
 
-    All are recorded on one stream, because PyTorch reuses freed memory within a stream only.
+    All are recorded on one stream, and with the same lanes, because PyTorch reuses freed memory within a stream only.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -61,10 +61,10 @@ class KernelChunk(LayerTokens[Spans]):
         looked = self.look(query, keys, values)
         return self.answered(looked, self.beyond(self.chosen(looked, votes)))
 
-    # ---- the steps that follow `remember`; in `ltri_recorded`, chunks do them beside each other ----
+    # ---- the steps of a chunk; in `ltri_recorded`, chunks do them beside each other ----
 
     def look(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Looked:
-        """Store the chunk's keys and values, and attend to its window; `scratch` has room for the window."""
+        """Store the chunk's keys and values, and attend to its window, in `scratch`; not to `_late` tokens of it."""
         move((keys, values), (self.caches.keys, self.caches.values), write=self.plan.rows.slots)
         asked, window = self._queries(query), self._window()
         attention = self.store.attention
@@ -101,7 +101,8 @@ class KernelChunk(LayerTokens[Spans]):
         """Fetch the blocks that `chosen` has given, and gather them and the sinks in `scratch`.
 
         Returns:
-            (sinks, blocks that came back), until another chunk's are gathered there.
+            (sinks, blocks that came back), until another chunk's are gathered there. Behind the blocks, `look` leaves
+            `_late` tokens of the window.
         """
         found = self._fetched(chosen) if self._of_prompt is None else self._of_prompt
         if not self.answers:
@@ -134,10 +135,9 @@ class KernelChunk(LayerTokens[Spans]):
 
     @property
     def _late(self) -> int:
-        """How many of the window's tokens are attended to together with those beyond it, all at the largest distance.
+        """How many of the window's tokens are attended to together with those beyond it, in one call instead of two.
 
-        That is one call of a dense kernel instead of two. In a layer that votes, the attention map needs the window's
-        log-sum-exps; and sinks must be as far away, and no row may see none of these tokens.
+        In a layer that votes, the map needs the window's log-sum-exps. Each row must see one of these tokens.
         """
         together = self.voter is None and self._sinks_are_far and self._oldest >= self.end - self.begin
         return self._oldest if together else 0

@@ -1,8 +1,9 @@
 """Chunks of Ltri-LLM in one layer as CUDA graphs have them: all of a frame's rows, whichever of them are the chunk's.
 
-No chunk of a run needs the answer of the one before it. So each step of a chunk is a lane, which goes through all
-chunks: attention to the window; in a layer that votes, the spans and the choice of blocks; their way from the host; and
-last, attention to them. While a chunk is in one lane, those before it are in the next ones.
+No chunk of a run needs the answer of the one before it. So each step but the last has a lane, which goes through all
+chunks: attention to the window; in a layer that votes, the spans and the choice of blocks; their way from the host.
+Behind these, attention to the blocks runs on the stream that the lanes leave. While a chunk is in one lane, those
+before it are in the next ones.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class RecordedChunk(KernelChunk):
 
     # ---- the map of attention ----
 
-    def cut_beside(self, looked: Looked) -> Looked:
-        """With the spans of the frame's blocks, and of the chunk's own tokens behind them, if anything cuts spans."""
+    def with_spans(self, looked: Looked) -> Looked:
+        """Cut the spans of the frame's blocks, and of the chunk's own tokens behind them; none, where nothing does."""
         cut = self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0
         return replace(looked, spans=self._framed_spans(self._local_map(looked)) if cut else None)
 
@@ -124,9 +125,10 @@ class Seen:
     """What a chunk sees, and what it has found in its window.
 
     Attributes:
-        looked: attention to the window.
+        looked: attention to the window (`look`).
         chosen: [n] int32, the blocks that come back.
-        beyond: (sinks, those blocks).
+        beyond: (sinks, those blocks), in a layer that does not vote with far tokens of the window, which `look` leaves
+            behind the blocks.
         marks: behind them, all of it is there, and nobody else reads the chunk's room.
     """
 
@@ -161,14 +163,14 @@ class RecordedRun:
         places, lane, turns = self.run.places, self.lanes.window, len(self.stores)
         chunks = [self._recorded(number) for number in range(len(places))]
         votes = [{one.begin: place.votes} if self.voted else {} for one, place in zip(chunks, places, strict=True)]
-        answered = [lane.mark()] * turns  # behind which each chunk has its room
+        free = [lane.mark()] * turns  # behind which each chunk has its room
         held = deque[Seen](maxlen=turns)  # a lane would reuse memory that another one still reads
         for number, (one, place) in enumerate(zip(chunks, places, strict=True)):
-            seen = self._seen(number, one, votes[number], answered[number])
+            seen = self._seen(number, one, votes[number], free[number])
             held.append(seen)
             lane.wait(*seen.marks)
             one.answered(seen.looked, seen.beyond, out=self.run.room.out[place.rows])
-            answered.append(lane.mark())
+            free.append(lane.mark())  # for the chunk that has the same room next
             if not self.voted and one.begin in votes[number]:
                 place.votes.copy_(votes[number][one.begin])
         if (last := chunks[-1].memory.retrieved) is not None:  # nobody asks for the others'
@@ -195,12 +197,13 @@ class RecordedRun:
             with lanes.back.apart(behind=left):
                 chosen = chunk.chosen(None, votes)
                 return Seen(looked, chosen, chunk.beyond(chosen), (near, lanes.back.mark()))
-        with lanes.tiles.apart(behind=near):
-            looked = chunk.cut_beside(looked)
-        with lanes.choice.apart(behind=near):
+        with lanes.choice.apart(behind=near):  # first, because what ranks add has one order in all lanes
             chunk.remember()
             if self.run.before is not None:
                 self.run.before.keep(number, chunk.store, chunk.plan.at)
+        with lanes.tiles.apart(behind=near):
+            looked = chunk.with_spans(looked)
+        with lanes.choice.apart(behind=near):
             chosen = chunk.chosen(looked, votes)
             ready = lanes.choice.mark()
             lanes.join()

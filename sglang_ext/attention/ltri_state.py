@@ -170,8 +170,8 @@ class Looked:
     Attributes:
         asked: the chunk's queries.
         window: what they see.
-        local: what they find there.
-        spans: of the attention map's tiles, where they are cut beside the choice of blocks.
+        local: what they find there; in a layer that does not vote, maybe at true distances alone (`KernelChunk._late`).
+        spans: of the attention map's tiles, in a chunk that is recorded and votes.
     """
 
     asked: ChunkQuery
@@ -279,6 +279,8 @@ class Lane:
     def apart(self, *read: object, behind: Mark = None) -> Iterator[None]:
         """What is launched inside begins when what it is `behind` has ended, and others do not wait for it.
 
+        A lane's own launches run one behind the other.
+
         Args:
             read: what it reads and others would let go of; it is held until they `join`.
             behind: a mark; None for all that was launched before.
@@ -311,16 +313,18 @@ class Lane:
 class Lanes:
     """What of chunks in one layer runs beside the rest.
 
-    The steps of a chunk have a lane each, so that several chunks are computed at once:
+    All steps of a chunk but the last have a lane each, so that several chunks are computed at once. The last one,
+    attention beyond the window, runs on the stream that the lanes leave.
 
     Attributes:
         window: attention to the window. Its kernels fill whole multiprocessors. The other lanes, and the stream that
-            they leave, have priority: each of their launches waits for the one before.
+            they leave, have priority: they are what a chunk's answer still waits for.
         tiles: in a layer that votes, the attention map's tiles, and the spans that are cut out of them.
         choice: in a layer that votes, what the window's tokens receive, and the blocks that come back.
         back: blocks that come from the host, and all that is seen beyond the window.
         index: a part of `choice`: index vectors of blocks that leave the window.
-        sums: likewise: what the window's tokens have received so far.
+        sums: likewise: what a chunk gives the window's tokens is added to what they have received; the next chunk waits
+            for that, and this one does not.
     """
 
     window: Lane = field(default_factory=Lane)

@@ -476,7 +476,7 @@ from tests.kernels.sm90 import check_copies, compiled, stand_in
 NAMES = ("_bias_kernel", "_columns_kernel", "_fold_kernel", "_tiles_kernel")
 stand_in(maps, *NAMES)
 one = torch.zeros(1, dtype=torch.int32)
-SMALLER = 99 * 1024  # what the smaller GPUs have; maps.ROOM: two programs a multiprocessor
+SMALLER = 99 * 1024  # what the smaller GPUs have
 for rows, heads, kv_heads, dim, dtype, block, window, shared in (
     (512, 32, 8, 128, torch.bfloat16, 128, 4096, maps.ROOM), (512, 32, 8, 128, torch.bfloat16, 128, 4096, SMALLER),
     (1, 32, 8, 128, torch.bfloat16, 128, 4096, maps.ROOM), (512, 8, 8, 256, torch.float16, 32, 16, maps.ROOM),

@@ -103,14 +103,15 @@ class Reader:
 
     Args:
         shape: of what it reads.
-        one_head: whether one head of a layer votes, and the first layer has none; else all heads of all layers do.
+        one_head: whether one head of a layer votes, but none of the first layer, which gets no block, and none of the
+            last one, which gets what those before vote for; else all heads of all layers vote.
         places: whole chunks of a run that is recorded; 0: chunks are launched one by one.
     """
 
     def __init__(self, shape: Shape, one_head: bool, places: int) -> None:
         self.shape, self.policy = shape, LtriPolicy()
         if one_head:
-            found = {layer: Voter(0.5, layer % shape.heads) for layer in range(1, shape.layers)}
+            found = {layer: Voter(0.5, layer % shape.heads) for layer in range(1, shape.layers - 1)}
             self.policy._voters = dict[int, Voter | None](found)
         settings, room = self.policy.config, (1 + 2 * self.policy.config.slots, shape.kv_heads, shape.dim)
         self.caches = {

@@ -353,7 +353,7 @@ class KernelChunk(LayerTokens[Spans]):
         return states.mean(0, dtype=dtype)
 
     def _asking(self, states: torch.Tensor, rows: int) -> torch.Tensor:
-        """[rows, dim], contiguous: those of the chunk's own tokens, and behind them anything."""
+        """[rows, dim]: those of the chunk's own tokens, and behind them anything."""
         return _padded(states, rows)
 
     def _fetched(self, chosen: torch.Tensor) -> Retrieved:

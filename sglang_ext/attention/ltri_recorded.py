@@ -78,14 +78,13 @@ class RecordedChunk(KernelChunk):
 
     def _map(self, looked: Looked) -> tuple[Spans, torch.Tensor] | None:
         given, spans, blocks = received(self._local_map(looked)), looked.spans, len(self.plan.tiles.blocks)
-        with self.lanes.sums.apart(given):
-            self._add_sums(given)
         self.lanes.tiles.join()
-        if spans is None:
-            return None
-        kept = Spans(spans.bounds[:blocks], spans.counts[:blocks])
-        self.store.spans_of_voters.put(self.plan.tile_spans, kept)
-        if self.tokens_ask:
+        with self.lanes.sums.apart(given, spans):
+            self._add_sums(given)
+            if spans is not None:
+                kept = Spans(spans.bounds[:blocks], spans.counts[:blocks])
+                self.store.spans_of_voters.put(self.plan.tile_spans, kept)
+        if spans is None or self.tokens_ask:
             return None
         own = self.ranks.add(given.chunk_received[0])
         if self.plan.tiles.own:
@@ -117,7 +116,7 @@ class RecordedChunk(KernelChunk):
         return states.masked_fill(outside.unsqueeze(1), 0).sum(0, dtype=dtype) / (~outside).sum()
 
     def _asking(self, states: torch.Tensor, rows: int) -> torch.Tensor:
-        return states.index_select(0, self.frame.asking) if self.plan.tiles.own else states.contiguous()
+        return states.index_select(0, self.frame.asking) if self.plan.tiles.own else states
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,9 @@ def query_spans(settings: Ltri, spans: Spans, given: torch.Tensor, states: torch
         most = settings.most_queries
         spans = Spans(spans.bounds, spans.counts.clamp(max=most))
     found, counts = span_vectors(settings, states, pick(spans, given, most), spans.counts)
-    missing = (settings.chunk // settings.block - len(given)) * settings.spans  # kernels know the number
-    vectors, counts = pad(found.flatten(0, 1), (0, 0, 0, 0, 0, missing)), pad(counts.flatten(), (0, missing))
+    vectors, counts = found.flatten(0, 1), counts.flatten()
+    if missing := (settings.chunk // settings.block - len(given)) * settings.spans:  # kernels know the number
+        vectors, counts = pad(vectors, (0, 0, 0, 0, 0, missing)), pad(counts, (0, missing))
     return QuerySpans(vectors.unsqueeze(0), counts.unsqueeze(0))
 
 

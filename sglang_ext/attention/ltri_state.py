@@ -323,8 +323,8 @@ class Lanes:
         choice: in a layer that votes, what the window's tokens receive, and the blocks that come back.
         back: blocks that come from the host, and all that is seen beyond the window.
         index: a part of `choice`: index vectors of blocks that leave the window.
-        sums: likewise: what a chunk gives the window's tokens is added to what they have received; the next chunk waits
-            for that, and this one does not.
+        sums: likewise: what a chunk leaves for the next one, which waits for that: spans, and sums of what tokens have
+            received.
     """
 
     window: Lane = field(default_factory=Lane)

@@ -62,14 +62,6 @@ HEADLINES = (
         "Cascades: reading a prompt of 128K tokens, window 16K", "dense prefill, stock SGLang",
     ),
     Headline(
-        "ltri_engine", "another question about a document of 524288 tokens, to the first token, end to end", "reading",
-        "Ltri-LLM: another question about 512K tokens, to the first token", "reading these tokens",
-    ),
-    Headline(
-        "quality_ltri", "passkey in banking77 texts, 16384 tokens, Ltri-LLM, max: keys right", "InfLLM",
-        "Ltri-LLM: keys found among 16,384 tokens of texts", "InfLLM's index",
-    ),
-    Headline(
         "quality_dbsa_smollm2", "SmolLM2-135M-Instruct, banking77, pools of 4000 tokens, DBSA by example", "Fixed ICL",
         "DBSA: right answers of SmolLM2, blocks of one demonstration", "the whole pool in the prompt",
     ),

@@ -1,6 +1,6 @@
 """A CUDA graph does not keep alive what it did not allocate: whoever records one must keep what it reads and writes.
 
-References stand for kernels here, so buffers of kernels are not seen; nor is the order of launches in several streams.
+References stand for kernels here, so buffers of kernels are not seen. `test_ltri_lanes.py` looks at several streams.
 """
 
 from __future__ import annotations

@@ -1,0 +1,139 @@
+"""Recorded chunks of Ltri-LLM on several streams: no launch may disturb one that would run beside it on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.attention import ltri_graphs
+from sglang_ext.attention.ltri_graphs import GraphRecorder
+from sglang_ext.attention.ltri_recorded import RecordedRun
+from sglang_ext.attention.ltri_state import Lane
+from tests.plugin.lane_races import LANES, FakeStream, Races, watch
+from tests.plugin.test_ltri_kernels import PROMPT, both, replayed, text
+
+
+def record_with(races: Races, streams: list[FakeStream], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have replays be watched. What is recorded is not: all chunks of a run are the same one then."""
+
+    def record(recorder: GraphRecorder, body: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            races.begin(streams)
+            with races:
+                body()
+            races.end(streams)
+
+        body()
+        return replay
+
+    monkeypatch.setattr(GraphRecorder, "record", record)
+
+
+def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, changes: dict[str, Any]) -> None:
+    """Read prompts in runs of five chunks at most, of which the last one ends anywhere in a block."""
+    _, kernels = both(monkeypatch, tmp_path, changes, places=5)
+    for slot, prompt in ((1, PROMPT), (2, 275)):
+        for _ in kernels.run(kernels.begin(slot, prompt), text(slot), 0, prompt):
+            pass
+    assert replayed(kernels) > 30
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "all heads": {},
+    "heads": {"heads": "file"},
+    "mass, preceding": {"heads": "file", "similarity": "mass", "vote": "preceding"},
+    "spans ask": {"heads": "file", "asking": "spans", "similarity": "max"},
+    "renewed": {"heads": "file", "renewed": 2, "retrieved": 4},
+    "means": {"index": "mean"},
+    "no votes": {"heads": "file", "vote": "off"},
+    "no sinks": {"heads": "file", "sinks": 0},
+}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_no_races(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    races, streams = watch(monkeypatch)
+    record_with(races, streams, monkeypatch)
+    read(monkeypatch, tmp_path, changes)
+    assert not races.found, races.found[:5]
+    idle = {"tiles"} if changes.get("index") == "mean" else set()
+    assert {name for name in ("main", *LANES) if races.launches.get(name, 0) < 20} == idle, races.launches
+
+
+def break_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers wait for nothing."""
+    monkeypatch.setattr(Lane, "wait", lambda lane, *marks: None)
+
+
+def break_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk's choice does not wait for its spans, nor the next one's for what it leaves."""
+    monkeypatch.setattr(Lane, "join", lambda lane: None)
+
+
+class Forgetful:
+    """A deque that keeps nothing."""
+
+    def __class_getitem__(cls, of: object) -> type[Forgetful]:
+        return cls
+
+    def __init__(self, maxlen: int) -> None:
+        """Keep nothing."""
+
+    def append(self, each: object) -> None:
+        """Keep nothing."""
+
+
+def break_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a chunk has seen is let go of as soon as the answer is launched."""
+    monkeypatch.setattr("sglang_ext.attention.ltri_recorded.deque", Forgetful)
+
+
+def break_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks take turns in three stores that have one room."""
+    before = ltri_graphs.ChunkGraphs._in_layer
+
+    def in_layer(*given: Any) -> RecordedRun:
+        run = before(*given)
+        return RecordedRun(**{**vars(run), "stores": [run.stores[0]] * 3})
+
+    monkeypatch.setattr(ltri_graphs.ChunkGraphs, "_in_layer", in_layer)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(break_wait, "on main"), (break_join, "on "), (break_rooms, "on window"), (break_hold, "may get memory")],
+)
+def test_races_are_found(
+    spoil: Callable[[pytest.MonkeyPatch], None], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    races, streams = watch(monkeypatch)
+    record_with(races, streams, monkeypatch)
+    spoil(monkeypatch)
+    read(monkeypatch, tmp_path, {"heads": "file"})
+    assert any(message in each for each in races.found), races.found[:5]
+
+
+def test_what_is_a_race() -> None:
+    """An element that two launches touch, one of which writes it, and that are in no order."""
+    races, other = Races(), FakeStream("other")
+    rows, at = torch.zeros(4, 3), torch.tensor([1, 3])
+    races.begin([other])
+    with races:
+        rows.index_copy_(0, at, torch.ones(2, 3))
+        with races.stream(other):
+            rows.index_select(0, torch.tensor([0, 2]))
+            (rows[:1] + 1).sum()
+    assert not races.found
+    with races, races.stream(other):
+        rows.index_select(0, torch.tensor([2, 3]))
+    assert len(races.found) == 1 and "index_select" in races.found[0] and "index_copy_" in races.found[0]
+    races.end([other])
+    assert races.found[1:] == ["nobody waits for the end of other"]
+    races.current.wait_stream(other)
+    races.end([other])
+    with races:
+        rows[3].zero_()
+    assert len(races.found) == 2

@@ -58,15 +58,18 @@ class KernelChunk(LayerTokens[Spans]):
         self.remember()
         if self.kept:
             self.memory.keep(self.begin, self.settings.chunk)
-        looked = self.look(query, keys, values)
+        looked = self.look(*self.gathered(query, keys, values))
         return self.answered(looked, self.beyond(self.chosen(looked, votes)))
 
     # ---- the steps of a chunk; in `ltri_recorded`, chunks do them beside each other ----
 
-    def look(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Looked:
-        """Store the chunk's keys and values, and attend to its window, in `scratch`; not to `_late` tokens of it."""
+    def gathered(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[ChunkQuery, SeenKeys]:
+        """Store the chunk's keys and values, and gather those of its window in `scratch`: (its queries, its window)."""
         move((keys, values), (self.caches.keys, self.caches.values), write=self.plan.rows.slots)
-        asked, window = self._queries(query), self._window()
+        return self._queries(query), self._window()
+
+    def look(self, asked: ChunkQuery, window: SeenKeys) -> Looked:
+        """Attend to the window, but not to `_late` tokens of it."""
         attention = self.store.attention
         attend = attention.attend_near if self._late else attention.attend_window
         local = attend(asked, window, width=self._width, scale=self.caches.scale)
@@ -101,8 +104,8 @@ class KernelChunk(LayerTokens[Spans]):
         """Fetch the blocks that `chosen` has given, and gather them and the sinks in `scratch`.
 
         Returns:
-            (sinks, blocks that came back), until another chunk's are gathered there. Behind the blocks, `look` leaves
-            `_late` tokens of the window.
+            (sinks, blocks that came back), until another chunk's are gathered there. Behind the blocks, `gathered`
+            leaves `_late` tokens of the window.
         """
         found = self._fetched(chosen) if self._of_prompt is None else self._of_prompt
         if not self.answers:
@@ -380,8 +383,9 @@ class KernelChunk(LayerTokens[Spans]):
         blocks = [each[sinks:].view(count, settings.block, *each.shape[1:]) for each in (keys, values)]
         move((cached[0], cached[1]), (blocks[0], blocks[1]), read=found.ways, base=plan.first_way)
         if settings.far:
-            places = self._tokens(found.blocks) - plan.window.first
-            keys[sinks:] = rotate(keys[sinks:], places.unsqueeze(1), self.caches.rope)
+            within = torch.arange(settings.sinks, settings.sinks + settings.block, device=keys.device)
+            tokens_of = found.blocks.long().unsqueeze(1) * settings.block + within
+            keys[sinks:] = rotate(keys[sinks:], (tokens_of - plan.window.first).view(-1, 1), self.caches.rope)
         if self._sinks_are_far:
             memory = FarKeys(*self._beyond_room(tokens, self._late), self._late)
             return SeenKeys(keys[:0], keys[:0], values[:0], 0), memory
@@ -393,8 +397,3 @@ class KernelChunk(LayerTokens[Spans]):
         end, scratch = self.settings.sinks + self.settings.retrieved * self.settings.block, self.store.scratch
         part = slice(end - tokens, end + late)
         return scratch.beyond_keys[part], scratch.beyond_values[part]
-
-    def _tokens(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[tokens] int64, numbers of the tokens of blocks of the stream."""
-        within = torch.arange(self.settings.block, device=blocks.device)
-        return (self.settings.sinks + blocks.long().unsqueeze(1) * self.settings.block + within).flatten()

@@ -1,9 +1,9 @@
 """Chunks of Ltri-LLM in one layer as CUDA graphs have them: all of a frame's rows, whichever of them are the chunk's.
 
 No chunk of a run needs the answer of the one before it. So each step but the last has a lane, which goes through all
-chunks: attention to the window; in a layer that votes, the spans and the choice of blocks; their way from the host.
-Behind these, attention to the blocks runs on the stream that the lanes leave. While a chunk is in one lane, those
-before it are in the next ones.
+chunks: the window's keys are gathered; attention to them; in a layer that votes, the spans and the choice of blocks;
+their way from the host. Behind these, attention to the blocks runs on the stream that the lanes leave. While a chunk is
+in one lane, those before it are in the next ones.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Seen:
     Attributes:
         looked: attention to the window (`look`).
         chosen: [n] int32, the blocks that come back.
-        beyond: (sinks, those blocks), in a layer that does not vote with far tokens of the window, which `look` leaves
-            behind the blocks.
+        beyond: (sinks, those blocks), in a layer that does not vote with far tokens of the window, which `gathered`
+            leaves behind the blocks.
         marks: behind them, all of it is there, and nobody else reads the chunk's room.
     """
 
@@ -187,10 +187,13 @@ class RecordedRun:
             room: behind it, the chunk has its room.
         """
         lanes, given, part = self.lanes, self.run.room, self.run.places[number].rows
-        with lanes.window.apart(behind=room):
+        with lanes.gather.apart(behind=room):
             chunk.leave()
-            left = lanes.window.mark()
-            looked = chunk.look(given.query[part], given.keys[part], given.values[part])
+            left = lanes.gather.mark()
+            asked, window = chunk.gathered(given.query[part], given.keys[part], given.values[part])
+            there = lanes.gather.mark()
+        with lanes.window.apart(behind=there):
+            looked = chunk.look(asked, window)
             near = lanes.window.mark()
         if chunk.voter is None:
             with lanes.back.apart(behind=left):

@@ -317,6 +317,7 @@ class Lanes:
     attention beyond the window, runs on the stream that the lanes leave.
 
     Attributes:
+        gather: what leaves the window, and the keys and values of the window as the chunk sees them.
         window: attention to the window. Its kernels fill whole multiprocessors. The other lanes, and the stream that
             they leave, have priority: they are what a chunk's answer still waits for.
         tiles: in a layer that votes, the attention map's tiles, and the spans that are cut out of them.
@@ -327,6 +328,7 @@ class Lanes:
             received.
     """
 
+    gather: Lane = field(default_factory=Lane)
     window: Lane = field(default_factory=Lane)
     tiles: Lane = field(default_factory=Lane)
     choice: Lane = field(default_factory=Lane)
@@ -339,8 +341,8 @@ class Lanes:
         """Lanes of which each has a stream of its own on a GPU; on a CPU, nothing runs beside anything."""
         if device.type != "cuda":
             return cls()
-        others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(5))
-        return cls(Lane(torch.cuda.Stream(device)), *others)
+        gather, *others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(6))
+        return cls(gather, Lane(torch.cuda.Stream(device)), *others)
 
     def join(self) -> None:
         """What is launched from here on waits for all parts of `choice`."""

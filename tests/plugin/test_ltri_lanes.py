@@ -104,7 +104,7 @@ def break_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(break_wait, "on main"), (break_join, "on "), (break_rooms, "on window"), (break_hold, "may get memory")],
+    [(break_wait, "on main"), (break_join, "on "), (break_rooms, "on gather"), (break_hold, "may get memory")],
 )
 def test_races_are_found(
     spoil: Callable[[pytest.MonkeyPatch], None], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any

@@ -99,6 +99,8 @@ SLOW = (
     "plugin/test_clustered_backend.py",
     "plugin/test_ltri_kernels.py::test_ends_of_prompts",
     "plugin/test_ltri_kernels.py::test_whole_streams",
+    "plugin/test_ltri_lanes.py::test_no_races",
+    "plugin/test_ltri_lanes.py::test_races_are_found",
     "plugin/test_planned.py",
     "plugin/test_policies.py::test_a_policy_that_returns_none",
     "plugin/test_warm_up.py::test_rows_over_clusters",

@@ -8,7 +8,7 @@ chunks lies on the device, in plans that stand (`StandingPlan`). Where a pass ne
 anew in every layer.
 
 Blocks that leave the window with a run are copied to the host behind it (`ltri_copies`). A chunk that wants such a
-block back takes it from where it waits for its copy. Inside a graph, each step of a chunk has a lane of its own.
+block back takes it from where it waits for its copy. Inside a graph, each step of a chunk but the last has a lane.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
 
 CHUNKS_AT_ONCE = 3
-"""That have room for what they see: one looks at its window, one waits for its blocks, and one attends to them."""
+"""That have room for what they see. A chunk's keys are gathered behind the answer of the last one with its room."""
 
 
 class ChunkGraphs:

@@ -288,7 +288,8 @@ class Lane:
         if self._stream is None:
             yield
             return
-        self._stream.wait_event(behind or torch.cuda.current_stream(self._stream.device).record_event())
+        so_far = torch.cuda.current_stream(self._stream.device).record_event() if behind is None else behind
+        self._stream.wait_event(so_far)
         self._left = True
         self._held += read
         with torch.cuda.stream(self._stream):

@@ -4,14 +4,14 @@ Launches run on the CPU in the order of the program. Each notes which elements i
 it on its stream and on those that its stream has waited for (a vector clock). Two launches that touch one element, one
 of which writes it, must be in an order. PyTorch gives memory that nobody holds to the next launch on the stream that it
 came from: what another stream has done with it must be before that launch. References stand for kernels, so this sees
-the memory that references read and write.
+the memory that references read and write, and nothing of buffers inside kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -232,7 +232,11 @@ def touched_of(func: Any, args: Any, tensor: torch.Tensor) -> np.ndarray[Any, An
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[Races, list[FakeStream]]:
     """Have lanes run on fake streams; (what finds races among them, the streams)."""
+    if (names := tuple(each.name for each in fields(Lanes))) != LANES:
+        raise ValueError(f"lanes are {names}, and those that are watched {LANES}")
     races, streams = Races(), [FakeStream(name) for name in LANES]
+    listed = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: listed(tensor.clone()))  # a read that modes do not see
     lanes = partial(Lanes, *(Lane(each) for each in streams))  # type: ignore[arg-type]
     monkeypatch.setattr(Lanes, "beside", lambda device: lanes())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: races.current)

@@ -33,12 +33,13 @@ def record_with(races: Races, streams: list[FakeStream], monkeypatch: pytest.Mon
 
 
 def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, changes: dict[str, Any]) -> None:
-    """Read prompts in runs of five chunks at most, of which the last one ends anywhere in a block."""
-    _, kernels = both(monkeypatch, tmp_path, changes, places=5)
-    for slot, prompt in ((1, PROMPT), (2, 275)):
-        for _ in kernels.run(kernels.begin(slot, prompt), text(slot), 0, prompt):
-            pass
-    assert replayed(kernels) > 30
+    """Read prompts in runs of five chunks, and of three, where the last tokens follow a short chunk in their run."""
+    for places, prompts in ((5, (PROMPT, 275)), (3, (311, 298))):
+        _, kernels = both(monkeypatch, tmp_path, changes, places)
+        for slot, prompt in enumerate(prompts, 1):
+            for _ in kernels.run(kernels.begin(slot, prompt), text(slot), 0, prompt):
+                pass
+        assert replayed(kernels) > 30
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -139,15 +139,13 @@ class Layers:
             if renewed is not None:  # as in all plans, since `settings.renewed` is not 0
                 renewed.copy_(self._lists[0 if number is None else (number * TOGETHER + place) % len(self._lists)])
 
-    def replay(self, layer: int, placed: PlacedRun) -> torch.Tensor:
-        """Chunks in a layer, [tokens, heads, head_dim]."""
+    def replay(self, layer: int) -> torch.Tensor:
+        """All chunks of the run in a layer, [tokens, heads, head_dim]."""
         if layer not in self._replayed:
             self._replayed[layer] = [self._of(layer, {}, number) for number in range(TOGETHER)]
             self.chunks.launched(self._replayed[layer][0])  # its memory is in the stream's row now
-        chunks = self._replayed[layer][: len(placed.plans)]
-        rows = slice(0, len(chunks) * self.settings.chunk)
-        given = self.query[rows], self.new[0][rows], self.new[1][rows]
-        return self.graphs.attend(placed, chunks, self.seat.row, given)
+        given = self.query, self.new[0], self.new[1]
+        return self.graphs.attend(self._all, self._replayed[layer], self.seat.row, given)
 
     def check(self) -> None:
         """Chunks that are replayed together are those that are launched one by one, in all layers.
@@ -165,7 +163,7 @@ class Layers:
             self.chunks.cached.forget(self.seat.row)
             before = [each.clone() for each in self._kept(layer).values()]
             self.take(0)
-            found = {"answers": self.replay(layer, self._all).clone(), **self._snapshot(layer), **self._votes()}
+            found = {"answers": self.replay(layer).clone(), **self._snapshot(layer), **self._votes()}
             self.chunks.cached.forget(self.seat.row)
             for each, kept in zip(self._kept(layer).values(), before, strict=True):
                 each.copy_(kept)
@@ -234,7 +232,7 @@ class Layers:
 
         def chunks() -> None:
             self.take(next(number) if new else None)
-            self.replay(layer, self._all)
+            self.replay(layer)
 
         run = timed(chunks, self.device, samples, replays)
         return Timing(run.median / TOGETHER, run.low / TOGETHER, run.high / TOGETHER, run.samples)

@@ -140,7 +140,8 @@ class KernelChunk(LayerTokens[Spans]):
     def _late(self) -> int:
         """How many of the window's tokens are attended to together with those beyond it, in one call instead of two.
 
-        In a layer that votes, the map needs the window's log-sum-exps. Each row must see one of these tokens.
+        Not in a layer that votes: its map needs the window's log-sum-exps. All sinks must be as far away, and each row
+        must see one of these tokens.
         """
         together = self.voter is None and self._sinks_are_far and self._oldest >= self.end - self.begin
         return self._oldest if together else 0

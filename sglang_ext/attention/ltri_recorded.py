@@ -199,7 +199,8 @@ class RecordedRun:
             with lanes.back.apart(behind=left):
                 chosen = chunk.chosen(None, votes)
                 return Seen(looked, chosen, chunk.beyond(chosen), (near, lanes.back.mark()))
-        with lanes.choice.apart(behind=near):  # first, because what ranks add has one order in all lanes
+        # Before the tiles, since sums over ranks run in the order in which they are launched, whatever their lane.
+        with lanes.choice.apart(behind=near):
             chunk.remember()
             if self.run.before is not None:
                 self.run.before.keep(number, chunk.store, chunk.plan.at)

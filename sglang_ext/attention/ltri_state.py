@@ -285,11 +285,11 @@ class Lane:
             read: what it reads and others would let go of; it is held until they `join`.
             behind: a mark; None for all that was launched before.
         """
-        if self._stream is None:
+        begins = self.mark() if behind is None else behind
+        if self._stream is None or begins is None:
             yield
             return
-        so_far = torch.cuda.current_stream(self._stream.device).record_event() if behind is None else behind
-        self._stream.wait_event(so_far)
+        self._stream.wait_event(begins)
         self._left = True
         self._held += read
         with torch.cuda.stream(self._stream):
@@ -297,10 +297,9 @@ class Lane:
 
     def wait(self, *marks: Mark) -> None:
         """What is launched on the current stream from here on waits for marks."""
-        if self._stream is not None:
-            for mark in marks:
-                if mark is not None:
-                    torch.cuda.current_stream(self._stream.device).wait_event(mark)
+        for mark in marks:
+            if self._stream is not None and mark is not None:
+                torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
     def join(self) -> None:
         """What is launched on the current stream from here on waits for all of the lane's launches so far."""

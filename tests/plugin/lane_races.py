@@ -1,4 +1,4 @@
-"""Streams of CUDA that are not there: which launches on them would run beside each other, and whether that is safe.
+"""Simulated CUDA streams: which launches on them would run beside each other, and whether that is safe.
 
 Launches run on the CPU in the order of the program. Each notes which elements it reads and writes, and what was before
 it on its stream and on those that its stream has waited for (a vector clock). Two launches that touch one element, one

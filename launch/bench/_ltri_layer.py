@@ -2,6 +2,9 @@
 
 There are three layers, of which the first two vote. Their keys, queries and index vectors are random. What a chunk
 reads from the host is decided here (`Ltri.renewed`), so that a chunk with transfers and one without do the same else.
+
+As in an engine, products of matrices run before each run of chunks that is timed. Blocks that have left the window with
+the run before are copied to the host meanwhile.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ FIRST, VOTES, LISTENS = 0, 1, 2
 TOGETHER = 8
 """Chunks of a run: as many as an engine reads in a pass."""
 TOLERANCE = 2e-2  # bfloat16, of the largest value
+PRODUCTS = 13
+"""Columns of the matrices of a layer of Llama-3.1-8B, in multiples of the model's width."""
 EXACT = ("keys", "values", "bounds", "counts", "numbers of vectors")
 """What is copied or counted, and equal: replays launch the same kernels in the same order, and none has atomics."""
 
@@ -88,6 +93,9 @@ class Layers:
         count = TOGETHER * settings.chunk
         self.query = torch.randn(count, shape.heads, shape.dim, device=device).to(shape.dtype)
         self.new = [torch.randn(count, *rows[1:], device=device).to(shape.dtype) for _ in range(2)]
+        width = shape.heads * shape.dim
+        hidden, matrices = (torch.randn(n, width, device=device).to(shape.dtype) for n in (count, PRODUCTS * width))
+        self._hidden, self._matrices, self._product = hidden, matrices.t(), hidden.new_empty(count, PRODUCTS * width)
         self._lists = self._blocks_in_turn()
         ids = list(self.lease.ids[: len(self._lists) * settings.renewed])  # of all blocks that come back
         for kept in (*self.host.keys.values(), *self.host.values.values()):
@@ -221,7 +229,7 @@ class Layers:
         return torch.cat(found)
 
     def timed(self, layer: int, new: bool, samples: int = 30, replays: int = 4) -> Timing:
-        """Seconds of a chunk in a layer, one of `TOGETHER` that are replayed together.
+        """Seconds of a chunk in a layer, one of `TOGETHER` that are replayed together, behind products of matrices.
 
         Args:
             layer: its number.
@@ -230,28 +238,49 @@ class Layers:
         """
         number = iter(range(10**9))
 
-        def chunks() -> None:
+        def before() -> None:
             self.take(next(number) if new else None)
-            self.replay(layer)
+            torch.mm(self._hidden, self._matrices, out=self._product)
 
-        run = timed(chunks, self.device, samples, replays)
+        run = timed(lambda: self.replay(layer), self.device, samples, replays, before)
         return Timing(run.median / TOGETHER, run.low / TOGETHER, run.high / TOGETHER, run.samples)
 
 
-def timed(work: Callable[[], object], device: torch.device, samples: int = 30, calls: int = 16) -> Timing:
-    """Seconds of one call out of `calls` that are launched one behind the other; on a CPU, of no meaning."""
+def timed(
+    work: Callable[[], object],
+    device: torch.device,
+    samples: int = 30,
+    calls: int = 16,
+    before: Callable[[], object] | None = None,
+) -> Timing:
+    """Seconds of one call out of `calls` that are launched one behind the other; on a CPU, of no meaning.
+
+    Args:
+        work: the call.
+        device: where.
+        samples, calls: timed samples, and calls in a sample.
+        before: what is launched before each call, and not timed.
+    """
     if device.type != "cuda":
+        if before is not None:
+            before()
         work()
         return Timing.of([1.0])
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def seconds() -> float:
+    def span(count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        if before is not None:
+            before()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(calls):
+        for _ in range(count):
             work()
         end.record()
+        return begin, end
+
+    def seconds() -> float:
+        spans = [span(calls)] if before is None else [span(1) for _ in range(calls)]
         torch.cuda.synchronize(device)
-        return begin.elapsed_time(end) * 1e-3 / calls
+        return sum(begin.elapsed_time(end) for begin, end in spans) * 1e-3 / calls
 
     seconds()
     return Timing.of(seconds() for _ in range(samples))

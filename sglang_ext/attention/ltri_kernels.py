@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
 from sglang_ext.attention.ltri_spans import cut, keep_vectors, leaving_spans, query_spans, token_spans
-from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Looked, Retrieved, span_rule
+from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Looked, Retrieved, Sought, span_rule
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, merge, move, rotate_queries
@@ -59,7 +59,9 @@ class KernelChunk(LayerTokens[Spans]):
         if self.kept:
             self.memory.keep(self.begin, self.settings.chunk)
         looked = self.look(*self.gathered(query, keys, values))
-        return self.answered(looked, self.beyond(self.chosen(looked, votes)))
+        sought = self.sought(self.chosen(looked, votes))
+        self.fill(sought)
+        return self.answered(looked, self.beyond(sought.retrieved))
 
     # ---- the steps of a chunk; in `ltri_recorded`, chunks do them beside each other ----
 
@@ -100,17 +102,45 @@ class KernelChunk(LayerTokens[Spans]):
         found = self._elected(votes, asked, own)
         return found if self.plan.renewed is None or not len(found) else self.plan.renewed
 
-    def beyond(self, chosen: torch.Tensor) -> tuple[SeenKeys, FarKeys]:
-        """Fetch the blocks that `chosen` has given, and gather them and the sinks in `scratch`.
+    def sought(self, chosen: torch.Tensor) -> Sought:
+        """Find what `chosen` returned in the stream's row of the cache; blocks that are not there get ways (`fill`)."""
+        if self._of_prompt is not None:
+            return Sought(self._of_prompt)
+        found = look_up(self.plan.ids.index_select(0, chosen).unsqueeze(0), self.plan.at, self.store.cache)
+        sought = Sought(Retrieved(chosen, found.places[0]), found)
+        if not self.answers:
+            self.memory.retrieved = sought.retrieved
+        return sought
+
+    def fill(self, sought: Sought) -> None:
+        """Fetch the blocks whose ways are new."""
+        if sought.found is not None:
+            fetch(self.store.region, sought.found, self.plan.at, self.store.cache, fresh=self._fresh())
+
+    def beyond(self, found: Retrieved) -> tuple[SeenKeys, FarKeys]:
+        """Gather the sinks and blocks that came back in `scratch`, until another chunk's are gathered there.
 
         Returns:
-            (sinks, blocks that came back), until another chunk's are gathered there. Behind the blocks, `gathered`
-            leaves `_late` tokens of the window.
+            (sinks, blocks). Sinks that all rows see at the largest distance are a part of the blocks, and behind these
+            `gathered` leaves `_late` tokens of the window.
         """
-        found = self._fetched(chosen) if self._of_prompt is None else self._of_prompt
-        if not self.answers:
-            self.memory.retrieved = found
-        return self._beyond(found)
+        settings, plan, count = self.settings, self.plan, found.ways.shape[0]
+        slots = plan.sinks.slots
+        sinks, tokens = slots.shape[0], slots.shape[0] + count * settings.block
+        keys, values = self._beyond_room(tokens, 0)
+        move((self.caches.keys, self.caches.values), (keys, values), read=slots)
+        cached = [each.flatten(0, 1) for each in (self.store.cache.keys, self.store.cache.values)]
+        blocks = [each[sinks:].view(count, settings.block, *each.shape[1:]) for each in (keys, values)]
+        move((cached[0], cached[1]), (blocks[0], blocks[1]), read=found.ways, base=plan.first_way)
+        if settings.far:
+            at = found.blocks.long().unsqueeze(1) * settings.block + torch.arange(settings.block, device=keys.device)
+            at = at + settings.sinks - plan.window.first
+            keys[sinks:] = rotate(keys[sinks:], at.view(-1, 1), self.caches.rope)
+        if self._sinks_are_far:
+            memory = FarKeys(*self._beyond_room(tokens, self._late), self._late)
+            return SeenKeys(keys[:0], keys[:0], values[:0], 0), memory
+        near, _ = rotate_queries(keys[:sinks], self.store.rotation, first=-plan.window.first, edge=0)
+        return SeenKeys(near, keys[:sinks], values[:sinks], 0), FarKeys(keys[sinks:], values[sinks:])
 
     def answered(
         self, looked: Looked, beyond: tuple[SeenKeys, FarKeys], out: torch.Tensor | None = None
@@ -182,9 +212,8 @@ class KernelChunk(LayerTokens[Spans]):
             found = self._cut(torch.stack(tiles), lengths)
             for place, block in enumerate(whole):
                 at = SpanRing.places(settings, self.plan.row, range(block, block + 1), self.slots.device)
-                self.store.spans_of_voters.put(
-                    at, Spans(found.bounds[place : place + 1], found.counts[place : place + 1])
-                )
+                part = slice(place, place + 1)
+                self.store.spans_of_voters.put(at, Spans(found.bounds[part], found.counts[part]))
         if self.plan.gone_tokens is not None:
             self._evict(self.plan.gone_tokens.slots, self.plan.gone_tokens.cells)
 
@@ -360,38 +389,9 @@ class KernelChunk(LayerTokens[Spans]):
         """[rows, dim]: those of the chunk's own tokens, and behind them anything."""
         return _padded(states, rows)
 
-    def _fetched(self, chosen: torch.Tensor) -> Retrieved:
-        """Have blocks in the stream's row of the cache."""
-        at, cache = self.plan.at, self.store.cache
-        if chosen.shape[0] == 0:
-            return Retrieved(chosen, chosen)
-        found = look_up(self.plan.ids[chosen.long()].unsqueeze(0), at, cache)
-        fetch(self.store.region, found, at, cache, fresh=self._fresh())
-        return Retrieved(chosen, found.places[0])
-
     def _fresh(self) -> FreshBlocks | None:
         """Blocks that leave the window, and are not on the host yet."""
         return None
-
-    def _beyond(self, found: Retrieved) -> tuple[SeenKeys, FarKeys]:
-        """The sinks, and what came back; sinks that all rows see at the largest distance are a part of it."""
-        settings, plan, count = self.settings, self.plan, found.ways.shape[0]
-        slots = plan.sinks.slots
-        sinks, tokens = slots.shape[0], slots.shape[0] + count * settings.block
-        keys, values = self._beyond_room(tokens, 0)
-        move((self.caches.keys, self.caches.values), (keys, values), read=slots)
-        cached = [each.flatten(0, 1) for each in (self.store.cache.keys, self.store.cache.values)]
-        blocks = [each[sinks:].view(count, settings.block, *each.shape[1:]) for each in (keys, values)]
-        move((cached[0], cached[1]), (blocks[0], blocks[1]), read=found.ways, base=plan.first_way)
-        if settings.far:
-            within = torch.arange(settings.sinks, settings.sinks + settings.block, device=keys.device)
-            tokens_of = found.blocks.long().unsqueeze(1) * settings.block + within
-            keys[sinks:] = rotate(keys[sinks:], (tokens_of - plan.window.first).view(-1, 1), self.caches.rope)
-        if self._sinks_are_far:
-            memory = FarKeys(*self._beyond_room(tokens, self._late), self._late)
-            return SeenKeys(keys[:0], keys[:0], values[:0], 0), memory
-        near, _ = rotate_queries(keys[:sinks], self.store.rotation, first=-plan.window.first, edge=0)
-        return SeenKeys(near, keys[:sinks], values[:sinks], 0), FarKeys(keys[sinks:], values[sinks:])
 
     def _beyond_room(self, tokens: int, late: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room in `scratch` for (keys, values) of so many tokens beyond the window, and of so many of its own."""

@@ -1,9 +1,9 @@
 """Chunks of Ltri-LLM in one layer as CUDA graphs have them: all of a frame's rows, whichever of them are the chunk's.
 
 No chunk of a run needs the answer of the one before it. So each step but the last has a lane, which goes through all
-chunks: the window's keys are gathered; attention to them; in a layer that votes, the spans and the choice of blocks;
-their way from the host. Behind these, attention to the blocks runs on the stream that the lanes leave. While a chunk is
-in one lane, those before it are in the next ones.
+chunks: the window's keys are gathered; attention to them; in a layer that votes, the spans; the choice of blocks; their
+way from the host into the cache; and from there to where attention reads them. Behind these, attention to the blocks
+runs on the stream that the lanes leave. While a chunk is in one lane, those before it are in the next ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_runs import ChunkRun
 from sglang_ext.attention.ltri_spans import token_spans
-from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Looked, Mark
+from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Looked, Mark, Sought
 from sglang_ext.kernels.block_votes import QuerySpans
 from sglang_ext.kernels.clamped_attention import FarKeys, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import move
@@ -125,16 +125,18 @@ class Seen:
 
     Attributes:
         looked: attention to the window (`look`).
-        chosen: [n] int32, the blocks that come back.
+        sought: the blocks that come back.
         beyond: (sinks, those blocks), in a layer that does not vote with far tokens of the window, which `gathered`
             leaves behind the blocks.
-        marks: behind them, all of it is there, and nobody else reads the chunk's room.
+        there: behind it, `beyond` is there, and nobody reads the blocks in the cache any more.
+        counted: behind it, all else is there, and nobody else reads the chunk's room.
     """
 
     looked: Looked
-    chosen: torch.Tensor
+    sought: Sought
     beyond: tuple[SeenKeys, FarKeys]
-    marks: tuple[Mark, ...]
+    there: Mark
+    counted: Mark
 
 
 @dataclass(frozen=True)
@@ -163,11 +165,13 @@ class RecordedRun:
         chunks = [self._recorded(number) for number in range(len(places))]
         votes = [{one.begin: place.votes} if self.voted else {} for one, place in zip(chunks, places, strict=True)]
         free = [lane.mark()] * turns  # behind which each chunk has its room
+        read = [lane.mark()] * self.chunks_in_cache  # behind which each chunk may have blocks replaced in the cache
         held = deque[Seen](maxlen=turns)  # a lane would reuse memory that another one still reads
         for number, (one, place) in enumerate(zip(chunks, places, strict=True)):
-            seen = self._seen(number, one, votes[number], free[number])
+            seen = self._seen(number, one, votes[number], free[number], read[number])
             held.append(seen)
-            lane.wait(*seen.marks)
+            read.append(seen.there)
+            lane.wait(seen.there, seen.counted)
             one.answered(seen.looked, seen.beyond, out=self.run.room.out[place.rows])
             free.append(lane.mark())  # for the chunk that has the same room next
             if not self.voted and one.begin in votes[number]:
@@ -175,7 +179,13 @@ class RecordedRun:
         if (last := chunks[-1].memory.retrieved) is not None:  # nobody asks for the others'
             places[-1].found[self.chunk.caches.layer] = torch.stack([last.blocks, last.ways])
 
-    def _seen(self, number: int, chunk: RecordedChunk, votes: dict[int, torch.Tensor], room: Mark) -> Seen:
+    @property
+    def chunks_in_cache(self) -> int:
+        """How many consecutive chunks' blocks the cache holds at least, since those used least recently leave first."""
+        cache = self.stores[0].cache
+        return cache.held.shape[1] // max(1, self.chunk.settings.retrieved)
+
+    def _seen(self, number: int, chunk: RecordedChunk, votes: dict[int, torch.Tensor], room: Mark, ways: Mark) -> Seen:
         """All of a chunk but attention to what lies beyond its window.
 
         Calls of dense kernels share no memory that they write, so they may run beside each other.
@@ -185,6 +195,7 @@ class RecordedRun:
             chunk: the chunk.
             votes: of the layers before, to which the layer adds its own.
             room: behind it, the chunk has its room.
+            ways: behind it, the chunk's blocks may replace others in the cache.
         """
         lanes, given, part = self.lanes, self.run.room, self.run.places[number].rows
         with lanes.gather.apart(behind=room):
@@ -194,25 +205,31 @@ class RecordedRun:
             there = lanes.gather.mark()
         with lanes.window.apart(behind=there):
             looked = chunk.look(asked, window)
-            near = lanes.window.mark()
+            near = counted = lanes.window.mark()
         if chunk.voter is None:
-            with lanes.back.apart(behind=left):
-                chosen = chunk.chosen(None, votes)
-                return Seen(looked, chosen, chunk.beyond(chosen), (near, lanes.back.mark()))
-        # Before the tiles, since sums over ranks run in the order in which they are launched, whatever their lane.
-        with lanes.choice.apart(behind=near):
-            chunk.remember()
-            if self.run.before is not None:
-                self.run.before.keep(number, chunk.store, chunk.plan.at)
-        with lanes.tiles.apart(behind=near):
-            looked = chunk.with_spans(looked)
-        with lanes.choice.apart(behind=near):
-            chosen = chunk.chosen(looked, votes)
-            ready = lanes.choice.mark()
-            lanes.join()
-            counted = lanes.choice.mark()
+            with lanes.choice.apart(behind=left):
+                sought = chunk.sought(chunk.chosen(None, votes))
+                ready = lanes.choice.mark()
+        else:
+            # Before the tiles, since sums over ranks run in the order in which they are launched, whatever their lane.
+            with lanes.choice.apart(behind=near):
+                chunk.remember()
+                if self.run.before is not None:
+                    self.run.before.keep(number, chunk.store, chunk.plan.at)
+            with lanes.tiles.apart(behind=near):
+                looked = chunk.with_spans(looked)
+            with lanes.choice.apart(behind=near):
+                sought = chunk.sought(chunk.chosen(looked, votes))
+                ready = lanes.choice.mark()
+                lanes.join()
+                counted = lanes.choice.mark()
         with lanes.back.apart(behind=ready):
-            return Seen(looked, chosen, chunk.beyond(chosen), (counted, lanes.back.mark()))
+            lanes.back.wait(ways)
+            chunk.fill(sought)
+            filled = lanes.back.mark()
+        with lanes.beyond.apart(behind=filled):
+            beyond = chunk.beyond(sought.retrieved)
+            return Seen(looked, sought, beyond, lanes.beyond.mark(), counted)
 
     def _recorded(self, number: int) -> RecordedChunk:
         """A chunk in its place, which remembers what stands in its stream's row."""

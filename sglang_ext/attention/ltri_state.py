@@ -13,7 +13,7 @@ from sglang_ext.attention.ltri_memory import LayerMemory, Snapshot
 from sglang_ext.attention.ltri_plan import SpanRing
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, SeenKeys
-from sglang_ext.kernels.host_fetch import BlockCache, FreshBlocks, HostRegion
+from sglang_ext.kernels.host_fetch import BlockCache, Found, FreshBlocks, HostRegion
 from sglang_ext.kernels.span_index import SpanRule, Spans
 from sglang_ext.kernels.stream_decode import MapState
 from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
@@ -33,6 +33,19 @@ class Retrieved:
 
     blocks: torch.Tensor
     ways: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Sought:
+    """The blocks that a chunk is to see.
+
+    Attributes:
+        retrieved: all of them, whether or not they lie in their ways yet.
+        found: which of them have to be fetched, [1, n]; None where all lie there.
+    """
+
+    retrieved: Retrieved
+    found: Found | None = None
 
 
 @dataclass
@@ -321,8 +334,10 @@ class Lanes:
         window: attention to the window. Its kernels fill whole multiprocessors. The other lanes, and the stream that
             they leave, have priority: they are what a chunk's answer still waits for.
         tiles: in a layer that votes, the attention map's tiles, and the spans that are cut out of them.
-        choice: in a layer that votes, what the window's tokens receive, and the blocks that come back.
-        back: blocks that come from the host, and all that is seen beyond the window.
+        choice: in a layer that votes, what the window's tokens receive; in all layers, which blocks come back, and
+            where they lie in the cache of blocks.
+        back: blocks come from the host into the cache.
+        beyond: sinks and blocks are gathered as the chunk sees them.
         index: a part of `choice`: index vectors of blocks that leave the window.
         sums: likewise: what a chunk leaves for the next one, which waits for that: spans, and sums of what tokens have
             received.
@@ -333,6 +348,7 @@ class Lanes:
     tiles: Lane = field(default_factory=Lane)
     choice: Lane = field(default_factory=Lane)
     back: Lane = field(default_factory=Lane)
+    beyond: Lane = field(default_factory=Lane)
     index: Lane = field(default_factory=Lane)
     sums: Lane = field(default_factory=Lane)
 
@@ -341,7 +357,7 @@ class Lanes:
         """Lanes of which each has a stream of its own on a GPU; on a CPU, nothing runs beside anything."""
         if device.type != "cuda":
             return cls()
-        gather, *others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(6))
+        gather, *others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(7))
         return cls(gather, Lane(torch.cuda.Stream(device)), *others)
 
     def join(self) -> None:

@@ -48,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mass, preceding": {"heads": "file", "similarity": "mass", "vote": "preceding"},
     "spans ask": {"heads": "file", "asking": "spans", "similarity": "max"},
     "renewed": {"heads": "file", "renewed": 2, "retrieved": 4},
+    "a small cache": {"heads": "file", "renewed": 3, "retrieved": 4, "cached": 4},
+    "a large cache": {"heads": "file", "renewed": 3, "retrieved": 4, "cached": 13},
     "means": {"index": "mean"},
     "no votes": {"heads": "file", "vote": "off"},
     "no sinks": {"heads": "file", "sinks": 0},
@@ -103,9 +105,20 @@ def break_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ltri_graphs.ChunkGraphs, "_in_layer", in_layer)
 
 
+def break_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks replace others in the cache before those were read."""
+    monkeypatch.setattr(RecordedRun, "chunks_in_cache", property(lambda run: 3))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(break_wait, "on main"), (break_join, "on "), (break_rooms, "on gather"), (break_hold, "may get memory")],
+    [
+        (break_wait, "on main"),
+        (break_join, "on "),
+        (break_rooms, "on gather"),
+        (break_hold, "may get memory"),
+        (break_cache, "on back"),
+    ],
 )
 def test_races_are_found(
     spoil: Callable[[pytest.MonkeyPatch], None], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
@@ -113,7 +126,7 @@ def test_races_are_found(
     races, streams = watch(monkeypatch)
     record_with(races, streams, monkeypatch)
     spoil(monkeypatch)
-    read(monkeypatch, tmp_path, {"heads": "file"})
+    read(monkeypatch, tmp_path, CASES["a small cache"])
     assert any(message in each for each in races.found), races.found[:5]
 
 

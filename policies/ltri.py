@@ -183,7 +183,7 @@ def mass_ratio(summed: torch.Tensor, span: Span, neighbours: str) -> float:
         neighbours: `row`, `col` or `rowcol` (figure 5).
 
     Returns:
-        1 also where there are no neighbours, or where they have no mass: then nobody knows the span.
+        The ratio; 1 also where there are no neighbours, or where these have no mass.
     """
     low, high = span
     beside = 0.0
@@ -269,10 +269,10 @@ def best_blocks(scores: torch.Tensor, count: int) -> list[int]:
 
 
 def renewed_blocks(begin: int, settings: Ltri) -> list[int]:
-    """The blocks of a chunk of which as many are others as `renewed` says, for measurements.
+    """The blocks of a chunk, of which `renewed` differ from those of the chunk before; for measurements.
 
-    They are taken in turn from all blocks that have left the window, so that a block comes back after as many chunks
-    as there are times as many blocks. Where that number is about to double, more of them are others.
+    They are consecutive in a ring of the stream's first blocks, and move on by `renewed` with each chunk. The ring has
+    the largest power of two of blocks that have left the window; where that doubles, more blocks may differ.
 
     Args:
         begin: first token of the chunk.

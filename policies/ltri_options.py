@@ -27,8 +27,8 @@ class Ltri:
 
     Attributes:
         sinks: first tokens, which every chunk sees (the paper: 128).
-        window: tokens before a chunk that it sees all of, at least (4,096), and the largest distance plus 1 at which a
-            token is seen.
+        window: each chunk sees at least this many tokens directly before it (4,096). Without `far`, a token that is
+            farther than `window - 1` is seen at that distance.
         block: tokens of a memory block, which leave the window together and come back together (128).
         chunk: tokens of a prompt that are computed together (512); a multiple of `block`.
         last: tokens at the end of a prompt that are a chunk of their own (section 5: 32), so that what it retrieves is
@@ -43,7 +43,7 @@ class Ltri:
         queries: of each `block` tokens of a chunk, how many are compared with what is remembered, at most; their spans
             share them (12; the paper: as many as `vectors`). Of a prompt's last tokens, `asking` says which.
         theta: share of the entries of a head's tile that lie below the threshold (equation 5; the 90th percentile).
-        phi: overlap, as intersection over union, from which the lower of two spans is dropped (0.1; for RULER 0.01).
+        phi: intersection over union above which the lower-scoring of two spans is dropped (0.1; for RULER 0.01).
         boxes: compare spans as the squares that they are in the attention map (as torchvision would), and not as
             intervals of tokens.
         ratio: neighbours of a span that its mass is compared with (section 3.3.2): the tokens before it that its rows
@@ -75,13 +75,13 @@ class Ltri:
             there is one, and `all` otherwise.
         persist: keep what the last chunk of the prompt retrieved through the answer (section 4); else each token of the
             answer retrieves anew.
-        far: see tokens behind the window at their true distance, which the model must have been trained for, and not
-            at the window's end.
-        renewed: for measurements: so many blocks of what comes back are others with each chunk, and the rest stay,
-            whatever is voted for. 0 is the method.
-        host_gb: host memory for what leaves the windows of all streams together, in GiB, of all ranks together. Left
-            out, it is a quarter of the machine's memory, and at most half of what is free. Of that, kernels use what
-            the GPU has room for the index of.
+        far: see tokens that lie `window` or more tokens back at their true distance, for which the model must have been
+            trained, and not at the distance `window - 1`.
+        renewed: for measurements: with each chunk, this many of the blocks that come back are replaced by others, and
+            the rest stay, whatever is voted for. With 0, the votes decide, as in the method.
+        host_gb: host memory, in GiB, for what leaves the windows of all streams, on all ranks together. Left out, it is
+            a quarter of the machine's memory, and at most half of what is free; kernels then use only as many blocks of
+            it as the GPU has room to index.
 
     Raises:
         ValueError: a value out of its range, or settings that do not go together.
@@ -204,7 +204,7 @@ class Ltri:
         return 0 < begin <= prompt - self.last and begin % self.chunk == 0 and (begin - self.sinks) % self.block == 0
 
     def chunks(self, begin: int, end: int, prompt: int) -> list[tuple[int, int]]:
-        """The chunks of the tokens [begin, end), where `prompt` tokens of the stream end with a prompt's last.
+        """The chunks of the tokens [begin, end) of a stream whose newest prompt ends before token `prompt`.
 
         Raises:
             ValueError: no chunk ends at `end`: a part of one retrieves other blocks than the whole.
@@ -240,7 +240,7 @@ class Ltri:
         return begin >= prompt - self.last
 
     def compared_by(self, tokens_ask: bool) -> str:
-        """The similarity by which a chunk is compared with what is remembered, of which tokens ask, or spans."""
+        """The similarity by which a chunk is compared with what is remembered, if its tokens ask, or else its spans."""
         return "mass" if tokens_ask and self.similarity != "sum" else self.similarity
 
     @property
@@ -268,7 +268,7 @@ class Ltri:
     def alike_from(self) -> int | None:
         """First token of the first chunk that does what all whole chunks behind it do; None where chunks differ.
 
-        As many blocks leave the window, at the same places in it, and there are as many to come back as a layer gets.
+        With each of these chunks, as many blocks leave the same places of the window; `retrieved` or more have left.
         """
         if not self.remembers or self.far or not self.ends_blocks or self.last == self.chunk:
             return None

@@ -37,7 +37,7 @@ class BlockEnds:
         stores: by layer.
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
         heads: query heads of a layer.
-        ranks: which have the other heads.
+        ranks: the tensor-parallel ranks, each of which has some of the heads.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class BlockEnds:
         host.taken = 0
 
     def replay(self, row: int, complete: int | None, gone: tuple[int, int] | None) -> None:
-        """Have an end of blocks behind what was launched so far.
+        """Launch the recording of a block's end, behind what was launched so far.
 
         Args:
             row: of the stream.
-            complete: number of the block whose last token the step before had; None for none.
+            complete: number of the block whose last token the previous step computed; None for none.
             gone: (number, number on the host) of the block that leaves the window; None for none.
         """
         self._load(row, complete or 0, *(gone or (0, 0)))

@@ -61,7 +61,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
 
     Attributes:
         memory: of the layer.
-        ranks: which have the other heads.
+        ranks: the tensor-parallel ranks, each of which has some of the heads.
     """
 
     memory: TorchMemory
@@ -125,7 +125,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         Args:
             query: [heads, rows, head_dim].
             keys: [kv_heads, tokens, head_dim].
-            places: [tokens] numbers of the tokens, ascending where some row sees one at its own distance.
+            places: [tokens] int64, the tokens' numbers; ascending unless all of them, or none, are seen clipped.
 
         Returns:
             [heads, rows, tokens].
@@ -257,7 +257,7 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
         return blocks
 
     def _asked(self, voter: Voter, query: torch.Tensor, local: torch.Tensor, first: int) -> SpanVectors:
-        """Index vectors of the chunk's own spans, or of its last tokens: queries as they are behind a whole window."""
+        """Index vectors of the chunk's spans, or its last tokens: queries rotated to the distance `window - 1`."""
         settings, found = self.settings, []
         edge = torch.tensor(settings.window - 1, device=query.device)
         vectors = voter.of_queries(rotate(query, edge, self.caches.rope).transpose(0, 1))

@@ -25,17 +25,17 @@ KVCaches: TypeAlias = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a stream begins with that is a copy of another one's beginning. All tensors lie on the KV cache's device.
+    """What a new stream copies from another one (the source) to begin with. All tensors lie on the KV cache's device.
 
     Attributes:
-        like: what the other stream has on the host.
-        lease: what the stream has there.
-        tokens: how many tokens it begins with.
-        slots: [slots of a stream] int32, its KV slots.
-        source: [tokens] int64, KV slots of another stream, which hold some of them.
-        target: [tokens] int64, the stream's own KV slots for these.
-        blocks: numbers on the host of the blocks that hold the others.
-        block_target: [tokens of `blocks`] int64, the stream's own KV slots for those.
+        like: the source's blocks on the host.
+        lease: the new stream's blocks on the host.
+        tokens: how many tokens the new stream begins with.
+        slots: [slots of a stream] int32, the new stream's KV slots.
+        source: [n] int64, KV slots of the source, with the tokens to copy that it still has in its slots.
+        target: [n] int64, KV slots of the new stream, to which these are copied.
+        blocks: numbers on the host of the source's blocks that hold the other tokens to copy.
+        block_target: [tokens of `blocks`] int64, KV slots of the new stream, to which these are copied.
     """
 
     like: HostLease
@@ -59,7 +59,7 @@ class Chunks(Protocol):
     def most_blocks(self) -> int | None: ...
 
     def memory(self) -> AnyMemory:
-        """What a layer of a stream remembers that has no token yet."""
+        """The memory of one layer of a stream that has no token yet."""
 
     def attend(
         self,
@@ -100,7 +100,7 @@ class TorchChunks:
         settings: of the method.
         caches: gives the KV cache.
         host: what has left the windows.
-        ranks: which have the other heads.
+        ranks: the tensor-parallel ranks, each of which has some of the heads.
     """
 
     settings: Ltri

@@ -51,8 +51,8 @@ class DecodeRows:
         chunks: what kernels have for them.
 
     Attributes:
-        block_ends: how often a stream's block ended, replayed for all layers and launched layer by layer; the latter
-            also at the begin of an answer where something of its prompt waits.
+        block_ends: how often the work at a block's end was `replayed` for all layers, and `launched` layer by layer;
+            the latter counts also answers that begin while blocks of their prompt still wait for that work.
     """
 
     def __init__(self, model: Model, policy: LtriPolicy, chunks: KernelChunks) -> None:
@@ -179,7 +179,7 @@ class DecodeRows:
         return True
 
     def _settle(self, rows: BatchRows, slots: torch.Tensor, token: int) -> Seat:
-        """Do what a prompt's chunk begins with, in all layers; have blocks that came back, and tiles, in their rows."""
+        """Do all layers' `KernelChunk.remember`, launched one by one, and `_show`; the seat, ready for decoding."""
         carry: dict[str, object] = {}
         nowhere, memories = slots[:0], dict[int, KernelMemory]()
         for layer, (keys, values) in self._model.caches().items():

@@ -29,11 +29,12 @@ class Frame:
 
     Attributes:
         rows: of the frame; whole blocks.
-        own: tiles of the chunk's own tokens, counted from its first one; 0 where chunks begin with the frame, so that
-            the tiles of the frame's blocks are their own, and where tokens ask.
-        most: tokens of a chunk, at most.
-        begin: its first token; None for any place from `Ltri.alike_from` on.
-        anywhere: whether chunks begin anywhere in the frame's first block; else they begin with the frame.
+        own: number of tiles that cut the chunk's own tokens from its first one on; 0 where a chunk begins with the
+            frame, so that the frame's blocks have the same tiles, and where tokens ask.
+        most: most tokens of a chunk in the frame.
+        begin: first token of the frame; None for a frame that serves any place from `Ltri.alike_from` on.
+        anywhere: whether a chunk may begin anywhere in the frame's first block, or, where `begin` is set, anywhere in
+            the frame; else it begins with the frame.
     """
 
     rows: int
@@ -49,13 +50,13 @@ class Frame:
 
     @classmethod
     def short(cls, settings: Ltri) -> list[Frame]:
-        """Those of chunks that begin there and have at most a quarter of `chunk` tokens, and at most a half."""
+        """Frames of a quarter and half of `chunk` rows, where these are whole blocks; chunks begin as in `whole`."""
         rows = [settings.chunk // part for part in (4, 2) if settings.chunk % (part * settings.block) == 0]
         return [cls(count, 0, count) for count in rows]
 
     @classmethod
     def first(cls, settings: Ltri) -> list[Frame]:
-        """Those from a stream's beginning up to `Ltri.alike_from`, of both kinds."""
+        """The frames, of both kinds, of each `chunk` tokens from a stream's beginning up to `Ltri.alike_from`."""
         begins = range(0, settings.alike_from or 0, settings.chunk)
         found = [replace(cls.whole(settings), begin=begin) for begin in begins]
         for begin in begins:
@@ -93,7 +94,7 @@ class Frame:
         if end - begin > self.most or (not self.anywhere and begin % settings.chunk):
             return False
         if chunk.tokens_ask != self.tokens_ask and settings.evicted(begin):
-            return False  # where there are blocks to ask for, one of these asks, and not the other
+            return False  # tokens ask in the one and spans in the other, which only counts where blocks have left
         if self.begin is not None:
             inside = self.begin <= begin and end <= self.begin + self.rows
             return inside and settings.local(begin) == settings.local(self.begin)
@@ -143,11 +144,11 @@ class FramePlan:
         gone: the blocks that leave the window.
         outside: [rows] bool, rows that are not the chunk's.
         anywhere: see `Frame`.
-        asking: [n] int64, rows of the tokens that may ask (`Ltri.most_askers`), or of the chunk's own tiles; empty
-            where these are those of the frame's blocks.
-        asks: [n] int32, 1 for those of `asking` that are the chunk's, 0 for others.
-        oldest, newest: [1] int64, which of the frame's blocks have the chunk's first token and its last.
-        before: [block] bool, tokens of the oldest block that are before the chunk.
+        asking: [n] int64, the frame's rows of the tokens that may ask (`Ltri.most_askers`), or, where spans ask, of the
+            tokens in the chunk's own tiles (`Frame.own`); empty where there are no own tiles.
+        asks: [n] int32, 1 where a row of `asking` has a token of the chunk, else 0.
+        oldest, newest: [1] int64, places among the frame's blocks of those with the chunk's first and last token.
+        before: [block] bool, which tokens of the `oldest` block come before the chunk.
     """
 
     plan: ChunkPlan
@@ -228,7 +229,7 @@ class FramePlan:
     # ---- tensors that stand ----
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of a plan by name, without the numbers on the host (`ids`); KV slots are the last ones."""
+        """All tensors of a plan by name, but for `ids`. The `slots` of its `Tokens` come last, one after the other."""
         plan = self.plan
         tokens = {name: getattr(plan, name) for name in _TOKENS if getattr(plan, name) is not None}
         found = {name: getattr(plan, name) for name in _LOADED}
@@ -286,23 +287,23 @@ _LOADED = ("listed", "gone_ids", "gone_spans", "at", "first_way", "tile_spans", 
 _TOKENS = ("rows", "window", "sinks", "gone_tokens")
 _TILES = ("firsts", "places", "lengths")
 _OWN = ("outside", "asking", "asks", "oldest", "newest", "before")
-"""Tensors of a `ChunkPlan`, of the `Tokens` and the `Tiles` in it, and a `FramePlan`'s own."""
+"""Names of: a `ChunkPlan`'s tensors, its `Tokens`, the tensors of its `Tiles`, and a `FramePlan`'s own tensors."""
 
 
 _GAPS = [torch.zeros(count, dtype=torch.uint8, device="cpu") for count in range(ALIGNMENT)]
-"""What lies between two tensors of a plan that is packed, by its bytes."""
+"""Number of bytes -> as many zeros, which pad a tensor of a packed plan to a multiple of `ALIGNMENT`."""
 
 
 class StandingPlan:
-    """A plan in tensors that stand, into which others of the same frame are loaded.
+    """A plan in tensors that keep their addresses, into which other plans of the same frame are loaded.
 
     Args:
-        plan: one of them, `FramePlan.on_host`.
-        most: blocks on the host of a stream, at most.
+        plan: a plan of the frame, from `FramePlan.on_host`.
+        most: length of a stream's `Seat.ids`.
         device: of the tensors.
 
     Attributes:
-        plan: in these tensors; those of a plan that is loaded from then on.
+        plan: the plan in these tensors; their values are those of the plan that was loaded last.
     """
 
     def __init__(self, plan: FramePlan, most: int, device: torch.device) -> None:

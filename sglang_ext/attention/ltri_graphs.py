@@ -44,7 +44,7 @@ class ChunkGraphs:
         blocks: of a stream that may leave its window.
         nowhere: where rows of a frame that are not the chunk's leave things.
         device: of the KV cache.
-        ranks: which have the other heads. What they add is recorded, too, in the same order on all of them.
+        ranks: the tensor-parallel ranks, which share the heads. What they add is recorded, too, in one order on all.
 
     Attributes:
         replayed: how often a chunk was, in a layer.

@@ -41,7 +41,7 @@ class KernelChunk(LayerTokens[Spans]):
         memory: of the layer, on the device.
         store: of the layer.
         plan: the chunk, in every layer.
-        ranks: which have the other heads; they add what decides in a layer that votes.
+        ranks: the tensor-parallel ranks, which share the heads, and add what decides in a layer that votes.
         lanes: what runs beside the rest, in a chunk that is recorded (`ltri_recorded`).
     """
 
@@ -364,7 +364,7 @@ class KernelChunk(LayerTokens[Spans]):
         return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.compared_by(self.tokens_ask)))
 
     def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:
-        """Index vectors of the chunk's own spans, or of its last tokens: queries as they are behind a whole window."""
+        """Index vectors of the chunk's spans, or its last tokens: queries rotated to the distance `window - 1`."""
         settings, states = self.settings, voter.of_queries(asked.far)
         if self.tokens_ask:
             return self._asking_tokens(states)

@@ -59,7 +59,7 @@ class Voter:
 
 
 def cells_of(settings: Ltri, tokens: torch.Tensor, behind_sinks: bool = False) -> torch.Tensor:
-    """The number of the KV slot, among a stream's, that holds a token until it has left the window.
+    """The cells of tokens: index, among the stream's KV slots, of the slot that holds each until it leaves the window.
 
     Args:
         settings: of the method.
@@ -87,10 +87,10 @@ class LayerTokens(Generic[SpansT]):
         voter: what votes in the layer; None where nothing does.
         heads: query heads of the layer, on this rank.
         begin, end: numbers of its tokens.
-        answers: whether it is a token of an answer.
-        ending: whether all of them are among the last ones of a prompt (`Ltri.ending`), or of an answer.
-        given: blocks that the request names.
-        kept: whether other streams may begin like this one up to here.
+        answers: whether the chunk is one token of an answer.
+        ending: whether its tokens are all among the last ones of a prompt (`Ltri.ending`), or belong to an answer.
+        given: numbers of the blocks that the request names.
+        kept: whether other streams may begin like this one up to `begin`, so that a snapshot may be kept there.
     """
 
     settings: Ltri

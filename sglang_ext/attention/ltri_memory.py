@@ -139,9 +139,9 @@ class LayerMemory(ABC, Generic[SpansT]):
     """What one layer of a stream remembers.
 
     Attributes:
-        received: [slots of a stream] attention that the token in each slot received from all heads that this rank has
-            of the queries before `last`, float32 or float64.
-        spans: of the blocks of which all rows are there, until they leave the window.
+        received: [slots of a stream] float32 or float64, attention that the token in each slot received from the
+            queries before the newest one (`last`), summed over the heads of this rank.
+        spans: spans of the blocks whose tokens have all been computed, until the blocks leave the window.
         stored: blocks that have left the window; they are on the host.
         tiles: block -> [heads, block, block] of its attention map, until all of its rows are there.
         last: the newest token, and what it adds to `received` as soon as another one follows.

@@ -17,9 +17,9 @@ from sglang_ext.policies.ltri import renewed_blocks
 from sglang_ext.policies.ltri_options import Ltri
 
 PADDING_SLOT = 0
-"""SGLang's, in the KV cache: nobody reads what lies there."""
+"""SGLang's padding slot in the KV cache: what it holds has no meaning."""
 ALIGNMENT = 16
-"""Bytes, to whose multiples addresses are aligned that Triton's kernels are compiled for."""
+"""Triton's kernels are compiled for tensors whose addresses are multiples of this many bytes."""
 
 
 def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -29,7 +29,7 @@ def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on the host as it is on a device; nobody waits for the copy."""
+    """A copy on a device of a tensor in host memory; the host does not wait for it."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
@@ -38,17 +38,17 @@ class Seat:
     """What one stream has on the device.
 
     Attributes:
-        row: of all that has a row a stream.
-        at: [1] int64, the same on the device.
-        ids: [blocks that a stream may have, and one] int32, numbers on the host of its blocks that have left the
-            window; -1 behind. All streams have this width from the start: kernels are compiled for it.
+        row: number of the stream's row in every tensor that has one row for each stream.
+        at: [1] int64, `row` on the device.
+        ids: [most blocks of a stream + 1] int32, numbers on the host of its blocks that have left the window, then -1.
+            Every stream's `ids` have this width from the start, because kernels are compiled for it.
         slots: [1 + slots of a stream] int32, `PADDING_SLOT` and the KV slots of the stream's cells.
         wide_slots: the same, int64.
         host_ids: `ids`, on the CPU.
-        known: how many of `ids` are there.
-        decodes: whether what decoding steps read is up to date.
-        settled: behind the stream's newest chunk, where all blocks that are complete have their spans, and the tile of
-            the one that is not lies in the stream's row; None where that may be otherwise.
+        known: how many of `ids` have been filled in.
+        decodes: whether the stream's rows hold what decoding steps read.
+        settled: number of the token after the stream's newest chunk, where all complete blocks have their spans, and
+            the incomplete block's tile lies in the stream's row; None where that is not known.
     """
 
     row: int
@@ -79,10 +79,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class SeatRows:
-    """Where seats have their tensors, a row each. They stand: two CUDA streams write and read them.
+    """The tensors of all seats, a row for each. They are never freed, because two CUDA streams use them.
 
-    A seat is made on the stream of SGLang's scheduler, where its stream begins as a copy, and read and written on that
-    of the model. Memory of its own would go back to the first one with the seat, while the second may still use it.
+    The scheduler's CUDA stream writes the seat of a request that begins as a copy of another; the model's CUDA stream
+    reads and writes it later. PyTorch would give a seat's own memory back to the former while the latter uses it.
 
     Attributes:
         at: [rows, at least 1] int64, the number of each row.
@@ -125,7 +125,7 @@ class Tokens:
 
     Attributes:
         first: number of the first.
-        cells: [tokens] int64, their numbers among the slots of all streams, one row behind the other (`cells_of`).
+        cells: [tokens] int64, indices of their cells (`cells_of`) in a flattened [rows, slots of a stream].
         slots: [tokens] int64, their KV slots.
     """
 
@@ -197,8 +197,8 @@ class Tiles:
 
     Attributes:
         blocks: numbers of the stream's blocks that have them.
-        own: how many more there are, of the chunk's own tokens from its first on; 0 where the blocks' are the same, or
-            where the chunk's spans ask for nothing.
+        own: number of further tiles, which cut the chunk's own tokens from its first on; 0 where the blocks' tiles are
+            the same, or where the spans of the chunk are not compared with the index.
         firsts: [1, len(blocks) + own] int32, column in the window of each one's first token.
         places: [1, len(blocks) + own] int32, numbers of the tiles.
         lengths: [tiles of the chunk's own tokens] int32, how many tokens each has; in a frame (`ltri_frames`) that of
@@ -240,9 +240,9 @@ class ChunkPlan:
     Attributes:
         rows: its tokens.
         window: the tokens that it sees all of, its own at the end.
-        listed: [1, slots of a stream] int32, KV slots of the window, behind which anything may be.
-        sinks: the first tokens, as far as they lie before it.
-        stored: blocks that have left the window when it is computed.
+        listed: [1, slots of a stream] int32, KV slots of the window's tokens; entries after them are not used.
+        sinks: the sinks that come before the chunk.
+        stored: how many blocks have left the window when the chunk is computed.
         gone: those of them that leave it now.
         gone_tokens: their tokens; None for none.
         gone_ids: [n] int32, their numbers on the host.

@@ -147,7 +147,7 @@ class RecordedRun:
         run: the chunks.
         chunk: one of the layer's.
         stores: the layer's store, several times; what a chunk sees has room of its own in each, and chunks take turns.
-        ranks: which have the other heads.
+        ranks: the tensor-parallel ranks, each of which has some of the heads.
         lanes: what runs beside the rest.
         voted: whether a layer before this one votes.
     """

@@ -97,7 +97,7 @@ class KernelChunks:
         rows: streams, at most.
         rotation: the model's.
         attention: what computes attention.
-        ranks: which have the other heads; the index of a layer lies on the rank that has its retrieval head.
+        ranks: tensor-parallel ranks, which share the heads; a layer's index lies on the one with its retrieval head.
 
     Raises:
         ValueError: what they need does not fit the GPU.
@@ -105,14 +105,14 @@ class KernelChunks:
     Attributes:
         stores: by layer.
         slot: [rows, slots of a stream] int32, the KV slots of each stream's cells.
-        none: [blocks that a layer keeps for a stream, or 1] int32, `NOBODY` in the place of each.
-        cached: the blocks that lie on the device, too, of all layers.
+        none: [`Ltri.ways`, at least 1] int32 on the device, `NOBODY` everywhere.
+        cached: the caches, on the device, of blocks that came back, of all layers.
         voters: of all layers.
-        ranks: which have the other heads.
-        prompts: chunks of prompts whose recording was replayed, and those whose launches were made one by one.
+        ranks: the tensor-parallel ranks, each of which has some of the heads.
+        prompts: numbers of prompts' chunks that were `replayed` from a recording, and `launched` kernel by kernel.
     """
 
-    most_blocks = MAX_BLOCKS - 1  # that an election looks at, and room for none
+    most_blocks = MAX_BLOCKS - 1  # an election takes MAX_BLOCKS, and `Seat.ids` has one place that stays empty
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class KernelChunks:
             self.stores[layer] = LayerStore(index, state, ring, region, cache, seen, rotation, attention, scratch)
 
     def memory(self) -> KernelMemory:
-        """What a layer of a stream remembers that has no token yet."""
+        """The memory of one layer of a stream that has no token yet."""
         return KernelMemory.empty(self.settings, self.device)
 
     def attend(
@@ -232,7 +232,7 @@ class KernelChunks:
         return seat, memory
 
     def _runs(self, chunks: Sequence[LayerTokens[Any]]) -> list[tuple[int, PlacedRun | None]]:
-        """(how many, where they are replayed) of a pass's consecutive chunks; None for one that is launched."""
+        """Consecutive parts of a pass's chunks: (how many, the run that replays them; None for a launched chunk)."""
         found: list[tuple[int, PlacedRun | None]] = []
         taken: list[PlacedRun] = chunks[0].caches.carry.setdefault("runs taken", [])
         stored, at = chunks[0].memory.stored, 0
@@ -255,7 +255,7 @@ class KernelChunks:
     def _settle(self, seat: Seat, newest: LayerTokens[Any], *, replayed: bool) -> None:
         """Know whether all is settled behind a stream's newest chunk (`Seat.settled`)."""
         settings = self.settings
-        # Behind the sinks, blocks that are complete with a chunk have their spans with it, but where no spans ask.
+        # After the sinks, a launched chunk cuts the spans of the blocks that it completes, unless its tokens ask.
         whole = newest.begin % settings.chunk == 0 and newest.begin >= settings.sinks
         if newest.tokens_ask:
             whole = whole and settings.blocks(newest.begin + 1) == settings.blocks(newest.end + 1)
@@ -304,9 +304,9 @@ class KernelChunks:
             self._free.append(seat.row)
 
     def counters(self) -> Mapping[str, int]:
-        """Blocks that layers wanted and found in the caches of blocks, and that they did not; waits for the device.
+        """Counts of wanted blocks that the caches of blocks had (`hits`) and did not (`misses`); waits for the device.
 
-        With the bytes that were read for these from the host.
+        `fetched_bytes` are the bytes of the misses, also of those that came from the GPU before they were on the host.
         """
         hits, misses = self.cached.counts()
         region = next(iter(self.stores.values())).region
@@ -371,7 +371,7 @@ def _beside_index(settings: Ltri, voters: Voters, heads: int, rows: int, keys: t
 
 
 def _check_room(settings: Ltri, voters: Voters, blocks: int, heads: int, rows: int, keys: torch.Tensor) -> None:
-    """Raise ValueError where index and maps do not fit the GPU; the KV cache's budget counts the cached blocks."""
+    """Raise ValueError where index, maps and cached blocks do not fit the GPU; the KV cache left room for the last."""
     if not keys.is_cuda:
         return
     votes, (free, _) = sum(voter is not None for voter in voters.values()), torch.cuda.mem_get_info(keys.device)

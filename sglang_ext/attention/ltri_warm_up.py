@@ -42,10 +42,10 @@ class WarmUp:
     scale: float
 
     def read(self, places: int) -> None:
-        """Read a prompt until blocks come back, and record its last whole chunk where it does what all others do.
+        """Read a prompt until blocks come back; record its last whole chunk, if it does what all later ones would do.
 
-        Chunks are launched one by one at the begin of a turn, whatever was recorded: as a turn ends anywhere, so does
-        one here, and the next one begins there.
+        Even after recording, a turn's first chunks are launched one by one, and a turn may begin inside a chunk and a
+        block. So one chunk is cut there here, which compiles the kernels for that case.
 
         Args:
             places: whole chunks of a run, at most; 0 records nothing.

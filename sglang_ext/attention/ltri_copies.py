@@ -16,8 +16,8 @@ from sglang_ext.attention.ltri_state import Leaving
 class HostCopies:
     """Copies of blocks to the host, one behind the other.
 
-    What waits for the copies of a layer or of a run is launched on one stream, which waits for each of them once. What
-    waits for all may be launched on any, so `_newest` stays.
+    A single CUDA stream waits for the copies of a layer or of a run, so one wait is enough, and the event is dropped.
+    Several streams may wait for all copies, so `_newest` stays.
 
     Args:
         device: of the blocks.

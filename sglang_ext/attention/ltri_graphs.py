@@ -32,7 +32,7 @@ from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
 
 CHUNKS_AT_ONCE = 3
-"""That have room for what they see. A chunk's keys are gathered behind the answer of the last one with its room."""
+"""Chunks that have a room for what they see. A window is gathered once the last chunk in its room is answered."""
 
 
 class ChunkGraphs:
@@ -68,7 +68,7 @@ class ChunkGraphs:
         self.replayed, self.copies = 0, HostCopies(device)
 
     def record(self, chunks: Mapping[int, LayerTokens[Spans]], seat: Seat, frames: Sequence[Sequence[Frame]]) -> None:
-        """Record a chunk of a stream, and run it, in all layers; what it leaves in the stream's row is of no use.
+        """Record all runs in all layers, with chunks of a stream; this runs them, and leaves nothing of use in its row.
 
         Args:
             chunks: layer -> a whole chunk there.
@@ -96,7 +96,7 @@ class ChunkGraphs:
             taken: other runs of the pass, to which theirs is added.
 
         Returns:
-            As many as fit a run, in the one with the fewest rows that fewest others have; None where none fits.
+            As many as fit, in the run that takes most, then has fewest rows, then is least in `taken`; None if none fit.
         """
         settings, shares = self._settings, Counter(other.run.number for other in taken)
         fitting = [run for run in self._runs if run.fits(settings, chunks, stored)]

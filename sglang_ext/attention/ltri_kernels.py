@@ -71,7 +71,7 @@ class KernelChunk(LayerTokens[Spans]):
         return self._queries(query), self._window()
 
     def look(self, asked: ChunkQuery, window: SeenKeys) -> Looked:
-        """Attend to the window, but not to `_late` tokens of it."""
+        """Attend to the window; where `_late` is not 0, only to what each row sees at its true distance."""
         attention = self.store.attention
         attend = attention.attend_near if self._late else attention.attend_window
         local = attend(asked, window, width=self._width, scale=self.caches.scale)
@@ -85,7 +85,7 @@ class KernelChunk(LayerTokens[Spans]):
             votes: of the layers before, to which the layer adds its own.
 
         Returns:
-            [n] int32, numbers of the stream's blocks; none where an answer sees what its prompt has got.
+            [n] int32, numbers of the stream's blocks, on the device; n is 0 where an answer sees its prompt's blocks.
         """
         asked, own = None, None
         if self.voter is not None and looked is not None:
@@ -103,7 +103,7 @@ class KernelChunk(LayerTokens[Spans]):
         return found if self.plan.renewed is None or not len(found) else self.plan.renewed
 
     def sought(self, chosen: torch.Tensor) -> Sought:
-        """Find what `chosen` returned in the stream's row of the cache; blocks that are not there get ways (`fill`)."""
+        """Look up the blocks of `chosen` in the stream's row of the cache; missing ones get ways, for `fill`."""
         if self._of_prompt is not None:
             return Sought(self._of_prompt)
         found = look_up(self.plan.ids.index_select(0, chosen).unsqueeze(0), self.plan.at, self.store.cache)
@@ -118,11 +118,11 @@ class KernelChunk(LayerTokens[Spans]):
             fetch(self.store.region, sought.found, self.plan.at, self.store.cache, fresh=self._fresh())
 
     def beyond(self, found: Retrieved) -> tuple[SeenKeys, FarKeys]:
-        """Gather the sinks and blocks that came back in `scratch`, until another chunk's are gathered there.
+        """Copy the sinks, and the blocks that came back, into `scratch`; the next chunk there overwrites them.
 
         Returns:
-            (sinks, blocks). Sinks that all rows see at the largest distance are a part of the blocks, and behind these
-            `gathered` leaves `_late` tokens of the window.
+            (sinks, blocks). Where all rows see all sinks at the largest distance, the second has sinks, blocks, and the
+            `_late` tokens of the window, which `gathered` has put there; the first is empty then.
         """
         settings, plan, count = self.settings, self.plan, found.ways.shape[0]
         slots = plan.sinks.slots
@@ -158,7 +158,7 @@ class KernelChunk(LayerTokens[Spans]):
 
     @property
     def _width(self) -> int:
-        """Distances below it are true."""
+        """Rows see tokens at true distances below it, and at the largest distance from it on."""
         return self.end + 1 if self.settings.far else self.settings.window
 
     @property
@@ -170,8 +170,8 @@ class KernelChunk(LayerTokens[Spans]):
     def _late(self) -> int:
         """How many of the window's tokens are attended to together with those beyond it, in one call instead of two.
 
-        Not in a layer that votes: its map needs the window's log-sum-exps. All sinks must be as far away, and each row
-        must see one of these tokens.
+        All `_oldest`, or none. A layer that votes has none: its map needs the whole window's log-sum-exps. In others,
+        all rows must see all sinks at the largest distance, and at least one of the window's tokens, too.
         """
         together = self.voter is None and self._sinks_are_far and self._oldest >= self.end - self.begin
         return self._oldest if together else 0
@@ -192,7 +192,7 @@ class KernelChunk(LayerTokens[Spans]):
         count = plan.window.slots.shape[0]
         near, far, values = scratch.near[:count], scratch.far[:count], scratch.values[:count]
         gather_keys(self.caches.keys, self.caches.values, plan.listed, self.store.rotation, count, scratch.near, values)
-        # Values come along: they are written where they stand, or where they are attended to.
+        # `move` copies values, too: to where `gather_keys` has just put the same, or to where the late ones are read.
         oldest = (far, values) if self._late == 0 else self._beyond_room(0, self._late)
         move((self.caches.keys, self.caches.values), oldest, read=plan.window.slots[: self._oldest])
         return SeenKeys(near, far, values, plan.window.first)
@@ -230,7 +230,7 @@ class KernelChunk(LayerTokens[Spans]):
         self.memory.stored = blocks.stop
 
     def _gone_states(self, voter: Voter, slots: torch.Tensor) -> torch.Tensor:
-        """[tokens, dim], of the tokens that leave the window, which have these slots."""
+        """[tokens, dim], the voter's keys (`Voter.of_keys`) of the tokens in these slots, which leave the window."""
         return voter.of_slots(self.caches.keys, slots, self.heads)
 
     def _keep_blocks(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
@@ -241,8 +241,8 @@ class KernelChunk(LayerTokens[Spans]):
         """Keep what the map of attention to the window says of blocks.
 
         Returns:
-            (spans of the chunk's own tokens, a tile of `block` of them each; what these received [tiles, block]); None
-            where these do not ask.
+            (spans of the chunk's own tokens, cut in tiles of `block` tokens; [tiles, block] what the tokens received);
+            None where the chunk's spans are not compared with the index.
         """
         chunk = self._local_map(looked)
         spans, given = self._tiles(chunk), received(chunk)
@@ -269,7 +269,7 @@ class KernelChunk(LayerTokens[Spans]):
         )
 
     def _add_sums(self, given: Received) -> None:
-        """Add what the window's tokens receive from the chunk's rows to what they have received."""
+        """Add what tokens receive from all rows but the last to `received`, and keep the last row's part in `last`."""
         cells, state = self.plan.window.cells, self.store.map_of_voters
         state.received.view(-1).index_add_(0, cells, given.received[0])
         state.last.index_fill_(0, self.plan.at, 0)
@@ -305,9 +305,9 @@ class KernelChunk(LayerTokens[Spans]):
         return chunk.lse.new_zeros(self.plan.tiles.places.shape[1], self.heads, block, block)
 
     def _keep_tiles(self) -> None:
-        """Have the tiles that wait for more rows, or to be cut, in memory of their own, and not in that of a chunk.
+        """Copy the tiles that wait for more rows, or to be cut, out of the tensor that holds all of the chunk's tiles.
 
-        The newest block's is where decoding steps write its rows.
+        The newest block's goes to the stream's row of `MapState.tile`, where decoding steps write more of its rows.
         """
         memory, state, newest = self.memory, self.store.state, self.settings.blocks(self.end) - 1
         for block, tile in memory.tiles.items():
@@ -317,7 +317,7 @@ class KernelChunk(LayerTokens[Spans]):
                 memory.tiles[block] = tile.clone()
 
     def _own_spans(self, spans: Spans, given: torch.Tensor) -> tuple[Spans, torch.Tensor]:
-        """The spans of the chunk's own tokens; where these are blocks of the stream, they are those of the blocks."""
+        """(spans, [tiles, block] received) of the chunk's own tiles; where these are blocks, keep whole ones' spans."""
         settings, plan = self.settings, self.plan
         whole = [block for block in plan.tiles.blocks if settings.first(block + 1) <= self.end]
         if whole and plan.tiles.own == 0:
@@ -354,7 +354,7 @@ class KernelChunk(LayerTokens[Spans]):
         return found[0]
 
     def _scores(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> torch.Tensor:
-        """[1, blocks], of the stream's blocks, by the rank that has the index."""
+        """[1, blocks], scores of the stream's blocks: the sum over ranks, of which those without the index add 0."""
         ids, index = self.plan.ids.unsqueeze(0), self.store.index
         self.lanes.index.join()
         if index is None:
@@ -364,7 +364,7 @@ class KernelChunk(LayerTokens[Spans]):
         return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.compared_by(self.tokens_ask)))
 
     def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:
-        """Index vectors of the chunk's spans, or its last tokens: queries rotated to the distance `window - 1`."""
+        """Queries rotated to the distance `window - 1`: of the chunk's spans, of its last tokens, or all as a mean."""
         settings, states = self.settings, voter.of_queries(asked.far)
         if self.tokens_ask:
             return self._asking_tokens(states)
@@ -376,7 +376,7 @@ class KernelChunk(LayerTokens[Spans]):
         return query_spans(settings, spans, given, asking)
 
     def _asking_tokens(self, states: torch.Tensor) -> QuerySpans:
-        """The tokens that ask as spans of their own, of states [rows, dim]; of as many for all chunks that ask so."""
+        """The last tokens of states [rows, dim], each as a span of its own, padded to `most_askers` spans."""
         asking = states[-self.settings.most_askers :]
         there = torch.arange(self.settings.most_askers, device=states.device) < asking.shape[0]
         return token_spans(_padded(asking, len(there)), there.int())
@@ -394,7 +394,7 @@ class KernelChunk(LayerTokens[Spans]):
         return None
 
     def _beyond_room(self, tokens: int, late: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room in `scratch` for (keys, values) of so many tokens beyond the window, and of so many of its own."""
+        """Room in `scratch` for (keys, values) of `tokens` beyond the window, then of `late` tokens of the window."""
         end, scratch = self.settings.sinks + self.settings.retrieved * self.settings.block, self.store.scratch
         part = slice(end - tokens, end + late)
         return scratch.beyond_keys[part], scratch.beyond_values[part]

@@ -95,7 +95,8 @@ class RecordedChunk(KernelChunk):
     def _framed_spans(self, chunk: LocalMap) -> Spans:
         """The spans of the frame's blocks, and of the chunk's own tokens behind them.
 
-        Rows of the oldest block that were there before lie in the stream's row, where the newest block's are left.
+        The oldest block's rows from before the chunk lie in the stream's row of `MapState.tile`, and the newest block's
+        tile is left there.
         """
         plan, state, frame = self.plan, self.store.map_of_voters, self.frame
         tiles = self._no_tiles(chunk)
@@ -126,10 +127,10 @@ class Seen:
     Attributes:
         looked: attention to the window (`look`).
         sought: the blocks that come back.
-        beyond: (sinks, those blocks), in a layer that does not vote with far tokens of the window, which `gathered`
-            leaves behind the blocks.
-        there: behind it, `beyond` is there, and nobody reads the blocks in the cache any more.
-        counted: behind it, all else is there, and nobody else reads the chunk's room.
+        beyond: (sinks, those blocks); in a layer that does not vote, `_late` tokens of the window, which `gathered` has
+            put there, lie behind the blocks.
+        there: the mark behind which `beyond` is complete, and the chunk reads no more of its blocks in the cache.
+        counted: the mark behind which all else is complete, and only the chunk's last step still reads its room.
     """
 
     looked: Looked
@@ -145,8 +146,8 @@ class RecordedRun:
 
     Attributes:
         run: the chunks.
-        chunk: one of the layer's.
-        stores: the layer's store, several times; what a chunk sees has room of its own in each, and chunks take turns.
+        chunk: any chunk of the layer; those of the run are copies of it with other tokens.
+        stores: copies of the layer's store, each with a `scratch` of its own, which consecutive chunks use in turn.
         ranks: the tensor-parallel ranks, each of which has some of the heads.
         lanes: what runs beside the rest.
         voted: whether a layer before this one votes.
@@ -160,7 +161,7 @@ class RecordedRun:
     voted: bool
 
     def compute(self) -> None:
-        """Compute all chunks out of what stands."""
+        """Compute all chunks from the plans and rows that were loaded (`ChunkRun.load`, `PlacedRun.write`)."""
         places, lane, turns = self.run.places, self.lanes.window, len(self.stores)
         chunks = [self._recorded(number) for number in range(len(places))]
         votes = [{one.begin: place.votes} if self.voted else {} for one, place in zip(chunks, places, strict=True)]

@@ -73,7 +73,7 @@ class Before:
         return cls(received.new_zeros(chunks, settings.slots), bounds, counts)
 
     def keep(self, number: int, store: LayerStore, at: torch.Tensor) -> None:
-        """Have what there is before a chunk of the run in a stream's row, [1] int64."""
+        """Copy here what the stream's row `at`, [1] int64, holds before chunk `number` of the run."""
         ring, part = store.spans_of_voters, slice(number, number + 1)
         torch.index_select(store.map_of_voters.received, 0, at, out=self.received[part])
         for kept, all_rows in ((self.bounds[part], ring.bounds), (self.counts[part], ring.counts)):
@@ -120,7 +120,7 @@ class PlacedRun:
         run: where they are computed.
         seat: of the stream.
         plans: of the chunks, on the CPU.
-        kept: whether a snapshot is kept before each chunk, once all of the run are there.
+        kept: for each chunk, whether a snapshot of the memory before it is kept when the whole run has been computed.
         leaves: (place in the run's `leaving`, number on the host) of each block that leaves the window.
         shared: whether others of the pass are computed there, too.
         votes: [1, blocks] float32 of each chunk, of the layers so far, while others are in the run.
@@ -194,7 +194,7 @@ class ChunkRun:
         number: of the run, from 0.
         places: of its chunks, one behind the other.
         room: their rows.
-        leaving: blocks that leave the window with all of them.
+        leaving: room for the blocks that leave the window with any of them.
         gone_ids: [blocks of `leaving`] int32, their numbers on the host.
         before: what there was before the chunks, in the layer that was replayed last; None where nothing votes.
         chunks: those that were loaded last.
@@ -216,7 +216,7 @@ class ChunkRun:
         return self.places[-1].rows.stop
 
     def fits(self, settings: Ltri, chunks: Tokens, stored: int) -> bool:
-        """Whether the first of some chunks have their places here, of which so many blocks have left before."""
+        """Whether the first of some chunks fit the places, where `stored` blocks have left the window before them."""
         if len(chunks) < len(self.places):
             return False
         for place, tokens in zip(self.places, chunks, strict=False):
@@ -227,7 +227,7 @@ class ChunkRun:
         return True
 
     def load(self, chunks: PlacedRun) -> None:
-        """Have chunks here, with the votes of the layers before; those of the ones that were here are kept for them."""
+        """Load the plans and votes of chunks; the votes of those before are saved, if they share the run."""
         before = self.chunks
         if chunks is before:
             return

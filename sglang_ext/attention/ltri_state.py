@@ -52,13 +52,13 @@ class Sought:
 class KernelMemory(LayerMemory[Spans]):
     """What one layer of a stream remembers, on the device.
 
-    `received`, `newest` and `spans` share the memory of the layer's state, as soon as the stream has a row there.
-    Before that, also in a stream that has begun as a copy, they are what the row begins with.
+    Once the stream has a row, `received`, `newest` and `spans` are views of it in `LayerStore.state` and `ring`. Until
+    then, also where the stream began as a copy, `sit` copies `received` and `spans` into the row.
 
     Attributes:
         newest: [slots of a stream], what the newest token adds to `received`.
-        retrieved: by the last chunk of a prompt.
-        shown: what answers see, as far as decoding steps know.
+        retrieved: the blocks that the last chunk of a prompt retrieved.
+        shown: the `retrieved` whose ways were last written to `LayerStore.ways`, where decoding steps read them.
         row: None where nothing votes, and before the first chunk.
     """
 
@@ -87,7 +87,7 @@ class KernelMemory(LayerMemory[Spans]):
         return kept
 
     def sit(self, row: int, settings: Ltri, store: LayerStore) -> None:
-        """Have what the layer remembers in a row of its state, where all launches find it."""
+        """Copy what the layer remembers into a row of its `state` and `ring`, and keep views of that row instead."""
         state, ring = store.state, store.ring
         if state is None or ring is None or self.row == row:
             return
@@ -100,7 +100,7 @@ class KernelMemory(LayerMemory[Spans]):
         self.received, self.newest, self.spans, self.row = received, newest, spans, row
 
     def saw(self, token: int) -> None:
-        """What a decoding step of this token adds to `received` is in `newest`."""
+        """Know that `newest` holds what the query of this token adds to `received`, once another token follows."""
         if self.newest is not None:
             self.last = token, self.newest
 
@@ -173,7 +173,7 @@ class ClampedAttention(Protocol):
         """Attention to what rows see of the window at its true distance."""
 
     def attend_beyond(self, query: ChunkQuery, sinks: SeenKeys, memory: FarKeys, *, width: int, scale: float) -> Part:
-        """Attention to what lies outside of it, to be merged with the window's."""
+        """Attention to the sinks and to `memory`, to be merged with the attention to the window."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ class Looked:
     Attributes:
         asked: the chunk's queries.
         window: what they see.
-        local: what they find there; in a layer that does not vote, maybe at true distances alone (`KernelChunk._late`).
-        spans: of the attention map's tiles, in a chunk that is recorded and votes.
+        local: their attention to it; where `KernelChunk._late` is not 0, to tokens at their true distance alone.
+        spans: those that are cut out of the map's tiles, in a recorded chunk of a layer that votes; else None.
     """
 
     asked: ChunkQuery
@@ -201,8 +201,8 @@ class Scratch:
         near, far: [tokens of a window, kv_heads, head_dim]: rotated keys of the window, and its keys as they are
             stored.
         values: [likewise, kv_heads, value_dim].
-        beyond_keys: [tokens that are seen beyond it, and as many as the window has, kv_heads, head_dim]; those of the
-            window that are seen at the largest distance lie behind the others.
+        beyond_keys: [sinks + retrieved * block + tokens of a window, kv_heads, head_dim]: keys of sinks and blocks end
+            at sinks + retrieved * block, and behind them lie `KernelChunk._late` keys of the window.
         beyond_values: [likewise, kv_heads, value_dim].
     """
 
@@ -231,12 +231,12 @@ class LayerStore:
     """What one layer has for all streams.
 
     Attributes:
-        index: None where nothing votes.
-        state: of the map of attention; a row a stream. None where nothing votes.
+        index: None where nothing votes, and where the retrieval head is on another rank.
+        state: what is remembered of the map of attention, one row for each stream; None where nothing votes.
         ring: the spans of the blocks in the windows. None where nothing votes.
         region: its blocks on the host, as the device sees them.
         cache: the blocks that lie on the device, too; a row a stream.
-        ways: [rows, blocks] int32, which of them an answer sees; -1 for none.
+        ways: [rows, max(1, retrieved)] int32, the ways in `cache` of the blocks that an answer sees; -1 for none.
         rotation: the model's.
         attention: what computes attention.
         scratch: shared by all layers.
@@ -268,17 +268,17 @@ class LayerStore:
 
 
 HIGH_PRIORITY = -1
-"""Of CUDA streams whose kernels begin before those of others that wait, too."""
+"""The priority of CUDA streams whose waiting kernels begin before those of other streams."""
 
 Mark: TypeAlias = torch.cuda.Event | None
 """What was launched on a CUDA stream up to some point; None where nothing runs beside anything."""
 
 
 class Lane:
-    """Launches that run beside others: on a stream of their own, or in their place among the others.
+    """A sequence of launches that runs beside others on a CUDA stream of its own, or else in order among the others.
 
     Args:
-        stream: theirs, inside a CUDA graph; None for their place.
+        stream: the lane's CUDA stream; None where its launches run on the current stream, in order.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -290,12 +290,12 @@ class Lane:
 
     @contextmanager
     def apart(self, *read: object, behind: Mark = None) -> Iterator[None]:
-        """What is launched inside begins when what it is `behind` has ended, and others do not wait for it.
+        """Launch what is inside on the lane's stream, once `behind` has ended; the current stream does not wait for it.
 
         A lane's own launches run one behind the other.
 
         Args:
-            read: what it reads and others would let go of; it is held until they `join`.
+            read: what the launches read and the caller may free; the lane holds it until `join`.
             behind: a mark; None for all that was launched before.
         """
         begins = self.mark() if behind is None else behind
@@ -338,9 +338,9 @@ class Lanes:
             where they lie in the cache of blocks.
         back: blocks come from the host into the cache.
         beyond: sinks and blocks are gathered as the chunk sees them.
-        index: a part of `choice`: index vectors of blocks that leave the window.
-        sums: likewise: what a chunk leaves for the next one, which waits for that: spans, and sums of what tokens have
-            received.
+        index: a part of `choice`: the index vectors of blocks that leave the window are computed.
+        sums: another part of `choice`: spans are kept, and what tokens have received is added up. The next chunk's
+            `choice` waits for both.
     """
 
     gather: Lane = field(default_factory=Lane)

@@ -96,7 +96,7 @@ class ChunkGraphs:
             taken: other runs of the pass, to which theirs is added.
 
         Returns:
-            As many as fit, in the run that takes most, then has fewest rows, then is least in `taken`; None if none fit.
+            As many as fit, in the run that takes most, then has fewest rows, then is least in `taken`, or None.
         """
         settings, shares = self._settings, Counter(other.run.number for other in taken)
         fitting = [run for run in self._runs if run.fits(settings, chunks, stored)]

@@ -106,7 +106,8 @@ class KernelChunk(LayerTokens[Spans]):
         """Look up the blocks of `chosen` in the stream's row of the cache; missing ones get ways, for `fill`."""
         if self._of_prompt is not None:
             return Sought(self._of_prompt)
-        found = look_up(self.plan.ids.index_select(0, chosen).unsqueeze(0), self.plan.at, self.store.cache)
+        ids = self.plan.ids[chosen.long()]  # -1, where an election finds no more blocks, is the last of `ids`: no block
+        found = look_up(ids.unsqueeze(0), self.plan.at, self.store.cache)
         sought = Sought(Retrieved(chosen, found.places[0]), found)
         if not self.answers:
             self.memory.retrieved = sought.retrieved
@@ -134,8 +135,7 @@ class KernelChunk(LayerTokens[Spans]):
         move((cached[0], cached[1]), (blocks[0], blocks[1]), read=found.ways, base=plan.first_way)
         if settings.far:
             at = found.blocks.long().unsqueeze(1) * settings.block + torch.arange(settings.block, device=keys.device)
-            at = at + settings.sinks - plan.window.first
-            keys[sinks:] = rotate(keys[sinks:], at.view(-1, 1), self.caches.rope)
+            keys[sinks:] = rotate(keys[sinks:], (at + settings.sinks - plan.window.first).view(-1, 1), self.caches.rope)
         if self._sinks_are_far:
             memory = FarKeys(*self._beyond_room(tokens, self._late), self._late)
             return SeenKeys(keys[:0], keys[:0], values[:0], 0), memory

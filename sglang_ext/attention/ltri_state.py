@@ -52,8 +52,8 @@ class Sought:
 class KernelMemory(LayerMemory[Spans]):
     """What one layer of a stream remembers, on the device.
 
-    Once the stream has a row, `received`, `newest` and `spans` are views of it in `LayerStore.state` and `ring`. Until
-    then, also where the stream began as a copy, `sit` copies `received` and `spans` into the row.
+    In a layer that votes, once the stream has a row, `received`, `newest` and `spans` are views of it in
+    `LayerStore.state` and `ring`. Before, they are tensors of their own, which `sit` copies into the row.
 
     Attributes:
         newest: [slots of a stream], what the newest token adds to `received`.

@@ -367,6 +367,24 @@ def test_rows_of_streams_that_ended_serve_others(places: int, monkeypatch: pytes
     assert kernels.policy.blocks_on_host.used == 0
 
 
+@pytest.mark.parametrize("places", [0, 5])
+def test_a_stream_that_is_not_finite_disturbs_no_other(
+    places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Where no score is a number, an election finds fewer blocks than it looks for, or none."""
+    _, kernels = both(monkeypatch, tmp_path, {"similarity": "max", "heads": "file"}, places)
+    wanted = torch.cat([*kernels.run(kernels.begin(2, PROMPT), text(2), 0, TOKENS)], 1)
+    _, kernels = both(monkeypatch, tmp_path, {"similarity": "max", "heads": "file"}, places)
+    lost, first, second = text(1), kernels.begin(1, PROMPT), kernels.begin(2, PROMPT)
+    lost[:, 0, 150:] = torch.nan
+    broken, found = kernels.run(first, lost, 0, TOKENS), []
+    for each in kernels.run(second, text(2), 0, TOKENS):
+        found.append(each)
+        next(broken)
+    assert torch.equal(torch.cat(found, 1), wanted)
+    assert replayed(kernels) > 0 or not places
+
+
 def test_a_warm_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The reader reads a prompt of its own on SGLang's padding slot; streams after it are those of plain PyTorch."""
     plain, world = both(monkeypatch, tmp_path, {"similarity": "max", "heads": "file"})

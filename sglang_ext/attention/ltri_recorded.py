@@ -130,7 +130,7 @@ class Seen:
         beyond: (sinks, those blocks); in a layer that does not vote, `_late` tokens of the window, which `gathered` has
             put there, lie behind the blocks.
         there: the mark behind which `beyond` is complete, and the chunk reads no more of its blocks in the cache.
-        counted: the mark behind which all else is complete. Behind both marks, only the chunk's last step reads its room.
+        counted: the mark behind which all else is complete. Behind both, only the last step reads the room.
     """
 
     looked: Looked

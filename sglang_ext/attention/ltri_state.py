@@ -53,7 +53,8 @@ class KernelMemory(LayerMemory[Spans]):
     """What one layer of a stream remembers, on the device.
 
     In a layer that votes, once the stream has a row, `received`, `newest` and `spans` are views of it in
-    `LayerStore.state` and `ring`. Before, they are tensors of their own, which `sit` copies into the row.
+    `LayerStore.state` and `ring`. Before, `received` and `spans` have memory of their own, out of which `sit` copies
+    them into the row.
 
     Attributes:
         newest: [slots of a stream], what the newest token adds to `received`.

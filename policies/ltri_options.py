@@ -79,6 +79,9 @@ class Ltri:
             trained, and not at the distance `window - 1`.
         renewed: for measurements: with each chunk, this many of the blocks that come back are replaced by others, and
             the rest stay, whatever is voted for. With 0, the votes decide, as in the method.
+        four_bits: keep index vectors in 4 bits a component, rotated before, with one scale for each span, and not in
+            the dtype of the keys: a quarter of the memory of the GPU, and of what each choice of blocks reads. Only
+            where one head votes in a layer, and not with similarity `sum`, which remembers one vector for a span.
         host_gb: host memory, in GiB, for what leaves the windows of all streams, on all ranks together. Left out, it is
             a quarter of the machine's memory, and at most half of what is free; kernels then use only as many blocks of
             it as the GPU has room to index.
@@ -113,6 +116,7 @@ class Ltri:
     persist: bool = True
     far: bool = False
     renewed: int = 0
+    four_bits: bool | None = None
     host_gb: float | None = None
 
     def __post_init__(self) -> None:
@@ -143,6 +147,11 @@ class Ltri:
             raise ValueError(f"chunk={self.chunk}, block={self.block}: expected a chunk of whole blocks")
         if self.window < self.chunk:
             raise ValueError(f"window={self.window}, chunk={self.chunk}: expected a window of at least a chunk")
+        if self.four_bits and not self._packable:
+            raise ValueError(
+                f"four_bits={self.four_bits}, index={self.index!r}, similarity={self.similarity!r}: expected index "
+                "'ltri' with similarity 'max' or 'mass', since others keep one vector for a span; leave four_bits out"
+            )
         if self.last > self.chunk:
             raise ValueError(f"last={self.last}, chunk={self.chunk}: expected at most a chunk")
         if not isinstance(self.vectors, int | None) or isinstance(self.vectors, bool) or self.most_vectors < 1:
@@ -165,11 +174,30 @@ class Ltri:
         """Tokens of a chunk's span that are compared with what is remembered, at most."""
         return min(self.most_vectors, max(1, self.queries // self.spans))
 
+    @property
+    def packs(self) -> bool:
+        """Whether index vectors are kept in 4 bits a component."""
+        return self._packable and bool(self.four_bits)
+
+    @property
+    def _packable(self) -> bool:
+        return self.index == "ltri" and self.similarity != "sum"
+
     def of_all_heads(self) -> Ltri:
-        """The same settings where all heads of a layer vote: an index vector has the components of all of them."""
-        if self.vectors is not None:
-            return self
-        return replace(self, vectors=max(self.spans, min(self.block * 3 // 8, PAPERS_VECTORS)))
+        """The same settings where all heads of a layer vote: an index vector has the components of all of them.
+
+        Raises:
+            ValueError: `four_bits`, for which one head of a layer must vote.
+        """
+        if self.four_bits:
+            raise ValueError(
+                "four_bits=True, and all heads of a layer vote: expected a file that says which head does; make one"
+                " with sglang-ext heads, and name it as heads (--policy), or leave four_bits out"
+            )
+        vectors = self.vectors
+        if vectors is None:
+            vectors = max(self.spans, min(self.block * 3 // 8, PAPERS_VECTORS))
+        return replace(self, vectors=vectors, four_bits=False)
 
     def rate_of(self, layer: int) -> float:
         """λ of a layer."""

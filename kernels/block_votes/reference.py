@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans, check, check_election, score_dtype
+from sglang_ext.kernels.packed_vectors.reference import unpack
 
 NONE = float("-inf")
 
@@ -48,7 +49,8 @@ def score_blocks(
             raise ValueError(f"request {request} has entries {at.min()} to {at.max()}: expected 0 to {entries - 1}")
         counts = index.counts[at]
         asked, asked_spans = _used(query.vectors[request], query.counts[request], dtype)
-        kept, kept_spans = _used(index.vectors[at], counts, dtype)
+        vectors = index.vectors[at] if index.scales is None else unpack(index.vectors[at], index.scales[at], dtype)
+        kept, kept_spans = _used(vectors, counts, dtype)
         if asked_spans.any() and kept_spans.any():
             out[request, :blocks] = _best(asked, query.counts[request], kept, counts, kind)
     return out

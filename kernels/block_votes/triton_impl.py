@@ -140,17 +140,19 @@ def score_blocks(
     """
     check(query, index, kind, out)
     asked, kept = query.vectors, index.vectors
-    for name, tensor in (("query vectors", asked), ("index vectors", kept)):
+    packed = index.scales is not None
+    for name, tensor in (("query vectors", asked), *([] if packed else [("index vectors", kept)])):
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} are {tensor.dtype}: expected one of {DTYPES}; take the reference for float64")
     batch, query_spans, most_q, dim = asked.shape
     entries, spans, most, _ = kept.shape
+    scales = query.counts if index.scales is None else index.scales  # not looked at unless vectors are packed
     limit = index.ids.shape[1]
     if out is None:
         out = torch.empty(batch, limit, dtype=torch.float32, device=asked.device)
     check_contiguous(
         {"query vectors": asked, "query counts": query.counts, "index vectors": kept, "index counts": index.counts,
-         "ids": index.ids, "blocks": index.blocks, "out": out}
+         "index scales": scales, "ids": index.ids, "blocks": index.blocks, "out": out}
     )  # fmt: skip
     spans_pad, most_pad, most_q_pad = _power(spans), _power(most), _power(most_q)
     if spans_pad * most_pad > MAX_VECTORS or most_q_pad > MAX_VECTORS:
@@ -163,7 +165,7 @@ def score_blocks(
         return out
     if 0 in (query_spans, most_q, entries, spans, most, dim):
         return out.fill_(float("-inf"))
-    dtype = asked.dtype if asked.dtype == kept.dtype else torch.float32
+    dtype = asked.dtype if packed or asked.dtype == kept.dtype else torch.float32
     block_columns = spans_pad * most_pad
     tuning = tuning or tuning_for(limit * block_columns, batch, dtype, kind)
     span_rows = max(16, tuning.rows, most_q_pad) // most_q_pad
@@ -174,16 +176,16 @@ def score_blocks(
     each = triton.cdiv(tiles, PARTS) if kind == "mass" else 1
     parts = triton.cdiv(tiles, each)
     width = width_for(
-        tuning, blocks * block_columns + span_rows * most_q_pad, dim, dtype.itemsize,
+        tuning, blocks * block_columns + span_rows * most_q_pad, index.vectors.shape[3], dtype.itemsize,
         shared_memory(asked.device) if asked.is_cuda else HOPPER_SHARED,
     )  # fmt: skip
     sizes = {
         "SPANS": spans, "MOST": most, "DIM": dim, "BLOCKS": blocks, "SPANS_PAD": spans_pad, "MOST_PAD": most_pad,
         "QUERY_TILES": query_tiles, "SPAN_ROWS": span_rows, "MOST_Q": most_q, "MOST_Q_PAD": most_q_pad,
-        "WIDTH": width, "WIDE": dtype == torch.float32, "TILES": each,
+        "WIDTH": width, "WIDE": dtype == torch.float32, "PACKED": packed, "TILES": each,
         "num_warps": tuning.warps, "num_stages": tuning.stages,
     }  # fmt: skip
-    tensors = (asked, query.counts, kept, index.counts, index.ids, index.blocks)
+    tensors = (asked, query.counts, kept, scales, index.counts, index.ids, index.blocks)
     levels = sums = out  # not looked at
     if kind == "mass":
         rows = query_tiles * span_rows * most_q_pad
@@ -227,10 +229,23 @@ def _columns(
 
 @triton.jit
 def _products(
+    query, row, asked, vectors, scales, column, used,
+    MOST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """[columns, rows] products of index vectors and query vectors; 0 where there is none of either."""
+    if PACKED:
+        found = _packed_products(query, row, asked, vectors, scales, column, used, MOST, DIM // 2, WIDTH, WIDE)
+    else:
+        found = _plain_products(query, row, asked, vectors, column, used, DIM, WIDTH, WIDE)
+    return found
+
+
+@triton.jit
+def _plain_products(
     query, row, asked, vectors, column, used,
     DIM: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """[columns, rows] products of index vectors and query vectors; 0 where there is none of either."""
+    """The same of index vectors that are not packed."""
     d = tl.arange(0, WIDTH)
     found = tl.zeros([column.shape[0], row.shape[0]], tl.float32)
     for first in range(0, DIM, WIDTH):
@@ -246,11 +261,38 @@ def _products(
 
 
 @triton.jit
+def _packed_products(
+    query, row, asked, vectors, scales, column, used,
+    MOST: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The same of packed index vectors: each byte has a component of the first half and one of the second."""
+    d = tl.arange(0, WIDTH)
+    found = tl.zeros([column.shape[0], row.shape[0]], tl.float32)
+    for first in range(0, HALF, WIDTH):
+        inside = first + d < HALF
+        here, there = used[:, None] & inside[None, :], asked[:, None] & inside[None, :]
+        k = tl.load(vectors + column[:, None] * HALF + (first + d)[None, :], mask=here, other=0)
+        places = query + row[:, None] * (2 * HALF) + (first + d)[None, :]
+        low, high = tl.load(places, mask=there, other=0.0), tl.load(places + HALF, mask=there, other=0.0)
+        if WIDE:
+            low, high = low.to(tl.float32), high.to(tl.float32)
+        found = tl.dot(_component(k & 15, low), tl.trans(low), found, input_precision="ieee")
+        found = tl.dot(_component(k >> 4, low), tl.trans(high), found, input_precision="ieee")
+    return found * tl.load(scales + column // MOST, mask=used, other=0.0)[:, None]
+
+
+@triton.jit
+def _component(bits, like):
+    """Four bits as the whole number from -8 to 7 that they stand for, in the dtype of `like`."""
+    return (bits.to(tl.int32) - 8).to(like.dtype)
+
+
+@triton.jit
 def _parts_kernel(
-    query, query_counts, vectors, counts, ids, blocks, levels, sums, max_blocks, query_spans, scale,
+    query, query_counts, vectors, scales, counts, ids, blocks, levels, sums, max_blocks, query_spans, scale,
     SPANS: tl.constexpr, MOST: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, SPANS_PAD: tl.constexpr,
     MOST_PAD: tl.constexpr, QUERY_TILES: tl.constexpr, SPAN_ROWS: tl.constexpr, MOST_Q: tl.constexpr,
-    MOST_Q_PAD: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
+    MOST_Q_PAD: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """For each query vector, over the index vectors of a part: the largest logit (base 2), and the sum beside it."""
     ROWS: tl.constexpr = SPAN_ROWS * MOST_Q_PAD
@@ -269,7 +311,7 @@ def _parts_kernel(
         for tile in range(tiles):
             first = tile * BLOCKS
             column, used = _columns(ids + first, counts, there - first, BLOCKS, SPANS, MOST, SPANS_PAD, MOST_PAD)
-            x = _products(query, row, asked, vectors, column, used, DIM, WIDTH, WIDE)
+            x = _products(query, row, asked, vectors, scales, column, used, MOST, DIM, WIDTH, WIDE, PACKED)
             x = tl.where(used[:, None], x * scale, float("-inf"))
             new = tl.maximum(level, tl.max(x, 0))
             finite = tl.where(new == float("-inf"), 0.0, new)
@@ -293,11 +335,11 @@ def _joined(levels, sums, parts, width, ROWS: tl.constexpr, PARTS_PAD: tl.conste
 
 @triton.jit
 def _scores_kernel(
-    query, query_counts, vectors, counts, ids, blocks, levels, sums, out, max_blocks, query_spans, scale, parts,
+    query, query_counts, vectors, scales, counts, ids, blocks, levels, sums, out, max_blocks, query_spans, scale, parts,
     SPANS: tl.constexpr, MOST: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, SPANS_PAD: tl.constexpr,
     MOST_PAD: tl.constexpr, QUERY_TILES: tl.constexpr, SPAN_ROWS: tl.constexpr, MOST_Q: tl.constexpr,
-    MOST_Q_PAD: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
-    PARTS_PAD: tl.constexpr,
+    MOST_Q_PAD: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, TILES: tl.constexpr,
+    KIND: tl.constexpr, PARTS_PAD: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = SPAN_ROWS * MOST_Q_PAD
     part, request = tl.program_id(0), tl.program_id(1)
@@ -318,7 +360,7 @@ def _scores_kernel(
             column, used = _columns(ids + first, counts, there - first, BLOCKS, SPANS, MOST, SPANS_PAD, MOST_PAD)
             for q in range(QUERY_TILES):
                 row, asked = _query_rows(query_counts, q, query_spans, SPAN_ROWS, MOST_Q, MOST_Q_PAD)
-                x = _products(query, row, asked, vectors, column, used, DIM, WIDTH, WIDE)
+                x = _products(query, row, asked, vectors, scales, column, used, MOST, DIM, WIDTH, WIDE, PACKED)
                 both = used[:, None] & asked[None, :]
                 if KIND == "mass":
                     lse = _joined(levels + q * ROWS, sums + q * ROWS, parts, width, ROWS, PARTS_PAD)

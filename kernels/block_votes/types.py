@@ -35,18 +35,27 @@ class BlockIndex:
     Attributes:
         vectors: [entries, spans, most, dim], a floating dtype. Vectors beyond a span's number may hold anything, and so
             may entries that no request names. For the similarity `sum` a span's vectors may be summed beforehand, most
-            is 1 then.
+            is 1 then. With `scales`, [entries, spans, most, dim / 2] uint8, two components in each byte
+            (`kernels.packed_vectors.PackedSpans`); the query's vectors are rotated then as these were.
         counts: [entries, spans] int32, vectors of each span; 0 where there is no such span. A block without spans is
             never retrieved. Entries that no request names may hold anything.
         ids: [batch, max_blocks] int32, the entry of each of a request's blocks, in the order of the stream; requests
             may share entries. What lies beyond a request's blocks may hold anything.
         blocks: [batch] integer, how many blocks each request has.
+        scales: [entries, spans] float32, by which the components of a span's packed vectors are multiplied; None where
+            vectors are not packed.
     """
 
     vectors: torch.Tensor
     counts: torch.Tensor
     ids: torch.Tensor
     blocks: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @property
+    def dim(self) -> int:
+        """Components of a vector."""
+        return self.vectors.shape[-1] * (1 if self.scales is None else 2)
 
 
 def score_dtype(query: QuerySpans, index: BlockIndex) -> torch.dtype:
@@ -62,26 +71,34 @@ def check(query: QuerySpans, index: BlockIndex, kind: str, out: torch.Tensor | N
         ValueError: shapes, dtypes, devices or the similarity do not fit.
     """
     asked, kept = query.vectors, index.vectors
-    if asked.dim() != 4 or kept.dim() != 4 or asked.shape[3] != kept.shape[3]:
+    if asked.dim() != 4 or kept.dim() != 4 or asked.shape[3] != index.dim:
         raise ValueError(
             f"query vectors {tuple(asked.shape)}, index vectors {tuple(kept.shape)}: expected [batch, query_spans, "
-            "most_q, dim] and [entries, spans, most, dim] of one dim"
+            "most_q, dim] and [entries, spans, most, dim] of one dim, or dim / 2 where they are packed"
         )
-    if not asked.is_floating_point() or not kept.is_floating_point():
-        raise ValueError(f"query vectors are {asked.dtype}, index vectors {kept.dtype}: expected floating dtypes")
-    batch = asked.shape[0]
-    for name, tensor, shape in (
-        ("query counts", query.counts, asked.shape[:2]),
-        ("index counts", index.counts, kept.shape[:2]),
-    ):
-        if tensor.shape != shape or tensor.dtype != torch.int32:
-            raise ValueError(f"{name} are {tensor.dtype} {tuple(tensor.shape)}: expected int32 {tuple(shape)}")
+    packed = index.scales is not None
+    if not asked.is_floating_point() or (kept.dtype != torch.uint8 if packed else not kept.is_floating_point()):
+        raise ValueError(
+            f"query vectors are {asked.dtype}, index vectors {kept.dtype}: expected floating dtypes, or uint8 for an "
+            "index with scales"
+        )
+    batch, tensors = asked.shape[0], [asked, query.counts, kept, index.counts]
+    expected = [
+        ("query counts", query.counts, asked.shape[:2], torch.int32),
+        ("index counts", index.counts, kept.shape[:2], torch.int32),
+    ]
+    if index.scales is not None:
+        expected.append(("index scales", index.scales, kept.shape[:2], torch.float32))
+        tensors.append(index.scales)
+    for name, tensor, shape, dtype in expected:
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ValueError(f"{name} are {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {tuple(shape)}")
     ids, blocks = index.ids, index.blocks
     if ids.dim() != 2 or ids.shape[0] != batch or ids.dtype != torch.int32:
         raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)}: expected int32 [{batch}, max_blocks]")
     if blocks.shape != (batch,) or blocks.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"blocks is {blocks.dtype} {tuple(blocks.shape)}: expected int32 or int64 {(batch,)}")
-    tensors = [asked, query.counts, kept, index.counts, ids, blocks]
+    tensors += [ids, blocks]
     if kind not in SIMILARITIES:
         raise ValueError(f"kind={kind!r}: expected one of {', '.join(SIMILARITIES)}")
     if out is not None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from sglang_ext.attention.ltri_index import index_bytes
 from sglang_ext.attention.ltri_layer import Voter
-from sglang_ext.attention.ltri_stores import index_bytes
 from sglang_ext.launch.bench import _ltri_layer as parts
 from sglang_ext.launch.bench._cascade_layer import LayerShape
 from sglang_ext.launch.bench._ltri_engine import SCORE, VOTING
@@ -111,10 +111,15 @@ def _selection(device: torch.device, settings: Ltri, shape: LayerShape) -> list[
     spans = parts.spans_of(tiles, settings, shape, device)
     found = [at_most(f"spans of {tiles} tiles of {shape.heads} heads", spans, SPANS_S, f"{SPANS_S * 1e6:.0f} us", 1.0)]
     for similarity in ("sum", "max", "mass"):
-        election = parts.election_of(ELECTED, replace(settings, similarity=similarity), shape, device)
+        election = parts.election_of(ELECTED, compared_by(settings, similarity), shape, device)
         name = f"scores of {ELECTED} blocks by `{similarity}`, and the best {settings.retrieved}"
         found.append(at_most(name, election, ELECTION_S, f"{ELECTION_S * 1e6:.0f} us", 1.0))
     return found
+
+
+def compared_by(settings: Ltri, similarity: str) -> Ltri:
+    """The same settings with another similarity; `sum` packs nothing."""
+    return replace(settings, similarity=similarity, four_bits=None if similarity == "sum" else settings.four_bits)
 
 
 def _index(settings: Ltri, shape: LayerShape, tokens: int) -> list[Figure]:
@@ -122,9 +127,7 @@ def _index(settings: Ltri, shape: LayerShape, tokens: int) -> list[Figure]:
     keys = torch.empty(1, shape.kv_heads, shape.dim, dtype=shape.dtype)
     found = []
     for similarity, most in INDEX_MB.items():
-        size = index_bytes(
-            replace(settings, similarity=similarity), voters, settings.evicted(tokens), shape.heads, keys
-        )
+        size = index_bytes(compared_by(settings, similarity), voters, settings.evicted(tokens), shape.heads, keys)
         name = f"index on the GPU of {tokens} tokens, `{similarity}`, {len(VOTING)} layers that vote"
         aim = f"at most {most:.0f} MB"
         found.append(Figure(name, Timing(size, size, size, 1), aim=aim, met=size <= most * 1e6, unit="MiB"))

@@ -15,16 +15,17 @@ from dataclasses import replace
 import torch
 
 from sglang_ext.attention.ltri_graphs import ChunkGraphs
+from sglang_ext.attention.ltri_index import LayerIndex
 from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_memory import LayerHost
 from sglang_ext.attention.ltri_plan import SpanRing, on_device
 from sglang_ext.attention.ltri_runs import PlacedRun
-from sglang_ext.attention.ltri_state import KernelMemory, stored_sizes
+from sglang_ext.attention.ltri_state import KernelMemory
 from sglang_ext.attention.ltri_stores import KernelChunks
 from sglang_ext.attention.policy import Caches, Carry
 from sglang_ext.cache.host_blocks import HostBlocks
-from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
+from sglang_ext.kernels.block_votes import QuerySpans, elect, score_blocks
 from sglang_ext.kernels.clamped_attention import dense_impl, reference
 from sglang_ext.kernels.host_fetch import Found, fetch
 from sglang_ext.kernels.span_index import SpanRule, Spans, SpanWorkspace, cut_spans
@@ -76,8 +77,7 @@ class Layers:
         self.chunks = KernelChunks(settings, self.host, self.caches, self.voters, shape.heads, 1, rotation, attention)
         for each in self.chunks.stores.values():
             if each.index is not None:
-                each.index.vectors.normal_()
-                each.index.counts.fill_(each.index.vectors.shape[2])
+                fill_index(each.index)
         self.lease = self.host.lease(blocks)
         self._rope = rotation.rope
         carry: Carry = {}
@@ -317,22 +317,31 @@ def _space(space: SpanWorkspace, device: torch.device) -> dict[str, SpanWorkspac
     return {"workspace": space} if device.type == "cuda" else {}
 
 
+def fill_index(index: LayerIndex) -> None:
+    """Have random vectors, as many as it holds, in all entries of an index."""
+    if index.scales is None:
+        index.vectors.normal_()
+    else:
+        index.vectors.random_(256)
+        index.scales.fill_(1 / index.vectors.shape[-1])
+    index.counts.fill_(index.vectors.shape[2])
+
+
 def election_of(blocks: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
     """Seconds to score so many blocks and to elect `retrieved` of them, in a layer in which one head votes."""
-    spans, most = stored_sizes(settings)
+    index = LayerIndex.empty(settings, blocks, shape.dim, torch.empty(0, dtype=shape.dtype, device=device))
+    fill_index(index)
+    spans, most = index.vectors.shape[1:3]
     tiles, queries = settings.chunk // settings.block, min(most, settings.most_queries)
     asked = torch.randn(1, tiles * spans, queries, shape.dim, device=device).to(shape.dtype)
     counts = torch.full(asked.shape[:2], queries, dtype=torch.int32, device=device)
-    index = BlockIndex(
-        torch.randn(blocks, spans, most, shape.dim, device=device).to(shape.dtype),
-        torch.full((blocks, spans), most, dtype=torch.int32, device=device),
-        torch.randperm(blocks, device=device).to(torch.int32).unsqueeze(0),
-        torch.full((1,), blocks, dtype=torch.int32, device=device),
-    )
+    ids = torch.randperm(blocks, device=device).to(torch.int32).unsqueeze(0)
+    entries = index.of(ids, torch.full((1,), blocks, dtype=torch.int32, device=device))
     votes = torch.zeros(1, blocks, device=device)
 
     def work() -> torch.Tensor:
-        scores = score_blocks(QuerySpans(asked, counts), index, kind=settings.similarity)
+        query = index.compared(QuerySpans(asked, counts))
+        scores = score_blocks(query, entries, kind=settings.similarity)
         return elect(votes, scores, weight=0.5, count=settings.retrieved, mode=settings.vote)
 
     return timed(captured(work, device), device)

@@ -25,6 +25,7 @@ CHANGES: dict[str, JsonObject] = {
     "sum, all heads": {**PAPERS, "heads": "all"},
     "max, all heads": {"similarity": "max", "heads": "all"},
     "max, preceding votes": {"similarity": "max", "vote": "preceding"},
+    "max, four bits": {"similarity": "max", "four_bits": True},
     "max, no votes": {"similarity": "max", "vote": "off"},
     "max, each token retrieves": {"similarity": "max", "persist": False},
     "max, true distances": {"similarity": "max", "far": True},

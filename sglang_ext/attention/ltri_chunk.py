@@ -20,6 +20,7 @@ import torch
 
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter, cells_of
 from sglang_ext.attention.ltri_memory import BlockSpans, TorchMemory
+from sglang_ext.kernels.packed_vectors.reference import in_four_bits
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.policies.ltri import (
     TensorRanks,
@@ -176,6 +177,8 @@ class Chunk(LayerTokens[dict[int, BlockSpans]]):
             spans = index_tokens(memory.spans.pop(block), received)
             vectors = self.voter.of_keys(keys.to(memory.received.dtype), self.heads)
             found = [index_vectors(vectors[tokens], self.settings) for tokens in spans]
+            if self.settings.packs:
+                found = [in_four_bits(each) for each in found]
             memory.index.add(found, self.settings.most_vectors)
         self.host.put(block, keys, values)
         memory.stored += 1

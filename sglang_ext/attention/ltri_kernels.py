@@ -18,7 +18,7 @@ from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
 from sglang_ext.attention.ltri_spans import cut, keep_vectors, leaving_spans, query_spans, token_spans
 from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Looked, Retrieved, Sought, span_rule
-from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, elect, score_blocks
+from sglang_ext.kernels.block_votes import QuerySpans, elect, score_blocks
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import gather_keys, merge, move, rotate_queries
 from sglang_ext.kernels.host_fetch import FreshBlocks, fetch, look_up, store
@@ -359,8 +359,7 @@ class KernelChunk(LayerTokens[Spans]):
         self.lanes.index.join()
         if index is None:
             return self.ranks.add(torch.zeros(ids.shape, device=ids.device))
-        blocks = BlockIndex(index.vectors, index.counts, ids, self.plan.blocks)
-        spans = self._query_spans(voter, asked, own)
+        spans, blocks = index.compared(self._query_spans(voter, asked, own)), index.of(ids, self.plan.blocks)
         return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.compared_by(self.tokens_ask)))
 
     def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, TypeAlias
 
 import torch
 
@@ -56,6 +56,10 @@ class Voter:
     def of_slots(self, keys: torch.Tensor, slots: torch.Tensor, heads: int) -> torch.Tensor:
         """Likewise, of those keys of a KV cache that lie in slots [tokens]."""
         return self.of_keys(keys[slots], heads) if self.head is None else self.of_keys(keys, heads)[slots]
+
+
+Voters: TypeAlias = Mapping[int, Voter | None]
+"""Layer -> what votes in it; None where nothing does."""
 
 
 def cells_of(settings: Ltri, tokens: torch.Tensor, behind_sinks: bool = False) -> torch.Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from sglang_ext.attention.ltri_state import LayerIndex, LayerStore, index_sizes, is_folded
+from sglang_ext.attention.ltri_index import LayerIndex, index_sizes, is_folded
+from sglang_ext.attention.ltri_state import LayerStore
 from sglang_ext.kernels.block_votes import QuerySpans
+from sglang_ext.kernels.packed_vectors import pack
 from sglang_ext.kernels.span_index import HeadSums, SpanRule, Spans, cut_spans, cut_summed, pick, sum_heads
 from sglang_ext.policies.ltri import TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
@@ -44,8 +46,12 @@ def keep_vectors(
         at: [blocks] int64, their numbers on the host.
     """
     chosen = pick(spans, given, index_sizes(settings)[1])
-    vectors, counts = span_vectors(settings, states.view(*given.shape, -1), chosen, spans.counts)
-    index.vectors.index_copy_(0, at, vectors.to(index.vectors.dtype))
+    states, counts = states.view(*given.shape, -1), spans.counts
+    if index.packed is not None and index.rotation is not None:
+        pack(states, chosen, at, index.rotation, out=index.packed)
+    else:
+        vectors, counts = span_vectors(settings, states, chosen, counts)
+        index.vectors.index_copy_(0, at, vectors.to(index.vectors.dtype))
     index.counts.index_copy_(0, at, counts)
 
 

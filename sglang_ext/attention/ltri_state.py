@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
+from sglang_ext.attention.ltri_index import LayerIndex
 from sglang_ext.attention.ltri_memory import LayerMemory, Snapshot
 from sglang_ext.attention.ltri_plan import SpanRing
 from sglang_ext.kernels.cells import Rotation
@@ -16,7 +17,7 @@ from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, Part, Seen
 from sglang_ext.kernels.host_fetch import BlockCache, Found, FreshBlocks, HostRegion
 from sglang_ext.kernels.span_index import SpanRule, Spans
 from sglang_ext.kernels.stream_decode import MapState
-from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
+from sglang_ext.policies.ltri_options import Ltri
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -104,51 +105,6 @@ class KernelMemory(LayerMemory[Spans]):
         """Know that `newest` holds what the query of this token adds to `received`, once another token follows."""
         if self.newest is not None:
             self.last = token, self.newest
-
-
-@dataclass(frozen=True)
-class LayerIndex:
-    """The index vectors of one layer's blocks, under the numbers that the blocks have on the host.
-
-    Attributes:
-        vectors: [host blocks, spans, most, dim].
-        counts: [host blocks, spans] int32.
-    """
-
-    vectors: torch.Tensor
-    counts: torch.Tensor
-
-    @classmethod
-    def empty(cls, settings: Ltri, blocks: int, dim: int, like: torch.Tensor) -> LayerIndex:
-        """An index without a block.
-
-        Args:
-            settings: of the method.
-            blocks: on the host.
-            dim: components of an index vector.
-            like: the layer's keys, for dtype and device.
-        """
-        spans, vectors = stored_sizes(settings)
-        counts = torch.zeros(blocks, spans, dtype=torch.int32, device=like.device)
-        return cls(like.new_zeros(blocks, spans, vectors, dim), counts)
-
-
-def index_sizes(settings: Ltri) -> tuple[int, int]:
-    """(spans of a block, tokens that stand for one of them), at most."""
-    if settings.index == "ltri":
-        return settings.spans, settings.most_vectors
-    return 1, settings.block if settings.index == "mean" else min(REPRESENTATIVES, settings.block)
-
-
-def stored_sizes(settings: Ltri) -> tuple[int, int]:
-    """(spans of a block, index vectors of one of them), at most: one vector where it stands for all tokens."""
-    spans, most = index_sizes(settings)
-    return spans, 1 if is_folded(settings) else most
-
-
-def is_folded(settings: Ltri) -> bool:
-    """Whether one vector stands for a span: the sum of all, or their mean."""
-    return settings.index != "ltri" or settings.similarity == "sum"
 
 
 def span_rule(settings: Ltri, layer: int) -> SpanRule:

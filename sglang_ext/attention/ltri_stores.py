@@ -17,18 +17,12 @@ from sglang_ext.attention.ltri_cached import CachedBlocks
 from sglang_ext.attention.ltri_chunks import AnyMemory, Beginning, KVCaches, Votes
 from sglang_ext.attention.ltri_frames import Nowhere, run_frames
 from sglang_ext.attention.ltri_graphs import ChunkGraphs
+from sglang_ext.attention.ltri_index import LayerIndex, index_bytes
 from sglang_ext.attention.ltri_kernels import KernelChunk
-from sglang_ext.attention.ltri_layer import LayerTokens, Voter
+from sglang_ext.attention.ltri_layer import LayerTokens, Voters
 from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, SeatRows, SpanRing, on_device
 from sglang_ext.attention.ltri_runs import PlacedRun
-from sglang_ext.attention.ltri_state import (
-    ClampedAttention,
-    KernelMemory,
-    LayerIndex,
-    LayerStore,
-    Scratch,
-    stored_sizes,
-)
+from sglang_ext.attention.ltri_state import ClampedAttention, KernelMemory, LayerStore, Scratch
 from sglang_ext.cache.budget import FLOAT32
 from sglang_ext.cache.host_blocks import GIB, HostBlocks, HostLease
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
@@ -44,9 +38,6 @@ from sglang_ext.policies.ltri_options import Ltri
 RESERVED = 2 * GIB
 """Bytes of the GPU that are left to activations, CUDA graphs and buffers."""
 logger = logging.getLogger(__name__)
-
-Voters = Mapping[int, Voter | None]
-"""Layer -> what votes in it; None where nothing does."""
 
 
 def device_view(kept: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -68,21 +59,6 @@ def device_view(kept: torch.Tensor, device: torch.device) -> torch.Tensor:
         }
 
     return torch.as_tensor(Memory(), device=device).view(kept.dtype).view(kept.shape)
-
-
-def index_bytes(settings: Ltri, voters: Voters, blocks: int, heads: int, keys: torch.Tensor) -> int:
-    """Bytes of the index vectors of so many blocks on the host; they lie on the GPU, all from the start.
-
-    Args:
-        settings: of the method.
-        voters: of all layers.
-        blocks: on the host.
-        heads: query heads of a layer.
-        keys: of a layer of the KV cache.
-    """
-    spans, vectors = stored_sizes(settings)
-    components = sum(voter.dim(heads, keys.shape[2]) for voter in voters.values() if voter and voter.here)
-    return blocks * spans * vectors * components * keys.element_size()
 
 
 class KernelChunks:

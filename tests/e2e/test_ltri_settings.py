@@ -48,12 +48,12 @@ def test_settings(changes: dict[str, Any], tmp_path: Path) -> None:
 HEADS = ((0.1, 0.4, 0.0, 0.2), (0.1, 0.0, 0.0, 0.1), (0.3, 0.2, 0.5, 0.6))
 
 
-@pytest.mark.parametrize("vote", ["inclusive", "preceding"])
-def test_retrieval_heads_vote(vote: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"vote": "preceding"}, {"four_bits": True}], ids=str)
+def test_retrieval_heads_vote(changes: dict[str, Any], tmp_path: Path) -> None:
     """The first and the last layer have one each, the one between has none, and gets what the first voted for."""
     folder = save(tmp_path / "model")
     Heads("tiny", weights_hash(str(folder)), HEADS, {}).save(tmp_path / "heads.json")
-    sizes = replace(SIZES, heads={0: (1, 0.4), 2: (3, 0.6)}, similarity="max", vote=vote)
+    sizes = replace(SIZES, heads={0: (1, 0.4), 2: (3, 0.6)}, similarity="max", **changes)
     prompt, oracle = different(131), LtriOracle(folder)
     policy = {**policy_of(sizes), "heads": str(tmp_path / "heads.json")}
     with serving(folder, attention_backend="ltri", policy=policy) as served:

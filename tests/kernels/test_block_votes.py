@@ -112,6 +112,26 @@ class Case:
             assert error <= TOLERANCE[dtype] * want[there].abs().max(), (kind, error)
 
 
+class PackedCase(Case):
+    """The same of packed index vectors; bytes of what there is not are 255, scales NaN."""
+
+    def __init__(self, dtype, **sizes):
+        super().__init__(dtype, **sizes)
+        gen = torch.Generator().manual_seed(13)
+        steps = torch.randint(-7, 8, self.kept.shape, generator=gen)
+        self.scales = torch.rand(self.kept.shape[:2], generator=gen)
+        half = steps.shape[-1] // 2
+        self.packed = (steps[..., :half] + 8 + (steps[..., half:] + 8) * 16).to(torch.uint8)
+        self.kept = steps.double() * self.scales.double()[..., None, None]
+        self.packed[torch.arange(steps.shape[2]) >= self.kept_counts.unsqueeze(-1)] = 255
+        self.spoil()
+        self.scales[self.kept_counts == 10**6] = math.nan
+
+    def index(self):
+        found = (self.packed, self.kept_counts, self.ids, self.blocks, self.scales)
+        return BlockIndex(*(t.to(DEVICE) for t in found))
+
+
 IMPLEMENTATIONS = [
     pytest.param(reference, torch.float64, {}, id="reference-float64"),
     pytest.param(reference, torch.float32, {}, id="reference-float32"),
@@ -150,6 +170,14 @@ def test_scores_of_other_sizes(module, sizes, kind):
     """Whole and cut tiles over blocks, spans of the query and components; more vectors a span than a tile has rows."""
     case = Case(torch.float32, seed=3, **sizes)
     case.close(module.score_blocks(case.query(), case.index(), kind=kind), kind, torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [{}, *SIZES], ids=lambda sizes: "x".join(map(str, sizes.get("blocks", ()))))
+@pytest.mark.parametrize("module, dtype, more", IMPLEMENTATIONS)
+def test_scores_of_packed_vectors(module, dtype, more, sizes, kind):
+    case = PackedCase(dtype, seed=7, **sizes)
+    case.close(module.score_blocks(case.query(), case.index(), kind=kind, **more), kind, dtype)
 
 
 @pytest.mark.parametrize("tuning", [None, SMALL], ids=["default", "small tiles"])
@@ -525,12 +553,13 @@ from tests.kernels.sm90 import compiled, stand_in
 stand_in(triton_impl, "_parts_kernel", "_scores_kernel", "_elect_kernel")
 
 
-def score(batch, limit, spans, most, query_spans, most_q, dim, dtype, kind):
+def score(batch, limit, spans, most, query_spans, most_q, dim, dtype, kind, packed=False):
     ints = torch.zeros(batch, dtype=torch.int32)
     query = QuerySpans(torch.empty(batch, query_spans, most_q, dim, dtype=dtype),
                        torch.zeros(batch, query_spans, dtype=torch.int32))
-    index = BlockIndex(torch.empty(1, spans, most, dim, dtype=dtype), torch.zeros(1, spans, dtype=torch.int32),
-                       torch.zeros(batch, limit, dtype=torch.int32), ints)
+    kept = torch.empty(1, spans, most, dim // 2 if packed else dim, dtype=torch.uint8 if packed else dtype)
+    index = BlockIndex(kept, torch.zeros(1, spans, dtype=torch.int32), torch.zeros(batch, limit, dtype=torch.int32),
+                       ints, torch.empty(1, spans) if packed else None)
     triton_impl.score_blocks(query, index, kind=kind)
 
 
@@ -548,6 +577,12 @@ assert "cp.async" in compiled["block_votes_scores_kernel"].asm["ptx"]
 score(1, 4096, 4, 1, 16, 1, 4096, half, "sum")
 score(1, 4096, 4, 3, 16, 3, 128, wide, "mass")
 score(1, 256, 1, 128, 1, 128, 256, half, "mass")
+# Packed vectors: the defaults of chunks and of a question.
+score(1, 4096, 1, 48, 4, 12, 128, half, "max", packed=True)
+assert "wgmma" in compiled["block_votes_scores_kernel"].asm["ptx"]
+score(4, 8192, 1, 48, 8, 1, 128, half, "mass", packed=True)
+score(1, 4096, 4, 3, 16, 3, 64, torch.float16, "max", packed=True)
+score(1, 4096, 1, 48, 4, 12, 96, wide, "mass", packed=True)
 for limit, count in ((8192, 16), (16384, 16), (2048, 64)):
     votes = torch.zeros(8, limit)
     triton_impl.elect(votes, votes, weight=0.5, count=count)

@@ -32,6 +32,7 @@ class LtriSizes:
             similarity `sum`); `spans`: the spans of their chunk ask, as in the paper.
         heads: layer -> (retrieval head, its score); None: every layer votes with all of its heads.
         far: true distances instead of at most the window's.
+        four_bits: remember keys in 4 bits a component, which the paper does not.
         everything: retrieve all evicted blocks, whatever their scores.
     """
 
@@ -57,6 +58,7 @@ class LtriSizes:
     vote: str = "inclusive"
     persist: bool = True
     far: bool = False
+    four_bits: bool = False
     everything: bool = False
     heads: Mapping[int, tuple[int, float]] | None = None
 
@@ -144,6 +146,23 @@ def similarity_of(
                     best.append(float(products.sum() if kind == "sum" else products.max()))
         scores[block] = max(best)
     return scores
+
+
+def in_four_bits(keys: torch.Tensor) -> torch.Tensor:
+    """Keys [tokens, dim] of a span, whose components are 15 numbers in another basis; dim is a power of two.
+
+    The basis is Hadamard's, in which component i of vector j is -1 where i and j share an odd number of bits, behind
+    signs that a generator with the seed 0 draws.
+    """
+    dim = keys.shape[1]
+    signs = [2 * bit - 1 for bit in torch.randint(2, (dim, 1), generator=torch.Generator().manual_seed(0)).flatten()]
+    basis = torch.tensor(
+        [[(-1) ** (i & j).bit_count() * sign / math.sqrt(dim) for j in range(dim)] for i, sign in enumerate(signs)],
+        dtype=keys.dtype,
+    )
+    mixed = keys @ basis
+    step = float(mixed.abs().max()) / 7
+    return torch.round(mixed / step) * step @ basis.T
 
 
 class LtriOracle:
@@ -281,6 +300,8 @@ class LtriOracle:
             }
             if sizes.index != "ltri":
                 memory = {block: [keys.mean(0)[None] for keys in spans] for block, spans in memory.items()}
+            if sizes.four_bits:
+                memory = {block: [in_four_bits(keys) for keys in spans] for block, spans in memory.items()}
             scores = similarity_of(asking, memory, kind)
             own = sorted(scores, key=lambda block: (-scores[block], block))[: sizes.retrieved]
             for block in own:

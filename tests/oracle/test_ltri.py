@@ -82,6 +82,7 @@ def test_every_setting_shows(ltri: LtriOracle) -> None:
         {"heads": None},
         {"heads": {0: (0, 0.4), 2: (3, 0.6)}},
         {"far": True},
+        {"four_bits": True, "retrieved": 1},
         {"everything": True},
     )
     for change in changes:

@@ -65,6 +65,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no sinks": {"sinks": 0},
     "sinks of more than a chunk": {"sinks": 48},
     "one head a layer": {"heads": "file"},
+    "four bits": {"heads": "file", "similarity": "max", "four_bits": True},
+    "four bits by mass": {"heads": "file", "similarity": "mass", "four_bits": True, "asking": "spans"},
     "blocks that are renewed": {"renewed": 2},
     "blocks that are renewed in recorded chunks": {"renewed": 2, "retrieved": 4},
 }

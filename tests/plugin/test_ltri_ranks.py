@@ -144,6 +144,7 @@ CASES: dict[str, dict[str, Any]] = {
     "heads, max": {"similarity": "max", "persist": False, "far": True},
     "heads, mass": {"similarity": "mass"},
     "heads, few vectors": {"similarity": "max", "vectors": 4},
+    "heads, four bits": {"similarity": "max", "four_bits": True},
     "heads, infllm": {"index": "infllm"},
     "mean": {"index": "mean", "heads": "all"},
     "random": {"index": "random"},

@@ -90,6 +90,7 @@ def lost(storages: Storages) -> int:
         {},
         {"similarity": "mass", "vote": "preceding"},
         {"heads": "file"},
+        {"heads": "file", "similarity": "max", "four_bits": True},
         {"renewed": 2, "retrieved": 4},
         {"index": "mean"},
         {"sinks": 0},

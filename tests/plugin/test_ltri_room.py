@@ -12,8 +12,9 @@ import torch
 
 from sglang_ext.attention import ltri
 from sglang_ext.attention.ltri import LtriPolicy
+from sglang_ext.attention.ltri_index import index_bytes
 from sglang_ext.attention.ltri_layer import Voter
-from sglang_ext.attention.ltri_stores import RESERVED, blocks_that_fit, index_bytes
+from sglang_ext.attention.ltri_stores import RESERVED, blocks_that_fit
 from sglang_ext.attention.policy import ServedModel
 from sglang_ext.config import POLICY_ENV
 from sglang_ext.policies.ltri_options import Ltri

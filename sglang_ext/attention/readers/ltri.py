@@ -14,7 +14,8 @@ import triton
 from sglang_ext.attention.choice import KERNELS_ENV
 from sglang_ext.attention.ltri import LtriPolicy
 from sglang_ext.attention.ltri_decode import DecodeRows, StepBuffers
-from sglang_ext.attention.ltri_state import ClampedAttention, stored_sizes
+from sglang_ext.attention.ltri_index import stored_sizes
+from sglang_ext.attention.ltri_state import ClampedAttention
 from sglang_ext.attention.ltri_stores import KernelChunks, blocks_that_fit
 from sglang_ext.attention.ltri_warm_up import WarmUp
 from sglang_ext.attention.model import Machine, Model

@@ -111,6 +111,21 @@ __device__ __forceinline__ unsigned halves_of(unsigned quarters) {
     return bits;
 }
 
+// The four bits at 0 and at 16 as two numbers of TYPE, less 8. They become the last bits of 128 (of float16: 1,024), whose
+// own last bit stands for 1.
+__device__ __forceinline__ unsigned signed_fours(unsigned bits) {
+#if BFLOAT16
+    const unsigned ones = 0x3f803f80, less = 0xc308c308;  // 1 and -136
+    bits = bits & 0x000f000f | 0x43004300;
+#else
+    const unsigned ones = 0x3c003c00, less = 0xe408e408;  // 1 and -1,032
+    bits = bits & 0x000f000f | 0x64006400;
+#endif
+    unsigned numbers;
+    asm("fma.rn." TYPE "x2 %0, %1, %2, %3;" : "=r"(numbers) : "r"(bits), "r"(ones), "r"(less));
+    return numbers;
+}
+
 // 16 bytes that are read once and never written.
 __device__ __forceinline__ uint4 load_once(const void *from) {
     uint4 four;

@@ -1,4 +1,4 @@
-"""The scores of blocks and the election for a device: Triton's kernels on a GPU, plain PyTorch elsewhere."""
+"""The scores of blocks and the election for a device: kernels in CUDA or Triton on a GPU, plain PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans
 def score_blocks(
     query: QuerySpans, index: BlockIndex, *, kind: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`reference.score_blocks` (see there; equations 8 and 9), by Triton kernels where the index lives on a GPU.
+    """`reference.score_blocks` (see there; equations 8 and 9), by kernels where the index lives on a GPU:
+    in CUDA where these can (`cuda_impl.refusal`), else in Triton.
 
     Args:
         query, index, kind, out: as in the reference; on a GPU contiguous.
@@ -25,7 +26,11 @@ def score_blocks(
     """
     score = reference.score_blocks
     if index.vectors.is_cuda:
-        from sglang_ext.kernels.block_votes.triton_impl import score_blocks as score
+        from sglang_ext.kernels.block_votes import cuda_impl, triton_impl
+
+        score = triton_impl.score_blocks
+        if cuda_impl.refusal(index.vectors.device, query, index, kind) is None:
+            score = cuda_impl.score_blocks
     return score(query, index, kind=kind, out=out)
 
 

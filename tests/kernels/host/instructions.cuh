@@ -265,6 +265,10 @@ inline unsigned halves_of(unsigned quarters) {
     return packed_halves(value(quarters & 0xff), value(quarters >> 8 & 0xff));
 }
 
+inline unsigned signed_fours(unsigned bits) {
+    return packed(static_cast<int>(bits & 15) - 8, static_cast<int>(bits >> 16 & 15) - 8);
+}
+
 inline uint4 load_once(const void *from) { return __ldcg(static_cast<const uint4 *>(from)); }
 
 // There is no L2 cache whose lines could go.

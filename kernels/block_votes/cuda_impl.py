@@ -1,0 +1,122 @@
+"""Scores of memory blocks by `max` in CUDA, where what a block is compared with fits a warp's registers (`scores.cu`).
+
+Where it cannot run (`refusal`), `triton_impl.score_blocks` does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from sglang_ext.kernels import nvrtc
+from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans, check, check_contiguous
+
+SOURCE = "block_votes/scores.cu"
+DTYPES = (torch.bfloat16, torch.float16)
+
+MAX_OPERANDS = 96
+"""Registers of a thread that hold the query's vectors, at most: 48 vectors of 128 components. The rest holds blocks."""
+
+MAX_ROWS = 128
+"""Vectors of a block, at most."""
+
+THREADS = 128
+RESIDENT = 2
+"""Threads of a block of the grid, and how many of them a multiprocessor runs at once, so that registers suffice."""
+
+
+def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: str) -> str | None:
+    """Why the kernel cannot compare these, or None where it can."""
+    asked, kept = query.vectors, index.vectors
+    if device.type != "cuda":
+        return f"device {device}: it is written in CUDA"
+    if kind != "max":
+        return f"kind={kind!r}: it compares by 'max'"
+    if asked.dtype not in DTYPES or (index.scales is None and kept.dtype != asked.dtype):
+        return f"query vectors are {asked.dtype}, index vectors {kept.dtype}: expected bfloat16 or float16 in both"
+    line = kept.shape[3] * kept.element_size()
+    if line % 64 or asked.shape[3] % 16:
+        return f"index vectors of {line} bytes: expected a multiple of 64"
+    columns = asked.shape[1] * asked.shape[2]
+    operands = -(-columns // 8) * (asked.shape[3] // 16) * 2
+    if operands > MAX_OPERANDS:
+        return (
+            f"{columns} query vectors of {asked.shape[3]} components: they take {operands} of {MAX_OPERANDS} registers"
+        )
+    if kept.shape[1] * kept.shape[2] > MAX_ROWS or line > 256:
+        return f"{kept.shape[1]} x {kept.shape[2]} vectors of {line} bytes: at most {MAX_ROWS}, of 256"
+    if (asked.data_ptr() | kept.data_ptr()) % 16:
+        return "vectors begin at an address that is no multiple of 16"
+    return _unusable(nvrtc.index_of(device))
+
+
+@cache
+def _unusable(index: int) -> str | None:
+    """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
+    if torch.cuda.get_device_properties(index).major < 8:
+        return "the GPU multiplies no bfloat16"
+    sizes = constants(128, 1, 48, 12, 48, packed=True, wide=False, bfloat16=True)
+    return nvrtc.failure(index, "scores of blocks run", lambda: _kernel(index, tuple(sizes.items())))
+
+
+def constants(
+    dim: int, spans: int, most: int, most_q: int, columns: int, *, packed: bool, wide: bool, bfloat16: bool
+) -> dict[str, int]:
+    """Macros of `scores.cu`."""
+    return dict(
+        DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
+        BFLOAT16=int(bfloat16), THREADS=THREADS,
+    )  # fmt: skip
+
+
+@cache
+def _kernel(index: int, macros: tuple[tuple[str, int], ...]) -> Callable[..., None]:
+    return nvrtc.kernel(index, SOURCE, "scores", THREADS, macros)
+
+
+def score_blocks(
+    query: QuerySpans, index: BlockIndex, *, kind: str = "max", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`reference.score_blocks` on the device, in one launch and without synchronisation.
+
+    Products are those of the query's dtype, added in float32.
+
+    Args:
+        query, index: as in the reference, contiguous.
+        kind: `max`.
+        out: [batch, max_blocks] float32 to write to, contiguous; None: a new tensor.
+
+    Returns:
+        [batch, max_blocks] float32 on the device; -inf where there is no block (equation 9).
+
+    Raises:
+        ValueError: as in the reference; what `refusal` says; tensors that are not contiguous.
+    """
+    check(query, index, kind, out)
+    if reason := refusal(query.vectors.device, query, index, kind):
+        raise ValueError(f"{reason}; use triton_impl.score_blocks")
+    (batch, query_spans, most_q, dim), (entries, spans, most, _) = query.vectors.shape, index.vectors.shape
+    if out is None:
+        out = torch.empty(index.ids.shape, dtype=torch.float32, device=query.vectors.device)
+    scales = query.counts if index.scales is None else index.scales  # not looked at unless vectors are packed
+    tensors = {
+        "query vectors": query.vectors, "query counts": query.counts, "index vectors": index.vectors,
+        "index scales": scales, "index counts": index.counts, "ids": index.ids, "blocks": index.blocks, "out": out,
+    }  # fmt: skip
+    check_contiguous(tensors)
+    if out.numel() == 0:
+        return out
+    if 0 in (query_spans, most_q, entries, spans, most, dim):
+        return out.fill_(float("-inf"))
+    device, limit = nvrtc.index_of(query.vectors.device), index.ids.shape[1]
+    sizes = constants(
+        dim, spans, most, most_q, query_spans * most_q, packed=index.scales is not None,
+        wide=index.blocks.dtype == torch.int64, bfloat16=query.vectors.dtype == torch.bfloat16,
+    )  # fmt: skip
+    programs = min(-(-limit // (THREADS // 32)), RESIDENT * nvrtc.multiprocessors(device))
+    kernel = _kernel(device, tuple(sizes.items()))
+    kernel((programs, batch), *(each.data_ptr() for each in tensors.values()), ctypes.c_int32(limit))
+    return out

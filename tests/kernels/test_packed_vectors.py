@@ -189,7 +189,7 @@ def test_what_the_kernel_does_not_take():
     with pytest.raises(ValueError, match="expected contiguous"):
         case.pack(triton)
     case = Case(torch.float32)
-    case.states = case.states.repeat(1, 1, 2)[..., ::2]
+    case.states = case.states.to(DEVICE).repeat(1, 1, 2)[..., ::2]
     with pytest.raises(ValueError, match="components beside each other"):
         case.pack(triton)
 

@@ -115,12 +115,13 @@ __device__ __forceinline__ unsigned halves_of(unsigned quarters) {
 // own last bit stands for 1.
 __device__ __forceinline__ unsigned signed_fours(unsigned bits) {
 #if BFLOAT16
-    const unsigned ones = 0x3f803f80, less = 0xc308c308, above = 0x43004300;  // 1, -136, 128
+    const unsigned ones = 0x3f803f80, less = 0xc308c308;  // 1 and -136
+    bits = bits & 0x000f000f | 0x43004300;
 #else
-    const unsigned ones = 0x3c003c00, less = 0xe408e408, above = 0x64006400;  // 1, -1,032, 1,024
+    const unsigned ones = 0x3c003c00, less = 0xe408e408;  // 1 and -1,032
+    bits = bits & 0x000f000f | 0x64006400;
 #endif
     unsigned numbers;
-    asm("lop3.b32 %0, %0, %1, %2, 0xea;" : "+r"(bits) : "r"(0x000f000f), "r"(above));  // (bits & 0x000f000f) | above
     asm("fma.rn." TYPE "x2 %0, %1, %2, %3;" : "=r"(numbers) : "r"(bits), "r"(ones), "r"(less));
     return numbers;
 }
@@ -156,11 +157,6 @@ __device__ __forceinline__ void store8(void *to, uint2 two, u64 policy) {
 __device__ __forceinline__ void copy16(unsigned to, const void *from, bool there, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
                  "r"(there ? 16 : 0), "l"(policy)
-                 : "memory");
-}
-
-__device__ __forceinline__ void copy16(unsigned to, const void *from, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
                  : "memory");
 }
 

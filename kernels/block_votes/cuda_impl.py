@@ -24,7 +24,7 @@ MAX_ROWS = 128
 """Vectors of a block, at most."""
 
 THREADS = 128
-RESIDENT = 3
+RESIDENT = 2
 """Threads of a block of the grid, and how many of them a multiprocessor runs at once, so that registers suffice."""
 
 
@@ -43,7 +43,9 @@ def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: st
     columns = asked.shape[1] * asked.shape[2]
     operands = -(-columns // 8) * (asked.shape[3] // 16) * 2
     if operands > MAX_OPERANDS:
-        return f"{columns} query vectors of {asked.shape[3]} components: {operands} registers of {MAX_OPERANDS}"
+        return (
+            f"{columns} query vectors of {asked.shape[3]} components: they take {operands} of {MAX_OPERANDS} registers"
+        )
     if kept.shape[1] * kept.shape[2] > MAX_ROWS or line > 256:
         return f"{kept.shape[1]} x {kept.shape[2]} vectors of {line} bytes: at most {MAX_ROWS}, of 256"
     if (asked.data_ptr() | kept.data_ptr()) % 16:
@@ -66,7 +68,7 @@ def constants(
     """Macros of `scores.cu`."""
     return dict(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
-        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=RESIDENT,
+        BFLOAT16=int(bfloat16), THREADS=THREADS,
     )  # fmt: skip
 
 

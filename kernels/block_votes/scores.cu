@@ -1,8 +1,8 @@
-// Scores of memory blocks by the similarity `max`: a warp a block, which copies the next ones while it compares one.
+// Scores of memory blocks by the similarity `max`: a warp a block, whose vectors it holds in registers.
 //
 // Written in CUDA, since a block is a chain of dependent loads, and Triton's programs hold too much to have many of them
-// at once: here a warp keeps the query's vectors in registers for all of its blocks, and has several tiles of the index
-// on their way to shared memory. `cuda_impl.py` says what the arguments are; scores are those of `triton_impl.py`.
+// at once: here a warp reads the next blocks while it compares one, and keeps the query's vectors for all of them.
+// `cuda_impl.py` says what the arguments are; scores are those of `triton_impl.py`.
 //
 // Vectors of the index are the left operand of matrix products, [16 vectors, 16 components], and the query's the right
 // one, [16 components, 8 vectors]. Which components come together in a product is of no matter as long as both sides
@@ -12,7 +12,7 @@
 //
 // Set by the compiler: DIM (components of a vector), SPANS, MOST (of an entry: spans, and vectors of one), MOST_Q (vectors
 // of a query's span), COLUMNS (of all of them), PACKED (vectors have 4 bits a component), WIDE (`blocks` has 64 bits),
-// THREADS, RESIDENT (blocks of so many threads that a multiprocessor has at once), and what instructions.cuh asks for.
+// THREADS, and what instructions.cuh asks for.
 
 #include "instructions.cuh"
 
@@ -22,7 +22,8 @@
 #define GROUPS ((COLUMNS + 7) / 8)  // products over the query's vectors
 #define LINE (PACKED ? DIM / 2 : 2 * DIM)  // bytes of a vector
 #define PIECES (LINE / 64)                 // that a thread has of a vector
-#define AHEAD (PIECES == 1 ? 6 : PIECES == 2 ? 4 : 2)  // tiles of a warp that are on their way
+#define TOGETHER (!PACKED ? 1 : TILES < 3 ? TILES : 3)  // tiles that are read at once
+#define PARTS ((TILES + TOGETHER - 1) / TOGETHER)        // of a block
 
 #if WIDE
 typedef i64 Number;
@@ -30,11 +31,11 @@ typedef i64 Number;
 typedef int Number;
 #endif
 
-// 16 vectors: of each thread, pieces of the rows lane / 4 and 8 behind, and how many vectors their spans have.
+// 16 vectors: of a thread, pieces of the rows lane / 4 and 8 behind.
 struct Tile {
-    uint4 piece[2][PIECES][32];
-    int count[2][32];
-    float scale[PACKED ? 2 : 1][32];
+    uint4 piece[2][PIECES];
+    float scale[2];
+    bool used[2];
 };
 
 __device__ __forceinline__ unsigned word_of(const uint4 &piece, int number) {
@@ -44,32 +45,40 @@ __device__ __forceinline__ unsigned word_of(const uint4 &piece, int number) {
 // First byte of a thread's piece in a vector.
 __device__ __forceinline__ int begin_of(int piece) { return (4 * piece + threadIdx.x % 4) * 16; }
 
-__device__ __forceinline__ void copy(Tile &tile, int number, i64 entry, const unsigned char *vectors, const float *scales,
-                                     const int *counts) {
+__device__ __forceinline__ void load(Tile (&tiles)[TOGETHER], int part, int entry, const unsigned char *vectors,
+                                     const float *scales, const int *counts) {
     const int lane = threadIdx.x % 32;
+    const uint4 zeros = {0, 0, 0, 0};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = 16 * number + 8 * half + lane / 4;
-        const bool there = row < ROWS;
-        const i64 span = entry * SPANS + (there ? row / MOST : 0);
-        const unsigned char *line = vectors + (entry * ROWS + (there ? row : 0)) * LINE;
+    for (int i = 0; i < TOGETHER; ++i) {
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece)
-            copy16(shared_address(&tile.piece[half][piece][lane]), line + begin_of(piece), there);
-        copy4(shared_address(&tile.count[half][lane]), counts + span, there);
-        if (PACKED) copy4(shared_address(&tile.scale[PACKED * half][lane]), scales + span, there);
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * (part * TOGETHER + i) + 8 * half + lane / 4;
+            Tile &tile = tiles[i];
+            tile.used[half] = false;
+            if (row < ROWS) {
+                const i64 span = static_cast<i64>(entry) * SPANS + row / MOST;
+                tile.used[half] = row % MOST < counts[span];
+                tile.scale[half] = PACKED ? scales[span] : 1.0f;
+            }
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece)
+                tile.piece[half][piece] =
+                    row < ROWS ? load_once(vectors + (static_cast<i64>(entry) * ROWS + row) * LINE + begin_of(piece))
+                               : zeros;
+        }
     }
 }
 
 // What a thread has of a tile in a product: components of row lane / 4, of the row 8 behind, and again.
-__device__ __forceinline__ void operand(unsigned (&left)[4], const uint4 (&pieces)[2][PIECES], int step) {
+__device__ __forceinline__ void operand(unsigned (&left)[4], const Tile &tile, int step) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (PACKED) {
-            const unsigned word = word_of(pieces[half][step / 8], step % 8 / 2) >> step % 2 * 8;
+            const unsigned word = word_of(tile.piece[half][step / 8], step % 8 / 2) >> step % 2 * 8;
             left[half] = signed_fours(word), left[half + 2] = signed_fours(word >> 4);
         } else {
-            const uint4 &piece = pieces[half][step / 2];
+            const uint4 &piece = tile.piece[half][step / 2];
             left[half] = word_of(piece, step % 2 * 2), left[half + 2] = word_of(piece, step % 2 * 2 + 1);
         }
     }
@@ -98,38 +107,31 @@ __device__ __forceinline__ void load_query(unsigned (&right)[STEPS][2], const u1
     }
 }
 
-// The largest product of a tile's vectors and the query's that this thread has.
-__device__ __forceinline__ float compared(float best, const Tile &tile, int number,
-                                          const unsigned (&right)[GROUPS][STEPS][2]) {
-    const int lane = threadIdx.x % 32;
-    uint4 pieces[2][PIECES];
+// The largest product of a block's vectors and the query's that this thread has.
+__device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETHER],
+                                          const unsigned (&right)[GROUPS][STEPS][2], u64 asked) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < TOGETHER; ++i) {
+        float sum[GROUPS][4] = {};
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) pieces[half][piece] = tile.piece[half][piece][lane];
-    float sum[GROUPS][4] = {};
+        for (int step = 0; step < STEPS; ++step) {
+            unsigned left[4];
+            operand(left, tiles[i], step);
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        unsigned left[4];
-        operand(left, pieces, step);
+            for (int group = 0; group < GROUPS; ++group)
+                multiply(sum[group], left, right[group][step][0], right[group][step][1]);
+        }
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group)
-            multiply(sum[group], left, right[group][step][0], right[group][step][1]);
-    }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float largest = fmaxf(sum[0][2 * half], sum[0][2 * half + 1]);
-#pragma unroll
-        for (int group = 1; group < GROUPS; ++group)
-            largest = fmaxf(largest, fmaxf(sum[group][2 * half], sum[group][2 * half + 1]));
-        if (PACKED) largest *= tile.scale[PACKED * half][lane];  // no scale is less than 0
-        const int row = 16 * number + 8 * half + lane / 4;
-        if (row < ROWS && row % MOST < tile.count[half][lane]) best = fmaxf(best, largest);
+            for (int k = 0; k < 4; ++k)
+                if (tiles[i].used[k / 2] && asked >> (2 * group + k % 2) & 1)
+                    best = fmaxf(best, sum[group][k] * (PACKED ? tiles[i].scale[k / 2] : 1.0f));
     }
     return best;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 scores(const u16 *query, const int *query_counts, const unsigned char *vectors, const float *scales, const int *counts,
        const int *ids, const Number *blocks, float *out, int max_blocks) {
     const int lane = threadIdx.x % 32, request = blockIdx.y;
@@ -137,59 +139,51 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     query += static_cast<i64>(request) * COLUMNS * DIM, query_counts += request * (COLUMNS / MOST_Q);
     ids += static_cast<i64>(request) * max_blocks, out += static_cast<i64>(request) * max_blocks;
     const Number all = blocks[request];
-    int there = all < max_blocks ? static_cast<int>(all) : max_blocks;
+    const int there = all < max_blocks ? static_cast<int>(all) : max_blocks;
 
-    // Vectors that there are not are the first that there is, once more: that changes no maximum.
-    const auto given = [&](int column) {
-        return column < COLUMNS && column % MOST_Q < query_counts[column / MOST_Q];
-    };
-    int some = COLUMNS;
-    for (int span = 0; span < COLUMNS / MOST_Q && some == COLUMNS; ++span)
-        if (query_counts[span] > 0) some = span * MOST_Q;
-    if (some == COLUMNS) there = 0;  // nothing is compared
+    u64 asked = 0;
     unsigned right[GROUPS][STEPS][2];
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
         const int column = 8 * group + lane / 4;
-        load_query(right[group], query + (given(column) ? column : there ? some : 0) * DIM);
+        const bool given = column < COLUMNS && column % MOST_Q < query_counts[column / MOST_Q];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) right[group][step][0] = right[group][step][1] = 0;
+        if (given) load_query(right[group], query + column * DIM);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const int other = 8 * group + lane % 4 * 2 + k;
+            if (other < COLUMNS && other % MOST_Q < query_counts[other / MOST_Q]) asked |= 1ull << (2 * group + k);
+        }
     }
 
     // A lane knows the entry of one of the warp's next 32 blocks: numbers are read beforehand, all at once.
-    __shared__ Tile tiles[THREADS / 32][AHEAD];
-    Tile *const own = tiles[threadIdx.x / 32];
-    int mine = 0, turn = 32, coming = first, part = 0;  // what is copied next
-    i64 entry = 0;
-    const auto copy_next = [&](Tile &tile) {
-        if (coming < there) {
-            if (part == 0) {
-                if (turn == 32) {
-                    const i64 at = coming + static_cast<i64>(lane) * warps;
-                    mine = at < there ? ids[at] : 0, turn = 0;
-                }
-                entry = __shfl_sync(FULL, mine, turn++);
-            }
-            copy(tile, part, entry, vectors, scales, counts);
-            if (++part == TILES) part = 0, coming += warps;
-        }
-        commit();
+    int block = first, part = 0, turn = 0, mine = 0;
+    const auto entries_of = [&](int from) {
+        const i64 at = from + static_cast<i64>(lane) * warps;
+        return at < there ? ids[at] : 0;
     };
-#pragma unroll 1
-    for (int i = 0; i < AHEAD; ++i) copy_next(own[i]);
-    int slot = 0;
-    for (int block = first; block < max_blocks; block += warps) {
-        float best = NOTHING;
-        if (block < there) {
-#pragma unroll 1
-            for (int number = 0; number < TILES; ++number) {
-                wait<AHEAD - 1>();
-                best = compared(best, own[slot], number, right);
-                copy_next(own[slot]);
-                slot = slot == AHEAD - 1 ? 0 : slot + 1;
-            }
+    mine = entries_of(block);
+    Tile now[TOGETHER], next[TOGETHER];
+    if (block < there) load(now, 0, __shfl_sync(FULL, mine, 0), vectors, scales, counts);
+    float best = NOTHING;
+    while (block < there) {
+        const bool last = part == PARTS - 1;
+        const int then = last ? block + warps : block;
+        if (last && ++turn == 32) turn = 0, mine = entries_of(then);
+        const int entry = __shfl_sync(FULL, mine, turn);
+        if (then < there) load(next, last ? 0 : part + 1, entry, vectors, scales, counts);
+        best = compared(best, now, right, asked);
+        if (last) {
 #pragma unroll
             for (int apart = 16; apart; apart /= 2) best = fmaxf(best, __shfl_xor_sync(FULL, best, apart));
+            if (lane == 0) out[block] = best;
+            best = NOTHING;
         }
-        if (lane == 0) out[block] = best;
+        block = then, part = last ? 0 : part + 1;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) now[i] = next[i];
     }
-    wait<0>();
+    for (; block < max_blocks; block += warps)
+        if (lane == 0) out[block] = NOTHING;
 }

@@ -297,7 +297,6 @@ inline void copy16(unsigned to, const void *from, bool there, u64) {
     std::memset(at_address(to), 0xff, 16);  // not a number, in all types
     block->now->copies.push_back({to, from, there, 16});
 }
-inline void copy16(unsigned to, const void *from, bool there) { copy16(to, from, there, 0); }
 inline void copy4(unsigned to, const void *from, bool there) {
     aligned<4>(at_address(to));
     if (there) aligned<4>(from);

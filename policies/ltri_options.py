@@ -80,7 +80,7 @@ class Ltri:
         renewed: for measurements: with each chunk, this many of the blocks that come back are replaced by others, and
             the rest stay, whatever is voted for. With 0, the votes decide, as in the method.
         four_bits: keep index vectors in 4 bits a component, rotated before, with one scale for each span, and not in
-            the dtype of the keys: a quarter of the memory of the GPU, and of what each choice of blocks reads. Only
+            the dtype of the keys: a quarter of the memory of the GPU. Left out, they are kept so where they can be:
             where one head votes in a layer, and not with similarity `sum`, which remembers one vector for a span.
         host_gb: host memory, in GiB, for what leaves the windows of all streams, on all ranks together. Left out, it is
             a quarter of the machine's memory, and at most half of what is free; kernels then use only as many blocks of
@@ -147,6 +147,8 @@ class Ltri:
             raise ValueError(f"chunk={self.chunk}, block={self.block}: expected a chunk of whole blocks")
         if self.window < self.chunk:
             raise ValueError(f"window={self.window}, chunk={self.chunk}: expected a window of at least a chunk")
+        if not isinstance(self.four_bits, bool | None):
+            raise ValueError(f"four_bits={self.four_bits!r}: expected true or false")
         if self.four_bits and not self._packable:
             raise ValueError(
                 f"four_bits={self.four_bits}, index={self.index!r}, similarity={self.similarity!r}: expected index "
@@ -177,7 +179,7 @@ class Ltri:
     @property
     def packs(self) -> bool:
         """Whether index vectors are kept in 4 bits a component."""
-        return self._packable and bool(self.four_bits)
+        return self._packable and self.four_bits is not False
 
     @property
     def _packable(self) -> bool:

@@ -66,6 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sinks of more than a chunk": {"sinks": 48},
     "one head a layer": {"heads": "file"},
     "four bits": {"heads": "file", "similarity": "max", "four_bits": True},
+    "keys' dtype": {"heads": "file", "similarity": "max", "four_bits": False},
     "four bits by mass": {"heads": "file", "similarity": "mass", "four_bits": True, "asking": "spans"},
     "blocks that are renewed": {"renewed": 2},
     "blocks that are renewed in recorded chunks": {"renewed": 2, "retrieved": 4},

@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "means": {"index": "mean"},
     "no votes": {"heads": "file", "vote": "off"},
     "no sinks": {"heads": "file", "sinks": 0},
-    "four bits": {"heads": "file", "similarity": "max", "four_bits": True},
+    "keys' dtype": {"heads": "file", "similarity": "max", "four_bits": False},
 }
 
 

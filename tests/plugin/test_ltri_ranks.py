@@ -145,6 +145,7 @@ CASES: dict[str, dict[str, Any]] = {
     "heads, mass": {"similarity": "mass"},
     "heads, few vectors": {"similarity": "max", "vectors": 4},
     "heads, four bits": {"similarity": "max", "four_bits": True},
+    "heads, keys' dtype": {"similarity": "max", "four_bits": False},
     "heads, infllm": {"index": "infllm"},
     "mean": {"index": "mean", "heads": "all"},
     "random": {"index": "random"},

@@ -342,6 +342,14 @@ def test_blocks_leave_the_window() -> None:
     assert [settings.blocks(n) for n in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
 
 
+def test_index_vectors_are_packed_where_one_head_votes() -> None:
+    assert Ltri().packs and Ltri(similarity="mass").packs and Ltri(four_bits=True).packs
+    for others in (Ltri(four_bits=False), Ltri(similarity="sum"), Ltri(index="mean"), Ltri().of_all_heads()):
+        assert not others.packs
+    with pytest.raises(ValueError, match="four_bits=True, and all heads of a layer vote: expected a file"):
+        Ltri(four_bits=True).of_all_heads()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -353,6 +361,9 @@ def test_blocks_leave_the_window() -> None:
         ({"last": 513}, "last=513, chunk=512: expected at most a chunk"),
         ({"similarity": "cosine"}, "similarity='cosine': expected one of sum, max, mass"),
         ({"asking": "all"}, "asking='all': expected one of tokens, spans"),
+        ({"four_bits": True, "similarity": "sum"}, "similarity='sum': expected index 'ltri' with similarity 'max'"),
+        ({"four_bits": True, "index": "infllm"}, "index='infllm', similarity='max': expected index 'ltri'"),
+        ({"four_bits": 4}, "four_bits=4: expected true or false"),
         ({"theta": 1.0}, "theta=1.0, phi=0.1: expected 0 < theta < 1"),
         ({"spans": 13, "vectors": 12}, "vectors=12, spans=13: expected a whole number of at least one for each span"),
         ({"vectors": 0}, "vectors=0, spans=1: expected a whole number of at least one for each span"),

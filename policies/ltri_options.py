@@ -16,6 +16,9 @@ REPRESENTATIVES = 4
 """Tokens that stand for a block in InfLLM's index (Xiao et al., 2024, section 3.2)."""
 PAPERS_VECTORS = 12
 """Index vectors of a block (Tang et al., 2024)."""
+MOST_PACKED, LEAST_MIXED = 256, 64
+"""Components of an index vector in 4 bits, at most, and how many of them a Hadamard matrix mixes by default, at least:
+with fewer, a large one leaves less of the others."""
 LEAST = {"sinks": 0, "window": 1, "block": 1, "chunk": 1, "last": 1, "retrieved": 0, "spans": 1, "queries": 1}
 LEAST |= {"early_layers": 0, "renewed": 0, "askers": 1}
 """Setting that is a whole number -> the smallest that it may be."""
@@ -57,7 +60,7 @@ class Ltri:
             the request names (`given`; `blocks` in `custom_params` is a list of their numbers).
         similarity: of two spans' index vectors: the largest of all products (`max`); their `sum` (equation 8, the
             paper's), which finds less in our study; or the attention that the queries give to the span's vectors among
-            all of them (`mass`), which takes kernels three times as long. A prompt's last tokens are compared as
+            all of them (`mass`), which takes kernels six times as long. A prompt's last tokens are compared as
             `asking` says.
         asking: with index `ltri`, what of a prompt's last tokens (`last`) is compared with what is remembered.
             `tokens`: the queries of the last `askers` of them, each by the attention that it gives to a span's vectors
@@ -80,8 +83,9 @@ class Ltri:
         renewed: for measurements: with each chunk, this many of the blocks that come back are replaced by others, and
             the rest stay, whatever is voted for. With 0, the votes decide, as in the method.
         four_bits: keep index vectors in 4 bits a component, rotated before, with one scale for each span, and not in
-            the dtype of the keys: a quarter of the memory of the GPU. Left out, they are kept so where they can be:
-            where one head votes in a layer, and not with similarity `sum`, which remembers one vector for a span.
+            the dtype of the keys: a quarter of the memory of the GPU. Left out, they are kept so where one head votes
+            in a layer, a head's components are a multiple of 64 and at most 256, and the similarity is not `sum`, which
+            remembers one vector for a span.
         host_gb: host memory, in GiB, for what leaves the windows of all streams, on all ranks together. Left out, it is
             a quarter of the machine's memory, and at most half of what is free; kernels then use only as many blocks of
             it as the GPU has room to index.
@@ -184,6 +188,20 @@ class Ltri:
     @property
     def _packable(self) -> bool:
         return self.index == "ltri" and self.similarity != "sum"
+
+    def of_one_head(self, dim: int) -> Ltri:
+        """The same settings where one head of a layer votes, and an index vector has its `dim` components.
+
+        Raises:
+            ValueError: `four_bits`, and no two components share a byte, or they are more than kernels rotate.
+        """
+        if self.four_bits and (dim % 2 or dim > MOST_PACKED):
+            raise ValueError(
+                f"four_bits=True, and heads of {dim} components: expected an even number of at most {MOST_PACKED};"
+                " leave four_bits out (--policy)"
+            )
+        mixes = dim % LEAST_MIXED == 0 and dim <= MOST_PACKED
+        return replace(self, four_bits=self._packable and mixes) if self.four_bits is None else self
 
     def of_all_heads(self) -> Ltri:
         """The same settings where all heads of a layer vote: an index vector has the components of all of them.

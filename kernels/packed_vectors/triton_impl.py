@@ -59,7 +59,7 @@ def pack(
     _pack_kernel[(blocks, spans)](
         states, tokens, at, rotation, out.vectors, out.scales, states.stride(0), states.stride(1), count,
         1 / (LARGEST * blocks_of(dim)), SPANS=spans, MOST=most, DIM=dim, MOST_PAD=max(16, triton.next_power_of_2(most)),
-        INNER_PAD=max(16, triton.next_power_of_2(dim)), HALF_PAD=max(16, triton.next_power_of_2(dim // 2)),
+        INNER=16 if states.dtype == torch.float32 else 32, HALF_PAD=max(16, triton.next_power_of_2(dim // 2)),
         LARGEST=LARGEST, num_warps=8 if dim > 128 else 4,
     )  # fmt: skip
 
@@ -76,20 +76,24 @@ def _rounded(mixed, factor, LARGEST: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _pack_kernel(
     states, tokens, at, rotation, vectors, scales, block_stride, token_stride, count, unit,
-    SPANS: tl.constexpr, MOST: tl.constexpr, DIM: tl.constexpr, MOST_PAD: tl.constexpr, INNER_PAD: tl.constexpr,
+    SPANS: tl.constexpr, MOST: tl.constexpr, DIM: tl.constexpr, MOST_PAD: tl.constexpr, INNER: tl.constexpr,
     HALF_PAD: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = DIM // 2
     block, span = tl.program_id(0), tl.program_id(1)
-    m, d, h = tl.arange(0, MOST_PAD), tl.arange(0, INNER_PAD), tl.arange(0, HALF_PAD)
+    m, h = tl.arange(0, MOST_PAD), tl.arange(0, HALF_PAD)
     token = tl.load(tokens + (block * SPANS + span) * MOST + m, mask=m < MOST, other=-1)
     there = (token >= 0) & (token < count)
     place = block.to(tl.int64) * block_stride + token.to(tl.int64) * token_stride
-    x = tl.load(states + place[:, None] + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
-    entries = rotation + d[:, None] * DIM + h[None, :]
-    inside = (d < DIM)[:, None] & (h < HALF)[None, :]
-    low = tl.dot(x, tl.load(entries, mask=inside, other=0.0), input_precision="ieee")
-    high = tl.dot(x, tl.load(entries + HALF, mask=inside, other=0.0), input_precision="ieee")
+    low = tl.zeros([MOST_PAD, HALF_PAD], tl.float32)
+    high = tl.zeros([MOST_PAD, HALF_PAD], tl.float32)
+    for first in range(0, DIM, INNER):
+        d = first + tl.arange(0, INNER)
+        x = tl.load(states + place[:, None] + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
+        entries = rotation + d[:, None] * DIM + h[None, :]
+        inside = (d < DIM)[:, None] & (h < HALF)[None, :]
+        low = tl.dot(x, tl.load(entries, mask=inside, other=0.0), low, input_precision="ieee")
+        high = tl.dot(x, tl.load(entries + HALF, mask=inside, other=0.0), high, input_precision="ieee")
     largest = tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0)
     factor = tl.where(largest > 0, LARGEST / largest, 0.0)
     packed = _rounded(low, factor, LARGEST) | (_rounded(high, factor, LARGEST) << 4)

@@ -50,11 +50,11 @@ def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     Returns:
         [dim, dim].
     """
-    mixed = torch.ones(1, 1)
+    mixed = torch.ones(1, 1, device="cpu")
     while len(mixed) < blocks_of(dim):
         mixed = torch.cat([torch.cat([mixed, mixed], 1), torch.cat([mixed, -mixed], 1)])
-    whole = torch.block_diag(*[mixed] * (dim // len(mixed))) if dim else torch.zeros(0, 0)
-    signs = torch.randint(2, (dim, 1), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    whole = torch.block_diag(*[mixed] * (dim // len(mixed))) if dim else torch.zeros(0, 0, device="cpu")
+    signs = torch.randint(2, (dim, 1), generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
     return (whole * signs).to(dtype).to(device)
 
 

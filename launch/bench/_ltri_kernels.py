@@ -38,6 +38,7 @@ def measure(device: torch.device, settings: Ltri, tokens: int, shape: LayerShape
         ValueError: chunks that are replayed are not those that are launched, or a setting does not fit.
     """
     shape = LayerShape() if shape is None else shape
+    settings = settings.of_one_head(shape.dim)
     figures: list[Figure] = []
     for vote in ("inclusive", "preceding"):
         layers = None  # its memory on the host, too

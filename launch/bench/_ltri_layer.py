@@ -40,7 +40,7 @@ TOGETHER = 8
 TOLERANCE = 2e-2  # bfloat16, of the largest value
 PRODUCTS = 13
 """Columns of the matrices of a layer of Llama-3.1-8B, in multiples of the model's width."""
-EXACT = ("keys", "values", "bounds", "counts", "numbers of vectors")
+EXACT = ("keys", "values", "bounds", "counts", "numbers of vectors", "scales")
 """What is copied or counted, and equal: replays launch the same kernels in the same order, and none has atomics."""
 
 
@@ -198,6 +198,8 @@ class Layers:
             kept |= {"bounds": store.ring.bounds, "counts": store.ring.counts}
         if store.index is not None:
             kept |= {"index": store.index.vectors, "numbers of vectors": store.index.counts}
+            if store.index.scales is not None:
+                kept |= {"scales": store.index.scales}
         return kept
 
     def _snapshot(self, layer: int) -> dict[str, torch.Tensor]:
@@ -207,7 +209,7 @@ class Layers:
         spans = slice(row * SpanRing.blocks(settings), (row + 1) * SpanRing.blocks(settings))
         part: dict[str, slice | list[int] | int] = {"keys": slice(1, None), "values": slice(1, None)}
         part |= {"received": row, "received from the last token": row, "bounds": spans, "counts": spans}
-        part |= {"index": ids, "numbers of vectors": ids}
+        part |= {"index": ids, "numbers of vectors": ids, "scales": ids}
         found = {name: each[part[name]].clone() for name, each in self._kept(layer).items()}
         if "bounds" in found:
             found["bounds"][found["counts"] == 0] = 0  # of no span

@@ -41,7 +41,7 @@ def book_methods(window: int, stride: int, sinks: int, context: int, heads: str 
     sizes = {"sinks": sinks, "window": local, "block": BLOCK, "chunk": stride, "retrieved": RETRIEVED}
     found["infllm"] = Method("InfLLM", "infllm", sizes)
     for changed in (PAPERS, {"similarity": "max"}, {"similarity": "mass"}):
-        policy = {**sizes, **changed, **({"heads": heads} if heads else {})}
+        policy = {**sizes, "four_bits": False, **changed, **({"heads": heads} if heads else {})}
         found[f"ltri-{changed['similarity']}"] = Method(f"Ltri-LLM, {changed['similarity']}", "ltri", policy)
     return found
 

@@ -102,6 +102,8 @@ def ltri_methods(
         "given": Method("the blocks with the evidence", "ltri", {**sizes, **voting, "index": "given"}),
     }
     for words, changed in CHANGES.items():
+        if heads == "all" and changed.get("four_bits"):
+            continue  # one head must vote
         name = "ltri-" + words.replace(",", "").replace(" ", "-")
         found[name] = Method(f"Ltri-LLM, {words}", "ltri", {**sizes, **voting, "four_bits": False, **changed})
     return found

@@ -238,6 +238,7 @@ class LtriPolicy(StreamPolicy):
             return
         heads = Heads.load(path)
         heads.check(path, weights, model.layers, model.heads * self.ranks)
+        self.config = self.config.of_one_head(model.head_dim)
         first = model.heads * model.rank
         self._voters = {
             layer: Voter.of_rank(score, head, first, model.heads) for layer, (head, score) in heads.voters.items()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.attention.ltri_layer import Voters
-from sglang_ext.cache.budget import FLOAT32
+from sglang_ext.cache.budget import FLOAT32, INT32
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans
 from sglang_ext.kernels.packed_vectors import PackedSpans, hadamard
 from sglang_ext.policies.ltri_options import REPRESENTATIVES, Ltri
@@ -87,7 +87,9 @@ def is_folded(settings: Ltri) -> bool:
 
 
 def index_bytes(settings: Ltri, voters: Voters, blocks: int, heads: int, keys: torch.Tensor) -> int:
-    """Bytes of the index vectors of so many blocks on the host; they lie on the GPU, all from the start.
+    """Bytes of the index of so many blocks on the host: vectors, their numbers, and scales.
+
+    They lie on the GPU, all from the start.
 
     Args:
         settings: of the method.
@@ -98,6 +100,7 @@ def index_bytes(settings: Ltri, voters: Voters, blocks: int, heads: int, keys: t
     """
     spans, most = stored_sizes(settings)
     dims = [voter.dim(heads, keys.shape[2]) for voter in voters.values() if voter and voter.here]
+    counts = blocks * spans * len(dims) * INT32
     if settings.packs:
-        return blocks * spans * sum(most * dim // 2 + FLOAT32 for dim in dims)
-    return blocks * spans * most * sum(dims) * keys.element_size()
+        return counts + blocks * spans * sum(most * dim // 2 + FLOAT32 for dim in dims)
+    return counts + blocks * spans * most * sum(dims) * keys.element_size()

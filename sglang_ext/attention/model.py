@@ -70,7 +70,8 @@ class Model:
         """What policies may know of it."""
         path, loaded = compat.model_path(self._runner)
         kv_heads = compat.model_kv_heads(self._runner)
-        return ServedModel(path, len(self.caches()), self.shape.heads, kv_heads, loaded, this_rank())
+        shape = self.shape
+        return ServedModel(path, len(self.caches()), shape.heads, kv_heads, loaded, this_rank(), shape.head_dim)
 
     @property
     def device(self) -> torch.device:

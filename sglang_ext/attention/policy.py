@@ -40,6 +40,7 @@ class ServedModel:
         kv_heads: key-value heads of each of them, on all ranks together.
         loaded: whether its weights are those at `path`; not where SGLang makes them up (`--load-format dummy`).
         rank: number of this rank, which has the `heads` query heads from number `heads` * `rank` on.
+        head_dim: components of a key.
     """
 
     path: str
@@ -48,6 +49,7 @@ class ServedModel:
     kv_heads: int
     loaded: bool
     rank: int = 0
+    head_dim: int = 128
 
 
 @dataclass(frozen=True)

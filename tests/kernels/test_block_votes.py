@@ -218,7 +218,7 @@ def test_ids_beyond_a_request_s_blocks_in_cuda(packed):
     "says, kind, change",
     [
         ("kind='mass': it compares by 'max'", "mass", {}),
-        ("expected bfloat16 or float16 in both", "max", {"dtype": torch.float32}),
+        ("expected bfloat16 or float16, or packed", "max", {"dtype": torch.float32}),
         ("index vectors of 48 bytes: expected a multiple of 64", "max", {"dim": 96}),
         ("100 query vectors of 128 components: they take 208 of 96", "max", {"query_spans": 10, "most_q": 10}),
         ("2 x 65 vectors of 64 bytes: at most 128", "max", {"spans": 2, "most": 65}),

@@ -13,7 +13,7 @@ import torch
 from sglang_ext.launch import cli
 from sglang_ext.launch.bench import _ltri_engine, _ltri_kernels, ltri
 from sglang_ext.launch.bench._cascade_layer import LayerShape
-from sglang_ext.launch.bench._ltri_layer import Layers
+from sglang_ext.launch.bench._ltri_layer import VOTES, Layers
 from sglang_ext.policies.heads import Heads
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -160,7 +160,18 @@ def test_rows_of_the_kernels() -> None:
     ]
     assert [row.met for row in rows[-3:]] == [True] * 3
     index = 14 * settings.evicted(320) * 16 * 4  # bytes of one vector a block, in the layers that vote
-    assert [row.timing.median for row in rows[-3:]] == [2 * index, 8 * index, 8 * index]
+    numbers = 14 * settings.evicted(320) * 2 * 4  # of vectors of two spans
+    assert [row.timing.median - numbers for row in rows[-3:]] == [2 * index, 8 * index, 8 * index]
+
+
+def test_chunks_with_packed_index_vectors_are_checked() -> None:
+    settings = Ltri(sinks=16, window=64, block=16, chunk=32, last=7, retrieved=4, vectors=8, renewed=2, four_bits=True)
+    layers = Layers(settings, 320, LayerShape(4, 2, 16, torch.float32), torch.device("cpu"))
+    layers.check()
+    index = layers.chunks.stores[VOTES].index
+    assert index is not None and index.scales is not None
+    kept = layers._kept(VOTES)
+    assert kept["scales"] is index.scales and kept["index"].dtype == torch.uint8
 
 
 def test_layers_where_chunks_differ() -> None:

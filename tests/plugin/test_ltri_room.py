@@ -6,13 +6,14 @@ import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_ext.attention import ltri
 from sglang_ext.attention.ltri import LtriPolicy
-from sglang_ext.attention.ltri_index import index_bytes
+from sglang_ext.attention.ltri_index import LayerIndex, index_bytes
 from sglang_ext.attention.ltri_layer import Voter
 from sglang_ext.attention.ltri_stores import RESERVED, blocks_that_fit
 from sglang_ext.attention.policy import ServedModel
@@ -46,6 +47,19 @@ def test_the_index_of_as_many_blocks_fits(blocks: int, keys: torch.Tensor, monke
         free = RESERVED + maps + cached + index + more
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
         assert blocks_that_fit(settings, VOTERS, HEADS, ROWS, keys) == max(0, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "changes", [{"four_bits": True}, {"four_bits": False}, {"similarity": "sum"}, {"index": "infllm"}], ids=str
+)
+def test_the_index_takes_what_it_is_said_to(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    settings, keys = Ltri(**{"spans": 2, "vectors": 12, "block": 16, "chunk": 32, **changes}), torch.zeros(1, 2, 64)
+    index = LayerIndex.empty(settings, 5, 64, keys.to(dtype))
+    tensors = [each for each in (index.vectors, index.counts, index.scales) if each is not None]
+    voters = {0: Voter(0.5, 1), 1: None, 2: Voter(0.5, 3), 3: Voter(0.5, 2, here=False)}
+    wanted = 2 * sum(each.numel() * each.element_size() for each in tensors)
+    assert index_bytes(settings, voters, 5, 4, keys.to(dtype)) == wanted
 
 
 def test_any_number_fits_where_there_is_no_index(keys: torch.Tensor) -> None:

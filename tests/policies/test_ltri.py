@@ -346,6 +346,13 @@ def test_index_vectors_are_packed_where_one_head_votes() -> None:
     assert Ltri().packs and Ltri(similarity="mass").packs and Ltri(four_bits=True).packs
     for others in (Ltri(four_bits=False), Ltri(similarity="sum"), Ltri(index="mean"), Ltri().of_all_heads()):
         assert not others.packs
+    for dim, packs in ((64, True), (128, True), (256, True), (96, False), (81, False), (320, False)):
+        assert Ltri().of_one_head(dim).packs is packs
+        assert not Ltri(similarity="sum").of_one_head(dim).packs
+    assert Ltri(four_bits=True).of_one_head(96).packs and not Ltri(four_bits=False).of_one_head(128).packs
+    for dim in (81, 320):
+        with pytest.raises(ValueError, match=f"heads of {dim} components: expected an even number of at most 256"):
+            Ltri(four_bits=True).of_one_head(dim)
     with pytest.raises(ValueError, match="four_bits=True, and all heads of a layer vote: expected a file"):
         Ltri(four_bits=True).of_all_heads()
 

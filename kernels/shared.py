@@ -1,4 +1,4 @@
-"""What a device has for a program of a kernel."""
+"""What kernels have in common: what a device has for a program, and how tensors lie in memory."""
 
 from __future__ import annotations
 
@@ -11,3 +11,16 @@ import torch
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have on a GPU."""
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def check_contiguous(tensors: dict[str, torch.Tensor]) -> None:
+    """Look at the strides of tensors whose addresses a kernel computes.
+
+    Raises:
+        ValueError: a tensor is not contiguous.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: expected contiguous"
+            )

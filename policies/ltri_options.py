@@ -193,7 +193,8 @@ class Ltri:
         """The same settings where one head of a layer votes, and an index vector has its `dim` components.
 
         Raises:
-            ValueError: `four_bits`, and no two components share a byte, or they are more than kernels rotate.
+            ValueError: `four_bits` is true, and `dim` is odd, so that components cannot share bytes in twos, or larger
+                than kernels take.
         """
         if self.four_bits and (dim % 2 or dim > MOST_PACKED):
             raise ValueError(
@@ -207,7 +208,7 @@ class Ltri:
         """The same settings where all heads of a layer vote: an index vector has the components of all of them.
 
         Raises:
-            ValueError: `four_bits`, for which one head of a layer must vote.
+            ValueError: `four_bits` is true, for which one head of a layer must vote.
         """
         if self.four_bits:
             raise ValueError(

@@ -12,7 +12,8 @@ from functools import cache
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans, check, check_contiguous
+from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans, check
+from sglang_ext.kernels.shared import check_contiguous
 
 SOURCE = "block_votes/scores.cu"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -68,7 +69,7 @@ def constants(
     """Macros of `scores.cu`."""
     return dict(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
-        BFLOAT16=int(bfloat16), THREADS=THREADS,
+        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=RESIDENT,
     )  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans
 def score_blocks(
     query: QuerySpans, index: BlockIndex, *, kind: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`reference.score_blocks` (see there; equations 8 and 9), by kernels where the index lives on a GPU:
-    in CUDA where these can (`cuda_impl.refusal`), else in Triton.
+    """`reference.score_blocks` (see there; equations 8 and 9), by kernels where the index lives on a GPU.
+
+    The kernel in CUDA computes what it can (`cuda_impl.refusal`), and those in Triton the rest.
 
     Args:
         query, index, kind, out: as in the reference; on a GPU contiguous.

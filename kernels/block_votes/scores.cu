@@ -12,7 +12,8 @@
 //
 // Set by the compiler: DIM (components of a vector), SPANS, MOST (of an entry: spans, and vectors of one), MOST_Q (vectors
 // of a query's span), COLUMNS (of all of them), PACKED (vectors have 4 bits a component), WIDE (`blocks` has 64 bits),
-// THREADS, and what instructions.cuh asks for.
+// THREADS and RESIDENT (of a block of the grid, and how many of these a multiprocessor has at once), and what
+// instructions.cuh asks for.
 
 #include "instructions.cuh"
 
@@ -131,7 +132,7 @@ __device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETH
     return best;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 scores(const u16 *query, const int *query_counts, const unsigned char *vectors, const float *scales, const int *counts,
        const int *ids, const Number *blocks, float *out, int max_blocks) {
     const int lane = threadIdx.x % 32, request = blockIdx.y;

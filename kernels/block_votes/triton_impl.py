@@ -30,8 +30,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans, check, check_contiguous, check_election
-from sglang_ext.kernels.shared import shared_memory
+from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans, check, check_election
+from sglang_ext.kernels.shared import check_contiguous, shared_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOG2_E = 1.4426950408889634

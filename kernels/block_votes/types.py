@@ -147,19 +147,6 @@ def check_election(
     _check_devices(tensors)
 
 
-def check_contiguous(tensors: dict[str, torch.Tensor]) -> None:
-    """Look at the strides of tensors whose addresses a kernel computes.
-
-    Raises:
-        ValueError: a tensor is not contiguous.
-    """
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: expected contiguous"
-            )
-
-
 def _check_devices(tensors: list[torch.Tensor]) -> None:
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.kernels.packed_vectors.types import LARGEST, PackedSpans, blocks_of, check
+from sglang_ext.kernels.shared import check_contiguous
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,12 +47,7 @@ def pack(
             f"spans of {most} vectors of {dim} components: expected at most {MAX_MOST} and {MAX_DIM}; set `vectors` "
             "lower or `four_bits` to false (--policy)"
         )
-    named = {"tokens": tokens, "at": at, "rotation": rotation, "vectors": out.vectors, "scales": out.scales}
-    for name, tensor in named.items():
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} have strides {tensor.stride()}: expected contiguous"
-            )
+    check_contiguous({"tokens": tokens, "at": at, "rotation": rotation, "vectors": out.vectors, "scales": out.scales})
     if states.stride(2) != 1 and dim > 1:
         raise ValueError(f"states have strides {states.stride()}: expected components beside each other")
     if 0 in (blocks, spans, most, dim, count):

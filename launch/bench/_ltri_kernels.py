@@ -112,13 +112,13 @@ def _selection(device: torch.device, settings: Ltri, shape: LayerShape) -> list[
     spans = parts.spans_of(tiles, settings, shape, device)
     found = [at_most(f"spans of {tiles} tiles of {shape.heads} heads", spans, SPANS_S, f"{SPANS_S * 1e6:.0f} us", 1.0)]
     for similarity in ("sum", "max", "mass"):
-        election = parts.election_of(ELECTED, compared_by(settings, similarity), shape, device)
+        election = parts.election_of(ELECTED, with_similarity(settings, similarity), shape, device)
         name = f"scores of {ELECTED} blocks by `{similarity}`, and the best {settings.retrieved}"
         found.append(at_most(name, election, ELECTION_S, f"{ELECTION_S * 1e6:.0f} us", 1.0))
     return found
 
 
-def compared_by(settings: Ltri, similarity: str) -> Ltri:
+def with_similarity(settings: Ltri, similarity: str) -> Ltri:
     """The same settings with another similarity; `sum` packs nothing."""
     return replace(settings, similarity=similarity, four_bits=None if similarity == "sum" else settings.four_bits)
 
@@ -128,7 +128,7 @@ def _index(settings: Ltri, shape: LayerShape, tokens: int) -> list[Figure]:
     keys = torch.empty(1, shape.kv_heads, shape.dim, dtype=shape.dtype)
     found = []
     for similarity, most in INDEX_MB.items():
-        size = index_bytes(compared_by(settings, similarity), voters, settings.evicted(tokens), shape.heads, keys)
+        size = index_bytes(with_similarity(settings, similarity), voters, settings.evicted(tokens), shape.heads, keys)
         name = f"index on the GPU of {tokens} tokens, `{similarity}`, {len(VOTING)} layers that vote"
         aim = f"at most {most:.0f} MB"
         found.append(Figure(name, Timing(size, size, size, 1), aim=aim, met=size <= most * 1e6, unit="MiB"))

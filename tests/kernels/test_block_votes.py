@@ -1,8 +1,7 @@
-"""Scores of memory blocks and elections against equations 8 and 9 written as loops, and against the policy.
+"""Scores of memory blocks against equations 8 and 9 written as loops, and against the policy.
 
-What there is not is NaN: vectors beyond a span's number, entries of the index that no request names, votes and outputs
-before they are written. Elections must agree exactly, ties included, so their scores and votes are drawn from few
-numbers.
+What there is not is NaN: vectors beyond a span's number, entries of the index that no request names, and outputs before
+they are written. What scores and elections (`test_elections.py`) have in common is tested here, too.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import torch
 from sglang_ext.kernels import block_votes, nvrtc
 from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, cuda_impl, reference
 from sglang_ext.kernels.block_votes import triton_impl as triton
-from sglang_ext.policies import ltri, ltri_similarity
+from sglang_ext.policies import ltri_similarity
 from tests.kernels import on_host, sm90
+from tests.kernels.block_votes import BOTH, DEVICE, NONE
+from tests.kernels.test_elections import Ballots, same
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bfloat16 as integers.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 # Beside the largest score. Half precision: the inputs are the same numbers in both, products are added in float32.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-6, torch.bfloat16: 3e-6}
-NONE = float("-inf")
 KINDS = ("sum", "max", "mass")
 SMALL = triton.BlockTuning(columns=16, rows=16, width=16, warps=2, stages=1)
 
@@ -140,7 +139,6 @@ IMPLEMENTATIONS = [
     pytest.param(triton, torch.float32, {}, id="triton-float32"),
     pytest.param(triton, HALF, {}, id="triton-half"),
 ]
-BOTH = pytest.mark.parametrize("module", [reference, triton], ids=["reference", "triton"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -348,131 +346,6 @@ def test_an_index_of_more_than_2_31_numbers(module, kind):
     ids = torch.nn.functional.pad(at[None].int(), (0, 1), value=-1)
     index = BlockIndex(large, counts, ids, few.blocks.to(DEVICE))
     few.close(module.score_blocks(few.query(), index, kind=kind), kind, torch.float16)
-
-
-# ---- the election ----
-
-
-class Ballots:
-    """Votes and scores of few different numbers; behind each request's blocks scores are -inf and votes NaN."""
-
-    def __init__(self, blocks, limit, levels=4, seed=0):
-        gen = torch.Generator().manual_seed(seed)
-        draw = lambda: torch.randint(-levels, levels + 1, (len(blocks), limit), generator=gen)  # noqa: E731
-        self.blocks, self.scores, self.votes = blocks, draw() * 0.25, draw().clamp(min=0) * 0.3
-        self.scores[torch.rand(len(blocks), limit, generator=gen) < 0.1] *= -1.0  # -0.0 is as large as 0.0
-        for request, n in enumerate(blocks):
-            self.scores[request, n:], self.votes[request, n:] = NONE, math.nan
-
-    def expected(self, scored, weight, count, mode):
-        """(chosen [batch, count], votes [batch, max_blocks]) by sorting Python's numbers."""
-        chosen, after = torch.full((len(self.blocks), count), -1, dtype=torch.int32), self.votes.clone()
-        for request, n in enumerate(self.blocks):
-            score = self.scores[request].tolist() if scored else [0.0] * n
-            own = sorted(range(n), key=lambda b: (-score[b], b))[:count] if scored else []
-            for block in own:
-                after[request, block] += weight
-            counted = (after if mode == "inclusive" else self.votes)[request].tolist()
-            some = [block for block in range(n) if counted[block] > 0]
-            best = sorted(some, key=lambda b: (-counted[b], -score[b], b))[:count]
-            found = own if mode == "off" else best
-            chosen[request, : len(found)] = torch.tensor(found, dtype=torch.int32)
-        return chosen, after
-
-    def elect(self, module, scored, **settings):
-        votes, count = self.votes.to(DEVICE, copy=True), settings["count"]
-        out = torch.full((len(self.blocks), count), 77, dtype=torch.int32, device=DEVICE)
-        scores = self.scores.to(DEVICE) if scored else None
-        assert module.elect(votes, scores, out=out, **settings) is out
-        return out.cpu(), votes.cpu()
-
-
-def same(one, other):
-    """Bit by bit; NaN is what NaN was."""
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
-
-
-ELECTIONS = [
-    ((1,), 1, 1),
-    ((5, 0, 3), 5, 16),
-    ((16, 9), 16, 16),
-    ((40, 64, 3), 70, 5),
-    ((130,), 130, 64),
-    ((200, 131), 260, 16),
-    ((999, 600), 1024, 16),
-]
-
-
-@pytest.mark.parametrize("scored", [True, False], ids=["voting", "no head"])
-@pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
-@pytest.mark.parametrize("blocks, limit, count", ELECTIONS, ids=lambda x: str(x))
-@BOTH
-def test_elections(module, blocks, limit, count, mode, scored):
-    for seed, levels in enumerate((1, 4, 1000)):
-        ballots = Ballots(blocks, limit, levels, seed)
-        chosen, after = ballots.expected(scored, 0.7, count, mode)
-        found, votes = ballots.elect(module, scored, weight=0.7, count=count, mode=mode)
-        assert torch.equal(found, chosen)
-        assert same(votes, after)
-        assert scored or same(votes, ballots.votes)
-
-
-@pytest.mark.parametrize("blocks, count", [(8192, 16), (5000, 64), (20000, 3)])
-def test_elections_of_many_blocks(blocks, count):
-    """As many rounds as there are."""
-    ballots = Ballots((blocks,), blocks, levels=300, seed=blocks)
-    chosen, after = ballots.expected(True, 1.5, count, "inclusive")
-    found, votes = ballots.elect(triton, True, weight=1.5, count=count, mode="inclusive")
-    assert torch.equal(found, chosen) and same(votes, after)
-
-
-@pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
-@BOTH
-def test_layers_retrieve_what_the_policy_says(module, mode):
-    """Ten layers of a request, some without a head; votes are sums that depend on their order."""
-    settings, gen = ltri.Ltri(retrieved=6, vote=mode), torch.Generator().manual_seed(1)
-    blocks, limit = 50, 64
-    votes, mine = torch.zeros(blocks), torch.zeros(1, limit, device=DEVICE)
-    for layer in range(10):
-        score = None if layer in (0, 3, 4, 9) else torch.randint(0, 5, (blocks,), generator=gen).float()
-        padded = None
-        if score is not None:
-            padded = torch.nn.functional.pad(score, (0, limit - blocks), value=NONE)[None].to(DEVICE)
-        weight = 0.1 + 0.07 * layer
-        chosen, votes = ltri.retrieved(votes, score, weight, settings)
-        found = module.elect(mine, padded, weight=weight, count=6, mode=mode)
-        assert found.shape == (1, 6) and [block for block in found[0].tolist() if block >= 0] == chosen
-        assert same(mine[0, :blocks].cpu(), votes) and not mine[0, blocks:].any()
-
-
-@BOTH
-def test_a_weight_for_each_request(module):
-    ballots = Ballots((40, 64, 3), 70)
-    weights = torch.tensor([0.7, 0.0, 2.5])
-    found, votes = ballots.elect(module, True, weight=weights.to(DEVICE), count=5, mode="inclusive")
-    for request, weight in enumerate(weights.tolist()):
-        chosen, after = ballots.expected(True, weight, 5, "inclusive")
-        assert torch.equal(found[request], chosen[request]) and same(votes[request], after[request])
-
-
-@BOTH
-def test_scores_that_are_no_numbers(module):
-    """Infinite ones are ordered, NaN is as no block."""
-    scores = torch.tensor([[1.0, math.inf, math.nan, NONE, -5.0, math.inf]], device=DEVICE)
-    votes = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0, 1.0]], device=DEVICE)
-    found = module.elect(votes, scores, weight=1.0, count=6)
-    assert found.tolist() == [[1, 5, 0, 4, -1, -1]]
-    assert votes.tolist() == [[2.0, 2.0, 1.0, 1.0, 1.0, 2.0]]
-
-
-@BOTH
-def test_nothing_to_elect(module):
-    votes = torch.ones(2, 5, device=DEVICE)
-    assert module.elect(votes, votes.clone(), weight=1.0, count=0).shape == (2, 0)
-    assert (votes == 1).all()
-    none = torch.zeros(2, 0, device=DEVICE)
-    assert module.elect(none, none, weight=1.0, count=3).tolist() == [[-1] * 3] * 2
-    assert module.elect(none[:0], None, weight=1.0, count=3).shape == (0, 3)
 
 
 # ---- both ----

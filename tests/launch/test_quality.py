@@ -324,6 +324,8 @@ def test_a_model_of_ones_own_names_the_heads_that_vote() -> None:
     heads = {name: each.policy.get("heads") for name, each in methods.items()}
     assert (heads["ltri-max"], heads["given"], heads["random"]) == ("mine.json",) * 3
     assert heads["ltri-max-all-heads"] == "all", "a method's own choice stays"
+    without = ltri.ltri_methods(1024, 512, 64, 16384, "all")
+    assert set(methods) - set(without) == {"ltri-max-four-bits"}, "for which one head must vote"
     assert heads["infllm"] is None and heads["streaming_llm"] is None, "these have no such setting, or one of their own"
 
 

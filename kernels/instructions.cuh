@@ -116,12 +116,13 @@ __device__ __forceinline__ unsigned halves_of(unsigned quarters) {
 __device__ __forceinline__ unsigned signed_fours(unsigned bits) {
 #if BFLOAT16
     const unsigned ones = 0x3f803f80, less = 0xc308c308;  // 1 and -136
-    bits = bits & 0x000f000f | 0x43004300;
+    const unsigned first = 0x43004300;
 #else
     const unsigned ones = 0x3c003c00, less = 0xe408e408;  // 1 and -1,032
-    bits = bits & 0x000f000f | 0x64006400;
+    const unsigned first = 0x64006400;
 #endif
     unsigned numbers;
+    asm("lop3.b32 %0, %0, %1, %2, 0xea;" : "+r"(bits) : "n"(0x000f000f), "r"(first));  // bits & mask | first
     asm("fma.rn." TYPE "x2 %0, %1, %2, %3;" : "=r"(numbers) : "r"(bits), "r"(ones), "r"(less));
     return numbers;
 }

@@ -44,7 +44,9 @@ def elect(
     mode: str = "inclusive",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`reference.elect` (see there; section 3.5), by a Triton kernel where the votes live on a GPU.
+    """`reference.elect` (see there; section 3.5), by kernels where the votes live on a GPU.
+
+    The kernel in CUDA elects what it can (`cuda_election.refusal`), and the one in Triton the rest.
 
     Args:
         votes, scores, weight, count, mode, out: as in the reference; on a GPU contiguous.
@@ -57,5 +59,9 @@ def elect(
     """
     choose = reference.elect
     if votes.is_cuda:
-        from sglang_ext.kernels.block_votes.triton_impl import elect as choose
+        from sglang_ext.kernels.block_votes import cuda_election, triton_impl
+
+        choose = triton_impl.elect
+        if cuda_election.refusal(votes.device, votes, scores, count) is None:
+            choose = cuda_election.elect
     return choose(votes, scores, weight=weight, count=count, mode=mode, out=out)

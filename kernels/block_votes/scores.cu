@@ -108,9 +108,9 @@ __device__ __forceinline__ void load_query(unsigned (&right)[STEPS][2], const u1
     }
 }
 
-// The largest product of a block's vectors and the query's that this thread has.
+// The largest product of a block's vectors and the query's that this thread has, times the scale of the vector's span.
 __device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETHER],
-                                          const unsigned (&right)[GROUPS][STEPS][2], u64 asked) {
+                                          const unsigned (&right)[GROUPS][STEPS][2]) {
 #pragma unroll
     for (int i = 0; i < TOGETHER; ++i) {
         float sum[GROUPS][4] = {};
@@ -123,11 +123,14 @@ __device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETH
                 multiply(sum[group], left, right[group][step][0], right[group][step][1]);
         }
 #pragma unroll
-        for (int group = 0; group < GROUPS; ++group)
+        for (int half = 0; half < 2; ++half) {
+            float most = NOTHING;
 #pragma unroll
-            for (int k = 0; k < 4; ++k)
-                if (tiles[i].used[k / 2] && asked >> (2 * group + k % 2) & 1)
-                    best = fmaxf(best, sum[group][k] * (PACKED ? tiles[i].scale[k / 2] : 1.0f));
+            for (int group = 0; group < GROUPS; ++group)
+                most = fmaxf(most, fmaxf(sum[group][2 * half], sum[group][2 * half + 1]));
+            most = PACKED ? most * tiles[i].scale[half] : most;
+            best = fmaxf(best, tiles[i].used[half] ? most : NOTHING);
+        }
     }
     return best;
 }
@@ -140,23 +143,11 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     query += static_cast<i64>(request) * COLUMNS * DIM, query_counts += request * (COLUMNS / MOST_Q);
     ids += static_cast<i64>(request) * max_blocks, out += static_cast<i64>(request) * max_blocks;
     const Number all = blocks[request];
-    const int there = all < max_blocks ? static_cast<int>(all) : max_blocks;
-
-    u64 asked = 0;
-    unsigned right[GROUPS][STEPS][2];
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        const int column = 8 * group + lane / 4;
-        const bool given = column < COLUMNS && column % MOST_Q < query_counts[column / MOST_Q];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) right[group][step][0] = right[group][step][1] = 0;
-        if (given) load_query(right[group], query + column * DIM);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const int other = 8 * group + lane % 4 * 2 + k;
-            if (other < COLUMNS && other % MOST_Q < query_counts[other / MOST_Q]) asked |= 1ull << (2 * group + k);
-        }
-    }
+    // Where the query has no vector, its first one stands: a largest product stays as it is.
+    int spoken = -1;
+    for (int span = COLUMNS / MOST_Q - 1; span >= 0; --span)
+        if (query_counts[span] > 0) spoken = span * MOST_Q;
+    const int there = spoken < 0 ? 0 : all < max_blocks ? static_cast<int>(all) : max_blocks;
 
     // A lane knows the entry of one of the warp's next 32 blocks: numbers are read beforehand, all at once.
     int block = first, part = 0, turn = 0, mine = 0;
@@ -167,6 +158,14 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     mine = entries_of(block);
     Tile now[TOGETHER], next[TOGETHER];
     if (block < there) load(now, 0, __shfl_sync(FULL, mine, 0), vectors, scales, counts);
+    unsigned right[GROUPS][STEPS][2];
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        const int column = 8 * group + lane / 4;
+        const bool given = column < COLUMNS && column % MOST_Q < query_counts[column / MOST_Q];
+        load_query(right[group], query + (given ? column : max(spoken, 0)) * DIM);
+    }
+
     float best = NOTHING;
     while (block < there) {
         const bool last = part == PARTS - 1;
@@ -174,7 +173,7 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
         if (last && ++turn == 32) turn = 0, mine = entries_of(then);
         const int entry = __shfl_sync(FULL, mine, turn);
         if (then < there) load(next, last ? 0 : part + 1, entry, vectors, scales, counts);
-        best = compared(best, now, right, asked);
+        best = compared(best, now, right);
         if (last) {
 #pragma unroll
             for (int apart = 16; apart; apart /= 2) best = fmaxf(best, __shfl_xor_sync(FULL, best, apart));

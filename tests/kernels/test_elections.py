@@ -11,9 +11,24 @@ import math
 import pytest
 import torch
 
-from sglang_ext.kernels.block_votes import triton_impl as triton
+from sglang_ext.kernels import nvrtc
+from sglang_ext.kernels.block_votes import cuda_election, reference, triton_impl
+from sglang_ext.kernels.block_votes.cuda_election import refusal
 from sglang_ext.policies import ltri
-from tests.kernels.block_votes import BOTH, DEVICE, NONE
+from tests.kernels import on_host
+from tests.kernels.block_votes import DEVICE, NONE
+
+CUDA = pytest.param(cuda_election, id="cuda", marks=on_host.needed)
+ALL = pytest.mark.parametrize(
+    "module", [pytest.param(reference, id="reference"), pytest.param(triton_impl, id="triton"), CUDA]
+)
+
+
+@pytest.fixture(autouse=True)
+def launches():
+    """Let the kernel in CUDA run, on this CPU where there is no GPU."""
+    with on_host.cuda(cuda_election):
+        yield
 
 
 class Ballots:
@@ -69,7 +84,7 @@ ELECTIONS = [
 @pytest.mark.parametrize("scored", [True, False], ids=["voting", "no head"])
 @pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
 @pytest.mark.parametrize("blocks, limit, count", ELECTIONS, ids=lambda x: str(x))
-@BOTH
+@ALL
 def test_elections(module, blocks, limit, count, mode, scored):
     for seed, levels in enumerate((1, 4, 1000)):
         ballots = Ballots(blocks, limit, levels, seed)
@@ -80,17 +95,26 @@ def test_elections(module, blocks, limit, count, mode, scored):
         assert scored or same(votes, ballots.votes)
 
 
-@pytest.mark.parametrize("blocks, count", [(8192, 16), (5000, 64), (20000, 3)])
-def test_elections_of_many_blocks(blocks, count):
-    """As many rounds as there are."""
-    ballots = Ballots((blocks,), blocks, levels=300, seed=blocks)
-    chosen, after = ballots.expected(True, 1.5, count, "inclusive")
-    found, votes = ballots.elect(triton, True, weight=1.5, count=count, mode="inclusive")
+MANY = [(8192, 16, 300), (5000, 64, 300), (20000, 3, 300)]
+ALIKE = [(4096, 16, 1), (4096, 16, 100_000), (4096, 64, 2), (600, 5, 0)]
+
+
+@pytest.mark.parametrize("scored", [True, False], ids=["voting", "no head"])
+@pytest.mark.parametrize(
+    "module, blocks, count, levels",
+    [(triton_impl, *sizes) for sizes in MANY] + [(cuda_election, *sizes) for sizes in MANY + ALIKE],
+)
+@on_host.needed
+def test_elections_of_many_blocks(module, blocks, count, levels, scored):
+    """As many rounds as there are; more blocks that are alike than are listed at once."""
+    ballots = Ballots((blocks,), blocks, levels, seed=blocks)
+    chosen, after = ballots.expected(scored, 1.5, count, "inclusive")
+    found, votes = ballots.elect(module, scored, weight=1.5, count=count, mode="inclusive")
     assert torch.equal(found, chosen) and same(votes, after)
 
 
 @pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
-@BOTH
+@ALL
 def test_layers_retrieve_what_the_policy_says(module, mode):
     """Ten layers of a request, some without a head; votes are sums that depend on their order."""
     settings, gen = ltri.Ltri(retrieved=6, vote=mode), torch.Generator().manual_seed(1)
@@ -108,7 +132,7 @@ def test_layers_retrieve_what_the_policy_says(module, mode):
         assert same(mine[0, :blocks].cpu(), votes) and not mine[0, blocks:].any()
 
 
-@BOTH
+@ALL
 def test_a_weight_for_each_request(module):
     ballots = Ballots((40, 64, 3), 70)
     weights = torch.tensor([0.7, 0.0, 2.5])
@@ -118,7 +142,7 @@ def test_a_weight_for_each_request(module):
         assert torch.equal(found[request], chosen[request]) and same(votes[request], after[request])
 
 
-@BOTH
+@ALL
 def test_scores_that_are_no_numbers(module):
     """Infinite ones are ordered, NaN is as no block."""
     scores = torch.tensor([[1.0, math.inf, math.nan, NONE, -5.0, math.inf]], device=DEVICE)
@@ -128,7 +152,7 @@ def test_scores_that_are_no_numbers(module):
     assert votes.tolist() == [[2.0, 2.0, 1.0, 1.0, 1.0, 2.0]]
 
 
-@BOTH
+@ALL
 def test_nothing_to_elect(module):
     votes = torch.ones(2, 5, device=DEVICE)
     assert module.elect(votes, votes.clone(), weight=1.0, count=0).shape == (2, 0)
@@ -136,3 +160,24 @@ def test_nothing_to_elect(module):
     none = torch.zeros(2, 0, device=DEVICE)
     assert module.elect(none, none, weight=1.0, count=3).tolist() == [[-1] * 3] * 2
     assert module.elect(none[:0], None, weight=1.0, count=3).shape == (0, 3)
+
+
+@pytest.mark.parametrize("count", [16, 64])
+@pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
+def test_cuda_compiles_for_hopper(mode, count):
+    """Needs no GPU; which tests of numbers do."""
+    pytest.importorskip("cuda.core")
+    sizes = cuda_election.constants(count, mode, scored=True, weights=True)
+    assert nvrtc.compiled(cuda_election.SOURCE, "sm_90", sizes).code
+
+
+def test_what_cuda_does_not_elect():
+    votes = torch.zeros(1, 5)
+    gpu = torch.device("cuda")
+    for says, device, given in (
+        ("written in CUDA", torch.device("meta"), (votes, None, 3)),
+        ("votes are torch.float64", gpu, (votes.double(), None, 3)),
+        ("scores are torch.float64", gpu, (votes, votes.double(), 3)),
+        ("at most 64", gpu, (votes, None, 65)),
+    ):
+        assert says in (refusal(device, *given) or "")

@@ -39,21 +39,18 @@ def refusal(device: torch.device, votes: torch.Tensor, scores: torch.Tensor | No
 @cache
 def _unusable(index: int) -> str | None:
     """Why no election runs on a device: found out once, before any CUDA graph is captured."""
-    sizes = constants(16, "inclusive", scored=True, weights=False)
-    return nvrtc.failure(index, "elections of blocks run", lambda: _kernel(index, tuple(sizes.items())))
+    both = [lambda: _kernel(index, 16), lambda: _kernel(index, MAX_COUNT)]
+    return nvrtc.failure(index, "elections of blocks run", *both)
 
 
-def constants(count: int, mode: str, *, scored: bool, weights: bool) -> dict[str, int]:
-    """Macros of `elect.cu`."""
-    return dict(
-        KEPT=count, SCORED=int(scored), MODE=VOTES.index(mode), WEIGHTS=int(weights), THREADS=THREADS,
-        LANES=32 if count <= 16 else 8, BFLOAT16=0,
-    )  # fmt: skip
+def constants(count: int) -> dict[str, int]:
+    """Macros of `elect.cu`: of at least twice as many groups of threads as blocks are chosen."""
+    return dict(THREADS=THREADS, LANES=32 if count <= 16 else 8, BFLOAT16=0)
 
 
 @cache
-def _kernel(index: int, macros: tuple[tuple[str, int], ...]) -> Callable[..., None]:
-    return nvrtc.kernel(index, SOURCE, "elect", THREADS, macros)
+def _kernel(index: int, count: int) -> Callable[..., None]:
+    return nvrtc.kernel(index, SOURCE, "elect", THREADS, tuple(constants(count).items()))
 
 
 def elect(
@@ -86,20 +83,20 @@ def elect(
     batch, limit = votes.shape
     if out is None:
         out = torch.empty(batch, count, dtype=torch.int32, device=votes.device)
-    each = isinstance(weight, torch.Tensor)
-    weights = weight if isinstance(weight, torch.Tensor) else votes  # not looked at unless each request has one
-    own = votes if scores is None else scores
-    tensors = {"votes": votes, "scores": own, "out": out, "weight": weights}
+    tensors = {"votes": votes, "out": out}
+    if scores is not None:
+        tensors["scores"] = scores
+    if isinstance(weight, torch.Tensor):
+        tensors["weight"] = weight
     check_contiguous(tensors)
     if out.numel() == 0:
         return out
     if limit == 0 or (scores is None and mode == "off"):
         return out.fill_(-1)
-    sizes = constants(count, mode, scored=scores is not None, weights=each)
-    kernel = _kernel(nvrtc.index_of(votes.device), tuple(sizes.items()))
-    number = 0.0 if isinstance(weight, torch.Tensor) else weight
+    each, one = (weight.data_ptr(), 0.0) if isinstance(weight, torch.Tensor) else (0, weight)
+    kernel = _kernel(nvrtc.index_of(votes.device), 16 if count <= 16 else MAX_COUNT)
     kernel(
-        (batch,), *(tensor.data_ptr() for tensor in tensors.values()), ctypes.c_float(number), ctypes.c_int32(limit),
-        ctypes.c_int32(count),
+        (batch,), votes.data_ptr(), 0 if scores is None else scores.data_ptr(), out.data_ptr(), each,
+        ctypes.c_float(one), ctypes.c_int32(limit), ctypes.c_int32(count), ctypes.c_int32(VOTES.index(mode)),
     )  # fmt: skip
     return out

@@ -163,12 +163,10 @@ def test_nothing_to_elect(module):
 
 
 @pytest.mark.parametrize("count", [16, 64])
-@pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
-def test_cuda_compiles_for_hopper(mode, count):
+def test_cuda_compiles_for_hopper(count):
     """Needs no GPU; which tests of numbers do."""
     pytest.importorskip("cuda.core")
-    sizes = cuda_election.constants(count, mode, scored=True, weights=True)
-    assert nvrtc.compiled(cuda_election.SOURCE, "sm_90", sizes).code
+    assert nvrtc.compiled(cuda_election.SOURCE, "sm_90", cuda_election.constants(count)).code
 
 
 def test_what_cuda_does_not_elect():

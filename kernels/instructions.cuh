@@ -104,6 +104,33 @@ __device__ __forceinline__ void multiply_halves(float (&sum)[4], const unsigned 
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
 }
 
+// sum (+)= left [64, 16] · right [16, 48], of four warps together and asynchronous: their left rows lie below each other, and
+// the right side in shared memory, in tiles of 8 vectors with 8 components each, 128 bytes a tile. `right` says where; the
+// tiles of the other 8 components lie 6 tiles behind. Between `begin_products` and `wait_for_products`.
+__device__ __forceinline__ void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
+    const u64 tiles = (right & 0x3ffff) >> 4 | static_cast<u64>(6 * 128 >> 4) << 16 | static_cast<u64>(128 >> 4) << 32;
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %29, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, "
+                 "{%24, %25, %26, %27}, %28, adds, 1, 1, 0;}"
+                 : "+f"(sum[0][0]), "+f"(sum[0][1]), "+f"(sum[0][2]), "+f"(sum[0][3]),
+                   "+f"(sum[1][0]), "+f"(sum[1][1]), "+f"(sum[1][2]), "+f"(sum[1][3]),
+                   "+f"(sum[2][0]), "+f"(sum[2][1]), "+f"(sum[2][2]), "+f"(sum[2][3]),
+                   "+f"(sum[3][0]), "+f"(sum[3][1]), "+f"(sum[3][2]), "+f"(sum[3][3]),
+                   "+f"(sum[4][0]), "+f"(sum[4][1]), "+f"(sum[4][2]), "+f"(sum[4][3]),
+                   "+f"(sum[5][0]), "+f"(sum[5][1]), "+f"(sum[5][2]), "+f"(sum[5][3])
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles), "r"(static_cast<int>(adds)));
+}
+
+// What all threads have written to shared memory before a barrier is seen by products behind it.
+__device__ __forceinline__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
 // Two float8 (e4m3), the low 16 bits, as two float16.
 __device__ __forceinline__ unsigned halves_of(unsigned quarters) {
     unsigned bits;

@@ -79,7 +79,8 @@ def compile_ahead(index: int, kernels: Iterable[tuple[str, Mapping[str, int]]]) 
 
 def _arch(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
-    return f"sm_{properties.major}{properties.minor}"
+    hopper = "a" if properties.major == 9 else ""  # with the instructions that Hopper alone has
+    return f"sm_{properties.major}{properties.minor}{hopper}"
 
 
 @cache

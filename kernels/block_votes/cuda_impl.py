@@ -1,4 +1,4 @@
-"""Scores of memory blocks by `max` in CUDA, where what a block is compared with fits a warp's registers (`scores.cu`).
+"""Scores of memory blocks by `max` in CUDA, on Hopper: four warps multiply together (`scores.cu`).
 
 Where it cannot run (`refusal`), `triton_impl.score_blocks` does the same.
 """
@@ -18,15 +18,17 @@ from sglang_ext.kernels.shared import check_contiguous
 SOURCE = "block_votes/scores.cu"
 DTYPES = (torch.bfloat16, torch.float16)
 
-MAX_OPERANDS = 96
-"""Registers of a thread that hold the query's vectors, at most: 48 vectors of 128 components. The rest holds blocks."""
+MAX_COLUMNS = 96
+"""Vectors of a query, at most: a thread holds their products with a vector of a block."""
 
 MAX_ROWS = 128
 """Vectors of a block, at most."""
 
+MAX_DIM = 256
+"""Components of a vector, at most."""
+
 THREADS = 128
-RESIDENT = 2
-"""Threads of a block of the grid, and how many of them a multiprocessor runs at once, so that registers suffice."""
+"""Threads of a block of the grid: four warps, which multiply together."""
 
 
 def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: str) -> str | None:
@@ -41,14 +43,12 @@ def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: st
     line = kept.shape[3] * kept.element_size()
     if line % 64:
         return f"index vectors of {line} bytes: expected a multiple of 64"
-    columns = asked.shape[1] * asked.shape[2]
-    operands = -(-columns // 8) * (asked.shape[3] // 16) * 2
-    if operands > MAX_OPERANDS:
+    columns, rows = asked.shape[1] * asked.shape[2], kept.shape[1] * kept.shape[2]
+    if columns > MAX_COLUMNS or rows > MAX_ROWS or asked.shape[3] > MAX_DIM or line > 256:
         return (
-            f"{columns} query vectors of {asked.shape[3]} components: they take {operands} of {MAX_OPERANDS} registers"
+            f"{columns} query vectors, {rows} index vectors of {asked.shape[3]} components in {line} bytes: expected at "
+            f"most {MAX_COLUMNS}, {MAX_ROWS}, {MAX_DIM} and 256"
         )
-    if kept.shape[1] * kept.shape[2] > MAX_ROWS or line > 256:
-        return f"{kept.shape[1]} x {kept.shape[2]} vectors of {line} bytes: at most {MAX_ROWS}, of 256"
     if (asked.data_ptr() | kept.data_ptr()) % 16:
         return "vectors begin at an address that is no multiple of 16"
     return _unusable(nvrtc.index_of(device))
@@ -57,8 +57,8 @@ def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: st
 @cache
 def _unusable(index: int) -> str | None:
     """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
-    if torch.cuda.get_device_properties(index).major < 8:
-        return "the GPU multiplies no bfloat16"
+    if torch.cuda.get_device_properties(index).major != 9:
+        return "it is written for Hopper"
     sizes = constants(128, 1, 48, 12, 48, packed=True, wide=False, bfloat16=True)
     return nvrtc.failure(index, "scores of blocks run", lambda: _kernel(index, tuple(sizes.items())))
 
@@ -66,10 +66,11 @@ def _unusable(index: int) -> str | None:
 def constants(
     dim: int, spans: int, most: int, most_q: int, columns: int, *, packed: bool, wide: bool, bfloat16: bool
 ) -> dict[str, int]:
-    """Macros of `scores.cu`."""
+    """Macros of `scores.cu`; RESIDENT so that registers suffice: no more than a few are spilled on sm_90a."""
+    large = dim > 128 or columns > 48 or spans * most > 48 or spans > 1
     return dict(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
-        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=RESIDENT,
+        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=2 if large else 4,
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def score_blocks(
         dim, spans, most, most_q, query_spans * most_q, packed=index.scales is not None,
         wide=index.blocks.dtype == torch.int64, bfloat16=query.vectors.dtype == torch.bfloat16,
     )  # fmt: skip
-    programs = min(-(-limit // (THREADS // 32)), RESIDENT * nvrtc.multiprocessors(device))
+    programs = min(-(-limit // (THREADS // 32)), sizes["RESIDENT"] * nvrtc.multiprocessors(device))
     kernel = _kernel(device, tuple(sizes.items()))
     kernel((programs, batch), *(each.data_ptr() for each in tensors.values()), ctypes.c_int32(limit))
     return out

@@ -1,14 +1,14 @@
 // Scores of memory blocks by the similarity `max`: a warp a block, whose vectors it holds in registers.
 //
 // Written in CUDA, since a block is a chain of dependent loads, and Triton's programs hold too much to have many of them
-// at once: here a warp reads the next blocks while it compares one, and keeps the query's vectors for all of them.
+// at once: here a warp reads the next block while it compares one. The query's vectors lie in shared memory.
 // `cuda_impl.py` says what the arguments are; scores are those of `triton_impl.py`.
 //
-// Vectors of the index are the left operand of matrix products, [16 vectors, 16 components], and the query's the right
-// one, [16 components, 8 vectors]. Which components come together in a product is of no matter as long as both sides
-// agree: so a thread reads pieces of 16 bytes that lie beside those of its neighbours, and has, without exchanging
-// anything, what a product wants of it. Of packed vectors, a product has the bytes 4 i + k and 4 i + k + 2 of a piece,
-// and of each the component in its low four bits and the one in its high four bits.
+// Four warps multiply together: vectors of the index, 16 of each warp's block, are the left operand of matrix products,
+// [64 vectors, 16 components], and the query's the right one, [16 components, 48 vectors]. Which components come together
+// in a product is of no matter as long as both sides agree: so a thread reads pieces of 16 bytes that lie beside those of
+// its neighbours, and has, without exchanging anything, what a product wants of it. Of packed vectors, a product has the
+// bytes 4 i + k and 4 i + k + 2 of a piece, and of each the component in its low four bits and the one in its high four.
 //
 // Set by the compiler: DIM (components of a vector), SPANS, MOST (of an entry: spans, and vectors of one), MOST_Q (vectors
 // of a query's span), COLUMNS (of all of them), PACKED (vectors have 4 bits a component), WIDE (`blocks` has 64 bits),
@@ -20,7 +20,7 @@
 #define ROWS (SPANS * MOST)
 #define TILES ((ROWS + 15) / 16)
 #define STEPS (DIM / 16)            // products over the components
-#define GROUPS ((COLUMNS + 7) / 8)  // products over the query's vectors
+#define SETS ((COLUMNS + 47) / 48)  // products over the query's vectors
 #define LINE (PACKED ? DIM / 2 : 2 * DIM)  // bytes of a vector
 #define PIECES (LINE / 64)                 // that a thread has of a vector
 #define TOGETHER (!PACKED ? 1 : TILES < 3 ? TILES : 3)  // tiles that are read at once
@@ -39,15 +39,17 @@ struct Tile {
     bool used[2];
 };
 
+// The query: for each product tiles of 8 vectors with 8 components each, in words of 2 components.
+struct Query {
+    unsigned words[SETS][STEPS][2][6][8][4];
+};
+
 __device__ __forceinline__ unsigned word_of(const uint4 &piece, int number) {
     return number == 0 ? piece.x : number == 1 ? piece.y : number == 2 ? piece.z : piece.w;
 }
 
-// First byte of a thread's piece in a vector.
-__device__ __forceinline__ int begin_of(int piece) { return (4 * piece + threadIdx.x % 4) * 16; }
-
-__device__ __forceinline__ void load(Tile (&tiles)[TOGETHER], int part, int entry, const unsigned char *vectors,
-                                     const float *scales, const int *counts) {
+__device__ __forceinline__ void load(Tile (&tiles)[TOGETHER], int part, int entry, bool there,
+                                     const unsigned char *vectors, const float *scales, const int *counts) {
     const int lane = threadIdx.x % 32;
     const uint4 zeros = {0, 0, 0, 0};
 #pragma unroll
@@ -55,18 +57,19 @@ __device__ __forceinline__ void load(Tile (&tiles)[TOGETHER], int part, int entr
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = 16 * (part * TOGETHER + i) + 8 * half + lane / 4;
+            const bool real = there && row < ROWS;
             Tile &tile = tiles[i];
             tile.used[half] = false;
-            if (row < ROWS) {
+            if (real) {
                 const i64 span = static_cast<i64>(entry) * SPANS + row / MOST;
                 tile.used[half] = row % MOST < counts[span];
                 tile.scale[half] = PACKED ? scales[span] : 1.0f;
             }
 #pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece)
-                tile.piece[half][piece] =
-                    row < ROWS ? load_once(vectors + (static_cast<i64>(entry) * ROWS + row) * LINE + begin_of(piece))
-                               : zeros;
+            for (int piece = 0; piece < PIECES; ++piece) {
+                const i64 at = (static_cast<i64>(entry) * ROWS + row) * LINE + (4 * piece + lane % 4) * 16;
+                tile.piece[half][piece] = real ? load_once(vectors + at) : zeros;
+            }
         }
     }
 }
@@ -85,49 +88,53 @@ __device__ __forceinline__ void operand(unsigned (&left)[4], const Tile &tile, i
     }
 }
 
-// The same components of one of the query's vectors, of all products.
-__device__ __forceinline__ void load_query(unsigned (&right)[STEPS][2], const u16 *from) {
-    const auto four = [&](int component) { return *reinterpret_cast<const uint2 *>(from + component); };
-    if (PACKED) {
-#pragma unroll
-        for (int step = 0; step < STEPS; step += 2) {
-            const int component = begin_of(step / 8) + step % 8 * 2;
-            const uint2 both[2] = {four(component), four(component + DIM / 2)};
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                right[step][k] = (both[k].x & 0xffff) | both[k].y << 16;
-                right[step + 1][k] = both[k].x >> 16 | (both[k].y & 0xffff0000);
-            }
-        }
-    } else {
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const uint2 both = four(begin_of(step / 2) / 2 + step % 2 * 4);
-            right[step][0] = both.x, right[step][1] = both.y;
+// Put the query's vectors where products want them. Where there is none, the vector `spoken` stands.
+__device__ __forceinline__ void load_query(Query &query, const u16 *from, const int *counts, int spoken) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < SETS * 48 * (DIM / 4); i += THREADS) {
+        const int column = i / (DIM / 4), component = i % (DIM / 4) * 4;
+        const bool given = column < COLUMNS && column % MOST_Q < counts[column / MOST_Q];
+        const uint2 four = *reinterpret_cast<const uint2 *>(from + (given ? column : spoken) * DIM + component);
+        const auto word = [&](int step, int half, int lane) -> unsigned & {
+            return query.words[column / 48][step][half][column % 48 / 8][column % 8][lane];
+        };
+        if (PACKED) {
+            const int half = component / (DIM / 2), byte = component % (DIM / 2);
+            const int step = byte / 64 * 8 + byte % 16 / 2, lane = byte / 16 % 4;
+            word(step, half, lane) = (four.x & 0xffff) | four.y << 16;
+            word(step + 1, half, lane) = four.x >> 16 | (four.y & 0xffff0000);
+        } else {
+            const int step = component / 32 * 2 + component % 8 / 4, lane = component / 8 % 4;
+            word(step, 0, lane) = four.x, word(step, 1, lane) = four.y;
         }
     }
+    show_to_products();
+    __syncthreads();
 }
 
 // The largest product of a block's vectors and the query's that this thread has, times the scale of the vector's span.
-__device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETHER],
-                                          const unsigned (&right)[GROUPS][STEPS][2]) {
+__device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETHER], const Query &query) {
 #pragma unroll
     for (int i = 0; i < TOGETHER; ++i) {
-        float sum[GROUPS][4] = {};
+        unsigned left[STEPS][4];
+        float sum[SETS][6][4];
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            unsigned left[4];
-            operand(left, tiles[i], step);
+        for (int step = 0; step < STEPS; ++step) operand(left[step], tiles[i], step);
+        begin_products();
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group)
-                multiply(sum[group], left, right[group][step][0], right[group][step][1]);
-        }
+        for (int set = 0; set < SETS; ++set)
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+                multiply_48(sum[set], left[step], shared_address(query.words[set][step]), step > 0);
+        wait_for_products();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float most = NOTHING;
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group)
-                most = fmaxf(most, fmaxf(sum[group][2 * half], sum[group][2 * half + 1]));
+            for (int group = 0; group < 6 * SETS; ++group) {
+                const float (&of)[4] = sum[group / 6][group % 6];
+                most = fmaxf(most, fmaxf(of[2 * half], of[2 * half + 1]));
+            }
             most = PACKED ? most * tiles[i].scale[half] : most;
             best = fmaxf(best, tiles[i].used[half] ? most : NOTHING);
         }
@@ -138,11 +145,13 @@ __device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETH
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 scores(const u16 *query, const int *query_counts, const unsigned char *vectors, const float *scales, const int *counts,
        const int *ids, const Number *blocks, float *out, int max_blocks) {
+    __shared__ __align__(128) Query shared;
     const int lane = threadIdx.x % 32, request = blockIdx.y;
     const int warps = gridDim.x * (THREADS / 32), first = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     query += static_cast<i64>(request) * COLUMNS * DIM, query_counts += request * (COLUMNS / MOST_Q);
     ids += static_cast<i64>(request) * max_blocks, out += static_cast<i64>(request) * max_blocks;
     const Number all = blocks[request];
+
     // Where the query has no vector, its first one stands: a largest product stays as it is.
     int spoken = -1;
     for (int span = COLUMNS / MOST_Q - 1; span >= 0; --span)
@@ -157,33 +166,28 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     };
     mine = entries_of(block);
     Tile now[TOGETHER], next[TOGETHER];
-    if (block < there) load(now, 0, __shfl_sync(FULL, mine, 0), vectors, scales, counts);
-    unsigned right[GROUPS][STEPS][2];
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        const int column = 8 * group + lane / 4;
-        const bool given = column < COLUMNS && column % MOST_Q < query_counts[column / MOST_Q];
-        load_query(right[group], query + (given ? column : max(spoken, 0)) * DIM);
-    }
+    load(now, 0, __shfl_sync(FULL, mine, 0), block < there, vectors, scales, counts);
+    load_query(shared, query, query_counts, max(spoken, 0));
 
     float best = NOTHING;
-    while (block < there) {
+    const int ahead = threadIdx.x / 32;  // warps go round together: those whose blocks have ended multiply zeros
+    while (block - ahead < there) {
         const bool last = part == PARTS - 1;
         const int then = last ? block + warps : block;
         if (last && ++turn == 32) turn = 0, mine = entries_of(then);
         const int entry = __shfl_sync(FULL, mine, turn);
-        if (then < there) load(next, last ? 0 : part + 1, entry, vectors, scales, counts);
-        best = compared(best, now, right);
+        load(next, last ? 0 : part + 1, entry, then < there, vectors, scales, counts);
+        best = compared(best, now, shared);
         if (last) {
 #pragma unroll
             for (int apart = 16; apart; apart /= 2) best = fmaxf(best, __shfl_xor_sync(FULL, best, apart));
-            if (lane == 0) out[block] = best;
+            if (lane == 0 && block < there) out[block] = best;
             best = NOTHING;
         }
         block = then, part = last ? 0 : part + 1;
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) now[i] = next[i];
     }
-    for (; block < max_blocks; block += warps)
-        if (lane == 0) out[block] = NOTHING;
+    for (block = first; block < max_blocks; block += warps)
+        if (lane == 0 && block >= there) out[block] = NOTHING;
 }

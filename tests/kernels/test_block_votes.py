@@ -184,6 +184,7 @@ IN_CUDA = [
     {"blocks": (9, 33), "limit": 35, "spans": 2, "most": 9, "query_spans": 7, "most_q": 1, "dim": 256},
     {"blocks": (3,), "limit": 4, "spans": 1, "most": 1, "query_spans": 1, "most_q": 1, "dim": 128},
     {"blocks": (3300,), "limit": 3301, "spans": 1, "most": 3, "query_spans": 2, "most_q": 5, "dim": 128},
+    {"blocks": (0, 9), "limit": 11, "spans": 1, "most": 70, "query_spans": 20, "most_q": 4, "dim": 128},
 ]
 
 
@@ -218,8 +219,9 @@ def test_ids_beyond_a_request_s_blocks_in_cuda(packed):
         ("kind='mass': it compares by 'max'", "mass", {}),
         ("expected bfloat16 or float16, or packed", "max", {"dtype": torch.float32}),
         ("index vectors of 48 bytes: expected a multiple of 64", "max", {"dim": 96}),
-        ("100 query vectors of 128 components: they take 208 of 96", "max", {"query_spans": 10, "most_q": 10}),
-        ("2 x 65 vectors of 64 bytes: at most 128", "max", {"spans": 2, "most": 65}),
+        ("100 query vectors, 48 index vectors of 128 comp", "max", {"query_spans": 10, "most_q": 10}),
+        ("130 index vectors of 128 components in 64 bytes: expected at most 96, 128", "max", {"spans": 2, "most": 65}),
+        ("of 512 components in 256 bytes: expected at most 96, 128, 256 and 256", "max", {"dim": 512}),
     ],
 )
 def test_what_cuda_does_not_compare(says, kind, change):
@@ -237,7 +239,7 @@ def test_cuda_compiles_for_hopper(packed, bfloat16):
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.core")
     sizes = cuda_impl.constants(128, 1, 48, 12, 48, packed=packed, wide=False, bfloat16=bfloat16)
-    assert nvrtc.compiled(cuda_impl.SOURCE, "sm_90", sizes).code
+    assert nvrtc.compiled(cuda_impl.SOURCE, "sm_90a", sizes).code
 
 
 @pytest.mark.parametrize("tuning", [None, SMALL], ids=["default", "small tiles"])

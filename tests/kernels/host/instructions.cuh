@@ -254,6 +254,17 @@ inline void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, u
 inline void multiply_halves(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
     product(sum, left, low, high, widened_half);
 }
+inline void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
+    const unsigned place = threadIdx.x % 32 / 4 * 16 + threadIdx.x % 4 * 4;
+    const auto word = [&](int tile) { return *reinterpret_cast<unsigned *>(at_address(right + tile * 128 + place)); };
+    for (int i = 0; i < 6; ++i) {
+        if (!adds) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0;
+        multiply(sum[i], left, word(i), word(6 + i));
+    }
+}
+inline void show_to_products() {}
+inline void begin_products() { __syncwarp(); }
+inline void wait_for_products() { __syncwarp(); }
 inline unsigned halves_of(unsigned quarters) {
     const auto value = [](unsigned bits) {
         const int exponent = bits >> 3 & 15, fraction = bits & 7;

@@ -20,7 +20,7 @@ SOURCE = "block_votes/elect.cu"
 MAX_COUNT = 64
 """Blocks that an election chooses, at most."""
 
-THREADS = 1024
+THREADS = 512
 """Threads that search among the blocks of a request."""
 
 
@@ -45,7 +45,7 @@ def _unusable(index: int) -> str | None:
 
 def constants(count: int) -> dict[str, int]:
     """Macros of `elect.cu`: of at least twice as many groups of threads as blocks are chosen."""
-    return dict(THREADS=THREADS, LANES=32 if count <= 16 else 8, BFLOAT16=0)
+    return dict(THREADS=THREADS, LANES=16 if count <= 16 else 4, BFLOAT16=0)
 
 
 @cache

@@ -46,8 +46,8 @@ def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: st
     columns, rows = asked.shape[1] * asked.shape[2], kept.shape[1] * kept.shape[2]
     if columns > MAX_COLUMNS or rows > MAX_ROWS or asked.shape[3] > MAX_DIM or line > 256:
         return (
-            f"{columns} query vectors, {rows} index vectors of {asked.shape[3]} components in {line} bytes: expected at "
-            f"most {MAX_COLUMNS}, {MAX_ROWS}, {MAX_DIM} and 256"
+            f"{columns} query vectors, {rows} index vectors of {asked.shape[3]} components in {line} bytes: expected "
+            f"at most {MAX_COLUMNS}, {MAX_ROWS}, {MAX_DIM} and 256"
         )
     if (asked.data_ptr() | kept.data_ptr()) % 16:
         return "vectors begin at an address that is no multiple of 16"

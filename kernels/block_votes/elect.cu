@@ -7,7 +7,7 @@
 // Most threads have no block that reaches the bar, or none with a vote, and need not look at theirs again.
 // `cuda_election.py` says what the arguments are; what is elected is what `triton_impl.py` elects.
 //
-// Set by the compiler: THREADS, LANES (threads of a group, a power of two up to 32).
+// Set by the compiler: THREADS, LANES (threads of a group, a power of two up to 32, so that there are 32 groups or more).
 
 #include "instructions.cuh"
 
@@ -19,7 +19,7 @@
 
 // What blocks are ordered by: `first`, 0 for those that are not eligible, and where it is equal, `second`.
 struct Key {
-    u64 first;        // votes and score; or score, and again `second`, so that none are equal
+    u64 first;        // votes and score; or one of them, and again `second`, so that none are equal
     unsigned second;  // the smaller a block's number, the larger
 };
 
@@ -42,12 +42,23 @@ struct Ballot {
     bool adds;  // the layer's own choice counts
     u64 least;  // key of the layer's own choice, not 0
 
-    // Calls `look` with each of the thread's blocks, its votes and its score; reads several before where most threads do.
+    // Calls `look` with each of the thread's blocks, its votes and its score; TOGETHER of them are read at once.
     template <int TOGETHER, class Look>
     __device__ __forceinline__ void each(Look look) const {
-#pragma unroll TOGETHER
-        for (int block = threadIdx.x; block < blocks; block += THREADS)
-            look(block, votes[block], scores ? scores[block] : 0.0f);
+        for (int first = threadIdx.x; first < blocks; first += TOGETHER * THREADS) {
+            float vote[TOGETHER], score[TOGETHER];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                const int block = first + i * THREADS;
+                vote[i] = block < blocks ? votes[block] : 0.0f;
+                score[i] = block < blocks && scores ? scores[block] : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                const int block = first + i * THREADS;
+                if (block < blocks) look(block, vote[i], score[i]);
+            }
+        }
     }
 
     __device__ __forceinline__ Key own(int block, float score) const {
@@ -57,8 +68,8 @@ struct Ballot {
 
     __device__ __forceinline__ Key counted(int block, float vote, float score) const {
         if (adds && own(block, score).first >= least) vote += weight;
-        const bool eligible = score > NOTHING && vote > 0.0f;
-        return {eligible ? static_cast<u64>(ordered(vote)) << 32 | ordered(score) : 0, ~static_cast<unsigned>(block)};
+        const unsigned second = ~static_cast<unsigned>(block), then = scores ? ordered(score) : second;
+        return {score > NOTHING && vote > 0.0f ? static_cast<u64>(ordered(vote)) << 32 | then : 0, second};
     }
 
     template <bool OWN>
@@ -82,7 +93,7 @@ __device__ __forceinline__ void set_bar(u64 best, int kept, Shared &shared) {
     const int thread = threadIdx.x, group = thread / LANES;
     shared.best[thread / 32][thread % 32] = best;
     __syncthreads();
-    u64 most = shared.best[group / 32 + thread % LANES * (32 / LANES)][group % 32];
+    u64 most = shared.best[group / 32 + thread % LANES * (GROUPS / 32)][group % 32];
 #pragma unroll
     for (int apart = LANES / 2; apart; apart /= 2) most = larger(most, __shfl_xor_sync(FULL, most, apart));
     if (thread % LANES == 0) shared.group[group] = most;
@@ -162,7 +173,7 @@ elect(float *votes, const float *scores, int *out, const float *weights, float w
     };
     u64 own = 0, counted = 0;  // the best keys of the thread's blocks
     bool voted = false;
-    ballot.each<4>([&](int block, float vote, float score) {
+    ballot.each<8>([&](int block, float vote, float score) {
         own = larger(own, ballot.own(block, score).first);
         voted |= vote > 0.0f;
     });
@@ -174,7 +185,7 @@ elect(float *votes, const float *scores, int *out, const float *weights, float w
     const bool chose = scores && own >= ballot.least;
     if (mode != OFF) {
         if (voted || chose)
-            ballot.each<1>([&](int block, float vote, float score) {
+            ballot.each<4>([&](int block, float vote, float score) {
                 counted = larger(counted, ballot.counted(block, vote, score).first);
             });
         search<false>(ballot, counted, kept, out, shared);

@@ -23,6 +23,7 @@
 #define SETS ((COLUMNS + 47) / 48)  // products over the query's vectors
 #define LINE (PACKED ? DIM / 2 : 2 * DIM)  // bytes of a vector
 #define PIECES (LINE / 64)                 // that a thread has of a vector
+#define QUARTERS (PACKED ? 2 * PIECES : PIECES)  // pieces of a vector of the query that one of four threads takes
 #define TOGETHER (!PACKED ? 1 : TILES < 3 ? TILES : 3)  // tiles that are read at once
 #define PARTS ((TILES + TOGETHER - 1) / TOGETHER)        // of a block
 
@@ -89,23 +90,32 @@ __device__ __forceinline__ void operand(unsigned (&left)[4], const Tile &tile, i
 }
 
 // Put the query's vectors where products want them. Where there is none, the vector `spoken` stands.
+//
+// A thread takes pieces as long as those of the index have components, 8 or 16. Threads of a warp take 4 pieces of each of
+// 8 vectors, so that they write to different banks.
 __device__ __forceinline__ void load_query(Query &query, const u16 *from, const int *counts, int spoken) {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < SETS * 48 * (DIM / 4); i += THREADS) {
-        const int column = i / (DIM / 4), component = i % (DIM / 4) * 4;
+    const int lane = threadIdx.x % 4, row = threadIdx.x / 4 % 8;
+#pragma unroll
+    for (int i = threadIdx.x / 32; i < SETS * 6 * QUARTERS; i += THREADS / 32) {
+        const int tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
+        const int column = set * 48 + tile * 8 + row;
         const bool given = column < COLUMNS && column % MOST_Q < counts[column / MOST_Q];
-        const uint2 four = *reinterpret_cast<const uint2 *>(from + (given ? column : spoken) * DIM + component);
-        const auto word = [&](int step, int half, int lane) -> unsigned & {
-            return query.words[column / 48][step][half][column % 48 / 8][column % 8][lane];
-        };
+        const u16 *vector = from + (given ? column : spoken) * DIM;
+        const auto word = [&](int step, int half) -> unsigned & { return query.words[set][step][half][tile][row][lane]; };
         if (PACKED) {
-            const int half = component / (DIM / 2), byte = component % (DIM / 2);
-            const int step = byte / 64 * 8 + byte % 16 / 2, lane = byte / 16 % 4;
-            word(step, half, lane) = (four.x & 0xffff) | four.y << 16;
-            word(step + 1, half, lane) = four.x >> 16 | (four.y & 0xffff0000);
+            const int half = quarter / PIECES, piece = quarter % PIECES;
+            const auto *fours = reinterpret_cast<const uint4 *>(vector + half * (DIM / 2) + (4 * piece + lane) * 16);
+            const uint4 both[2] = {fours[0], fours[1]};
+#pragma unroll
+            for (int step = 0; step < 8; step += 2) {
+                const unsigned x = word_of(both[step / 4], step % 4), y = word_of(both[step / 4], step % 4 + 1);
+                word(8 * piece + step, half) = (x & 0xffff) | y << 16;
+                word(8 * piece + step + 1, half) = x >> 16 | (y & 0xffff0000);
+            }
         } else {
-            const int step = component / 32 * 2 + component % 8 / 4, lane = component / 8 % 4;
-            word(step, 0, lane) = four.x, word(step, 1, lane) = four.y;
+            const uint4 four = *reinterpret_cast<const uint4 *>(vector + (4 * quarter + lane) * 8);
+            word(2 * quarter, 0) = four.x, word(2 * quarter, 1) = four.y;
+            word(2 * quarter + 1, 0) = four.z, word(2 * quarter + 1, 1) = four.w;
         }
     }
     show_to_products();

@@ -4,7 +4,7 @@
 compares queries with such vectors.
 """
 
-from sglang_ext.kernels.packed_vectors.dispatch import pack
+from sglang_ext.kernels.packed_vectors.dispatch import pack, rotate
 from sglang_ext.kernels.packed_vectors.types import PackedSpans, hadamard
 
-__all__ = ["PackedSpans", "hadamard", "pack"]
+__all__ = ["PackedSpans", "hadamard", "pack", "rotate"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_ext.kernels.packed_vectors.types import LARGEST, PackedSpans, blocks_of, check, hadamard
+from sglang_ext.kernels.packed_vectors.types import LARGEST, PackedSpans, blocks_of, check, check_spans, hadamard
 
 
 def rounded(vectors: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +51,27 @@ def pack(
             vectors[block, span, : len(steps)], scales[block, span] = low | high << 4, scale
     out.vectors.index_copy_(0, at, vectors)
     out.scales.index_copy_(0, at, scales)
+
+
+def rotate(states: torch.Tensor, tokens: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """The vectors of spans, multiplied as packed ones are, and not rounded: what these are compared with.
+
+    Args:
+        states, tokens, rotation: as for `pack`.
+
+    Returns:
+        [blocks, spans, most, dim] in states' dtype and on their device; what lies behind a span's last vector may be
+        anything.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    check_spans(states, tokens, rotation)
+    (blocks, spans, most), dim = tokens.shape, states.shape[2]
+    wide = torch.promote_types(states.dtype, torch.float32)
+    at = tokens.clamp(min=0).long().view(blocks, spans * most, 1).expand(-1, -1, dim)
+    mixed = states.gather(1, at).to(wide) @ rotation.to(wide)
+    return mixed.view(blocks, spans, most, dim).to(states.dtype)
 
 
 def in_four_bits(vectors: torch.Tensor) -> torch.Tensor:

@@ -58,10 +58,8 @@ def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return (whole * signs).to(dtype).to(device)
 
 
-def check(
-    states: torch.Tensor, tokens: torch.Tensor, at: torch.Tensor, rotation: torch.Tensor, out: PackedSpans
-) -> None:
-    """Look at what `pack` is given, but not at values on the device.
+def check_spans(states: torch.Tensor, tokens: torch.Tensor, rotation: torch.Tensor) -> None:
+    """Look at what `rotate` is given, but not at values on the device.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
@@ -71,17 +69,31 @@ def check(
             f"states are {states.dtype} {tuple(states.shape)}, tokens {tuple(tokens.shape)}: expected floating "
             "[blocks, tokens, dim] and [blocks, spans, most]"
         )
-    dim, (blocks, spans, most) = states.shape[2], tokens.shape
-    if dim % 2:
-        raise ValueError(f"vectors have {dim} components: expected an even number, since a byte holds two")
-    if tokens.dtype != torch.int32 or at.dtype != torch.int64 or at.shape != (blocks,):
-        raise ValueError(
-            f"tokens are {tokens.dtype}, at is {at.dtype} {tuple(at.shape)}: expected int32, and int64 {(blocks,)}"
-        )
+    dim = states.shape[2]
+    if tokens.dtype != torch.int32:
+        raise ValueError(f"tokens are {tokens.dtype}: expected int32")
     if rotation.shape != (dim, dim) or rotation.dtype != states.dtype:
         raise ValueError(
             f"rotation is {rotation.dtype} {tuple(rotation.shape)}: expected {states.dtype} {(dim, dim)}, of `hadamard`"
         )
+    _check_devices(states, tokens, rotation)
+
+
+def check(
+    states: torch.Tensor, tokens: torch.Tensor, at: torch.Tensor, rotation: torch.Tensor, out: PackedSpans
+) -> None:
+    """The same for `pack`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    dim = states.shape[-1]
+    if dim % 2:
+        raise ValueError(f"vectors have {dim} components: expected an even number, since a byte holds two")
+    check_spans(states, tokens, rotation)
+    blocks, spans, most = tokens.shape
+    if at.dtype != torch.int64 or at.shape != (blocks,):
+        raise ValueError(f"at is {at.dtype} {tuple(at.shape)}: expected int64 {(blocks,)}")
     entries = len(out.scales)
     for name, tensor, shape, dtype in (
         ("vectors", out.vectors, (entries, spans, most, dim // 2), torch.uint8),
@@ -89,6 +101,10 @@ def check(
     ):
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(f"{name} are {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shape}")
-    devices = {each.device for each in (states, tokens, at, rotation, out.vectors, out.scales)}
+    _check_devices(states, at, out.vectors, out.scales)
+
+
+def _check_devices(*tensors: torch.Tensor) -> None:
+    devices = {each.device for each in tensors}
     if len(devices) > 1:
         raise ValueError(f"tensors on {', '.join(sorted(map(str, devices)))}: expected one device")

@@ -30,6 +30,7 @@ from sglang_ext.kernels.clamped_attention import dense_impl, reference
 from sglang_ext.kernels.host_fetch import Found, fetch
 from sglang_ext.kernels.span_index import SpanRule, Spans, SpanWorkspace, cut_spans
 from sglang_ext.launch.bench._cascade_layer import LayerShape, rotation_of
+from sglang_ext.launch.bench._gpu import time_turns
 from sglang_ext.launch.bench._record import Timing
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -38,6 +39,8 @@ FIRST, VOTES, LISTENS = 0, 1, 2
 TOGETHER = 8
 """Chunks of a run: as many as an engine reads in a pass."""
 TOLERANCE = 2e-2  # bfloat16, of the largest value
+INDICES = 8
+"""Indices of layers that are scored in turn: packed, 100 MB of 4,096 blocks, twice the L2 cache of an H200."""
 PRODUCTS = 13
 """Columns of the matrices of a layer of Llama-3.1-8B, in multiples of the model's width."""
 EXACT = ("keys", "values", "bounds", "counts", "numbers of vectors", "scales")
@@ -306,13 +309,13 @@ def pinned_bandwidth(device: torch.device, mib: int = 512) -> float:
 
 
 def spans_of(tiles: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
-    """Seconds to cut the spans of so many tiles."""
+    """Seconds to cut the spans of so many tiles, inside a CUDA graph, as in a chunk."""
     entries = torch.rand(tiles, shape.heads, settings.block, settings.block, device=device).tril() ** 8
     rule = SpanRule(settings.theta, settings.phi, settings.spans, settings.most_vectors, settings.rate)
     rows = torch.full((tiles,), settings.block, dtype=torch.int32, device=device)
     out = Spans.empty(tiles, settings.spans, device)
     space = SpanWorkspace.empty(tiles, shape.heads, settings.block, device)
-    return timed(captured(lambda: cut_spans(entries, rows, rule, out=out, **_space(space, device)), device), device)
+    return time_turns(lambda _: cut_spans(entries, rows, rule, out=out, **_space(space, device)).counts, 1, device)
 
 
 def _space(space: SpanWorkspace, device: torch.device) -> dict[str, SpanWorkspace]:
@@ -330,31 +333,26 @@ def fill_index(index: LayerIndex) -> None:
 
 
 def election_of(blocks: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
-    """Seconds to score so many blocks and to elect `retrieved` of them, in a layer in which one head votes."""
-    index = LayerIndex.empty(settings, blocks, shape.dim, torch.empty(0, dtype=shape.dtype, device=device))
-    fill_index(index)
-    spans, most = index.vectors.shape[1:3]
+    """Seconds to score so many blocks and to elect `retrieved` of them, in a layer in which one head votes.
+
+    Inside a CUDA graph, as in a chunk, of as many layers' indices as leave none in the L2 cache.
+    """
+    like = torch.empty(0, dtype=shape.dtype, device=device)
+    layers = [LayerIndex.empty(settings, blocks, shape.dim, like) for _ in range(INDICES)]
+    for index in layers:
+        fill_index(index)
+    spans, most = layers[0].vectors.shape[1:3]
     tiles, queries = settings.chunk // settings.block, min(most, settings.most_queries)
-    asked = torch.randn(1, tiles * spans, queries, shape.dim, device=device).to(shape.dtype)
+    asked = torch.randn(1, tiles * spans, queries, shape.dim, device=device).to(
+        shape.dtype
+    )  # rotated as they are picked
     counts = torch.full(asked.shape[:2], queries, dtype=torch.int32, device=device)
     ids = torch.randperm(blocks, device=device).to(torch.int32).unsqueeze(0)
-    entries = index.of(ids, torch.full((1,), blocks, dtype=torch.int32, device=device))
+    entries = [index.of(ids, torch.full((1,), blocks, dtype=torch.int32, device=device)) for index in layers]
     votes = torch.zeros(1, blocks, device=device)
 
-    def work() -> torch.Tensor:
-        query = index.compared(QuerySpans(asked, counts))
-        scores = score_blocks(query, entries, kind=settings.similarity)
+    def work(turn: int) -> torch.Tensor:
+        scores = score_blocks(QuerySpans(asked, counts), entries[turn], kind=settings.similarity)
         return elect(votes, scores, weight=0.5, count=settings.retrieved, mode=settings.vote)
 
-    return timed(captured(work, device), device)
-
-
-def captured(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Launches inside a CUDA graph; as they are on a CPU."""
-    if device.type != "cuda":
-        return work
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
+    return time_turns(work, INDICES, device)

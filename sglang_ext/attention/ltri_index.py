@@ -62,7 +62,7 @@ class LayerIndex:
         return BlockIndex(self.vectors, self.counts, ids, blocks, self.scales)
 
     def compared(self, query: QuerySpans) -> QuerySpans:
-        """The spans of a chunk, rotated as the index vectors are."""
+        """What is compared with the index, rotated as its vectors are."""
         if self.rotation is None:
             return query
         return QuerySpans(query.vectors @ self.rotation, query.counts)

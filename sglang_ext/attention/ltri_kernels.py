@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.functional import pad
 
+from sglang_ext.attention.ltri_index import LayerIndex
 from sglang_ext.attention.ltri_layer import LayerTokens, Voter
 from sglang_ext.attention.ltri_plan import ChunkPlan, SpanRing, on_device
-from sglang_ext.attention.ltri_spans import cut, keep_vectors, leaving_spans, query_spans, token_spans
+from sglang_ext.attention.ltri_spans import cut, keep_vectors, leaving_spans, padded, query_spans, token_spans
 from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Looked, Retrieved, Sought, span_rule
 from sglang_ext.kernels.block_votes import QuerySpans, elect, score_blocks
 from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, SeenKeys
@@ -26,11 +26,6 @@ from sglang_ext.kernels.local_map import BlockTiles, LocalMap, Received, fill_ti
 from sglang_ext.kernels.rope import rotate
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, random_blocks
-
-
-def _padded(states: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows, dim], contiguous: states and zeros behind them."""
-    return pad(states, (0, 0, 0, rows - states.shape[0])).contiguous()
 
 
 @dataclass(frozen=True)
@@ -326,7 +321,7 @@ class KernelChunk(LayerTokens[Spans]):
             for block in whole:
                 del self.memory.tiles[block]
         tiles = spans.counts.shape[0]
-        return spans, _padded(given.unsqueeze(1), tiles * settings.block).view(tiles, settings.block)
+        return spans, padded(given.unsqueeze(1), tiles * settings.block).view(tiles, settings.block)
 
     # ---- what comes back ----
 
@@ -359,26 +354,28 @@ class KernelChunk(LayerTokens[Spans]):
         self.lanes.index.join()
         if index is None:
             return self.ranks.add(torch.zeros(ids.shape, device=ids.device))
-        spans, blocks = index.compared(self._query_spans(voter, asked, own)), index.of(ids, self.plan.blocks)
+        spans, blocks = self._query_spans(voter, asked, own, index), index.of(ids, self.plan.blocks)
         return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.compared_by(self.tokens_ask)))
 
-    def _query_spans(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> QuerySpans:
+    def _query_spans(
+        self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None, index: LayerIndex
+    ) -> QuerySpans:
         """Queries rotated to the distance `window - 1`: of the chunk's spans, of its last tokens, or all as a mean."""
         settings, states = self.settings, voter.of_queries(asked.far)
         if self.tokens_ask:
-            return self._asking_tokens(states)
+            return index.compared(self._asking_tokens(states))
         if own is None:
             mean = self._mean(states, torch.promote_types(states.dtype, torch.float32))
-            return QuerySpans(mean.view(1, 1, 1, -1), torch.ones_like(self.plan.count).view(1, 1))
+            return index.compared(QuerySpans(mean.view(1, 1, 1, -1), torch.ones_like(self.plan.count).view(1, 1)))
         spans, given = own
         asking = self._asking(states, given.numel()).view(*given.shape, -1)
-        return query_spans(settings, spans, given, asking)
+        return query_spans(settings, index.rotation, spans, given, asking)
 
     def _asking_tokens(self, states: torch.Tensor) -> QuerySpans:
         """The last tokens of states [rows, dim], each as a span of its own, padded to `most_askers` spans."""
         asking = states[-self.settings.most_askers :]
         there = torch.arange(self.settings.most_askers, device=states.device) < asking.shape[0]
-        return token_spans(_padded(asking, len(there)), there.int())
+        return token_spans(padded(asking, len(there)), there.int())
 
     def _mean(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[dim], of the chunk's states [rows, dim]."""
@@ -386,7 +383,7 @@ class KernelChunk(LayerTokens[Spans]):
 
     def _asking(self, states: torch.Tensor, rows: int) -> torch.Tensor:
         """[rows, dim]: those of the chunk's own tokens, and behind them anything."""
-        return _padded(states, rows)
+        return padded(states, rows)
 
     def _fresh(self) -> FreshBlocks | None:
         """Blocks that leave the window, and are not on the host yet."""

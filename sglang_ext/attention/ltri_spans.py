@@ -8,10 +8,15 @@ from torch.nn.functional import pad
 from sglang_ext.attention.ltri_index import LayerIndex, index_sizes, is_folded
 from sglang_ext.attention.ltri_state import LayerStore
 from sglang_ext.kernels.block_votes import QuerySpans
-from sglang_ext.kernels.packed_vectors import pack
+from sglang_ext.kernels.packed_vectors import pack, rotate
 from sglang_ext.kernels.span_index import HeadSums, SpanRule, Spans, cut_spans, cut_summed, pick, sum_heads
 from sglang_ext.policies.ltri import TensorRanks
 from sglang_ext.policies.ltri_options import Ltri
+
+
+def padded(states: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows, dim], contiguous: states and zeros behind them."""
+    return pad(states, (0, 0, 0, rows - states.shape[0])).contiguous()
 
 
 def cut(tiles: torch.Tensor, rows: torch.Tensor, rule: SpanRule, ranks: TensorRanks) -> Spans:
@@ -55,11 +60,14 @@ def keep_vectors(
     index.counts.index_copy_(0, at, counts)
 
 
-def query_spans(settings: Ltri, spans: Spans, given: torch.Tensor, states: torch.Tensor) -> QuerySpans:
+def query_spans(
+    settings: Ltri, rotation: torch.Tensor | None, spans: Spans, given: torch.Tensor, states: torch.Tensor
+) -> QuerySpans:
     """The spans of a chunk, as they are compared with an index.
 
     Args:
         settings: of the method.
+        rotation: of the index (`LayerIndex.rotation`).
         spans: of the chunk's own tiles.
         given: [tiles, block], what their tokens received from all heads.
         states: [tiles, block, dim] of their tokens (`Voter.of_queries`).
@@ -68,7 +76,11 @@ def query_spans(settings: Ltri, spans: Spans, given: torch.Tensor, states: torch
     if settings.index == "ltri" and settings.most_queries < most:
         most = settings.most_queries
         spans = Spans(spans.bounds, spans.counts.clamp(max=most))
-    found, counts = span_vectors(settings, states, pick(spans, given, most), spans.counts)
+    chosen = pick(spans, given, most)
+    if rotation is None:
+        found, counts = span_vectors(settings, states, chosen, spans.counts)
+    else:
+        found, counts = rotate(states, chosen, rotation), spans.counts
     vectors, counts = found.flatten(0, 1), counts.flatten()
     if missing := (settings.chunk // settings.block - len(given)) * settings.spans:  # kernels know the number
         vectors, counts = pad(vectors, (0, 0, 0, 0, 0, missing)), pad(counts, (0, missing))

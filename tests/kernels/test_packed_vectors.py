@@ -109,6 +109,21 @@ def test_the_kernel_is_the_reference(sizes):
     assert apart.max() <= 1 and apart.sum() <= 2
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (HALF, 4e-3)], ids=["float32", "half"])
+@pytest.mark.parametrize("sizes", SIZES, ids=ids)
+@BOTH
+def test_rotating_what_packed_vectors_are_compared_with(module, sizes, dtype, tolerance):
+    """Tolerances are of the largest component; in half precision, of its last bit."""
+    case = Case(dtype, seed=2, **sizes)
+    found = module.rotate(*(t.to(DEVICE) for t in (case.states, case.tokens, case.rotation)))
+    assert found.shape == (*case.tokens.shape, case.states.shape[2]) and found.dtype == dtype
+    for block, span, vectors in case.spans():
+        if len(vectors):
+            wanted = vectors @ case.rotation.double()
+            apart = found[block, span, : len(vectors)].cpu().double() - wanted
+            assert apart.abs().max() <= tolerance * wanted.abs().max()
+
+
 @pytest.mark.parametrize("dim", [2, 20, 64, 96, 128])
 def test_products_survive_the_rotation(dim):
     """The matrix is orthogonal up to a factor, and mixes as many components as the dimension lets it."""
@@ -197,12 +212,17 @@ def test_what_the_kernel_does_not_take():
     case.states = case.states.to(DEVICE).repeat(1, 1, 2)[..., ::2]
     with pytest.raises(ValueError, match="components beside each other"):
         case.pack(triton)
+    with pytest.raises(ValueError, match="components beside each other"):
+        triton.rotate(case.states, case.tokens.to(DEVICE), case.rotation.to(DEVICE))
 
 
 def test_dispatch_is_by_device():
     case = Case(torch.float32)
     one, other = case.pack(dispatch), case.pack(triton if DEVICE == "cuda" else reference)
     assert torch.equal(one.vectors, other.vectors) and torch.allclose(one.scales, other.scales, equal_nan=True)
+    given = [t.to(DEVICE) for t in (case.states, case.tokens, case.rotation)]
+    module = triton if DEVICE == "cuda" else reference
+    assert torch.equal(dispatch.rotate(*given)[0, 0], module.rotate(*given)[0, 0])
 
 
 COMPILE = """
@@ -210,11 +230,13 @@ import torch
 from sglang_ext.kernels.packed_vectors import PackedSpans, triton_impl
 from tests.kernels.sm90 import stand_in
 
-stand_in(triton_impl, "_pack_kernel")
+stand_in(triton_impl, "_pack_kernel", "_rotate_kernel")
 for dtype, spans, most, dim in ((torch.bfloat16, 1, 48, 128), (torch.float16, 4, 12, 64), (torch.float32, 2, 6, 96)):
     out = PackedSpans(torch.empty(1, spans, most, dim // 2, dtype=torch.uint8), torch.empty(1, spans))
     triton_impl.pack(torch.empty(4, 128, dim, dtype=dtype), torch.zeros(4, spans, most, dtype=torch.int32),
                      torch.zeros(4, dtype=torch.int64), torch.empty(dim, dim, dtype=dtype), out=out)
+    triton_impl.rotate(torch.empty(4, 128, dim, dtype=dtype), torch.zeros(4, spans, most, dtype=torch.int32),
+                       torch.empty(dim, dim, dtype=dtype))
 """
 
 

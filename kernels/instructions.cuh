@@ -106,7 +106,8 @@ __device__ __forceinline__ void multiply_halves(float (&sum)[4], const unsigned 
 
 // sum (+)= left [64, 16] · right [16, 48], of four warps together and asynchronous: their left rows lie below each other, and
 // the right side in shared memory, in tiles of 8 vectors with 8 components each, 128 bytes a tile. `right` says where; the
-// tiles of the other 8 components lie 6 tiles behind. Between `begin_products` and `wait_for_products`.
+// tiles of the other 8 components lie 6 tiles behind. Between `begin_products` and
+// `end_products`; what is given must not be touched before `wait_for_products`.
 __device__ __forceinline__ void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
     const u64 tiles = (right & 0x3ffff) >> 4 | static_cast<u64>(6 * 128 >> 4) << 16 | static_cast<u64>(128 >> 4) << 32;
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, %29, 0;\n"
@@ -127,9 +128,9 @@ __device__ __forceinline__ void show_to_products() { asm volatile("fence.proxy.a
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // Two float8 (e4m3), the low 16 bits, as two float16.
 __device__ __forceinline__ unsigned halves_of(unsigned quarters) {

@@ -70,7 +70,7 @@ def constants(
     large = dim > 128 or columns > 48 or spans * most > 48 or spans > 1
     return dict(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
-        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=2 if large else 4,
+        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=2 if large else 3,
     )  # fmt: skip
 
 

@@ -122,21 +122,28 @@ __device__ __forceinline__ void load_query(Query &query, const u16 *from, const 
     __syncthreads();
 }
 
-// The largest product of a block's vectors and the query's that this thread has, times the scale of the vector's span.
-__device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETHER], const Query &query) {
+// Products of a tile's vectors and the query's.
+struct Products {
+    unsigned left[STEPS][4];
+    float sum[SETS][6][4];
+
+    __device__ __forceinline__ void read(const Tile &tile) {
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) {
-        unsigned left[STEPS][4];
-        float sum[SETS][6][4];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) operand(left[step], tiles[i], step);
+        for (int step = 0; step < STEPS; ++step) operand(left[step], tile, step);
+    }
+
+    __device__ __forceinline__ void begin(const Query &query) {
         begin_products();
 #pragma unroll
         for (int set = 0; set < SETS; ++set)
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
                 multiply_48(sum[set], left[step], shared_address(query.words[set][step]), step > 0);
-        wait_for_products();
+        end_products();
+    }
+
+    // The largest of each of the thread's two rows, times the scale of the row's span, or what is larger.
+    __device__ __forceinline__ float largest(float best, const Tile &tile) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float most = NOTHING;
@@ -145,9 +152,25 @@ __device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETH
                 const float (&of)[4] = sum[group / 6][group % 6];
                 most = fmaxf(most, fmaxf(of[2 * half], of[2 * half + 1]));
             }
-            most = PACKED ? most * tiles[i].scale[half] : most;
-            best = fmaxf(best, tiles[i].used[half] ? most : NOTHING);
+            most = PACKED ? most * tile.scale[half] : most;
+            best = fmaxf(best, tile.used[half] ? most : NOTHING);
         }
+        return best;
+    }
+};
+
+// The largest product of a block's vectors and the query's that this thread has. While a tile is multiplied, the next one
+// is prepared, and the one before is looked through.
+__device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETHER], const Query &query) {
+    Products products[2];
+    products[0].read(tiles[0]);
+    products[0].begin(query);
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+        if (i + 1 < TOGETHER) products[(i + 1) % 2].read(tiles[i + 1]);
+        wait_for_products();
+        if (i + 1 < TOGETHER) products[(i + 1) % 2].begin(query);
+        best = products[i % 2].largest(best, tiles[i]);
     }
     return best;
 }

@@ -264,6 +264,7 @@ inline void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned 
 }
 inline void show_to_products() {}
 inline void begin_products() { __syncwarp(); }
+inline void end_products() {}
 inline void wait_for_products() { __syncwarp(); }
 inline unsigned halves_of(unsigned quarters) {
     const auto value = [](unsigned bits) {

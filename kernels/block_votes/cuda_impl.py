@@ -30,6 +30,9 @@ MAX_DIM = 256
 THREADS = 128
 """Threads of a block of the grid: four warps, which multiply together."""
 
+RESIDENT = 2
+"""Blocks of the grid that a multiprocessor has at once: with more, registers are too few to prepare a tile ahead."""
+
 
 def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: str) -> str | None:
     """Why the kernel cannot compare these, or None where it can."""
@@ -67,10 +70,9 @@ def constants(
     dim: int, spans: int, most: int, most_q: int, columns: int, *, packed: bool, wide: bool, bfloat16: bool
 ) -> dict[str, int]:
     """Macros of `scores.cu`; RESIDENT so that registers suffice: no more than a few are spilled on sm_90a."""
-    large = dim > 128 or columns > 48 or spans * most > 48 or spans > 1
     return dict(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
-        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=2 if large else 3,
+        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=RESIDENT,
     )  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def score_blocks(
         dim, spans, most, most_q, query_spans * most_q, packed=index.scales is not None,
         wide=index.blocks.dtype == torch.int64, bfloat16=query.vectors.dtype == torch.bfloat16,
     )  # fmt: skip
-    programs = min(-(-limit // (THREADS // 32)), sizes["RESIDENT"] * nvrtc.multiprocessors(device))
+    programs = min(-(-limit // (THREADS // 32)), RESIDENT * nvrtc.multiprocessors(device))
     kernel = _kernel(device, tuple(sizes.items()))
     kernel((programs, batch), *(each.data_ptr() for each in tensors.values()), ctypes.c_int32(limit))
     return out

@@ -191,11 +191,12 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
         if (query_counts[span] > 0) spoken = span * MOST_Q;
     const int there = spoken < 0 ? 0 : all < max_blocks ? static_cast<int>(all) : max_blocks;
 
-    // A lane knows the entry of one of the warp's next 32 blocks: numbers are read beforehand, all at once.
+    // A lane knows the entry of one of the warp's next 32 blocks: numbers are read beforehand, all at once, also of blocks
+    // that there are not, for that does not wait for how many there are.
     int block = first, part = 0, turn = 0, mine = 0;
     const auto entries_of = [&](int from) {
         const i64 at = from + static_cast<i64>(lane) * warps;
-        return at < there ? ids[at] : 0;
+        return at < max_blocks ? ids[at] : 0;
     };
     mine = entries_of(block);
     Tile now[TOGETHER], next[TOGETHER];

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.policies.heads import Heads, weights_hash
 from tests.e2e.server import until
 from tests.e2e.streams import Served, goes_on, prompt_of, sequence, serving
 from tests.e2e.test_ltri import clean, policy_of
+from tests.e2e.test_ltri_settings import HEADS
 from tests.oracle import models
 from tests.oracle.ltri import LtriOracle, LtriSizes
 
@@ -29,15 +31,22 @@ ROUNDING = 0.02
 """Mean difference of log-probabilities that half precision may make."""
 
 
-@pytest.fixture(scope="module", params=["sum", "max, 1 span", "mass", "max, spans ask"])
+@pytest.fixture(scope="module", params=["sum", "max, 1 span", "mass", "max, spans ask", "max, four bits"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = models.save_model("llama", tmp_path_factory.mktemp("llama"), head_dim=64, max_position_embeddings=512)
     similarity, *words = request.param.split(", ")
+    packed, folder = words == ["four bits"], tmp_path_factory.mktemp("llama")
+    dim = 128 if packed else 64  # scores of packed vectors are computed in CUDA where they have 128 components
+    folder = models.save_model("llama", folder, head_dim=dim, max_position_embeddings=512)
     sizes = replace(SIZES, similarity=similarity, asking="spans" if words == ["spans ask"] else "tokens")
     if words == ["1 span"]:
         sizes = replace(sizes, spans=1)
+    if packed:
+        sizes = replace(sizes, four_bits=True, heads={0: (1, 0.4), 2: (3, 0.6)})
     # A quarter of a large machine's memory would have room for more blocks than the GPU has for their index.
     policy = {**policy_of(sizes), "host_gb": 1}
+    if packed:
+        Heads("tiny", weights_hash(str(folder)), HEADS, {}).save(folder / "heads.json")
+        policy["heads"] = str(folder / "heads.json")
     options: dict[str, Any] = {"attention_backend": "ltri", "policy": policy, "dtype": "float16"}
     options |= {"max_total_tokens": 1000, "chunked_prefill_size": 200}
     with pytest.MonkeyPatch.context() as patch:

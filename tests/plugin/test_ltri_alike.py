@@ -113,6 +113,8 @@ class Reader:
         if one_head:
             found = {layer: Voter(0.5, layer % shape.heads) for layer in range(1, shape.layers - 1)}
             self.policy._voters = dict[int, Voter | None](found)
+        else:
+            self.policy.config = self.policy.config.of_all_heads()  # as `LtriPolicy.meet` does
         settings, room = self.policy.config, (1 + 2 * self.policy.config.slots, shape.kv_heads, shape.dim)
         self.caches = {
             layer: tuple(torch.zeros(room, dtype=shape.dtype, device=shape.device) for _ in range(2))

@@ -104,15 +104,16 @@ __device__ __forceinline__ void multiply_halves(float (&sum)[4], const unsigned 
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
 }
 
-// sum (+)= left [64, 16] · right [16, 48], of four warps together and asynchronous: their left rows lie below each other, and
-// the right side in shared memory, in tiles of 8 vectors with 8 components each, 128 bytes a tile. `right` says where; the
-// tiles of the other 8 components lie 6 tiles behind. Between `begin_products` and
-// `end_products`; what is given must not be touched before `wait_for_products`.
+// sum (+)= left [64, 16] · right [16, 48], of four warps together and asynchronous: their left rows lie below each other,
+// and the right side in shared memory, in tiles of 8 vectors with 8 components each, 128 bytes a tile. `right` says where;
+// the tiles of the other 8 components lie 6 tiles behind. It is called between `begin_products` and `end_products`, and
+// `left` and `sum` must not be touched before `wait_for_products`: `settle` says so to the compiler.
 __device__ __forceinline__ void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
     const u64 tiles = (right & 0x3ffff) >> 4 | static_cast<u64>(6 * 128 >> 4) << 16 | static_cast<u64>(128 >> 4) << 32;
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, %29, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+                 "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, "
                  "{%24, %25, %26, %27}, %28, adds, 1, 1, 0;}"
                  : "+f"(sum[0][0]), "+f"(sum[0][1]), "+f"(sum[0][2]), "+f"(sum[0][3]),
                    "+f"(sum[1][0]), "+f"(sum[1][1]), "+f"(sum[1][2]), "+f"(sum[1][3]),
@@ -121,6 +122,17 @@ __device__ __forceinline__ void multiply_48(float (&sum)[6][4], const unsigned (
                    "+f"(sum[4][0]), "+f"(sum[4][1]), "+f"(sum[4][2]), "+f"(sum[4][3]),
                    "+f"(sum[5][0]), "+f"(sum[5][1]), "+f"(sum[5][2]), "+f"(sum[5][3])
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles), "r"(static_cast<int>(adds)));
+}
+
+// Numbers are what they are to be before this, and are not read before it.
+__device__ __forceinline__ void settle(float (&sum)[6][4]) {
+#pragma unroll
+    for (int i = 0; i < 24; ++i) asm volatile("" : "+f"(sum[i / 4][i % 4])::"memory");
+}
+
+__device__ __forceinline__ void settle(unsigned (&left)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(left[i])::"memory");
 }
 
 // What all threads have written to shared memory before a barrier is seen by products behind it.

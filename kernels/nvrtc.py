@@ -21,6 +21,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+HOPPER = "sm_90a"
+"""The architecture that kernels are compiled for on Hopper: with the instructions that it alone has."""
+
 SAVED = 256 << 20
 """Bytes of machine code that are kept on disk at most; those read longest ago go."""
 
@@ -53,7 +56,7 @@ def failure(index: int, what: str, *kernels: Callable[[], Any]) -> str | None:
 
 
 def compiled(source: str, arch: str, constants: Mapping[str, int]) -> Any:
-    """Machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
+    """Machine code (`cuda.core.ObjectCode`) for an architecture such as HOPPER; needs no GPU.
 
     Args:
         source: of a file under `kernels`, "top_p/select.cu" for example.
@@ -79,8 +82,7 @@ def compile_ahead(index: int, kernels: Iterable[tuple[str, Mapping[str, int]]]) 
 
 def _arch(index: int) -> str:
     properties = torch.cuda.get_device_properties(index)
-    hopper = "a" if properties.major == 9 else ""  # with the instructions that Hopper alone has
-    return f"sm_{properties.major}{properties.minor}{hopper}"
+    return HOPPER if properties.major == 9 else f"sm_{properties.major}{properties.minor}"
 
 
 @cache

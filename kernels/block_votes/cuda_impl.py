@@ -19,7 +19,7 @@ SOURCE = "block_votes/scores.cu"
 DTYPES = (torch.bfloat16, torch.float16)
 
 MAX_COLUMNS = 96
-"""Vectors of a query, at most: a thread holds their products with a vector of a block."""
+"""Vectors of a query, at most: of 256 components each, they fill the 48 KiB of shared memory that a block has."""
 
 MAX_ROWS = 128
 """Vectors of a block, at most."""

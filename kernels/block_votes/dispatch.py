@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.block_votes import reference
-from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans
+from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans, check, check_election
 
 
 def score_blocks(
@@ -29,6 +29,7 @@ def score_blocks(
     if index.vectors.is_cuda:
         from sglang_ext.kernels.block_votes import cuda_impl, triton_impl
 
+        check(query, index, kind, out)  # `refusal` takes what fits
         score = triton_impl.score_blocks
         if cuda_impl.refusal(index.vectors.device, query, index, kind) is None:
             score = cuda_impl.score_blocks
@@ -61,6 +62,7 @@ def elect(
     if votes.is_cuda:
         from sglang_ext.kernels.block_votes import cuda_election, triton_impl
 
+        check_election(votes, scores, weight, count, mode, out)
         choose = triton_impl.elect
         if cuda_election.refusal(votes.device, votes, scores, count) is None:
             choose = cuda_election.elect

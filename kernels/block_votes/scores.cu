@@ -44,6 +44,7 @@ struct Tile {
 struct Query {
     unsigned words[SETS][STEPS][2][6][8][4];
 };
+static_assert(sizeof(Query) <= 48 << 10, "a block of the grid has so much shared memory");
 
 __device__ __forceinline__ unsigned word_of(const uint4 &piece, int number) {
     return number == 0 ? piece.x : number == 1 ? piece.y : number == 2 ? piece.z : piece.w;
@@ -133,6 +134,8 @@ struct Products {
     }
 
     __device__ __forceinline__ void begin(const Query &query) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) settle(left[step]);
         begin_products();
 #pragma unroll
         for (int set = 0; set < SETS; ++set)
@@ -140,6 +143,12 @@ struct Products {
             for (int step = 0; step < STEPS; ++step)
                 multiply_48(sum[set], left[step], shared_address(query.words[set][step]), step > 0);
         end_products();
+    }
+
+    __device__ __forceinline__ void wait() {
+        wait_for_products();
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) settle(sum[set]);
     }
 
     // The largest of each of the thread's two rows, times the scale of the row's span, or what is larger.
@@ -168,7 +177,7 @@ __device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETH
 #pragma unroll
     for (int i = 0; i < TOGETHER; ++i) {
         if (i + 1 < TOGETHER) products[(i + 1) % 2].read(tiles[i + 1]);
-        wait_for_products();
+        products[i % 2].wait();
         if (i + 1 < TOGETHER) products[(i + 1) % 2].begin(query);
         best = products[i % 2].largest(best, tiles[i]);
     }

@@ -144,7 +144,7 @@ class Variant:
 
 
 def compiled(arch: str, variant: Variant) -> Any:
-    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
+    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as `nvrtc.HOPPER`; needs no GPU.
 
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.

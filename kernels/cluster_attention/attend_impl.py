@@ -118,7 +118,7 @@ def _unusable(index: int, dim: int, group: int, kv_heads: int, bfloat16: bool) -
 def compiled(
     arch: str, dim: int, group: int, kv_heads: int, bfloat16: bool = True, tuning: AttendTuning = TUNING
 ) -> Any:
-    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
+    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as `nvrtc.HOPPER`; needs no GPU.
 
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.

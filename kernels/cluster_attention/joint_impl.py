@@ -61,7 +61,7 @@ def _unusable(index: int, dim: int, bfloat16: bool, float8: bool) -> str | None:
 def compiled(
     arch: str, heads: int, block: cuda_impl.SearchBlock, width: int, dim: int, bfloat16: bool, float8: bool = False
 ) -> Any:
-    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
+    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as `nvrtc.HOPPER`; needs no GPU.
 
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.

@@ -43,7 +43,7 @@ def _unusable(index: int, dtype: torch.dtype, dims: tuple[int, ...]) -> str | No
 
 
 def compiled(arch: str, dim: int, dtype: torch.dtype) -> Any:
-    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU."""
+    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as `nvrtc.HOPPER`; needs no GPU."""
     return nvrtc.compiled(SOURCE, arch, _constants(dim, dtype))
 
 

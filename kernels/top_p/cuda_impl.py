@@ -138,7 +138,7 @@ def _unusable(index: int) -> str | None:
 def compiled(
     arch: str, heads: int, block: SearchBlock, by_count: bool = False, run: int = 1, align: int = 1, width: int = 0
 ) -> Any:
-    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as "sm_90"; needs no GPU.
+    """The kernel's machine code (`cuda.core.ObjectCode`) for an architecture such as `nvrtc.HOPPER`; needs no GPU.
 
     Raises:
         Exception: what cuda-core raises where NVRTC refuses, with its log.

@@ -39,8 +39,8 @@ FIRST, VOTES, LISTENS = 0, 1, 2
 TOGETHER = 8
 """Chunks of a run: as many as an engine reads in a pass."""
 TOLERANCE = 2e-2  # bfloat16, of the largest value
-INDICES = 8
-"""Indices of layers that are scored in turn: packed, 100 MB of 4,096 blocks, twice the L2 cache of an H200."""
+COLD = 100 << 20
+"""Bytes of the indices of layers that are scored in turn, at least: twice the L2 cache of an H200."""
 PRODUCTS = 13
 """Columns of the matrices of a layer of Llama-3.1-8B, in multiples of the model's width."""
 EXACT = ("keys", "values", "bounds", "counts", "numbers of vectors", "scales")
@@ -335,17 +335,18 @@ def fill_index(index: LayerIndex) -> None:
 def election_of(blocks: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
     """Seconds to score so many blocks and to elect `retrieved` of them, in a layer in which one head votes.
 
-    Inside a CUDA graph, as in a chunk, of as many layers' indices as leave none in the L2 cache.
+    Inside a CUDA graph, as in a chunk, of as many layers' indices in turn as leave none in the L2 cache.
     """
     like = torch.empty(0, dtype=shape.dtype, device=device)
-    layers = [LayerIndex.empty(settings, blocks, shape.dim, like) for _ in range(INDICES)]
+    layers = [LayerIndex.empty(settings, blocks, shape.dim, like)]
+    if device.type == "cuda":
+        layers += [LayerIndex.empty(settings, blocks, shape.dim, like) for _ in range(COLD // layers[0].vectors.nbytes)]
     for index in layers:
         fill_index(index)
     spans, most = layers[0].vectors.shape[1:3]
     tiles, queries = settings.chunk // settings.block, min(most, settings.most_queries)
-    asked = torch.randn(1, tiles * spans, queries, shape.dim, device=device).to(
-        shape.dtype
-    )  # rotated as they are picked
+    # As they are picked, and rotated with it.
+    asked = torch.randn(1, tiles * spans, queries, shape.dim, device=device).to(shape.dtype)
     counts = torch.full(asked.shape[:2], queries, dtype=torch.int32, device=device)
     ids = torch.randperm(blocks, device=device).to(torch.int32).unsqueeze(0)
     entries = [index.of(ids, torch.full((1,), blocks, dtype=torch.int32, device=device)) for index in layers]
@@ -355,4 +356,4 @@ def election_of(blocks: int, settings: Ltri, shape: LayerShape, device: torch.de
         scores = score_blocks(QuerySpans(asked, counts), entries[turn], kind=settings.similarity)
         return elect(votes, scores, weight=0.5, count=settings.retrieved, mode=settings.vote)
 
-    return time_turns(work, INDICES, device)
+    return time_turns(work, len(layers), device)

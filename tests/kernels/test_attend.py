@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cluster_attention import (
     ClusterPool,
     ClusterReads,
@@ -227,4 +228,4 @@ def test_compiles_for_hopper(dim: int, group: int, tmp_path: Path) -> None:
     """And as many blocks as it asks for have room on a multiprocessor: 228 KiB, one of them a block's own."""
     tuning = attend_impl.TUNING
     assert tuning.blocks * (tuning.memory(dim, group) + 1024) <= 228 << 10
-    sm90.check_copies(attend_impl.compiled("sm_90", dim, group, 8).code, tmp_path)
+    sm90.check_copies(attend_impl.compiled(nvrtc.HOPPER, dim, group, 8).code, tmp_path)

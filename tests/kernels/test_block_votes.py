@@ -185,6 +185,7 @@ IN_CUDA = [
     {"blocks": (3,), "limit": 4, "spans": 1, "most": 1, "query_spans": 1, "most_q": 1, "dim": 128},
     {"blocks": (3300,), "limit": 3301, "spans": 1, "most": 3, "query_spans": 2, "most_q": 5, "dim": 128},
     {"blocks": (0, 9), "limit": 11, "spans": 1, "most": 70, "query_spans": 20, "most_q": 4, "dim": 128},
+    {"blocks": (2,), "limit": 2, "spans": 8, "most": 16, "query_spans": 8, "most_q": 12, "dim": 256},
 ]
 
 
@@ -235,11 +236,12 @@ def test_what_cuda_does_not_compare(says, kind, change):
 
 
 @pytest.mark.parametrize("packed, bfloat16", [(True, True), (True, False), (False, True)])
-def test_cuda_compiles_for_hopper(packed, bfloat16):
+@pytest.mark.parametrize("dim, most, columns", [(128, 48, 48), (128, 128, 96), (256, 128, 96)])
+def test_cuda_compiles_for_hopper(packed, bfloat16, dim, most, columns):
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.core")
-    sizes = cuda_impl.constants(128, 1, 48, 12, 48, packed=packed, wide=False, bfloat16=bfloat16)
-    assert nvrtc.compiled(cuda_impl.SOURCE, "sm_90a", sizes).code
+    sizes = cuda_impl.constants(dim, 1, most, 12, columns, packed=packed, wide=False, bfloat16=bfloat16)
+    assert nvrtc.compiled(cuda_impl.SOURCE, nvrtc.HOPPER, sizes).code
 
 
 @pytest.mark.parametrize("tuning", [None, SMALL], ids=["default", "small tiles"])

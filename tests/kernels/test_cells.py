@@ -412,7 +412,7 @@ def test_cuda_compiles_for_hopper(
     dim: int, group: int, lanes: int, scores: bool, bfloat16: bool, tmp_path: Path
 ) -> None:
     variant = cuda_impl.Variant(dim, group, 8, lanes, scores, dim == 64, bfloat16)
-    sm90.check_copies(cuda_impl.compiled("sm_90", variant).code, tmp_path)
+    sm90.check_copies(cuda_impl.compiled(nvrtc.HOPPER, variant).code, tmp_path)
 
 
 def test_where_cuda_is_refused() -> None:

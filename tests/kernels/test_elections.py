@@ -102,14 +102,26 @@ ALIKE = [(4096, 16, 1), (4096, 16, 100_000), (4096, 64, 2), (600, 5, 0)]
 @pytest.mark.parametrize("scored", [True, False], ids=["voting", "no head"])
 @pytest.mark.parametrize(
     "module, blocks, count, levels",
-    [(triton_impl, *sizes) for sizes in MANY] + [(cuda_election, *sizes) for sizes in MANY + ALIKE],
+    [(triton_impl, *sizes) for sizes in MANY]
+    + [pytest.param(cuda_election, *sizes, marks=on_host.needed) for sizes in MANY + ALIKE],
 )
-@on_host.needed
 def test_elections_of_many_blocks(module, blocks, count, levels, scored):
     """As many rounds as there are; more blocks that are alike than are listed at once."""
     ballots = Ballots((blocks,), blocks, levels, seed=blocks)
     chosen, after = ballots.expected(scored, 1.5, count, "inclusive")
     found, votes = ballots.elect(module, scored, weight=1.5, count=count, mode="inclusive")
+    assert torch.equal(found, chosen) and same(votes, after)
+
+
+@pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
+@on_host.needed
+def test_more_blocks_reach_the_bar_than_are_listed(mode):
+    """The 16th best group has no good block, so that all other blocks are as good as its best one, or better."""
+    ballots = Ballots((4096,), 4096, levels=300, seed=7)
+    good = torch.arange(4096) % 32 < 15
+    ballots.scores[0] = torch.where(good, 100.0 + ballots.scores[0], -1e6 - torch.arange(4096.0))
+    chosen, after = ballots.expected(True, 1.5, 16, mode)
+    found, votes = ballots.elect(cuda_election, True, weight=1.5, count=16, mode=mode)
     assert torch.equal(found, chosen) and same(votes, after)
 
 
@@ -166,7 +178,7 @@ def test_nothing_to_elect(module):
 def test_cuda_compiles_for_hopper(count):
     """Needs no GPU; which tests of numbers do."""
     pytest.importorskip("cuda.core")
-    assert nvrtc.compiled(cuda_election.SOURCE, "sm_90", cuda_election.constants(count)).code
+    assert nvrtc.compiled(cuda_election.SOURCE, nvrtc.HOPPER, cuda_election.constants(count)).code
 
 
 def test_what_cuda_does_not_elect():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.cluster_attention import ClusterPool, ClusterRows, joint_impl, reference
 from sglang_ext.kernels.cluster_attention.pool import FLOAT8, narrowed
 from sglang_ext.kernels.top_p import Expansion, SearchedClusters, Selection, SetRule, cuda_impl
@@ -175,7 +176,7 @@ def test_rows_without_tiles_select_nothing() -> None:
 def test_it_compiles_for_hopper() -> None:
     pytest.importorskip("cuda.core")
     for float8 in (False, True):
-        assert joint_impl.compiled("sm_90", 4, cuda_impl.SearchBlock(256, 10), 64, 128, True, float8).code
+        assert joint_impl.compiled(nvrtc.HOPPER, 4, cuda_impl.SearchBlock(256, 10), 64, 128, True, float8).code
 
 
 def test_refusals() -> None:

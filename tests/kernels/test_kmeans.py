@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.kmeans import ClusterPlan, Clusters, cuda_impl, dispatch, reference, triton_impl
 from sglang_ext.kernels.kmeans.clusters import members
 from sglang_ext.kernels.kmeans.types import KmeansTuning
@@ -291,7 +292,7 @@ def test_sums_of_layers_in_cuda() -> None:
 @pytest.mark.parametrize("dtype", cuda_impl.DTYPES, ids=str)
 def test_sums_compile_for_hopper(dim: int, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.core")
-    assert cuda_impl.compiled("sm_90", dim, dtype).code
+    assert cuda_impl.compiled(nvrtc.HOPPER, dim, dtype).code
 
 
 def test_where_sums_in_cuda_are_refused() -> None:

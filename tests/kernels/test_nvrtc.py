@@ -75,7 +75,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def code() -> bytes:
     """Machine code of a small kernel, as a process that has just started gets it."""
     nvrtc._compiled.cache_clear()
-    return bytes(top_p.compiled("sm_90", 1, top_p.SearchBlock(256, 1)).code)
+    return bytes(top_p.compiled(nvrtc.HOPPER, 1, top_p.SearchBlock(256, 1)).code)
 
 
 def test_the_next_start_finds_what_was_compiled(cache: Path) -> None:
@@ -84,7 +84,7 @@ def test_the_next_start_finds_what_was_compiled(cache: Path) -> None:
     assert kept.is_relative_to(cache / "sglang_ext" / "nvrtc") and code() == first
     kept.write_bytes(b"found")
     assert code() == b"found"
-    assert bytes(top_p.compiled("sm_90", 1, top_p.SearchBlock(256, 2)).code) not in (first, b"found")
+    assert bytes(top_p.compiled(nvrtc.HOPPER, 1, top_p.SearchBlock(256, 2)).code) not in (first, b"found")
 
 
 @pytest.mark.parametrize("place", ["a file", "no home", "fails later"])

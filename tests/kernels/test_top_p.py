@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.top_p import (
     Expansion,
     Numbering,
@@ -390,7 +391,7 @@ def test_cuda_compiles_for_hopper(
 ) -> None:
     """Without a GPU, where NVRTC is installed."""
     pytest.importorskip("cuda.core")
-    assert cuda_impl.compiled("sm_90", heads, cuda_impl.SearchBlock(*block), by_count, run, align, width).code
+    assert cuda_impl.compiled(nvrtc.HOPPER, heads, cuda_impl.SearchBlock(*block), by_count, run, align, width).code
 
 
 @needs_cuda

@@ -51,12 +51,16 @@ static thread_local Index threadIdx, blockIdx, gridDim;
 
 struct Copy { unsigned to; const void *from; bool there; int bytes; };
 
+// What a product is going to write, and does not before it is waited for.
+struct Awaited { float (*sum)[4]; float found[6][4]; };
+
 struct Thread {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     bool done = false;
     std::vector<Copy> copies;
     std::vector<std::vector<Copy>> groups;
+    std::vector<Awaited> awaited;
     int waits = 0;  // for the blocks of the cluster
 };
 
@@ -257,15 +261,30 @@ inline void multiply_halves(float (&sum)[4], const unsigned (&left)[4], unsigned
 inline void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
     const unsigned place = threadIdx.x % 32 / 4 * 16 + threadIdx.x % 4 * 4;
     const auto word = [&](int tile) { return *reinterpret_cast<unsigned *>(at_address(right + tile * 128 + place)); };
-    for (int i = 0; i < 6; ++i) {
-        if (!adds) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0;
-        multiply(sum[i], left, word(i), word(6 + i));
+    auto &all = block->now->awaited;
+    auto own = std::find_if(all.begin(), all.end(), [&](const Awaited &each) { return each.sum == sum; });
+    if (own == all.end()) {
+        own = all.insert(all.end(), Awaited{sum, {}});
+        std::memcpy(own->found, sum, sizeof(sum));
     }
+    Awaited found = *own;
+    for (int i = 0; i < 6; ++i) {
+        if (!adds) found.found[i][0] = found.found[i][1] = found.found[i][2] = found.found[i][3] = 0;
+        multiply(found.found[i], left, word(i), word(6 + i));
+        sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = NAN;
+    }
+    *own = found;
 }
+inline void settle(float (&)[6][4]) {}
+inline void settle(unsigned (&)[4]) {}
 inline void show_to_products() {}
-inline void begin_products() { __syncwarp(); }
+inline void begin_products() { __syncthreads(); }  // all four warps of a block do
 inline void end_products() {}
-inline void wait_for_products() { __syncwarp(); }
+inline void wait_for_products() {
+    for (const Awaited &each : block->now->awaited) std::memcpy(each.sum, each.found, sizeof(each.found));
+    block->now->awaited.clear();
+    __syncwarp();
+}
 inline unsigned halves_of(unsigned quarters) {
     const auto value = [](unsigned bits) {
         const int exponent = bits >> 3 & 15, fraction = bits & 7;

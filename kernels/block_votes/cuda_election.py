@@ -12,13 +12,13 @@ from functools import cache
 import torch
 
 from sglang_ext.kernels import nvrtc
-from sglang_ext.kernels.block_votes.types import VOTES, check_election
+from sglang_ext.kernels.block_votes.types import MAX_COUNT, VOTES, check_election
 from sglang_ext.kernels.shared import check_contiguous
 
 SOURCE = "block_votes/elect.cu"
 
-MAX_COUNT = 64
-"""Blocks that an election chooses, at most."""
+FEW = 16
+"""Blocks to choose, at most, for which a kernel of its own has fewer groups of threads."""
 
 THREADS = 512
 """Threads that search among the blocks of a request."""
@@ -39,13 +39,13 @@ def refusal(device: torch.device, votes: torch.Tensor, scores: torch.Tensor | No
 @cache
 def _unusable(index: int) -> str | None:
     """Why no election runs on a device: found out once, before any CUDA graph is captured."""
-    both = [lambda: _kernel(index, 16), lambda: _kernel(index, MAX_COUNT)]
+    both = [lambda: _kernel(index, FEW), lambda: _kernel(index, MAX_COUNT)]
     return nvrtc.failure(index, "elections of blocks run", *both)
 
 
 def constants(count: int) -> dict[str, int]:
-    """Macros of `elect.cu`: of at least twice as many groups of threads as blocks are chosen."""
-    return dict(THREADS=THREADS, LANES=16 if count <= 16 else 4, BFLOAT16=0)
+    """Macros of `elect.cu`: there are twice as many groups of threads as blocks to choose, at least."""
+    return dict(THREADS=THREADS, LANES=16 if count <= FEW else 4, BFLOAT16=0)
 
 
 @cache
@@ -94,7 +94,7 @@ def elect(
     if limit == 0 or (scores is None and mode == "off"):
         return out.fill_(-1)
     each, one = (weight.data_ptr(), 0.0) if isinstance(weight, torch.Tensor) else (0, weight)
-    kernel = _kernel(nvrtc.index_of(votes.device), 16 if count <= 16 else MAX_COUNT)
+    kernel = _kernel(nvrtc.index_of(votes.device), FEW if count <= FEW else MAX_COUNT)
     kernel(
         (batch,), votes.data_ptr(), 0 if scores is None else scores.data_ptr(), out.data_ptr(), each,
         ctypes.c_float(one), ctypes.c_int32(limit), ctypes.c_int32(count), ctypes.c_int32(VOTES.index(mode)),

@@ -69,7 +69,7 @@ def _unusable(index: int) -> str | None:
 def constants(
     dim: int, spans: int, most: int, most_q: int, columns: int, *, packed: bool, wide: bool, bfloat16: bool
 ) -> dict[str, int]:
-    """Macros of `scores.cu`; RESIDENT so that registers suffice: no more than a few are spilled on sm_90a."""
+    """Macros of `scores.cu`. With RESIDENT blocks at once, sm_90a spills no more than a few registers of any size."""
     return dict(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
         BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=RESIDENT,

@@ -10,6 +10,9 @@ SIMILARITIES = ("sum", "max", "mass")
 VOTES = ("inclusive", "preceding", "off")
 WEIGHTS = (torch.float32, torch.float64)
 
+MAX_COUNT = 64
+"""Blocks that an election on a GPU chooses (the option `retrieved`), at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuerySpans:

@@ -23,7 +23,8 @@ from sglang_ext.attention.readers.reader import DecodeGraphs, Loaded, Reader, gr
 from sglang_ext.attention.readers.streams import StreamReader, check_dense
 from sglang_ext.attention.step import Batch, Forward, LayerCall
 from sglang_ext.compat.ranks import sum_over_ranks
-from sglang_ext.kernels.block_votes.triton_impl import MAX_COUNT, MAX_VECTORS
+from sglang_ext.kernels.block_votes.triton_impl import MAX_VECTORS
+from sglang_ext.kernels.block_votes.types import MAX_COUNT
 from sglang_ext.kernels.cells import Rotation
 from sglang_ext.kernels.clamped_attention import dense_impl, reference
 from sglang_ext.kernels.host_fetch.triton_impl import MAX_WAYS

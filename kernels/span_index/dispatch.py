@@ -1,4 +1,4 @@
-"""Who cuts spans on a device: Triton's kernels on a GPU, the reference elsewhere."""
+"""Who cuts spans on a device: kernels in CUDA or Triton on a GPU, the reference elsewhere."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ def cut_spans(
     out: Spans | None = None,
     workspace: SpanWorkspace | None = None,
 ) -> Spans:
-    """`reference.cut_spans` (see there), by the Triton kernels where the tiles live on a GPU; `workspace` is theirs."""
-    if tiles.is_cuda:
-        from sglang_ext.kernels.span_index import triton_impl
+    """`reference.cut_spans` (see there), by kernels where the tiles live on a GPU; `workspace` is theirs.
 
-        return triton_impl.cut_spans(tiles, rows, rule, out=out, workspace=workspace)
+    Those in CUDA cut what they can (`cuda_impl.refusal`), and those in Triton the rest.
+    """
+    if tiles.is_cuda:
+        from sglang_ext.kernels.span_index import cuda_impl, triton_impl
+
+        chosen = triton_impl.cut_spans if cuda_impl.refusal(tiles.device, tiles, rule) else cuda_impl.cut_spans
+        return chosen(tiles, rows, rule, out=out, workspace=workspace)
     return reference.cut_spans(tiles, rows, rule, out=out)
 
 

@@ -8,6 +8,7 @@ above the diagonal, beyond a tile's rows, or in buffers that are to be written i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -17,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.kernels import span_index
-from sglang_ext.kernels.span_index import HeadSums, SpanRule, Spans, SpanWorkspace, dispatch, reference
+from sglang_ext.kernels import nvrtc, span_index
+from sglang_ext.kernels.span_index import HeadSums, SpanRule, Spans, SpanWorkspace, cuda_impl, dispatch, reference
 from sglang_ext.kernels.span_index import triton_impl as triton
+from sglang_ext.kernels.span_index.cuda_impl import refusal
 from sglang_ext.policies import ltri
 from sglang_ext.policies.ltri_options import Ltri
-from tests.kernels import sm90
+from tests.kernels import on_host, sm90
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 2e-5
@@ -35,7 +37,21 @@ IMPLEMENTATIONS = [
     pytest.param(reference, torch.float32, id="reference-float32"),
     pytest.param(triton, torch.float32, id="triton"),
 ]
-MODULES = [pytest.param(reference, id="reference"), pytest.param(triton, id="triton")]
+SUMMED = IMPLEMENTATIONS.copy()
+"""What sums heads and cuts what is summed, and picks tokens."""
+IMPLEMENTATIONS += [pytest.param(cuda_impl, torch.float32, id="cuda", marks=on_host.needed)]
+MODULES = [
+    pytest.param(reference, id="reference"),
+    pytest.param(triton, id="triton"),
+    pytest.param(cuda_impl, id="cuda", marks=on_host.needed),
+]
+
+
+@pytest.fixture(autouse=True)
+def launches() -> Iterator[None]:
+    """Let the kernels in CUDA run, on this CPU where there is no GPU."""
+    with on_host.cuda(cuda_impl):
+        yield
 
 
 # ---- the definition ----
@@ -201,8 +217,8 @@ def test_larger_tiles(theta: float, phi: float, boxes: bool, ratio: str) -> None
     rule = SpanRule(theta=theta, phi=phi, spans=5, most=5, rate=1.5, ratio=ratio, boxes=boxes)
     first, second = distinct(4, 32, 7, rule), distinct(4, 27, 8, rule, planted=False)
     tiles, rows = batch_of([first[0], second[0]], 32)
-    assert listed(cut(triton, tiles, rows, rule)) == [first[1].spans, second[1].spans]
-    assert listed(cut(reference, tiles, rows, rule)) == [first[1].spans, second[1].spans]
+    for module in (triton, reference, cuda_impl):
+        assert listed(cut(module, tiles, rows, rule)) == [first[1].spans, second[1].spans]
 
 
 def test_counts_differ_where_masses_do() -> None:
@@ -212,7 +228,7 @@ def test_counts_differ_where_masses_do() -> None:
     decided = [1 < count < end - first for _, wanted in pairs for first, end, count in wanted.spans]
     assert sum(decided) >= 4, decided
     tiles, rows = batch_of([tile for tile, _ in pairs], 32)
-    for module in (triton, reference):
+    for module in (triton, reference, cuda_impl):
         assert listed(cut(module, tiles, rows, rule)) == [wanted.spans for _, wanted in pairs]
 
 
@@ -258,8 +274,9 @@ def test_the_reference_is_the_policy(dtype: torch.dtype, index: int) -> None:
         assert [[token for token in span if token >= 0] for span in picked[0].tolist()][: len(wanted)] == tokens_of
 
 
-@pytest.mark.parametrize("theta", [0.5, 0.9, 0.123])
-def test_thresholds_and_scores(theta: float) -> None:
+@pytest.mark.parametrize("module", [pytest.param(triton, id="triton"), MODULES[2]])
+@pytest.mark.parametrize("theta", [0.02, 0.5, 0.9, 0.123])
+def test_thresholds_and_scores(module: ModuleType, theta: float) -> None:
     """Both entries around a quantile are exact; scores are compared beside the sum of a tile, for they cancel."""
     rule = SpanRule(theta=theta)
     given = [tile_of(3, tokens, tokens) for tokens in (32, 20, 2, 1)]
@@ -269,7 +286,7 @@ def test_thresholds_and_scores(theta: float) -> None:
     given[1][2][3:7, 2] = np.nan
     tiles, rows = batch_of(given, 32)
     workspace = SpanWorkspace.empty(4, 3, 32, DEVICE)
-    triton.cut_spans(tiles, rows, rule, workspace=workspace)
+    module.cut_spans(tiles, rows, rule, workspace=workspace)
     for number, tile in enumerate(given):
         tokens = tile.shape[1]
         known = tiles[number, :, :tokens, :tokens].nan_to_num().tril()
@@ -283,8 +300,14 @@ def test_thresholds_and_scores(theta: float) -> None:
         wanted = expected(tile, rule)
         some = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         scores, scale = torch.from_numpy(wanted.scores)[some], float(np.nan_to_num(tile).sum())
-        got = workspace.scores[number, :tokens, :tokens].cpu()[some]
-        assert (got.double() - scores).abs().max() <= SCORES[torch.float32] * scale
+        if module is triton:  # the kernels in CUDA keep scores in shared memory
+            got = workspace.scores[number, :tokens, :tokens].cpu()[some]
+            assert (got.double() - scores).abs().max() <= SCORES[torch.float32] * scale
+        summed = workspace.summed[number].cpu()
+        assert (summed[:tokens, :tokens].double() - torch.from_numpy(np.nan_to_num(tile)).sum(0)).abs().max() <= (
+            SCORES[torch.float32] * scale
+        )
+        assert not summed[tokens:].any() and not summed.triu(1).any()
         for dtype, tolerance in SCORES.items():
             known = torch.from_numpy(np.nan_to_num(tile)).to(DEVICE, dtype)
             same = reference.span_scores(known, theta).cpu()[some]
@@ -366,11 +389,57 @@ def test_tiles_may_be_views() -> None:
     larger[:, 1:4, 2:18, 4:20] = tiles
     for view in (behind, larger[:, 1:4, 2:18, 4:20]):
         assert not view.is_contiguous()
-        assert listed(triton.cut_spans(view, rows, rule)) == [wanted.spans for _, wanted in pairs]
+        for module in (triton, cuda_impl):
+            assert listed(module.cut_spans(view, rows, rule)) == [wanted.spans for _, wanted in pairs]
     for tuning in (triton.SpanTuning(heads_warps=1, strip=16, unroll=2, chunk=4), triton.SpanTuning(strip=1, unroll=1)):
         assert listed(triton.cut_spans(tiles, rows, rule, tuning=tuning)) == [wanted.spans for _, wanted in pairs]
-    nobody = triton.cut_spans(tiles[:0], rows[:0], rule)
-    assert nobody.counts.shape == (0, 3)
+    for module in (triton, cuda_impl):
+        assert module.cut_spans(tiles[:0], rows[:0], rule).counts.shape == (0, 3)
+
+
+@pytest.mark.parametrize("heads", [1, 5, 32])
+@pytest.mark.parametrize("block, tokens", [(128, (128, 97)), (64, (64, 33))])
+@on_host.needed
+def test_cuda_cuts_as_triton_does(block: int, tokens: tuple[int, ...], heads: int) -> None:
+    """The paper's sizes: thresholds to the bit, and numbers that are many times the same."""
+    generator = np.random.default_rng(heads)
+    given = [tile_of(heads, count, count) for count in tokens]
+    given += [np.tril(generator.integers(0, 5, (heads, tokens[1], tokens[1])) / 8)]
+    given[0][0] = np.tril(np.exp(generator.normal(-9, 3, given[0][0].shape)))
+    tiles, rows = batch_of(given, block)
+    rule = SpanRule(theta=0.77, spans=4, most=12, rate=0.5, ratio="rowcol")
+    found = []
+    for module in (cuda_impl, triton):
+        workspace = SpanWorkspace(
+            *(each.fill_(math.nan) for each in fields_of(SpanWorkspace.empty(3, heads, block, DEVICE)))
+        )
+        found.append((listed(module.cut_spans(tiles, rows, rule, workspace=workspace)), workspace))
+    (one, sums), (other, wanted) = found
+    assert one == other
+    assert torch.equal(sums.thresholds, wanted.thresholds) and torch.equal(sums.summed, wanted.summed)
+
+
+def fields_of(workspace: SpanWorkspace) -> tuple[torch.Tensor, ...]:
+    return workspace.thresholds, workspace.summed, workspace.scores
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("source", [cuda_impl.HEADS, cuda_impl.CUT])
+def test_cuda_compiles_for_hopper(source: str, block: int) -> None:
+    """Without a GPU, where NVRTC is installed."""
+    pytest.importorskip("cuda.core")
+    assert nvrtc.compiled(source, nvrtc.HOPPER, cuda_impl.constants(source, block)).code
+
+
+def test_what_cuda_does_not_cut() -> None:
+    tiles, gpu = torch.zeros(1, 2, 16, 16), torch.device("cuda")
+    for says, given in (
+        ("written in CUDA", (torch.device("meta"), tiles, SpanRule())),
+        ("tiles are torch.float64", (gpu, tiles.double(), SpanRule())),
+        ("the last dimension contiguous", (gpu, tiles.transpose(2, 3), SpanRule())),
+        ("spans=65: expected at most 64", (gpu, tiles, SpanRule(spans=65))),
+    ):
+        assert says in (refusal(*given) or "")
 
 
 # ---- tokens ----
@@ -383,7 +452,7 @@ def spans_at(bounds: list[list[tuple[int, int]]], counts: list[list[int]]) -> Sp
 
 
 @pytest.mark.parametrize("most", [1, 3, 16])
-@pytest.mark.parametrize("module, dtype", IMPLEMENTATIONS)
+@pytest.mark.parametrize("module, dtype", SUMMED)
 def test_picked_tokens(module: ModuleType, dtype: torch.dtype, most: int) -> None:
     """The largest, of equals the first; NaN is 0; counts beyond the room or the span; spans that are not there."""
     nowhere = (POISON, -POISON)
@@ -423,7 +492,7 @@ def test_picked_tokens_of_random_spans() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("module, dtype", IMPLEMENTATIONS)
+@pytest.mark.parametrize("module, dtype", SUMMED)
 def test_sums_of_two_ranks_are_cut_as_all_heads(module: ModuleType, dtype: torch.dtype, rule: SpanRule) -> None:
     """Of five heads one rank has two and the other three. A tile that is flat in all heads has no level above it."""
     wanted = [distinct(5, 16, 31, rule), distinct(5, 11, 32, rule), None]

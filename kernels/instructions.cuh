@@ -144,6 +144,20 @@ __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_grou
 
 __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
+// For kernels that are launched early (`nvrtc.kernel`), first of all: the kernels before are complete behind it.
+__device__ __forceinline__ void wait_for_launch_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel of the stream may begin, if it is launched early, once all blocks have called this or ended.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Two float8 (e4m3), the low 16 bits, as two float16.
 __device__ __forceinline__ unsigned halves_of(unsigned quarters) {
     unsigned bits;

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 HOPPER = "sm_90a"
 """The architecture that kernels are compiled for on Hopper: with the instructions that it alone has."""
 
+EARLY = "programmatic_stream_serialization"
+"""Of a `LaunchConfig`, in newer versions of cuda-core: a kernel may begin before the one before it has ended."""
+
 SAVED = 256 << 20
 """Bytes of machine code that are kept on disk at most; those read longest ago go."""
 
@@ -136,7 +139,9 @@ def kernel(
 ) -> Callable[..., None]:
     """A function (grid, arguments) that launches a kernel on the current stream of device `index`.
 
-    With `cooperative=True` all blocks run at once, or the launch is refused.
+    With `cooperative=True` all blocks run at once, or the launch is refused. With `early=True`, on Hopper and newer,
+    blocks begin while the kernel before in the stream ends ("programmatic dependent launch"), so all threads must call
+    `wait_for_launch_before` (instructions.cuh) before they read or write memory.
 
     Args:
         index: of the device.
@@ -149,14 +154,16 @@ def kernel(
     """
     core = _core()
     at_once = "is_cooperative" if hasattr(core.LaunchConfig, "is_cooperative") else "cooperative_launch"  # before 1.0
+    overlaps = hasattr(core.LaunchConfig, EARLY) and torch.cuda.get_device_capability(index) >= (9, 0)
     with torch.cuda.device(index):
         code = _compiled(source, _arch(index), constants)
         function = code.get_kernel(name)
 
-    def launch(grid: tuple[int, ...], *arguments: Any, cooperative: bool = False) -> None:
+    def launch(grid: tuple[int, ...], *arguments: Any, cooperative: bool = False, early: bool = False) -> None:
         with torch.cuda.device(index):
             stream = _stream(torch.cuda.current_stream(index).cuda_stream)
-            config = core.LaunchConfig(grid=grid, block=threads, **({at_once: True} if cooperative else {}))
+            options = ({at_once: True} if cooperative else {}) | ({EARLY: True} if early and overlaps else {})
+            config = core.LaunchConfig(grid=grid, block=threads, **options)
             core.launch(stream, config, function, *arguments)
 
     return launch

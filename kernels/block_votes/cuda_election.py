@@ -98,5 +98,6 @@ def elect(
     kernel(
         (batch,), votes.data_ptr(), 0 if scores is None else scores.data_ptr(), out.data_ptr(), each,
         ctypes.c_float(one), ctypes.c_int32(limit), ctypes.c_int32(count), ctypes.c_int32(VOTES.index(mode)),
+        early=True,
     )  # fmt: skip
     return out

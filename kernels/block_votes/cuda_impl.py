@@ -122,5 +122,5 @@ def score_blocks(
     )  # fmt: skip
     programs = min(-(-limit // (THREADS // 32)), RESIDENT * nvrtc.multiprocessors(device))
     kernel = _kernel(device, tuple(sizes.items()))
-    kernel((programs, batch), *(each.data_ptr() for each in tensors.values()), ctypes.c_int32(limit))
+    kernel((programs, batch), *(each.data_ptr() for each in tensors.values()), ctypes.c_int32(limit), early=True)
     return out

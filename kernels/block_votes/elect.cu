@@ -210,6 +210,7 @@ __device__ __forceinline__ void search(const Ballot &ballot, const Best &best, i
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 elect(float *votes, const float *scores, int *out, const float *weights, float weight, int max_blocks, int kept, int mode) {
+    wait_for_launch_before();
     __shared__ Shared shared;
     const i64 row = static_cast<i64>(blockIdx.x) * max_blocks;
     votes += row, out += static_cast<i64>(blockIdx.x) * kept;

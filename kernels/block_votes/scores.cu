@@ -187,6 +187,8 @@ __device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETH
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 scores(const u16 *query, const int *query_counts, const unsigned char *vectors, const float *scales, const int *counts,
        const int *ids, const Number *blocks, float *out, int max_blocks) {
+    let_next_launch_begin();
+    wait_for_launch_before();
     __shared__ __align__(128) Query shared;
     const int lane = threadIdx.x % 32, request = blockIdx.y;
     const int warps = gridDim.x * (THREADS / 32), first = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;

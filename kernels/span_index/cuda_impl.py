@@ -96,10 +96,12 @@ def cut_spans(
     _kernel(index, HEADS, block)(
         (heads + block * block // threads, batch), tiles.data_ptr(), rows.data_ptr(), *sums,
         ctypes.c_float(rule.theta), ctypes.c_int32(heads), *map(ctypes.c_int64, tiles.stride()[:3]),
+        early=True,
     )  # fmt: skip
     flags = ("row" in rule.ratio, "col" in rule.ratio, rule.boxes)
     _kernel(index, CUT, block)(
         (batch,), *sums, rows.data_ptr(), found.bounds.data_ptr(), found.counts.data_ptr(), ctypes.c_float(rule.phi),
         ctypes.c_float(rule.rate), *map(ctypes.c_int32, (heads, rule.spans, rule.most, *flags)),
+        early=True,
     )  # fmt: skip
     return found

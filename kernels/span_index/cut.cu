@@ -190,6 +190,7 @@ __device__ __forceinline__ int count_of(const Span &span, const float *summed, i
 extern "C" __global__ void __launch_bounds__(THREADS)
 cut(const float *thresholds, const float *summed, const int *rows, int *bounds, int *counts, float phi, float rate, int heads,
     int spans, int most, int by_row, int by_column, int boxes) {
+    wait_for_launch_before();
     __shared__ Shared shared;
     const int thread = threadIdx.x, tile = blockIdx.x, there = min(rows[tile], BLOCK);
     summed += static_cast<i64>(tile) * BLOCK * BLOCK;

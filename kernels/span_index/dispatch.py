@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.kernels.span_index import reference
-from sglang_ext.kernels.span_index.types import HeadSums, SpanRule, Spans, SpanWorkspace
+from sglang_ext.kernels.span_index.types import HeadSums, SpanRule, Spans, SpanWorkspace, check
 
 
 def cut_spans(
@@ -23,6 +23,7 @@ def cut_spans(
     if tiles.is_cuda:
         from sglang_ext.kernels.span_index import cuda_impl, triton_impl
 
+        check(tiles, rows, rule, out)  # `refusal` takes what fits
         chosen = triton_impl.cut_spans if cuda_impl.refusal(tiles.device, tiles, rule) else cuda_impl.cut_spans
         return chosen(tiles, rows, rule, out=out, workspace=workspace)
     return reference.cut_spans(tiles, rows, rule, out=out)

@@ -173,6 +173,8 @@ __device__ __forceinline__ float summed_over(const float *at, int heads, i64 str
 extern "C" __global__ void __launch_bounds__(THREADS)
 heads(const float *tiles, const int *rows, float *thresholds, float *summed, float theta, int count, i64 stride_tile,
       i64 stride_head, i64 stride_row) {
+    let_next_launch_begin();
+    wait_for_launch_before();
     __shared__ Shared shared;
     const int part = blockIdx.x, tile = blockIdx.y, there = min(rows[tile], BLOCK);
     if (there <= 0) return;

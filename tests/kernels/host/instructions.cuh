@@ -58,6 +58,7 @@ struct Thread {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     bool done = false;
+    bool waited = false;  // for the launch before
     std::vector<Copy> copies;
     std::vector<std::vector<Copy>> groups;
     std::vector<Awaited> awaited;
@@ -278,6 +279,9 @@ inline void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned 
     }
     *own = found;
 }
+inline void wait_for_launch_before() { block->now->waited = true; }
+inline void let_next_launch_begin() {}
+
 inline void settle(float (&)[6][4]) {}
 inline void settle(unsigned (&)[4]) {}
 inline void show_to_products() {}

@@ -3,8 +3,8 @@
 // The scores of all spans (Ltri-LLM, equations 4 and 5) are sums over triangles. They are made in shared memory by sums
 // down the columns and then along the rows, of which four threads do a quarter each. Rows lie there behind each other, as
 // long as they are: triangular numbers are all different modulo 32, so threads of neighbouring rows meet different banks.
-// Then each thread finds the best span of half an anti-diagonal, and the best of all are kept, one after the other
-// (Appendix E). `cuda_impl.py` says what the arguments are; the order of first tokens is that of `triton_impl.py`.
+// Then the best span of each anti-diagonal is found, and the best of all are kept, one after the other (Appendix E).
+// `cuda_impl.py` says what the arguments are; the order of first tokens is that of `triton_impl.py`.
 //
 // Set by the compiler: BLOCK (tokens of a tile, a power of two from 16 to 128), THREADS (4 BLOCK), SPANS (at most).
 
@@ -14,16 +14,22 @@
 #define PARTS 4
 #define PART (BLOCK / PARTS)
 #define LINES (2 * BLOCK)   // anti-diagonals, of which the last is none
-#define LINE_WARPS (LINES / 32)
-#define AHEAD 16  // heads, or rows, that are read before the first is added
+#define LANES (BLOCK < 32 ? BLOCK : 32)   // of a warp that have a row together
+#define LOOKS (BLOCK / 8 + 1)              // spans that a thread looks at
+#define AHEAD 16                           // heads that are read before the first is added
+
+struct Span {
+    int first, end;
+    float score;
+};
 
 struct Shared {
     float score[BLOCK * (BLOCK + 1) / 2];
     float column[PARTS][BLOCK], row[PARTS][BLOCK];
-    u64 line[LINES];
-    u64 best[2][LINE_WARPS];
-    float seen[WARPS], given[WARPS];
-    int first[SPANS], end[SPANS], count[SPANS];
+    u64 best[2][WARPS];
+    float seen[BLOCK / LANES][BLOCK], given[PARTS][BLOCK];
+    Span span[SPANS];
+    int count[SPANS];
 };
 
 __device__ __forceinline__ int place_of(int row, int column) { return row * (row + 1) / 2 + column; }
@@ -43,18 +49,23 @@ __device__ __forceinline__ float level_of(const float *thresholds, int heads) {
     return total;
 }
 
-// Calls `look` with the rows of a thread's quarter of a column, and the entries there, 0 above the diagonal.
-template <class Look>
-__device__ __forceinline__ void each_row(const float *summed, int there, Look look) {
-    constexpr int together = PART < AHEAD ? PART : AHEAD;
-    const int column = threadIdx.x % BLOCK, begin = threadIdx.x / BLOCK * PART;
-    for (int from = begin; from < begin + PART; from += together) {
-        float x[together];
+// Numbers that LANES lanes have, PART each, summed over these: `number[0]` is then the sum of the one that is returned. Called
+// without APART and LEFT, which are the distance of lanes that exchange numbers, and how many each of them goes on with.
+template <int APART = LANES / 2, int LEFT = PART / 2>
+__device__ __forceinline__ int sum_over_lanes(float (&number)[PART]) {
+    if constexpr (APART == 0) {
+        return 0;
+    } else if constexpr (LEFT == 0) {
+        number[0] += __shfl_xor_sync(FULL, number[0], APART);
+        return sum_over_lanes<APART / 2, 0>(number);
+    } else {
+        const bool upper = threadIdx.x & APART;
 #pragma unroll
-        for (int i = 0; i < together; ++i)
-            x[i] = from + i < there && column <= from + i ? summed[(from + i) * BLOCK + column] : 0.0f;
-#pragma unroll
-        for (int i = 0; i < together; ++i) look(from + i, x[i]);
+        for (int i = 0; i < LEFT; ++i) {
+            const float given = upper ? number[i] : number[i + LEFT];
+            number[i] = (upper ? number[i + LEFT] : number[i]) + __shfl_xor_sync(FULL, given, APART);
+        }
+        return (upper ? LEFT : 0) + sum_over_lanes<APART / 2, LEFT / 2>(number);
     }
 }
 
@@ -73,60 +84,86 @@ __device__ __forceinline__ void add_parts(float (&sums)[PARTS][BLOCK]) {
     __syncthreads();
 }
 
-// The score of the span from x to y is score[y][x] and row[x / PART][y].
+// The score of the span from x to y is score[y][x] and row[x / PART][y]. `seen` are the sums of attention in rows, of LANES
+// columns each, and `given` those in columns, of a part each.
 __device__ __forceinline__ void set_scores(const float *summed, int there, float level, Shared &shared) {
     const int part = threadIdx.x / BLOCK, at = threadIdx.x % BLOCK;
-    float total = 0.0f;
-    each_row(summed, there, [&](int row, float x) {
-        if (at > row) return;
-        if (row < there) total += x - level;
+    float x[PART], total = 0.0f, given = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PART; ++i) {
+        const int row = part * PART + i;
+        x[i] = row < there && at <= row ? summed[row * BLOCK + at] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < PART; ++i) {
+        const int row = part * PART + i;
+        given += x[i];
+        if (at > row) continue;
+        if (row < there) total += x[i] - level;
         shared.score[place_of(row, at)] = total;
-    });
-    shared.column[part][at] = total;
+    }
+    shared.column[part][at] = total, shared.given[part][at] = given;
+    const int summed_row = part * PART + sum_over_lanes(x);
+    if (LANES <= PART || at % (LANES / PART) == 0) shared.seen[at / LANES][summed_row] = x[0];
     __syncthreads();
     add_parts<true>(shared.column);
+#pragma unroll
+    for (int i = 0; i < PART; ++i) {
+        const int column = part * PART + i;
+        x[i] = column <= at ? shared.score[place_of(at, column)] + shared.column[at / PART][column] : 0.0f;
+    }
     total = 0.0f;
-#pragma unroll 8
+#pragma unroll
     for (int i = PART - 1; i >= 0; --i) {
         const int column = part * PART + i;
-        if (column > at) continue;
-        total += shared.score[place_of(at, column)] + shared.column[at / PART][column];
-        shared.score[place_of(at, column)] = total;
+        total += x[i];
+        if (column <= at) shared.score[place_of(at, column)] = total;
     }
     shared.row[part][at] = total;
     __syncthreads();
     add_parts<false>(shared.row);
 }
 
+// A candidate's score and last token, of equal scores the shortest span's.
+struct Best {
+    float score = 0.0f;
+    int row = 0;
+
+    __device__ __forceinline__ u64 bits() const {
+        return score > 0.0f ? static_cast<u64>(__float_as_uint(score)) << 8 | (BLOCK - 1 - row) : 0;
+    }
+};
+
 // The best span of an anti-diagonal x + y, of equals the shortest, as a number to be compared: the bits of its score, 8 bits
 // by which the first anti-diagonal comes first, and 8 bits of its first token. 0 where no score is above 0.
-__device__ __forceinline__ u64 candidate_of(int there, Shared &shared) {
-    const int line = threadIdx.x % LINES, half = threadIdx.x / LINES, warp = line / 32 * 32;
-    const int begin = max(half * (BLOCK / 2), (warp + 1) / 2);
-    const int end = min(min((half + 1) * (BLOCK / 2), there), warp + 32);
-    float best = 0.0f;
-    int best_row = 0;
-#pragma unroll 1  // left to itself, NVRTC comes to no end
-    for (int row = begin; row < end; ++row) {
-        const int column = line - row;
-        if (column < 0 || column > row) continue;
-        const float score = shared.score[place_of(row, column)] + shared.row[column / PART][row];
-        if (score > best) best = score, best_row = row;
+//
+// Anti-diagonals `line` and BLOCK + `line` have together BLOCK / 2 + 1 spans, of which each of four neighbouring threads
+// looks at a quarter. The first of them returns the best of the one, the second of the other, and the others 0.
+__device__ __forceinline__ u64 candidate_of(int there, const Shared &shared) {
+    const int part = threadIdx.x % PARTS, line = threadIdx.x / PARTS, shortest = (line + 1) / 2;
+    Best low, high;
+#pragma unroll
+    for (int i = 0; i < LOOKS; ++i) {
+        const int row = shortest + part * LOOKS + i;
+        const bool second = row > line;
+        const int last = second ? shortest + BLOCK / 2 + row - line - 1 : row;
+        const int first = (second ? BLOCK + line : line) - last;
+        if (last >= there) continue;
+        const float score = shared.score[place_of(last, first)] + shared.row[first / PART][last];
+        if (!second && score > low.score) low = {score, last};
+        if (second && score > high.score) high = {score, last};
     }
-    u64 found = best > 0.0f ? static_cast<u64>(__float_as_uint(best)) << 8 | (BLOCK - 1 - best_row) : 0;
-    if (half) shared.line[line] = found;
-    __syncthreads();
-    if (half) return 0;
-    found = larger(found, shared.line[line]);
+    u64 one = low.bits(), other = high.bits();
+#pragma unroll
+    for (int apart = 1; apart < PARTS; apart *= 2) {
+        one = larger(one, __shfl_xor_sync(FULL, one, apart));
+        other = larger(other, __shfl_xor_sync(FULL, other, apart));
+    }
+    const u64 found = part == 0 ? one : part == 1 ? other : 0;
     if (!found) return 0;
-    const int first = line - (BLOCK - 1 - static_cast<int>(found & 0xff));
-    return found >> 8 << 16 | static_cast<u64>(LINES - 1 - line) << 8 | first;
+    const int own_line = part ? BLOCK + line : line, first = own_line - (BLOCK - 1 - static_cast<int>(found & 0xff));
+    return found >> 8 << 16 | static_cast<u64>(LINES - 1 - own_line) << 8 | first;
 }
-
-struct Span {
-    int first, end;
-    float score;
-};
 
 __device__ __forceinline__ Span span_of(u64 candidate) {
     const int first = candidate & 0xff, line = LINES - 1 - static_cast<int>(candidate >> 8 & 0xff);
@@ -134,14 +171,14 @@ __device__ __forceinline__ Span span_of(u64 candidate) {
 }
 
 // The best of all threads' candidates.
-__device__ __forceinline__ u64 best_of(u64 candidate, u64 (&shared)[LINE_WARPS]) {
+__device__ __forceinline__ u64 best_of(u64 candidate, u64 (&shared)[WARPS]) {
 #pragma unroll
     for (int apart = 16; apart; apart /= 2) candidate = larger(candidate, __shfl_xor_sync(FULL, candidate, apart));
-    if (threadIdx.x < LINES && threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = candidate;
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = candidate;
     __syncthreads();
     candidate = shared[0];
 #pragma unroll
-    for (int warp = 1; warp < LINE_WARPS; ++warp) candidate = larger(candidate, shared[warp]);
+    for (int warp = 1; warp < WARPS; ++warp) candidate = larger(candidate, shared[warp]);
     return candidate;
 }
 
@@ -154,34 +191,25 @@ __device__ __forceinline__ bool overlap(const Span &one, const Span &other, floa
     return __fdiv_rn(static_cast<float>(common), static_cast<float>(a + b - common)) > phi;
 }
 
-// Index vectors of a span (equation 7), in all threads.
-__device__ __forceinline__ int count_of(const Span &span, const float *summed, int there, float level, float rate, int most,
-                                        bool by_row, bool by_column, Shared &shared) {
+// Index vectors of a span (equation 7), in all lanes of a warp.
+__device__ __forceinline__ int count_of(const Span &span, int there, float level, float rate, int most, bool by_row,
+                                        bool by_column, const Shared &shared) {
     const int tokens = span.end - span.first;
-    by_row = by_row && span.first > 0, by_column = by_column && span.end < there;
-    float beside = 0.0f, own = span.score + level * static_cast<float>(tokens * (tokens + 1) / 2);
-    if (by_row || by_column) {
-        const int thread = threadIdx.x, column = thread % BLOCK;
-        const bool inside = column >= span.first && column < span.end;
-        float seen = 0.0f, given = 0.0f;
-        each_row(summed, there, [&](int row, float x) {
-            if (row >= span.first && row < span.end) seen += x;
-            if (inside) given += x;
-        });
+    float seen = 0.0f, given = 0.0f, beside = 0.0f;
+    for (int token = span.first + threadIdx.x % 32; token < span.end; token += 32) {
 #pragma unroll
-        for (int apart = 16; apart; apart /= 2)
-            seen += __shfl_xor_sync(FULL, seen, apart), given += __shfl_xor_sync(FULL, given, apart);
-        if (thread % 32 == 0) shared.seen[thread / 32] = seen, shared.given[thread / 32] = given;
-        __syncthreads();
-        seen = given = 0.0f;
+        for (int i = 0; i < BLOCK / LANES; ++i) seen += shared.seen[i][token];
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) seen += shared.seen[warp], given += shared.given[warp];
-        __syncthreads();
-        // The diagonal is the triangle's edge: what rows attend to before the span is what they attend to, less what they
-        // attend to in the span, and likewise for columns.
-        if (by_row) beside += fmaxf(seen - own, 0.0f);
-        if (by_column) beside += fmaxf(given - own, 0.0f);
+        for (int i = 0; i < PARTS; ++i) given += shared.given[i][token];
     }
+#pragma unroll
+    for (int apart = 16; apart; apart /= 2)
+        seen += __shfl_xor_sync(FULL, seen, apart), given += __shfl_xor_sync(FULL, given, apart);
+    // The diagonal is the triangle's edge: what rows attend to before the span is what they attend to, less what they
+    // attend to in the span, and likewise for columns.
+    const float own = span.score + level * static_cast<float>(tokens * (tokens + 1) / 2);
+    if (by_row && span.first > 0) beside += fmaxf(seen - own, 0.0f);
+    if (by_column && span.end < there) beside += fmaxf(given - own, 0.0f);
     const float ratio = beside > 0.0f ? fminf(fmaxf(__fdiv_rn(own, beside), 0.0f), 1.0f) : 1.0f;
     const int count = static_cast<int>(static_cast<float>(tokens) * expf(-rate * (1.0f - ratio)));
     return max(min(min(count, most), tokens), 1);
@@ -204,10 +232,13 @@ cut(const float *thresholds, const float *summed, const int *rows, int *bounds, 
             const u64 top = best_of(own, shared.best[number % 2]);
             if (!top && number) break;
             const Span span = top ? span_of(top) : Span{0, there, 0.0f};  // one that is the whole tile
-            const int count = count_of(span, summed, there, level, rate, most, by_row, by_column, shared);
-            if (thread == 0)
-                shared.first[number] = span.first, shared.end[number] = span.end, shared.count[number] = count;
+            if (thread == 0) shared.span[number] = span;
             if (own == top || (own && overlap(span_of(own), span, phi, boxes))) own = 0;
+        }
+        __syncthreads();
+        for (int i = thread / 32; i < number; i += WARPS) {
+            const int count = count_of(shared.span[i], there, level, rate, most, by_row, by_column, shared);
+            if (thread % 32 == 0) shared.count[i] = count;
         }
         __syncthreads();
     }
@@ -217,9 +248,10 @@ cut(const float *thresholds, const float *summed, const int *rows, int *bounds, 
             counts[i] = 0;
             continue;
         }
-        const auto order = [&](int span) { return shared.first[span] * LINES + shared.end[span]; };
+        const auto order = [&](int span) { return shared.span[span].first * LINES + shared.span[span].end; };
         int place = 0;
         for (int other = 0; other < number; ++other) place += order(other) < order(i);
-        bounds[2 * place] = shared.first[i], bounds[2 * place + 1] = shared.end[i], counts[place] = shared.count[i];
+        bounds[2 * place] = shared.span[i].first, bounds[2 * place + 1] = shared.span[i].end;
+        counts[place] = shared.count[i];
     }
 }

@@ -1,7 +1,7 @@
 // What spans are cut out of: each head's threshold (Ltri-LLM, equation 5), and attention summed over heads.
 //
 // A block of threads finds the threshold of one tile and head: the two entries around a quantile. It holds all entries in
-// shared memory, counts them in BINS bins between the smallest and the largest, goes on with the bin that has the quantile, and
+// registers, counts them in BINS bins between the smallest and the largest, goes on with the bin that has the quantile, and
 // ranks what is left of it when that is little: two rounds where bisection takes twenty. Bins are of the entries' bits,
 // which are ordered as the entries are, so both entries are exact, and only their interpolation rounds. Other blocks sum
 // some rows of a tile over its heads, an entry a thread. `cuda_impl.py` says what the arguments are.
@@ -21,7 +21,6 @@
 #define NONE 0xffffffffu
 
 struct Shared {
-    unsigned key_of[THREADS * (HELD + 1)];
     unsigned least[WARPS], most[WARPS];
     int count[BINS], warp[WARPS];
     int bin, below, inside;
@@ -58,28 +57,26 @@ __device__ __forceinline__ void reduce(unsigned &least, unsigned &most, Shared &
 
 // Entries of a head on and below the diagonal, a thread's lie THREADS apart; NONE where there is none.
 struct Entries {
-    unsigned *keys;
+    unsigned keys[HELD + 1];
 
-    __device__ __forceinline__ void read(const float *tile, int there, i64 stride_row) const {
-#pragma unroll 8
+    __device__ __forceinline__ void read(const float *tile, int there, i64 stride_row) {
+#pragma unroll
         for (int i = 0; i <= HELD; ++i) {
             const int entry = threadIdx.x + i * THREADS, shorter = entry / BLOCK, place = entry % BLOCK;
             const bool second = place >= BLOCK - shorter, rest = i == HELD;
             const int row = rest ? threadIdx.x : second ? shorter : BLOCK - 1 - shorter;
             const int column = rest ? threadIdx.x : second ? place - (BLOCK - shorter) : place;
             const bool real = (rest ? row < BLOCK / 2 : entry < PAIRS) && row < there;
-            keys[entry] = real ? ordered(tile[row * stride_row + column]) : NONE;
+            keys[i] = real ? ordered(tile[row * stride_row + column]) : NONE;
         }
     }
 
-    // Calls `look` with the thread's keys: each thread has written them itself.
+    // Calls `look` with the thread's keys.
     template <class Look>
     __device__ __forceinline__ void each(Look look) const {
-#pragma unroll 8
-        for (int i = 0; i <= HELD; ++i) {
-            const unsigned key = keys[threadIdx.x + i * THREADS];
-            if (key != NONE) look(key);
-        }
+#pragma unroll
+        for (int i = 0; i <= HELD; ++i)
+            if (keys[i] != NONE) look(keys[i]);
     }
 };
 
@@ -180,7 +177,7 @@ heads(const float *tiles, const int *rows, float *thresholds, float *summed, flo
     if (there <= 0) return;
     tiles += tile * stride_tile;
     if (part < count) {
-        const Entries entries = {shared.key_of};
+        Entries entries;
         entries.read(tiles + part * stride_head, there, stride_row);
         const float found = threshold(entries, there, theta, shared);
         if (threadIdx.x == 0) thresholds[static_cast<i64>(tile) * count + part] = found;

@@ -160,7 +160,12 @@ class Reader:
             left |= {"keys": keys[slots.long()], "values": values[slots.long()]}
         if store.index is not None:
             there = on_device(ids, keys.device).long()
-            left |= {"index": store.index.vectors[there], "numbers of vectors": store.index.counts[there]}
+            counts, vectors = store.index.counts[there], store.index.vectors[there]
+            real = torch.arange(vectors.shape[2], device=vectors.device) < counts.unsqueeze(2)
+            # What lies behind a span's last vector may be anything.
+            left |= {"index": vectors.masked_fill(~real.unsqueeze(3), 0), "numbers of vectors": counts}
+            if store.index.scales is not None:
+                left |= {"scales": store.index.scales[there]}
         if self.shape.device == "cpu":  # else it would wait for the device, and so would all that follows
             left |= {"host": torch.stack([host.keys[layer][list(ids)], host.values[layer][list(ids)]])}
         return {name: checksum(each) for name, each in left.items()}

@@ -124,10 +124,32 @@ __device__ __forceinline__ void multiply_48(float (&sum)[6][4], const unsigned (
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles), "r"(static_cast<int>(adds)));
 }
 
+// The same of numbers of 8 bits with signs, left [64, 32] and right [32, 48], whose tiles have 16 components a vector.
+__device__ __forceinline__ void multiply_48(int (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
+    const u64 tiles = (right & 0x3ffff) >> 4 | static_cast<u64>(6 * 128 >> 4) << 16 | static_cast<u64>(128 >> 4) << 32;
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %29, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n48k32.s32.s8.s8 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+                 "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, "
+                 "{%24, %25, %26, %27}, %28, adds;}"
+                 : "+r"(sum[0][0]), "+r"(sum[0][1]), "+r"(sum[0][2]), "+r"(sum[0][3]),
+                   "+r"(sum[1][0]), "+r"(sum[1][1]), "+r"(sum[1][2]), "+r"(sum[1][3]),
+                   "+r"(sum[2][0]), "+r"(sum[2][1]), "+r"(sum[2][2]), "+r"(sum[2][3]),
+                   "+r"(sum[3][0]), "+r"(sum[3][1]), "+r"(sum[3][2]), "+r"(sum[3][3]),
+                   "+r"(sum[4][0]), "+r"(sum[4][1]), "+r"(sum[4][2]), "+r"(sum[4][3]),
+                   "+r"(sum[5][0]), "+r"(sum[5][1]), "+r"(sum[5][2]), "+r"(sum[5][3])
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles), "r"(static_cast<int>(adds)));
+}
+
 // Numbers are what they are to be before this, and are not read before it.
 __device__ __forceinline__ void settle(float (&sum)[6][4]) {
 #pragma unroll
     for (int i = 0; i < 24; ++i) asm volatile("" : "+f"(sum[i / 4][i % 4])::"memory");
+}
+
+__device__ __forceinline__ void settle(int (&sum)[6][4]) {
+#pragma unroll
+    for (int i = 0; i < 24; ++i) asm volatile("" : "+r"(sum[i / 4][i % 4])::"memory");
 }
 
 __device__ __forceinline__ void settle(unsigned (&left)[4]) {
@@ -165,20 +187,16 @@ __device__ __forceinline__ unsigned halves_of(unsigned quarters) {
     return bits;
 }
 
-// The four bits at 0 and at 16 as two numbers of TYPE, less 8. They become the last bits of 128 (of float16: 1,024), whose
-// own last bit stands for 1.
-__device__ __forceinline__ unsigned signed_fours(unsigned bits) {
-#if BFLOAT16
-    const unsigned ones = 0x3f803f80, less = 0xc308c308;  // 1 and -136
-    const unsigned first = 0x43004300;
-#else
-    const unsigned ones = 0x3c003c00, less = 0xe408e408;  // 1 and -1,032
-    const unsigned first = 0x64006400;
-#endif
-    unsigned numbers;
-    asm("lop3.b32 %0, %0, %1, %2, 0xea;" : "+r"(bits) : "n"(0x000f000f), "r"(first));  // bits & mask | first
-    asm("fma.rn." TYPE "x2 %0, %1, %2, %3;" : "=r"(numbers) : "r"(bits), "r"(ones), "r"(less));
-    return numbers;
+// The low four bits of each byte, less 8, as a number of 8 bits, 16 times as large.
+__device__ __forceinline__ unsigned signed_fours(unsigned bits) { return bits << 4 & 0xf0f0f0f0 ^ 0x80808080; }
+
+// The whole numbers nearest to x[0] to x[3], which are -127 to 127, in one byte each: adding 1.5 * 2^23 leaves a float32 no
+// bits below 1, so it is rounded, halves to even, and its last byte is the number.
+__device__ __forceinline__ unsigned bytes_of(const float (&x)[4]) {
+    unsigned bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(__fadd_rn(x[i], 12582912.0f));
+    return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 }
 
 // 16 bytes that are read once and never written.

@@ -7,8 +7,10 @@
 // Four warps multiply together: vectors of the index, 16 of each warp's block, are the left operand of matrix products,
 // [64 vectors, 16 components], and the query's the right one, [16 components, 48 vectors]. Which components come together
 // in a product is of no matter as long as both sides agree: so a thread reads pieces of 16 bytes that lie beside those of
-// its neighbours, and has, without exchanging anything, what a product wants of it. Of packed vectors, a product has the
-// bytes 4 i + k and 4 i + k + 2 of a piece, and of each the component in its low four bits and the one in its high four.
+// its neighbours, and has, without exchanging anything, what a product wants of it.
+//
+// Packed vectors are multiplied as whole numbers of 8 bits, 32 components at once: one product has a word of each thread's
+// piece, the low four bits of its bytes and the high four. The query's vectors are rounded to 8 bits for that.
 //
 // Set by the compiler: DIM (components of a vector), SPANS, MOST (of an entry: spans, and vectors of one), MOST_Q (vectors
 // of a query's span), COLUMNS (of all of them), PACKED (vectors have 4 bits a component), WIDE (`blocks` has 64 bits),
@@ -19,11 +21,12 @@
 
 #define ROWS (SPANS * MOST)
 #define TILES ((ROWS + 15) / 16)
-#define STEPS (DIM / 16)            // products over the components
+#define STEPS (DIM / (PACKED ? 32 : 16))  // products over the components
 #define SETS ((COLUMNS + 47) / 48)  // products over the query's vectors
 #define LINE (PACKED ? DIM / 2 : 2 * DIM)  // bytes of a vector
 #define PIECES (LINE / 64)                 // that a thread has of a vector
 #define QUARTERS (PACKED ? 2 * PIECES : PIECES)  // pieces of a vector of the query that one of four threads takes
+#define TURNS ((SETS * 6 * QUARTERS + THREADS / 32 - 1) / (THREADS / 32))  // of a warp, in which it takes these
 #define TOGETHER (!PACKED ? 1 : TILES < 3 ? TILES : 3)  // tiles that are read at once
 #define PARTS ((TILES + TOGETHER - 1) / TOGETHER)        // of a block
 
@@ -33,6 +36,12 @@ typedef i64 Number;
 typedef int Number;
 #endif
 
+#if PACKED
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+
 // 16 vectors: of a thread, pieces of the rows lane / 4 and 8 behind.
 struct Tile {
     uint4 piece[2][PIECES];
@@ -40,9 +49,12 @@ struct Tile {
     bool used[2];
 };
 
-// The query: for each product tiles of 8 vectors with 8 components each, in words of 2 components.
+// The query: for each product tiles of 8 vectors with 16 bytes each.
 struct Query {
     unsigned words[SETS][STEPS][2][6][8][4];
+#if PACKED
+    float largest[THREADS / 32];
+#endif
 };
 static_assert(sizeof(Query) <= 48 << 10, "a block of the grid has so much shared memory");
 
@@ -81,7 +93,7 @@ __device__ __forceinline__ void operand(unsigned (&left)[4], const Tile &tile, i
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (PACKED) {
-            const unsigned word = word_of(tile.piece[half][step / 8], step % 8 / 2) >> step % 2 * 8;
+            const unsigned word = word_of(tile.piece[half][step / 4], step % 4);
             left[half] = signed_fours(word), left[half + 2] = signed_fours(word >> 4);
         } else {
             const uint4 &piece = tile.piece[half][step / 2];
@@ -90,43 +102,80 @@ __device__ __forceinline__ void operand(unsigned (&left)[4], const Tile &tile, i
     }
 }
 
-// Put the query's vectors where products want them. Where there is none, the vector `spoken` stands.
+// Put the query's vectors where products want them, and return by what products are multiplied. Where there is none, the
+// vector `spoken` stands.
 //
-// A thread takes pieces as long as those of the index have components, 8 or 16. Threads of a warp take 4 pieces of each of
-// 8 vectors, so that they write to different banks.
-__device__ __forceinline__ void load_query(Query &query, const u16 *from, const int *counts, int spoken) {
-    const int lane = threadIdx.x % 4, row = threadIdx.x / 4 % 8;
+// Threads of a warp take a piece of 4 of each of 8 vectors, so that they write to different banks. Pieces are as long as
+// those of the index have components: 8, or 16 for each half of a packed vector.
+__device__ __forceinline__ float load_query(Query &query, const u16 *from, const int *counts, int spoken) {
+    const int lane = threadIdx.x % 4, row = threadIdx.x / 4 % 8, warp = threadIdx.x / 32;
+    uint4 pieces[TURNS][PACKED ? 2 : 1];
 #pragma unroll
-    for (int i = threadIdx.x / 32; i < SETS * 6 * QUARTERS; i += THREADS / 32) {
-        const int tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int i = warp + turn * (THREADS / 32), tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
         const int column = set * 48 + tile * 8 + row;
         const bool given = column < COLUMNS && column % MOST_Q < counts[column / MOST_Q];
         const u16 *vector = from + (given ? column : spoken) * DIM;
+        if (PACKED) {
+            const int half = quarter / PIECES, piece = quarter % PIECES;
+            const auto *two = reinterpret_cast<const uint4 *>(vector + half * (DIM / 2) + (4 * piece + lane) * 16);
+            pieces[turn][0] = two[0], pieces[turn][PACKED] = two[1];
+        } else {
+            pieces[turn][0] = *reinterpret_cast<const uint4 *>(vector + (4 * quarter + lane) * 8);
+        }
+    }
+    float factor = 1.0f, scale = 1.0f;
+#if PACKED
+    {
+        float largest = 0.0f;
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn)
+#pragma unroll
+            for (int word = 0; word < 16; ++word)
+                largest = fmaxf(largest, fabsf(widened(word_of(pieces[turn][word / 8 * PACKED], word / 2 % 4), word % 2)));
+#pragma unroll
+        for (int apart = 16; apart; apart /= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, apart));
+        if (threadIdx.x % 32 == 0) query.largest[warp] = largest;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < THREADS / 32; ++i) largest = fmaxf(largest, query.largest[i]);
+        scale = __fdiv_rn(largest, 127.0f), factor = largest > 0.0f ? __fdiv_rn(127.0f, largest) : 0.0f;
+    }
+#endif
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int i = warp + turn * (THREADS / 32), tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
+        if (i >= SETS * 6 * QUARTERS) break;
         const auto word = [&](int step, int half) -> unsigned & { return query.words[set][step][half][tile][row][lane]; };
         if (PACKED) {
             const int half = quarter / PIECES, piece = quarter % PIECES;
-            const auto *fours = reinterpret_cast<const uint4 *>(vector + half * (DIM / 2) + (4 * piece + lane) * 16);
-            const uint4 both[2] = {fours[0], fours[1]};
 #pragma unroll
-            for (int step = 0; step < 8; step += 2) {
-                const unsigned x = word_of(both[step / 4], step % 4), y = word_of(both[step / 4], step % 4 + 1);
-                word(8 * piece + step, half) = (x & 0xffff) | y << 16;
-                word(8 * piece + step + 1, half) = x >> 16 | (y & 0xffff0000);
+            for (int step = 0; step < 4; ++step) {
+                const uint4 &eight = pieces[turn][step / 2 * PACKED];
+                float x[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    x[j] = __fmul_rn(widened(word_of(eight, step % 2 * 2 + j / 2), j % 2), factor);
+                word(4 * piece + step, half) = bytes_of(x);
             }
         } else {
-            const uint4 four = *reinterpret_cast<const uint4 *>(vector + (4 * quarter + lane) * 8);
+            const uint4 &four = pieces[turn][0];
             word(2 * quarter, 0) = four.x, word(2 * quarter, 1) = four.y;
             word(2 * quarter + 1, 0) = four.z, word(2 * quarter + 1, 1) = four.w;
         }
     }
     show_to_products();
     __syncthreads();
+    return PACKED ? scale * 0.0625f : scale;  // packed components are 16 times as large
 }
+
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ int larger(int a, int b) { return max(a, b); }
 
 // Products of a tile's vectors and the query's.
 struct Products {
     unsigned left[STEPS][4];
-    float sum[SETS][6][4];
+    Sum sum[SETS][6][4];
 
     __device__ __forceinline__ void read(const Tile &tile) {
 #pragma unroll
@@ -155,14 +204,14 @@ struct Products {
     __device__ __forceinline__ float largest(float best, const Tile &tile) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float most = NOTHING;
+            Sum most = sum[0][0][2 * half];
 #pragma unroll
             for (int group = 0; group < 6 * SETS; ++group) {
-                const float (&of)[4] = sum[group / 6][group % 6];
-                most = fmaxf(most, fmaxf(of[2 * half], of[2 * half + 1]));
+                const Sum (&of)[4] = sum[group / 6][group % 6];
+                most = larger(most, larger(of[2 * half], of[2 * half + 1]));
             }
-            most = PACKED ? most * tile.scale[half] : most;
-            best = fmaxf(best, tile.used[half] ? most : NOTHING);
+            const float scaled = PACKED ? static_cast<float>(most) * tile.scale[half] : static_cast<float>(most);
+            best = fmaxf(best, tile.used[half] ? scaled : NOTHING);
         }
         return best;
     }
@@ -212,7 +261,7 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     mine = entries_of(block);
     Tile now[TOGETHER], next[TOGETHER];
     load(now, 0, __shfl_sync(FULL, mine, 0), block < there, vectors, scales, counts);
-    load_query(shared, query, query_counts, max(spoken, 0));
+    const float scale = load_query(shared, query, query_counts, max(spoken, 0));
 
     float best = NOTHING;
     const int ahead = threadIdx.x / 32;  // warps go round together: those whose blocks have ended multiply zeros
@@ -226,7 +275,7 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
         if (last) {
 #pragma unroll
             for (int apart = 16; apart; apart /= 2) best = fmaxf(best, __shfl_xor_sync(FULL, best, apart));
-            if (lane == 0 && block < there) out[block] = best;
+            if (lane == 0 && block < there) out[block] = best > NOTHING ? best * scale : best;
             best = NOTHING;
         }
         block = then, part = last ? 0 : part + 1;

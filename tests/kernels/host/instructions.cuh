@@ -9,12 +9,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -52,7 +54,7 @@ static thread_local Index threadIdx, blockIdx, gridDim;
 struct Copy { unsigned to; const void *from; bool there; int bytes; };
 
 // What a product is going to write, and does not before it is waited for.
-struct Awaited { float (*sum)[4]; float found[6][4]; };
+struct Awaited { void *sum; unsigned found[6][4]; };
 
 struct Thread {
     ucontext_t context;
@@ -242,27 +244,32 @@ inline unsigned transposed(unsigned tile) {
     return at(lane % 4 * 2, lane / 4) | at(lane % 4 * 2 + 1, lane / 4) << 16;
 }
 
-template <class Widened>
-inline void product(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high, Widened widened_by) {
+// sum += left · right, of words with PER numbers each.
+template <int PER, class Number, class Widened>
+inline void product(Number (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high, Widened widened_by) {
     struct Operands { unsigned left[4], right[2]; };
     const int lane = threadIdx.x % 32;
     const Operands (&all)[32] = gathered(Operands{{left[0], left[1], left[2], left[3]}, {low, high}});
     for (int n = 0; n < 4; ++n) {
         const int row = lane / 4 + n / 2 * 8, column = lane % 4 * 2 + n % 2;
-        for (int k = 0; k < 16; ++k) {
-            const unsigned a = all[row % 8 * 4 + k % 8 / 2].left[row / 8 + k / 8 * 2];
-            const unsigned b = all[column * 4 + k % 8 / 2].right[k / 8];
-            sum[n] += widened_by(a, k % 2) * widened_by(b, k % 2);
+        for (int k = 0; k < 8 * PER; ++k) {
+            const int word = k / PER % 4, half = k / PER / 4;
+            const unsigned a = all[row % 8 * 4 + word].left[row / 8 + half * 2], b = all[column * 4 + word].right[half];
+            sum[n] += widened_by(a, k % PER) * widened_by(b, k % PER);
         }
     }
 }
 inline void multiply(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
-    product(sum, left, low, high, widened);
+    product<2>(sum, left, low, high, widened);
+}
+inline void multiply(int (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
+    product<4>(sum, left, low, high, [](unsigned bits, int which) { return static_cast<signed char>(bits >> 8 * which); });
 }
 inline void multiply_halves(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
-    product(sum, left, low, high, widened_half);
+    product<2>(sum, left, low, high, widened_half);
 }
-inline void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
+template <class Number>
+inline void multiply_48(Number (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
     const unsigned place = threadIdx.x % 32 / 4 * 16 + threadIdx.x % 4 * 4;
     const auto word = [&](int tile) { return *reinterpret_cast<unsigned *>(at_address(right + tile * 128 + place)); };
     auto &all = block->now->awaited;
@@ -271,18 +278,20 @@ inline void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned 
         own = all.insert(all.end(), Awaited{sum, {}});
         std::memcpy(own->found, sum, sizeof(sum));
     }
-    Awaited found = *own;
+    Number found[6][4];
+    std::memcpy(found, own->found, sizeof(found));
     for (int i = 0; i < 6; ++i) {
-        if (!adds) found.found[i][0] = found.found[i][1] = found.found[i][2] = found.found[i][3] = 0;
-        multiply(found.found[i], left, word(i), word(6 + i));
-        sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = NAN;
+        if (!adds) found[i][0] = found[i][1] = found[i][2] = found[i][3] = 0;
+        multiply(found[i], left, word(i), word(6 + i));
     }
-    *own = found;
+    std::memcpy(own->found, found, sizeof(found));
+    std::fill(&sum[0][0], &sum[0][0] + 24, std::is_same<Number, int>::value ? INT_MAX : NAN);  // until it is waited for
 }
 inline void wait_for_launch_before() { block->now->waited = true; }
 inline void let_next_launch_begin() {}
 
 inline void settle(float (&)[6][4]) {}
+inline void settle(int (&)[6][4]) {}
 inline void settle(unsigned (&)[4]) {}
 inline void show_to_products() {}
 inline void begin_products() { __syncthreads(); }  // all four warps of a block do
@@ -304,7 +313,14 @@ inline unsigned halves_of(unsigned quarters) {
 }
 
 inline unsigned signed_fours(unsigned bits) {
-    return packed(static_cast<int>(bits & 15) - 8, static_cast<int>(bits >> 16 & 15) - 8);
+    unsigned numbers = 0;
+    for (int i = 0; i < 32; i += 8) numbers |= (((bits >> i & 15) - 8) * 16 & 0xff) << i;
+    return numbers;
+}
+inline unsigned bytes_of(const float (&x)[4]) {
+    unsigned numbers = 0;
+    for (int i = 0; i < 4; ++i) numbers |= (static_cast<int>(std::nearbyint(x[i])) & 0xff) << 8 * i;
+    return numbers;
 }
 
 inline uint4 load_once(const void *from) { return __ldcg(static_cast<const uint4 *>(from)); }

@@ -33,6 +33,9 @@ THREADS = 128
 RESIDENT = 2
 """Blocks of the grid that a multiprocessor has at once: with more, registers are too few to prepare a tile ahead."""
 
+PACKED_RESIDENT = 4
+"""The same where vectors are packed, of 128 components at most, and the query has 48 vectors at most."""
+
 
 def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: str) -> str | None:
     """Why the kernel cannot compare these, or None where it can."""
@@ -69,10 +72,11 @@ def _unusable(index: int) -> str | None:
 def constants(
     dim: int, spans: int, most: int, most_q: int, columns: int, *, packed: bool, wide: bool, bfloat16: bool
 ) -> dict[str, int]:
-    """Macros of `scores.cu`. With RESIDENT blocks at once, sm_90a spills no more than a few registers of any size."""
+    """Macros of `scores.cu`, with so many blocks at once that sm_90a spills a few registers at most."""
+    resident = PACKED_RESIDENT if packed and dim <= 128 and columns <= 48 else RESIDENT
     return dict(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
-        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=RESIDENT,
+        BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=resident,
     )  # fmt: skip
 
 
@@ -86,7 +90,9 @@ def score_blocks(
 ) -> torch.Tensor:
     """`reference.score_blocks` on the device, in one launch and without synchronisation.
 
-    Products are those of the query's dtype, added in float32.
+    Products are those of the query's dtype, added in float32. Packed vectors are multiplied as whole numbers, exactly, by
+    query vectors whose components are rounded to 8 bits: to 255 numbers from -127 to 127, times 1/127 of the largest
+    component of all vectors of a request.
 
     Args:
         query, index: as in the reference, contiguous.
@@ -120,7 +126,7 @@ def score_blocks(
         dim, spans, most, most_q, query_spans * most_q, packed=index.scales is not None,
         wide=index.blocks.dtype == torch.int64, bfloat16=query.vectors.dtype == torch.bfloat16,
     )  # fmt: skip
-    programs = min(-(-limit // (THREADS // 32)), RESIDENT * nvrtc.multiprocessors(device))
+    programs = min(-(-limit // (THREADS // 32)), sizes["RESIDENT"] * nvrtc.multiprocessors(device))
     kernel = _kernel(device, tuple(sizes.items()))
     kernel((programs, batch), *(each.data_ptr() for each in tensors.values()), ctypes.c_int32(limit), early=True)
     return out

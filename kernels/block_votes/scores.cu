@@ -26,7 +26,9 @@
 #define LINE (PACKED ? DIM / 2 : 2 * DIM)  // bytes of a vector
 #define PIECES (LINE / 64)                 // that a thread has of a vector
 #define QUARTERS (PACKED ? 2 * PIECES : PIECES)  // pieces of a vector of the query that one of four threads takes
-#define TURNS ((SETS * 6 * QUARTERS + THREADS / 32 - 1) / (THREADS / 32))  // of a warp, in which it takes these
+#define WHOLE (PACKED ? 2 : 1)  // words of 16 bytes that such a piece has
+#define WARPS (THREADS / 32)
+#define TURNS ((SETS * 6 * QUARTERS + WARPS - 1) / WARPS)  // of a warp, in which it takes these
 #define TOGETHER (!PACKED ? 1 : TILES < 3 ? TILES : 3)  // tiles that are read at once
 #define PARTS ((TILES + TOGETHER - 1) / TOGETHER)        // of a block
 
@@ -53,7 +55,7 @@ struct Tile {
 struct Query {
     unsigned words[SETS][STEPS][2][6][8][4];
 #if PACKED
-    float largest[THREADS / 32];
+    float largest[WARPS];
 #endif
 };
 static_assert(sizeof(Query) <= 48 << 10, "a block of the grid has so much shared memory");
@@ -102,6 +104,25 @@ __device__ __forceinline__ void operand(unsigned (&left)[4], const Tile &tile, i
     }
 }
 
+// The largest magnitude of all numbers that threads have.
+__device__ __forceinline__ float largest_of(const uint4 (&pieces)[TURNS][WHOLE], Query &query) {
+    float largest = 0.0f;
+#if PACKED
+#pragma unroll
+    for (int i = 0; i < TURNS * WHOLE * 8; ++i) {
+        const unsigned two = word_of(pieces[i / 8 / WHOLE][i / 8 % WHOLE], i / 2 % 4);
+        largest = fmaxf(largest, fabsf(widened(two, i % 2)));
+    }
+#pragma unroll
+    for (int apart = 16; apart; apart /= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, apart));
+    if (threadIdx.x % 32 == 0) query.largest[threadIdx.x / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, query.largest[warp]);
+#endif
+    return largest;
+}
+
 // Put the query's vectors where products want them, and return by what products are multiplied. Where there is none, the
 // vector `spoken` stands.
 //
@@ -109,10 +130,10 @@ __device__ __forceinline__ void operand(unsigned (&left)[4], const Tile &tile, i
 // those of the index have components: 8, or 16 for each half of a packed vector.
 __device__ __forceinline__ float load_query(Query &query, const u16 *from, const int *counts, int spoken) {
     const int lane = threadIdx.x % 4, row = threadIdx.x / 4 % 8, warp = threadIdx.x / 32;
-    uint4 pieces[TURNS][PACKED ? 2 : 1];
+    uint4 pieces[TURNS][WHOLE];
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
-        const int i = warp + turn * (THREADS / 32), tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
+        const int i = warp + turn * WARPS, tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
         const int column = set * 48 + tile * 8 + row;
         const bool given = column < COLUMNS && column % MOST_Q < counts[column / MOST_Q];
         const u16 *vector = from + (given ? column : spoken) * DIM;
@@ -124,27 +145,11 @@ __device__ __forceinline__ float load_query(Query &query, const u16 *from, const
             pieces[turn][0] = *reinterpret_cast<const uint4 *>(vector + (4 * quarter + lane) * 8);
         }
     }
-    float factor = 1.0f, scale = 1.0f;
-#if PACKED
-    {
-        float largest = 0.0f;
-#pragma unroll
-        for (int turn = 0; turn < TURNS; ++turn)
-#pragma unroll
-            for (int word = 0; word < 16; ++word)
-                largest = fmaxf(largest, fabsf(widened(word_of(pieces[turn][word / 8 * PACKED], word / 2 % 4), word % 2)));
-#pragma unroll
-        for (int apart = 16; apart; apart /= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, apart));
-        if (threadIdx.x % 32 == 0) query.largest[warp] = largest;
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < THREADS / 32; ++i) largest = fmaxf(largest, query.largest[i]);
-        scale = __fdiv_rn(largest, 127.0f), factor = largest > 0.0f ? __fdiv_rn(127.0f, largest) : 0.0f;
-    }
-#endif
+    const float largest = PACKED ? largest_of(pieces, query) : 127.0f;
+    const float factor = largest > 0.0f ? __fdiv_rn(127.0f, largest) : 0.0f;
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
-        const int i = warp + turn * (THREADS / 32), tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
+        const int i = warp + turn * WARPS, tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
         if (i >= SETS * 6 * QUARTERS) break;
         const auto word = [&](int step, int half) -> unsigned & { return query.words[set][step][half][tile][row][lane]; };
         if (PACKED) {
@@ -166,7 +171,7 @@ __device__ __forceinline__ float load_query(Query &query, const u16 *from, const
     }
     show_to_products();
     __syncthreads();
-    return PACKED ? scale * 0.0625f : scale;  // packed components are 16 times as large
+    return __fdiv_rn(largest, 127.0f) * (PACKED ? 0.0625f : 1.0f);  // packed components are 16 times as large
 }
 
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
@@ -240,7 +245,7 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     wait_for_launch_before();
     __shared__ __align__(128) Query shared;
     const int lane = threadIdx.x % 32, request = blockIdx.y;
-    const int warps = gridDim.x * (THREADS / 32), first = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    const int warps = gridDim.x * WARPS, first = blockIdx.x * WARPS + threadIdx.x / 32;
     query += static_cast<i64>(request) * COLUMNS * DIM, query_counts += request * (COLUMNS / MOST_Q);
     ids += static_cast<i64>(request) * max_blocks, out += static_cast<i64>(request) * max_blocks;
     const Number all = blocks[request];

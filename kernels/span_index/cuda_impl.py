@@ -18,8 +18,9 @@ from sglang_ext.kernels.span_index.types import BLOCKS, SpanRule, Spans, SpanWor
 HEADS = "span_index/heads.cu"
 CUT = "span_index/cut.cu"
 
-BITS = 8
-"""Threads of a block that finds thresholds, and the bins in which it counts, are so many powers of two."""
+BITS = 9
+"""Threads of a block that finds thresholds, and the bins in which it counts, are so many powers of two, or as many as a
+tile has entries."""
 
 MAX_SPANS = 64
 """Spans of a tile, at most."""
@@ -48,7 +49,8 @@ def _unusable(index: int, block: int) -> str | None:
 def constants(source: str, block: int) -> dict[str, int]:
     """Macros of HEADS or CUT."""
     if source == HEADS:
-        return dict(BLOCK=block, THREADS=1 << BITS, BITS=BITS, BFLOAT16=0)
+        bits = min(BITS, 2 * (block.bit_length() - 1))
+        return dict(BLOCK=block, THREADS=1 << bits, BITS=bits, BFLOAT16=0)
     return dict(BLOCK=block, THREADS=4 * block, SPANS=MAX_SPANS, BFLOAT16=0)
 
 

@@ -16,7 +16,7 @@
 #define LINES (2 * BLOCK)   // anti-diagonals, of which the last is none
 #define LANES (BLOCK < 32 ? BLOCK : 32)   // of a warp that have a row together
 #define LOOKS (BLOCK / 8 + 1)              // spans that a thread looks at
-#define AHEAD 16                           // heads that are read before the first is added
+#define AHEAD 32                           // heads that are read before the first is added
 
 struct Span {
     int first, end;
@@ -85,22 +85,19 @@ __device__ __forceinline__ void add_parts(float (&sums)[PARTS][BLOCK]) {
 }
 
 // The score of the span from x to y is score[y][x] and row[x / PART][y]. `seen` are the sums of attention in rows, of LANES
-// columns each, and `given` those in columns, of a part each.
-__device__ __forceinline__ void set_scores(const float *summed, int there, float level, Shared &shared) {
+// columns each, and `given` those in columns, of a part each. `summed` is 0 above the diagonal and behind the last row.
+__device__ __forceinline__ void set_scores(const float *summed, float level, Shared &shared) {
     const int part = threadIdx.x / BLOCK, at = threadIdx.x % BLOCK;
     float x[PART], total = 0.0f, given = 0.0f;
 #pragma unroll
-    for (int i = 0; i < PART; ++i) {
-        const int row = part * PART + i;
-        x[i] = row < there && at <= row ? summed[row * BLOCK + at] : 0.0f;
-    }
+    for (int i = 0; i < PART; ++i) x[i] = summed[(part * PART + i) * BLOCK + at];
+    int place = place_of(part * PART, at);
 #pragma unroll
     for (int i = 0; i < PART; ++i) {
         const int row = part * PART + i;
         given += x[i];
-        if (at > row) continue;
-        if (row < there) total += x[i] - level;
-        shared.score[place_of(row, at)] = total;
+        if (at <= row) shared.score[place] = total += x[i] - level;
+        place += row + 1;
     }
     shared.column[part][at] = total, shared.given[part][at] = given;
     const int summed_row = part * PART + sum_over_lanes(x);
@@ -124,10 +121,14 @@ __device__ __forceinline__ void set_scores(const float *summed, int there, float
     add_parts<false>(shared.row);
 }
 
-// A candidate's score and last token, of equal scores the shortest span's.
+// A candidate's score and last token, of equal scores the first one's.
 struct Best {
     float score = 0.0f;
     int row = 0;
+
+    __device__ __forceinline__ void take(float other, int its_row) {
+        row = other > score ? its_row : row, score = fmaxf(score, other);
+    }
 
     __device__ __forceinline__ u64 bits() const {
         return score > 0.0f ? static_cast<u64>(__float_as_uint(score)) << 8 | (BLOCK - 1 - row) : 0;
@@ -148,10 +149,10 @@ __device__ __forceinline__ u64 candidate_of(int there, const Shared &shared) {
         const bool second = row > line;
         const int last = second ? shortest + BLOCK / 2 + row - line - 1 : row;
         const int first = (second ? BLOCK + line : line) - last;
-        if (last >= there) continue;
-        const float score = shared.score[place_of(last, first)] + shared.row[first / PART][last];
-        if (!second && score > low.score) low = {score, last};
-        if (second && score > high.score) high = {score, last};
+        const bool real = last < there;
+        const int place = real ? place_of(last, first) : 0, beside = real ? first / PART * BLOCK + last : 0;
+        const float score = real ? shared.score[place] + shared.row[0][beside] : 0.0f;
+        low.take(second ? 0.0f : score, last), high.take(second ? score : 0.0f, last);
     }
     u64 one = low.bits(), other = high.bits();
 #pragma unroll
@@ -226,7 +227,7 @@ cut(const float *thresholds, const float *summed, const int *rows, int *bounds, 
     int number = 0;
     if (there > 0) {
         const float level = level_of(thresholds + static_cast<i64>(tile) * heads, heads);
-        set_scores(summed, there, level, shared);
+        set_scores(summed, level, shared);
         u64 own = candidate_of(there, shared);
         for (; number < spans; ++number) {
             const u64 top = best_of(own, shared.best[number % 2]);

@@ -17,7 +17,7 @@
 #define HELD ((PAIRS + THREADS - 1) / THREADS)
 #define STRIP (THREADS / BLOCK)  // rows that a block sums
 #define LISTED 64
-#define AHEAD 16  // heads that are read before the first is added
+#define AHEAD 32  // heads that are read before the first is added
 #define NONE 0xffffffffu
 
 struct Shared {
@@ -33,7 +33,7 @@ __device__ __forceinline__ float number(float x) { return x == x ? x : 0.0f; }
 // An entry's bits in its order.
 __device__ __forceinline__ unsigned ordered(float x) {
     const unsigned bits = __float_as_uint(number(x) + 0.0f);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
 
 __device__ __forceinline__ float entry_of(unsigned key) {
@@ -55,28 +55,40 @@ __device__ __forceinline__ void reduce(unsigned &least, unsigned &most, Shared &
     __syncthreads();
 }
 
-// Entries of a head on and below the diagonal, a thread's lie THREADS apart; NONE where there is none.
+// Entries of a head on and below the diagonal; NONE where there is none. Of rows r and BLOCK - 1 - r, which have BLOCK entries
+// together but for one on the diagonal, BLOCK threads have an entry each, and others one of a row STRIP rows on.
 struct Entries {
     unsigned keys[HELD + 1];
 
     __device__ __forceinline__ void read(const float *tile, int there, i64 stride_row) {
+        const int place = threadIdx.x % BLOCK, first = threadIdx.x / BLOCK;
+        const float *of_longer = tile + (BLOCK - 1 - first) * stride_row + place;
+        const float *of_shorter = tile + first * (stride_row + 1) + place - BLOCK;
 #pragma unroll
-        for (int i = 0; i <= HELD; ++i) {
-            const int entry = threadIdx.x + i * THREADS, shorter = entry / BLOCK, place = entry % BLOCK;
-            const bool second = place >= BLOCK - shorter, rest = i == HELD;
-            const int row = rest ? threadIdx.x : second ? shorter : BLOCK - 1 - shorter;
-            const int column = rest ? threadIdx.x : second ? place - (BLOCK - shorter) : place;
-            const bool real = (rest ? row < BLOCK / 2 : entry < PAIRS) && row < there;
-            keys[i] = real ? ordered(tile[row * stride_row + column]) : NONE;
+        for (int i = 0; i < HELD; ++i) {
+            const int shorter = first + i * STRIP;
+            const bool second = place + shorter >= BLOCK;
+            const int row = second ? shorter : BLOCK - 1 - shorter;
+            keys[i] = shorter < BLOCK / 2 && row < there ? ordered(second ? *of_shorter : *of_longer) : NONE;
+            of_longer -= STRIP * stride_row, of_shorter += STRIP * (stride_row + 1);
         }
+        const int row = threadIdx.x;
+        keys[HELD] = row < BLOCK / 2 && row < there ? ordered(tile[row * (stride_row + 1)]) : NONE;
     }
 
-    // Calls `look` with the thread's keys.
+    // Calls `look` with the thread's keys, and NONE where it has none.
     template <class Look>
     __device__ __forceinline__ void each(Look look) const {
 #pragma unroll
-        for (int i = 0; i <= HELD; ++i)
-            if (keys[i] != NONE) look(keys[i]);
+        for (int i = 0; i <= HELD; ++i) look(keys[i]);
+    }
+
+    // The same of those between two, less the first of them.
+    template <class Look>
+    __device__ __forceinline__ void each_from(unsigned low, unsigned high, Look look) const {
+        each([&](unsigned key) {
+            if (key - low <= high - low) look(key - low);
+        });
     }
 };
 
@@ -88,9 +100,7 @@ __device__ __forceinline__ void narrow(const Entries &entries, int index, unsign
     const int shift = max(0, 32 - __clz(static_cast<int>(high - low)) - BITS);
     shared.count[thread] = 0;
     __syncthreads();
-    entries.each([&](unsigned key) {
-        if (key >= low && key <= high) atomicAdd(&shared.count[(key - low) >> shift], 1);
-    });
+    entries.each_from(low, high, [&](unsigned ahead) { atomicAdd(&shared.count[ahead >> shift], 1); });
     __syncthreads();
     const int own = shared.count[thread];
     int up_to = own;
@@ -116,17 +126,16 @@ __device__ __forceinline__ float threshold(const Entries &entries, int there, fl
     const float rank = __fmul_rn(theta, static_cast<float>(all - 1)), whole = floorf(rank), share = rank - whole;
     const int index = static_cast<int>(whole);
     unsigned low = NONE, high = 0;
-    entries.each([&](unsigned key) { low = min(low, key), high = max(high, key); });
+    entries.each([&](unsigned key) { low = min(low, key), high = max(high, key + 1); });  // NONE + 1 is 0
     reduce(low, high, shared);
+    --high;
     int below = 0, within = all;
     while (low < high && within - below > LISTED) narrow(entries, index, low, high, below, within, shared);
     unsigned key = low;
     if (low < high) {
         if (thread == 0) shared.places = 0;
         __syncthreads();
-        entries.each([&](unsigned other) {
-            if (other >= low && other <= high) shared.listed[atomicAdd(&shared.places, 1)] = other;
-        });
+        entries.each_from(low, high, [&](unsigned ahead) { shared.listed[atomicAdd(&shared.places, 1)] = low + ahead; });
         __syncthreads();
         const int count = within - below;
 #pragma unroll 1
@@ -145,12 +154,10 @@ __device__ __forceinline__ float threshold(const Entries &entries, int there, fl
     }
     const float least = entry_of(key);
     if (within > index + 1 || share == 0.0f) return least;
-    unsigned above = NONE, unused = 0;
-    entries.each([&](unsigned other) {
-        if (other > key) above = min(above, other);
-    });
-    reduce(above, unused, shared);
-    const float most = entry_of(above), apart = most - least;
+    unsigned ahead = NONE, unused = 0;
+    entries.each([&](unsigned other) { ahead = min(ahead, other - (key + 1)); });  // those before wrap around
+    reduce(ahead, unused, shared);
+    const float most = entry_of(key + 1 + ahead), apart = most - least;
     return share < 0.5f ? __fadd_rn(least, __fmul_rn(share, apart)) : __fadd_rn(most, -__fmul_rn(1.0f - share, apart));
 }
 

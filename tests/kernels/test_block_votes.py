@@ -127,12 +127,13 @@ class PackedCase(Case):
         self.scales[self.kept_counts == 10**6] = math.nan
 
     def round_query(self):
-        """As the kernel in CUDA does it: to 8 bits, by the largest component of all vectors of a request, in float32."""
+        """To 8 bits, by the largest component of all vectors of a request, in float32, as the kernel in CUDA does."""
         self.asked = self.asked.float()
         for asked, counts in zip(self.asked, self.asked_counts, strict=True):
             there = torch.arange(asked.shape[1]) < counts.unsqueeze(1)
             largest = asked[there].abs().max()
-            asked[there] = (asked[there] * (127 / largest)).round() * (largest / 127)
+            factor = torch.div(torch.tensor(127.0), largest)  # 127 / largest multiplies by the reciprocal
+            asked[there] = (asked[there] * factor).round() * (largest / 127)
 
     def index(self):
         found = (self.packed, self.kept_counts, self.ids, self.blocks, self.scales)

@@ -90,9 +90,9 @@ def score_blocks(
 ) -> torch.Tensor:
     """`reference.score_blocks` on the device, in one launch and without synchronisation.
 
-    Products are those of the query's dtype, added in float32. Packed vectors are multiplied as whole numbers, exactly, by
-    query vectors whose components are rounded to 8 bits: to 255 numbers from -127 to 127, times 1/127 of the largest
-    component of all vectors of a request.
+    Products are those of the query's dtype, added in float32. Packed vectors are multiplied as whole numbers, exactly,
+    by query vectors whose components are rounded to 8 bits: to a whole number from -127 to 127, times 1/127 of the
+    largest component of all query vectors of a request.
 
     Args:
         query, index: as in the reference, contiguous.

@@ -173,7 +173,8 @@ __device__ __forceinline__ void wait_for_launch_before() {
 #endif
 }
 
-// The next kernel of the stream may begin, if it is launched early, once all blocks have called this or ended.
+// The next kernel of the stream may begin, if it is launched early, once all blocks have called this or ended. It is called
+// behind `wait_for_launch_before`, so that kernels which begin early see what those before the last one have written.
 __device__ __forceinline__ void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -199,10 +200,10 @@ __device__ __forceinline__ unsigned bytes_of(const float (&x)[4]) {
     return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040), 0x5410);
 }
 
-// 16 bytes that are read once and never written.
+// 16 bytes that are read once.
 __device__ __forceinline__ uint4 load_once(const void *from) {
     uint4 four;
-    asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
         : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
         : "l"(from));
     return four;

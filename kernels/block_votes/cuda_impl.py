@@ -1,6 +1,6 @@
 """Scores of memory blocks by `max` in CUDA, on Hopper: four warps multiply together (`scores.cu`).
 
-Where it cannot run (`refusal`), `triton_impl.score_blocks` does the same.
+Where it cannot run (`refusal`), `triton_impl.score_blocks` does the same, but it rounds no query to 8 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SOURCE = "block_votes/scores.cu"
 DTYPES = (torch.bfloat16, torch.float16)
 
 MAX_COLUMNS = 96
-"""Vectors of a query, at most: of 256 components each, they fill the 48 KiB of shared memory that a block has."""
+"""Vectors of a query, at most: with two bytes a component, they take 24 KiB of the 48 that a block has."""
 
 MAX_ROWS = 128
 """Vectors of a block, at most."""
@@ -72,7 +72,7 @@ def _unusable(index: int) -> str | None:
 def constants(
     dim: int, spans: int, most: int, most_q: int, columns: int, *, packed: bool, wide: bool, bfloat16: bool
 ) -> dict[str, int]:
-    """Macros of `scores.cu`, with so many blocks at once that sm_90a spills a few registers at most."""
+    """Macros of `scores.cu`, with so many blocks at once that sm_90a spills only of the largest packed ones."""
     resident = PACKED_RESIDENT if packed and dim <= 128 and columns <= 48 else RESIDENT
     return dict(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
@@ -92,7 +92,7 @@ def score_blocks(
 
     Products are those of the query's dtype, added in float32. Packed vectors are multiplied as whole numbers, exactly,
     by query vectors whose components are rounded to 8 bits: to a whole number from -127 to 127, times 1/127 of the
-    largest component of all query vectors of a request.
+    largest component of all query vectors of a request. So these must be finite.
 
     Args:
         query, index: as in the reference, contiguous.

@@ -2,7 +2,7 @@
 //
 // Written in CUDA, since a block is a chain of dependent loads, and Triton's programs hold too much to have many of them
 // at once: here a warp reads the next block while it compares one. The query's vectors lie in shared memory.
-// `cuda_impl.py` says what the arguments are; scores are those of `triton_impl.py`.
+// `cuda_impl.py` says what the arguments are.
 //
 // Four warps multiply together: vectors of the index, 16 of each warp's block, are the left operand of matrix products,
 // [64 vectors, 16 components], and the query's the right one, [16 components, 48 vectors]. Which components come together
@@ -104,7 +104,7 @@ __device__ __forceinline__ void operand(unsigned (&left)[4], const Tile &tile, i
     }
 }
 
-// The largest magnitude of all numbers that threads have.
+// The largest magnitude of all numbers that threads have, and of what is far smaller than any query.
 __device__ __forceinline__ float largest_of(const uint4 (&pieces)[TURNS][WHOLE], Query &query) {
     float largest = 0.0f;
 #if PACKED
@@ -120,7 +120,7 @@ __device__ __forceinline__ float largest_of(const uint4 (&pieces)[TURNS][WHOLE],
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, query.largest[warp]);
 #endif
-    return largest;
+    return fmaxf(largest, 1e-30f);  // so that 127 divided by it is a number
 }
 
 // Put the query's vectors where products want them, and return by what products are multiplied. Where there is none, the
@@ -146,7 +146,7 @@ __device__ __forceinline__ float load_query(Query &query, const u16 *from, const
         }
     }
     const float largest = PACKED ? largest_of(pieces, query) : 127.0f;
-    const float factor = largest > 0.0f ? __fdiv_rn(127.0f, largest) : 0.0f;
+    const float factor = __fdiv_rn(127.0f, largest);
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
         const int i = warp + turn * WARPS, tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
@@ -241,8 +241,8 @@ __device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETH
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 scores(const u16 *query, const int *query_counts, const unsigned char *vectors, const float *scales, const int *counts,
        const int *ids, const Number *blocks, float *out, int max_blocks) {
-    let_next_launch_begin();
     wait_for_launch_before();
+    let_next_launch_begin();
     __shared__ __align__(128) Query shared;
     const int lane = threadIdx.x % 32, request = blockIdx.y;
     const int warps = gridDim.x * WARPS, first = blockIdx.x * WARPS + threadIdx.x / 32;

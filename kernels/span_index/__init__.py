@@ -1,6 +1,7 @@
 """The spans of a block and the tokens that stand for them, found on the device (Ltri-LLM, sections 3.2 and 3.3).
 
-`reference` is the definition in plain PyTorch, on any device; `triton_impl` has its kernels. `dispatch` chooses.
+`reference` is the definition in plain PyTorch, on any device; `cuda_impl` and `triton_impl` have kernels.
+`dispatch` chooses.
 """
 
 from sglang_ext.kernels.span_index.dispatch import cut_spans, cut_summed, pick, sum_heads

@@ -13,10 +13,10 @@
 #define WARPS (THREADS / 32)
 #define PARTS 4
 #define PART (BLOCK / PARTS)
-#define LINES (2 * BLOCK)   // anti-diagonals, of which the last is none
-#define LANES (BLOCK < 32 ? BLOCK : 32)   // of a warp that have a row together
-#define LOOKS (BLOCK / 8 + 1)              // spans that a thread looks at
-#define AHEAD 32                           // heads that are read before the first is added
+#define LINES (2 * BLOCK)                // anti-diagonals, of which the last is none
+#define LANES (BLOCK < 32 ? BLOCK : 32)  // of a warp that have a row together
+#define LOOKS (BLOCK / 8 + 1)            // spans that a thread looks at
+#define AHEAD 32                         // heads that are read before the first is added
 
 struct Span {
     int first, end;
@@ -150,8 +150,8 @@ __device__ __forceinline__ u64 candidate_of(int there, const Shared &shared) {
         const int last = second ? shortest + BLOCK / 2 + row - line - 1 : row;
         const int first = (second ? BLOCK + line : line) - last;
         const bool real = last < there;
-        const int place = real ? place_of(last, first) : 0, beside = real ? first / PART * BLOCK + last : 0;
-        const float score = real ? shared.score[place] + shared.row[0][beside] : 0.0f;
+        const int x = real ? first : 0, y = real ? last : 0;
+        const float score = real ? shared.score[place_of(y, x)] + shared.row[x / PART][y] : 0.0f;
         low.take(second ? 0.0f : score, last), high.take(second ? score : 0.0f, last);
     }
     u64 one = low.bits(), other = high.bits();

@@ -116,7 +116,7 @@ __device__ __forceinline__ void narrow(const Entries &entries, int index, unsign
     for (int warp = 0; warp < WARPS; ++warp) before += warp < thread / 32 ? shared.warp[warp] : 0;
     if (before <= index && index < before + own) shared.bin = thread, shared.below = before, shared.inside = own;
     __syncthreads();
-    low += static_cast<unsigned>(shared.bin) << shift, high = min(high, low + ((1u << shift) - 1));
+    low += static_cast<unsigned>(shared.bin) << shift, high = low + min(high - low, (1u << shift) - 1);
     below = shared.below, within = below + shared.inside;
 }
 
@@ -177,8 +177,8 @@ __device__ __forceinline__ float summed_over(const float *at, int heads, i64 str
 extern "C" __global__ void __launch_bounds__(THREADS)
 heads(const float *tiles, const int *rows, float *thresholds, float *summed, float theta, int count, i64 stride_tile,
       i64 stride_head, i64 stride_row) {
-    let_next_launch_begin();
     wait_for_launch_before();
+    let_next_launch_begin();
     __shared__ Shared shared;
     const int part = blockIdx.x, tile = blockIdx.y, there = min(rows[tile], BLOCK);
     if (there <= 0) return;

@@ -87,7 +87,7 @@ class SpanWorkspace:
         summed: [batch, block, block] float32, attention summed over heads, thresholds not taken off; 0 above the
             diagonal and in rows that are not there.
         scores: [batch, block, block] float32, score of the span from token x (the column) to token y (the row), where
-            x <= y (equations 4 and 5).
+            x <= y (equations 4 and 5). The kernels in CUDA leave it as it is.
     """
 
     thresholds: torch.Tensor

@@ -55,10 +55,15 @@ def kernel(
     assert done.returncode == 0, done.stderr[-3000:]
     library = ctypes.CDLL(str(path.with_suffix(".so")))
 
+    waits = re.search(rf"\s{name}\([^{{}}]*\)\s*{{\s*wait_for_launch_before\(\);", nvrtc.text_of(source))
+
     def launch(grid: tuple[int, ...], *arguments: Any, cooperative: bool = False, early: bool = False) -> None:
+        assert waits or not early, (
+            f"{name} begins before the kernel before it has ended, and does not wait first of all"
+        )
         values = [ctypes.c_void_p(each) if isinstance(each, int) else each for each in arguments]
         table = (ctypes.c_void_p * len(values))(*(ctypes.addressof(each) for each in values))
-        if library.launch(*(*grid, 1, 1)[:3], threads, int(cooperative), int(early), table):
+        if library.launch(*(*grid, 1, 1)[:3], threads, int(cooperative), table):
             raise RuntimeError(f"{name}: threads of a block wait for others that never come")
 
     return launch

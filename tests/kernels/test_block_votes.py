@@ -125,6 +125,10 @@ class PackedCase(Case):
         self.packed[torch.arange(steps.shape[2]) >= self.kept_counts.unsqueeze(-1)] = 255
         self.spoil()
         self.scales[self.kept_counts == 10**6] = math.nan
+        beyond = torch.arange(self.asked.shape[2]) >= self.asked_counts.unsqueeze(-1)
+        spoilt = self.asked[beyond]
+        spoilt[::2] = 10**4  # which a largest component would not ignore, as it may NaN
+        self.asked[beyond] = spoilt
 
     def round_query(self):
         """To 8 bits, by the largest component of all vectors of a request, in float32, as the kernel in CUDA does."""

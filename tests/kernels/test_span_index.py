@@ -166,7 +166,7 @@ def cut(module: ModuleType, tiles: torch.Tensor, rows: torch.Tensor, rule: SpanR
     out.bounds.fill_(POISON)
     out.counts.fill_(POISON)
     more = {}
-    if module is triton:
+    if module in (triton, cuda_impl):
         workspace = SpanWorkspace.empty(len(rows), *tiles.shape[1:3], DEVICE)
         for buffer in (workspace.thresholds, workspace.summed, workspace.scores):
             buffer.fill_(float("nan"))
@@ -397,7 +397,7 @@ def test_tiles_may_be_views() -> None:
         assert module.cut_spans(tiles[:0], rows[:0], rule).counts.shape == (0, 3)
 
 
-@pytest.mark.parametrize("heads", [1, 5, 32])
+@pytest.mark.parametrize("heads", [1, 5, 33])
 @pytest.mark.parametrize("block, tokens", [(128, (128, 97)), (64, (64, 33))])
 @on_host.needed
 def test_cuda_cuts_as_triton_does(block: int, tokens: tuple[int, ...], heads: int) -> None:
@@ -417,6 +417,19 @@ def test_cuda_cuts_as_triton_does(block: int, tokens: tuple[int, ...], heads: in
     (one, sums), (other, wanted) = found
     assert one == other
     assert torch.equal(sums.thresholds, wanted.thresholds) and torch.equal(sums.summed, wanted.summed)
+
+
+@on_host.needed
+def test_many_spans_and_rows_out_of_range() -> None:
+    """So many that each is ordered among others; fewer rows than none, and more than a tile has."""
+    block = 32
+    tiles, _ = batch_of([tile_of(3, block, seed) for seed in (0, 1, 2)], block)
+    rows = torch.tensor([-3, block + 7, block], dtype=torch.int32, device=DEVICE)
+    rule = SpanRule(theta=0.3, phi=0.95, spans=64, most=5, rate=0.5)
+    found = cut(cuda_impl, tiles, rows, rule)
+    assert listed(found) == listed(cut(triton, tiles, rows.clamp(0, block), rule))
+    counts = [len(spans) for spans in listed(found)]
+    assert counts[0] == 0 and max(counts) > 32, counts
 
 
 def fields_of(workspace: SpanWorkspace) -> tuple[torch.Tensor, ...]:
@@ -545,7 +558,7 @@ def test_the_public_functions_are_the_references_on_a_cpu() -> None:
 def test_bad_input_is_refused() -> None:
     tiles, rows = torch.zeros(2, 3, 16, 16, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     rule = SpanRule()
-    for module in (reference, triton, span_index):
+    for module in (reference, triton, cuda_impl, span_index):
         for odd in (tiles[0], tiles[:, :, :8, :8], tiles[:, :, :8], tiles[:, :0], torch.zeros(1, 1, 256, 256)):
             with pytest.raises(ValueError, match=r"tiles of shape .*: expected \[batch, heads, block, block\]"):
                 module.cut_spans(odd, rows, rule)
@@ -570,6 +583,12 @@ def test_bad_input_is_refused() -> None:
             module.cut_spans(tiles, rows, rule, out=Spans.empty(2, 3, DEVICE))
         with pytest.raises(ValueError, match="expected one device"):
             module.cut_spans(tiles, rows.to("meta"), rule)
+    with pytest.raises(ValueError, match=r"tiles are torch\.float64 .*; use triton_impl\.cut_spans"):
+        cuda_impl.cut_spans(tiles.double(), rows, rule)
+    for module in (triton, cuda_impl):
+        with pytest.raises(ValueError, match=r"thresholds is torch\.float32 \(2, 4\).*make them with SpanWorkspace"):
+            module.cut_spans(tiles, rows, rule, workspace=SpanWorkspace.empty(2, 4, 16, DEVICE))
+    for module in (reference, triton, span_index):
         spans, received = Spans.empty(2, 4, DEVICE), torch.zeros(2, 16, device=DEVICE)
         with pytest.raises(ValueError, match="most=0: expected at least 1"):
             module.pick(spans, received, 0)
@@ -591,8 +610,6 @@ def test_bad_input_is_refused() -> None:
         triton.pick(Spans.empty(2, 4, DEVICE), torch.zeros(2, 16, dtype=torch.float64, device=DEVICE), 3)
     with pytest.raises(ValueError, match="expected a contiguous last dimension"):
         triton.cut_spans(tiles.transpose(2, 3), rows, rule)
-    with pytest.raises(ValueError, match=r"thresholds is torch\.float32 \(2, 4\).*make them with SpanWorkspace\.empty"):
-        triton.cut_spans(tiles, rows, rule, workspace=SpanWorkspace.empty(2, 4, 16, DEVICE))
 
 
 # ---- on a GPU ----

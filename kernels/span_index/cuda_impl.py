@@ -1,7 +1,7 @@
 """Spans of tiles in CUDA, in two launches: thresholds and sums over heads (`heads.cu`), then the spans (`cut.cu`).
 
-Both are chains of steps that wait for each other, and what Triton makes of them takes four times as long. Where they
-cannot run (`refusal`), `triton_impl.cut_spans` does the same.
+What they take is mostly the time to issue their instructions, and what Triton makes of the same takes nearly twice as
+long. Where they cannot run (`refusal`), `triton_impl.cut_spans` does the same.
 """
 
 from __future__ import annotations

@@ -113,6 +113,16 @@ def test_elections_of_many_blocks(module, blocks, count, levels, scored):
     assert torch.equal(found, chosen) and same(votes, after)
 
 
+@pytest.mark.parametrize("weight", [-0.7, 0.0])
+@ALL
+def test_a_weight_of_nothing_or_less(module, weight):
+    """Votes that the layer takes away: what is no own choice may come in."""
+    ballots = Ballots((70,), 96, levels=4, seed=3)
+    chosen, after = ballots.expected(True, weight, 8, "inclusive")
+    found, votes = ballots.elect(module, True, weight=weight, count=8, mode="inclusive")
+    assert torch.equal(found, chosen) and same(votes, after)
+
+
 @pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
 @on_host.needed
 def test_more_blocks_reach_the_bar_than_are_listed(mode):

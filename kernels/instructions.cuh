@@ -104,12 +104,17 @@ __device__ __forceinline__ void multiply_halves(float (&sum)[4], const unsigned 
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
 }
 
+// What products are told of the tiles of a right side of 48 vectors: where they are, and how far apart.
+__device__ __forceinline__ u64 tiles_at(unsigned right) {
+    return (right & 0x3ffff) >> 4 | static_cast<u64>(6 * 128 >> 4) << 16 | static_cast<u64>(128 >> 4) << 32;
+}
+
 // sum (+)= left [64, 16] · right [16, 48], of four warps together and asynchronous: their left rows lie below each other,
 // and the right side in shared memory, in tiles of 8 vectors with 8 components each, 128 bytes a tile. `right` says where;
 // the tiles of the other 8 components lie 6 tiles behind. It is called between `begin_products` and `end_products`, and
 // `left` and `sum` must not be touched before `wait_for_products`: `settle` says so to the compiler.
 __device__ __forceinline__ void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
-    const u64 tiles = (right & 0x3ffff) >> 4 | static_cast<u64>(6 * 128 >> 4) << 16 | static_cast<u64>(128 >> 4) << 32;
+    const u64 tiles = tiles_at(right);
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, %29, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
@@ -126,7 +131,7 @@ __device__ __forceinline__ void multiply_48(float (&sum)[6][4], const unsigned (
 
 // The same of numbers of 8 bits with signs, left [64, 32] and right [32, 48], whose tiles have 16 components a vector.
 __device__ __forceinline__ void multiply_48(int (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
-    const u64 tiles = (right & 0x3ffff) >> 4 | static_cast<u64>(6 * 128 >> 4) << 16 | static_cast<u64>(128 >> 4) << 32;
+    const u64 tiles = tiles_at(right);
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, %29, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n48k32.s32.s8.s8 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "

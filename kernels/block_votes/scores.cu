@@ -104,6 +104,16 @@ __device__ __forceinline__ void operand(unsigned (&left)[4], const Tile &tile, i
     }
 }
 
+// Where a piece of the query belongs that a warp takes in a turn; behind the last there is nothing to take.
+struct Place {
+    int set, tile, quarter;
+
+    __device__ __forceinline__ explicit Place(int turn) {
+        const int i = threadIdx.x / 32 + turn * WARPS;
+        set = i / QUARTERS / 6, tile = i / QUARTERS % 6, quarter = i % QUARTERS;
+    }
+};
+
 // The largest magnitude of all numbers that threads have, and of what is far smaller than any query.
 __device__ __forceinline__ float largest_of(const uint4 (&pieces)[TURNS][WHOLE], Query &query) {
     float largest = 0.0f;
@@ -129,12 +139,12 @@ __device__ __forceinline__ float largest_of(const uint4 (&pieces)[TURNS][WHOLE],
 // Threads of a warp take a piece of 4 of each of 8 vectors, so that they write to different banks. Pieces are as long as
 // those of the index have components: 8, or 16 for each half of a packed vector.
 __device__ __forceinline__ float load_query(Query &query, const u16 *from, const int *counts, int spoken) {
-    const int lane = threadIdx.x % 4, row = threadIdx.x / 4 % 8, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 4, row = threadIdx.x / 4 % 8;
     uint4 pieces[TURNS][WHOLE];
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
-        const int i = warp + turn * WARPS, tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
-        const int column = set * 48 + tile * 8 + row;
+        const Place place(turn);
+        const int column = place.set * 48 + place.tile * 8 + row, quarter = place.quarter;
         const bool given = column < COLUMNS && column % MOST_Q < counts[column / MOST_Q];
         const u16 *vector = from + (given ? column : spoken) * DIM;
         if (PACKED) {
@@ -149,9 +159,12 @@ __device__ __forceinline__ float load_query(Query &query, const u16 *from, const
     const float factor = __fdiv_rn(127.0f, largest);
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
-        const int i = warp + turn * WARPS, tile = i / QUARTERS % 6, set = i / QUARTERS / 6, quarter = i % QUARTERS;
-        if (i >= SETS * 6 * QUARTERS) break;
-        const auto word = [&](int step, int half) -> unsigned & { return query.words[set][step][half][tile][row][lane]; };
+        const Place place(turn);
+        if (place.set >= SETS) break;
+        const int quarter = place.quarter;
+        const auto word = [&](int step, int half) -> unsigned & {
+            return query.words[place.set][step][half][place.tile][row][lane];
+        };
         if (PACKED) {
             const int half = quarter / PIECES, piece = quarter % PIECES;
 #pragma unroll

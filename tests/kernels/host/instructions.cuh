@@ -284,7 +284,8 @@ inline void multiply_48(Number (&sum)[6][4], const unsigned (&left)[4], unsigned
     }
     std::memcpy(own->found, found, sizeof(found));
     using Limits = std::numeric_limits<Number>;
-    std::fill(&sum[0][0], &sum[0][0] + 24, Limits::has_quiet_NaN ? Limits::quiet_NaN() : Limits::max());  // until then
+    // Until it is waited for:
+    std::fill(&sum[0][0], &sum[0][0] + 24, Limits::has_quiet_NaN ? Limits::quiet_NaN() : Limits::max());
 }
 inline void wait_for_launch_before() {}  // `on_host.kernel` looks for it
 inline void let_next_launch_begin() {}

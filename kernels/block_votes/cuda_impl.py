@@ -1,4 +1,4 @@
-"""Scores of memory blocks by `max` in CUDA, on Hopper: four warps multiply together (`scores.cu`).
+"""Scores of memory blocks by `max` in CUDA, on Hopper: four warps multiply together (`compare.cuh`, `scores.cu`).
 
 Where it cannot run (`refusal`), `triton_impl.score_blocks` does the same, but it rounds no query to 8 bits.
 """
@@ -39,25 +39,35 @@ PACKED_RESIDENT = 4
 
 def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: str) -> str | None:
     """Why the kernel cannot compare these, or None where it can."""
-    asked, kept = query.vectors, index.vectors
     if device.type != "cuda":
         return f"device {device}: it is written in CUDA"
     if kind != "max":
         return f"kind={kind!r}: it compares by 'max'"
+    return unfit(query, index, MAX_COLUMNS) or _unusable(nvrtc.index_of(device))
+
+
+def unfit(query: QuerySpans, index: BlockIndex, most_columns: int) -> str | None:
+    """Why vectors cannot be multiplied as `compare.cuh` does it, or None where they can.
+
+    Args:
+        query, index: as `types.check` takes them.
+        most_columns: vectors of a query, at most.
+    """
+    asked, kept = query.vectors, index.vectors
     if asked.dtype not in DTYPES or (index.scales is None and kept.dtype != asked.dtype):
         return f"query vectors are {asked.dtype}, index vectors {kept.dtype}: expected bfloat16 or float16, or packed"
     line = kept.shape[3] * kept.element_size()
     if line % 64:
         return f"index vectors of {line} bytes: expected a multiple of 64"
     columns, rows = asked.shape[1] * asked.shape[2], kept.shape[1] * kept.shape[2]
-    if columns > MAX_COLUMNS or rows > MAX_ROWS or asked.shape[3] > MAX_DIM or line > 256:
+    if columns > most_columns or rows > MAX_ROWS or asked.shape[3] > MAX_DIM or line > 256:
         return (
             f"{columns} query vectors, {rows} index vectors of {asked.shape[3]} components in {line} bytes: expected "
-            f"at most {MAX_COLUMNS}, {MAX_ROWS}, {MAX_DIM} and 256"
+            f"at most {most_columns}, {MAX_ROWS}, {MAX_DIM} and 256"
         )
     if (asked.data_ptr() | kept.data_ptr()) % 16:
         return "vectors begin at an address that is no multiple of 16"
-    return _unusable(nvrtc.index_of(device))
+    return None
 
 
 @cache
@@ -78,6 +88,24 @@ def constants(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),
         BFLOAT16=int(bfloat16), THREADS=THREADS, RESIDENT=resident,
     )  # fmt: skip
+
+
+def constants_for(query: QuerySpans, index: BlockIndex) -> dict[str, int]:
+    """`constants` of these."""
+    (_, query_spans, most_q, dim), (_, spans, most, _) = query.vectors.shape, index.vectors.shape
+    return constants(
+        dim, spans, most, most_q, query_spans * most_q, packed=index.scales is not None,
+        wide=index.blocks.dtype == torch.int64, bfloat16=query.vectors.dtype == torch.bfloat16,
+    )  # fmt: skip
+
+
+def tensors_of(query: QuerySpans, index: BlockIndex) -> dict[str, torch.Tensor]:
+    """What kernels are given of both, in its order."""
+    scales = query.counts if index.scales is None else index.scales  # not looked at unless vectors are packed
+    return {
+        "query vectors": query.vectors, "query counts": query.counts, "index vectors": index.vectors,
+        "index scales": scales, "index counts": index.counts, "ids": index.ids, "blocks": index.blocks,
+    }  # fmt: skip
 
 
 @cache
@@ -108,24 +136,16 @@ def score_blocks(
     check(query, index, kind, out)
     if reason := refusal(query.vectors.device, query, index, kind):
         raise ValueError(f"{reason}; use triton_impl.score_blocks")
-    (batch, query_spans, most_q, dim), (entries, spans, most, _) = query.vectors.shape, index.vectors.shape
     if out is None:
         out = torch.empty(index.ids.shape, dtype=torch.float32, device=query.vectors.device)
-    scales = query.counts if index.scales is None else index.scales  # not looked at unless vectors are packed
-    tensors = {
-        "query vectors": query.vectors, "query counts": query.counts, "index vectors": index.vectors,
-        "index scales": scales, "index counts": index.counts, "ids": index.ids, "blocks": index.blocks, "out": out,
-    }  # fmt: skip
+    tensors = tensors_of(query, index) | {"out": out}
     check_contiguous(tensors)
     if out.numel() == 0:
         return out
-    if 0 in (query_spans, most_q, entries, spans, most, dim):
+    if 0 in (*query.vectors.shape, *index.vectors.shape):
         return out.fill_(float("-inf"))
-    device, limit = nvrtc.index_of(query.vectors.device), index.ids.shape[1]
-    sizes = constants(
-        dim, spans, most, most_q, query_spans * most_q, packed=index.scales is not None,
-        wide=index.blocks.dtype == torch.int64, bfloat16=query.vectors.dtype == torch.bfloat16,
-    )  # fmt: skip
+    device, (batch, limit) = nvrtc.index_of(query.vectors.device), index.ids.shape
+    sizes = constants_for(query, index)
     programs = min(-(-limit // (THREADS // 32)), sizes["RESIDENT"] * nvrtc.multiprocessors(device))
     kernel = _kernel(device, tuple(sizes.items()))
     kernel((programs, batch), *(each.data_ptr() for each in tensors.values()), ctypes.c_int32(limit), early=True)

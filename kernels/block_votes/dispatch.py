@@ -13,7 +13,7 @@ def score_blocks(
 ) -> torch.Tensor:
     """`reference.score_blocks` (see there; equations 8 and 9), by kernels where the index lives on a GPU.
 
-    The kernel in CUDA computes what it can (`cuda_impl.refusal`), and those in Triton the rest.
+    The kernels in CUDA compute what they can (`refusal` of `cuda_impl` and `cuda_mass`), and those in Triton the rest.
 
     Args:
         query, index, kind, out: as in the reference; on a GPU contiguous.
@@ -27,12 +27,13 @@ def score_blocks(
     """
     score = reference.score_blocks
     if index.vectors.is_cuda:
-        from sglang_ext.kernels.block_votes import cuda_impl, triton_impl
+        from sglang_ext.kernels.block_votes import cuda_impl, cuda_mass, triton_impl
 
         check(query, index, kind, out)  # `refusal` takes what fits
         score = triton_impl.score_blocks
-        if cuda_impl.refusal(index.vectors.device, query, index, kind) is None:
-            score = cuda_impl.score_blocks
+        for module in (cuda_impl, cuda_mass):
+            if module.refusal(index.vectors.device, query, index, kind) is None:
+                score = module.score_blocks
     return score(query, index, kind=kind, out=out)
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_ext.kernels import block_votes, nvrtc
-from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, cuda_impl, reference
+from sglang_ext.kernels import block_votes
+from sglang_ext.kernels.block_votes import BlockIndex, QuerySpans, reference
 from sglang_ext.kernels.block_votes import triton_impl as triton
 from sglang_ext.policies import ltri_similarity
-from tests.kernels import on_host, sm90
+from tests.kernels import sm90
 from tests.kernels.block_votes import BOTH, DEVICE, NONE
 from tests.kernels.test_elections import Ballots, same
 
@@ -189,77 +189,6 @@ def test_scores_of_other_sizes(module, sizes, kind):
 def test_scores_of_packed_vectors(module, dtype, more, sizes, kind):
     case = PackedCase(dtype, seed=7, **sizes)
     case.close(module.score_blocks(case.query(), case.index(), kind=kind, **more), kind, dtype)
-
-
-IN_CUDA = [
-    {"blocks": (7, 0, 61), "limit": 64, "spans": 1, "most": 48, "query_spans": 4, "most_q": 12, "dim": 128},
-    {"blocks": (5,), "limit": 5, "spans": 4, "most": 12, "query_spans": 5, "most_q": 3, "dim": 128},
-    {"blocks": (9, 33), "limit": 35, "spans": 2, "most": 9, "query_spans": 7, "most_q": 1, "dim": 256},
-    {"blocks": (3,), "limit": 4, "spans": 1, "most": 1, "query_spans": 1, "most_q": 1, "dim": 128},
-    {"blocks": (3300,), "limit": 3301, "spans": 1, "most": 3, "query_spans": 2, "most_q": 5, "dim": 128},
-    {"blocks": (0, 9), "limit": 11, "spans": 1, "most": 70, "query_spans": 20, "most_q": 4, "dim": 128},
-    {"blocks": (2,), "limit": 2, "spans": 8, "most": 16, "query_spans": 8, "most_q": 12, "dim": 256},
-]
-
-
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "half"])
-@pytest.mark.parametrize("sizes", IN_CUDA, ids=lambda sizes: f"{sizes['blocks'][-1]}")
-@pytest.mark.parametrize("seed", [2, 3])
-@on_host.needed
-def test_scores_in_cuda(sizes, packed, seed):
-    if not packed and sizes["dim"] == 256:
-        sizes = {**sizes, "dim": 64}
-    case = (PackedCase if packed else Case)(HALF, seed=seed, **sizes)
-    out = torch.full(case.ids.shape, math.nan, device=DEVICE)
-    with on_host.cuda(cuda_impl):
-        found = cuda_impl.score_blocks(case.query(), case.index(), out=out)
-    assert found is out
-    if isinstance(case, PackedCase):
-        case.round_query()
-    case.close(found, "max", HALF)
-
-
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "half"])
-@on_host.needed
-def test_ids_beyond_a_request_s_blocks_in_cuda(packed):
-    case = (PackedCase if packed else Case)(HALF, **IN_CUDA[0])
-    beyond = torch.arange(64) >= case.blocks[:, None]
-    case.ids[beyond] = torch.tensor([-1, -(10**9), 2**31 - 1])[torch.arange(int(beyond.sum())) % 3].int()
-    with on_host.cuda(cuda_impl):
-        found = cuda_impl.score_blocks(case.query(), case.index())
-    if isinstance(case, PackedCase):
-        case.round_query()
-    case.close(found, "max", HALF)
-
-
-@pytest.mark.parametrize(
-    "says, kind, change",
-    [
-        ("kind='mass': it compares by 'max'", "mass", {}),
-        ("expected bfloat16 or float16, or packed", "max", {"dtype": torch.float32}),
-        ("index vectors of 48 bytes: expected a multiple of 64", "max", {"dim": 96}),
-        ("100 query vectors, 48 index vectors of 128 comp", "max", {"query_spans": 10, "most_q": 10}),
-        ("130 index vectors of 128 components in 64 bytes: expected at most 96, 128", "max", {"spans": 2, "most": 65}),
-        ("of 512 components in 256 bytes: expected at most 96, 128, 256 and 256", "max", {"dim": 512}),
-    ],
-)
-def test_what_cuda_does_not_compare(says, kind, change):
-    sizes = {"dtype": HALF, **IN_CUDA[1], **change}
-    case = PackedCase(sizes.pop("dtype"), **sizes)
-    reason = cuda_impl.refusal(torch.device("cuda"), case.query(), case.index(), kind)
-    assert says in reason
-    if DEVICE == "cpu":
-        with pytest.raises(ValueError, match="it is written in CUDA; use triton_impl"):
-            cuda_impl.score_blocks(case.query(), case.index(), kind=kind)
-
-
-@pytest.mark.parametrize("packed, bfloat16", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("dim, most, columns", [(128, 48, 48), (128, 128, 96), (256, 128, 96)])
-def test_cuda_compiles_for_hopper(packed, bfloat16, dim, most, columns):
-    """Without a GPU, where NVRTC is installed."""
-    pytest.importorskip("cuda.core")
-    sizes = cuda_impl.constants(dim, 1, most, 12, columns, packed=packed, wide=False, bfloat16=bfloat16)
-    assert nvrtc.compiled(cuda_impl.SOURCE, nvrtc.HOPPER, sizes).code
 
 
 @pytest.mark.parametrize("tuning", [None, SMALL], ids=["default", "small tiles"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -26,6 +26,18 @@ MAX_COLUMNS = 48
 RESIDENT = 2
 """Blocks of the grid that a multiprocessor has at once: products of a whole block lie in registers."""
 
+THREADS_OF_MASSES = 512
+"""Threads of a block of the second launch's grid."""
+
+TAKEN = 32
+"""Memory blocks that it takes."""
+
+KERNELS = {"levels": THREADS, "masses": THREADS_OF_MASSES}
+"""Both launches, and how many threads a block of each one's grid has."""
+
+OWN = dict(RESIDENT=RESIDENT, THREADS_OF_MASSES=THREADS_OF_MASSES, TAKEN=TAKEN)
+"""Macros of `mass.cu` beside, or in place of, those of `cuda_impl.constants`."""
+
 
 def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: str) -> str | None:
     """Why the kernels cannot compare these, or None where they can."""
@@ -43,15 +55,14 @@ def _unusable(index: int) -> str | None:
     """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
     if torch.cuda.get_device_properties(index).major != 9:
         return "it is written for Hopper"
-    sizes = cuda_impl.constants(128, 1, 48, 1, 8, packed=True, wide=False, bfloat16=True) | {"RESIDENT": RESIDENT}
-    return nvrtc.failure(
-        index, "scores of blocks by `mass` run", lambda: _kernel(index, "levels", tuple(sizes.items()))
-    )
+    sizes = cuda_impl.constants(128, 1, 48, 1, 8, packed=True, wide=False, bfloat16=True) | OWN
+    both = [partial(_kernel, index, name, tuple(sizes.items())) for name in KERNELS]
+    return nvrtc.failure(index, "scores of blocks by `mass` run", *both)
 
 
 @cache
 def _kernel(index: int, name: str, macros: tuple[tuple[str, int], ...]) -> Callable[..., None]:
-    return nvrtc.kernel(index, SOURCE, name, THREADS, macros)
+    return nvrtc.kernel(index, SOURCE, name, KERNELS[name], macros)
 
 
 def score_blocks(
@@ -85,7 +96,7 @@ def score_blocks(
     if 0 in (*query.vectors.shape, *index.vectors.shape):
         return out.fill_(float("-inf"))
     device, (batch, limit) = nvrtc.index_of(query.vectors.device), index.ids.shape
-    sizes = cuda_impl.constants_for(query, index) | {"RESIDENT": RESIDENT}
+    sizes = cuda_impl.constants_for(query, index) | OWN
     programs = min(-(-limit // (THREADS // 32)), RESIDENT * nvrtc.multiprocessors(device))
     levels = torch.empty(batch, limit + programs, sizes["COLUMNS"], dtype=torch.float32, device=out.device)
     of_blocks = levels.data_ptr()
@@ -96,7 +107,7 @@ def score_blocks(
         ctypes.c_int32(limit), ctypes.c_float(sizes["DIM"] ** -0.5 * LOG2_E), early=True,
     )  # fmt: skip
     _kernel(device, "masses", macros)(
-        (-(-limit // THREADS), batch), query.counts.data_ptr(), index.blocks.data_ptr(), of_blocks, of_programs,
+        (-(-limit // TAKEN), batch), query.counts.data_ptr(), index.blocks.data_ptr(), of_blocks, of_programs,
         out.data_ptr(), ctypes.c_int32(limit), ctypes.c_int32(programs), early=True,
     )  # fmt: skip
     return out

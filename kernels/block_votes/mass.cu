@@ -5,109 +5,139 @@
 // exponentials, and for each block of its grid that of all of its blocks; `masses` joins the latter, and makes shares of the
 // former. Logarithms are those to the base of 2.
 //
-// A block has one span here (SPANS is 1), so that all products of whole numbers have one scale: they are compared, and
-// subtracted from the largest, before they are scaled, and the difference is exact.
+// What exponents are taken from is, for each of the query's vectors, the largest product of a block that the warp has met,
+// and not of each block: what is far below it has no share anyway, and only where something is far above it, the largest is
+// looked for anew. The first block always is such a case.
 //
-// Set by the compiler: what compare.cuh asks for.
+// Set by the compiler: what compare.cuh asks for, and of `masses` THREADS_OF_MASSES and TAKEN (threads of a block of the
+// grid, and how many blocks it takes).
 
 #include "block_votes/compare.cuh"
 
 #define GROUPS ((COLUMNS + 7) / 8)  // of 8 vectors of the query, of which a thread has two
 #define OWN (2 * GROUPS)
-#define KEPT (OWN % 2 ? OWN : OWN % 4 ? OWN / 2 : OWN % 8 ? OWN / 4 : OWN / 8)  // of these, once lanes have shared them out
-#define LOWEST static_cast<Sum>(PACKED ? -(1 << 23) : -3e38f)  // of sums; there is none
-#define LOW -3e38f                                             // likewise of logarithms
+#define KEPT (OWN % 4 ? OWN / 2 : OWN % 8 ? OWN / 4 : OWN / 8)  // of these, once lanes have shared them out
+#define LOW -3e38f                                              // less than any logarithm
+#define MUCH 1e30f                                              // sums of exponentials that are far too large
 
 static_assert(SPANS == 1 && SETS == 1, "a block has one span, and a product the whole query");
 
-// Of numbers whose exponentials are added: the largest, and the sum divided by the exponential of the largest, which is 0
-// where there are no numbers.
-template <class Number>
-struct Level {
-    Number most;
-    float sum;
-};
-
-// 2 to the power of `scale` times how much less a number is. Whole numbers are 2^23 apart at most, unless one is LOWEST:
-// the bits of 2^24, less so much, are those of 2^24 less so much, and 2^24 times a scale is exact, so that nothing is
-// rounded but the last step.
-__device__ __forceinline__ float power(int number, int most, float scale) {
-    return exp2_of(fmaf(__uint_as_float(0x4b800000u - (most - number)), scale, -16777216.0f * scale));
-}
-
-__device__ __forceinline__ float power(float number, float most, float scale) { return exp2_of((number - most) * scale); }
-
-template <class Number>
-__device__ __forceinline__ Level<Number> joined(const Level<Number> &a, const Level<Number> &b, float scale) {
-    const bool first = a.most >= b.most;
-    const Level<Number> high = first ? a : b, low = first ? b : a;
-    return {high.most, fmaf(low.sum, power(low.most, high.most, scale), high.sum)};
-}
-
-template <class Number>
-__device__ __forceinline__ Level<Number> from_lane(const Level<Number> &level, int apart) {
-    return {__shfl_xor_sync(FULL, level.most, apart), __shfl_xor_sync(FULL, level.sum, apart)};
-}
-
-// The logarithm of the whole sum.
-template <class Number>
-__device__ __forceinline__ float whole(const Level<Number> &level, float scale) {
-    return level.sum > 0.0f ? fmaf(static_cast<float>(level.most), scale, __log2f(level.sum)) : NOTHING;
-}
-
-// Adds the products of a part of a block, of which a thread has two rows of each tile.
-__device__ __forceinline__ void add(Level<Sum> (&own)[OWN], const Tile (&tiles)[TOGETHER], const Query &query, float scale,
-                                    bool first) {
-    Products products[TOGETHER];
-#pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) products[i].read(tiles[i]);
-#pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) products[i].begin(query);
-#pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) products[i].wait();
-#pragma unroll
-    for (int column = 0; column < OWN; ++column) {
-        const auto at = [&](int i) { return products[i / 2].sum[0][column / 2][i % 2 * 2 + column % 2]; };
-        Level<Sum> level = {LOWEST, 0.0f};
-#pragma unroll
-        for (int i = 0; i < 2 * TOGETHER; ++i)
-            if (tiles[i / 2].used[i % 2]) level.most = larger(level.most, at(i));
-#pragma unroll
-        for (int i = 0; i < 2 * TOGETHER; ++i)
-            if (tiles[i / 2].used[i % 2]) level.sum += power(at(i), level.most, scale);
-        own[column] = first ? level : joined(own[column], level, scale);
-    }
-}
-
-// Joins what the 8 lanes have that have the same columns. Of two lanes each keeps half of them while their number is even,
-// and both keep all where it is odd: in the end a lane has KEPT columns from `first_kept` on.
-__device__ __forceinline__ void share_out(Level<Sum> (&own)[OWN], float scale) {
+// Of two lanes each keeps half of its columns while their number is even, and both keep all where it is odd: so the 8 lanes
+// that have the same columns share them out. Calls `keep(i, other, apart)`: column i of what is left is what was at i, or,
+// in the upper lane, at `other`; `other` is -1 where it is both.
+template <class Keep>
+__device__ __forceinline__ void share_out(Keep keep) {
     int count = OWN;
 #pragma unroll
     for (int apart = 16; apart >= 4; apart /= 2) {
-        const bool halves = count % 2 == 0, upper = threadIdx.x & apart;
+        const bool halves = count % 2 == 0;
         if (halves) count /= 2;
 #pragma unroll
-        for (int i = 0; i < OWN / 2; ++i) {
-            if (i >= count) continue;
-            Level<Sum> kept = own[i], given = own[i];
-            if (halves && upper) kept = own[i + count];
-            if (halves && !upper) given = own[i + count];
-            own[i] = joined(kept, from_lane(given, apart), scale);
-        }
+        for (int i = 0; i < OWN / 2; ++i)
+            if (i < count) keep(i, halves ? i + count : -1, apart);
     }
 }
 
-__device__ __forceinline__ int first_kept() {
-    int count = OWN, first = 0;
-#pragma unroll
-    for (int apart = 16; apart >= 4; apart /= 2)
-        if (count % 2 == 0) count /= 2, first += threadIdx.x & apart ? count : 0;
-    return first;
+// Each lane's columns of what all 8 have together.
+__device__ __forceinline__ void add_up(float (&own)[OWN]) {
+    share_out([&](int i, int other, int apart) {
+        const bool upper = threadIdx.x & apart;
+        float kept = own[i], given = own[i];
+        if (other >= 0) kept = upper ? own[other] : own[i], given = upper ? own[i] : own[other];
+        own[i] = kept + __shfl_xor_sync(FULL, given, apart);
+    });
 }
 
-// The query's vector of a column that a thread has.
-__device__ __forceinline__ int vector_of(int column) { return column / 2 * 8 + threadIdx.x % 4 * 2 + column % 2; }
+// The same of what all 8 have alike.
+__device__ __forceinline__ void keep_own(float (&kept)[KEPT], const float (&all)[OWN]) {
+    float own[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) own[i] = all[i];
+    share_out([&](int i, int other, int apart) {
+        if (other >= 0 && threadIdx.x & apart) own[i] = own[other];
+    });
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) kept[i] = own[i];
+}
+
+// The query's vectors that a lane keeps.
+__device__ __forceinline__ void keep_vectors(int (&vectors)[KEPT]) {
+    float all[OWN], kept[KEPT];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) all[i] = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+    keep_own(kept, all);
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) vectors[i] = static_cast<int>(kept[i]);
+}
+
+// Sums of exponentials of a warp's blocks, less `from`.
+struct Sums {
+    float from[OWN];       // the same in all 8 lanes
+    float kept_from[KEPT];
+    float together[KEPT];  // of all blocks
+    float block[OWN];      // of a block's parts so far, of which a thread has two rows of each tile
+
+    // Adds a part of a block.
+    __device__ __forceinline__ void add(const Tile (&tiles)[TOGETHER], const Query &query, float scale) {
+        Products products[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) products[i].read(tiles[i]);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) products[i].begin(query);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) products[i].wait();
+        float sums[OWN];
+#pragma unroll 1
+        while (true) {
+            float all = 0.0f;
+#pragma unroll
+            for (int column = 0; column < OWN; ++column) {
+                sums[column] = block[column];
+#pragma unroll
+                for (int i = 0; i < 2 * TOGETHER; ++i) {
+                    const float power = exp2_of(fmaf(of(products, column, i), scale, -from[column]));
+                    if (tiles[i / 2].used[i % 2]) sums[column] += power;
+                }
+                all += sums[column];
+            }
+            if (!__ballot_sync(FULL, all > MUCH)) break;
+            raise(products, tiles, scale);
+        }
+#pragma unroll
+        for (int column = 0; column < OWN; ++column) block[column] = sums[column];
+    }
+
+    __device__ __forceinline__ static float of(const Products (&products)[TOGETHER], int column, int i) {
+        return static_cast<float>(products[i / 2].sum[0][column / 2][i % 2 * 2 + column % 2]);
+    }
+
+    // Have exponents taken from the largest that there is.
+    __device__ __forceinline__ void raise(const Products (&products)[TOGETHER], const Tile (&tiles)[TOGETHER], float scale) {
+        float before[KEPT];
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) before[i] = kept_from[i];
+#pragma unroll
+        for (int column = 0; column < OWN; ++column) {
+            float most = from[column];
+#pragma unroll
+            for (int i = 0; i < 2 * TOGETHER; ++i)
+                if (tiles[i / 2].used[i % 2]) most = fmaxf(most, of(products, column, i) * scale);
+#pragma unroll
+            for (int apart = 16; apart >= 4; apart /= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, apart));
+            block[column] *= exp2_of(from[column] - most);
+            from[column] = most;
+        }
+        keep_own(kept_from, from);
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) together[i] *= exp2_of(before[i] - kept_from[i]);
+    }
+};
+
+// The logarithm of a sum of what has the logarithms a and b, of which one may be NOTHING.
+__device__ __forceinline__ float joined(float a, float b) {
+    const float most = fmaxf(fmaxf(a, b), LOW);
+    return most + __log2f(exp2_of(a - most) + exp2_of(b - most));
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 levels(const u16 *query, const int *query_counts, const unsigned char *vectors, const float *scales, const int *counts,
@@ -129,76 +159,111 @@ levels(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     Walk walk(memory);
     const float factor = load_query(shared, query, query_counts, max(spoken, 0)) * scale_of_products;
 
-    Level<Sum> own[OWN];
-    Level<float> together[KEPT];
+    Sums sums;
+    int kept[KEPT];
+    keep_vectors(kept);
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) together[i] = {LOW, 0.0f};
+    for (int i = 0; i < OWN; ++i) sums.from[i] = LOW, sums.block[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) sums.kept_from[i] = LOW, sums.together[i] = 0.0f;
     float scale = 0.0f;
-    bool begins = true;
-    const int first = first_kept();
+    bool begins = true, used = false;
     walk.each([&](const Tile (&tiles)[TOGETHER], int block, bool last) {
-        if (begins) scale = __shfl_sync(FULL, tiles[0].used[0] ? tiles[0].scale[0] * factor : 0.0f, 0);
-        add(own, tiles, shared, scale, begins);
+        if (begins) {  // a block that has vectors has a first one, in the first lane
+            used = __shfl_sync(FULL, static_cast<int>(tiles[0].used[0]), 0);
+            scale = __shfl_sync(FULL, tiles[0].used[0] ? tiles[0].scale[0] * factor : 0.0f, 0);
+        }
+        sums.add(tiles, shared, scale);
         begins = last;
         if (!last) return;
-        share_out(own, scale);
-        if (block >= there) return;
+        add_up(sums.block);
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) {
-            const int vector = vector_of(first + i);
-            const float level = whole(own[i], scale);
-            if (vector < COLUMNS) levels_of_blocks[static_cast<i64>(block) * COLUMNS + vector] = level;
-            if (level > NOTHING) together[i] = joined(together[i], {level, 1.0f}, 1.0f);
+            sums.together[i] += sums.block[i];
+            const float level = used ? fmaxf(sums.kept_from[i] + __log2f(sums.block[i]), LOW) : NOTHING;
+            if (block < there && kept[i] < COLUMNS) levels_of_blocks[static_cast<i64>(block) * COLUMNS + kept[i]] = level;
         }
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) sums.block[i] = 0.0f;
     });
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) of_warps[threadIdx.x / 32][vector_of(first + i)] = whole(together[i], 1.0f);
+    for (int i = 0; i < KEPT; ++i)
+        of_warps[threadIdx.x / 32][kept[i]] = sums.kept_from[i] + __log2f(sums.together[i]);
     __syncthreads();
     if (threadIdx.x >= COLUMNS) return;
-    Level<float> level = {LOW, 0.0f};
+    float level = NOTHING;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-        const float other = of_warps[warp][threadIdx.x];
-        if (other > NOTHING) level = joined(level, {other, 1.0f}, 1.0f);
-    }
-    levels_of_programs[threadIdx.x * gridDim.x + blockIdx.x] = whole(level, 1.0f);
+    for (int warp = 0; warp < WARPS; ++warp) level = joined(level, of_warps[warp][threadIdx.x]);
+    levels_of_programs[threadIdx.x * gridDim.x + blockIdx.x] = level;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+#define WARPS_OF_MASSES (THREADS_OF_MASSES / 32)
+#define AHEAD ((TAKEN * COLUMNS + THREADS_OF_MASSES - 1) / THREADS_OF_MASSES)  // levels of blocks that a thread reads
+#define AT_ONCE 9  // levels of programs that a lane reads
+
+extern "C" __global__ void __launch_bounds__(THREADS_OF_MASSES)
 masses(const int *query_counts, const Number *blocks, const float *levels_of_blocks, const float *levels_of_programs,
        float *out, int max_blocks, int programs) {
     wait_for_launch_before();
     let_next_launch_begin();
-    __shared__ float whole_of[COLUMNS];
-    const int request = blockIdx.y, lane = threadIdx.x % 32;
+    __shared__ float whole[COLUMNS], shares[TAKEN][COLUMNS | 1];
+    const int request = blockIdx.y, lane = threadIdx.x % 32, first = blockIdx.x * TAKEN;
     query_counts += request * (COLUMNS / MOST_Q), out += static_cast<i64>(request) * max_blocks;
     levels_of_blocks += static_cast<i64>(request) * max_blocks * COLUMNS;
     levels_of_programs += static_cast<i64>(request) * COLUMNS * programs;
     const Number all = blocks[request];
-    for (int column = threadIdx.x / 32; column < COLUMNS; column += WARPS) {
-        Level<float> level = {LOW, 0.0f};
-        for (int program = lane; program < programs; program += 32) {
-            const float other = levels_of_programs[column * programs + program];
-            if (other > NOTHING) level = joined(level, {other, 1.0f}, 1.0f);
-        }
+    const int end = static_cast<int>(min(static_cast<i64>(all), static_cast<i64>(max_blocks)));
+    float level[AHEAD];
 #pragma unroll
-        for (int apart = 16; apart; apart /= 2) level = joined(level, from_lane(level, apart), 1.0f);
-        if (lane == 0) whole_of[column] = whole(level, 1.0f);
+    for (int i = 0; i < AHEAD; ++i) {
+        const int at = threadIdx.x + i * THREADS_OF_MASSES, block = first + at / COLUMNS;
+        const bool there = at < TAKEN * COLUMNS && block < end;
+        level[i] = there ? levels_of_blocks[static_cast<i64>(block) * COLUMNS + at % COLUMNS] : NOTHING;
+    }
+    for (int column = threadIdx.x / 32; column < COLUMNS; column += WARPS_OF_MASSES) {
+        float most = LOW, sum = 0.0f;
+        for (int begin = 0; begin < programs; begin += 32 * AT_ONCE) {
+            float of[AT_ONCE];
+            const float before = most;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int program = begin + 32 * i + lane;
+                of[i] = program < programs ? levels_of_programs[column * programs + program] : NOTHING;
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) most = fmaxf(most, of[i]);
+            sum *= exp2_of(before - most);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) sum += exp2_of(of[i] - most);
+        }
+        float most_of_all = most;
+#pragma unroll
+        for (int apart = 16; apart; apart /= 2) most_of_all = fmaxf(most_of_all, __shfl_xor_sync(FULL, most_of_all, apart));
+        sum *= exp2_of(most - most_of_all);
+#pragma unroll
+        for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(FULL, sum, apart);
+        if (lane == 0) whole[column] = most_of_all + __log2f(sum);
     }
     __syncthreads();
-    const int block = blockIdx.x * THREADS + threadIdx.x;
-    if (block >= max_blocks) return;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+        const int at = threadIdx.x + i * THREADS_OF_MASSES;
+        // A share, or NOTHING of what is not there.
+        if (at < TAKEN * COLUMNS)
+            shares[at / COLUMNS][at % COLUMNS] = level[i] > NOTHING ? exp2_of(level[i] - whole[at % COLUMNS]) : NOTHING;
+    }
+    __syncthreads();
+    const int block = first + threadIdx.x;
+    if (threadIdx.x >= TAKEN || block >= max_blocks) return;
     float best = NOTHING;
-    if (block < all)
-        for (int span = 0; span < COLUMNS / MOST_Q; ++span) {
-            const int count = query_counts[span];
-            float mass = 0.0f;
-            for (int i = 0; i < count; ++i) {
-                const int column = span * MOST_Q + i;
-                const float level = levels_of_blocks[static_cast<i64>(block) * COLUMNS + column];
-                mass = level > NOTHING ? mass + exp2_of(level - whole_of[column]) : NOTHING;
-            }
-            if (count > 0) best = fmaxf(best, mass);
-        }
+#pragma unroll
+    for (int span = 0; span < COLUMNS / MOST_Q; ++span) {
+        const int count = query_counts[span];
+        float mass = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MOST_Q; ++i)
+            if (i < count) mass += shares[threadIdx.x][span * MOST_Q + i];
+        if (count > 0) best = fmaxf(best, mass);
+    }
     out[block] = best;
 }

@@ -142,4 +142,4 @@ def test_cuda_compiles_for_hopper(packed, bfloat16, dim, most, columns):
     sizes = cuda_impl.constants(dim, 1, most, 12, columns, packed=packed, wide=False, bfloat16=bfloat16)
     assert nvrtc.compiled(cuda_impl.SOURCE, nvrtc.HOPPER, sizes).code
     sizes = cuda_impl.constants(dim, 1, most, 12, min(columns, 48), packed=packed, wide=False, bfloat16=bfloat16)
-    assert nvrtc.compiled(cuda_mass.SOURCE, nvrtc.HOPPER, sizes | {"RESIDENT": cuda_mass.RESIDENT}).code
+    assert nvrtc.compiled(cuda_mass.SOURCE, nvrtc.HOPPER, sizes | cuda_mass.OWN).code

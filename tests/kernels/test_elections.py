@@ -114,22 +114,27 @@ def test_elections_of_many_blocks(module, blocks, count, levels, scored):
 
 
 @pytest.mark.parametrize("weight", [-0.7, 0.0])
+@pytest.mark.parametrize("blocks, levels", [(70, 4), (2000, 1), (2000, 1000)])
 @ALL
-def test_a_weight_of_nothing_or_less(module, weight):
+def test_a_weight_of_nothing_or_less(module, blocks, levels, weight):
     """Votes that the layer takes away: what is no own choice may come in."""
-    ballots = Ballots((70,), 96, levels=4, seed=3)
+    ballots = Ballots((blocks,), blocks + 26, levels=levels, seed=3)
     chosen, after = ballots.expected(True, weight, 8, "inclusive")
     found, votes = ballots.elect(module, True, weight=weight, count=8, mode="inclusive")
     assert torch.equal(found, chosen) and same(votes, after)
 
 
 @pytest.mark.parametrize("mode", ["inclusive", "preceding", "off"])
+@pytest.mark.parametrize("what", ["scores", "votes", "both"])
 @on_host.needed
-def test_more_blocks_reach_the_bar_than_are_listed(mode):
+def test_more_blocks_reach_the_bar_than_are_listed(what, mode):
     """The 16th best group has no good block, so that all other blocks are as good as its best one, or better."""
     ballots = Ballots((4096,), 4096, levels=300, seed=7)
     good = torch.arange(4096) % 32 < 15
-    ballots.scores[0] = torch.where(good, 100.0 + ballots.scores[0], -1e6 - torch.arange(4096.0))
+    if what != "votes":
+        ballots.scores[0] = torch.where(good, 100.0 + ballots.scores[0], -1e6 - torch.arange(4096.0))
+    if what != "scores":
+        ballots.votes[0] = torch.where(good, 100.0 + ballots.votes[0], 1 / (1 + torch.arange(4096.0)))
     chosen, after = ballots.expected(True, 1.5, 16, mode)
     found, votes = ballots.elect(cuda_election, True, weight=1.5, count=16, mode=mode)
     assert torch.equal(found, chosen) and same(votes, after)

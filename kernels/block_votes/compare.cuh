@@ -219,6 +219,22 @@ struct Products {
     }
 };
 
+// Calls `look(products, tile)` with each tile and its products. While a tile is multiplied, the next one is prepared, and
+// the one before is looked at.
+template <class Look>
+__device__ __forceinline__ void multiply_tiles(const Tile (&tiles)[TOGETHER], const Query &query, Look look) {
+    Products products[2];
+    products[0].read(tiles[0]);
+    products[0].begin(query);
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+        if (i + 1 < TOGETHER) products[(i + 1) % 2].read(tiles[i + 1]);
+        products[i % 2].wait();
+        if (i + 1 < TOGETHER) products[(i + 1) % 2].begin(query);
+        look(products[i % 2], tiles[i]);
+    }
+}
+
 // The first span of the query that has vectors, as the number of its first vector; -1 where there is none.
 __device__ __forceinline__ int first_spoken(const int *query_counts) {
     int spoken = -1;

@@ -183,7 +183,7 @@ __device__ __forceinline__ void list(const Ballot &ballot, const Best &own, cons
     if (own.key.first >= bar_own) put(OWN, {own.key.first, __float_as_uint(own.vote)});
     if (voted.key.first >= bar_voted) put(VOTED, voted.key);
     if (own.next >= bar_own || voted.next >= bar_voted)
-        ballot.look_up(0, [&](int block, float vote, unsigned order) {
+        ballot.each([&](int block, float vote, unsigned order) {
             const Key as_own = ballot.own(block, order), as_voted = ballot.before(block, vote, order);
             if (as_own.first >= bar_own && as_own.second != own.key.second)
                 put(OWN, {as_own.first, __float_as_uint(vote)});
@@ -290,7 +290,7 @@ elect(float *votes, const float *scores, int *out, const float *weights, float w
     if (!scores) return;
     if (own.key.first >= ballot.least) votes[number_of(own.key)] = own.vote + ballot.weight;
     if (own.next >= ballot.least)
-        ballot.look_up(0, [&](int block, float vote, unsigned order) {
+        ballot.each([&](int block, float vote, unsigned order) {
             const Key key = ballot.own(block, order);
             if (key.first >= ballot.least && key.second != own.key.second) votes[block] = vote + ballot.weight;
         });

@@ -5,9 +5,9 @@
 // exponentials, and for each block of its grid that of all of its blocks; `masses` joins the latter, and makes shares of the
 // former. Logarithms are those to the base of 2.
 //
-// What exponents are taken from is, for each of the query's vectors, the largest product of a block that the warp has met,
-// and not of each block: what is far below it has no share anyway, and only where something is far above it, the largest is
-// looked for anew. The first block always is such a case.
+// Exponents are taken from a number for each of the query's vectors, and not from the largest of each block: what is far
+// below it has no share anyway. It is 0 until the first block's sums are too small, or the sums of any block too large: then
+// it is the largest product that the warp has met.
 //
 // Set by the compiler: what compare.cuh asks for, and of `masses` THREADS_OF_MASSES and TAKEN (threads of a block of the
 // grid, and how many blocks it takes).
@@ -18,7 +18,8 @@
 #define OWN (2 * GROUPS)
 #define KEPT (OWN % 4 ? OWN / 2 : OWN % 8 ? OWN / 4 : OWN / 8)  // of these, once lanes have shared them out
 #define LOW -3e38f                                              // less than any logarithm
-#define MUCH 1e30f                                              // sums of exponentials that are far too large
+#define MUCH 1e30f                                              // a sum of exponentials that is far too large
+#define LITTLE 1e-15f                                           // and one that is too small to begin with
 
 static_assert(SPANS == 1 && SETS == 1, "a block has one span, and a product the whole query");
 
@@ -76,68 +77,73 @@ struct Sums {
     float kept_from[KEPT];
     float together[KEPT];  // of all blocks
     float block[OWN];      // of a block's parts so far, of which a thread has two rows of each tile
+    bool fresh = true;     // there is nothing yet
+
+    __device__ __forceinline__ Sums() {
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) from[i] = block[i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) kept_from[i] = together[i] = 0.0f;
+    }
 
     // Adds a part of a block.
-    __device__ __forceinline__ void add(const Tile (&tiles)[TOGETHER], const Query &query, float scale) {
-        Products products[TOGETHER];
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) products[i].read(tiles[i]);
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) products[i].begin(query);
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) products[i].wait();
+    __device__ __forceinline__ void add(const Tile (&tiles)[TOGETHER], const Query &query, float scale, bool used) {
         float sums[OWN];
 #pragma unroll 1
         while (true) {
-            float all = 0.0f;
 #pragma unroll
-            for (int column = 0; column < OWN; ++column) {
-                sums[column] = block[column];
+            for (int column = 0; column < OWN; ++column) sums[column] = block[column];
+            multiply_tiles(tiles, query, [&](const Products &products, const Tile &tile) {
 #pragma unroll
-                for (int i = 0; i < 2 * TOGETHER; ++i) {
-                    const float power = exp2_of(fmaf(of(products, column, i), scale, -from[column]));
-                    if (tiles[i / 2].used[i % 2]) sums[column] += power;
+                for (int i = 0; i < 2 * OWN; ++i) {
+                    const float power = exp2_of(fmaf(product(products, i / 2, i % 2), scale, -from[i / 2]));
+                    if (tile.used[i % 2]) sums[i / 2] += power;
                 }
-                all += sums[column];
-            }
-            if (!__ballot_sync(FULL, all > MUCH)) break;
-            raise(products, tiles, scale);
+            });
+            float most = sums[0], least = sums[0];
+#pragma unroll
+            for (int column = 1; column < OWN; ++column)
+                most = fmaxf(most, sums[column]), least = fminf(least, sums[column]);
+            const bool small = fresh && tiles[0].used[0] && least < LITTLE;
+            if (!__syncthreads_or(small || most > MUCH)) break;  // warps multiply together, also once more
+            raise(tiles, query, scale);
+            fresh = false;
         }
+        if (used) fresh = false;
 #pragma unroll
         for (int column = 0; column < OWN; ++column) block[column] = sums[column];
     }
 
-    __device__ __forceinline__ static float of(const Products (&products)[TOGETHER], int column, int i) {
-        return static_cast<float>(products[i / 2].sum[0][column / 2][i % 2 * 2 + column % 2]);
+    // Of one of the thread's columns, and one of its two rows.
+    __device__ __forceinline__ static float product(const Products &products, int column, int half) {
+        return static_cast<float>(products.sum[0][column / 2][2 * half + column % 2]);
     }
 
-    // Have exponents taken from the largest that there is.
-    __device__ __forceinline__ void raise(const Products (&products)[TOGETHER], const Tile (&tiles)[TOGETHER], float scale) {
-        float before[KEPT];
+    // Have exponents taken from the largest product that there is.
+    __device__ __forceinline__ void raise(const Tile (&tiles)[TOGETHER], const Query &query, float scale) {
+        float most[OWN], before[KEPT];
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) most[i] = fresh ? LOW : from[i];
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) before[i] = kept_from[i];
+        multiply_tiles(tiles, query, [&](const Products &products, const Tile &tile) {
+#pragma unroll
+            for (int i = 0; i < 2 * OWN; ++i)
+                if (tile.used[i % 2]) most[i / 2] = fmaxf(most[i / 2], product(products, i / 2, i % 2) * scale);
+        });
 #pragma unroll
         for (int column = 0; column < OWN; ++column) {
-            float most = from[column];
 #pragma unroll
-            for (int i = 0; i < 2 * TOGETHER; ++i)
-                if (tiles[i / 2].used[i % 2]) most = fmaxf(most, of(products, column, i) * scale);
-#pragma unroll
-            for (int apart = 16; apart >= 4; apart /= 2) most = fmaxf(most, __shfl_xor_sync(FULL, most, apart));
-            block[column] *= exp2_of(from[column] - most);
-            from[column] = most;
+            for (int apart = 16; apart >= 4; apart /= 2)
+                most[column] = fmaxf(most[column], __shfl_xor_sync(FULL, most[column], apart));
+            block[column] = fresh ? 0.0f : block[column] * exp2_of(from[column] - most[column]);
+            from[column] = most[column];
         }
         keep_own(kept_from, from);
 #pragma unroll
-        for (int i = 0; i < KEPT; ++i) together[i] *= exp2_of(before[i] - kept_from[i]);
+        for (int i = 0; i < KEPT; ++i) together[i] = fresh ? 0.0f : together[i] * exp2_of(before[i] - kept_from[i]);
     }
 };
-
-// The logarithm of a sum of what has the logarithms a and b, of which one may be NOTHING.
-__device__ __forceinline__ float joined(float a, float b) {
-    const float most = fmaxf(fmaxf(a, b), LOW);
-    return most + __log2f(exp2_of(a - most) + exp2_of(b - most));
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 levels(const u16 *query, const int *query_counts, const unsigned char *vectors, const float *scales, const int *counts,
@@ -162,10 +168,6 @@ levels(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     Sums sums;
     int kept[KEPT];
     keep_vectors(kept);
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) sums.from[i] = LOW, sums.block[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) sums.kept_from[i] = LOW, sums.together[i] = 0.0f;
     float scale = 0.0f;
     bool begins = true, used = false;
     walk.each([&](const Tile (&tiles)[TOGETHER], int block, bool last) {
@@ -173,7 +175,7 @@ levels(const u16 *query, const int *query_counts, const unsigned char *vectors, 
             used = __shfl_sync(FULL, static_cast<int>(tiles[0].used[0]), 0);
             scale = __shfl_sync(FULL, tiles[0].used[0] ? tiles[0].scale[0] * factor : 0.0f, 0);
         }
-        sums.add(tiles, shared, scale);
+        sums.add(tiles, shared, scale, used);
         begins = last;
         if (!last) return;
         add_up(sums.block);
@@ -191,10 +193,12 @@ levels(const u16 *query, const int *query_counts, const unsigned char *vectors, 
         of_warps[threadIdx.x / 32][kept[i]] = sums.kept_from[i] + __log2f(sums.together[i]);
     __syncthreads();
     if (threadIdx.x >= COLUMNS) return;
-    float level = NOTHING;
+    float most = LOW, sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) level = joined(level, of_warps[warp][threadIdx.x]);
-    levels_of_programs[threadIdx.x * gridDim.x + blockIdx.x] = level;
+    for (int warp = 0; warp < WARPS; ++warp) most = fmaxf(most, of_warps[warp][threadIdx.x]);
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) sum += exp2_of(of_warps[warp][threadIdx.x] - most);
+    levels_of_programs[threadIdx.x * gridDim.x + blockIdx.x] = most + __log2f(sum);
 }
 
 #define WARPS_OF_MASSES (THREADS_OF_MASSES / 32)

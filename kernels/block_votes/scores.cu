@@ -18,22 +18,6 @@ __device__ __forceinline__ float largest_product(float best, const Products &pro
     return best;
 }
 
-// The largest product of a block's vectors and the query's that this thread has. While a tile is multiplied, the next one
-// is prepared, and the one before is looked through.
-__device__ __forceinline__ float compared(float best, const Tile (&tiles)[TOGETHER], const Query &query) {
-    Products products[2];
-    products[0].read(tiles[0]);
-    products[0].begin(query);
-#pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) {
-        if (i + 1 < TOGETHER) products[(i + 1) % 2].read(tiles[i + 1]);
-        products[i % 2].wait();
-        if (i + 1 < TOGETHER) products[(i + 1) % 2].begin(query);
-        best = largest_product(best, products[i % 2], tiles[i]);
-    }
-    return best;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 scores(const u16 *query, const int *query_counts, const unsigned char *vectors, const float *scales, const int *counts,
        const int *ids, const Number *blocks, float *out, int max_blocks) {
@@ -54,7 +38,9 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
 
     float best = NOTHING;
     walk.each([&](const Tile (&tiles)[TOGETHER], int block, bool last) {
-        best = compared(best, tiles, shared);
+        multiply_tiles(tiles, shared, [&](const Products &products, const Tile &tile) {
+            best = largest_product(best, products, tile);
+        });
         if (!last) return;
 #pragma unroll
         for (int apart = 16; apart; apart /= 2) best = fmaxf(best, __shfl_xor_sync(FULL, best, apart));

@@ -85,6 +85,7 @@ struct Block {
     std::vector<Thread> threads;
     std::vector<Meeting> warps;
     Meeting all;
+    std::vector<int> brought[2];
     ucontext_t scheduler;
     Thread *now = nullptr;
     long progress = 0;
@@ -116,6 +117,13 @@ inline const T (&gathered(const T &own))[32] {
 
 inline void __syncwarp() { gathered(0); }
 inline void __syncthreads() { meet(block->all); }
+inline int __syncthreads_or(int own) {
+    std::vector<int> &brought = block->brought[block->all.times % 2];  // by each thread, at every other meeting
+    brought.resize(block->threads.size());
+    brought[threadIdx.x] = own;
+    meet(block->all);
+    return std::any_of(brought.begin(), brought.end(), [](int each) { return each != 0; });
+}
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 template <class T> inline T __shfl_sync(unsigned, T own, int lane, int width = 32) {
     return gathered(own)[threadIdx.x % 32 / width * width + lane % width];

@@ -13,10 +13,13 @@ from __future__ import annotations
 import heapq
 import logging
 import mmap
+import os
 import resource
+import time
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +32,10 @@ KEPT_FREE = 10 * GIB
 """Memory of the machine that is left to everything else, in bytes."""
 PARTS = 4
 """The region takes one part in so many of the machine's memory, unless its size is set."""
+TOUCHING = 16
+"""Threads that touch the region, at most: one alone gets 1.5 to 4 GiB a second from the operating system."""
+TOUCHED = GIB // 4
+"""Bytes that a thread touches at a time."""
 
 
 # ---- how large the region may be ----
@@ -102,6 +109,33 @@ def host_bytes(host_gb: float | None, root: Path = Path("/")) -> int:
 # ---- the region ----
 
 
+def _mapped(size: int) -> mmap.mmap:
+    """An anonymous mapping of so many bytes, in huge pages where the system gives them.
+
+    Huge pages are touched, registered and read through the GPU's page table in fewer steps. Child processes do not get
+    it: the kernel would copy registered pages for them.
+    """
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region.madvise(mmap.MADV_DONTFORK)
+    try:
+        region.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:  # a kernel without them
+        logger.info("host memory is in small pages: %s", error)
+    return region
+
+
+def _touch(region: mmap.mmap) -> None:
+    """Have the operating system provide all pages of the region, by several threads: registering it has one."""
+    every = np.frombuffer(region, dtype=np.uint8)[:: mmap.PAGESIZE]
+    step = TOUCHED // mmap.PAGESIZE
+
+    def touch(begin: int) -> None:
+        every[begin : begin + step] = 0
+
+    with ThreadPoolExecutor(min(TOUCHING, len(os.sched_getaffinity(0)))) as threads:
+        list(threads.map(touch, range(0, len(every), step)))
+
+
 def _unregister(region: torch.Tensor) -> None:
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(region.data_ptr())
@@ -138,7 +172,7 @@ class HostBlocks:
                 f"{size / GIB:.4f} GiB of host memory, this rank's share of host_gb, have no room for a block, which"
                 f" takes {self.block_bytes} bytes: set --policy '{{\"host_gb\": N}}' higher"
             )
-        self._region = mmap.mmap(-1, self.total * self.block_bytes)
+        self._region = _mapped(self.total * self.block_bytes)
         self._whole = torch.frombuffer(self._region, dtype=torch.uint8)
         if flat[0].is_cuda:
             self._register()
@@ -158,7 +192,9 @@ class HostBlocks:
         logger.info(words, self.total, block, begin / GIB)
 
     def _register(self) -> None:
-        size = self._whole.numel()
+        size, begin = self._whole.numel(), time.monotonic()
+        _touch(self._region)
+        touched = time.monotonic()
         status = int(torch.cuda.cudart().cudaHostRegister(self._whole.data_ptr(), size, 0))
         if status != 0:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -168,6 +204,8 @@ class HostBlocks:
                 f" {status}): this process may lock {locked} (ulimit -l); raise that limit, or set --policy"
                 " '{\"host_gb\": N}' lower"
             )
+        seconds = (touched - begin, time.monotonic() - touched)
+        logger.info("%.1f GiB of host memory were touched in %.1f s and registered in %.1f s", size / GIB, *seconds)
         # Memory that is unmapped while it is registered cannot be registered again at the same address.
         weakref.finalize(self, _unregister, self._whole).atexit = False
 

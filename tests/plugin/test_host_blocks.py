@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,3 +134,21 @@ def test_forks_hold_what_they_share() -> None:
     assert host.used == 3 and fork.ids[:2] == shared
     fork.release()
     assert host.used == 0 and host.available == 6
+
+
+def test_every_page_of_the_region_is_touched() -> None:
+    """Also the last one, where threads have unequal shares."""
+    size = 3 * host_blocks.TOUCHED // 2 + mmap.PAGESIZE
+    region = host_blocks._mapped(size)
+    before = _resident(region)
+    host_blocks._touch(region)
+    assert before == 0 and _resident(region) >= size
+    assert not np.frombuffer(region, dtype=np.uint8)[-2 * mmap.PAGESIZE :].any()
+
+
+def _resident(region: mmap.mmap) -> int:
+    """Bytes that the operating system has provided."""
+    begin = np.frombuffer(region, dtype=np.uint8).ctypes.data
+    text = Path("/proc/self/smaps").read_text()
+    own = re.search(rf"^{begin:x}-.*?^Rss: +(\d+) kB", text, re.MULTILINE | re.DOTALL)
+    return int(own[1]) * 1024 if own else 0

@@ -297,6 +297,7 @@ class LtriPolicy(StreamPolicy):
         beginning = Beginning(
             like=source.state.lease,
             lease=stream.lease,
+            layers=stream.layers,
             tokens=fork.tokens,
             slots=slots,
             source=source.slots.index_select(0, cells[:copied]).long(),
@@ -330,12 +331,14 @@ class LtriPolicy(StreamPolicy):
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        begin, prompt = (self._streams[request.slot].offset + each for each in (begin, request.prompt))
-        votes: Votes = caches.carry.setdefault(f"votes of {request.slot}", {})
-        bounds = self.config.chunks(begin, begin + query.shape[0], prompt)
-        first = self.tokens(request, caches, slots, query.shape[1], bounds[0])
-        chunks = [first, *(LayerTokens(**{**vars(first), **self._between(request, each)}) for each in bounds[1:])]
-        out = self._computing.attend(chunks, query, keys, values, votes)
+        carry, key = caches.carry, f"chunks of {request.slot}"
+        votes: Votes = carry.setdefault(f"votes of {request.slot}", {})
+        if key not in carry:  # they are alike in all layers
+            begin, prompt = (self._streams[request.slot].offset + each for each in (begin, request.prompt))
+            bounds = self.config.chunks(begin, begin + query.shape[0], prompt)
+            carry[key] = [self._between(request, each) for each in bounds]
+        here = self._here(request, caches, slots, query.shape[1])
+        out = self._computing.attend([LayerTokens(**here, **each) for each in carry[key]], query, keys, values, votes)
         stream = self._streams[request.slot]
         if stream.note is not None:
             found = self._computing.retrieved(stream.layers[caches.layer])
@@ -350,23 +353,26 @@ class LtriPolicy(StreamPolicy):
         self, request: Request, caches: Caches, slots: torch.Tensor, heads: int, bounds: tuple[int, int]
     ) -> LayerTokens[Any]:
         """The chunk of a request's tokens between `bounds`, numbers in its stream, in one layer of so many heads."""
+        return LayerTokens(**self._here(request, caches, slots, heads), **self._between(request, bounds))
+
+    def _here(self, request: Request, caches: Caches, slots: torch.Tensor, heads: int) -> dict[str, Any]:
+        """What all chunks of a request have in one pass and layer (`LayerTokens`)."""
         stream = self._streams[request.slot]
         if caches.layer not in stream.layers:
             stream.layers[caches.layer] = self._computing.memory()
-        return LayerTokens(
-            settings=self.config,
-            memory=stream.layers[caches.layer],
-            host=LayerHost(self.blocks_on_host, stream.lease, caches.layer, slots.device),
-            caches=caches,
-            slots=slots,
-            voter=self.voter(caches.layer),
-            heads=heads,
-            given=request.options.get("blocks") or (),
-            **self._between(request, bounds),
-        )
+        return {
+            "settings": self.config,
+            "memory": stream.layers[caches.layer],
+            "host": LayerHost(self.blocks_on_host, stream.lease, caches.layer, slots.device),
+            "caches": caches,
+            "slots": slots,
+            "voter": self.voter(caches.layer),
+            "heads": heads,
+            "given": request.options.get("blocks") or (),
+        }
 
     def _between(self, request: Request, bounds: tuple[int, int]) -> dict[str, Any]:
-        """What differs between the chunks of a request in one pass and layer (`LayerTokens`)."""
+        """What a chunk of a request has in one pass and all layers (`LayerTokens`)."""
         (begin, end), stream = bounds, self._streams[request.slot]
         prompt, kept = stream.offset + request.prompt, self._kept(request, stream, begin)
         ending = self.config.ending(begin, prompt)

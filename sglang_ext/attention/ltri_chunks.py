@@ -30,6 +30,7 @@ class Beginning:
     Attributes:
         like: the source's blocks on the host.
         lease: the new stream's blocks on the host.
+        layers: layer -> what it remembers of the tokens that the new stream begins with.
         tokens: how many tokens the new stream begins with.
         slots: [slots of a stream] int32, the new stream's KV slots.
         source: [n] int64, KV slots of the source, with the tokens to copy that it still has in its slots.
@@ -40,6 +41,7 @@ class Beginning:
 
     like: HostLease
     lease: HostLease
+    layers: Mapping[int, AnyMemory]
     tokens: int
     slots: torch.Tensor
     source: torch.Tensor

@@ -22,7 +22,7 @@ from sglang_ext.attention.ltri_kernels import KernelChunk
 from sglang_ext.attention.ltri_layer import LayerTokens, Voters
 from sglang_ext.attention.ltri_plan import ChunkPlan, Seat, SeatRows, SpanRing, on_device
 from sglang_ext.attention.ltri_runs import PlacedRun
-from sglang_ext.attention.ltri_state import ClampedAttention, KernelMemory, LayerStore, Scratch
+from sglang_ext.attention.ltri_state import ClampedAttention, KernelMemory, LayerStore, Scratch, sit_down
 from sglang_ext.cache.budget import FLOAT32
 from sglang_ext.cache.host_blocks import GIB, HostBlocks, HostLease
 from sglang_ext.kernels.block_votes.triton_impl import MAX_BLOCKS
@@ -201,7 +201,7 @@ class KernelChunks:
         memory, layer, seat = tokens.memory, tokens.caches.layer, self.seat(tokens)
         if not isinstance(memory, KernelMemory):
             raise ValueError(f"a {type(memory).__name__} for kernels: expected a KernelMemory")
-        memory.sit(seat.row, self.settings, self.stores[layer])
+        sit_down([(memory, self.stores[layer])], seat.row, self.settings)
         seat.decodes = False
         if self._graphs is not None:
             self._graphs.copies.wait_for_layer(layer)
@@ -250,6 +250,8 @@ class KernelChunks:
         if like is not None and self._free:  # a warm-up may have the only row
             seat = self._sit(beginning.lease, beginning.slots, beginning.tokens)
             seat.learn(beginning.lease.ids)
+            kept = ((each, self.stores[layer]) for layer, each in beginning.layers.items())
+            sit_down(((each, store) for each, store in kept if isinstance(each, KernelMemory)), seat.row, self.settings)
             self.cached.copy(like.row, seat.row, seat.ids[: seat.known])
         move_layers(self._in_slots, self._in_slots, read=beginning.source, write=beginning.target)
         if not beginning.blocks:

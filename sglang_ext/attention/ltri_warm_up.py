@@ -93,6 +93,7 @@ class WarmUp:
             Beginning(
                 like=lease,
                 lease=copy,
+                layers={layer: self.chunks.memory() for layer in self.caches},
                 tokens=0,
                 slots=nowhere.int(),
                 source=block,

@@ -104,17 +104,16 @@ __device__ __forceinline__ void multiply_halves(float (&sum)[4], const unsigned 
                  : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(low), "r"(high));
 }
 
-// What products are told of the tiles of a right side of 48 vectors: where they are, and how far apart.
-__device__ __forceinline__ u64 tiles_at(unsigned right) {
-    return (right & 0x3ffff) >> 4 | static_cast<u64>(6 * 128 >> 4) << 16 | static_cast<u64>(128 >> 4) << 32;
+// What products are told of the tiles of a right side of so many times 8 vectors: where they are, and how far apart.
+__device__ __forceinline__ u64 tiles_at(unsigned right, int count) {
+    return (right & 0x3ffff) >> 4 | static_cast<u64>(count * 128 >> 4) << 16 | static_cast<u64>(128 >> 4) << 32;
 }
 
-// sum (+)= left [64, 16] · right [16, 48], of four warps together and asynchronous: their left rows lie below each other,
-// and the right side in shared memory, in tiles of 8 vectors with 8 components each, 128 bytes a tile. `right` says where;
-// the tiles of the other 8 components lie 6 tiles behind. It is called between `begin_products` and `end_products`, and
+// sum (+)= left [64, 16] · right [16, 48] or [16, 8], of four warps together and asynchronous: their left rows lie below each
+// other, and the right side in shared memory, in tiles of 8 vectors with 8 components each, 128 bytes a tile. `right` says
+// where; the tiles of the other 8 components lie behind them. It is called between `begin_products` and `end_products`, and
 // `left` and `sum` must not be touched before `wait_for_products`: `settle` says so to the compiler.
-__device__ __forceinline__ void multiply_48(float (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
-    const u64 tiles = tiles_at(right);
+__device__ __forceinline__ void multiply_shared(float (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, %29, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n48k16.f32." TYPE "." TYPE " "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
@@ -126,12 +125,22 @@ __device__ __forceinline__ void multiply_48(float (&sum)[6][4], const unsigned (
                    "+f"(sum[3][0]), "+f"(sum[3][1]), "+f"(sum[3][2]), "+f"(sum[3][3]),
                    "+f"(sum[4][0]), "+f"(sum[4][1]), "+f"(sum[4][2]), "+f"(sum[4][3]),
                    "+f"(sum[5][0]), "+f"(sum[5][1]), "+f"(sum[5][2]), "+f"(sum[5][3])
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles), "r"(static_cast<int>(adds)));
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles_at(right, 6)),
+                   "r"(static_cast<int>(adds)));
 }
 
-// The same of numbers of 8 bits with signs, left [64, 32] and right [32, 48], whose tiles have 16 components a vector.
-__device__ __forceinline__ void multiply_48(int (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
-    const u64 tiles = tiles_at(right);
+__device__ __forceinline__ void multiply_shared(float (&sum)[1][4], const unsigned (&left)[4], unsigned right, bool adds) {
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE "." TYPE " "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, adds, 1, 1, 0;}"
+                 : "+f"(sum[0][0]), "+f"(sum[0][1]), "+f"(sum[0][2]), "+f"(sum[0][3])
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles_at(right, 1)),
+                   "r"(static_cast<int>(adds)));
+}
+
+// The same of numbers of 8 bits with signs, left [64, 32] and right [32, 48] or [32, 8], whose tiles have 16 components a
+// vector.
+__device__ __forceinline__ void multiply_shared(int (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, %29, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n48k32.s32.s8.s8 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
@@ -143,18 +152,30 @@ __device__ __forceinline__ void multiply_48(int (&sum)[6][4], const unsigned (&l
                    "+r"(sum[3][0]), "+r"(sum[3][1]), "+r"(sum[3][2]), "+r"(sum[3][3]),
                    "+r"(sum[4][0]), "+r"(sum[4][1]), "+r"(sum[4][2]), "+r"(sum[4][3]),
                    "+r"(sum[5][0]), "+r"(sum[5][1]), "+r"(sum[5][2]), "+r"(sum[5][3])
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles), "r"(static_cast<int>(adds)));
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles_at(right, 6)),
+                   "r"(static_cast<int>(adds)));
+}
+
+__device__ __forceinline__ void multiply_shared(int (&sum)[1][4], const unsigned (&left)[4], unsigned right, bool adds) {
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, adds;}"
+                 : "+r"(sum[0][0]), "+r"(sum[0][1]), "+r"(sum[0][2]), "+r"(sum[0][3])
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(tiles_at(right, 1)),
+                   "r"(static_cast<int>(adds)));
 }
 
 // Numbers are what they are to be before this, and are not read before it.
-__device__ __forceinline__ void settle(float (&sum)[6][4]) {
+template <int TILES>
+__device__ __forceinline__ void settle(float (&sum)[TILES][4]) {
 #pragma unroll
-    for (int i = 0; i < 24; ++i) asm volatile("" : "+f"(sum[i / 4][i % 4])::"memory");
+    for (int i = 0; i < 4 * TILES; ++i) asm volatile("" : "+f"(sum[i / 4][i % 4])::"memory");
 }
 
-__device__ __forceinline__ void settle(int (&sum)[6][4]) {
+template <int TILES>
+__device__ __forceinline__ void settle(int (&sum)[TILES][4]) {
 #pragma unroll
-    for (int i = 0; i < 24; ++i) asm volatile("" : "+r"(sum[i / 4][i % 4])::"memory");
+    for (int i = 0; i < 4 * TILES; ++i) asm volatile("" : "+r"(sum[i / 4][i % 4])::"memory");
 }
 
 __device__ __forceinline__ void settle(unsigned (&left)[4]) {

@@ -5,7 +5,7 @@
 // at once: here a warp reads the next block while it compares one. The query's vectors lie in shared memory.
 //
 // Four warps multiply together: vectors of the index, 16 of each warp's block, are the left operand of matrix products,
-// [64 vectors, 16 components], and the query's the right one, [16 components, 48 vectors]. Which components come together
+// [64 vectors, 16 components], and the query's the right one, [16 components, 48 vectors, or 8]. Which components come together
 // in a product is of no matter as long as both sides agree: so a thread reads pieces of 16 bytes that lie beside those of
 // its neighbours, and has, without exchanging anything, what a product wants of it.
 //
@@ -22,13 +22,14 @@
 #define ROWS (SPANS * MOST)
 #define TILES ((ROWS + 15) / 16)
 #define STEPS (DIM / (PACKED ? 32 : 16))  // products over the components
-#define SETS ((COLUMNS + 47) / 48)  // products over the query's vectors
+#define WIDTH (COLUMNS <= 8 ? 1 : 6)  // tiles of 8 vectors of the query that a product takes
+#define SETS ((COLUMNS + 8 * WIDTH - 1) / (8 * WIDTH))  // products over the query's vectors
 #define LINE (PACKED ? DIM / 2 : 2 * DIM)  // bytes of a vector
 #define PIECES (LINE / 64)                 // that a thread has of a vector
 #define QUARTERS (PACKED ? 2 * PIECES : PIECES)  // pieces of a vector of the query that one of four threads takes
 #define WHOLE (PACKED ? 2 : 1)  // words of 16 bytes that such a piece has
 #define WARPS (THREADS / 32)
-#define TURNS ((SETS * 6 * QUARTERS + WARPS - 1) / WARPS)  // of a warp, in which it takes these
+#define TURNS ((SETS * WIDTH * QUARTERS + WARPS - 1) / WARPS)  // of a warp, in which it takes these
 #define TOGETHER (!PACKED ? 1 : TILES < 3 ? TILES : 3)  // tiles that are read at once
 #define PARTS ((TILES + TOGETHER - 1) / TOGETHER)        // of a block
 
@@ -53,7 +54,7 @@ struct Tile {
 
 // The query: for each product tiles of 8 vectors with 16 bytes each.
 struct Query {
-    unsigned words[SETS][STEPS][2][6][8][4];
+    unsigned words[SETS][STEPS][2][WIDTH][8][4];
 #if PACKED
     float largest[WARPS];
 #endif
@@ -110,7 +111,7 @@ struct Place {
 
     __device__ __forceinline__ explicit Place(int turn) {
         const int i = threadIdx.x / 32 + turn * WARPS;
-        set = i / QUARTERS / 6, tile = i / QUARTERS % 6, quarter = i % QUARTERS;
+        set = i / QUARTERS / WIDTH, tile = i / QUARTERS % WIDTH, quarter = i % QUARTERS;
     }
 };
 
@@ -144,7 +145,7 @@ __device__ __forceinline__ float load_query(Query &query, const u16 *from, const
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
         const Place place(turn);
-        const int column = place.set * 48 + place.tile * 8 + row, quarter = place.quarter;
+        const int column = (place.set * WIDTH + place.tile) * 8 + row, quarter = place.quarter;
         const bool given = column < COLUMNS && column % MOST_Q < counts[column / MOST_Q];
         const u16 *vector = from + (given ? column : spoken) * DIM;
         if (PACKED) {
@@ -193,7 +194,7 @@ __device__ __forceinline__ int larger(int a, int b) { return max(a, b); }
 // Products of a tile's vectors and the query's.
 struct Products {
     unsigned left[STEPS][4];
-    Sum sum[SETS][6][4];
+    Sum sum[SETS][WIDTH][4];
 
     __device__ __forceinline__ void read(const Tile &tile) {
 #pragma unroll
@@ -208,7 +209,7 @@ struct Products {
         for (int set = 0; set < SETS; ++set)
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
-                multiply_48(sum[set], left[step], shared_address(query.words[set][step]), step > 0);
+                multiply_shared(sum[set], left[step], shared_address(query.words[set][step]), step > 0);
         end_products();
     }
 

@@ -24,7 +24,10 @@ MAX_COLUMNS = 48
 """Vectors of a query, at most: as many as one product takes."""
 
 RESIDENT = 2
-"""Blocks of the grid that a multiprocessor has at once: products of a whole block lie in registers."""
+"""Blocks of the grid that a multiprocessor has at once."""
+
+FEW_RESIDENT = 4
+"""The same where vectors are packed, of 128 components at most, and the query has 8 vectors at most."""
 
 THREADS_OF_MASSES = 512
 """Threads of a block of the second launch's grid."""
@@ -34,9 +37,6 @@ TAKEN = 32
 
 KERNELS = {"levels": THREADS, "masses": THREADS_OF_MASSES}
 """Both launches, and how many threads a block of each one's grid has."""
-
-OWN = dict(RESIDENT=RESIDENT, THREADS_OF_MASSES=THREADS_OF_MASSES, TAKEN=TAKEN)
-"""Macros of `mass.cu` beside, or in place of, those of `cuda_impl.constants`."""
 
 
 def refusal(device: torch.device, query: QuerySpans, index: BlockIndex, kind: str) -> str | None:
@@ -55,9 +55,16 @@ def _unusable(index: int) -> str | None:
     """Why no kernel runs on a device: found out once, before any CUDA graph is captured."""
     if torch.cuda.get_device_properties(index).major != 9:
         return "it is written for Hopper"
-    sizes = cuda_impl.constants(128, 1, 48, 1, 8, packed=True, wide=False, bfloat16=True) | OWN
+    sizes = with_own(cuda_impl.constants(128, 1, 48, 1, 8, packed=True, wide=False, bfloat16=True))
     both = [partial(_kernel, index, name, tuple(sizes.items())) for name in KERNELS]
     return nvrtc.failure(index, "scores of blocks by `mass` run", *both)
+
+
+def with_own(sizes: dict[str, int]) -> dict[str, int]:
+    """Macros of `mass.cu`, from those of `cuda_impl.constants`."""
+    few = sizes["PACKED"] and sizes["DIM"] <= 128 and sizes["COLUMNS"] <= 8
+    resident = FEW_RESIDENT if few else RESIDENT
+    return sizes | dict(RESIDENT=resident, THREADS_OF_MASSES=THREADS_OF_MASSES, TAKEN=TAKEN)
 
 
 @cache
@@ -96,8 +103,8 @@ def score_blocks(
     if 0 in (*query.vectors.shape, *index.vectors.shape):
         return out.fill_(float("-inf"))
     device, (batch, limit) = nvrtc.index_of(query.vectors.device), index.ids.shape
-    sizes = cuda_impl.constants_for(query, index) | OWN
-    programs = min(-(-limit // (THREADS // 32)), RESIDENT * nvrtc.multiprocessors(device))
+    sizes = with_own(cuda_impl.constants_for(query, index))
+    programs = min(-(-limit // (THREADS // 32)), sizes["RESIDENT"] * nvrtc.multiprocessors(device))
     levels = torch.empty(batch, limit + programs, sizes["COLUMNS"], dtype=torch.float32, device=out.device)
     of_blocks = levels.data_ptr()
     of_programs = of_blocks + batch * limit * sizes["COLUMNS"] * levels.itemsize

@@ -8,8 +8,8 @@ __device__ __forceinline__ float largest_product(float best, const Products &pro
     for (int half = 0; half < 2; ++half) {
         Sum most = products.sum[0][0][2 * half];
 #pragma unroll
-        for (int group = 0; group < 6 * SETS; ++group) {
-            const Sum (&of)[4] = products.sum[group / 6][group % 6];
+        for (int group = 0; group < WIDTH * SETS; ++group) {
+            const Sum (&of)[4] = products.sum[group / WIDTH][group % WIDTH];
             most = larger(most, larger(of[2 * half], of[2 * half + 1]));
         }
         const float scaled = PACKED ? static_cast<float>(most) * tile.scale[half] : static_cast<float>(most);

@@ -115,6 +115,11 @@ def _selection(device: torch.device, settings: Ltri, shape: LayerShape) -> list[
         election = parts.election_of(ELECTED, with_similarity(settings, similarity), shape, device)
         name = f"scores of {ELECTED} blocks by `{similarity}`, and the best {settings.retrieved}"
         found.append(at_most(name, election, ELECTION_S, f"{ELECTION_S * 1e6:.0f} us", 1.0))
+    if settings.tokens_ask:
+        asking = parts.election_of(ELECTED, settings, shape, device, tokens_ask=True)
+        who = f"the {settings.most_askers} tokens that ask"
+        name = f"scores of {ELECTED} blocks for {who}, and the best {settings.retrieved}"
+        found.append(at_most(name, asking, ELECTION_S, f"{ELECTION_S * 1e6:.0f} us", 1.0))
     return found
 
 

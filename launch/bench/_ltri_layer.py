@@ -332,8 +332,12 @@ def fill_index(index: LayerIndex) -> None:
     index.counts.fill_(index.vectors.shape[2])
 
 
-def election_of(blocks: int, settings: Ltri, shape: LayerShape, device: torch.device) -> Timing:
+def election_of(
+    blocks: int, settings: Ltri, shape: LayerShape, device: torch.device, *, tokens_ask: bool = False
+) -> Timing:
     """Seconds to score so many blocks and to elect `retrieved` of them, in a layer in which one head votes.
+
+    What is compared are the spans of a chunk, or with `tokens_ask` a prompt's last tokens (`Ltri.askers`).
 
     Inside a CUDA graph, as in a chunk, of as many layers' indices in turn as leave none in the L2 cache.
     """
@@ -346,14 +350,15 @@ def election_of(blocks: int, settings: Ltri, shape: LayerShape, device: torch.de
     spans, most = layers[0].vectors.shape[1:3]
     tiles, queries = settings.chunk // settings.block, min(most, settings.most_queries)
     # As they are picked, and rotated with it.
-    asked = torch.randn(1, tiles * spans, queries, shape.dim, device=device).to(shape.dtype)
-    counts = torch.full(asked.shape[:2], queries, dtype=torch.int32, device=device)
+    sizes = (settings.most_askers, 1) if tokens_ask else (tiles * spans, queries)
+    asked = torch.randn(1, *sizes, shape.dim, device=device).to(shape.dtype)
+    counts = torch.full(asked.shape[:2], sizes[1], dtype=torch.int32, device=device)
     ids = torch.randperm(blocks, device=device).to(torch.int32).unsqueeze(0)
     entries = [index.of(ids, torch.full((1,), blocks, dtype=torch.int32, device=device)) for index in layers]
     votes = torch.zeros(1, blocks, device=device)
 
     def work(turn: int) -> torch.Tensor:
-        scores = score_blocks(QuerySpans(asked, counts), entries[turn], kind=settings.similarity)
+        scores = score_blocks(QuerySpans(asked, counts), entries[turn], kind=settings.compared_by(tokens_ask))
         return elect(votes, scores, weight=0.5, count=settings.retrieved, mode=settings.vote)
 
     return time_turns(work, len(layers), device)

@@ -97,7 +97,8 @@ class KernelMemory(LayerMemory[Spans]):
 def sit_down(layers: Iterable[tuple[KernelMemory, LayerStore]], row: int, settings: Ltri) -> None:
     """Copy what layers of a stream remember into its row of `state` and `ring`, and keep views of that row instead.
 
-    It takes three launches for all layers. Nothing is done in layers in which nothing votes, or whose memory lies there already.
+    It takes three launches for all layers. Nothing is done in layers in which nothing votes, or whose memory lies there
+    already.
 
     Args:
         layers: what each remembers, and has for all streams.

@@ -53,7 +53,7 @@ static thread_local Index threadIdx, blockIdx, gridDim;
 struct Copy { unsigned to; const void *from; bool there; int bytes; };
 
 // What a product is going to write, and does not before it is waited for.
-struct Awaited { void *sum; unsigned found[6][4]; };
+struct Awaited { void *sum; size_t bytes; unsigned found[6][4]; };
 
 struct Thread {
     ucontext_t context;
@@ -274,38 +274,38 @@ inline void multiply(int (&sum)[4], const unsigned (&left)[4], unsigned low, uns
 inline void multiply_halves(float (&sum)[4], const unsigned (&left)[4], unsigned low, unsigned high) {
     product<2>(sum, left, low, high, widened_half);
 }
-template <class Number>
-inline void multiply_48(Number (&sum)[6][4], const unsigned (&left)[4], unsigned right, bool adds) {
+template <class Number, int TILES>
+inline void multiply_shared(Number (&sum)[TILES][4], const unsigned (&left)[4], unsigned right, bool adds) {
     const unsigned place = threadIdx.x % 32 / 4 * 16 + threadIdx.x % 4 * 4;
     const auto word = [&](int tile) { return *reinterpret_cast<unsigned *>(at_address(right + tile * 128 + place)); };
     auto &all = block->now->awaited;
     auto own = std::find_if(all.begin(), all.end(), [&](const Awaited &each) { return each.sum == sum; });
     if (own == all.end()) {
-        own = all.insert(all.end(), Awaited{sum, {}});
+        own = all.insert(all.end(), Awaited{sum, sizeof(sum), {}});
         std::memcpy(own->found, sum, sizeof(sum));
     }
-    Number found[6][4];
+    Number found[TILES][4];
     std::memcpy(found, own->found, sizeof(found));
-    for (int i = 0; i < 6; ++i) {
+    for (int i = 0; i < TILES; ++i) {
         if (!adds) found[i][0] = found[i][1] = found[i][2] = found[i][3] = 0;
-        multiply(found[i], left, word(i), word(6 + i));
+        multiply(found[i], left, word(i), word(TILES + i));
     }
     std::memcpy(own->found, found, sizeof(found));
     using Limits = std::numeric_limits<Number>;
     // Until it is waited for:
-    std::fill(&sum[0][0], &sum[0][0] + 24, Limits::has_quiet_NaN ? Limits::quiet_NaN() : Limits::max());
+    std::fill(&sum[0][0], &sum[0][0] + 4 * TILES, Limits::has_quiet_NaN ? Limits::quiet_NaN() : Limits::max());
 }
 inline void wait_for_launch_before() {}  // `on_host.kernel` looks for it
 inline void let_next_launch_begin() {}
 
-inline void settle(float (&)[6][4]) {}
-inline void settle(int (&)[6][4]) {}
+template <class Number, int TILES>
+inline void settle(Number (&)[TILES][4]) {}
 inline void settle(unsigned (&)[4]) {}
 inline void show_to_products() {}
 inline void begin_products() { __syncthreads(); }  // all four warps of a block do
 inline void end_products() {}
 inline void wait_for_products() {
-    for (const Awaited &each : block->now->awaited) std::memcpy(each.sum, each.found, sizeof(each.found));
+    for (const Awaited &each : block->now->awaited) std::memcpy(each.sum, each.found, each.bytes);
     block->now->awaited.clear();
     __syncwarp();
 }

@@ -129,7 +129,7 @@ def _read(source: str) -> str:
 
 
 def text_of(source: str, read: Callable[[str], str] = _read) -> str:
-    """A file under `kernels`, with the files in it that it includes: those lie in `kernels` itself."""
+    """A file under `kernels`, with the files in it that it includes, by their paths under `kernels`."""
     return re.sub(r'^#include "(.+)"$', lambda found: text_of(found[1], read), read(source), flags=re.MULTILINE)
 
 

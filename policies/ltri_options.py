@@ -60,8 +60,8 @@ class Ltri:
             the request names (`given`; `blocks` in `custom_params` is a list of their numbers).
         similarity: of two spans' index vectors: the largest of all products (`max`); their `sum` (equation 8, the
             paper's), which finds less in our study; or the attention that the queries give to the span's vectors among
-            all of them (`mass`), which takes kernels twice as long. A prompt's last tokens are compared as
-            `asking` says.
+            all of them (`mass`), which takes kernels twice as long, and fifteen times where they are not those in CUDA
+            (docs/gpu.md). A prompt's last tokens are compared as `asking` says.
         asking: with index `ltri`, what of a prompt's last tokens (`last`) is compared with what is remembered.
             `tokens`: the queries of the last `askers` of them, each by the attention that it gives to a span's vectors
             among all vectors, as in `mass`; with similarity `sum`, which remembers sums alone, by its product. `spans`

@@ -82,7 +82,7 @@ def _unusable(index: int) -> str | None:
 def constants(
     dim: int, spans: int, most: int, most_q: int, columns: int, *, packed: bool, wide: bool, bfloat16: bool
 ) -> dict[str, int]:
-    """Macros of `scores.cu`, with so many blocks at once that sm_90a spills only of the largest packed ones."""
+    """Macros of `compare.cuh`, with so many blocks at once that `scores.cu` spills only of the largest packed ones."""
     resident = PACKED_RESIDENT if packed and dim <= 128 and columns <= 48 else RESIDENT
     return dict(
         DIM=dim, SPANS=spans, MOST=most, MOST_Q=most_q, COLUMNS=columns, PACKED=int(packed), WIDE=int(wide),

@@ -5,9 +5,10 @@
 // exponentials, and for each block of its grid that of all of its blocks; `masses` joins the latter, and makes shares of the
 // former. Logarithms are those to the base of 2.
 //
-// Exponents are taken from a number for each of the query's vectors, and not from the largest of each block: what is far
-// below it has no share anyway. It is 0 until the first block's sums are too small, or the sums of any block too large: then
-// it is the largest product that the warp has met.
+// For each of the query's vectors a warp has a number from which exponents are taken, and not the largest product of each
+// block: what is far below it has no share anyway. The number is 0 until the sums of the first block that has vectors are too
+// small for that, or those of any block too large. Then all four warps, which multiply together, multiply once more, and take
+// the largest product for their number: of the block at hand, or the number so far where that is larger.
 //
 // Set by the compiler: what compare.cuh asks for, and of `masses` THREADS_OF_MASSES and TAKEN (threads of a block of the
 // grid, and how many blocks it takes).
@@ -71,13 +72,13 @@ __device__ __forceinline__ void keep_vectors(int (&vectors)[KEPT]) {
     for (int i = 0; i < KEPT; ++i) vectors[i] = static_cast<int>(kept[i]);
 }
 
-// Sums of exponentials of a warp's blocks, less `from`.
+// Sums of exponentials of a warp's blocks; exponents are products times a scale, less `from`.
 struct Sums {
     float from[OWN];       // the same in all 8 lanes
     float kept_from[KEPT];
     float together[KEPT];  // of all blocks
     float block[OWN];      // of a block's parts so far, of which a thread has two rows of each tile
-    bool fresh = true;     // there is nothing yet
+    bool fresh = true;     // no block had vectors yet
 
     __device__ __forceinline__ Sums() {
 #pragma unroll
@@ -86,32 +87,39 @@ struct Sums {
         for (int i = 0; i < KEPT; ++i) kept_from[i] = together[i] = 0.0f;
     }
 
-    // Adds a part of a block.
+    // Adds a part of a block. `used`: the block has vectors.
     __device__ __forceinline__ void add(const Tile (&tiles)[TOGETHER], const Query &query, float scale, bool used) {
         float sums[OWN];
-#pragma unroll 1
-        while (true) {
+        sum_up<false>(sums, tiles, query, scale);
+        float most = sums[0], least = sums[0];
 #pragma unroll
-            for (int column = 0; column < OWN; ++column) sums[column] = block[column];
-            multiply_tiles(tiles, query, [&](const Products &products, const Tile &tile) {
-#pragma unroll
-                for (int i = 0; i < 2 * OWN; ++i) {
-                    const float power = exp2_of(fmaf(product(products, i / 2, i % 2), scale, -from[i / 2]));
-                    if (tile.used[i % 2]) sums[i / 2] += power;
-                }
-            });
-            float most = sums[0], least = sums[0];
-#pragma unroll
-            for (int column = 1; column < OWN; ++column)
-                most = fmaxf(most, sums[column]), least = fminf(least, sums[column]);
-            const bool small = fresh && tiles[0].used[0] && least < LITTLE;
-            if (!__syncthreads_or(small || most > MUCH)) break;  // warps multiply together, also once more
-            raise(tiles, query, scale);
-            fresh = false;
+        for (int column = 1; column < OWN; ++column)
+            most = fmaxf(most, sums[column]), least = fminf(least, sums[column]);
+        const bool small = fresh && tiles[0].used[0] && least < LITTLE;
+        if (__syncthreads_or(small || most > MUCH)) {
+            raise(tiles, query, scale, used);
+            sum_up<true>(sums, tiles, query, scale);
         }
         if (used) fresh = false;
 #pragma unroll
         for (int column = 0; column < OWN; ++column) block[column] = sums[column];
+    }
+
+    // `block` and what a part adds to it. ROUNDED: products are scaled as in `raise`, so that no exponent is above 0 behind
+    // it, however large they are.
+    template <bool ROUNDED>
+    __device__ __forceinline__ void sum_up(float (&sums)[OWN], const Tile (&tiles)[TOGETHER], const Query &query,
+                                           float scale) const {
+#pragma unroll
+        for (int column = 0; column < OWN; ++column) sums[column] = block[column];
+        multiply_tiles(tiles, query, [&](const Products &products, const Tile &tile) {
+#pragma unroll
+            for (int i = 0; i < 2 * OWN; ++i) {
+                const float number = product(products, i / 2, i % 2), less = from[i / 2];
+                const float exponent = ROUNDED ? __fmul_rn(number, scale) - less : fmaf(number, scale, -less);
+                if (tile.used[i % 2]) sums[i / 2] += exp2_of(exponent);
+            }
+        });
     }
 
     // Of one of the thread's columns, and one of its two rows.
@@ -119,8 +127,8 @@ struct Sums {
         return static_cast<float>(products.sum[0][column / 2][2 * half + column % 2]);
     }
 
-    // Have exponents taken from the largest product that there is.
-    __device__ __forceinline__ void raise(const Tile (&tiles)[TOGETHER], const Query &query, float scale) {
+    // Have exponents taken from the largest product, unless there is none.
+    __device__ __forceinline__ void raise(const Tile (&tiles)[TOGETHER], const Query &query, float scale, bool used) {
         float most[OWN], before[KEPT];
 #pragma unroll
         for (int i = 0; i < OWN; ++i) most[i] = fresh ? LOW : from[i];
@@ -129,8 +137,9 @@ struct Sums {
         multiply_tiles(tiles, query, [&](const Products &products, const Tile &tile) {
 #pragma unroll
             for (int i = 0; i < 2 * OWN; ++i)
-                if (tile.used[i % 2]) most[i / 2] = fmaxf(most[i / 2], product(products, i / 2, i % 2) * scale);
+                if (tile.used[i % 2]) most[i / 2] = fmaxf(most[i / 2], __fmul_rn(product(products, i / 2, i % 2), scale));
         });
+        if (!used) return;  // all lanes of the warp
 #pragma unroll
         for (int column = 0; column < OWN; ++column) {
 #pragma unroll

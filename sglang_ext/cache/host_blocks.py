@@ -109,30 +109,52 @@ def host_bytes(host_gb: float | None, root: Path = Path("/")) -> int:
 # ---- the region ----
 
 
-def _mapped(size: int) -> mmap.mmap:
+def _mapped_for_gpu(size: int) -> mmap.mmap:
     """An anonymous mapping of so many bytes, in huge pages where the system gives them.
 
-    Huge pages are touched, registered and read through the GPU's page table in fewer steps. Child processes do not get
-    it: the kernel would copy registered pages for them.
+    Huge pages are touched and registered in fewer steps. Child processes do not get the mapping: the kernel would copy
+    registered pages for them.
     """
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    region.madvise(mmap.MADV_DONTFORK)
-    try:
-        region.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:  # a kernel without them
-        logger.info("host memory is in small pages: %s", error)
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+        try:
+            region.madvise(advice)
+        except OSError as error:
+            logger.info("the system does not take advice %d for host memory: %s", advice, error)
     return region
 
 
+def _cpus_nearby(root: Path = Path("/")) -> set[int]:
+    """CPUs that this process may use and that have their own memory in common with the one that this thread runs on.
+
+    Args:
+        root: where `proc` and `sys` are mounted.
+
+    Returns:
+        All CPUs that this process may use where the system does not say which memory is theirs.
+    """
+    allowed = os.sched_getaffinity(0)
+    here = int((root / "proc/thread-self/stat").read_text().rpartition(")")[2].split()[36])
+    for path in (root / "sys/devices/system/node").glob("node*/cpulist"):
+        bounds = [part.split("-") for part in path.read_text().strip().split(",") if part]
+        cpus = {cpu for each in bounds for cpu in range(int(each[0]), int(each[-1]) + 1)}
+        if here in cpus:
+            return allowed & cpus or allowed
+    return allowed
+
+
 def _touch(region: mmap.mmap) -> None:
-    """Have the operating system provide all pages of the region, by several threads: registering it has one."""
-    every = np.frombuffer(region, dtype=np.uint8)[:: mmap.PAGESIZE]
+    """Have the operating system provide all pages of the region, by several threads: registering it has one.
+
+    A page lies in the memory of the CPU that touches it first, so all of them run near this one.
+    """
+    every, cpus = np.frombuffer(region, dtype=np.uint8)[:: mmap.PAGESIZE], _cpus_nearby()
     step = TOUCHED // mmap.PAGESIZE
 
     def touch(begin: int) -> None:
         every[begin : begin + step] = 0
 
-    with ThreadPoolExecutor(min(TOUCHING, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(min(TOUCHING, len(cpus)), initializer=os.sched_setaffinity, initargs=(0, cpus)) as threads:
         list(threads.map(touch, range(0, len(every), step)))
 
 
@@ -172,7 +194,8 @@ class HostBlocks:
                 f"{size / GIB:.4f} GiB of host memory, this rank's share of host_gb, have no room for a block, which"
                 f" takes {self.block_bytes} bytes: set --policy '{{\"host_gb\": N}}' higher"
             )
-        self._region = _mapped(self.total * self.block_bytes)
+        size = self.total * self.block_bytes
+        self._region = _mapped_for_gpu(size) if flat[0].is_cuda else mmap.mmap(-1, size)
         self._whole = torch.frombuffer(self._region, dtype=torch.uint8)
         if flat[0].is_cuda:
             self._register()

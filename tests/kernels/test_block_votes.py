@@ -406,9 +406,10 @@ def test_dispatch():
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_reads_ids_and_counts_when_it_is_replayed(kind):
+@pytest.mark.parametrize("spans", [1, 3])
+def test_a_graph_reads_ids_and_counts_when_it_is_replayed(kind, spans):
     """Captured with no blocks, replayed with others."""
-    case = Case(HALF, blocks=(61, 20, 64), limit=64, dim=64)
+    case = Case(HALF, blocks=(61, 20, 64), limit=64, dim=64, spans=spans)
     query, index = case.query(), case.index()
     ids, blocks, votes = index.ids.clone(), index.blocks.clone(), torch.zeros(3, 64, device=DEVICE)
     out, chosen = torch.empty(3, 64, device=DEVICE), torch.empty(3, 16, dtype=torch.int32, device=DEVICE)

@@ -90,6 +90,54 @@ def test_large_logits_by_mass_in_cuda(packed):
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "half"])
+@pytest.mark.parametrize("seed", [0, 1])
+@on_host.needed
+def test_logits_of_all_sizes_by_mass_in_cuda(monkeypatch, seed, packed):
+    """Many blocks a warp, some without vectors, of which each may be far above or below those before it."""
+    monkeypatch.setattr(on_host, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(nvrtc, "multiprocessors", lambda index: 1)
+    sizes = {"blocks": (60,), "limit": 64, "spans": 1, "most": 100, "query_spans": 4, "most_q": 5, "dim": 128}
+    case = (PackedCase if packed else Case)(HALF, seed=seed, **sizes)
+    gen = torch.Generator().manual_seed(seed)
+    gone = torch.rand(len(case.kept), generator=gen) < 0.4
+    case.kept_counts[gone & (case.kept_counts[:, 0] < 10**6)] = 0
+    factors = 10 ** (torch.rand(len(case.kept), 1, generator=gen, dtype=torch.float64) * 3 - 2.5)
+    if isinstance(case, PackedCase):
+        scales = (case.scales * factors * 2).float()
+        case.kept *= (scales.double() / case.scales.double())[..., None, None]
+        case.scales = scales
+        case.asked *= 4
+    else:
+        case.kept = (case.kept.double() * factors[..., None, None]).to(HALF)
+        case.asked *= 20
+    with on_host.cuda(cuda_mass):
+        found = cuda_mass.score_blocks(case.query(), case.index()).cpu().double()
+    if isinstance(case, PackedCase):
+        case.round_query()
+    want = case.expected("mass")
+    there = want > NONE
+    assert torch.equal(found > NONE, there)
+    assert (found - want)[there].abs().max() <= 1e-4
+
+
+@on_host.needed
+def test_logits_that_float32_rounds_by_hundreds():
+    """A largest product that is rounded down would be far above itself: there is an end, and numbers."""
+    sizes = {"blocks": (60,), "limit": 64, "spans": 1, "most": 30, "query_spans": 4, "most_q": 5, "dim": 128}
+    case = Case(HALF, seed=1, **sizes)
+    gen = torch.Generator().manual_seed(5)
+    for vectors in (case.asked, case.kept):
+        vectors[~vectors.isnan()] = (6e4 * (0.5 + 0.5 * torch.rand(vectors.shape, generator=gen))).to(HALF)[
+            ~vectors.isnan()
+        ]
+    with on_host.cuda(cuda_mass):
+        found = cuda_mass.score_blocks(case.query(), case.index()).cpu()
+    there = found > NONE
+    assert torch.equal(there, case.expected("max") > NONE)
+    assert float(found[there].sum()) > 0.5 and float(found[there].max()) < 6
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "half"])
 @on_host.needed
 def test_a_query_without_vectors_in_cuda(packed):
     for module in (cuda_impl, cuda_mass):

@@ -179,6 +179,20 @@ def test_scores_that_are_no_numbers(module):
     assert votes.tolist() == [[2.0, 2.0, 1.0, 1.0, 1.0, 2.0]]
 
 
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, 3e38, 1e-42])
+@pytest.mark.parametrize("mode", ["inclusive", "preceding"])
+@pytest.mark.parametrize("module", [pytest.param(triton_impl, id="triton"), CUDA])
+def test_numbers_at_the_edges(module, mode, weight):
+    """Against the reference: weights, votes and scores that are no numbers, or the largest and smallest there are."""
+    gen = torch.Generator().manual_seed(4)
+    few = torch.tensor([math.nan, math.inf, -math.inf, 3e38, 1e-42, -0.0, 0.0, 0.5, -0.5, 1.0])
+    votes, scores = (few[torch.randint(0, len(few), (2, 300), generator=gen)].to(DEVICE) for _ in range(2))
+    expected = votes.clone()
+    chosen = reference.elect(expected, scores, weight=weight, count=16, mode=mode)
+    assert torch.equal(module.elect(votes, scores, weight=weight, count=16, mode=mode), chosen)
+    assert same(votes.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
 @ALL
 def test_nothing_to_elect(module):
     votes = torch.ones(2, 5, device=DEVICE)

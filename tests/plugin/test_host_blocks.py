@@ -136,14 +136,31 @@ def test_forks_hold_what_they_share() -> None:
     assert host.used == 0 and host.available == 6
 
 
-def test_every_page_of_the_region_is_touched() -> None:
+def test_every_page_of_the_region_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the last one, where threads have unequal shares."""
-    size = 3 * host_blocks.TOUCHED // 2 + mmap.PAGESIZE
-    region = host_blocks._mapped(size)
+    monkeypatch.setattr(host_blocks, "TOUCHED", 2**20)
+    size = 5 * 2**19 + mmap.PAGESIZE
+    region = host_blocks._mapped_for_gpu(size)
     before = _resident(region)
     host_blocks._touch(region)
     assert before == 0 and _resident(region) >= size
-    assert not np.frombuffer(region, dtype=np.uint8)[-2 * mmap.PAGESIZE :].any()
+    assert not np.frombuffer(region, dtype=np.uint8).any()
+
+
+def test_cpus_that_share_memory_with_the_one_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_blocks.os, "sched_getaffinity", lambda _: {1, 2, 5, 6})
+    stat = tmp_path / "proc/thread-self/stat"
+    stat.parent.mkdir(parents=True)
+    stat.write_text("12 (a name) with) S " + "0 " * 35 + "6 0 0\n")
+    assert host_blocks._cpus_nearby(tmp_path) == {1, 2, 5, 6}
+    for number, cpus in enumerate(("0-1,4-5", "2-3,6-7,9", "")):
+        node = tmp_path / f"sys/devices/system/node/node{number}/cpulist"
+        node.parent.mkdir(parents=True)
+        node.write_text(cpus + "\n")
+    assert host_blocks._cpus_nearby(tmp_path) == {2, 6}
+    stat.write_text("12 (a name) with) S " + "0 " * 35 + "9 0 0\n")
+    assert host_blocks._cpus_nearby(tmp_path) == {2, 6}
+    assert host_blocks._cpus_nearby() == {1, 2, 5, 6} & host_blocks._cpus_nearby()
 
 
 def _resident(region: mmap.mmap) -> int:

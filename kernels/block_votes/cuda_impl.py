@@ -108,6 +108,19 @@ def tensors_of(query: QuerySpans, index: BlockIndex) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+def begun(query: QuerySpans, index: BlockIndex, out: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+    """(`out` or a new tensor, whether there is anything to compare); -inf where there is nothing.
+
+    Raises:
+        ValueError: a tensor is not contiguous.
+    """
+    if out is None:
+        out = torch.empty(index.ids.shape, dtype=torch.float32, device=query.vectors.device)
+    check_contiguous(tensors_of(query, index) | {"out": out})
+    left = 0 not in (*query.vectors.shape, *index.vectors.shape, *out.shape)
+    return out if left else out.fill_(float("-inf")), left
+
+
 @cache
 def _kernel(index: int, macros: tuple[tuple[str, int], ...]) -> Callable[..., None]:
     return nvrtc.kernel(index, SOURCE, "scores", THREADS, macros)
@@ -136,14 +149,10 @@ def score_blocks(
     check(query, index, kind, out)
     if reason := refusal(query.vectors.device, query, index, kind):
         raise ValueError(f"{reason}; use triton_impl.score_blocks")
-    if out is None:
-        out = torch.empty(index.ids.shape, dtype=torch.float32, device=query.vectors.device)
-    tensors = tensors_of(query, index) | {"out": out}
-    check_contiguous(tensors)
-    if out.numel() == 0:
+    out, left = begun(query, index, out)
+    if not left:
         return out
-    if 0 in (*query.vectors.shape, *index.vectors.shape):
-        return out.fill_(float("-inf"))
+    tensors = tensors_of(query, index) | {"out": out}
     device, (batch, limit) = nvrtc.index_of(query.vectors.device), index.ids.shape
     sizes = constants_for(query, index)
     programs = min(-(-limit // (THREADS // 32)), sizes["RESIDENT"] * nvrtc.multiprocessors(device))

@@ -15,7 +15,6 @@ from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.block_votes import cuda_impl
 from sglang_ext.kernels.block_votes.cuda_impl import THREADS
 from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans, check
-from sglang_ext.kernels.shared import check_contiguous
 
 SOURCE = "block_votes/mass.cu"
 LOG2_E = 1.4426950408889634
@@ -94,14 +93,10 @@ def score_blocks(
     check(query, index, kind, out)
     if reason := refusal(query.vectors.device, query, index, kind):
         raise ValueError(f"{reason}; use triton_impl.score_blocks")
-    if out is None:
-        out = torch.empty(index.ids.shape, dtype=torch.float32, device=query.vectors.device)
-    tensors = cuda_impl.tensors_of(query, index)
-    check_contiguous(tensors | {"out": out})
-    if out.numel() == 0:
+    out, left = cuda_impl.begun(query, index, out)
+    if not left:
         return out
-    if 0 in (*query.vectors.shape, *index.vectors.shape):
-        return out.fill_(float("-inf"))
+    tensors = cuda_impl.tensors_of(query, index)
     device, (batch, limit) = nvrtc.index_of(query.vectors.device), index.ids.shape
     sizes = with_own(cuda_impl.constants_for(query, index))
     programs = min(-(-limit // (THREADS // 32)), sizes["RESIDENT"] * nvrtc.multiprocessors(device))

@@ -134,13 +134,24 @@ def _cpus_nearby(root: Path = Path("/")) -> set[int]:
         All CPUs that this process may use where the system does not say which memory is theirs.
     """
     allowed = os.sched_getaffinity(0)
-    here = int((root / "proc/thread-self/stat").read_text().rpartition(")")[2].split()[36])
+    try:
+        here = int((root / "proc/thread-self/stat").read_text().rpartition(")")[2].split()[36])
+    except OSError:  # sandboxes have no such file
+        return allowed
     for path in (root / "sys/devices/system/node").glob("node*/cpulist"):
         bounds = [part.split("-") for part in path.read_text().strip().split(",") if part]
         cpus = {cpu for each in bounds for cpu in range(int(each[0]), int(each[-1]) + 1)}
         if here in cpus:
             return allowed & cpus or allowed
     return allowed
+
+
+def _run_on(cpus: set[int]) -> None:
+    """Have this thread run on some CPUs, if it may say so."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        logger.info("threads that touch host memory run on any CPU: %s", error)
 
 
 def _touch(region: mmap.mmap) -> None:
@@ -154,7 +165,7 @@ def _touch(region: mmap.mmap) -> None:
     def touch(begin: int) -> None:
         every[begin : begin + step] = 0
 
-    with ThreadPoolExecutor(min(TOUCHING, len(cpus)), initializer=os.sched_setaffinity, initargs=(0, cpus)) as threads:
+    with ThreadPoolExecutor(min(TOUCHING, len(cpus)), initializer=_run_on, initargs=(cpus,)) as threads:
         list(threads.map(touch, range(0, len(every), step)))
 
 

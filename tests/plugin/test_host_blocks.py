@@ -140,6 +140,7 @@ def test_every_page_of_the_region_is_touched(monkeypatch: pytest.MonkeyPatch) ->
     """Also the last one, where threads have unequal shares."""
     monkeypatch.setattr(host_blocks, "TOUCHED", 2**20)
     size = 5 * 2**19 + mmap.PAGESIZE
+    monkeypatch.setattr(host_blocks.os, "sched_setaffinity", _refuse)
     region = host_blocks._mapped_for_gpu(size)
     before = _resident(region)
     host_blocks._touch(region)
@@ -149,6 +150,7 @@ def test_every_page_of_the_region_is_touched(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_cpus_that_share_memory_with_the_one_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_blocks.os, "sched_getaffinity", lambda _: {1, 2, 5, 6})
+    assert host_blocks._cpus_nearby(tmp_path) == {1, 2, 5, 6}  # there is no such file
     stat = tmp_path / "proc/thread-self/stat"
     stat.parent.mkdir(parents=True)
     stat.write_text("12 (a name) with) S " + "0 " * 35 + "6 0 0\n")
@@ -161,6 +163,10 @@ def test_cpus_that_share_memory_with_the_one_at_hand(tmp_path: Path, monkeypatch
     stat.write_text("12 (a name) with) S " + "0 " * 35 + "9 0 0\n")
     assert host_blocks._cpus_nearby(tmp_path) == {2, 6}
     assert host_blocks._cpus_nearby() == {1, 2, 5, 6} & host_blocks._cpus_nearby()
+
+
+def _refuse(*_: object) -> None:
+    raise PermissionError("not here")
 
 
 def _resident(region: mmap.mmap) -> int:

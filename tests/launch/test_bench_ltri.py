@@ -156,6 +156,7 @@ def test_rows_of_the_kernels() -> None:
         "transfers that attention waits for",
         "spans of 2 tiles of 4 heads",
         *(f"scores of 4096 blocks by `{kind}`" for kind in ("sum", "max", "mass")),
+        "scores of 4096 blocks for the 7 tokens that ask",
         *["index on the GPU of 320 tokens"] * 3,
     ]
     assert [row.met for row in rows[-3:]] == [True] * 3

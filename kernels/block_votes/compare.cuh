@@ -188,9 +188,6 @@ __device__ __forceinline__ float load_query(Query &query, const u16 *from, const
     return __fdiv_rn(largest, 127.0f) * (PACKED ? 0.0625f : 1.0f);  // packed components are 16 times as large
 }
 
-__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
-__device__ __forceinline__ int larger(int a, int b) { return max(a, b); }
-
 // Products of a tile's vectors and the query's.
 struct Products {
     unsigned left[STEPS][4];
@@ -242,6 +239,11 @@ __device__ __forceinline__ int first_spoken(const int *query_counts) {
     for (int span = COLUMNS / MOST_Q - 1; span >= 0; --span)
         if (query_counts[span] > 0) spoken = span * MOST_Q;
     return spoken;
+}
+
+// How many blocks there are, of which `ids` have room for `max_blocks`.
+__device__ __forceinline__ int blocks_there(Number all, int max_blocks) {
+    return all < max_blocks ? static_cast<int>(all) : max_blocks;
 }
 
 // The index of a request's memory.

@@ -14,10 +14,9 @@ import torch
 from sglang_ext.kernels import nvrtc
 from sglang_ext.kernels.block_votes import cuda_impl
 from sglang_ext.kernels.block_votes.cuda_impl import THREADS
-from sglang_ext.kernels.block_votes.types import BlockIndex, QuerySpans, check
+from sglang_ext.kernels.block_votes.types import LOG2_E, BlockIndex, QuerySpans, check
 
 SOURCE = "block_votes/mass.cu"
-LOG2_E = 1.4426950408889634
 
 MAX_COLUMNS = 48
 """Vectors of a query, at most: as many as one product takes."""

@@ -167,9 +167,8 @@ levels(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     ids += static_cast<i64>(request) * max_blocks;
     levels_of_blocks += static_cast<i64>(request) * max_blocks * COLUMNS;
     levels_of_programs += static_cast<i64>(request) * COLUMNS * gridDim.x;
-    const Number all = blocks[request];
-    const int spoken = first_spoken(query_counts);
-    const int there = spoken < 0 ? 0 : all < max_blocks ? static_cast<int>(all) : max_blocks;
+    const int all = blocks_there(blocks[request], max_blocks), spoken = first_spoken(query_counts);
+    const int there = spoken < 0 ? 0 : all;
     const Memory memory = {vectors, scales, counts, ids, max_blocks, there};
     Walk walk(memory);
     const float factor = load_query(shared, query, query_counts, max(spoken, 0)) * scale_of_products;
@@ -224,8 +223,7 @@ masses(const int *query_counts, const Number *blocks, const float *levels_of_blo
     query_counts += request * (COLUMNS / MOST_Q), out += static_cast<i64>(request) * max_blocks;
     levels_of_blocks += static_cast<i64>(request) * max_blocks * COLUMNS;
     levels_of_programs += static_cast<i64>(request) * COLUMNS * programs;
-    const Number all = blocks[request];
-    const int end = static_cast<int>(min(static_cast<i64>(all), static_cast<i64>(max_blocks)));
+    const int end = blocks_there(blocks[request], max_blocks);
     float level[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {

@@ -2,6 +2,9 @@
 
 #include "block_votes/compare.cuh"
 
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ int larger(int a, int b) { return max(a, b); }
+
 // The largest product of each of the thread's two rows of a tile, times the scale of the row's span, or what is larger.
 __device__ __forceinline__ float largest_product(float best, const Products &products, const Tile &tile) {
 #pragma unroll
@@ -27,11 +30,11 @@ scores(const u16 *query, const int *query_counts, const unsigned char *vectors, 
     const int lane = threadIdx.x % 32, request = blockIdx.y;
     query += static_cast<i64>(request) * COLUMNS * DIM, query_counts += request * (COLUMNS / MOST_Q);
     ids += static_cast<i64>(request) * max_blocks, out += static_cast<i64>(request) * max_blocks;
-    const Number all = blocks[request];
+    const int all = blocks_there(blocks[request], max_blocks);
 
     // Where the query has no vector, its first one stands: a largest product stays as it is.
     const int spoken = first_spoken(query_counts);
-    const int there = spoken < 0 ? 0 : all < max_blocks ? static_cast<int>(all) : max_blocks;
+    const int there = spoken < 0 ? 0 : all;
     const Memory memory = {vectors, scales, counts, ids, max_blocks, there};
     Walk walk(memory);
     const float scale = load_query(shared, query, query_counts, max(spoken, 0));

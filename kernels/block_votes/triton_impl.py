@@ -30,11 +30,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.kernels.block_votes.types import MAX_COUNT, BlockIndex, QuerySpans, check, check_election
+from sglang_ext.kernels.block_votes.types import LOG2_E, MAX_COUNT, BlockIndex, QuerySpans, check, check_election
 from sglang_ext.kernels.shared import check_contiguous, shared_memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LOG2_E = 1.4426950408889634
 
 MAX_BLOCKS = 32768
 """Blocks of a request, at most: as many as one program of an election looks at. 4 million tokens in blocks of 128."""

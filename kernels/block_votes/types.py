@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import torch
 SIMILARITIES = ("sum", "max", "mass")
 VOTES = ("inclusive", "preceding", "off")
 WEIGHTS = (torch.float32, torch.float64)
+
+LOG2_E = math.log2(math.e)
 
 MAX_COUNT = 64
 """Blocks that an election on a GPU chooses (the option `retrieved`), at most."""

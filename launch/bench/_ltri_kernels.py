@@ -111,15 +111,16 @@ def _selection(device: torch.device, settings: Ltri, shape: LayerShape) -> list[
     tiles = settings.chunk // settings.block
     spans = parts.spans_of(tiles, settings, shape, device)
     found = [at_most(f"spans of {tiles} tiles of {shape.heads} heads", spans, SPANS_S, f"{SPANS_S * 1e6:.0f} us", 1.0)]
-    for similarity in ("sum", "max", "mass"):
-        election = parts.election_of(ELECTED, with_similarity(settings, similarity), shape, device)
-        name = f"scores of {ELECTED} blocks by `{similarity}`, and the best {settings.retrieved}"
-        found.append(at_most(name, election, ELECTION_S, f"{ELECTION_S * 1e6:.0f} us", 1.0))
+    elections = {
+        f"by `{similarity}`": parts.election_of(ELECTED, with_similarity(settings, similarity), shape, device)
+        for similarity in ("sum", "max", "mass")
+    }
     if settings.tokens_ask:
-        asking = parts.election_of(ELECTED, settings, shape, device, tokens_ask=True)
-        who = f"the {settings.most_askers} tokens that ask"
-        name = f"scores of {ELECTED} blocks for {who}, and the best {settings.retrieved}"
-        found.append(at_most(name, asking, ELECTION_S, f"{ELECTION_S * 1e6:.0f} us", 1.0))
+        asking = f"for the {settings.most_askers} tokens that ask"
+        elections[asking] = parts.election_of(ELECTED, settings, shape, device, tokens_ask=True)
+    for how, election in elections.items():
+        name = f"scores of {ELECTED} blocks {how}, and the best {settings.retrieved}"
+        found.append(at_most(name, election, ELECTION_S, f"{ELECTION_S * 1e6:.0f} us", 1.0))
     return found
 
 

@@ -135,6 +135,8 @@ class PackedCase(Case):
         self.asked = self.asked.float()
         for asked, counts in zip(self.asked, self.asked_counts, strict=True):
             there = torch.arange(asked.shape[1]) < counts.unsqueeze(1)
+            if not there.any():
+                continue
             largest = asked[there].abs().max()
             factor = torch.div(torch.tensor(127.0), largest)  # 127 / largest multiplies by the reciprocal
             asked[there] = (asked[there] * factor).round() * (largest / 127)

@@ -42,6 +42,15 @@ BY_CUDA = [
 ]
 
 
+def scored(module, case, **more):
+    """What a kernel in CUDA finds; behind it the case has the query as the kernel rounded it."""
+    with on_host.cuda(module):
+        found = module.score_blocks(case.query(), case.index(), **more)
+    if isinstance(case, PackedCase):
+        case.round_query()
+    return found
+
+
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "half"])
 @pytest.mark.parametrize("module, kind, sizes", BY_CUDA)
 @pytest.mark.parametrize("seed", [2, 3])
@@ -51,11 +60,8 @@ def test_scores_in_cuda(module, kind, sizes, packed, seed):
         sizes = {**sizes, "dim": 64}
     case = (PackedCase if packed else Case)(HALF, seed=seed, **sizes)
     out = torch.full(case.ids.shape, math.nan, device=DEVICE)
-    with on_host.cuda(module):
-        found = module.score_blocks(case.query(), case.index(), out=out)
+    found = scored(module, case, out=out)
     assert found is out
-    if isinstance(case, PackedCase):
-        case.round_query()
     case.close(found, kind, HALF)
 
 
@@ -66,10 +72,7 @@ def test_ids_beyond_a_request_s_blocks_in_cuda(module, kind, packed):
     case = (PackedCase if packed else Case)(HALF, **IN_CUDA[0])
     beyond = torch.arange(64) >= case.blocks[:, None]
     case.ids[beyond] = torch.tensor([-1, -(10**9), 2**31 - 1])[torch.arange(int(beyond.sum())) % 3].int()
-    with on_host.cuda(module):
-        found = module.score_blocks(case.query(), case.index())
-    if isinstance(case, PackedCase):
-        case.round_query()
+    found = scored(module, case)
     case.close(found, kind, HALF)
 
 
@@ -79,10 +82,7 @@ def test_large_logits_by_mass_in_cuda(packed):
     """Where exponentials without their maximum overflow, and blocks whose exponentials are all too small."""
     case = (PackedCase if packed else Case)(HALF, seed=2, **IN_CUDA[0])
     case.asked *= 20
-    with on_host.cuda(cuda_mass):
-        found = cuda_mass.score_blocks(case.query(), case.index()).cpu().double()
-    if isinstance(case, PackedCase):
-        case.round_query()
+    found = scored(cuda_mass, case).cpu().double()
     want = case.expected("mass")
     assert torch.equal(found > NONE, want > NONE)
     there = want > NONE
@@ -95,7 +95,7 @@ def test_large_logits_by_mass_in_cuda(packed):
 def test_logits_of_all_sizes_by_mass_in_cuda(monkeypatch, seed, packed):
     """Many blocks a warp, some without vectors, of which each may be far above or below those before it."""
     monkeypatch.setattr(on_host, "MULTIPROCESSORS", 1)
-    monkeypatch.setattr(nvrtc, "multiprocessors", lambda index: 1)
+    monkeypatch.setattr(nvrtc, "multiprocessors", lambda index: 1)  # the same on a GPU
     sizes = {"blocks": (60,), "limit": 64, "spans": 1, "most": 100, "query_spans": 4, "most_q": 5, "dim": 128}
     case = (PackedCase if packed else Case)(HALF, seed=seed, **sizes)
     gen = torch.Generator().manual_seed(seed)
@@ -110,10 +110,7 @@ def test_logits_of_all_sizes_by_mass_in_cuda(monkeypatch, seed, packed):
     else:
         case.kept = (case.kept.double() * factors[..., None, None]).to(HALF)
         case.asked *= 20
-    with on_host.cuda(cuda_mass):
-        found = cuda_mass.score_blocks(case.query(), case.index()).cpu().double()
-    if isinstance(case, PackedCase):
-        case.round_query()
+    found = scored(cuda_mass, case).cpu().double()
     want = case.expected("mass")
     there = want > NONE
     assert torch.equal(found > NONE, there)
@@ -130,8 +127,7 @@ def test_logits_that_float32_rounds_by_hundreds():
         vectors[~vectors.isnan()] = (6e4 * (0.5 + 0.5 * torch.rand(vectors.shape, generator=gen))).to(HALF)[
             ~vectors.isnan()
         ]
-    with on_host.cuda(cuda_mass):
-        found = cuda_mass.score_blocks(case.query(), case.index()).cpu()
+    found = scored(cuda_mass, case).cpu()
     there = found > NONE
     assert torch.equal(there, case.expected("max") > NONE)
     assert float(found[there].sum()) > 0.5 and float(found[there].max()) < 6
@@ -143,8 +139,7 @@ def test_a_query_without_vectors_in_cuda(packed):
     for module in (cuda_impl, cuda_mass):
         case = (PackedCase if packed else Case)(HALF, seed=2, **IN_CUDA[0])
         case.asked_counts[2] = 0
-        with on_host.cuda(module):
-            found = module.score_blocks(case.query(), case.index())
+        found = scored(module, case)
         assert bool((found[1:] == NONE).all()) and not bool((found[0] == NONE).all())
 
 

@@ -285,8 +285,7 @@ class LtriPolicy(StreamPolicy):
     def fork(self, slot: int, fork: Fork, slots: torch.Tensor) -> None:
         """Copy sinks and window, whose tokens the source has in its slots or on the host; the rest is shared."""
         source, settings = fork.source, self.config
-        if slots.is_cuda:
-            torch.cuda.synchronize(slots.device)  # the pass before may still write what is copied, on another stream
+        self._computing.wait_for_passes()
         self._admitted[slot] = stream = source.state.fork(fork.tokens)
         gone = range(stream.stored, min(source.state.stored, settings.blocks(fork.tokens)))
         back = range(settings.first(gone.start), settings.first(max(gone.start, gone.stop)))

@@ -87,6 +87,9 @@ class Chunks(Protocol):
     def retrieved(self, memory: AnyMemory) -> list[int]:
         """The blocks that the last chunk of a prompt got back; may wait for the device."""
 
+    def wait_for_passes(self) -> None:
+        """What is launched from here on finds what all passes so far have written, on whichever CUDA stream."""
+
     def begin(self, beginning: Beginning) -> None:
         """Have the keys and values that a stream begins with in its slots, in all layers, before its first chunk."""
 
@@ -131,6 +134,11 @@ class TorchChunks:
 
     def retrieved(self, memory: AnyMemory) -> list[int]:
         return list(memory.blocks) if isinstance(memory, TorchMemory) else []
+
+    def wait_for_passes(self) -> None:
+        keys, _ = next(iter(self.caches().values()))
+        if keys.is_cuda:
+            torch.cuda.synchronize(keys.device)
 
     def begin(self, beginning: Beginning) -> None:
         for layer, pair in self.caches().items():

@@ -54,7 +54,8 @@ class KernelChunk(LayerTokens[Spans]):
         if self.kept:
             self.memory.keep(self.begin, self.settings.chunk)
         looked = self.look(*self.gathered(query, keys, values))
-        sought = self.sought(self.chosen(looked, votes))
+        own = None if self.voter is None else self._map(looked)
+        sought = self.sought(self.chosen(looked.asked, own, votes))
         self.fill(sought)
         return self.answered(looked, self.beyond(sought.retrieved))
 
@@ -72,20 +73,20 @@ class KernelChunk(LayerTokens[Spans]):
         local = attend(asked, window, width=self._width, scale=self.caches.scale)
         return Looked(asked, window, local)
 
-    def chosen(self, looked: Looked | None, votes: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Count the chunk's attention map, and choose the blocks that come back.
+    def chosen(
+        self, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None, votes: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Choose the blocks that come back.
 
         Args:
-            looked: what `look` has given; None in a layer that does not vote, where the layers before decide.
+            asked: the chunk's queries; not used in a layer that does not vote, where the layers before decide.
+            own: (spans of the chunk's own tokens, cut in tiles of `block` tokens; [tiles, block] what these tokens
+                received from all heads); None where the chunk's spans are not compared with the index.
             votes: of the layers before, to which the layer adds its own.
 
         Returns:
             [n] int32, numbers of the stream's blocks, on the device; n is 0 where an answer sees its prompt's blocks.
         """
-        asked, own = None, None
-        if self.voter is not None and looked is not None:
-            self.store.map_of_voters.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)
-            asked, own = looked.asked, self._map(looked)
         if self._of_prompt is not None:
             return self._of_prompt.blocks[:0]
         settings, stored, device = self.settings, self.plan.stored, self.slots.device
@@ -266,6 +267,7 @@ class KernelChunk(LayerTokens[Spans]):
     def _add_sums(self, given: Received) -> None:
         """Add what tokens receive from all rows but the last to `received`, and keep the last row's part in `last`."""
         cells, state = self.plan.window.cells, self.store.map_of_voters
+        state.received.view(-1).index_fill_(0, self.plan.rows.cells, 0)  # they were an older token's
         state.received.view(-1).index_add_(0, cells, given.received[0])
         state.last.index_fill_(0, self.plan.at, 0)
         state.last.view(-1).index_copy_(0, cells, given.last[0])
@@ -332,14 +334,14 @@ class KernelChunk(LayerTokens[Spans]):
         return self.memory.retrieved if sees else None
 
     def _elected(
-        self, votes: dict[int, torch.Tensor], asked: ChunkQuery | None, own: tuple[Spans, torch.Tensor] | None
+        self, votes: dict[int, torch.Tensor], asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None
     ) -> torch.Tensor:
         settings, plan, nothing = self.settings, self.plan, self.plan.gone_ids[:0]
         count = min(settings.retrieved, plan.stored)
         before = votes.get(self.begin)
         if count == 0 or (before is None and self.voter is None):
             return nothing
-        scores = None if self.voter is None or asked is None else self._scores(self.voter, asked, own)
+        scores = None if self.voter is None else self._scores(self.voter, asked, own)
         after = torch.zeros(1, plan.ids.shape[0], device=self.slots.device) if before is None else before
         weight = 0.0 if self.voter is None else self.voter.weight
         found = elect(after, scores, weight=weight, count=count, mode=settings.vote)
@@ -351,7 +353,6 @@ class KernelChunk(LayerTokens[Spans]):
     def _scores(self, voter: Voter, asked: ChunkQuery, own: tuple[Spans, torch.Tensor] | None) -> torch.Tensor:
         """[1, blocks], scores of the stream's blocks: the sum over ranks, of which those without the index add 0."""
         ids, index = self.plan.ids.unsqueeze(0), self.store.index
-        self.lanes.index.join()
         if index is None:
             return self.ranks.add(torch.zeros(ids.shape, device=ids.device))
         spans, blocks = self._query_spans(voter, asked, own, index), index.of(ids, self.plan.blocks)

@@ -24,7 +24,7 @@ from sglang_ext.kernels.block_votes import QuerySpans
 from sglang_ext.kernels.clamped_attention import FarKeys, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.host_fetch import FreshBlocks
-from sglang_ext.kernels.local_map import BlockTiles, LocalMap, fill_tiles, received
+from sglang_ext.kernels.local_map import BlockTiles, LocalMap, Received, fill_tiles, received
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import TensorRanks
 
@@ -76,21 +76,30 @@ class RecordedChunk(KernelChunk):
         # Rows before the chunk attend to nothing.
         return replace(chunk, lse=chunk.lse.masked_fill(self.frame.outside.view(1, -1, 1), torch.inf))
 
-    def _map(self, looked: Looked) -> tuple[Spans, torch.Tensor] | None:
-        given, spans, blocks = received(self._local_map(looked)), looked.spans, len(self.plan.tiles.blocks)
-        self.lanes.tiles.join()
-        with self.lanes.sums.apart(given, spans):
-            self._add_sums(given)
-            if spans is not None:
-                kept = Spans(spans.bounds[:blocks], spans.counts[:blocks])
-                self.store.spans_of_voters.put(self.plan.tile_spans, kept)
-        if spans is None or self.tokens_ask:
-            return None
-        own = self.ranks.add(given.chunk_received[0])
+    @property
+    def spans_ask(self) -> bool:
+        """Whether the spans of the chunk's own tokens are compared with the index (`with_spans` has cut them then)."""
+        return self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0 and not self.tokens_ask
+
+    def received(self, looked: Looked) -> Received:
+        """What the window's tokens receive."""
+        return received(self._local_map(looked))
+
+    def own_spans(self, spans: Spans, given: Received) -> tuple[Spans, torch.Tensor]:
+        """What `chosen` takes, from all that `with_spans` has cut."""
+        own, blocks = self.ranks.add(given.chunk_received[0]), len(self.plan.tiles.blocks)
         if self.plan.tiles.own:
             spans = Spans(spans.bounds[blocks:], spans.counts[blocks:])
             own = own.index_select(0, self.frame.asking)
         return spans, own.view(-1, self.settings.block)
+
+    def have(self, spans: Spans | None, given: Received) -> None:
+        """Remember the spans of the frame's blocks, and what tokens have received."""
+        self._add_sums(given)
+        if spans is not None:
+            blocks = len(self.plan.tiles.blocks)
+            kept = Spans(spans.bounds[:blocks], spans.counts[:blocks])
+            self.store.spans_of_voters.put(self.plan.tile_spans, kept)
 
     def _framed_spans(self, chunk: LocalMap) -> Spans:
         """The spans of the frame's blocks, and of the chunk's own tokens behind them.
@@ -102,10 +111,11 @@ class RecordedChunk(KernelChunk):
         tiles = self._no_tiles(chunk)
         fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
         if frame.anywhere:
-            kept, found = state.tile.index_select(0, plan.at), tiles.index_select(0, frame.oldest)
+            kept, found = state.tile[plan.at], tiles[frame.oldest]
             tiles.index_copy_(0, frame.oldest, torch.where(frame.before.view(1, 1, -1, 1), kept, found))
-        state.tile.index_copy_(0, plan.at, tiles.index_select(0, frame.newest))
-        return self._cut(tiles, plan.tiles.lengths)
+        spans = self._cut(tiles, plan.tiles.lengths)
+        state.tile.index_copy_(0, plan.at, tiles[frame.newest])  # `index_select` takes 20 us for one row of this length
+        return spans
 
     # ---- what the chunk asks ----
 
@@ -130,14 +140,18 @@ class Seen:
         beyond: (sinks, those blocks); in a layer that does not vote, `_late` tokens of the window, which `gathered` has
             put there, lie behind the blocks.
         there: the mark behind which `beyond` is complete, and the chunk reads no more of its blocks in the cache.
-        counted: the mark behind which all else is complete. Behind both, only the last step reads the room.
+        near: the mark behind which `looked` is complete.
+        remembered: the mark behind which all else is complete. Behind all three, only the last step reads the room.
+        given: what the window's tokens received; None in a layer that does not vote.
     """
 
     looked: Looked
     sought: Sought
     beyond: tuple[SeenKeys, FarKeys]
     there: Mark
-    counted: Mark
+    near: Mark
+    remembered: Mark
+    given: Received | None = None
 
 
 @dataclass(frozen=True)
@@ -172,8 +186,9 @@ class RecordedRun:
             seen = self._seen(number, one, votes[number], free[number], read[number])
             held.append(seen)
             read.append(seen.there)
-            lane.wait(seen.there, seen.counted)
+            lane.wait(seen.there, seen.near)
             one.answered(seen.looked, seen.beyond, out=self.run.room.out[place.rows])
+            lane.wait(seen.remembered)
             free.append(lane.mark())  # for the chunk that has the same room next
             if not self.voted and one.begin in votes[number]:
                 place.votes.copy_(votes[number][one.begin])
@@ -189,7 +204,8 @@ class RecordedRun:
     def _seen(self, number: int, chunk: RecordedChunk, votes: dict[int, torch.Tensor], room: Mark, ways: Mark) -> Seen:
         """All of a chunk but attention to what lies beyond its window.
 
-        Calls of dense kernels share no memory that they write, so they may run beside each other.
+        Calls of dense kernels share no memory that they write, so they may run beside each other. Sums over ranks run
+        in the order in which they are launched, whatever their lane.
 
         Args:
             number: of the chunk in its run.
@@ -206,31 +222,47 @@ class RecordedRun:
             there = lanes.gather.mark()
         with lanes.window.apart(behind=there):
             looked = chunk.look(asked, window)
-            near = counted = lanes.window.mark()
+            near = remembered = lanes.window.mark()
+        given = None
         if chunk.voter is None:
             with lanes.choice.apart(behind=left):
-                sought = chunk.sought(chunk.chosen(None, votes))
+                sought = chunk.sought(chunk.chosen(asked, None, votes))
                 ready = lanes.choice.mark()
         else:
-            # Before the tiles, since sums over ranks run in the order in which they are launched, whatever their lane.
-            with lanes.choice.apart(behind=near):
+            with lanes.memory.apart(behind=left):
                 chunk.remember()
                 if self.run.before is not None:
                     self.run.before.keep(number, chunk.store, chunk.plan.at)
+                before = lanes.memory.mark()
+            with lanes.index.apart(behind=before):
+                indexed = lanes.index.mark()
             with lanes.tiles.apart(behind=near):
                 looked = chunk.with_spans(looked)
-            with lanes.choice.apart(behind=near):
-                sought = chunk.sought(chunk.chosen(looked, votes))
+                spanned = lanes.tiles.mark()
+            with lanes.received.apart(behind=near):
+                given = chunk.received(looked)
+                counted = lanes.received.mark()
+            with lanes.choice.apart(behind=indexed):
+                own = None
+                if chunk.spans_ask and looked.spans is not None:
+                    lanes.choice.wait(spanned, counted)
+                    own = chunk.own_spans(looked.spans, given)
+                else:
+                    lanes.choice.wait(there)
+                sought = chunk.sought(chunk.chosen(asked, own, votes))
                 ready = lanes.choice.mark()
-                lanes.join()
-                counted = lanes.choice.mark()
+            with lanes.memory.apart(behind=counted):
+                lanes.memory.wait(spanned)
+                lanes.index.join()
+                chunk.have(looked.spans, given)
+                remembered = lanes.memory.mark()
         with lanes.back.apart(behind=ready):
             lanes.back.wait(ways)
             chunk.fill(sought)
             filled = lanes.back.mark()
         with lanes.beyond.apart(behind=filled):
             beyond = chunk.beyond(sought.retrieved)
-            return Seen(looked, sought, beyond, lanes.beyond.mark(), counted)
+            return Seen(looked, sought, beyond, lanes.beyond.mark(), near, remembered, given)
 
     def _recorded(self, number: int) -> RecordedChunk:
         """A chunk in its place, which remembers what stands in its stream's row."""

@@ -311,36 +311,33 @@ class Lanes:
         window: attention to the window. Its kernels fill whole multiprocessors. The other lanes, and the stream that
             they leave, have priority: they are what a chunk's answer still waits for.
         tiles: in a layer that votes, the attention map's tiles, and the spans that are cut out of them.
-        choice: in a layer that votes, what the window's tokens receive; in all layers, which blocks come back, and
-            where they lie in the cache of blocks.
+        received: likewise, what the window's tokens receive.
+        memory: likewise, what was remembered before the chunk is brought up to date, and then what the next chunk will
+            find. It waits for `tiles` and `received`, and for `index`.
+        index: likewise, the index vectors of blocks that leave the window.
+        choice: which blocks come back, and where they lie in the cache of blocks. In a layer that votes, it waits for
+            `index`, and where spans ask, for `tiles` and `received`, but not for `memory`.
         back: blocks come from the host into the cache.
         beyond: sinks and blocks are gathered as the chunk sees them.
-        index: a part of `choice`: the index vectors of blocks that leave the window are computed.
-        sums: another part of `choice`: spans are kept, and what tokens have received is added up. The next chunk's
-            `choice` waits for both.
     """
 
     gather: Lane = field(default_factory=Lane)
     window: Lane = field(default_factory=Lane)
     tiles: Lane = field(default_factory=Lane)
+    received: Lane = field(default_factory=Lane)
+    memory: Lane = field(default_factory=Lane)
+    index: Lane = field(default_factory=Lane)
     choice: Lane = field(default_factory=Lane)
     back: Lane = field(default_factory=Lane)
     beyond: Lane = field(default_factory=Lane)
-    index: Lane = field(default_factory=Lane)
-    sums: Lane = field(default_factory=Lane)
 
     @classmethod
     def beside(cls, device: torch.device) -> Self:
         """Lanes of which each has a stream of its own on a GPU; on a CPU, nothing runs beside anything."""
         if device.type != "cuda":
             return cls()
-        gather, *others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(7))
+        gather, *others = (Lane(torch.cuda.Stream(device, priority=HIGH_PRIORITY)) for _ in range(8))
         return cls(gather, Lane(torch.cuda.Stream(device)), *others)
-
-    def join(self) -> None:
-        """What is launched from here on waits for all parts of `choice`."""
-        self.index.join()
-        self.sums.join()
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ class KernelChunks:
         keys, values = next(iter(caches.values()))
         self.settings, self.device, self.voters, self.ranks = settings, keys.device, voters, ranks
         self._graphs: ChunkGraphs | None = None
+        self._passes: torch.cuda.Stream | None = None  # on which the newest pass runs, and those before it
         self._blocks = min(host.total, self.most_blocks) + 1
         self._nowhere = Nowhere(host.total, rows * SpanRing.blocks(settings))
         self.prompts = {"replayed": 0, "launched": 0}
@@ -151,6 +152,7 @@ class KernelChunks:
         key, outs = f"runs of {self._named(chunks[0])}", list[torch.Tensor]()
         if key not in carry:
             carry[key] = self._runs(chunks)
+            self._passes = torch.cuda.current_stream(self.device) if query.is_cuda else None
         for count, run in carry[key]:
             some, given = chunks[at : at + count], (query, keys, values)
             if count < len(chunks):
@@ -243,6 +245,11 @@ class KernelChunks:
             return []
         found: list[int] = memory.retrieved.blocks.tolist()
         return found
+
+    def wait_for_passes(self) -> None:
+        """`Chunks.wait_for_passes`; the host does not wait, as it would for 0.7 ms even where nothing runs."""
+        if self._passes is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._passes)
 
     def begin(self, beginning: Beginning) -> None:
         """`Chunks.begin`, in few launches for all layers; the device reads host memory."""

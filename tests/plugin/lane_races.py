@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from sglang_ext.attention.ltri_state import Lane, Lanes
 
-LANES = ("gather", "window", "tiles", "choice", "back", "beyond", "index", "sums")
+LANES = ("gather", "window", "tiles", "received", "memory", "index", "choice", "back", "beyond")
 BY_INDEX = {"index_select": 2, "index_add_": 2, "index_copy_": 2, "index_fill_": 2, "gather": 2}
 """Operations on the elements that an index names along a dimension -> where the index is among the arguments."""
 

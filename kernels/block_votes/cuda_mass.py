@@ -24,7 +24,7 @@ MAX_COLUMNS = 48
 RESIDENT = 2
 """Blocks of the grid that a multiprocessor has at once: with more, registers are too few for products of 48 vectors."""
 
-FEW_RESIDENT = 4
+FEW_RESIDENT = 3
 """The same where vectors are packed, of 128 components at most, and the query has 8 vectors at most."""
 
 THREADS_OF_MASSES = 512

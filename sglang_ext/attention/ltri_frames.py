@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from sglang_ext.attention.ltri_layer import LayerTokens, SpansT
-from sglang_ext.attention.ltri_plan import ALIGNMENT, PADDING_SLOT, ChunkPlan, Seat, Tiles, Tokens, on_device
+from sglang_ext.attention.ltri_plan import ALIGNMENT, PADDING_SLOT, ChunkPlan, Seat, Tiles, Tokens, integers
 from sglang_ext.policies.ltri import renewed_blocks
 from sglang_ext.policies.ltri_options import Ltri
 
@@ -164,67 +164,55 @@ class FramePlan:
     before: torch.Tensor
 
     @classmethod
-    def of(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: Nowhere, before: int) -> FramePlan:
-        """The plan of a chunk that the frame fits, on the device of the chunk's slots.
+    def on_host(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: Nowhere, before: int) -> FramePlan:
+        """The plan of a chunk that the frame fits, on the CPU (`ChunkPlan.on_host`).
 
         Args:
             frame: around it.
             chunk: in the first layer.
-            seat: of its stream, on that device.
+            seat: of its stream.
             nowhere: for blocks that do not leave, or had their spans before.
             before: blocks that have left the window before the chunk.
         """
-        settings, device = chunk.settings, chunk.slots.device
+        settings = chunk.settings
         start = frame.start(settings, chunk.begin)
         lead, count = chunk.begin - start, chunk.end - start
-        plan = ChunkPlan.of(replace(chunk, begin=start, end=start + frame.rows), seat, before)
-        steps = torch.arange(frame.own * settings.block, device=device)
+        plan = ChunkPlan.on_host(replace(chunk, begin=start, end=start + frame.rows), seat, before)
+        steps = np.arange(frame.own * settings.block)
         if frame.tokens_ask:
-            steps = torch.arange(settings.most_askers, device=device) + (count - lead - settings.most_askers)
-        rows = torch.arange(frame.rows, device=device)
+            steps = np.arange(settings.most_askers) + (count - lead - settings.most_askers)
+        rows = np.arange(frame.rows)
         outside = (rows < lead) | (rows >= count)
         own, blocks = plan.rows, plan.tiles.blocks
         # Sinks are in no block.
         oldest, newest = (max(0, settings.blocks(end) - 1 - blocks.start) for end in (chunk.begin + 1, chunk.end))
-        spans = plan.tile_spans.clone()
-        spans[:oldest] = nowhere.span  # these blocks were complete before
-        window, listed = plan.window.slots.clone(), plan.listed.clone()
-        there = window.shape[0] - (frame.rows - count)  # columns that have a token
-        window[there:] = PADDING_SLOT
-        listed[:, there:] = PADDING_SLOT
+        plan.tile_spans.numpy()[:oldest] = nowhere.span  # these blocks were complete before
+        there = plan.window.slots.shape[0] - (frame.rows - count)  # columns that have a token
+        plan.window.slots.numpy()[there:] = PADDING_SLOT
+        plan.listed.numpy()[:, there:] = PADDING_SLOT
+        own.cells.numpy()[outside] = own.cells[lead]
+        own.slots.numpy()[outside] = PADDING_SLOT
+        plan.count.fill_(count)
+        renewed = torch.tensor(renewed_blocks(chunk.begin, settings), dtype=torch.int32) if settings.renewed else None
         parts: Mapping[str, object] = {
             **_gone(plan, settings, frame.gone(settings), nowhere.block),
-            "rows": Tokens(
-                own.first,
-                torch.where(outside, own.cells[lead : lead + 1], own.cells),
-                own.slots.masked_fill(outside, PADDING_SLOT),
-            ),
-            "window": replace(plan.window, slots=window),
-            "listed": listed,
             "tiles": _tiles(plan, frame, chunk, count),
-            "tile_spans": spans,
-            "renewed": on_device(renewed_blocks(chunk.begin, settings), device) if settings.renewed else None,
-            "count": torch.full_like(plan.count, count),
+            "renewed": renewed,
         }
+        first = chunk.begin - settings.first(blocks.start + oldest)
         return cls(
             plan=ChunkPlan(**{**vars(plan), **parts}),
             lead=lead,
             count=count,
             gone=plan.gone,
-            outside=outside,
+            outside=torch.from_numpy(outside),
             anywhere=frame.anywhere,
-            asks=((steps >= 0) & (steps < count - lead)).int(),
-            asking=(steps + lead).clamp(min=0, max=frame.rows - 1),
-            oldest=torch.full((1,), oldest, dtype=torch.int64, device=device),
-            newest=torch.full((1,), newest, dtype=torch.int64, device=device),
-            before=torch.arange(settings.block, device=device) < chunk.begin - settings.first(blocks.start + oldest),
+            asks=torch.from_numpy(((steps >= 0) & (steps < count - lead)).astype(np.int32)),
+            asking=torch.from_numpy((steps + lead).clip(0, frame.rows - 1)),
+            oldest=torch.from_numpy(np.full(1, oldest)),
+            newest=torch.from_numpy(np.full(1, newest)),
+            before=torch.from_numpy(np.arange(settings.block) < first),
         )
-
-    @classmethod
-    def on_host(cls, frame: Frame, chunk: LayerTokens[SpansT], seat: Seat, nowhere: Nowhere, before: int) -> FramePlan:
-        """`of` on the CPU, where tensors are small and launches would be many; a slot n + 1 is the stream's cell n."""
-        known = seat.on_host()
-        return cls.of(frame, replace(chunk, slots=known.slots[1:]), known, nowhere, before)
 
     # ---- tensors that stand ----
 
@@ -246,12 +234,14 @@ class FramePlan:
         Args:
             pin: have them in pinned memory.
         """
-        parts, size = list[torch.Tensor](), 0
-        for each in self.tensors().values():
-            part = each.reshape(-1).view(torch.uint8)
-            parts += [part, _GAPS[-part.numel() % ALIGNMENT]]
-            size += part.numel() + parts[-1].numel()
-        return torch.cat(parts, out=torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin))
+        parts = [each.numpy().reshape(-1).view(np.uint8) for each in self.tensors().values()]
+        size = sum(len(part) + -len(part) % ALIGNMENT for part in parts)
+        packed = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        into, at = packed.numpy(), 0
+        for part in parts:
+            into[at : at + len(part)] = part
+            at += len(part) + -len(part) % ALIGNMENT
+        return packed
 
     def unpacked(self, packed: torch.Tensor, ids: torch.Tensor) -> tuple[FramePlan, torch.Tensor]:
         """A plan like this one in other memory.
@@ -288,10 +278,6 @@ _TOKENS = ("rows", "window", "sinks", "gone_tokens")
 _TILES = ("firsts", "places", "lengths")
 _OWN = ("outside", "asking", "asks", "oldest", "newest", "before")
 """Names of: a `ChunkPlan`'s tensors, its `Tokens`, the tensors of its `Tiles`, and a `FramePlan`'s own tensors."""
-
-
-_GAPS = [torch.zeros(count, dtype=torch.uint8, device="cpu") for count in range(ALIGNMENT)]
-"""Number of bytes -> as many zeros, which pad a tensor of a packed plan to a multiple of `ALIGNMENT`."""
 
 
 class StandingPlan:
@@ -333,28 +319,39 @@ def _gone(plan: ChunkPlan, settings: Ltri, most: int, nowhere: int) -> Mapping[s
     """Those parts of a plan that say what leaves the window, filled up to so many blocks."""
     if most == 0:
         return {"gone": range(plan.stored, plan.stored), "gone_tokens": None}
-    block, missing, tokens = settings.block, most - len(plan.gone), plan.gone_tokens
+    block, tokens = settings.block, plan.gone_tokens
     cells, slots = (plan.rows.cells[:0], plan.rows.slots[:0]) if tokens is None else (tokens.cells, tokens.slots)
     return {
         "gone": range(plan.stored - most, plan.stored),
         "gone_tokens": Tokens(
             settings.first(plan.gone.start),
-            pad(cells, (0, missing * block)),
-            pad(slots, (0, missing * block), value=PADDING_SLOT),
+            _filled(cells, most * block, 0),
+            _filled(slots, most * block, PADDING_SLOT),
         ),
-        "gone_ids": pad(plan.gone_ids, (0, missing), value=nowhere),
-        "gone_spans": pad(plan.gone_spans, (0, missing)),
+        "gone_ids": _filled(plan.gone_ids, most, nowhere),
+        "gone_spans": _filled(plan.gone_spans, most, 0),
     }
+
+
+def _filled(known: torch.Tensor, count: int, value: int) -> torch.Tensor:
+    """[count] on the CPU: what is known, and a value behind it."""
+    found = np.full(count, value, known.numpy().dtype)
+    found[: len(known)] = known.numpy()
+    return torch.from_numpy(found)
 
 
 def _tiles(plan: ChunkPlan, frame: Frame, chunk: LayerTokens[SpansT], count: int) -> Tiles:
     """The tiles of a frame's blocks, and behind them the chunk's own; `lengths` are those of all of them."""
-    block, blocks, device = chunk.settings.block, plan.tiles.blocks, chunk.slots.device
-    numbers = torch.arange(len(blocks) + frame.own, dtype=torch.int32, device=device)
-    steps, own = numbers * block, frame.own
+    block, blocks, own = chunk.settings.block, plan.tiles.blocks, frame.own
+    numbers = integers(len(blocks) + own)
+    steps = numbers * block
     before = chunk.settings.first(blocks.start) - plan.rows.first  # rows before the first block
     lengths = [count - before - steps[: len(blocks)], chunk.end - chunk.begin - steps[:own]]
-    firsts = [plan.tiles.firsts[0, : len(blocks)], steps[:own] + (chunk.begin - plan.window.first)]
+    firsts = [plan.tiles.firsts[0, : len(blocks)].numpy(), steps[:own] + (chunk.begin - plan.window.first)]
     return Tiles(
-        blocks, own, torch.cat(firsts).unsqueeze(0), numbers.unsqueeze(0), torch.cat(lengths).clamp(min=0, max=block)
+        blocks,
+        own,
+        torch.from_numpy(np.concatenate(firsts)[None]),
+        torch.from_numpy(numbers[None]),
+        torch.from_numpy(np.concatenate(lengths).clip(0, block)),
     )

@@ -214,7 +214,7 @@ class ChunkGraphs:
             )
         before = None if received is None else Before.empty(settings, len(frames), received)
         gone_ids = keys.new_zeros(gone[-1], dtype=torch.int32)
-        run = ChunkRun(number, places, room.part(rows[-1]), leaving, gone_ids, before)
+        run = ChunkRun(number, places, room.of(slice(rows[-1])), leaving, gone_ids, before)
         run.load(PlacedRun(run, seat, plans, [False] * len(plans), ()))
         return run
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sglang_ext.attention.ltri_memory import LayerHost, LayerMemory, SpansT
 from sglang_ext.attention.policy import Caches
 from sglang_ext.policies.ltri_options import Ltri
+
+Indices: TypeAlias = NDArray[np.signedinteger[Any]]
+TokensT = TypeVar("TokensT", torch.Tensor, Indices)
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,20 @@ def cells_of(settings: Ltri, tokens: torch.Tensor, behind_sinks: bool = False) -
     Returns:
         [n] int64, likewise.
     """
-    sinks = settings.sinks
-    cells = sinks + (tokens - sinks) % (settings.slots - sinks)
-    return cells if behind_sinks else torch.where(tokens < sinks, tokens, cells)
+    cells = _in_ring(settings, tokens)
+    return cells if behind_sinks else torch.where(tokens < settings.sinks, tokens, cells)
+
+
+def cells_between(settings: Ltri, begin: int, end: int) -> Indices:
+    """`cells_of` the tokens [begin, end), [end - begin] int64."""
+    behind = max(begin, settings.sinks)
+    ring = _in_ring(settings, np.arange(behind, max(behind, end)))
+    return ring if begin == behind else np.concatenate([np.arange(begin, min(end, behind)), ring])
+
+
+def _in_ring(settings: Ltri, tokens: TokensT) -> TokensT:
+    """The cells of tokens behind the sinks."""
+    return settings.sinks + (tokens - settings.sinks) % (settings.slots - settings.sinks)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from sglang_ext.attention.ltri_layer import LayerTokens, SpansT, cells_of
+from sglang_ext.attention.ltri_layer import LayerTokens, SpansT, cells_between
 from sglang_ext.kernels.span_index import Spans
 from sglang_ext.policies.ltri import renewed_blocks
 from sglang_ext.policies.ltri_options import Ltri
@@ -60,12 +62,6 @@ class Seat:
     known: int = 0
     decodes: bool = False
     settled: int | None = None
-
-    def on_host(self) -> Seat:
-        """The seat, as the CPU knows it: slot n + 1 stands for the stream's cell n."""
-        cells = torch.arange(self.slots.shape[0], dtype=torch.int32)
-        at = torch.full((1,), self.row, dtype=torch.int64)
-        return replace(self, at=at, ids=self.host_ids, slots=cells)
 
     def learn(self, ids: array[int]) -> None:
         """Have all of a stream's blocks in `ids`, [blocks] 32-bit, of which some may be there."""
@@ -134,10 +130,15 @@ class Tokens:
     slots: torch.Tensor
 
     @classmethod
-    def of(cls, settings: Ltri, slots: torch.Tensor, row: int, begin: int, end: int) -> Tokens:
-        """The tokens [begin, end) of a stream in a row, with KV slots `slots`."""
-        cells = cells_of(settings, torch.arange(begin, end, device=slots.device), begin >= settings.sinks)
-        return cls(begin, cells + row * settings.slots, slots[cells].long())
+    def on_host(cls, settings: Ltri, row: int, begin: int, end: int) -> Tokens:
+        """The tokens [begin, end) of a stream in a row, on the CPU, where a slot n + 1 is the stream's cell n."""
+        cells = cells_between(settings, begin, end)
+        return cls(begin, torch.from_numpy(cells + row * settings.slots), torch.from_numpy(cells + 1))
+
+    def on(self, seat: Seat) -> Tokens:
+        """These tokens, from the CPU, on the device of their stream's seat."""
+        slots = seat.wide_slots.index_select(0, sent(self.slots, seat.at.device))
+        return Tokens(self.first, sent(self.cells, seat.at.device), slots)
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,12 @@ class SpanRing:
         """As `places`, of blocks [n] int64; the row may be on the device, too, [1] int64."""
         count = cls.blocks(settings)
         return row * count + blocks % count
+
+    @classmethod
+    def on_host(cls, settings: Ltri, row: int, blocks: range) -> torch.Tensor:
+        """As `places`, on the CPU."""
+        count = cls.blocks(settings)
+        return torch.from_numpy(row * count + np.arange(blocks.start, max(blocks.start, blocks.stop)) % count)
 
     def of_row(self, settings: Ltri, row: int) -> Spans:
         """Those of a stream, which share the memory of all."""
@@ -217,20 +224,23 @@ class Tiles:
         return slice(len(self.blocks), None) if self.own else slice(0, self.lengths.shape[0])
 
     @classmethod
-    def of(cls, settings: Ltri, begin: int, end: int, window: int, spans_ask: bool, device: torch.device) -> Tiles:
-        """Those of a chunk of the tokens [begin, end) whose window begins with token `window`."""
+    def on_host(cls, settings: Ltri, begin: int, end: int, window: int, spans_ask: bool) -> Tiles:
+        """Those of a chunk of the tokens [begin, end) whose window begins with token `window`, on the CPU."""
         rows, block = end - begin, settings.block
         blocks = range(max(0, begin - settings.sinks) // block, settings.blocks(end))
         own = -(-rows // block) if spans_ask else 0
         aligned = begin >= settings.sinks and (begin - settings.sinks) % block == 0
         count = 0 if aligned else own
-        numbers = torch.arange(max(len(blocks), own), dtype=torch.int32, device=device) * block
-        firsts = numbers[: len(blocks)] + (settings.first(blocks.start) - window)
-        if count:
-            firsts = torch.cat([firsts, numbers[:count] + (begin - window)])
-        places = torch.arange(len(blocks) + count, dtype=torch.int32, device=device)
-        lengths = (rows - numbers[:own]).clamp(max=block)
-        return cls(blocks, count, firsts.unsqueeze(0), places.unsqueeze(0), lengths)
+        firsts = integers(len(blocks) + count) * block
+        firsts[: len(blocks)] += settings.first(blocks.start) - window
+        firsts[len(blocks) :] += begin - window - len(blocks) * block
+        lengths = (rows - integers(own) * block).clip(max=block)
+        places = integers(len(blocks) + count)
+        return cls(blocks, count, *map(torch.from_numpy, (firsts[None], places[None], lengths)))
+
+    def on(self, device: torch.device) -> Tiles:
+        """These tiles, from the CPU, on a device."""
+        return Tiles(self.blocks, self.own, *(sent(each, device) for each in (self.firsts, self.places, self.lengths)))
 
 
 @dataclass(frozen=True)
@@ -278,42 +288,71 @@ class ChunkPlan:
     blocks: torch.Tensor
 
     @classmethod
-    def of(cls, chunk: LayerTokens[SpansT], seat: Seat, before: int) -> ChunkPlan:
-        """The plan of a chunk whose blocks have their numbers on the host (`LayerHost.numbers`).
+    def on_host(cls, chunk: LayerTokens[SpansT], seat: Seat, before: int) -> ChunkPlan:
+        """The plan on the CPU, where its many small steps take least; a slot n + 1 is the stream's cell n.
 
         Args:
-            chunk: in the first layer.
+            chunk: in the first layer; its blocks have their numbers on the host (`LayerHost.numbers`).
             seat: of its stream.
             before: blocks that have left the window before the chunk.
         """
-        settings, begin, end, device = chunk.settings, chunk.begin, chunk.end, chunk.slots.device
-        first, stored, row = settings.local(begin), settings.evicted(begin), seat.row
-        tokens = lambda low, high: Tokens.of(settings, chunk.slots, row, low, high)  # noqa: E731
-        window = tokens(first, end)
-        listed = torch.zeros(1, settings.slots, dtype=torch.int32, device=device)
-        listed[0, : end - first] = window.slots
+        settings, begin, end, row = chunk.settings, chunk.begin, chunk.end, seat.row
+        first, stored = settings.local(begin), settings.evicted(begin)
+        window = Tokens.on_host(settings, row, first, end)
+        listed = torch.from_numpy(np.zeros((1, settings.slots), np.int32))
+        listed.numpy()[0, : end - first] = window.slots.numpy()
         gone = range(before, stored)
-        number = lambda value: torch.full((1,), value, dtype=torch.int32, device=device)  # noqa: E731
+        number = lambda value: torch.from_numpy(np.full(1, value, np.int32))  # noqa: E731
         spans_ask = not (chunk.answers and settings.persist) and not chunk.tokens_ask
-        tiles = Tiles.of(settings, begin, end, first, spans_ask, device)
+        tiles = Tiles.on_host(settings, begin, end, first, spans_ask)
+        leaving = Tokens.on_host(settings, row, settings.first(gone.start), settings.first(gone.stop)) if gone else None
+        renewed = np.array(renewed_blocks(begin, settings), np.int32) if settings.renewed else None
         return cls(
-            rows=tokens(begin, end),
+            rows=Tokens.on_host(settings, row, begin, end),
             window=window,
             listed=listed,
-            sinks=tokens(0, min(begin, settings.sinks)),
+            sinks=Tokens.on_host(settings, row, 0, min(begin, settings.sinks)),
             stored=stored,
             gone=gone,
-            gone_tokens=tokens(settings.first(gone.start), settings.first(gone.stop)) if gone else None,
-            gone_ids=seat.ids[gone.start : gone.stop].clone(),  # where a kernel takes an address, it is aligned
-            gone_spans=SpanRing.places(settings, row, gone, device),
-            ids=seat.ids,
+            gone_tokens=leaving,
+            gone_ids=seat.host_ids[gone.start : gone.stop],
+            gone_spans=SpanRing.on_host(settings, row, gone),
+            ids=seat.host_ids,
             row=row,
-            at=seat.at,
+            at=torch.from_numpy(np.full(1, row)),
             first_way=number(row * max(1, settings.ways)),
             tiles=tiles,
-            tile_spans=SpanRing.places(settings, row, tiles.blocks, device),
-            renewed=on_device(renewed_blocks(begin, settings), device) if settings.renewed else None,
+            tile_spans=SpanRing.on_host(settings, row, tiles.blocks),
+            renewed=None if renewed is None else torch.from_numpy(renewed),
             before=number(begin - first),
             count=number(end - begin),
             blocks=number(stored),
         )
+
+    def on(self, seat: Seat) -> ChunkPlan:
+        """This plan, from the CPU, on the device of the stream's seat."""
+        to = lambda tensor: sent(tensor, seat.at.device)  # noqa: E731
+        return replace(
+            self,
+            rows=self.rows.on(seat),
+            window=self.window.on(seat),
+            listed=seat.slots.index_select(0, to(self.listed[0])).unsqueeze(0),
+            sinks=self.sinks.on(seat),
+            gone_tokens=None if self.gone_tokens is None else self.gone_tokens.on(seat),
+            gone_ids=to(self.gone_ids).clone(),  # where a kernel takes an address, it is aligned
+            gone_spans=to(self.gone_spans),
+            ids=seat.ids,
+            at=seat.at,
+            first_way=to(self.first_way),
+            tiles=self.tiles.on(seat.at.device),
+            tile_spans=to(self.tile_spans),
+            renewed=None if self.renewed is None else to(self.renewed),
+            before=to(self.before),
+            count=to(self.count),
+            blocks=to(self.blocks),
+        )
+
+
+def integers(count: int) -> NDArray[np.int32]:
+    """[count] int32 on the CPU, the numbers from 0 on."""
+    return np.arange(count, dtype=np.int32)

@@ -214,16 +214,16 @@ class RecordedRun:
             room: behind it, the chunk has its room.
             ways: behind it, the chunk's blocks may replace others in the cache.
         """
-        lanes, given, part = self.lanes, self.run.room, self.run.places[number].rows
+        lanes, rows = self.lanes, self.run.room.of(self.run.places[number].rows)
         with lanes.gather.apart(behind=room):
             chunk.leave()
             left = lanes.gather.mark()
-            asked, window = chunk.gathered(given.query[part], given.keys[part], given.values[part])
+            asked, window = chunk.gathered(rows.query, rows.keys, rows.values)
             there = lanes.gather.mark()
         with lanes.window.apart(behind=there):
             looked = chunk.look(asked, window)
             near = remembered = lanes.window.mark()
-        given = None
+        given: Received | None = None
         if chunk.voter is None:
             with lanes.choice.apart(behind=left):
                 sought = chunk.sought(chunk.chosen(asked, None, votes))

@@ -46,9 +46,9 @@ class ChunkRows:
         kv_heads = keys.shape[1]
         return cls(room(heads, keys), room(kv_heads, keys), room(kv_heads, values), room(heads, values))
 
-    def part(self, count: int) -> ChunkRows:
-        """The first of these rows."""
-        return ChunkRows(self.query[:count], self.keys[:count], self.values[:count], self.out[:count])
+    def of(self, part: slice) -> ChunkRows:
+        """Some of these rows."""
+        return ChunkRows(self.query[part], self.keys[part], self.values[part], self.out[part])
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class KernelChunks:
         carry, key = tokens.caches.carry, f"plan of {self._named(tokens)}"
         seat, memory = self._seated(tokens)
         if key not in carry:
-            carry[key] = ChunkPlan.of(tokens, seat, memory.stored)
+            carry[key] = ChunkPlan.on_host(tokens, seat, memory.stored).on(seat)
         store = self.stores[tokens.caches.layer]
         return KernelChunk(store=store, plan=carry[key], ranks=self.ranks, **{**vars(tokens), "memory": memory})
 

@@ -356,6 +356,7 @@ class KernelChunk(LayerTokens[Spans]):
         if index is None:
             return self.ranks.add(torch.zeros(ids.shape, device=ids.device))
         spans, blocks = self._query_spans(voter, asked, own, index), index.of(ids, self.plan.blocks)
+        self.lanes.index.follow()
         return self.ranks.add(score_blocks(spans, blocks, kind=self.settings.compared_by(self.tokens_ask)))
 
     def _query_spans(

@@ -64,10 +64,30 @@ class RecordedChunk(KernelChunk):
 
     # ---- the map of attention ----
 
-    def with_spans(self, looked: Looked) -> Looked:
-        """Cut the spans of the frame's blocks, and of the chunk's own tokens behind them; none, where nothing does."""
-        cut = self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0
-        return replace(looked, spans=self._framed_spans(self._local_map(looked)) if cut else None)
+    def tiles(self, looked: Looked) -> torch.Tensor | None:
+        """[tiles, heads, block, block]: those of the frame's blocks, and of the chunk's own tokens behind them.
+
+        The oldest block's rows from before the chunk come from the stream's row of `MapState.tile`. None where nothing
+        is cut.
+        """
+        plan, state, frame = self.plan, self.store.map_of_voters, self.frame
+        if self.settings.index != "ltri" or not plan.tiles.places.shape[1]:
+            return None
+        chunk = self._local_map(looked)
+        found = self._no_tiles(chunk)
+        fill_tiles(chunk, BlockTiles(found, plan.tiles.firsts, plan.tiles.places))
+        if frame.anywhere:
+            kept, there = state.tile[plan.at], found[frame.oldest]
+            found.index_copy_(0, frame.oldest, torch.where(frame.before.view(1, 1, -1, 1), kept, there))
+        return found
+
+    def spans(self, tiles: torch.Tensor) -> Spans:
+        """Their spans."""
+        return self._cut(tiles, self.plan.tiles.lengths)
+
+    def keep_tile(self, tiles: torch.Tensor) -> None:
+        """Leave the newest block's tile in the stream's row; `index_select` takes 20 us for so long a row."""
+        self.store.map_of_voters.tile.index_copy_(0, self.plan.at, tiles[self.frame.newest])
 
     def _local_map(self, looked: Looked) -> LocalMap:
         chunk = super()._local_map(looked)
@@ -76,17 +96,12 @@ class RecordedChunk(KernelChunk):
         # Rows before the chunk attend to nothing.
         return replace(chunk, lse=chunk.lse.masked_fill(self.frame.outside.view(1, -1, 1), torch.inf))
 
-    @property
-    def spans_ask(self) -> bool:
-        """Whether the spans of the chunk's own tokens are compared with the index (`with_spans` has cut them then)."""
-        return self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0 and not self.tokens_ask
-
     def received(self, looked: Looked) -> Received:
         """What the window's tokens receive."""
         return received(self._local_map(looked))
 
     def own_spans(self, spans: Spans, given: Received) -> tuple[Spans, torch.Tensor]:
-        """What `chosen` takes, from all that `with_spans` has cut."""
+        """What `chosen` takes, from the spans of all tiles."""
         own, blocks = self.ranks.add(given.chunk_received[0]), len(self.plan.tiles.blocks)
         if self.plan.tiles.own:
             spans = Spans(spans.bounds[blocks:], spans.counts[blocks:])
@@ -100,22 +115,6 @@ class RecordedChunk(KernelChunk):
             blocks = len(self.plan.tiles.blocks)
             kept = Spans(spans.bounds[:blocks], spans.counts[:blocks])
             self.store.spans_of_voters.put(self.plan.tile_spans, kept)
-
-    def _framed_spans(self, chunk: LocalMap) -> Spans:
-        """The spans of the frame's blocks, and of the chunk's own tokens behind them.
-
-        The oldest block's rows from before the chunk lie in the stream's row of `MapState.tile`, and the newest block's
-        tile is left there.
-        """
-        plan, state, frame = self.plan, self.store.map_of_voters, self.frame
-        tiles = self._no_tiles(chunk)
-        fill_tiles(chunk, BlockTiles(tiles, plan.tiles.firsts, plan.tiles.places))
-        if frame.anywhere:
-            kept, found = state.tile[plan.at], tiles[frame.oldest]
-            tiles.index_copy_(0, frame.oldest, torch.where(frame.before.view(1, 1, -1, 1), kept, found))
-        spans = self._cut(tiles, plan.tiles.lengths)
-        state.tile.index_copy_(0, plan.at, tiles[frame.newest])  # `index_select` takes 20 us for one row of this length
-        return spans
 
     # ---- what the chunk asks ----
 
@@ -142,6 +141,7 @@ class Seen:
         there: the mark behind which `beyond` is complete, and the chunk reads no more of its blocks in the cache.
         near: the mark behind which `looked` is complete.
         remembered: the mark behind which all else is complete. Behind all three, only the last step reads the room.
+        spans: of the map's tiles; None where none are cut.
         given: what the window's tokens received; None in a layer that does not vote.
     """
 
@@ -151,7 +151,8 @@ class Seen:
     there: Mark
     near: Mark
     remembered: Mark
-    given: Received | None = None
+    spans: Spans | None
+    given: Received | None
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ class RecordedRun:
         with lanes.window.apart(behind=there):
             looked = chunk.look(asked, window)
             near = remembered = lanes.window.mark()
+        spans: Spans | None = None
         given: Received | None = None
         if chunk.voter is None:
             with lanes.choice.apart(behind=left):
@@ -233,28 +235,28 @@ class RecordedRun:
                 chunk.remember()
                 if self.run.before is not None:
                     self.run.before.keep(number, chunk.store, chunk.plan.at)
-                before = lanes.memory.mark()
-            with lanes.index.apart(behind=before):
-                indexed = lanes.index.mark()
             with lanes.tiles.apart(behind=near):
-                looked = chunk.with_spans(looked)
-                spanned = lanes.tiles.mark()
+                tiles = chunk.tiles(looked)
+                spans = None if tiles is None else chunk.spans(tiles)
+                cut = lanes.tiles.mark()
+                if tiles is not None:
+                    chunk.keep_tile(tiles)
+                kept = lanes.tiles.mark()
             with lanes.received.apart(behind=near):
                 given = chunk.received(looked)
                 counted = lanes.received.mark()
-            with lanes.choice.apart(behind=indexed):
+            with lanes.choice.apart(behind=there):
                 own = None
-                if chunk.spans_ask and looked.spans is not None:
-                    lanes.choice.wait(spanned, counted)
-                    own = chunk.own_spans(looked.spans, given)
-                else:
-                    lanes.choice.wait(there)
+                if spans is not None and not chunk.tokens_ask:
+                    lanes.choice.wait(cut, counted)
+                    own = chunk.own_spans(spans, given)
                 sought = chunk.sought(chunk.chosen(asked, own, votes))
                 ready = lanes.choice.mark()
             with lanes.memory.apart(behind=counted):
-                lanes.memory.wait(spanned)
+                lanes.memory.wait(cut)
                 lanes.index.join()
-                chunk.have(looked.spans, given)
+                chunk.have(spans, given)
+                lanes.memory.wait(kept)
                 remembered = lanes.memory.mark()
         with lanes.back.apart(behind=ready):
             lanes.back.wait(ways)
@@ -262,7 +264,7 @@ class RecordedRun:
             filled = lanes.back.mark()
         with lanes.beyond.apart(behind=filled):
             beyond = chunk.beyond(sought.retrieved)
-            return Seen(looked, sought, beyond, lanes.beyond.mark(), near, remembered, given)
+            return Seen(looked, sought, beyond, lanes.beyond.mark(), near, remembered, spans, given)
 
     def _recorded(self, number: int) -> RecordedChunk:
         """A chunk in its place, which remembers what stands in its stream's row."""

@@ -161,13 +161,11 @@ class Looked:
         asked: the chunk's queries.
         window: what they see.
         local: their attention to it; where `KernelChunk._late` is not 0, to tokens at their true distance alone.
-        spans: those that are cut out of the map's tiles, in a recorded chunk of a layer that votes; else None.
     """
 
     asked: ChunkQuery
     window: SeenKeys
     local: Part
-    spans: Spans | None = None
 
 
 @dataclass(frozen=True)
@@ -291,12 +289,16 @@ class Lane:
             if self._stream is not None and mark is not None:
                 torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
-    def join(self) -> None:
+    def follow(self) -> None:
         """What is launched on the current stream from here on waits for all of the lane's launches so far."""
         if self._stream is not None and self._left:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-            self._left = False
-            self._held.clear()
+
+    def join(self) -> None:
+        """`follow`, and let go of what the launches read: its memory came from the current stream."""
+        self.follow()
+        self._left = False
+        self._held.clear()
 
 
 @dataclass(frozen=True)

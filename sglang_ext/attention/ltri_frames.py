@@ -193,11 +193,11 @@ class FramePlan:
         own.cells.numpy()[outside] = own.cells[lead]
         own.slots.numpy()[outside] = PADDING_SLOT
         plan.count.fill_(count)
-        renewed = torch.tensor(renewed_blocks(chunk.begin, settings), dtype=torch.int32) if settings.renewed else None
+        renewed = np.array(renewed_blocks(chunk.begin, settings), np.int32) if settings.renewed else None
         parts: Mapping[str, object] = {
             **_gone(plan, settings, frame.gone(settings), nowhere.block),
             "tiles": _tiles(plan, frame, chunk, count),
-            "renewed": renewed,
+            "renewed": None if renewed is None else torch.from_numpy(renewed),
         }
         first = chunk.begin - settings.first(blocks.start + oldest)
         return cls(

@@ -32,7 +32,8 @@ from sglang_ext.policies.ltri import ONE_RANK, TensorRanks, kept_chunks
 from sglang_ext.policies.ltri_options import Ltri
 
 CHUNKS_AT_ONCE = 3
-"""Chunks that have a room for what they see. A window is gathered once the last chunk in its room is answered."""
+"""Chunks that have a room for what they see. A window is gathered once the last chunk in its room is answered, and what
+it leaves is remembered."""
 
 
 class ChunkGraphs:

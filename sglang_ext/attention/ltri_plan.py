@@ -291,6 +291,8 @@ class ChunkPlan:
     def on_host(cls, chunk: LayerTokens[SpansT], seat: Seat, before: int) -> ChunkPlan:
         """The plan on the CPU, where its many small steps take least; a slot n + 1 is the stream's cell n.
 
+        `ids` and `gone_ids` share the memory of `Seat.host_ids`, and nobody writes to them.
+
         Args:
             chunk: in the first layer; its blocks have their numbers on the host (`LayerHost.numbers`).
             seat: of its stream.

@@ -1,8 +1,9 @@
 """Chunks of Ltri-LLM in one layer as CUDA graphs have them: all of a frame's rows, whichever of them are the chunk's.
 
 No chunk of a run needs the answer of the one before it. So each step but the last has a lane, which goes through all
-chunks: the window's keys are gathered; attention to them; in a layer that votes, the spans; the choice of blocks; their
-way from the host into the cache; and from there to where attention reads them. Behind these, attention to the blocks
+chunks: the window's keys are gathered; attention to them; in a layer that votes, the spans, what tokens receive, and
+what is remembered of both; the choice of blocks; their way from the host into the cache; and from there to where
+attention reads them. Behind these, attention to the blocks
 runs on the stream that the lanes leave. While a chunk is in one lane, those before it are in the next ones.
 """
 
@@ -21,7 +22,7 @@ from sglang_ext.attention.ltri_runs import ChunkRun
 from sglang_ext.attention.ltri_spans import token_spans
 from sglang_ext.attention.ltri_state import KernelMemory, Lanes, LayerStore, Leaving, Looked, Mark, Sought
 from sglang_ext.kernels.block_votes import QuerySpans
-from sglang_ext.kernels.clamped_attention import FarKeys, SeenKeys
+from sglang_ext.kernels.clamped_attention import ChunkQuery, FarKeys, SeenKeys
 from sglang_ext.kernels.clamped_attention.dispatch import move
 from sglang_ext.kernels.host_fetch import FreshBlocks
 from sglang_ext.kernels.local_map import BlockTiles, LocalMap, Received, fill_tiles, received
@@ -95,6 +96,11 @@ class RecordedChunk(KernelChunk):
             return chunk
         # Rows before the chunk attend to nothing.
         return replace(chunk, lse=chunk.lse.masked_fill(self.frame.outside.view(1, -1, 1), torch.inf))
+
+    @property
+    def spans_ask(self) -> bool:
+        """Whether the spans of the chunk's own tokens are compared with the index."""
+        return self.settings.index == "ltri" and self.plan.tiles.places.shape[1] > 0 and not self.tokens_ask
 
     def received(self, looked: Looked) -> Received:
         """What the window's tokens receive."""
@@ -206,7 +212,8 @@ class RecordedRun:
         """All of a chunk but attention to what lies beyond its window.
 
         Calls of dense kernels share no memory that they write, so they may run beside each other. Sums over ranks run
-        in the order in which they are launched, whatever their lane.
+        in the order in which they are launched, whatever their lane: so what the last tokens ask is launched before
+        their own attention map, for which it does not wait.
 
         Args:
             number: of the chunk in its run.
@@ -227,14 +234,14 @@ class RecordedRun:
         spans: Spans | None = None
         given: Received | None = None
         if chunk.voter is None:
-            with lanes.choice.apart(behind=left):
-                sought = chunk.sought(chunk.chosen(asked, None, votes))
-                ready = lanes.choice.mark()
+            sought, ready = self._sought(chunk, asked, None, votes, left)
         else:
             with lanes.memory.apart(behind=left):
                 chunk.remember()
                 if self.run.before is not None:
                     self.run.before.keep(number, chunk.store, chunk.plan.at)
+            if not chunk.spans_ask:
+                sought, ready = self._sought(chunk, asked, None, votes, there)
             with lanes.tiles.apart(behind=near):
                 tiles = chunk.tiles(looked)
                 spans = None if tiles is None else chunk.spans(tiles)
@@ -245,13 +252,8 @@ class RecordedRun:
             with lanes.received.apart(behind=near):
                 given = chunk.received(looked)
                 counted = lanes.received.mark()
-            with lanes.choice.apart(behind=there):
-                own = None
-                if spans is not None and not chunk.tokens_ask:
-                    lanes.choice.wait(cut, counted)
-                    own = chunk.own_spans(spans, given)
-                sought = chunk.sought(chunk.chosen(asked, own, votes))
-                ready = lanes.choice.mark()
+            if spans is not None and chunk.spans_ask:
+                sought, ready = self._sought(chunk, asked, (spans, given), votes, cut, counted)
             with lanes.memory.apart(behind=counted):
                 lanes.memory.wait(cut)
                 lanes.index.join()
@@ -265,6 +267,29 @@ class RecordedRun:
         with lanes.beyond.apart(behind=filled):
             beyond = chunk.beyond(sought.retrieved)
             return Seen(looked, sought, beyond, lanes.beyond.mark(), near, remembered, spans, given)
+
+    def _sought(
+        self,
+        chunk: RecordedChunk,
+        asked: ChunkQuery,
+        own: tuple[Spans, Received] | None,
+        votes: dict[int, torch.Tensor],
+        *behind: Mark,
+    ) -> tuple[Sought, Mark]:
+        """The blocks that a chunk is to see, and the mark behind which they are known.
+
+        Args:
+            chunk: the chunk.
+            asked: its queries.
+            own: the spans of all tiles, and what tokens received, where spans ask; else None.
+            votes: of the layers before, to which the layer adds its own.
+            behind: marks behind which all of this is there.
+        """
+        lane, first = self.lanes.choice, behind[0]
+        with lane.apart(behind=first):
+            lane.wait(*behind[1:])
+            sought = chunk.sought(chunk.chosen(asked, None if own is None else chunk.own_spans(*own), votes))
+            return sought, lane.mark()
 
     def _recorded(self, number: int) -> RecordedChunk:
         """A chunk in its place, which remembers what stands in its stream's row."""

@@ -318,7 +318,8 @@ class Lanes:
             find. It waits for `tiles` and `received`, and for `index`.
         index: likewise, the index vectors of blocks that leave the window.
         choice: which blocks come back, and where they lie in the cache of blocks. In a layer that votes, it waits for
-            `index`, and where spans ask, for `tiles` and `received`, but not for `memory`.
+            `index`, and so for what the chunk before has left in `memory`; and where spans ask, for `tiles` and
+            `received`.
         back: blocks come from the host into the cache.
         beyond: sinks and blocks are gathered as the chunk sees them.
     """

@@ -250,6 +250,8 @@ class KernelChunks:
         """`Chunks.wait_for_passes`; the host does not wait, as it would for 0.7 ms even where nothing runs."""
         if self._passes is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._passes)
+        elif self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def begin(self, beginning: Beginning) -> None:
         """`Chunks.begin`, in few launches for all layers; the device reads host memory."""

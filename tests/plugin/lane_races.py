@@ -107,10 +107,12 @@ class Races(TorchDispatchMode):
     Attributes:
         found: what was found, in words.
         launches: by stream.
+        lanes: that run on the streams.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.lanes: list[Lane] = []
         self.found: list[str] = []
         self.launches = dict[str, int]()
         self.current = FakeStream("main")
@@ -136,6 +138,7 @@ class Races(TorchDispatchMode):
         for each in streams:
             if not self.current.is_behind(each.name, each.clock.get(each.name, 0)):
                 self.found.append(f"nobody waits for the end of {each.name}")
+        self.found += ["a lane holds what it has read for ever" for each in self.lanes if each._held]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -237,7 +240,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[Races, list[FakeStream]]:
     races, streams = Races(), [FakeStream(name) for name in LANES]
     listed = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: listed(tensor.clone()))  # a read that modes do not see
-    lanes = partial(Lanes, *(Lane(each) for each in streams))  # type: ignore[arg-type]
+    races.lanes = [Lane(each) for each in streams]  # type: ignore[arg-type]
+    lanes = partial(Lanes, *races.lanes)
     monkeypatch.setattr(Lanes, "beside", lambda device: lanes())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: races.current)
     monkeypatch.setattr(torch.cuda, "stream", races.stream)

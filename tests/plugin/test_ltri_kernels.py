@@ -256,6 +256,20 @@ def test_few_tokens_before_a_prompts_end_have_a_short_frame(
     assert [run.places[0].frame.rows for run in used] == [rows]
 
 
+def test_a_fork_waits_for_passes_before_it_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    _, kernels = both(monkeypatch, tmp_path, {}, 2)
+    list(kernels.run(kernels.begin(2, 250), text(1), 0, 250))
+    state, order = kernels.policy.state_of(2), list[object]()
+    assert state is not None
+    stream = SimpleNamespace(wait_stream=lambda other: order.append(other))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(type(state), "fork", lambda source, tokens: order.append("copy") or state)
+    monkeypatch.setattr(KernelChunks, "begin", lambda chunks, beginning: order.append("begin"))
+    kernels.chunks._passes = "passes"
+    kernels.policy.fork(1, Fork(Source([], None, state, kernels.slots(2)), 192), kernels.slots(1))
+    assert order == ["passes", "copy", "begin"]
+
+
 @pytest.mark.parametrize("places", [0, 2, 4])
 def test_forks(places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """A fork in kernels is the stream that was computed whole, in kernels and in plain PyTorch; its source stays."""

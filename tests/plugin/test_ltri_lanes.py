@@ -77,6 +77,11 @@ def break_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lane, "join", lambda lane: lane._held.clear())
 
 
+def break_hold_of_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a lane has read is never let go of."""
+    monkeypatch.setattr(Lane, "join", Lane.follow)
+
+
 def break_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores do not wait for the index vectors of the blocks that leave."""
     monkeypatch.setattr(Lane, "follow", lambda lane: None)
@@ -121,6 +126,7 @@ def break_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (break_wait, "on main"),
         (break_join, "may get memory"),
+        (break_hold_of_index, "for ever"),
         (break_follow, "on choice"),
         (break_rooms, "on gather"),
         (break_hold, "may get memory"),

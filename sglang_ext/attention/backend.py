@@ -206,7 +206,8 @@ class ViewBackend(_Base):
         if layer.layer_id == compat.first_layer(self._pool, but=self.window_layers):  # graphs are captured after runs
             self._carry = {}
         scale = layer.scaling * scales.keys  # logits are linear in the keys, and outputs in the values
-        call = LayerCall(layer.layer_id, query, new, caches, scale, self.loaded, self._carry)
+        into = compat.attention_output(forward_batch, query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        call = LayerCall(layer.layer_id, query, new, caches, scale, self.loaded, self._carry, into)
         out = self.reader.read(call).flatten(1)
         return out if scales.values == 1.0 else out * scales.values
 

@@ -329,6 +329,7 @@ class LtriPolicy(StreamPolicy):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         carry, key = caches.carry, f"chunks of {request.slot}"
         votes: Votes = carry.setdefault(f"votes of {request.slot}", {})
@@ -337,12 +338,13 @@ class LtriPolicy(StreamPolicy):
             bounds = self.config.chunks(begin, begin + query.shape[0], prompt)
             carry[key] = [self._between(request, each) for each in bounds]
         here = self._here(request, caches, slots, query.shape[1])
-        out = self._computing.attend([LayerTokens(**here, **each) for each in carry[key]], query, keys, values, votes)
+        chunks = [LayerTokens(**here, **each) for each in carry[key]]
+        answered = self._computing.attend(chunks, query, keys, values, votes, out)
         stream = self._streams[request.slot]
         if stream.note is not None:
             found = self._computing.retrieved(stream.layers[caches.layer])
             stream.note.setdefault("blocks", []).append(found)
-        return out
+        return answered
 
     def stream(self, request: Request) -> LtriStream:
         """What a request that has started has."""

@@ -70,6 +70,7 @@ class Chunks(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         votes: Votes,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the keys and values of consecutive chunks of a stream in one layer, and attend to what each sees.
 
@@ -79,6 +80,7 @@ class Chunks(Protocol):
             keys: [tokens, kv_heads, head_dim].
             values: [tokens, kv_heads, value_dim].
             votes: of the pass.
+            out: [tokens, heads, value_dim], which may be written and returned; None for any memory.
 
         Returns:
             [tokens, heads, value_dim], which may be overwritten by the next call.
@@ -125,8 +127,10 @@ class TorchChunks:
         keys: torch.Tensor,
         values: torch.Tensor,
         votes: Votes,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out, first = query.new_empty(*query.shape[:2], values.shape[-1]), chunks[0].begin
+        first = chunks[0].begin
+        out = query.new_empty(*query.shape[:2], values.shape[-1]) if out is None else out
         for tokens in chunks:
             rows = slice(tokens.begin - first, tokens.end - first)
             out[rows] = Chunk(**vars(tokens), ranks=self.ranks).attend(query[rows], keys[rows], values[rows], votes)

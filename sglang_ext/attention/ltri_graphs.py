@@ -125,6 +125,7 @@ class ChunkGraphs:
         chunks: Tokens,
         row: int,
         given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`KernelChunk.attend` of chunks whose stream has a row, replayed.
 
@@ -133,6 +134,7 @@ class ChunkGraphs:
             chunks: the same, in this layer.
             row: of their stream.
             given: (query, keys, values) of all of their tokens.
+            into: as in `PlacedRun.read`.
 
         Returns:
             [tokens, heads, value_dim], until the next chunks are replayed.
@@ -148,7 +150,7 @@ class ChunkGraphs:
         self.replayed += len(chunks)
         if placed.leaves:
             self.copies.put(run.number, layer, run.leaving, newest.host, placed.leaves)
-        out = placed.read()
+        out = placed.read(into)
         self._remember(placed, chunks, memory)
         if newest.voter is not None:
             self._keep_tile(newest, memory, row)

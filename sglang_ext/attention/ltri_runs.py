@@ -180,10 +180,14 @@ class PlacedRun:
             else:
                 torch.index_select(new, 0, self.token_of_row, out=into)
 
-    def read(self) -> torch.Tensor:
-        """[tokens of all chunks, heads, value_dim]; the next replay of any run may write to the same memory."""
+    def read(self, into: torch.Tensor | None = None) -> torch.Tensor:
+        """[tokens of all chunks, heads, value_dim]; the next replay of any run may write to the same memory.
+
+        Args:
+            into: of this shape, to be written where answers have to be gathered; None for memory of their own.
+        """
         out = self.run.room.out
-        return out.index_select(0, self.row_of_token) if self.framed is None else out[self.framed]
+        return torch.index_select(out, 0, self.row_of_token, out=into) if self.framed is None else out[self.framed]
 
 
 @dataclass(eq=False)

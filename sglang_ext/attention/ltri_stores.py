@@ -146,6 +146,7 @@ class KernelChunks:
         keys: torch.Tensor,
         values: torch.Tensor,
         votes: Votes,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`Chunks.attend`: chunks one after the other, launched or replayed; what it returns stands until the next."""
         carry, first, at = chunks[0].caches.carry, chunks[0].begin, 0
@@ -154,18 +155,18 @@ class KernelChunks:
             carry[key] = self._runs(chunks)
             self._passes = torch.cuda.current_stream(self.device) if query.is_cuda else None
         for count, run in carry[key]:
-            some, given = chunks[at : at + count], (query, keys, values)
+            some, given, into = chunks[at : at + count], (query, keys, values), out
             if count < len(chunks):
                 rows = slice(some[0].begin - first, some[-1].end - first)
-                given = query[rows], keys[rows], values[rows]
+                given, into = (query[rows], keys[rows], values[rows]), None
             if run is None or self._graphs is None:
                 outs.append(self.launched(some[0]).attend(*given, votes))
             else:
                 seat, _ = self._seated(some[0])
-                out = self._graphs.attend(run, some, seat.row, given)
-                outs.append(out if count == len(chunks) else out.clone())
+                found = self._graphs.attend(run, some, seat.row, given, into)
+                outs.append(found if count == len(chunks) else found.clone())
             at += count
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, out=out)
 
     def launched(self, tokens: LayerTokens[Any]) -> KernelChunk:
         """What computes a chunk, launch by launch."""

@@ -78,6 +78,8 @@ class LayerCall(Generic[LoadedT]):
         scale: factor of the logits.
         loaded: what the reader made of the batch (`Reader.before_layers`).
         carry: empty in the first layer; what a layer leaves there the layers after it find.
+        out: [rows, heads, value_dim] in the query's dtype, where SGLang wants the answer; None where it takes any
+            tensor. A reader may return it, or another tensor, which SGLang copies there.
     """
 
     layer: int
@@ -87,6 +89,7 @@ class LayerCall(Generic[LoadedT]):
     scale: float
     loaded: LoadedT
     carry: Carry
+    out: torch.Tensor | None = None
 
     def empty(self) -> torch.Tensor:
         """[rows, heads, value_dim] in the query's dtype, to be written."""

@@ -169,6 +169,7 @@ class StreamPolicy(Policy):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the tokens [begin, begin + rows) of a stream in one layer, and attend to what it keeps.
 
@@ -184,6 +185,8 @@ class StreamPolicy(Policy):
             query: [rows, heads, head_dim], rotated at `positions`.
             keys: [rows, kv_heads, head_dim], likewise.
             values: [rows, kv_heads, value_dim].
+            out: [rows, heads, value_dim] in query's dtype, which may be written and returned; None where nobody needs
+                the answer anywhere.
 
         Returns:
             [rows, heads, value_dim] in query's dtype. The next call may write to the same memory.

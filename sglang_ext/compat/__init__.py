@@ -58,6 +58,7 @@ from sglang_ext.compat.kv import (
 )
 from sglang_ext.compat.layers import (
     attention_layers,
+    attention_output,
     has_window,
     listed_states,
     listed_windows,
@@ -139,6 +140,7 @@ __all__ = [
     "answer_note",
     "as_prompt",
     "as_steps",
+    "attention_output",
     "attention_shape",
     "blocks_were_missing",
     "breaks_at_attention",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 MIXED = frozenset({"Gemma3ForCausalLM", "Olmo2ForCausalLM", "Cohere2ForCausalLM"})
@@ -39,6 +40,15 @@ def has_window(layer: Any) -> bool:
 def attention_layers(model_runner: Any) -> list[Any]:
     """The attention layers that SGLang has built of a model."""
     return [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+def attention_output(forward_batch: Any, rows: int, heads: int, dim: int) -> torch.Tensor | None:
+    """[rows, heads, dim], where SGLang wants a layer's attention; None where it takes any tensor that it is given.
+
+    Between the pieces of a prefill's CUDA graph, it copies what lies elsewhere to where the next piece reads it.
+    """
+    found = getattr(forward_batch, "_attn_output", None)  # as SGLang's own backends look for it
+    return None if found is None or found.shape[0] != rows else found.view(rows, heads, dim)
 
 
 def window_layers(model_runner: Any) -> frozenset[int]:

@@ -318,7 +318,7 @@ def test_every_pass_begins_with_an_empty_carry(windows: frozenset[int]) -> None:
     )
     for _ in range(3):
         for number in (2, 3):
-            layer = SimpleNamespace(layer_id=number, tp_q_head_num=1, qk_head_dim=4, scaling=1)
+            layer = SimpleNamespace(layer_id=number, tp_q_head_num=1, qk_head_dim=4, v_head_dim=4, scaling=1)
             backend.forward_decode(torch.zeros(1, 4), None, None, layer, None)
     assert reader.found == [(2, {}), (3, {"2": "voted"})] * 3
     assert backend.planned == ([(1, True)] if windows else []), "SGLang's own code reads layers with windows alone"
@@ -346,3 +346,14 @@ def test_layers_over_a_batch_that_was_not_planned_are_refused() -> None:
     backend.prepared, backend.loaded, backend._planned = "step", None, False
     with pytest.raises(ValueError, match="was not planned: expected init_forward_metadata"):
         backend.forward_extend(torch.zeros(1, 4), None, None, SimpleNamespace(), None)
+
+
+def test_where_sglang_wants_attention() -> None:
+    """Between pieces of a prefill's graph it names memory; what is left there by a pass of other rows is nobody's."""
+    out = torch.zeros(5, 6)
+    batch = SimpleNamespace(_attn_output=out)
+    found = compat.attention_output(batch, 5, 2, 3)
+    assert found is not None and found.shape == (5, 2, 3) and found.data_ptr() == out.data_ptr()
+    assert compat.attention_output(batch, 4, 2, 3) is None
+    assert compat.attention_output(SimpleNamespace(_attn_output=None), 5, 2, 3) is None
+    assert compat.attention_output(SimpleNamespace(), 5, 2, 3) is None

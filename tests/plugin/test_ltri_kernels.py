@@ -256,6 +256,28 @@ def test_few_tokens_before_a_prompts_end_have_a_short_frame(
     assert [run.places[0].frame.rows for run in used] == [rows]
 
 
+@pytest.mark.parametrize(("prompt", "places"), [(PROMPT, 0), (298, 2), (311, 4)])
+def test_answers_are_written_where_they_are_wanted(
+    prompt: int, places: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """What SGLang would copy lies there already, unless rows of a run are the answer as they are."""
+    _, kernels = both(monkeypatch, tmp_path, {"similarity": "max"}, places)
+    wanted = [*kernels.run(kernels.begin(1, prompt), text(1), 0, prompt)]
+    attend, there = kernels.policy.attend, list[bool]()
+
+    def into(*given: Any) -> torch.Tensor:
+        query, values = given[4], given[6]
+        out = torch.full((*query.shape[:2], values.shape[2]), torch.nan, dtype=query.dtype)
+        found = attend(*given, out)
+        there.append(found.data_ptr() == out.data_ptr())
+        return found
+
+    monkeypatch.setattr(kernels.policy, "attend", into)
+    found = [*kernels.run(kernels.begin(2, prompt), text(1), 0, prompt)]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert any(there), there
+
+
 def test_a_fork_waits_for_passes_before_it_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     _, kernels = both(monkeypatch, tmp_path, {}, 2)
     list(kernels.run(kernels.begin(2, 250), text(1), 0, 250))

@@ -82,7 +82,7 @@ class StreamReader(Reader[Batch, Batch]):
         caches = Caches(call.layer, *call.caches, self._nowhere, self.model.rope, call.scale, call.carry)
         batch, padded = call.loaded, call.query.shape[0] > call.loaded.total
         if len(batch.rows) == 1 and not padded:  # a launch less in each layer
-            return self._attend(batch.rows[0], caches, (call.query, *call.new))
+            return self._attend(batch.rows[0], caches, (call.query, *call.new), call.out)
         out = call.empty()
         if padded:
             out[batch.total :] = 0
@@ -92,8 +92,12 @@ class StreamReader(Reader[Batch, Batch]):
         return out
 
     def _attend(
-        self, rows: BatchRows, caches: Caches, tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        self,
+        rows: BatchRows,
+        caches: Caches,
+        tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[tokens, heads, value_dim] of one request, with (query, keys, values) of its tokens."""
+        """[tokens, heads, value_dim] of one request, with (query, keys, values) of its tokens; it may be `out`."""
         slots = self.model.table[rows.request.slot]
-        return self.policy.attend(rows.request, caches, slots, rows.begin, *tokens)
+        return self.policy.attend(rows.request, caches, slots, rows.begin, *tokens, out)

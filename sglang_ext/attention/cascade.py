@@ -205,7 +205,6 @@ class CascadePolicy(StreamPolicy):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         stream = self._streams[request.slot]
         if not isinstance(stream, _TorchStream):

@@ -329,7 +329,6 @@ class LtriPolicy(StreamPolicy):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         carry, key = caches.carry, f"chunks of {request.slot}"
         votes: Votes = carry.setdefault(f"votes of {request.slot}", {})
@@ -339,12 +338,12 @@ class LtriPolicy(StreamPolicy):
             carry[key] = [self._between(request, each) for each in bounds]
         here = self._here(request, caches, slots, query.shape[1])
         chunks = [LayerTokens(**here, **each) for each in carry[key]]
-        answered = self._computing.attend(chunks, query, keys, values, votes, out)
+        out = self._computing.attend(chunks, query, keys, values, votes)
         stream = self._streams[request.slot]
         if stream.note is not None:
             found = self._computing.retrieved(stream.layers[caches.layer])
             stream.note.setdefault("blocks", []).append(found)
-        return answered
+        return out
 
     def stream(self, request: Request) -> LtriStream:
         """What a request that has started has."""

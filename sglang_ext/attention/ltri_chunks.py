@@ -70,7 +70,6 @@ class Chunks(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         votes: Votes,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the keys and values of consecutive chunks of a stream in one layer, and attend to what each sees.
 
@@ -80,10 +79,9 @@ class Chunks(Protocol):
             keys: [tokens, kv_heads, head_dim].
             values: [tokens, kv_heads, value_dim].
             votes: of the pass.
-            out: [tokens, heads, value_dim], which may be written and returned; None for any memory.
 
         Returns:
-            [tokens, heads, value_dim], which may be overwritten by the next call.
+            [tokens, heads, value_dim], which may be `Caches.out`, or memory that the next call writes to.
         """
 
     def retrieved(self, memory: AnyMemory) -> list[int]:
@@ -127,10 +125,8 @@ class TorchChunks:
         keys: torch.Tensor,
         values: torch.Tensor,
         votes: Votes,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        first = chunks[0].begin
-        out = query.new_empty(*query.shape[:2], values.shape[-1]) if out is None else out
+        out, first = query.new_empty(*query.shape[:2], values.shape[-1]), chunks[0].begin
         for tokens in chunks:
             rows = slice(tokens.begin - first, tokens.end - first)
             out[rows] = Chunk(**vars(tokens), ranks=self.ranks).attend(query[rows], keys[rows], values[rows], votes)

@@ -146,10 +146,10 @@ class KernelChunks:
         keys: torch.Tensor,
         values: torch.Tensor,
         votes: Votes,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`Chunks.attend`: chunks one after the other, launched or replayed; what it returns stands until the next."""
-        carry, first, at = chunks[0].caches.carry, chunks[0].begin, 0
+        caches, first, at = chunks[0].caches, chunks[0].begin, 0
+        carry, out = caches.carry, caches.out
         key, outs = f"runs of {self._named(chunks[0])}", list[torch.Tensor]()
         if key not in carry:
             carry[key] = self._runs(chunks)

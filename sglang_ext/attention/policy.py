@@ -63,6 +63,8 @@ class Caches:
         rope: the model's rotation.
         scale: factor of the logits.
         carry: what earlier layers of the pass left, for this one to read and to add to.
+        out: [rows, heads, value_dim] in the query's dtype, which may be written and returned as the answer, so that
+            nobody has to copy it there; None where any memory is as good.
     """
 
     layer: int
@@ -72,6 +74,7 @@ class Caches:
     rope: Rope
     scale: float
     carry: Carry = field(default_factory=dict)
+    out: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

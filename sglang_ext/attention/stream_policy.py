@@ -169,7 +169,6 @@ class StreamPolicy(Policy):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the tokens [begin, begin + rows) of a stream in one layer, and attend to what it keeps.
 
@@ -185,10 +184,8 @@ class StreamPolicy(Policy):
             query: [rows, heads, head_dim], rotated at `positions`.
             keys: [rows, kv_heads, head_dim], likewise.
             values: [rows, kv_heads, value_dim].
-            out: [rows, heads, value_dim] in query's dtype, which may be written and returned; None where nobody needs
-                the answer anywhere.
 
         Returns:
-            [rows, heads, value_dim] in query's dtype. The next call may write to the same memory.
+            [rows, heads, value_dim] in query's dtype: `caches.out`, or memory that the next call may write to.
         """
         raise NotImplementedError

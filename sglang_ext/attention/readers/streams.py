@@ -79,10 +79,12 @@ class StreamReader(Reader[Batch, Batch]):
     def read(self, call: LayerCall[Batch]) -> torch.Tensor:
         if call.new is None:
             raise ValueError(f"layer {call.layer} has no keys and values of its own: streams need them in every layer")
-        caches = Caches(call.layer, *call.caches, self._nowhere, self.model.rope, call.scale, call.carry)
         batch, padded = call.loaded, call.query.shape[0] > call.loaded.total
-        if len(batch.rows) == 1 and not padded:  # a launch less in each layer
-            return self._attend(batch.rows[0], caches, (call.query, *call.new), call.out)
+        alone = len(batch.rows) == 1 and not padded
+        where = call.out if alone else None
+        caches = Caches(call.layer, *call.caches, self._nowhere, self.model.rope, call.scale, call.carry, where)
+        if alone:  # a launch less in each layer
+            return self._attend(batch.rows[0], caches, (call.query, *call.new))
         out = call.empty()
         if padded:
             out[batch.total :] = 0
@@ -92,12 +94,8 @@ class StreamReader(Reader[Batch, Batch]):
         return out
 
     def _attend(
-        self,
-        rows: BatchRows,
-        caches: Caches,
-        tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor | None = None,
+        self, rows: BatchRows, caches: Caches, tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        """[tokens, heads, value_dim] of one request, with (query, keys, values) of its tokens; it may be `out`."""
+        """[tokens, heads, value_dim] of one request, with (query, keys, values) of its tokens."""
         slots = self.model.table[rows.request.slot]
-        return self.policy.attend(rows.request, caches, slots, rows.begin, *tokens, out)
+        return self.policy.attend(rows.request, caches, slots, rows.begin, *tokens)

@@ -3,8 +3,8 @@
 No chunk of a run needs the answer of the one before it. So each step but the last has a lane, which goes through all
 chunks: the window's keys are gathered; attention to them; in a layer that votes, the spans, what tokens receive, and
 what is remembered of both; the choice of blocks; their way from the host into the cache; and from there to where
-attention reads them. Behind these, attention to the blocks
-runs on the stream that the lanes leave. While a chunk is in one lane, those before it are in the next ones.
+attention reads them. Behind these, attention to the blocks runs on the stream that the lanes leave. While a chunk is in
+one lane, those before it are in the next ones.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RecordedChunk(KernelChunk):
         return found
 
     def spans(self, tiles: torch.Tensor) -> Spans:
-        """Their spans."""
+        """The spans of what `tiles` returns."""
         return self._cut(tiles, self.plan.tiles.lengths)
 
     def keep_tile(self, tiles: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from sglang_ext.policies.ltri_options import Ltri
 
 PADDING_SLOT = 0
 """SGLang's padding slot in the KV cache: what it holds has no meaning."""
+CPU = torch.device("cpu")
 ALIGNMENT = 16
 """Triton's kernels are compiled for tensors whose addresses are multiples of this many bytes."""
 
@@ -176,12 +177,6 @@ class SpanRing:
         count = cls.blocks(settings)
         return row * count + blocks % count
 
-    @classmethod
-    def on_host(cls, settings: Ltri, row: int, blocks: range) -> torch.Tensor:
-        """As `places`, on the CPU."""
-        count = cls.blocks(settings)
-        return torch.from_numpy(row * count + np.arange(blocks.start, max(blocks.start, blocks.stop)) % count)
-
     def of_row(self, settings: Ltri, row: int) -> Spans:
         """Those of a stream, which share the memory of all."""
         count = self.blocks(settings)
@@ -318,13 +313,13 @@ class ChunkPlan:
             gone=gone,
             gone_tokens=leaving,
             gone_ids=seat.host_ids[gone.start : gone.stop],
-            gone_spans=SpanRing.on_host(settings, row, gone),
+            gone_spans=SpanRing.places(settings, row, gone, CPU),
             ids=seat.host_ids,
             row=row,
             at=torch.from_numpy(np.full(1, row)),
             first_way=number(row * max(1, settings.ways)),
             tiles=tiles,
-            tile_spans=SpanRing.on_host(settings, row, tiles.blocks),
+            tile_spans=SpanRing.places(settings, row, tiles.blocks, CPU),
             renewed=None if renewed is None else torch.from_numpy(renewed),
             before=number(begin - first),
             count=number(end - begin),
